@@ -79,7 +79,8 @@ class SparseCase:
     def resized(self) -> SparseCase:
         if self.layout == "TND":
             return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
-        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
+        b = self.b if self.lengths else self.b + 1
+        return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from .sparse import SparseCase, indices
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
 CASES = [
+    SparseCase(rope=8),
     SparseCase(),
     SparseCase(b=1, s=(63, 77), heads=4, k=16, rope=16),
     SparseCase(s=(33, 33), heads=3, d=24, k=7, rope=8, pattern="padded"),
@@ -41,6 +42,7 @@ CASES = [
     # Counts shorter than S: queries beyond are zero, keys beyond are never read.
     SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 0)), rope=8),
     SparseCase(b=2, s=(6, 20), lengths=((5, 6), (17, 9)), mode=0, block=8, k=3),
+    replace(_TND, rope=8),
     _TND,
     replace(_TND, tail=(2, 3), rope=8, k=6, pattern="padded"),
     replace(_TND, mode=0, heads=8, k=12),
