@@ -1,6 +1,7 @@
 // What Python asks of the build and of the run time.
 #include <torch/extension.h>
 
+#include "ops/error.h"
 #include "ops/limits.h"
 
 namespace ascend_attn {
@@ -19,7 +20,7 @@ py::list limits_of_operators() {
     }
     py::list dtypes;
     for (const auto dtype : entry.dtypes) {
-      dtypes.append(std::string(c10::toString(dtype)));
+      dtypes.append(std::string(dtype_name(dtype)));
     }
     py::list limits;
     for (const auto& limit : entry.limits) {

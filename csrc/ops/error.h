@@ -2,6 +2,7 @@
 //   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn code>]
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -20,6 +21,11 @@ enum class Status : int {
 
 // "ACLNN_ERR_PARAM_INVALID 161002"; an unknown code is given as its number alone.
 std::string status_text(int code);
+
+// A dtype by its Python name, "bfloat16".
+inline std::string_view dtype_name(c10::ScalarType dtype) {
+  return c10::getDtypeNames(dtype).first;
+}
 
 // What kind of Python exception a violated rule becomes.
 enum class Violation { type, value, not_implemented, runtime };

@@ -163,11 +163,11 @@ void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const 
     if (allowed == dtype) {
       return;
     }
-    expected += (expected.empty() ? "" : " or ") + std::string(c10::toString(allowed));
+    expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
   raise(Violation::type, op_, argument,
         c10::str("expected dtype ", expected, " on Ascend ", product_name(product_), ", got ",
-                 dtype, "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
+                 dtype_name(dtype), "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
 }
 
 void LimitsCheck::size(std::string_view argument, std::string_view quantity,

@@ -93,6 +93,15 @@ void check_sequence_lengths(std::string_view op, std::string_view argument, Layo
   }
 }
 
+void check_lengths_have_gradient(std::string_view op, std::string_view layout,
+                                 const std::optional<at::Tensor>& lengths_query,
+                                 const std::optional<at::Tensor>& lengths_key) {
+  check_value(layout != "BSND" || !(lengths_query || lengths_key), op,
+              lengths_query ? kQueryLengths : kKeyLengths,
+              "expected None in layout BSND when a gradient is wanted, because the gradient ignores "
+              "lengths there; use layout TND for sequences of different lengths");
+}
+
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      const std::optional<at::Tensor>& lengths_query,
