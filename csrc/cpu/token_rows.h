@@ -5,10 +5,18 @@
 
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "cpu/tile_gemm.h"
+#include "cpu/vectorized.h"
+#include "ops/sequence_lengths.h"
 
 namespace ascend_attn::cpu {
+
+// The number of tokens of a (B, S, heads, D) or (T, heads, D) tensor.
+inline int64_t token_count(const at::Tensor& tensor) {
+  return tensor.dim() == 4 ? tensor.size(0) * tensor.size(1) : tensor.size(0);
+}
 
 // `tensor` itself when its rows are dense, otherwise a dense copy.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
@@ -69,10 +77,41 @@ void gather_rows(const TokenRows<Input>& rows, const int32_t* positions, int64_t
   }
 }
 
+// The inverse of load_heads, into a dense (tokens, heads, width) tensor: `factor(h)` times row h.
+template <typename T, typename Output, typename Factor>
+void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t width,
+                 const Factor& factor, Output* to) {
+  for (int64_t head = 0; head < heads; ++head) {
+    scale(tile.row(head) + column, factor(head), to + head * width, width);
+  }
+}
+
 // Rows [begin, end) of `tile` become zero.
 template <typename T>
 void zero_rows(const Tile<T>& tile, int64_t begin, int64_t end) {
   std::memset(tile.row(begin), 0, static_cast<size_t>((end - begin) * tile.stride()) * sizeof(T));
+}
+
+// Zeroes the tokens of a dense tensor that belong to no sequence. `begin` and `length` say which
+// tokens do: of the query or of the key.
+inline void zero_tokens_outside(const at::Tensor& tensor, int64_t tokens,
+                                const std::vector<Sequence>& sequences, int64_t Sequence::* begin,
+                                int64_t Sequence::* length) {
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto bytes_per_token = static_cast<int64_t>(tensor.nbytes()) / tokens;
+  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
+  const auto zero = [&](int64_t from, int64_t to) {
+    std::memset(data + from * bytes_per_token, 0,
+                static_cast<size_t>((to - from) * bytes_per_token));
+  };
+  int64_t end = 0;
+  for (const auto& sequence : sequences) {
+    zero(end, sequence.*begin);
+    end = sequence.*begin + sequence.*length;
+  }
+  zero(end, tokens);
 }
 
 }  // namespace ascend_attn::cpu

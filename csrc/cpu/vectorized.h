@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace ascend_attn::cpu {
 
@@ -57,6 +58,43 @@ void convert(const From* from, To* to, int64_t count) {
       to[i] = static_cast<To>(from[i]);
     }
   });
+}
+
+// to = factor * from
+template <typename From, typename To>
+void scale(const From* from, From factor, To* to, int64_t count) {
+  vectorized([=] {
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = static_cast<To>(factor * from[i]);
+    }
+  });
+}
+
+// The sum of a[i] * b[i], in float or in double.
+template <typename T>
+auto dot(const T* a, const T* b, int64_t count) {
+  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  Sum result = 0;
+  vectorized([=, &result] {
+    // Independent partial sums: the order of a floating-point sum is not the compiler's to change.
+    constexpr int64_t lanes = 32;
+    Sum sums[lanes] = {};
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) {
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        sums[lane] += static_cast<Sum>(a[i + lane]) * static_cast<Sum>(b[i + lane]);
+      }
+    }
+    Sum total = 0;
+    for (; i < count; ++i) {
+      total += static_cast<Sum>(a[i]) * static_cast<Sum>(b[i]);
+    }
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      total += sums[lane];
+    }
+    result = total;
+  });
+  return result;
 }
 
 // to += from
