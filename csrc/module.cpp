@@ -47,8 +47,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limits_override", &limits_override);
   m.def("restore_limits", &set_limits_override);
   m.def("set_limits", [](std::optional<std::string> product) {
-    set_limits_override(limits_override_for(
-        product ? std::optional<Product>(product_of(*product)) : std::nullopt));
+    set_limits_override(
+        limits_override_for(product ? std::optional<Product>(product_of(*product)) : std::nullopt));
   });
   m.def("product_in_force", []() -> std::optional<std::string> {
     const auto product = product_in_force();

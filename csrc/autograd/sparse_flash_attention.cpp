@@ -31,8 +31,7 @@ struct SparseFlashAttentionFunction
     options["sparse_block_size"] = op.sparse_block_size;
     options["layout"] = std::string(op.layout);
     options["sparse_mode"] = op.sparse_mode;
-    options["deterministic"] =
-        op.deterministic || at::globalContext().deterministicAlgorithms();
+    options["deterministic"] = op.deterministic || at::globalContext().deterministicAlgorithms();
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& incoming) {

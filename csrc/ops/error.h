@@ -1,5 +1,6 @@
 // Every message a user can get from a check has one form:
-//   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn code>]
+//   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn
+//   code>]
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -13,10 +14,10 @@ namespace ascend_attn {
 
 // The status codes of aclnn that the operators' documents name.
 enum class Status : int {
-  null_pointer = 161001,   // ACLNN_ERR_PARAM_NULLPTR
-  invalid = 161002,        // ACLNN_ERR_PARAM_INVALID
-  runtime = 361001,        // ACLNN_ERR_RUNTIME_ERROR
-  shape_inference = 561002 // ACLNN_ERR_INNER_TILING_ERROR
+  null_pointer = 161001,    // ACLNN_ERR_PARAM_NULLPTR
+  invalid = 161002,         // ACLNN_ERR_PARAM_INVALID
+  runtime = 361001,         // ACLNN_ERR_RUNTIME_ERROR
+  shape_inference = 561002  // ACLNN_ERR_INNER_TILING_ERROR
 };
 
 // "ACLNN_ERR_PARAM_INVALID 161002"; an unknown code is given as its number alone.

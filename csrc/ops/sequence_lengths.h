@@ -30,8 +30,8 @@ struct Sequence {
 void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
                             c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
 
-// The gradients of the sparse operators ignore lengths in BSND on the device, so a forward call that
-// wants a gradient must not have any there.
+// The gradients of the sparse operators ignore lengths in BSND on the device, so a forward call
+// that wants a gradient must not have any there.
 void check_lengths_have_gradient(std::string_view op, std::string_view layout,
                                  const std::optional<at::Tensor>& lengths_query,
                                  const std::optional<at::Tensor>& lengths_key);

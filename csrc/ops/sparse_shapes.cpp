@@ -54,8 +54,8 @@ void SparseShapes::same_device(TensorArgument argument) const {
 
 void SparseShapes::same_dtype(TensorArgument argument) const {
   check_type(argument.tensor.scalar_type() == query_.tensor.scalar_type(), op_, argument.name,
-             "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name, "'s), got ",
-             dtype_name(argument.tensor.scalar_type()));
+             "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
+             "'s), got ", dtype_name(argument.tensor.scalar_type()));
 }
 
 void SparseShapes::weights_dtype(TensorArgument argument) const {
@@ -145,8 +145,7 @@ void SparseShapes::statistics(TensorArgument argument) const {
   }
 }
 
-void SparseShapes::ropes(OptionalTensorArgument query_rope,
-                         OptionalTensorArgument key_rope) const {
+void SparseShapes::ropes(OptionalTensorArgument query_rope, OptionalTensorArgument key_rope) const {
   check_present(query_rope.tensor || !key_rope.tensor, op_, query_rope.name,
                 "expected a tensor because key_rope is given, got None");
   check_present(key_rope.tensor || !query_rope.tensor, op_, key_rope.name,
