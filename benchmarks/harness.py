@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -43,7 +44,7 @@ def measure(
 
 
 def interleaved_medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of each call. One of each in turn, so that all of them see the same machine."""
+    """Median seconds of each call. One of each in turn: all of them see the same machine."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -66,27 +67,28 @@ def print_table(rows: Sequence[Row]) -> None:
         )
 
 
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _status(field: str) -> int:
+    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
 
 
-def _measure(make: Callable[[], Call], queue: multiprocessing.Queue[int]) -> None:
+def _measure(make: Callable[[], Call]) -> int:
     call = make()
-    before = _peak_rss()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
+    before = _status("VmRSS")
     kept = call()
-    queue.put(_peak_rss() - before)
+    extra = _status("VmHWM") - before
     del kept
+    return extra
 
 
 def extra_memory(make: Callable[[], Call]) -> int:
-    """Bytes by which a first call raises the peak of a fresh process, outputs included.
+    """Bytes by which one call raises the memory of a fresh process at its peak, outputs included.
 
     `make` prepares the inputs and returns the call; it is a function of a module, or a partial one.
     """
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[int] = context.Queue()
-    process = context.Process(target=_measure, args=(make, queue))
-    process.start()
-    extra = queue.get()
-    process.join()
-    return extra
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_measure, make).result()

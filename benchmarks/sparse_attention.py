@@ -70,7 +70,7 @@ class Inputs:
 
 
 def causal_selection(tokens: int, selected: int) -> Tensor:
-    """(1, S, 1, K): K different random keys up to the token's own; all of them, and -1, if fewer."""
+    """(1, S, 1, K): K different random keys up to the token's own, or all and -1."""
     indices = torch.full((1, tokens, 1, selected), -1, dtype=torch.int32)
     for token in range(tokens):
         keys = torch.randperm(token + 1, dtype=torch.int32)[:selected]
@@ -194,13 +194,18 @@ def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
 def first_backward(shape: Shape, threads: int) -> Call:
     """In a fresh process: everything that the gradient reads, and the call that is measured."""
     torch.set_num_threads(threads)
-    override = ascend_attn_ops.limits(None)
-    override.__enter__()
-    small = Inputs.random(Shape(16, 16, shape.heads, shape.dtype))
-    ours_backward(small, ours_forward(small))  # libraries and generated code
     x = Inputs.random(shape)
-    forward = ours_forward(x)
-    return lambda: ours_backward(x, forward)
+    with ascend_attn_ops.limits(None):
+        # Loads libraries and generates code, in all threads.
+        small = Inputs.random(Shape(256, 256, shape.heads, shape.dtype))
+        ours_backward(small, ours_forward(small))
+        forward = ours_forward(x)
+
+    def call() -> object:
+        with ascend_attn_ops.limits(None):
+            return ours_backward(x, forward)
+
+    return call
 
 
 def print_memory(shape: Shape, threads: int) -> None:
