@@ -6,15 +6,6 @@
 #include "ops/sequence_lengths.h"
 
 namespace ascend_attn {
-namespace {
-
-bool is_attention_dtype(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
-         dtype == at::kDouble;
-}
-
-}  // namespace
-
 SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgument query,
                            TensorArgument key)
     : op_(op),
@@ -27,9 +18,7 @@ SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgume
     check_value(argument.tensor.dim() == rank, op, argument.name, "expected rank ", rank,
                 " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
   }
-  check_type(is_attention_dtype(query.tensor.scalar_type()), op, query.name,
-             "expected dtype float16, bfloat16, float32 or float64, got ",
-             dtype_name(query.tensor.scalar_type()));
+  check_attention_dtype(op, query);
   limits_.dtype(query.name, query.tensor.scalar_type());
   heads_ = query.tensor.sym_size(-2);
   head_size_ = query.tensor.sym_size(-1);
@@ -47,33 +36,16 @@ SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgume
 }
 
 void SparseShapes::same_device(TensorArgument argument) const {
-  check_value(argument.tensor.device() == query_.tensor.device(), op_, argument.name,
-              "expected device ", query_.tensor.device(), " (", query_.name, "'s), got ",
-              argument.tensor.device());
+  check_device(op_, argument, query_);
 }
 
-void SparseShapes::same_dtype(TensorArgument argument) const {
-  check_type(argument.tensor.scalar_type() == query_.tensor.scalar_type(), op_, argument.name,
-             "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
-             "'s), got ", dtype_name(argument.tensor.scalar_type()));
-}
+void SparseShapes::same_dtype(TensorArgument argument) const { check_dtype(op_, argument, query_); }
 
 void SparseShapes::weights_dtype(TensorArgument argument) const {
   const auto dtype = argument.tensor.scalar_type();
   check_type(dtype == query_.tensor.scalar_type() || dtype == at::kFloat, op_, argument.name,
              "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
              "'s) or float32, got ", dtype_name(dtype));
-}
-
-void SparseShapes::is_shape(TensorArgument argument, c10::SymIntArrayRef expected,
-                            std::string_view meaning) const {
-  const auto sizes = argument.tensor.sym_sizes();
-  bool same = sizes.size() == expected.size();
-  for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
-    same = sizes[axis].sym_eq(expected[axis]).expect_true(__FILE__, __LINE__);
-  }
-  check_value(same, op_, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
-              sizes);
 }
 
 c10::SymDimVector SparseShapes::query_tokens_and(std::initializer_list<c10::SymInt> rest) const {
@@ -88,60 +60,55 @@ c10::SymDimVector SparseShapes::query_tokens_and(std::initializer_list<c10::SymI
 void SparseShapes::query_like(TensorArgument argument, const c10::SymInt& heads,
                               const c10::SymInt& size) const {
   same_device(argument);
-  is_shape(argument, query_tokens_and({heads, size}),
-           layout_ == Layout::TND ? "(T1, N, D)" : "(B, S1, N, D)");
+  check_shape(op_, argument, query_tokens_and({heads, size}),
+              layout_ == Layout::TND ? "(T1, N, D)" : "(B, S1, N, D)");
 }
 
 void SparseShapes::key_like(TensorArgument argument, const c10::SymInt& size) const {
   same_device(argument);
   const auto& key = key_.tensor;
   if (layout_ == Layout::TND) {
-    is_shape(argument, {{key.sym_size(0), 1, size}}, "(T2, 1, D)");
+    check_shape(op_, argument, {{key.sym_size(0), 1, size}}, "(T2, 1, D)");
   } else {
-    is_shape(argument, {{query_.tensor.sym_size(0), key.sym_size(1), 1, size}}, "(B, S2, 1, D)");
+    check_shape(op_, argument, {{query_.tensor.sym_size(0), key.sym_size(1), 1, size}},
+                "(B, S2, 1, D)");
   }
 }
 
 void SparseShapes::weights_like(TensorArgument argument, const c10::SymInt& heads) const {
   same_device(argument);
   weights_dtype(argument);
-  is_shape(argument, query_tokens_and({heads}),
-           layout_ == Layout::TND ? "(T1, Nidx)" : "(B, S1, Nidx)");
+  check_shape(op_, argument, query_tokens_and({heads}),
+              layout_ == Layout::TND ? "(T1, Nidx)" : "(B, S1, Nidx)");
 }
 
 void SparseShapes::sparse_indices(TensorArgument argument) const {
   same_device(argument);
   const auto& indices = argument.tensor;
-  check_type(indices.scalar_type() == at::kInt, op_, argument.name, "expected dtype int32, got ",
-             dtype_name(indices.scalar_type()));
+  check_dtype(op_, argument, at::kInt);
   const int64_t rank = query_.tensor.dim();
   check_value(indices.dim() == rank, op_, argument.name, "expected rank ", rank, " for layout ",
               layout_name(layout_), ", got shape ", indices.sym_sizes());
-  is_shape(argument, query_tokens_and({1, indices.sym_size(-1)}),
-           layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
+  check_shape(op_, argument, query_tokens_and({1, indices.sym_size(-1)}),
+              layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
   limits_.size(argument.name, "K", indices.sym_size(-1));
 }
 
 void SparseShapes::values_like(TensorArgument argument, const at::Tensor& sparse_indices) const {
   same_device(argument);
-  is_shape(argument, sparse_indices.sym_sizes(),
-           layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
-}
-
-at::ScalarType SparseShapes::statistics_dtype() const {
-  return query_.tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  check_shape(op_, argument, sparse_indices.sym_sizes(),
+              layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
 }
 
 void SparseShapes::statistics(TensorArgument argument) const {
   same_device(argument);
-  check_type(argument.tensor.scalar_type() == statistics_dtype(), op_, argument.name,
-             "expected dtype ", dtype_name(statistics_dtype()), ", got ",
-             dtype_name(argument.tensor.scalar_type()));
   const auto& query = query_.tensor;
+  check_dtype(op_, argument, statistics_dtype(query));
   if (layout_ == Layout::TND) {
-    is_shape(argument, {{1, query.sym_size(0), heads_}}, "(1, T1, N1)");
+    check_shape(op_, argument, {{1, query.sym_size(0), heads_}}, "(1, T1, N1)");
   } else {
-    is_shape(argument, {{query.sym_size(0), 1, query.sym_size(1), heads_}}, "(B, 1, S1, N1)");
+    check_shape(op_, argument, {{query.sym_size(0), 1, query.sym_size(1), heads_}},
+                "(B, 1, S1, N1)");
   }
 }
 
@@ -248,7 +215,7 @@ void SparseShapes::sparse_mode(int64_t mode, std::initializer_list<int64_t> allo
 
 at::Tensor SparseShapes::new_statistics() const {
   const auto& query = query_.tensor;
-  const auto options = query.options().dtype(statistics_dtype());
+  const auto options = query.options().dtype(statistics_dtype(query));
   if (layout_ == Layout::TND) {
     return at::empty_symint({1, query.sym_size(0), heads_}, options);
   }

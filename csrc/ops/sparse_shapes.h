@@ -14,18 +14,9 @@
 
 #include "ops/layout.h"
 #include "ops/limits.h"
+#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
-
-// An argument and the name that messages give it.
-struct TensorArgument {
-  const char* name;
-  const at::Tensor& tensor;
-};
-struct OptionalTensorArgument {
-  const char* name;
-  const std::optional<at::Tensor>& tensor;
-};
 
 // Checks one call of a sparse operator. Every method raises on the first rule that is violated.
 class SparseShapes {
@@ -75,10 +66,7 @@ class SparseShapes {
   template <typename Lengths, typename Count>
   void lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
                        bool allowed_in_bsnd, Count count) const;
-  void is_shape(TensorArgument argument, c10::SymIntArrayRef expected,
-                std::string_view meaning) const;
   c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
-  at::ScalarType statistics_dtype() const;
 
   const char* op_;
   Layout layout_;

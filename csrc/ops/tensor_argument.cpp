@@ -1,0 +1,52 @@
+#include "ops/tensor_argument.h"
+
+#include "ops/error.h"
+
+namespace ascend_attn {
+
+void check_attention_dtype(std::string_view op, TensorArgument argument) {
+  const auto dtype = argument.tensor.scalar_type();
+  check_type(
+      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
+      op, argument.name, "expected dtype float16, bfloat16, float32 or float64, got ",
+      dtype_name(dtype));
+}
+
+void check_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+  check_value(argument.tensor.device() == like.tensor.device(), op, argument.name,
+              "expected device ", like.tensor.device(), " (", like.name, "'s), got ",
+              argument.tensor.device());
+}
+
+void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like) {
+  check_type(argument.tensor.scalar_type() == like.tensor.scalar_type(), op, argument.name,
+             "expected dtype ", dtype_name(like.tensor.scalar_type()), " (", like.name, "'s), got ",
+             dtype_name(argument.tensor.scalar_type()));
+}
+
+void check_dtype(std::string_view op, TensorArgument argument, at::ScalarType dtype) {
+  check_type(argument.tensor.scalar_type() == dtype, op, argument.name, "expected dtype ",
+             dtype_name(dtype), ", got ", dtype_name(argument.tensor.scalar_type()));
+}
+
+bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
+  const auto sizes = tensor.sym_sizes();
+  bool same = sizes.size() == expected.size();
+  for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
+    same = sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
+  }
+  return same;
+}
+
+void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+                 std::string_view meaning) {
+  const auto sizes = argument.tensor.sym_sizes();
+  bool same = sizes.size() == expected.size();
+  for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
+    same = sizes[axis].sym_eq(expected[axis]).expect_true(__FILE__, __LINE__);
+  }
+  check_value(same, op, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
+              sizes);
+}
+
+}  // namespace ascend_attn
