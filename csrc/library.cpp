@@ -37,4 +37,31 @@ TORCH_LIBRARY(ascend, m) {
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, bool deterministic=False) -> (Tensor d_query_index, "
       "Tensor d_key_index, Tensor d_weights, Tensor loss)");
+  m.def(
+      "flash_attention_score(Tensor query, Tensor key, Tensor value, *, SymInt num_heads, str "
+      "layout, Tensor? pse_shift=None, Tensor? drop_mask=None, Tensor? atten_mask=None, "
+      "SymInt[]? prefix=None, SymInt[]? actual_seq_lengths_query=None, SymInt[]? "
+      "actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, SymInt[]? kv_start_idx=None, "
+      "float scale_value=1.0, float keep_prob=1.0, int pre_tokens=2147483647, int "
+      "next_tokens=2147483647, int inner_precise=0, int sparse_mode=0, int pse_type=1) -> "
+      "(Tensor out, Tensor softmax_max, Tensor softmax_sum)");
+  m.def(
+      "flash_attention_score_grad(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor "
+      "softmax_max, Tensor softmax_sum, Tensor attention_in, *, SymInt num_heads, str layout, "
+      "Tensor? pse_shift=None, Tensor? drop_mask=None, Tensor? atten_mask=None, SymInt[]? "
+      "prefix=None, SymInt[]? actual_seq_lengths_query=None, SymInt[]? "
+      "actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, SymInt[]? kv_start_idx=None, "
+      "float scale_value=1.0, float keep_prob=1.0, int pre_tokens=2147483647, int "
+      "next_tokens=2147483647, int inner_precise=0, int sparse_mode=0, int pse_type=1) -> "
+      "(Tensor dq, Tensor dk, Tensor dv)");
+  // The gradient of pse_shift, for autograd on the CPU: aclnn has no such function.
+  m.def(
+      "_flash_attention_score_pse_grad(Tensor query, Tensor key, Tensor value, Tensor dy, "
+      "Tensor softmax_max, Tensor softmax_sum, Tensor attention_in, *, SymInt num_heads, str "
+      "layout, Tensor? pse_shift=None, Tensor? drop_mask=None, Tensor? atten_mask=None, "
+      "SymInt[]? prefix=None, SymInt[]? actual_seq_lengths_query=None, SymInt[]? "
+      "actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, SymInt[]? kv_start_idx=None, "
+      "float scale_value=1.0, float keep_prob=1.0, int pre_tokens=2147483647, int "
+      "next_tokens=2147483647, int inner_precise=0, int sparse_mode=0, int pse_type=1) -> "
+      "Tensor dpse");
 }

@@ -1,6 +1,10 @@
 // What Python asks of the build and of the run time.
 #include <torch/extension.h>
 
+#include <utility>
+#include <vector>
+
+#include "ops/attention_mask.h"
 #include "ops/error.h"
 #include "ops/limits.h"
 
@@ -38,11 +42,31 @@ py::list limits_of_operators() {
   return table;
 }
 
+// The interval of keys that each query keeps.
+std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, int64_t queries,
+                                                           int64_t keys, int64_t pre_tokens,
+                                                           int64_t next_tokens, int64_t prefix,
+                                                           bool is_band) {
+  constexpr const char* op = "sparse_mode_mask";
+  check_value(sparse_mode >= 0 && sparse_mode <= kLastMaskMode, op, "sparse_mode",
+              "expected 0 to 8, got ", sparse_mode);
+  check_value(queries >= 0, op, "sq", "expected at least 0, got ", queries);
+  check_value(keys >= 0, op, "skv", "expected at least 0, got ", keys);
+  const auto kept = kept_keys(static_cast<MaskMode>(sparse_mode), queries, keys, pre_tokens,
+                              next_tokens, prefix, is_band);
+  std::vector<std::pair<int64_t, int64_t>> rows;
+  for (int64_t i = 0; i < queries; ++i) {
+    rows.emplace_back(kept.begin(i), kept.end(i));
+  }
+  return rows;
+}
+
 }  // namespace
 }  // namespace ascend_attn
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;
+  m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", &limits_of_operators);
   m.def("limits_override", &limits_override);
   m.def("restore_limits", &set_limits_override);

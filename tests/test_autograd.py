@@ -94,6 +94,11 @@ def test_backward_is_the_grad_operator(recipe: Recipe, dtype: torch.dtype) -> No
         del options["sparse_count"], options["return_values"]
         q, k, w = sample.args
         results = torch.ops.ascend.lightning_indexer_grad(q, k, d_output, outputs[0], w, **options)
+    elif sample.operator == "flash_attention_score":
+        out, *statistics = outputs
+        results = torch.ops.ascend.flash_attention_score_grad(
+            *sample.args, d_output, *statistics, out, **options
+        )
     else:
         results = torch.ops.ascend.sparse_flash_attention_grad(
             *sample.args, d_output, *outputs, **options

@@ -1,4 +1,4 @@
-"""Every rule about arguments has a call that violates it and nothing else."""
+"""Every rule of the sparse operators has a call that violates it and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from samples import (
     DIFFERENTIABLE,
-    OPERATORS,
     Sample,
     lightning_indexer,
     sparse_flash_attention,
@@ -288,7 +287,7 @@ def limit_rows(operator: str) -> Iterator[Bad]:
 
 def table() -> list[Bad]:
     rows: list[Bad] = []
-    for operator in OPERATORS:
+    for operator in BUILD:
         for layout in ("BSND", "TND"):
             rows += tensor_rows(operator, layout)
         for make in (option_rows, length_rows, index_rows, limit_rows):
@@ -331,7 +330,7 @@ def test_bad_call_on_meta_tensors(bad: Bad) -> None:
     check(bad, bad.sample().to("meta"))
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", BUILD)
 def test_the_unchanged_calls_are_good(operator: str) -> None:
     """Or else the table would prove nothing."""
     with ascend_attn_ops.limits(None):

@@ -2,6 +2,7 @@
 // initialised; a kernel checks the values of sparse_indices and lengths, which only it can read.
 #pragma once
 
+#include "ops/flash_attention.h"
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/sparse_flash_attention.h"
@@ -15,5 +16,10 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs);
 void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLoss& op,
                                            SparseLightningIndexerGradKLLoss::Outputs& outputs);
+void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs);
+void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
+                                FlashAttentionScoreGrad::Outputs& outputs);
+void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
+                              FlashAttentionPseGrad::Outputs& outputs);
 
 }  // namespace ascend_attn::cpu

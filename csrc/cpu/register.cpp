@@ -11,6 +11,9 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseFlashAttention, cpu::sparse_flash_attention>(m);
   register_kernel<SparseFlashAttentionGrad, cpu::sparse_flash_attention_grad>(m);
   register_kernel<SparseLightningIndexerGradKLLoss, cpu::sparse_lightning_indexer_grad_kl_loss>(m);
+  register_kernel<FlashAttentionScore, cpu::flash_attention_score>(m);
+  register_kernel<FlashAttentionScoreGrad, cpu::flash_attention_score_grad>(m);
+  register_kernel<FlashAttentionPseGrad, cpu::flash_attention_pse_grad>(m);
 }
 
 }  // namespace ascend_attn

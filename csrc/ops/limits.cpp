@@ -9,7 +9,10 @@ namespace ascend_attn {
 namespace {
 
 constexpr uint8_t kA2A3 = Product::A2 | Product::A3;
+constexpr uint8_t kTraining = kA2A3 | static_cast<uint8_t>(Product::P950);
 constexpr int64_t k128K = 128 * 1024;
+
+constexpr int64_t k1M = 1024 * 1024;
 
 const std::vector<c10::ScalarType> kHalf{at::kHalf, at::kBFloat16};
 
@@ -21,12 +24,22 @@ const Limit kRopeDim{"Dr", "head size of the rope part", {.one_of = {64}}};
 const Limit kIndexDim{"Didx", "head size of the indexer", {.one_of = {128}}};
 const Limit kIndexHeads{"Nidx", "query heads of the indexer", {.one_of = {8, 16, 32, 64}}};
 const Limit kAttentionHeads{"N1", "query heads", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}};
+// FlashAttentionScore says itself what it does with sequences of no tokens.
+const std::vector<Limit> kFlashAttention{
+    {"B", "batch size", {.min = 1, .max = 2 * k1M}},
+    {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
+    {"N", "query heads", {.min = 1, .max = 256}},
+    {"S", "tokens per sequence", {.min = 0, .max = k1M}},
+    {"T", "tokens of all sequences", {.min = 0, .max = k1M}},
+    {"sequences", "sequences in layout TND", {.min = 1, .max = 2048}},
+    {"D", "head size", {.min = 1, .max = 512}}};
 const Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
-// Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss and
-// SparseFlashAttentionGrad, and for the forward operators the sizes that feed those two.
-const std::array<OperatorLimits, 5> kTable{{
+// Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss,
+// SparseFlashAttentionGrad and FlashAttentionScoreGradV2, and for the forward operators the sizes
+// that feed those two.
+const std::array<OperatorLimits, 7> kTable{{
     {"lightning_indexer",
      "aclnnLightningIndexer",
      kA2A3,
@@ -81,6 +94,16 @@ const std::array<OperatorLimits, 5> kTable{{
       kIndexHeads,
       kIndexDim,
       kTrainingCount}},
+    {"flash_attention_score",
+     "aclnnFlashAttentionScoreV2",
+     kTraining,
+     {at::kHalf, at::kBFloat16, at::kFloat},
+     kFlashAttention},
+    {"flash_attention_score_grad",
+     "aclnnFlashAttentionScoreGradV2",
+     kTraining,
+     {at::kHalf, at::kBFloat16, at::kFloat},
+     kFlashAttention},
 }};
 
 constexpr int64_t kNotSet = 0;

@@ -1,4 +1,5 @@
 // Fake tensors need the checks and the outputs, and nothing else.
+#include "ops/flash_attention.h"
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/operator.h"
@@ -17,7 +18,8 @@ void register_meta(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(ascend, Meta, m) {
   register_meta<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-                SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss>(m);
+                SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
+                FlashAttentionScoreGrad, FlashAttentionPseGrad>(m);
 }
 
 }  // namespace

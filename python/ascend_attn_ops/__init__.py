@@ -6,6 +6,7 @@ with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and
 
 from ascend_attn_ops import _library
 from ascend_attn_ops.attention import sparse_flash_attention, sparse_flash_attention_grad
+from ascend_attn_ops.flash_attention import flash_attention_score, flash_attention_score_grad
 from ascend_attn_ops.indexer import (
     lightning_indexer,
     lightning_indexer_grad,
@@ -13,6 +14,7 @@ from ascend_attn_ops.indexer import (
     sparse_lightning_indexer_grad_kl_loss,
 )
 from ascend_attn_ops.limits import limits
+from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
 
 _library.load()
@@ -21,6 +23,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LightningIndexer",
+    "flash_attention_score",
+    "flash_attention_score_grad",
     "lightning_indexer",
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",
@@ -28,4 +32,5 @@ __all__ = [
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
     "sparse_lightning_indexer_grad_kl_loss",
+    "sparse_mode_mask",
 ]

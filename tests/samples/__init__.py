@@ -6,13 +6,19 @@ from collections.abc import Iterator
 
 import torch
 
-from . import lightning_indexer, sparse_flash_attention, sparse_lightning_indexer_grad_kl_loss
+from . import (
+    flash_attention,
+    lightning_indexer,
+    sparse_flash_attention,
+    sparse_lightning_indexer_grad_kl_loss,
+)
 from .sample import Recipe, Sample
 
 RECIPES: list[Recipe] = [
     *lightning_indexer.RECIPES,
     *sparse_flash_attention.RECIPES,
     *sparse_lightning_indexer_grad_kl_loss.RECIPES,
+    *flash_attention.RECIPES,
 ]
 
 OPERATORS = list(dict.fromkeys(recipe.operator for recipe in RECIPES))
@@ -22,6 +28,7 @@ DIFFERENTIABLE: dict[str, tuple[str, ...]] = {
     "lightning_indexer": ("query", "key", "weights"),
     "sparse_flash_attention": ("query", "key", "value", "query_rope", "key_rope"),
     "sparse_lightning_indexer_grad_kl_loss": ("query_index", "key_index", "weights"),
+    "flash_attention_score": ("query", "key", "value"),
 }
 
 # The output that carries the gradient.
@@ -29,6 +36,7 @@ DIFFERENTIABLE_OUTPUT: dict[str, int] = {
     "lightning_indexer": 1,
     "sparse_flash_attention": 0,
     "sparse_lightning_indexer_grad_kl_loss": 3,
+    "flash_attention_score": 0,
 }
 
 

@@ -79,7 +79,7 @@ class Sample:
 
 
 def _noticed(x: Tensor) -> float:
-    return torch.nan if x.is_floating_point() else 2**30
+    return torch.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else 2**30
 
 
 class Case(Protocol):

@@ -5,11 +5,14 @@ arguments other than the range of `sparse_indices`. They compute in fp64 when th
 and in fp32 otherwise. The functions have the signatures of the operators.
 """
 
+from .flash_attention import flash_attention_score, flash_attention_score_grad
 from .lightning_indexer import lightning_indexer, lightning_indexer_grad
 from .sparse_flash_attention import sparse_flash_attention, sparse_flash_attention_grad
 from .sparse_lightning_indexer_grad_kl_loss import sparse_lightning_indexer_grad_kl_loss
 
 __all__ = [
+    "flash_attention_score",
+    "flash_attention_score_grad",
     "lightning_indexer",
     "lightning_indexer_grad",
     "sparse_flash_attention",

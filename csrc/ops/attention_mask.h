@@ -1,0 +1,49 @@
+// The mask rule of the dense attention operators: which keys a query row keeps, for every
+// sparse_mode. Kernels skip tiles by it, and sparse_mode_mask in Python draws it.
+//
+// All modes have one form. With i the query and j the key, both counted inside their sequence, row
+// i keeps one interval of keys:
+//   i + from <= j < max(i + until, prefix)
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace ascend_attn {
+
+// The values of sparse_mode.
+enum class MaskMode : int64_t {
+  standard = 0,                // a full mask, inside a band that is anchored top-left
+  all_mask = 1,                // a full mask
+  left_up_causal = 2,          // j <= i
+  right_down_causal = 3,       // the last query sees the last key
+  band = 4,                    // anchored bottom-right
+  prefix = 5,                  // right_down_causal and the first `prefix` keys
+  prefix_compressed = 6,       // the same
+  right_down_causal_band = 7,  // TND: the last non-empty sequence a band, the others causal
+  band_left_up_causal = 8      // TND: the first non-empty sequence a band, the others causal
+};
+inline constexpr int64_t kLastMaskMode = 8;
+
+struct KeptKeys {
+  // Offsets beyond any length: sums with them do not overflow.
+  static constexpr int64_t kUnbounded = int64_t{1} << 40;
+
+  int64_t keys = 0;
+  int64_t from = -kUnbounded;
+  int64_t until = kUnbounded;
+  int64_t prefix = 0;
+
+  // The interval [begin, end) of row i; both grow with i.
+  int64_t begin(int64_t i) const { return std::clamp<int64_t>(i + from, 0, keys); }
+  int64_t end(int64_t i) const {
+    return std::max(begin(i), std::clamp<int64_t>(std::max(i + until, prefix), 0, keys));
+  }
+};
+
+// What one sequence of `queries` and `keys` tokens keeps. In the modes 7 and 8 `is_band` says
+// whether this is the sequence that has the band.
+KeptKeys kept_keys(MaskMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
+                   int64_t next_tokens, int64_t prefix, bool is_band);
+
+}  // namespace ascend_attn

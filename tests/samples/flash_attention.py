@@ -1,0 +1,259 @@
+"""Samples of flash_attention_score and its gradient."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from ascend_attn_ops import reference
+from torch import Tensor
+
+from .sample import Recipe, Sample
+from .sparse import Random
+
+
+@dataclass(frozen=True)
+class FlashCase:
+    layout: str = "BNSD"
+    b: int = 2
+    s: tuple[int, int] = (5, 7)  # Sq, Skv; all layouts but TND
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # of the sequences: TND only
+    tail: tuple[int, int] = (0, 0)  # tokens after the last sequence: TND only
+    heads: tuple[int, int] = (4, 4)  # N, Nk
+    d: tuple[int, int] = (12, 12)  # D, Dv
+    mode: int | None = None  # None: no atten_mask
+    mask: str = "BN"  # of a full mask: its shape ("BN", "B1", "11" or "") ...
+    pattern: str = "random"  # ... and its content, see `full_mask`
+    mask_dtype: torch.dtype = torch.bool
+    pre: int = 2**31 - 1
+    next: int = 2**31 - 1
+    prefix: tuple[int, ...] | None = None
+    pse: str | None = None  # "full", "heads", "keys", "rows" (of 1024); "N" or "BN" slopes
+    pse_type: int = 1
+    start: tuple[int, int] | None = None  # q_start_idx, kv_start_idx
+    keep_prob: float = 1.0
+
+    @property
+    def id(self) -> str:
+        def join(lengths: tuple[int, ...]) -> str:
+            return "+".join(map(str, lengths))
+
+        parts = [self.layout]
+        if self.layout == "TND":
+            parts += [f"L{join(self.lengths[0])}x{join(self.lengths[1])}"]
+            parts += [f"tail{self.tail[0]}x{self.tail[1]}"] if any(self.tail) else []
+        else:
+            parts += [f"B{self.b}-S{self.s[0]}x{self.s[1]}"]
+        parts += [f"H{self.heads[0]}" + (f"x{self.heads[1]}" if len(set(self.heads)) > 1 else "")]
+        parts += [f"D{self.d[0]}" + (f"x{self.d[1]}" if len(set(self.d)) > 1 else "")]
+        if self.mode is not None:
+            parts += [f"mode{self.mode}"]
+            parts += [f"mask{self.mask}-{self.pattern}"] if self.mode in (0, 1) else []
+            parts += [f"pre{self.pre}"] if self.pre < 2**31 - 1 else []
+            parts += [f"next{self.next}"] if self.next < 2**31 - 1 else []
+        parts += [f"prefix{join(self.prefix)}"] if self.prefix else []
+        parts += [f"pse{self.pse_type}{self.pse}"] if self.pse else []
+        parts += [f"start{self.start[0]}x{self.start[1]}"] if self.start else []
+        parts += [f"keep{self.keep_prob}"] if self.keep_prob < 1 else []
+        return "-".join(parts)
+
+    @property
+    def k(self) -> int:
+        """What the samples of the sparse operators call their number of selected keys."""
+        return 0
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Sq, Skv of every sequence."""
+        if self.layout == "TND":
+            return list(zip(*self.lengths, strict=True))
+        return [self.s] * self.b
+
+    def shape(self, side: int, heads: int, d: int) -> tuple[int, ...]:
+        b, s = self.b, self.s[side]
+        return {
+            "BNSD": (b, heads, s, d),
+            "BSND": (b, s, heads, d),
+            "BSH": (b, s, heads * d),
+            "SBH": (s, b, heads * d),
+            "TND": (sum(self.lengths[side]) + self.tail[side], heads, d),
+        }[self.layout]
+
+    def random(self, dtype: torch.dtype) -> Random:
+        return Random(torch.Generator().manual_seed(zlib.crc32(self.id.encode())), dtype)
+
+    def resized(self) -> FlashCase:
+        if self.layout == "TND":
+            return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
+        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
+
+
+_TND = FlashCase(layout="TND", lengths=((3, 0, 6, 4), (5, 2, 9, 4)))
+_ALIBI = FlashCase(b=1, s=(1030, 1030), heads=(2, 1), pse="rows", mode=3)
+
+CASES = [
+    FlashCase(),
+    FlashCase(layout="BSND", s=(7, 5), mode=3),  # rows without keys
+    FlashCase(layout="BSH", heads=(4, 2), mode=2),
+    FlashCase(layout="SBH", s=(6, 9), heads=(3, 1), d=(24, 16), pse="full", pse_type=0),
+    _TND,
+    replace(_TND, heads=(4, 2), tail=(2, 3), mode=3),
+    FlashCase(b=1, s=(130, 300), heads=(6, 2), d=(40, 40), mode=3),
+    FlashCase(b=1, s=(300, 130), heads=(2, 1), d=(17, 9), mode=2),
+    FlashCase(layout="BSH", b=1, s=(70, 600), mode=4, pre=50, next=3),
+    FlashCase(layout="BSND", b=1, s=(200, 90), heads=(3, 3), mode=4, pre=150, next=-20),
+    FlashCase(layout="SBH", s=(33, 80), heads=(2, 1), mode=4, pre=-5, next=20),
+    FlashCase(s=(9, 12), mode=0),
+    FlashCase(s=(9, 12), mode=0, mask="B1", pre=3, next=4, mask_dtype=torch.uint8),
+    FlashCase(s=(9, 12), mode=1, mask="11", pattern="rows", pre=0, next=0),
+    FlashCase(layout="BSND", s=(9, 12), mode=1, mask=""),
+    FlashCase(b=1, s=(100, 290), mode=0, mask="", pattern="rows", pre=60, next=120),
+    FlashCase(s=(6, 11), mode=5, prefix=(5, 9), mask="BN"),
+    FlashCase(layout="BSND", s=(11, 6), mode=5, prefix=(0, 4), mask="B1"),  # rows without keys
+    FlashCase(layout="BSH", s=(90, 300), mode=6, prefix=(230, 290), heads=(2, 1)),
+    FlashCase(s=(6, 11), pse="heads"),
+    FlashCase(s=(6, 11), pse="keys", mode=3),
+    FlashCase(b=1, s=(90, 290), pse="full", mode=2, heads=(4, 2)),
+    FlashCase(s=(6, 11), pse="heads", pse_type=0, mode=1, mask="B1"),
+    _ALIBI,
+    replace(_ALIBI, b=2, layout="BSND", pse_type=0, mode=2, heads=(1, 1)),
+    replace(_ALIBI, mode=0, pattern="causal", mask=""),
+    FlashCase(s=(12, 12), pse="N", pse_type=2, mode=3),
+    FlashCase(layout="BSH", s=(12, 12), pse="BN", pse_type=3),
+    FlashCase(b=1, s=(80, 80), pse="N", pse_type=3, start=(7, 3), heads=(4, 2)),
+    FlashCase(s=(12, 12), pse="BN", pse_type=2, start=(2, 40), mode=2),
+    FlashCase(s=(5, 9), keep_prob=0.7),
+    FlashCase(layout="SBH", b=1, s=(70, 301), heads=(4, 2), keep_prob=0.5, mode=3),
+    FlashCase(layout="BSND", s=(9, 9), keep_prob=0.9, pse="full", mode=0, d=(8, 5), heads=(2, 2)),
+    replace(_TND, mode=0, mask="max", pre=1, tail=(1, 0)),
+    replace(_TND, mode=1, mask="max", heads=(2, 1)),
+    replace(_TND, mode=2, lengths=((5, 7), (3, 9))),
+    replace(_TND, mode=4, pre=3, next=1, lengths=((5, 7), (3, 9))),
+    replace(_TND, mode=6, prefix=(4, 2, 7, 1)),
+    replace(_TND, mode=7, pre=9, next=-1, lengths=((3, 4, 0), (5, 9, 3))),
+    replace(_TND, mode=8, pre=9, next=2, lengths=((0, 4, 5), (3, 6, 5))),
+    replace(_TND, pse="full", pse_type=0, mode=3),
+    replace(_TND, pse="keys", heads=(2, 1)),
+    replace(_TND, pse="BN", pse_type=2, mode=2),
+    replace(_TND, pse="N", pse_type=3, start=(0, 5)),
+    replace(_TND, keep_prob=0.6, mode=3, tail=(3, 1)),
+    FlashCase(b=0),
+    FlashCase(s=(0, 7), mode=3),
+    FlashCase(layout="BSND", s=(5, 0)),
+    replace(_TND, lengths=((3, 2), (0, 4))),
+    FlashCase(b=1, s=(1, 600), heads=(8, 1), d=(32, 32), mode=3),
+]
+
+
+def compressed_mask(mode: int, dtype: torch.dtype) -> Tensor:
+    mask = torch.ones(2048, 2048).triu(1)
+    if mode == 6:
+        mask = torch.cat((mask, (torch.arange(2048) >= 1024).float().expand(1024, 2048)))
+    return mask.to(dtype)
+
+
+def full_mask(case: FlashCase, random: Random) -> Tensor:
+    """The content: `random`; `rows`, with every third row masked out; `causal`."""
+    sq, skv = (max(x) for x in zip(*case.sequences, strict=True)) if case.sequences else case.s
+    leading: tuple[int, ...] = {
+        "BN": (case.b, case.heads[0]),
+        "B1": (case.b, 1),
+        "11": (1, 1),
+    }.get(case.mask, ())
+    shape = (*leading, sq, skv)
+    if case.mode == 5:
+        assert case.prefix is not None
+        i, j = torch.arange(sq)[:, None], torch.arange(skv)
+        keep = (j < torch.tensor(case.prefix).view(-1, 1, 1, 1)) | (j <= i + skv - sq)
+        return (~keep).expand(shape).to(case.mask_dtype)
+    mask = torch.rand(shape, generator=random.generator) < 0.3
+    if case.pattern == "rows":
+        mask[..., ::3, :] = True
+    if case.pattern == "causal":
+        mask |= torch.ones(sq, skv, dtype=torch.bool).triu(1)
+    return mask.to(case.mask_dtype)
+
+
+def pse_shift(case: FlashCase, random: Random) -> Tensor:
+    n = case.heads[0]
+    if case.pse_type >= 2:
+        shape = (n,) if case.pse == "N" else (len(case.sequences), n)
+        slopes = torch.rand(shape, generator=random.generator, dtype=torch.float64) + 0.1
+        return slopes.float()
+    if case.layout == "TND":
+        keys = sum(case.lengths[1]) + case.tail[1]
+        pairs = sum(a * b for a, b in case.sequences)
+        return random.normal(n * (keys if case.pse == "keys" else pairs))
+    sq, skv = case.s
+    return random.normal(
+        *{
+            "full": (case.b, n, sq, skv),
+            "heads": (1, n, sq, skv),
+            "keys": (case.b, n, 1, skv),
+            "rows": (case.b, n, 1024, skv),
+        }[case.pse or "full"]
+    )
+
+
+def build(case: FlashCase, dtype: torch.dtype) -> Sample:
+    random = case.random(dtype)
+    (n, nk), (d, dv) = case.heads, case.d
+    inputs = {
+        "query": random.normal(*case.shape(0, n, d)),
+        "key": random.normal(*case.shape(1, nk, d)),
+        "value": random.normal(*case.shape(1, nk, dv)),
+    }
+    options: dict[str, Any] = {
+        "num_heads": n,
+        "layout": case.layout,
+        "scale_value": d**-0.5,
+        "keep_prob": case.keep_prob,
+        "pre_tokens": case.pre,
+        "next_tokens": case.next,
+        "pse_type": case.pse_type,
+    }
+    if case.mode is not None:
+        options["sparse_mode"] = case.mode
+        options["atten_mask"] = (
+            full_mask(case, random)
+            if case.mode in (0, 1, 5)
+            else compressed_mask(case.mode, case.mask_dtype)
+        )
+    if case.layout == "TND":
+        options["actual_seq_lengths_query"] = list(accumulate(case.lengths[0]))
+        options["actual_seq_lengths_key"] = list(accumulate(case.lengths[1]))
+    if case.prefix:
+        options["prefix"] = list(case.prefix)
+    if case.pse:
+        options["pse_shift"] = pse_shift(case, random)
+    if case.start:
+        options["q_start_idx"], options["kv_start_idx"] = ([x] for x in case.start)
+    if case.keep_prob < 1:
+        bits = n * sum(a * b for a, b in case.sequences)
+        options["drop_mask"] = torch.randint(
+            0, 256, (-(-bits // 8),), generator=random.generator, dtype=torch.uint8
+        )
+    return Sample("flash_attention_score", f"{case.id}-{dtype}", inputs, options)
+
+
+def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
+    forward = build(case, dtype)
+    out, softmax_max, softmax_sum = forward.call(reference)
+    saved = {
+        "dy": case.random(dtype).normal(*out.shape),
+        "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum,
+        "attention_in": out,
+    }
+    return replace(
+        forward, operator="flash_attention_score_grad", inputs={**forward.inputs, **saved}
+    )
+
+
+RECIPES = [
+    *(Recipe("flash_attention_score", case, build) for case in CASES),
+    *(Recipe("flash_attention_score_grad", case, build_grad) for case in CASES),
+]

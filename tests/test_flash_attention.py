@@ -1,0 +1,236 @@
+"""flash_attention_score: torch's own attention agrees, decisions, and what its function adds."""
+
+from __future__ import annotations
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops import reference, sparse_mode_mask
+from ascend_attn_ops.masks import compressed_mask
+from samples.flash_attention import CASES, FlashCase, build
+from samples.flash_attention import compressed_mask as sample_mask
+from tolerance import assert_same_bits
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+FLT_MAX = torch.finfo(torch.float32).max
+B, N, D = 2, 4, 16
+
+
+def qkv(sq: int, skv: int, heads: int = N, key_heads: int = N) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, heads, sq, D), (B, key_heads, skv, D), (B, key_heads, skv, D)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    return ascend_attn_ops.flash_attention_score(
+        q, k, v, num_heads=q.shape[1], layout="BNSD", **options
+    )[0]
+
+
+MODES = [
+    (0, {"pre_tokens": 3, "next_tokens": 5}),
+    (2, {}),
+    (3, {}),
+    (4, {"pre_tokens": 4, "next_tokens": 2}),
+    (4, {"pre_tokens": 9, "next_tokens": -3}),
+    (6, {"prefix": [11, 9]}),
+]
+
+
+@pytest.mark.parametrize("key_heads", [N, 2, 1])
+@pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (70, 300)])
+@pytest.mark.parametrize(("mode", "options"), MODES, ids=str)
+def test_agrees_with_scaled_dot_product_attention(
+    mode: int, options: dict, sq: int, skv: int, key_heads: int
+) -> None:
+    tensors = [x.requires_grad_() for x in qkv(sq, skv, key_heads=key_heads)]
+    prefixes = options.get("prefix", [0, 0])
+    if mode == 6:
+        prefixes = options["prefix"] = [skv - 1, skv - 2]
+    band = {name: x for name, x in options.items() if name != "prefix"}
+    mask = torch.stack(
+        [sparse_mode_mask(mode, sq, skv, prefix=prefix, **band) for prefix in prefixes]
+    )[:, None]
+    expected = scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
+    extra = {"atten_mask": torch.zeros(sq, skv, dtype=torch.bool)} if mode == 0 else {}
+    actual = attend(*tensors, sparse_mode=mode, **options, **extra)
+    torch.testing.assert_close(actual, expected)
+    d_out = torch.randn(expected.shape, dtype=expected.dtype)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, tensors, d_out), torch.autograd.grad(expected, tensors, d_out)
+    )
+
+
+def test_is_causal_is_the_upper_left_corner() -> None:
+    tensors = qkv(7, 13)
+    torch.testing.assert_close(
+        attend(*tensors, sparse_mode=2), scaled_dot_product_attention(*tensors, is_causal=True)
+    )
+
+
+def test_agrees_with_flex_attention() -> None:
+    """ALiBi: the slopes of pse_type 2, and what a compressed pse_shift stands for."""
+    q, k, v = qkv(20, 20)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i >= j, score - slopes.double()[h] * (i - j).abs(), -torch.inf)
+
+    expected = flex_attention(q, k, v, score_mod=alibi)
+    torch.testing.assert_close(
+        attend(q, k, v, sparse_mode=3, pse_shift=slopes, pse_type=2), expected
+    )
+
+
+@pytest.mark.parametrize("mode", [0, 2, 3])
+def test_pse_of_1024_rows_is_that_of_all_rows(mode: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    s = 1500
+    q, k, v = torch.randn(3, 1, 1, s, 8, generator=generator).double()
+    i, j = torch.arange(s)[:, None], torch.arange(s)
+    full = -0.01 * (i - j).abs().double()[None, None]
+    mask = torch.ones(s, s, dtype=torch.bool).triu(1) if mode == 0 else None
+    results = []
+    for pse in (full, full[:, :, -1024:].contiguous()):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, sparse_mode=mode, pse_shift=pse, pse_type=0, atten_mask=mask)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_without_keys(dtype: torch.dtype) -> None:
+    """DECISION: always zero, with the statistics that inner_precise = 2 gives on the device."""
+    for case in (
+        FlashCase(s=(9, 4), mode=3),
+        FlashCase(s=(9, 4), mode=1, pattern="rows"),
+        FlashCase(s=(20, 40), mode=4, pre=-5, next=30),
+    ):
+        sample = build(case, dtype)
+        out, softmax_max, softmax_sum = sample.call(torch.ops.ascend)
+        empty = softmax_sum[..., 0] == FLT_MAX
+        assert empty.any()
+        assert not out[empty].any()
+        assert (softmax_max[empty] == -FLT_MAX).all()
+        leaf = sample.requires_grad(("query",))
+        out = leaf.call(torch.ops.ascend)[0]
+        (d_query,) = torch.autograd.grad(out.sum(), [leaf.inputs["query"]])
+        assert not d_query[empty].any()
+        assert d_query.isfinite().all()
+
+
+def test_without_keys_everything_is_zero() -> None:
+    for x in build(FlashCase(s=(5, 0)), torch.float32).call(torch.ops.ascend):
+        assert x.numel()
+        assert not x.any()
+
+
+def test_statistics_of_packed_sequences_are_stored_by_sequence() -> None:
+    """DECISION: the device's order of bytes, (N, Sq, 8) of one sequence after another."""
+    lengths = ((3, 4), (5, 6))
+    case = FlashCase(layout="TND", lengths=lengths, tail=(2, 1), heads=(3, 3), mode=3)
+    sample = build(case, torch.float32)
+    _, softmax_max, _ = sample.call(torch.ops.ascend)
+    rows = softmax_max.view(-1, 8)
+    begin_q, begin_k = 0, 0
+    for sq, skv in zip(*lengths, strict=True):
+        q = sample.inputs["query"][begin_q : begin_q + sq].transpose(0, 1)[None]
+        k, v = (
+            sample.inputs[name][begin_k : begin_k + skv].transpose(0, 1)[None]
+            for name in ("key", "value")
+        )
+        _, expected, _ = ascend_attn_ops.flash_attention_score(
+            q, k, v, num_heads=3, layout="BNSD", sparse_mode=3, scale_value=case.d[0] ** -0.5
+        )
+        torch.testing.assert_close(
+            rows[3 * begin_q : 3 * (begin_q + sq)].view(3, sq, 8), expected[0]
+        )
+        begin_q, begin_k = begin_q + sq, begin_k + skv
+    assert not rows[3 * begin_q :].any()
+
+
+def test_without_a_mask_the_mode_is_ignored() -> None:
+    """As in aclnn. The public function never calls it like this: it makes the mask."""
+    q, k, v = qkv(5, 5)
+    options = {"num_heads": N, "layout": "BNSD"}
+    expected = torch.ops.ascend.flash_attention_score(q, k, v, **options)
+    causal = torch.ops.ascend.flash_attention_score(q, k, v, sparse_mode=3, **options)
+    assert_same_bits(causal, expected)
+
+
+@pytest.mark.parametrize("pse_type", [0, 1])
+@pytest.mark.parametrize("case", [c for c in CASES if c.pse and c.pse_type < 2], ids=lambda c: c.id)
+def test_gradient_of_pse(case: FlashCase, pse_type: int) -> None:
+    """DECISION: on the CPU there is one, of the pse_shift that is a tensor of values."""
+    sample = build(case, torch.float64).replace(pse_type=pse_type).requires_grad(("pse_shift",))
+    pse = sample.options["pse_shift"]
+    out = sample.call(torch.ops.ascend)[0]
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    (actual,) = torch.autograd.grad(out, [pse], d_out)
+    (expected,) = torch.autograd.grad(sample.call(reference)[0], [pse], d_out)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_slopes_have_no_gradient() -> None:
+    q, k, v = qkv(5, 5)
+    slopes = torch.ones(N, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"pse_shift: expected no gradient .* detach"):
+        attend(q, k, v, pse_shift=slopes, pse_type=2)
+
+
+@pytest.mark.parametrize("mode", [2, 3, 4, 6, 7, 8])
+def test_compressed_masks_are_made_once(mode: int) -> None:
+    cpu = torch.device("cpu")
+    assert torch.equal(compressed_mask(mode, cpu), sample_mask(mode, torch.bool))
+    assert compressed_mask(mode, cpu) is compressed_mask(mode, cpu)
+    assert compressed_mask(2, cpu) is compressed_mask(4, cpu)
+
+
+def test_attn_mask_has_the_polarity_of_scaled_dot_product_attention() -> None:
+    q, k, v = qkv(6, 9)
+    mask = torch.rand(6, 9) < 0.7
+    mask[:, 0] = True
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(attend(q, k, v, attn_mask=mask), expected)
+    torch.testing.assert_close(attend(q, k, v, atten_mask=~mask), expected)
+
+
+def test_default_scale() -> None:
+    q, k, v = qkv(5, 7)
+    assert torch.equal(attend(q, k, v), attend(q, k, v, scale_value=D**-0.5))
+    merged = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
+    out, *_ = ascend_attn_ops.flash_attention_score(*merged, num_heads=N, layout="BSH")
+    torch.testing.assert_close(out.unflatten(2, (N, D)).transpose(1, 2), attend(q, k, v))
+
+
+def test_dropout_is_drawn_from_the_generator() -> None:
+    q, k, v = (x.float().requires_grad_() for x in qkv(40, 50))
+    outs = []
+    for seed in (3, 3, 4):
+        generator = torch.Generator().manual_seed(seed)
+        outs.append(attend(q, k, v, dropout_p=0.25, generator=generator))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    # The rows of an identity show the weights themselves.
+    eye = torch.eye(50)[:, :D].expand(B, N, 50, D).contiguous()
+    weights = attend(q, k, eye, dropout_p=0.25, generator=torch.Generator().manual_seed(3))
+    share = (weights == 0).float().mean()
+    assert abs(float(share) - 0.25) < 0.02
+    # The backward uses the same mask: the gradient of value sums the weights that were used.
+    (d_value,) = torch.autograd.grad(outs[0].sum(), [v])
+    ones = torch.ones_like(v)
+    row_sums = attend(q, k, ones, dropout_p=0.25, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(d_value.sum(2), row_sums.sum(2))
+
+
+def test_mask_drawings() -> None:
+    assert ascend_attn_ops.masks.draw(sparse_mode_mask(3, 2, 4)).splitlines() == [
+        "   0 1 2 3",
+        " 0 ■ ■ ■ ·",
+        " 1 ■ ■ ■ ■",
+    ]
