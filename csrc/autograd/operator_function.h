@@ -98,7 +98,7 @@ struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
   static void save(AutogradContext*, const Op&, const typename Op::Outputs&) {}
   static variable_list gradients(AutogradContext*, const variable_list&) {
     raise(Violation::not_implemented, Op::name, "gradient",
-          "expected a first derivative, got a derivative of the gradient itself, which this "
+          "expected a first derivative, got a second derivative, which this "
           "operator does not have");
   }
 };
