@@ -12,11 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import ascend_attn_ops
 import torch
 from harness import Row, measure, print_table
 from torch import Tensor
-
-import ascend_attn_ops
 
 D, ROPE, INDEX_D, INDEX_HEADS = 512, 64, 128, 32
 SCALE = (D + ROPE) ** -0.5
@@ -112,8 +111,8 @@ def kl_loss_masking(x: Inputs) -> tuple[Tensor, ...]:
     indices = x.sparse_indices[0, :, 0].long()
     s = len(indices)
     selected = torch.zeros(s, s + 1, dtype=torch.bool)
-    selected.scatter_(1, torch.where(indices < 0, s, indices), torch.tensor(True).expand_as(indices))
-    selected = selected[:, :s]
+    # The column behind the last takes the padding.
+    selected = selected.scatter(1, torch.where(indices < 0, s, indices), True)[:, :s]
     key = torch.cat([x.key, x.key_rope], -1)[0, :, 0]
     key_index = x.key_index[0, :, 0]
     query = torch.cat([x.query, x.query_rope], -1)[0]

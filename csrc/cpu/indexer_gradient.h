@@ -84,7 +84,7 @@ class IndexerGradient {
     });
   }
 
-  // Adds the gradients of the tile to those of the token and to rows of `d_keys`.
+  // Adds the gradients of the tile to those of the token and to rows of `d_keys`. Uses up `logits`.
   void add(const Tile<T>& logits, const T* d_scores, ParallelScatterAdd<T>& d_keys, int64_t worker,
            const int32_t* positions) {
     differentiate(logits, d_scores);
@@ -120,20 +120,28 @@ class IndexerGradient {
   }
 
  private:
-  void differentiate(const Tile<T>& logits, const T* d_scores) {
+  // Leaves d_logits_, and the remainders of rounding in `logits`.
+  void differentiate(const Tile<T>& logits, const T* d_scores) const {
     vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
                 weights = weights_.data(), d_weights = d_weights_.data(),
                 d_logits = d_logits_.data()] {
       for (int64_t i = 0; i < count; ++i) {
         const T d_score = d_scores[i];
+        T* row = logits + i * heads;
+#pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
-          const T logit = logits[i * heads + h];
-          d_weights[h] += relu(logit) * d_score;
-          T rest = logit > 0 ? d_score * weights[h] : T(0);
-          for (int64_t part = 0; part < kParts; ++part) {
-            const auto rounded = static_cast<Operand>(rest);
-            d_logits[(i * kParts + part) * heads + h] = rounded;
-            rest -= static_cast<T>(rounded);
+          d_weights[h] += relu(row[h]) * d_score;
+          row[h] = row[h] > 0 ? d_score * weights[h] : T(0);
+        }
+        for (int64_t part = 0; part < kParts; ++part) {
+          Operand* rounded = d_logits + (i * kParts + part) * heads;
+#pragma omp simd
+          for (int64_t h = 0; h < heads; ++h) {
+            rounded[h] = static_cast<Operand>(row[h]);
+          }
+#pragma omp simd
+          for (int64_t h = 0; h < heads; ++h) {
+            row[h] -= static_cast<T>(rounded[h]);
           }
         }
       }
@@ -171,21 +179,19 @@ void accumulate_key_gradient(const Sequence& sequence, ParallelScatterAdd<T>& d_
   });
   const int64_t size = d_key.size(-1);
   auto* rows = d_key.mutable_data_ptr<Input>() + sequence.key_begin * size;
-  d_keys.reduce(workers, sequence.key_length, [=](int64_t index, const T* sum) {
-    convert(sum, rows + index * size, size);
-  });
+  d_keys.reduce(workers, sequence.key_length,
+                [=](int64_t index, const T* sum) { convert(sum, rows + index * size, size); });
 }
 
-// Zeroes the gradients of the tokens that belong to no sequence. `outputs` begin with d_query, d_key
-// and d_weights.
+// Zeroes the gradients of the tokens that belong to no sequence. `outputs` begin with d_query,
+// d_key and d_weights.
 template <typename Outputs>
 void zero_tail(const Outputs& outputs, const std::vector<Sequence>& sequences) {
   const auto& d_query = std::get<0>(outputs);
   const auto& d_key = std::get<1>(outputs);
   const int64_t tokens = token_count(d_query);
   for (const auto& output : {d_query, std::get<2>(outputs)}) {
-    zero_tokens_outside(output, tokens, sequences, &Sequence::query_begin,
-                        &Sequence::query_length);
+    zero_tokens_outside(output, tokens, sequences, &Sequence::query_begin, &Sequence::query_length);
   }
   zero_tokens_outside(d_key, token_count(d_key), sequences, &Sequence::key_begin,
                       &Sequence::key_length);
