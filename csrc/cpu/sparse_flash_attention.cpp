@@ -109,7 +109,7 @@ class Attention {
         for (int64_t h = 0; h < heads; ++h) {
           const T e = exponential(scores[i * heads + h] - max[h]);
           sum[h] += e;
-          rounded[i * heads + h] = static_cast<Operand>(static_cast<Input>(e));
+          rounded[i * heads + h] = static_cast<Operand>(e);
         }
       }
       rose = changed != 0;

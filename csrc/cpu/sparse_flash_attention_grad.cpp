@@ -130,7 +130,7 @@ class AttentionGrad {
               d_keys_.data(), d_keys_.stride(), /*accumulate=*/false);
   }
 
-  // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both rounded to Input.
+  // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both rounded to Operand.
   void differentiate_softmax(int64_t count) {
     vectorized([count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
                 d_probabilities = d_probabilities_.data(), probabilities = probabilities_.data(),
@@ -141,8 +141,8 @@ class AttentionGrad {
           const int64_t at = i * heads + h;
           const T p = exponential(scale * scores[at] - max[h]) * inverse_sum[h];
           const T d = p * (d_probabilities[at] - delta[h]);
-          probabilities[at] = static_cast<Operand>(static_cast<Input>(p));
-          d_scores[at] = static_cast<Operand>(static_cast<Input>(d));
+          probabilities[at] = static_cast<Operand>(p);
+          d_scores[at] = static_cast<Operand>(d);
         }
       }
     });
