@@ -8,13 +8,12 @@ operator returns; the products of the matmul peak are counted for the selected p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import ascend_attn_ops
 import torch
-from harness import Row, measure, print_table
+from harness import Call, Row, extra_memory, measure, print_table
 from torch import Tensor
 
 D, ROPE, INDEX_D, INDEX_HEADS = 512, 64, 128, 32
@@ -152,13 +151,13 @@ def top_k_of_all_scores(query: Tensor, key: Tensor, weights: Tensor, k: int) -> 
 
 def kl_loss_rows(dtype: torch.dtype) -> list[Row]:
     x = make_inputs(1024, 256, 64, dtype)
-    others: dict[str, Callable[[], object]] = {}
+    others: dict[str, Call] = {}
     if dtype == torch.bfloat16:
         others = {
             "torch, gathering": partial(kl_loss_gathering, x),
             "torch, masking": partial(kl_loss_masking, x),
         }
-    name = f"sparse_lightning_indexer_grad_kl_loss S=1024 K=256 N1=64 {dtype}"
+    name = f"kl_loss S=1024 K=256 N1=64 {str(dtype).removeprefix('torch.')}"
     return measure(name, x.kl_loss, others, products=x.products())
 
 
@@ -166,7 +165,7 @@ def kl_loss_length_rows() -> list[Row]:
     rows = []
     for s in (2048, 8192):
         x = make_inputs(s, 256, 8, torch.bfloat16)
-        name = f"sparse_lightning_indexer_grad_kl_loss S={s} K=256 N1=8"
+        name = f"kl_loss S={s} K=256 N1=8 bfloat16"
         rows += measure(name, x.kl_loss, {}, products=x.products())
     return rows
 
@@ -192,6 +191,25 @@ def indexer_rows() -> list[Row]:
     )
 
 
+def first_kl_loss(s: int, k: int, threads: int) -> Call:
+    """In a fresh process: the inputs, and the call that is measured."""
+    torch.set_num_threads(threads)
+    ascend_attn_ops.limits(None).__enter__()
+    make_inputs(16, 16, 64, torch.bfloat16).kl_loss()  # libraries and generated code
+    return make_inputs(s, k, 64, torch.bfloat16).kl_loss
+
+
+def print_memory(s: int, k: int) -> None:
+    threads = torch.get_num_threads()
+    outputs = 2 * (s * INDEX_HEADS * (INDEX_D + 1) + s * INDEX_D)
+    accumulators = 4 * threads * s * INDEX_D
+    extra = extra_memory(partial(first_kl_loss, s, k, threads))
+    print(
+        f"kl_loss S={s} K={k}: extra memory {extra / 2**20:.0f} MB, "
+        f"outputs and accumulators {(outputs + accumulators) / 2**20:.0f} MB"
+    )
+
+
 if __name__ == "__main__":
     with ascend_attn_ops.limits(None):
         print_table(
@@ -201,3 +219,5 @@ if __name__ == "__main__":
             + indexer_grad_rows()
             + indexer_rows()
         )
+    for selected in (256, 1024):
+        print_memory(1024, selected)

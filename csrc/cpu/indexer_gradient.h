@@ -4,6 +4,7 @@
 //   dw = sum over keys of r * d;   dS = d * w * (S > 0);   dq = dS @ k;   dk = dS^T @ q
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <tuple>
 #include <type_traits>
@@ -16,14 +17,25 @@
 
 namespace ascend_attn::cpu {
 
+// The leading bits of x: the difference from x is exact. Without the branch for NaN that rounding
+// takes, and which compilers do not vectorise.
+template <typename Operand, typename T>
+Operand leading_part(T x) {
+  if constexpr (std::is_same_v<Operand, at::BFloat16>) {
+    return {static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16), at::BFloat16::from_bits()};
+  } else {
+    return static_cast<Operand>(x);
+  }
+}
+
 // One query token at a time, a tile of its keys at a time.
 template <typename Input, typename Operand>
 class IndexerGradient {
  public:
   using T = Accumulator<Operand>;
   static constexpr int64_t kMaxKeys = 128;  // in a tile
-  // A gradient of a logit enters the products as the sum of so many operands: rounded to one
-  // bfloat16, sums whose terms cancel would keep errors above the tolerance of the result.
+  // A gradient of a logit enters the products as the sum of so many operands: from one bfloat16,
+  // sums whose terms cancel would keep errors above the tolerance of the result.
   static constexpr int64_t kParts = std::is_same_v<Operand, at::BFloat16> ? 2 : 1;
 
   IndexerGradient(int64_t heads, int64_t size)
@@ -120,7 +132,7 @@ class IndexerGradient {
   }
 
  private:
-  // Leaves d_logits_, and the remainders of rounding in `logits`.
+  // Leaves d_logits_, and in `logits` what its parts leave out.
   void differentiate(const Tile<T>& logits, const T* d_scores) const {
     vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
                 weights = weights_.data(), d_weights = d_weights_.data(),
@@ -134,14 +146,11 @@ class IndexerGradient {
           row[h] = row[h] > 0 ? d_score * weights[h] : T(0);
         }
         for (int64_t part = 0; part < kParts; ++part) {
-          Operand* rounded = d_logits + (i * kParts + part) * heads;
+          Operand* leading = d_logits + (i * kParts + part) * heads;
 #pragma omp simd
           for (int64_t h = 0; h < heads; ++h) {
-            rounded[h] = static_cast<Operand>(row[h]);
-          }
-#pragma omp simd
-          for (int64_t h = 0; h < heads; ++h) {
-            row[h] -= static_cast<T>(rounded[h]);
+            leading[h] = leading_part<Operand>(row[h]);
+            row[h] -= static_cast<T>(leading_part<Operand>(row[h]));
           }
         }
       }
