@@ -152,21 +152,19 @@ void accumulate_key_gradient(const Sequence& sequence, ParallelScatterAdd<T>& d_
   });
   const int64_t size = d_key.size(-1);
   auto* rows = d_key.mutable_data_ptr<Input>() + sequence.key_begin * size;
-  d_keys.reduce(workers, sequence.key_length, [=](int64_t index, const T* sum) {
-    convert(sum, rows + index * size, size);
-  });
+  d_keys.reduce(workers, sequence.key_length,
+                [=](int64_t index, const T* sum) { convert(sum, rows + index * size, size); });
 }
 
-// Zeroes the gradients of the tokens that belong to no sequence. `outputs` begin with d_query, d_key
-// and d_weights.
+// Zeroes the gradients of the tokens that belong to no sequence. `outputs` begin with d_query,
+// d_key and d_weights.
 template <typename Outputs>
 void zero_tail(const Outputs& outputs, const std::vector<Sequence>& sequences) {
   const auto& d_query = std::get<0>(outputs);
   const auto& d_key = std::get<1>(outputs);
   const int64_t tokens = token_count(d_query);
   for (const auto& output : {d_query, std::get<2>(outputs)}) {
-    zero_tokens_outside(output, tokens, sequences, &Sequence::query_begin,
-                        &Sequence::query_length);
+    zero_tokens_outside(output, tokens, sequences, &Sequence::query_begin, &Sequence::query_length);
   }
   zero_tokens_outside(d_key, token_count(d_key), sequences, &Sequence::key_begin,
                       &Sequence::key_length);

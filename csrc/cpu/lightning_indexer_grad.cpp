@@ -15,8 +15,7 @@ class Gradient {
  public:
   using T = Accumulator<Operand>;
 
-  Gradient(int64_t heads, int64_t size)
-      : gradient_(heads, size), logits_(gradient_.new_logits()) {}
+  Gradient(int64_t heads, int64_t size) : gradient_(heads, size), logits_(gradient_.new_logits()) {}
 
   IndexerGradient<Input, Operand>& of_token() { return gradient_; }
 
