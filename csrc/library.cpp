@@ -1,0 +1,40 @@
+// Every operator's schema. Kernels: ops/ (what all backends share), cpu/, npu/, autograd/.
+#include <torch/library.h>
+
+TORCH_LIBRARY(ascend, m) {
+  m.def(
+      "lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "str layout=\"BSND\", SymInt sparse_count=2048, int sparse_mode=3, "
+      "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, "
+      "bool return_values=False) -> (Tensor sparse_indices, Tensor sparse_values)");
+  m.def(
+      "lightning_indexer_grad(Tensor query, Tensor key, Tensor d_values, Tensor sparse_indices, "
+      "Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+      "Tensor? actual_seq_lengths_key=None, str layout=\"BSND\", int sparse_mode=3, "
+      "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, "
+      "bool deterministic=False) -> (Tensor d_query, Tensor d_key, Tensor d_weights)");
+  m.def(
+      "sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, *, "
+      "float scale_value, Tensor? actual_seq_lengths_query=None, "
+      "Tensor? actual_seq_lengths_key=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+      "int sparse_block_size=1, str layout=\"BSND\", int sparse_mode=3, "
+      "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, "
+      "bool deterministic=False) -> (Tensor out, Tensor softmax_max, Tensor softmax_sum)");
+  m.def(
+      "sparse_flash_attention_grad(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, "
+      "Tensor d_out, Tensor out, Tensor softmax_max, Tensor softmax_sum, *, float scale_value, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+      "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=2147483647, "
+      "int next_tokens=2147483647, bool deterministic=False) -> (Tensor d_query, Tensor d_key, "
+      "Tensor d_value, Tensor d_query_rope, Tensor d_key_rope)");
+  m.def(
+      "sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index, "
+      "Tensor key_index, Tensor weights, Tensor sparse_indices, Tensor softmax_max, "
+      "Tensor softmax_sum, *, float scale_value, Tensor? query_rope=None, Tensor? key_rope=None, "
+      "SymInt[]? actual_seq_lengths_query=None, SymInt[]? actual_seq_lengths_key=None, "
+      "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
+      "int next_tokens=9223372036854775807, bool deterministic=False) -> (Tensor d_query_index, "
+      "Tensor d_key_index, Tensor d_weights, Tensor loss)");
+}

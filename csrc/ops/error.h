@@ -1,0 +1,64 @@
+// Every message a user can get from a check has one form:
+//   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn code>]
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <string>
+#include <string_view>
+
+namespace ascend_attn {
+
+// The status codes of aclnn that the operators' documents name.
+enum class Status : int {
+  null_pointer = 161001,   // ACLNN_ERR_PARAM_NULLPTR
+  invalid = 161002,        // ACLNN_ERR_PARAM_INVALID
+  runtime = 361001,        // ACLNN_ERR_RUNTIME_ERROR
+  shape_inference = 561002 // ACLNN_ERR_INNER_TILING_ERROR
+};
+
+// "ACLNN_ERR_PARAM_INVALID 161002"; an unknown code is given as its number alone.
+std::string status_text(int code);
+
+// What kind of Python exception a violated rule becomes.
+enum class Violation { type, value, not_implemented, runtime };
+
+[[noreturn]] void raise(Violation violation, std::string_view op, std::string_view argument,
+                        const std::string& message, Status status = Status::invalid);
+
+// The parts of the message are turned into text only when the rule is violated.
+template <typename... Parts>
+inline void check_value(bool holds, std::string_view op, std::string_view argument,
+                        const Parts&... parts) {
+  if (!holds) [[unlikely]] {
+    raise(Violation::value, op, argument, c10::str(parts...));
+  }
+}
+
+template <typename... Parts>
+inline void check_type(bool holds, std::string_view op, std::string_view argument,
+                       const Parts&... parts) {
+  if (!holds) [[unlikely]] {
+    raise(Violation::type, op, argument, c10::str(parts...));
+  }
+}
+
+// A required tensor or list that is absent: aclnn's null-pointer status.
+template <typename... Parts>
+inline void check_present(bool present, std::string_view op, std::string_view argument,
+                          const Parts&... parts) {
+  if (!present) [[unlikely]] {
+    raise(Violation::value, op, argument, c10::str(parts...), Status::null_pointer);
+  }
+}
+
+template <typename... Parts>
+inline void check_implemented(bool holds, std::string_view op, std::string_view argument,
+                              const Parts&... parts) {
+  if (!holds) [[unlikely]] {
+    raise(Violation::not_implemented, op, argument, c10::str(parts...));
+  }
+}
+
+}  // namespace ascend_attn

@@ -1,0 +1,44 @@
+// Which tokens belong to which sequence.
+//
+// BSND: lengths are counts per batch, at most S; absent means S. TND: inclusive prefix sums
+// (lengths 3, 2, 4 are given as 3, 5, 9), at most T; a repeated value is an empty sequence and
+// tokens beyond the last value belong to none.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/OptionalArrayRef.h>
+
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "ops/layout.h"
+
+namespace ascend_attn {
+
+// One sequence. Tokens are counted over the flattened (batch, sequence) axes of the tensor.
+struct Sequence {
+  int64_t query_begin;
+  int64_t query_length;
+  int64_t key_begin;
+  int64_t key_length;
+};
+
+// The rules for a list of lengths on the host. Symbolic lengths are checked when they are known.
+void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
+                            c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
+
+// The sequences of a call whose tensors are on the CPU; `lengths` as the operator takes them, as an
+// int32 tensor or as a list. The values of a tensor are checked here, where they can be read.
+std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
+                                     const at::Tensor& key,
+                                     const std::optional<at::Tensor>& lengths_query,
+                                     const std::optional<at::Tensor>& lengths_key);
+std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
+                                     const at::Tensor& key,
+                                     at::OptionalSymIntArrayRef lengths_query,
+                                     at::OptionalSymIntArrayRef lengths_key);
+
+}  // namespace ascend_attn

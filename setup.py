@@ -1,0 +1,59 @@
+"""Builds the extension modules: `_C` always, `_npu` where torch_npu can be imported."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+from pathlib import Path
+
+# With torch_npu installed, importing torch loads it, which fails on a machine that has no CANN.
+# Building needs its headers and libraries only.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+ROOT = Path(__file__).parent
+COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-Wall"]
+
+
+def sources(*folders: str) -> list[str]:
+    found: list[str] = []
+    for folder in folders:
+        found += sorted(glob.glob(f"csrc/{folder}*.cpp", root_dir=ROOT))
+    return found
+
+
+def core_extension() -> CppExtension:
+    """Schemas, checks, CPU, Meta and autograd: needs torch alone."""
+    return CppExtension(
+        "ascend_attn_ops._C",
+        sources("", "ops/", "cpu/", "autograd/"),
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=COMPILE_ARGS,
+    )
+
+
+def npu_extension() -> CppExtension | None:
+    """The NPU kernels, compiled against the headers of the torch_npu that is installed."""
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or spec.origin is None or not sources("npu/"):
+        return None
+    torch_npu = Path(spec.origin).parent
+    return CppExtension(
+        "ascend_attn_ops._npu",
+        sources("npu/", "npu/aclnn/"),
+        include_dirs=[str(ROOT / "csrc"), str(torch_npu / "include")],
+        library_dirs=[str(torch_npu / "lib")],
+        libraries=["torch_npu"],
+        extra_compile_args=COMPILE_ARGS,
+    )
+
+
+setup(
+    ext_modules=[module for module in (core_extension(), npu_extension()) if module],
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    package_dir={"": "python"},
+    zip_safe=False,
+)
