@@ -47,3 +47,64 @@ def _library() -> ctypes.CDLL:
     library.cann_sim_take_log.restype = ctypes.c_char_p
     library.cann_sim_live_handles.restype = ctypes.c_char_p
     return library
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[dict[str, Any]]]:
+    """The aclnn calls of the block, in order; the list is filled when the block ends.
+
+    Entries: {"phase": 1, "function", "arguments": {name: value}, "device", "deterministic"},
+    {"phase": 2, "function", "stream", "device", "workspace"}, and {"step": name} for the functions
+    that torch_npu calls around them.
+    """
+    import torch
+
+    calls: list[dict[str, Any]] = []
+    torch.npu.synchronize()
+    _library().cann_sim_start_log()
+    try:
+        yield calls
+        torch.npu.synchronize()
+    finally:
+        calls += json.loads(_library().cann_sim_take_log())
+
+
+def live_handles() -> dict[str, int]:
+    """How many handles of each kind exist now, once the task queue is empty."""
+    import torch
+
+    torch.npu.synchronize()
+    counts: dict[str, int] = json.loads(_library().cann_sim_live_handles())
+    return counts
+
+
+@contextmanager
+def fail(
+    function: str = "", phase: int = 1, status: int = 561002, message: str = "", times: int = 1
+) -> Iterator[None]:
+    """The next calls of `function` fail in that phase; in phase 0 their workspace is too large."""
+    _library().cann_sim_fail(function.encode(), phase, status, message.encode(), times)
+    try:
+        yield
+    finally:
+        _library().cann_sim_no_faults()
+
+
+@contextmanager
+def computing(on: bool) -> Iterator[None]:
+    """Whether the second phase computes: off, a call costs its host time alone."""
+    _library().cann_sim_set_computing(on)
+    try:
+        yield
+    finally:
+        _library().cann_sim_set_computing(True)
+
+
+@contextmanager
+def executor_cache() -> Iterator[None]:
+    """CANN keeps executors, as it does on a device; off otherwise."""
+    _library().cann_sim_set_executor_cache(True)
+    try:
+        yield
+    finally:
+        _library().cann_sim_set_executor_cache(False)

@@ -81,7 +81,7 @@ class ExecutorCache {
     if (key().active && key().hash != 0) {
       const std::lock_guard lock(mutex_);
       executors_.insert_or_assign(
-          key().hash, Entry{executor.function, executor.values, executor.workspace_size});
+          key().hash, Entry{&executor.function, executor.values, executor.workspace_size});
     }
   }
 
@@ -101,13 +101,13 @@ class ExecutorCache {
         view->data = *address++;
       }
     }
-    return new aclOpExecutor(found->second.function, std::move(values),
+    return new aclOpExecutor(*found->second.function, std::move(values),
                              found->second.workspace_size);
   }
 
  private:
   struct Entry {
-    const Function& function;
+    const Function* function;
     std::vector<Value> values;
     uint64_t workspace_size;
   };
@@ -221,7 +221,7 @@ int check_values(const Function& function, const std::vector<Value>& values) {
   return ACL_SUCCESS;
 }
 
-c10::IValue to_ivalue(const Value& value, const c10::TypePtr& type) {
+c10::IValue to_ivalue(const Value& value) {
   return std::visit(
       [&](const auto& held) -> c10::IValue {
         using Held = std::decay_t<decltype(held)>;
@@ -254,7 +254,7 @@ void compute(const Function& function, const std::vector<Value>& values) {
       ++i;
     }
     if (i < values.size()) {
-      stack.push_back(to_ivalue(values[i], parameter.type()));
+      stack.push_back(to_ivalue(values[i]));
     } else {
       TORCH_CHECK(parameter.default_value(), function.schema_name, ": no value for ",
                   parameter.name());
