@@ -1,6 +1,7 @@
 // What Python asks of the build and of the run time.
 #include <torch/extension.h>
 
+#include "ops/error.h"
 #include "ops/limits.h"
 
 namespace ascend_attn {
@@ -19,7 +20,7 @@ py::list limits_of_operators() {
     }
     py::list dtypes;
     for (const auto dtype : entry.dtypes) {
-      dtypes.append(std::string(c10::toString(dtype)));
+      dtypes.append(std::string(dtype_name(dtype)));
     }
     py::list limits;
     for (const auto& limit : entry.limits) {
@@ -46,8 +47,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limits_override", &limits_override);
   m.def("restore_limits", &set_limits_override);
   m.def("set_limits", [](std::optional<std::string> product) {
-    set_limits_override(limits_override_for(
-        product ? std::optional<Product>(product_of(*product)) : std::nullopt));
+    set_limits_override(
+        limits_override_for(product ? std::optional<Product>(product_of(*product)) : std::nullopt));
   });
   m.def("product_in_force", []() -> std::optional<std::string> {
     const auto product = product_in_force();

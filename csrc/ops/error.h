@@ -1,7 +1,9 @@
 // Every message a user can get from a check has one form:
-//   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn code>]
+//   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn
+//   code>]
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -12,14 +14,19 @@ namespace ascend_attn {
 
 // The status codes of aclnn that the operators' documents name.
 enum class Status : int {
-  null_pointer = 161001,   // ACLNN_ERR_PARAM_NULLPTR
-  invalid = 161002,        // ACLNN_ERR_PARAM_INVALID
-  runtime = 361001,        // ACLNN_ERR_RUNTIME_ERROR
-  shape_inference = 561002 // ACLNN_ERR_INNER_TILING_ERROR
+  null_pointer = 161001,    // ACLNN_ERR_PARAM_NULLPTR
+  invalid = 161002,         // ACLNN_ERR_PARAM_INVALID
+  runtime = 361001,         // ACLNN_ERR_RUNTIME_ERROR
+  shape_inference = 561002  // ACLNN_ERR_INNER_TILING_ERROR
 };
 
 // "ACLNN_ERR_PARAM_INVALID 161002"; an unknown code is given as its number alone.
 std::string status_text(int code);
+
+// A dtype by its Python name, "bfloat16".
+inline std::string_view dtype_name(c10::ScalarType dtype) {
+  return c10::getDtypeNames(dtype).first;
+}
 
 // What kind of Python exception a violated rule becomes.
 enum class Violation { type, value, not_implemented, runtime };

@@ -21,7 +21,8 @@ Layout parse_layout(std::string_view op, std::string_view name,
     }
     expected += (expected.empty() ? "" : ", ") + std::string(layout_name(layout));
   }
-  raise(Violation::value, op, "layout", c10::str("expected one of ", expected, ", got '", name, "'"));
+  raise(Violation::value, op, "layout",
+        c10::str("expected one of ", expected, ", got '", name, "'"));
 }
 
 }  // namespace ascend_attn

@@ -24,15 +24,20 @@ const Limit kAttentionHeads{"N1", "query heads", {.one_of = {1, 2, 4, 8, 16, 32,
 const Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
-// Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss and SparseFlashAttentionGrad,
-// and for the forward operators the sizes that feed those two.
+// Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss and
+// SparseFlashAttentionGrad, and for the forward operators the sizes that feed those two.
 const std::array<OperatorLimits, 5> kTable{{
     {"lightning_indexer",
      "aclnnLightningIndexer",
      kA2A3,
      kHalf,
-     {kBatch, kQueryLength, kKeyLength, kIndexHeads, kIndexDim,
-      {"K", "selected keys per token",
+     {kBatch,
+      kQueryLength,
+      kKeyLength,
+      kIndexHeads,
+      kIndexDim,
+      {"K",
+       "selected keys per token",
        {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}}},
     {"lightning_indexer_grad",
      "aclnnLightningIndexerGrad",
@@ -43,21 +48,39 @@ const std::array<OperatorLimits, 5> kTable{{
      "aclnnSparseFlashAttention",
      kA2A3,
      kHalf,
-     {kBatch, kQueryLength, kKeyLength, kAttentionHeads, kHeadDim, kRopeDim, kTrainingCount,
+     {kBatch,
+      kQueryLength,
+      kKeyLength,
+      kAttentionHeads,
+      kHeadDim,
+      kRopeDim,
+      kTrainingCount,
       {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}}},
     {"sparse_flash_attention_grad",
      "aclnnSparseFlashAttentionGrad",
      kA2A3,
      kHalf,
-     {kBatch, kQueryLength, kKeyLength, kAttentionHeads, kHeadDim, kRopeDim, kTrainingCount,
+     {kBatch,
+      kQueryLength,
+      kKeyLength,
+      kAttentionHeads,
+      kHeadDim,
+      kRopeDim,
+      kTrainingCount,
       {"sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64}}}}},
     {"sparse_lightning_indexer_grad_kl_loss",
      "aclnnSparseLightningIndexerGradKLLoss",
      kA2A3,
      kHalf,
-     {kBatch, kQueryLength, kKeyLength,
+     {kBatch,
+      kQueryLength,
+      kKeyLength,
       {"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
-      kHeadDim, kRopeDim, kIndexHeads, kIndexDim, kTrainingCount}},
+      kHeadDim,
+      kRopeDim,
+      kIndexHeads,
+      kIndexDim,
+      kTrainingCount}},
 }};
 
 constexpr int64_t kNotSet = 0;
@@ -163,11 +186,12 @@ void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const 
     if (allowed == dtype) {
       return;
     }
-    expected += (expected.empty() ? "" : " or ") + std::string(c10::toString(allowed));
+    expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
   raise(Violation::type, op_, argument,
         c10::str("expected dtype ", expected, " on Ascend ", product_name(product_), ", got ",
-                 dtype, "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
+                 dtype_name(dtype),
+                 "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
 }
 
 void LimitsCheck::size(std::string_view argument, std::string_view quantity,

@@ -17,8 +17,8 @@ void check_length(std::string_view op, std::string_view argument, Layout layout,
     check_value(length <= tokens, op, argument, "expected prefix sums of at most T = ", tokens,
                 ", got ", length, " at ", batch);
   } else {
-    check_value(length >= 0 && length <= tokens, op, argument,
-                "expected counts in 0..S = ", tokens, ", got ", length, " at ", batch);
+    check_value(length >= 0 && length <= tokens, op, argument, "expected counts in 0..S = ", tokens,
+                ", got ", length, " at ", batch);
   }
 }
 
@@ -91,6 +91,16 @@ void check_sequence_lengths(std::string_view op, std::string_view argument, Layo
     check_length(op, argument, layout, batch, *length, previous, *known_tokens);
     previous = *length;
   }
+}
+
+void check_lengths_have_gradient(std::string_view op, std::string_view layout,
+                                 const std::optional<at::Tensor>& lengths_query,
+                                 const std::optional<at::Tensor>& lengths_key) {
+  check_value(
+      layout != "BSND" || !(lengths_query || lengths_key), op,
+      lengths_query ? kQueryLengths : kKeyLengths,
+      "expected None in layout BSND when a gradient is wanted, because the gradient ignores "
+      "lengths there; use layout TND for sequences of different lengths");
 }
 
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,

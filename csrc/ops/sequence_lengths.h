@@ -30,6 +30,12 @@ struct Sequence {
 void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
                             c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
 
+// The gradients of the sparse operators ignore lengths in BSND on the device, so a forward call
+// that wants a gradient must not have any there.
+void check_lengths_have_gradient(std::string_view op, std::string_view layout,
+                                 const std::optional<at::Tensor>& lengths_query,
+                                 const std::optional<at::Tensor>& lengths_key);
+
 // The sequences of a call whose tensors are on the CPU; `lengths` as the operator takes them, as an
 // int32 tensor or as a list. The values of a tensor are checked here, where they can be read.
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,

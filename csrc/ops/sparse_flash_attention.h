@@ -8,7 +8,6 @@
 #include <string_view>
 #include <tuple>
 
-
 namespace ascend_attn {
 
 struct SparseFlashAttention {

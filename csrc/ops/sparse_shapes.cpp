@@ -6,6 +6,14 @@
 #include "ops/sequence_lengths.h"
 
 namespace ascend_attn {
+namespace {
+
+bool is_attention_dtype(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
+         dtype == at::kDouble;
+}
+
+}  // namespace
 
 SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgument query,
                            TensorArgument key)
@@ -19,8 +27,9 @@ SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgume
     check_value(argument.tensor.dim() == rank, op, argument.name, "expected rank ", rank,
                 " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
   }
-  check_type(at::isFloatingType(query.tensor.scalar_type()), op, query.name,
-             "expected dtype Half, BFloat16, Float or Double, got ", query.tensor.scalar_type());
+  check_type(is_attention_dtype(query.tensor.scalar_type()), op, query.name,
+             "expected dtype float16, bfloat16, float32 or float64, got ",
+             dtype_name(query.tensor.scalar_type()));
   limits_.dtype(query.name, query.tensor.scalar_type());
   heads_ = query.tensor.sym_size(-2);
   head_size_ = query.tensor.sym_size(-1);
@@ -45,15 +54,15 @@ void SparseShapes::same_device(TensorArgument argument) const {
 
 void SparseShapes::same_dtype(TensorArgument argument) const {
   check_type(argument.tensor.scalar_type() == query_.tensor.scalar_type(), op_, argument.name,
-             "expected dtype ", query_.tensor.scalar_type(), " (", query_.name, "'s), got ",
-             argument.tensor.scalar_type());
+             "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
+             "'s), got ", dtype_name(argument.tensor.scalar_type()));
 }
 
 void SparseShapes::weights_dtype(TensorArgument argument) const {
   const auto dtype = argument.tensor.scalar_type();
   check_type(dtype == query_.tensor.scalar_type() || dtype == at::kFloat, op_, argument.name,
-             "expected dtype ", query_.tensor.scalar_type(), " (", query_.name,
-             "'s) or Float, got ", dtype);
+             "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
+             "'s) or float32, got ", dtype_name(dtype));
 }
 
 void SparseShapes::is_shape(TensorArgument argument, c10::SymIntArrayRef expected,
@@ -103,8 +112,8 @@ void SparseShapes::weights_like(TensorArgument argument, const c10::SymInt& head
 void SparseShapes::sparse_indices(TensorArgument argument) const {
   same_device(argument);
   const auto& indices = argument.tensor;
-  check_type(indices.scalar_type() == at::kInt, op_, argument.name, "expected dtype Int, got ",
-             indices.scalar_type());
+  check_type(indices.scalar_type() == at::kInt, op_, argument.name, "expected dtype int32, got ",
+             dtype_name(indices.scalar_type()));
   const int64_t rank = query_.tensor.dim();
   check_value(indices.dim() == rank, op_, argument.name, "expected rank ", rank, " for layout ",
               layout_name(layout_), ", got shape ", indices.sym_sizes());
@@ -126,7 +135,8 @@ at::ScalarType SparseShapes::statistics_dtype() const {
 void SparseShapes::statistics(TensorArgument argument) const {
   same_device(argument);
   check_type(argument.tensor.scalar_type() == statistics_dtype(), op_, argument.name,
-             "expected dtype ", statistics_dtype(), ", got ", argument.tensor.scalar_type());
+             "expected dtype ", dtype_name(statistics_dtype()), ", got ",
+             dtype_name(argument.tensor.scalar_type()));
   const auto& query = query_.tensor;
   if (layout_ == Layout::TND) {
     is_shape(argument, {{1, query.sym_size(0), heads_}}, "(1, T1, N1)");
@@ -135,8 +145,7 @@ void SparseShapes::statistics(TensorArgument argument) const {
   }
 }
 
-void SparseShapes::ropes(OptionalTensorArgument query_rope,
-                         OptionalTensorArgument key_rope) const {
+void SparseShapes::ropes(OptionalTensorArgument query_rope, OptionalTensorArgument key_rope) const {
   check_present(query_rope.tensor || !key_rope.tensor, op_, query_rope.name,
                 "expected a tensor because key_rope is given, got None");
   check_present(key_rope.tensor || !query_rope.tensor, op_, key_rope.name,
@@ -203,7 +212,7 @@ void SparseShapes::lengths(const std::optional<at::Tensor>& query_lengths,
                   [this](const char* name, const at::Tensor& lengths) {
                     same_device({name, lengths});
                     check_type(lengths.scalar_type() == at::kInt, op_, name,
-                               "expected dtype Int, got ", lengths.scalar_type());
+                               "expected dtype int32, got ", dtype_name(lengths.scalar_type()));
                     check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
                                 lengths.sym_sizes());
                     return lengths.sym_numel();

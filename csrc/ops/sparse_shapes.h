@@ -46,8 +46,7 @@ class SparseShapes {
   // query's dtype, or fp32.
   void weights_dtype(TensorArgument argument) const;
   // (B, S1, heads, size) or (T1, heads, size).
-  void query_like(TensorArgument argument, const c10::SymInt& heads,
-                  const c10::SymInt& size) const;
+  void query_like(TensorArgument argument, const c10::SymInt& heads, const c10::SymInt& size) const;
   // (B, S2, 1, size) or (T2, 1, size).
   void key_like(TensorArgument argument, const c10::SymInt& size) const;
   // (B, S1, heads) or (T1, heads).

@@ -1,1 +1,29 @@
-from . import _C  # noqa: F401
+"""Attention and KV-cache operators for PyTorch on Ascend NPUs, and the same operators on the CPU.
+
+Importing this package registers ``torch.ops.ascend.*``. The functions below are the same operators
+with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and on fake tensors.
+"""
+
+from ascend_attn_ops import _library
+from ascend_attn_ops.attention import sparse_flash_attention, sparse_flash_attention_grad
+from ascend_attn_ops.indexer import (
+    lightning_indexer,
+    lightning_indexer_grad,
+    lightning_indexer_kl_loss,
+    sparse_lightning_indexer_grad_kl_loss,
+)
+from ascend_attn_ops.limits import limits
+
+_library.load()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "lightning_indexer",
+    "lightning_indexer_grad",
+    "lightning_indexer_kl_loss",
+    "limits",
+    "sparse_flash_attention",
+    "sparse_flash_attention_grad",
+    "sparse_lightning_indexer_grad_kl_loss",
+]

@@ -1,0 +1,77 @@
+# make demo    train a LightningIndexer on real text (about five minutes)
+# make test    build everything and run the tests, on the CPU and on the simulated NPU
+# make bench   the benchmarks: ours, the peer and the physical limit side by side
+# make lint    ruff, clang-format, mypy
+# make clean   remove what was built
+#
+# Every target sets up what it needs in .venv and .venv-npu under this checkout; a second run reuses
+# them. PYTHON chooses the interpreter, MAX_JOBS the number of compilers at once.
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+TORCH_NPU := torch_npu==2.13.0
+BUILD_TOOLS := 'setuptools>=68,<82' wheel 'ninja>=1.11' 'pybind11>=2.12,<4'
+
+CPU := .venv/bin/python
+NPU := .venv-npu/bin/python
+PIP_INSTALL := -m pip install --disable-pip-version-check
+
+# Git sees no difference, but clang-format is given every file that is ours.
+CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
+
+.PHONY: demo test test-cpu test-npu bench lint format clean build build-npu
+
+demo: build
+	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
+
+test: test-cpu test-npu
+
+test-cpu: build
+	$(CPU) -m pytest tests --ignore=tests/npu $(PYTEST_ARGS)
+
+test-npu: build-npu
+	$(NPU) -m pytest tests/npu $(PYTEST_ARGS)
+
+bench: build
+	$(CPU) benchmarks/sparse_attention.py
+	$(CPU) benchmarks/indexer.py
+	$(CPU) benchmarks/host_time.py
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	.venv/bin/mypy
+
+format: .venv/ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(CPP_FILES)
+
+clean:
+	rm -rf build build-npu .venv .venv-npu out .pytest_cache .ruff_cache .mypy_cache
+	find python -name '*.so' -delete
+
+# The compiler runs only for what has changed.
+build: .venv/ready
+	@echo "Building the extension (a few minutes the first time) ..."
+	@$(CPU) setup.py -q build_ext --inplace
+
+build-npu: .venv-npu/ready
+	@echo "Building the extension with its NPU kernels ..."
+	@$(NPU) setup.py -q build_ext --inplace
+
+# torch comes first: the extension is compiled against the torch that it will run with, and without
+# build isolation, which would fetch another one.
+.venv/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	$(CPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS)
+	$(CPU) $(PIP_INSTALL) --no-build-isolation -e '.[test,lint,examples]'
+	touch $@
+
+# torch_npu lives in an environment of its own: where it is installed, `import torch` loads it.
+.venv-npu/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-npu
+	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS)
+	$(NPU) $(PIP_INSTALL) --no-deps $(TORCH_NPU)
+	touch $@

@@ -1,0 +1,106 @@
+// How an operator gets its gradient. The kernel of the Autograd key goes straight to the backend
+// unless a gradient is wanted; then it records a torch::autograd::Function.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "ops/error.h"
+#include "ops/limits.h"
+
+namespace ascend_attn {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Calls an operator through the dispatcher.
+template <typename Op, typename... Args>
+typename Op::Outputs call(Args&&... args) {
+  using Signature = typename Op::Signature;
+  static const auto handle =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow((std::string("ascend::") + Op::name).c_str(), "")
+          .template typed<Signature>();
+  return handle.call(std::forward<Args>(args)...);
+}
+
+inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
+inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
+  return tensor && tensor->requires_grad();
+}
+template <typename T>
+bool requires_grad(const T&) {
+  return false;
+}
+
+// `Derived` supplies
+//   static void save(AutogradContext*, const Op&, const Outputs&)
+//   static variable_list gradients(AutogradContext*, const variable_list& incoming)
+// and hides `differentiable` where a call may have nothing to differentiate, or no gradient.
+template <typename Derived, typename Op, typename Signature = typename Op::Signature>
+struct OperatorFunction;
+
+template <typename Derived, typename Op, typename... Args>
+struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
+    : torch::autograd::Function<Derived> {
+  using Outputs = typename Op::Outputs;
+
+  static bool differentiable(const Op&) { return true; }
+
+  static Outputs kernel(Args... args) {
+    const bool wanted = at::GradMode::is_enabled() && (requires_grad(args) || ...) &&
+                        Derived::differentiable(Op{args...});
+    if (!wanted) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<Op>(args...);
+    }
+    return as_outputs(Derived::apply(args...),
+                      std::make_index_sequence<std::tuple_size_v<Outputs>>());
+  }
+
+  static variable_list forward(AutogradContext* context, Args... args) {
+    const auto outputs = [&] {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<Op>(args...);
+    }();
+    context->set_materialize_grads(false);
+    // The backward may run on a thread of the engine, where nobody has set the limits.
+    context->saved_data["limits"] = limits_override();
+    Derived::save(context, Op{args...}, outputs);
+    return std::apply([](const auto&... tensors) { return variable_list{tensors...}; }, outputs);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& incoming) {
+    const LimitsScope limits(context->saved_data["limits"].toInt());
+    return Derived::gradients(context, incoming);
+  }
+
+ protected:
+  // One undefined gradient for every argument of the schema.
+  static variable_list no_gradients() { return variable_list(sizeof...(Args)); }
+
+ private:
+  template <size_t... index>
+  static Outputs as_outputs(const variable_list& tensors, std::index_sequence<index...>) {
+    return {tensors[index]...};
+  }
+};
+
+// A gradient operator is itself not differentiable: a second derivative through its results is an
+// error, create_graph=True alone is not.
+template <typename Op>
+struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
+  static void save(AutogradContext*, const Op&, const typename Op::Outputs&) {}
+  static variable_list gradients(AutogradContext*, const variable_list&) {
+    raise(Violation::not_implemented, Op::name, "gradient",
+          "expected a first derivative, got a derivative of the gradient itself, which this "
+          "operator does not have");
+  }
+};
+
+}  // namespace ascend_attn

@@ -1,0 +1,188 @@
+// Online softmax over tiles of the selected keys: a token's scores are never held as a whole.
+#include "ops/sparse_flash_attention.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/parallel_scatter_add.h"
+#include "cpu/query_key_product.h"
+#include "cpu/sparse_attention_inputs.h"
+#include "cpu/tile_gemm.h"
+#include "cpu/token_rows.h"
+#include "cpu/vectorized.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+constexpr int64_t kMaxKeys = 128;  // in a tile: keys and values stay in the L2 cache
+
+template <typename Input, typename Operand>
+class Attention {
+ public:
+  using T = Accumulator<Operand>;
+
+  Attention(const SparseAttentionInputs& inputs, double scale)
+      : heads_(inputs.heads),
+        padded_heads_(round_up(inputs.heads, depth_step<Operand>)),
+        size_(inputs.size),
+        scale_(static_cast<T>(scale)),
+        product_(padded_heads_, {inputs.size, inputs.rope_size}, kMaxKeys),
+        value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size),
+        packed_values_(kMaxKeys, inputs.size),
+        scores_(kMaxKeys, padded_heads_),
+        rounded_(kMaxKeys, padded_heads_),
+        probabilities_(padded_heads_, kMaxKeys),
+        out_(padded_heads_, inputs.size),
+        statistics_(3, padded_heads_) {}
+
+  // Results of one token: out (heads, D), softmax_max and softmax_sum (heads).
+  void token(const SequenceInputs<Input>& inputs, int64_t token, Input* out, T* softmax_max,
+             T* softmax_sum) {
+    auto selected = inputs.selected(token);
+    std::array<int32_t, kMaxKeys> positions;
+    int64_t count = selected.next(positions.data(), kMaxKeys);
+    if (count == 0) {
+      std::fill_n(out, heads_ * size_, Input(0));
+      std::fill_n(softmax_max, heads_, T(0));
+      std::fill_n(softmax_sum, heads_, T(0));
+      return;
+    }
+    std::fill_n(max(), padded_heads_, -std::numeric_limits<T>::infinity());
+    std::fill_n(sum(), padded_heads_, T(0));
+    product_.load_query(inputs.query, inputs.query_rope, token, heads_);
+    for (bool first = true; count > 0; first = false) {
+      add_keys(inputs, positions.data(), count, first);
+      count = selected.next(positions.data(), kMaxKeys);
+    }
+    store_heads(out_, 0, heads_, size_, [this](int64_t h) { return T(1) / sum()[h]; }, out);
+    std::copy_n(max(), heads_, softmax_max);
+    std::copy_n(sum(), heads_, softmax_sum);
+  }
+
+ private:
+  void add_keys(const SequenceInputs<Input>& inputs, const int32_t* positions, int64_t count,
+                bool first) {
+    const int64_t tile_rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
+    product_.multiply(tile_rows, scores_);
+    const bool rescale = update_softmax(count);
+    zero_rows(rounded_, count, tile_rows);
+    transpose(rounded_, tile_rows, padded_heads_, probabilities_);
+    if (rescale && !first) {
+      rescale_out();
+    }
+    const auto& values =
+        value_tile_.load(inputs.value, product_.keys(), positions, count, tile_rows);
+    const auto packed =
+        operand_b(tile_rows, size_, values.data(), values.stride(), packed_values_.data());
+    tile_gemm(padded_heads_, size_, tile_rows, probabilities_.data(), probabilities_.stride(),
+              packed.data, packed.stride, out_.data(), out_.stride(),
+              /*accumulate=*/!first);
+  }
+
+  // Takes exp(scores - max) with the maximum of all keys so far. Returns whether it rose for
+  // some head; factor() is then what earlier results are to be multiplied with.
+  bool update_softmax(int64_t count) {
+    bool rose = false;
+    vectorized([&rose, count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
+                rounded = rounded_.data(), max = max(), sum = sum(), factor = factor()] {
+      for (int64_t h = 0; h < heads; ++h) {
+        factor[h] = max[h];
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        T* row = scores + i * heads;
+        for (int64_t h = 0; h < heads; ++h) {
+          row[h] *= scale;
+          max[h] = row[h] > max[h] ? row[h] : max[h];
+        }
+      }
+      int32_t changed = 0;
+      for (int64_t h = 0; h < heads; ++h) {
+        changed |= factor[h] != max[h];
+        factor[h] = exponential(factor[h] - max[h]);
+        sum[h] *= factor[h];
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t h = 0; h < heads; ++h) {
+          const T e = exponential(scores[i * heads + h] - max[h]);
+          sum[h] += e;
+          rounded[i * heads + h] = static_cast<Operand>(static_cast<Input>(e));
+        }
+      }
+      rose = changed != 0;
+    });
+    return rose;
+  }
+
+  void rescale_out() {
+    for (int64_t h = 0; h < heads_; ++h) {
+      scale(out_.row(h), factor()[h], out_.row(h), size_);
+    }
+  }
+
+  T* max() const { return statistics_.row(0); }
+  T* sum() const { return statistics_.row(1); }
+  T* factor() const { return statistics_.row(2); }
+
+  int64_t heads_;
+  int64_t padded_heads_;
+  int64_t size_;
+  T scale_;
+  QueryKeyProduct<Input, Operand> product_;
+  ValueTile<Input, Operand> value_tile_;
+  Tile<Operand> packed_values_;
+  Tile<T> scores_;               // (keys, heads)
+  Tile<Operand> rounded_;        // (keys, heads), exp(score - max)
+  Tile<Operand> probabilities_;  // (heads, keys), the same
+  Tile<T> out_;
+  Tile<T> statistics_;
+};
+
+template <typename Input, typename Operand>
+void attend(const SparseAttentionInputs& inputs, double scale,
+            const SparseFlashAttention::Outputs& outputs) {
+  using T = Accumulator<Operand>;
+  const int64_t heads = inputs.heads;
+  const int64_t max_workers = worker_count(inputs.longest(&Sequence::query_length));
+  std::vector<std::unique_ptr<Attention<Input, Operand>>> attention(max_workers);
+  auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
+  auto* softmax_max = std::get<1>(outputs).template mutable_data_ptr<T>();
+  auto* softmax_sum = std::get<2>(outputs).template mutable_data_ptr<T>();
+  for (const auto& sequence : inputs.sequences) {
+    const SequenceInputs<Input> rows(inputs, sequence);
+    const int64_t workers = worker_count(sequence.query_length);
+    for_each_worker(workers, [&](int64_t worker) {
+      auto& own = attention[worker];
+      if (!own) {
+        own = std::make_unique<Attention<Input, Operand>>(inputs, scale);
+      }
+      for (int64_t token = worker; token < sequence.query_length; token += workers) {
+        const int64_t row = (sequence.query_begin + token) * heads;
+        own->token(rows, token, out + row * inputs.size, softmax_max + row, softmax_sum + row);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+void sparse_flash_attention(const SparseFlashAttention& op,
+                            SparseFlashAttention::Outputs& outputs) {
+  const SparseAttentionInputs inputs(op);
+  const int64_t tokens = token_count(inputs.query);
+  const auto& [out, softmax_max, softmax_sum] = outputs;
+  for (const auto& output : {out, softmax_max, softmax_sum}) {
+    zero_tokens_outside(output, tokens, inputs.sequences, &Sequence::query_begin,
+                        &Sequence::query_length);
+  }
+  if (out.numel() > 0) {
+    dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {
+      attend<Input, Operand>(inputs, op.scale_value, outputs);
+    });
+  }
+}
+
+}  // namespace ascend_attn::cpu

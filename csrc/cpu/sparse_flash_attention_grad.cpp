@@ -1,0 +1,251 @@
+// The probabilities are computed again, tile by tile, from the statistics of the forward operator.
+#include "ops/sparse_flash_attention.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/parallel_scatter_add.h"
+#include "cpu/query_key_product.h"
+#include "cpu/sparse_attention_inputs.h"
+#include "cpu/tile_gemm.h"
+#include "cpu/token_rows.h"
+#include "cpu/vectorized.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+constexpr int64_t kMaxKeys = 64;  // in a tile: its products stay in the L2 cache
+
+// What the gradient reads beside the inputs of the forward operator.
+struct ForwardResults {
+  at::Tensor d_out, out;
+  at::Tensor softmax_max, softmax_sum;  // dense
+};
+
+template <typename Input, typename Operand>
+class AttentionGrad {
+ public:
+  using T = Accumulator<Operand>;
+  using Sums = ParallelScatterAdd<T>;
+
+  AttentionGrad(const SparseAttentionInputs& inputs, double scale, Sums& sums, int64_t worker)
+      : heads_(inputs.heads),
+        padded_heads_(round_up(inputs.heads, depth_step<Operand>)),
+        columns_{inputs.size, inputs.rope_size},
+        scale_(static_cast<T>(scale)),
+        sums_(sums),
+        worker_(worker),
+        product_(padded_heads_, columns_, kMaxKeys),
+        packed_query_(padded_heads_, columns_.width()),
+        packed_keys_(kMaxKeys, columns_.width()),
+        value_tile_(inputs.value_is_key(), kMaxKeys, columns_.nope),
+        d_out_(padded_heads_, columns_.rope_begin()),
+        packed_d_out_(padded_heads_, columns_.rope_begin()),
+        packed_d_out_transposed_(columns_.rope_begin(), padded_heads_),
+        scores_(kMaxKeys, padded_heads_),
+        d_probabilities_(kMaxKeys, padded_heads_),
+        probabilities_(kMaxKeys, padded_heads_),
+        d_scores_(kMaxKeys, padded_heads_),
+        d_scores_by_head_(padded_heads_, kMaxKeys),
+        d_keys_(kMaxKeys, columns_.width()),
+        d_query_(padded_heads_, columns_.width()),
+        statistics_(3, padded_heads_) {}
+
+  // d_query (heads, D) and d_query_rope (heads, Dr) of one token; its part of the sums over tokens.
+  void token(const SequenceInputs<Input>& inputs, const TokenRows<Input>& d_out,
+             const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum, int64_t token,
+             Input* d_query, Input* d_query_rope) {
+    auto selected = inputs.selected(token);
+    std::array<int32_t, kMaxKeys> positions;
+    int64_t count = selected.next(positions.data(), kMaxKeys);
+    if (count == 0) {
+      std::fill_n(d_query, heads_ * columns_.nope, Input(0));
+      std::fill_n(d_query_rope, heads_ * columns_.rope, Input(0));
+      return;
+    }
+    load_token(inputs, d_out, out, softmax_max, softmax_sum, token);
+    for (bool first = true; count > 0; first = false) {
+      add_keys(inputs, positions.data(), count, first);
+      count = selected.next(positions.data(), kMaxKeys);
+    }
+    const auto factor = [this](int64_t) { return scale_; };
+    store_heads(d_query_, 0, heads_, columns_.nope, factor, d_query);
+    store_heads(d_query_, columns_.rope_begin(), heads_, columns_.rope, factor, d_query_rope);
+  }
+
+ private:
+  void load_token(const SequenceInputs<Input>& inputs, const TokenRows<Input>& d_out,
+                  const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum,
+                  int64_t token) {
+    product_.load_query(inputs.query, inputs.query_rope, token, heads_);
+    load_heads(d_out, token, heads_, columns_.nope, d_out_);
+    pack_transposed(columns_.rope_begin(), padded_heads_, d_out_.data(), d_out_.stride(),
+                    packed_d_out_transposed_.data());
+    d_out_operand_ = operand_b(padded_heads_, columns_.nope, d_out_.data(), d_out_.stride(),
+                               packed_d_out_.data());
+    query_operand_ = operand_b(padded_heads_, columns_.width(), product_.query().data(),
+                               product_.query().stride(), packed_query_.data());
+    for (int64_t h = 0; h < heads_; ++h) {
+      max()[h] = softmax_max[h];
+      inverse_sum()[h] = T(1) / softmax_sum[h];
+      delta()[h] = dot(d_out.row(token, h), out.row(token, h), columns_.nope);
+    }
+  }
+
+  void add_keys(const SequenceInputs<Input>& inputs, const int32_t* positions, int64_t count,
+                bool first) {
+    const int64_t rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
+    const auto& keys = product_.keys();
+    const auto& values = value_tile_.load(inputs.value, keys, positions, count, rows);
+    product_.multiply(rows, scores_);
+    tile_gemm(rows, padded_heads_, columns_.rope_begin(), values.data(), values.stride(),
+              packed_d_out_transposed_.data(), padded_heads_, d_probabilities_.data(),
+              d_probabilities_.stride(), /*accumulate=*/false);
+    differentiate_softmax(count);
+    zero_rows(d_scores_, count, rows);
+    transpose(d_scores_, rows, padded_heads_, d_scores_by_head_);
+
+    multiply_heads(probabilities_, rows, d_out_operand_, columns_.nope);
+    sums_.add(worker_, positions, count, d_keys_.data(), d_keys_.stride(), columns_.nope, 0);
+    multiply_heads(d_scores_, rows, query_operand_, columns_.width());
+    sums_.add(worker_, positions, count, d_keys_.data(), d_keys_.stride(), columns_.nope,
+              columns_.nope);
+    sums_.add(worker_, positions, count, d_keys_.data() + columns_.rope_begin(), d_keys_.stride(),
+              columns_.rope, 2 * columns_.nope);
+
+    const auto packed =
+        operand_b(rows, columns_.width(), keys.data(), keys.stride(), packed_keys_.data());
+    tile_gemm(padded_heads_, columns_.width(), rows, d_scores_by_head_.data(),
+              d_scores_by_head_.stride(), packed.data, packed.stride, d_query_.data(),
+              d_query_.stride(), /*accumulate=*/!first);
+  }
+
+  // d_keys (rows, n) = by_key (rows, heads) * operand (heads, n)
+  void multiply_heads(const Tile<Operand>& by_key, int64_t rows, OperandB<Operand> operand,
+                      int64_t n) {
+    tile_gemm(rows, n, padded_heads_, by_key.data(), by_key.stride(), operand.data, operand.stride,
+              d_keys_.data(), d_keys_.stride(), /*accumulate=*/false);
+  }
+
+  // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both rounded to Input.
+  void differentiate_softmax(int64_t count) {
+    vectorized([count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
+                d_probabilities = d_probabilities_.data(), probabilities = probabilities_.data(),
+                d_scores = d_scores_.data(), max = max(), inverse_sum = inverse_sum(),
+                delta = delta()] {
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t h = 0; h < heads; ++h) {
+          const int64_t at = i * heads + h;
+          const T p = exponential(scale * scores[at] - max[h]) * inverse_sum[h];
+          const T d = p * (d_probabilities[at] - delta[h]);
+          probabilities[at] = static_cast<Operand>(static_cast<Input>(p));
+          d_scores[at] = static_cast<Operand>(static_cast<Input>(d));
+        }
+      }
+    });
+  }
+
+  T* max() const { return statistics_.row(0); }
+  T* inverse_sum() const { return statistics_.row(1); }
+  T* delta() const { return statistics_.row(2); }
+
+  int64_t heads_;
+  int64_t padded_heads_;
+  HeadColumns<Operand> columns_;
+  T scale_;
+  Sums& sums_;
+  int64_t worker_;
+  QueryKeyProduct<Input, Operand> product_;
+  Tile<Operand> packed_query_;
+  Tile<Operand> packed_keys_;
+  ValueTile<Input, Operand> value_tile_;
+  Tile<Operand> d_out_;
+  Tile<Operand> packed_d_out_;
+  Tile<Operand> packed_d_out_transposed_;
+  OperandB<Operand> d_out_operand_{};
+  OperandB<Operand> query_operand_{};
+  Tile<T> scores_;                  // (keys, heads)
+  Tile<T> d_probabilities_;         // (keys, heads)
+  Tile<Operand> probabilities_;     // (keys, heads)
+  Tile<Operand> d_scores_;          // (keys, heads)
+  Tile<Operand> d_scores_by_head_;  // (heads, keys)
+  Tile<T> d_keys_;
+  Tile<T> d_query_;
+  Tile<T> statistics_;
+};
+
+template <typename Input, typename Operand>
+void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& forward, double scale,
+                   const SparseFlashAttentionGrad::Outputs& outputs) {
+  using T = Accumulator<Operand>;
+  using Worker = AttentionGrad<Input, Operand>;
+  const int64_t heads = inputs.heads;
+  const int64_t size = inputs.size;
+  const int64_t rope_size = inputs.rope_size;
+  const int64_t max_workers = worker_count(inputs.longest(&Sequence::query_length));
+  ParallelScatterAdd<T> sums(max_workers, inputs.longest(&Sequence::key_length),
+                             2 * size + rope_size);
+  std::vector<std::unique_ptr<Worker>> grads(max_workers);
+  const auto data = [](const at::Tensor& tensor) {
+    return tensor.template mutable_data_ptr<Input>();
+  };
+  Input* d_query = data(std::get<0>(outputs));
+  Input* d_key = data(std::get<1>(outputs));
+  Input* d_value = data(std::get<2>(outputs));
+  Input* d_query_rope = data(std::get<3>(outputs));
+  Input* d_key_rope = data(std::get<4>(outputs));
+  const T* softmax_max = forward.softmax_max.const_data_ptr<T>();
+  const T* softmax_sum = forward.softmax_sum.const_data_ptr<T>();
+
+  for (const auto& sequence : inputs.sequences) {
+    const SequenceInputs<Input> rows(inputs, sequence);
+    const TokenRows<Input> d_out(forward.d_out, sequence.query_begin);
+    const TokenRows<Input> out(forward.out, sequence.query_begin);
+    const int64_t workers = worker_count(sequence.query_length);
+    for_each_worker(workers, [&](int64_t worker) {
+      auto& own = grads[worker];
+      if (!own) {
+        own = std::make_unique<Worker>(inputs, scale, sums, worker);
+      }
+      sums.clear(worker, sequence.key_length);
+      for (int64_t token = worker; token < sequence.query_length; token += workers) {
+        const int64_t row = (sequence.query_begin + token) * heads;
+        own->token(rows, d_out, out, softmax_max + row, softmax_sum + row, token,
+                   d_query + row * size, d_query_rope + row * rope_size);
+      }
+    });
+    const auto factor = static_cast<T>(scale);
+    sums.reduce(workers, sequence.key_length, [&](int64_t position, const T* sum) {
+      const int64_t row = sequence.key_begin + position;
+      cpu::scale(sum, T(1), d_value + row * size, size);
+      cpu::scale(sum + size, factor, d_key + row * size, size);
+      cpu::scale(sum + 2 * size, factor, d_key_rope + row * rope_size, rope_size);
+    });
+  }
+}
+
+}  // namespace
+
+void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
+                                 SparseFlashAttentionGrad::Outputs& outputs) {
+  const SparseAttentionInputs inputs(op);
+  const ForwardResults forward{with_dense_rows(op.d_out), with_dense_rows(op.out),
+                               op.softmax_max.contiguous(), op.softmax_sum.contiguous()};
+  const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
+  for (const auto& output : {d_query, d_query_rope}) {
+    zero_tokens_outside(output, token_count(inputs.query), inputs.sequences, &Sequence::query_begin,
+                        &Sequence::query_length);
+  }
+  for (const auto& output : {d_key, d_value, d_key_rope}) {
+    zero_tokens_outside(output, token_count(inputs.key), inputs.sequences, &Sequence::key_begin,
+                        &Sequence::key_length);
+  }
+  dispatch_operand(d_query.scalar_type(), [&]<typename Input, typename Operand>() {
+    differentiate<Input, Operand>(inputs, forward, op.scale_value, outputs);
+  });
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,61 @@
+"""Loads the NPU kernels where torch_npu can be imported; importing `_C` registered all others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from ascend_attn_ops import _C
+
+# The kernels that stand in for those of the NPU.
+_without_npu = torch.library.Library("ascend", "IMPL", "PrivateUse1")
+
+# Why the NPU kernels are not loaded; None when they are.
+npu_unavailable: str | None = "not loaded yet"
+
+
+def load() -> None:
+    """Register the NPU kernels; say in `npu_unavailable` why they are missing."""
+    global npu_unavailable
+    npu_unavailable = _load_npu()
+    if npu_unavailable:
+        _explain_on_npu_tensors(npu_unavailable)
+
+
+def npu_module() -> ModuleType | None:
+    """The NPU kernels' module, when it is loaded."""
+    return None if npu_unavailable else importlib.import_module("ascend_attn_ops._npu")
+
+
+def _explain_on_npu_tensors(reason: str) -> None:
+    """Let a call with NPU tensors say what is missing, instead of falling back to the CPU."""
+    for row in _C.limits_table():
+        operator = row["operator"]
+
+        def explain(*args: Any, operator: str = operator, **kwargs: Any) -> NoReturn:
+            raise NotImplementedError(
+                f"ascend::{operator}: device: expected the NPU kernels to be loaded, got {reason}"
+            )
+
+        _without_npu.impl(operator, explain)
+
+
+def _load_npu() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed: pip install --no-deps torch_npu, then install again"
+    if importlib.util.find_spec("ascend_attn_ops._npu") is None:
+        return (
+            "built without torch_npu: install ascend_attn_ops again, with --no-build-isolation, "
+            "in the environment that has torch_npu"
+        )
+    try:
+        importlib.import_module("torch_npu")
+        importlib.import_module("ascend_attn_ops._npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        return f"torch_npu cannot be loaded: {reason[0] if reason else type(error).__name__}"
+    return None

@@ -1,0 +1,61 @@
+"""Device limits: for which product calls are checked, and the switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from ascend_attn_ops import _C
+
+Product = Literal["A2", "A3", "950", "310P"]
+
+
+@contextmanager
+def limits(product: Product | None) -> Iterator[None]:
+    """Check calls in this block, on this thread, for another product, or for none.
+
+    Sizes and dtypes that the NPU would reject are rejected on the CPU too, so that CI without a
+    device predicts the device. The product is that of the NPU in use, and Atlas A2 without one.
+
+    Args:
+        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``; None switches the limits off, for
+            research shapes, float32, float64 and gradcheck. What is wrong in itself (shapes that
+            disagree, lengths that decrease, indices out of range) stays an error.
+
+    Raises:
+        ValueError: for an unknown product.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query = torch.randn(1, 3, 2, 16)
+        >>> key = torch.randn(1, 3, 1, 16)
+        >>> weights = torch.rand(1, 3, 2)
+        >>> with ascend_attn_ops.limits(None):
+        ...     indices, _ = ascend_attn_ops.lightning_indexer(query, key, weights, sparse_count=2)
+        >>> indices.shape
+        torch.Size([1, 3, 1, 2])
+
+    The backward pass is checked as its forward pass was.
+    """
+    saved = _C.limits_override()
+    _C.set_limits(product)
+    try:
+        yield
+    finally:
+        _C.restore_limits(saved)
+
+
+def product_in_force() -> str | None:
+    """The product that calls on this thread are checked for; None while limits are off."""
+    return _C.product_in_force()
+
+
+def table() -> list[dict[str, Any]]:
+    """The limits of every operator.
+
+    Returns:
+        One row per operator with the keys ``operator``, ``aclnn`` (the CANN function it calls),
+        ``products``, ``dtypes`` and ``limits``, a list of (quantity, meaning, allowed values).
+    """
+    return _C.limits_table()

@@ -1,0 +1,114 @@
+"""LightningIndexer and its gradient: spec/sparse_attention.md, section 5."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .sequences import (
+    compute_dtype,
+    index_lists,
+    leading_indices,
+    rows,
+    to_tokens,
+    until_padding,
+)
+
+INT64_MAX = 2**63 - 1
+
+
+def lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    layout: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = INT64_MAX,
+    next_tokens: int = INT64_MAX,
+    return_values: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The `sparse_count` keys with the highest scores for each query, descending:
+
+        I[i, s] = sum_h weights[i, h] * relu(query[i, h] . key[s])
+
+    over the keys s < limit that query i may see. The rest of a row is -1, with value -inf. Of equal
+    scores the lower index comes first. Differentiable through `sparse_values` by plain autograd.
+
+    Returns sparse_indices (B,S1,1,K) or (T1,1,K), int32, and sparse_values, the same shape in the
+    dtype of query; without `return_values` the values are an empty tensor.
+    """
+    dtype = compute_dtype(query)
+    q, k, w = (to_tokens(x, layout, dtype) for x in (query, key.squeeze(-2), weights))
+    indices = torch.full((len(q), sparse_count), -1, dtype=torch.int32, device=q.device)
+    values = torch.full((len(q), sparse_count), -torch.inf, dtype=dtype, device=q.device)
+
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    for row in rows(query, key, layout, sparse_mode, *lengths):
+        i, visible = row.token, k[row.first_key : row.first_key + row.limit]
+        scores = w[i] @ torch.relu(q[i] @ visible.T)
+        # A stable sort keeps equal scores in the order of their indices.
+        ordered, order = scores.sort(descending=True, stable=True)
+        n = min(sparse_count, row.limit)
+        indices[i, :n] = order[:n].int()
+        values[i, :n] = ordered[:n]
+
+    shape = (*query.shape[:-2], 1, sparse_count)
+    kept = values.view(shape) if return_values else values.new_empty(0)
+    return indices.view(shape), kept.to(query.dtype)
+
+
+@torch.no_grad()
+def lightning_indexer_grad(
+    query: Tensor,
+    key: Tensor,
+    d_values: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = INT64_MAX,
+    next_tokens: int = INT64_MAX,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `lightning_indexer` through its values.
+
+    With j the n = min(K, limit) leading indices of a row, up to the first -1, S = query @ key[j]^T
+    and r = relu(S):
+
+        d_weights = (r * d_values).sum(keys)
+        dS        = d_values * weights * (S > 0)
+        d_query   = dS @ key[j]
+        d_key[j] += dS^T @ query
+
+    Returns d_query, d_key and d_weights with the shapes and dtypes of query, key and weights.
+    """
+    dtype = compute_dtype(query)
+    q, k, w = (to_tokens(x, layout, dtype) for x in (query, key.squeeze(-2), weights))
+    d_y = to_tokens(d_values.squeeze(-2), layout, dtype)
+    selected = index_lists(sparse_indices, layout)
+    d_q, d_k, d_w = (torch.zeros_like(x) for x in (q, k, w))
+
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    for row in rows(query, key, layout, sparse_mode, *lengths):
+        i = row.token
+        leading = until_padding(leading_indices(selected[i], row))
+        j = row.first_key + torch.tensor(leading, dtype=torch.long, device=q.device)
+        d_y_i = d_y[i, : len(j)]
+        s = q[i] @ k[j].T
+        d_s = d_y_i * w[i, :, None] * (s > 0)
+        d_w[i] = (torch.relu(s) * d_y_i).sum(-1)
+        d_q[i] = d_s @ k[j]
+        d_k.index_add_(0, j, d_s.T @ q[i])
+
+    return (
+        d_q.view(query.shape).to(query.dtype),
+        d_k.view(key.shape).to(key.dtype),
+        d_w.view(weights.shape).to(weights.dtype),
+    )

@@ -1,0 +1,96 @@
+"""What the sparse operators share: tokens, their sequences, and the keys that a query may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Lengths = Tensor | Sequence[int] | None
+
+
+class Row(NamedTuple):
+    """One query token that belongs to a sequence."""
+
+    token: int  # its place among all query tokens
+    first_key: int  # where the keys of its sequence begin among all key tokens
+    limit: int  # it sees the first `limit` keys of its sequence
+    capacity: int  # sparse_indices may name the first `capacity` keys: S2 in BSND, Lk in TND
+
+
+def rows(
+    query: Tensor,
+    key: Tensor,
+    layout: str,
+    sparse_mode: int,
+    query_lengths: Lengths,
+    key_lengths: Lengths,
+) -> Iterator[Row]:
+    """Every query token that has a sequence (spec, section 4); tail rows have none.
+
+    BSND: lengths are counts, all of S when absent. TND: inclusive prefix sums.
+    The query at position i of its sequence sees (section 6)
+
+        limit = Lk                         sparse_mode 0
+        limit = max(Lk - Lq + i + 1, 0)    sparse_mode 3, aligned to the lower right corner
+    """
+    query_spans = _spans(query, layout, query_lengths)
+    key_spans = _spans(key, layout, key_lengths)
+    for (first_query, lq), (first_key, lk) in zip(query_spans, key_spans, strict=True):
+        capacity = key.shape[1] if layout == "BSND" else lk
+        for i in range(lq):
+            limit = lk if sparse_mode == 0 else max(lk - lq + i + 1, 0)
+            yield Row(first_query + i, first_key, limit, capacity)
+
+
+def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
+    """(first token, number of tokens) of every sequence."""
+    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    if layout == "TND":
+        return [(begin, end - begin) for begin, end in pairwise([0, *(given or [])])]
+    b, s = x.shape[:2]
+    return [(i * s, length) for i, length in enumerate(given or [s] * b)]
+
+
+def leading_indices(indices: list[int], row: Row, sparse_block_size: int = 1) -> list[int]:
+    """The slots that a row uses: min(K, ceil(limit / sparse_block_size)), once all are checked."""
+    blocks = -(-row.capacity // sparse_block_size)
+    for index in indices:
+        if not -1 <= index < blocks:
+            raise ValueError(
+                f"sparse_indices: expected values in [-1, {blocks}) for query token {row.token}, "
+                f"got {index}"
+            )
+    return indices[: -(-row.limit // sparse_block_size)]
+
+
+def until_padding(indices: list[int]) -> list[int]:
+    """The indices before the first -1."""
+    return indices[: indices.index(-1)] if -1 in indices else indices
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def to_tokens(x: Tensor, layout: str, dtype: torch.dtype | None = None) -> Tensor:
+    """(B,S,...) or (T,...) to (tokens,...)."""
+    return (x.flatten(0, 1) if layout == "BSND" else x).to(dtype or x.dtype)
+
+
+def statistics_to_tokens(x: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
+    """(B,1,S1,G) or (1,T1,G) to (tokens,G)."""
+    return to_tokens(x.squeeze(-3), layout, dtype)
+
+
+def statistics_from_tokens(x: Tensor, query: Tensor) -> Tensor:
+    """(tokens,G) to (B,1,S1,G) or (1,T1,G)."""
+    return x.view(query.shape[:-1]).unsqueeze(-3)
+
+
+def index_lists(sparse_indices: Tensor, layout: str) -> list[list[int]]:
+    """(B,S1,1,K) or (T1,1,K) to one list of K indices per token."""
+    return to_tokens(sparse_indices.squeeze(-2), layout).tolist()

@@ -1,0 +1,165 @@
+"""SparseFlashAttention and its gradient: spec/sparse_attention.md, sections 6 and 7.
+
+Seed of the gradient: 001_9b762d6b62fa1de6.txt.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .sequences import (
+    Row,
+    compute_dtype,
+    index_lists,
+    leading_indices,
+    rows,
+    statistics_from_tokens,
+    statistics_to_tokens,
+    to_tokens,
+    until_padding,
+)
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+def sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    *,
+    scale_value: float,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = INT64_MAX,
+    next_tokens: int = INT64_MAX,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each query over the keys it selects; every query head shares the one key head.
+
+        s   = scale_value * (query @ key[pos]^T + query_rope @ key_rope[pos]^T)
+        max = s.max(-1);  sum = exp(s - max).sum(-1)
+        out = (exp(s - max) / sum) @ value[pos]
+
+    pos are the keys of the row's blocks, up to its first -1 and not beyond `limit`; a key selected
+    twice counts twice. A row that selects no key is zero, and so are its statistics.
+    Differentiable by plain autograd, except through the statistics.
+
+    Returns out (query's shape and dtype, value's D), and softmax_max and softmax_sum, (B,1,S1,G) or
+    (1,T1,G), fp32, or fp64 for fp64 inputs.
+    """
+    dtype = compute_dtype(query)
+    q = to_tokens(join_rope(query, query_rope), layout, dtype)
+    k = to_tokens(join_rope(key, key_rope).squeeze(-2), layout, dtype)
+    v = to_tokens(value.squeeze(-2), layout, dtype)
+    selected = index_lists(sparse_indices, layout)
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]))
+    softmax_max, softmax_sum = (q.new_zeros(q.shape[:2]) for _ in range(2))
+
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    for row in rows(query, key, layout, sparse_mode, *lengths):
+        i, pos = row.token, positions(selected[row.token], row, sparse_block_size).to(q.device)
+        if len(pos) > 0:
+            s = scale_value * (q[i] @ k[pos].T)
+            maximum = s.detach().amax(-1)
+            e = torch.exp(s - maximum[:, None])
+            out[i] = e / e.sum(-1, keepdim=True) @ v[pos]
+            softmax_max[i], softmax_sum[i] = maximum, e.detach().sum(-1)
+
+    return (
+        out.view(*query.shape[:-1], v.shape[-1]).to(query.dtype),
+        statistics_from_tokens(softmax_max, query),
+        statistics_from_tokens(softmax_sum, query),
+    )
+
+
+@torch.no_grad()
+def sparse_flash_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    *,
+    scale_value: float,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = INT32_MAX,
+    next_tokens: int = INT32_MAX,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `sparse_flash_attention`, from its output and statistics.
+
+        P  = exp(s - max) / sum;  dP = d_out @ value[pos]^T;  delta = (d_out * out).sum(-1)
+        dS = P * (dP - delta)
+        d_value[pos]    += P^T @ d_out
+        d_query          = scale_value * dS @ key[pos]         and the rope parts alike
+        d_key[pos]      += scale_value * dS^T @ query
+
+    Returns d_query, d_key, d_value, d_query_rope, d_key_rope with the shapes and dtypes of what
+    they belong to; without ropes the last two are empty tensors.
+    """
+    dtype = compute_dtype(query)
+    q = to_tokens(join_rope(query, query_rope), layout, dtype)
+    k = to_tokens(join_rope(key, key_rope).squeeze(-2), layout, dtype)
+    v = to_tokens(value.squeeze(-2), layout, dtype)
+    o, d_o = (to_tokens(x, layout, dtype) for x in (out, d_out))
+    maximum, total = (
+        statistics_to_tokens(x, layout, dtype)[..., None] for x in (softmax_max, softmax_sum)
+    )
+    selected = index_lists(sparse_indices, layout)
+    d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
+
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    for row in rows(query, key, layout, sparse_mode, *lengths):
+        i, pos = row.token, positions(selected[row.token], row, sparse_block_size).to(q.device)
+        if len(pos) > 0:
+            p = torch.exp(scale_value * (q[i] @ k[pos].T) - maximum[i]) / total[i]
+            delta = (d_o[i] * o[i]).sum(-1, keepdim=True)
+            d_s = p * (d_o[i] @ v[pos].T - delta)
+            d_q[i] = scale_value * (d_s @ k[pos])
+            d_k.index_add_(0, pos, scale_value * (d_s.T @ q[i]))
+            d_v.index_add_(0, pos, p.T @ d_o[i])
+
+    d_query, d_query_rope = split_rope(d_q, query, query_rope)
+    d_key, d_key_rope = split_rope(d_k, key, key_rope)
+    return d_query, d_key, d_v.view(value.shape).to(value.dtype), d_query_rope, d_key_rope
+
+
+def positions(indices: list[int], row: Row, sparse_block_size: int) -> Tensor:
+    """The key tokens of the blocks that a row selects: the `pos` of section 6."""
+    blocks = until_padding(leading_indices(indices, row, sparse_block_size))
+    keys = [
+        row.first_key + key
+        for block in blocks
+        for key in range(block * sparse_block_size, min((block + 1) * sparse_block_size, row.limit))
+    ]
+    return torch.tensor(keys, dtype=torch.long)
+
+
+def join_rope(x: Tensor, rope: Tensor | None) -> Tensor:
+    """The sum of two products of rows is the product of the joined rows."""
+    return x if rope is None else torch.cat((x, rope), -1)
+
+
+def split_rope(gradient: Tensor, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+    d_x, d_rope = gradient.tensor_split([x.shape[-1]], -1)
+    return (
+        d_x.reshape(x.shape).to(x.dtype),
+        x.new_empty(0) if rope is None else d_rope.reshape(rope.shape).to(rope.dtype),
+    )

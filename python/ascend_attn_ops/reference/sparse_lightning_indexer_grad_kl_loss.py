@@ -1,0 +1,104 @@
+"""SparseLightningIndexerGradKLLoss: spec/sparse_attention.md, section 8.
+
+Seed: 000_7e7b0f625029119b.txt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .sequences import (
+    compute_dtype,
+    index_lists,
+    leading_indices,
+    rows,
+    statistics_to_tokens,
+    to_tokens,
+)
+from .sparse_flash_attention import INT64_MAX, join_rope
+
+
+@torch.no_grad()
+def sparse_lightning_indexer_grad_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    *,
+    scale_value: float,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_lengths_query: Sequence[int] | None = None,
+    actual_seq_lengths_key: Sequence[int] | None = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = INT64_MAX,
+    next_tokens: int = INT64_MAX,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL(p || y) between attention, averaged over its heads, and the indexer, and its gradients.
+
+    With j the n = min(K, limit) leading indices of a row, -1 left out:
+
+        s = scale_value * (query @ key[j]^T + query_rope @ key_rope[j]^T)
+        p = (exp(s - softmax_max) / softmax_sum).mean(heads)
+        S = query_index @ key_index[j]^T;  r = relu(S);  y = softmax((weights * r).sum(heads))
+        loss += (p * (log p - log y)).sum()        both clamped to at least 1e-8
+
+        d_weights         = (r * (y - p)).sum(keys)
+        dS                = (y - p) * weights * (S > 0)
+        d_query_index     = dS @ key_index[j]
+        d_key_index[j]   += dS^T @ query_index
+
+    The loss is the sum over all tokens. Its gradients are stated, not derived: y - p also where the
+    clamp acts and where p does not sum to one.
+
+    Returns d_query_index, d_key_index and d_weights with the shapes and dtypes of what they belong
+    to, and loss (1,), fp32, or fp64 for fp64 inputs.
+    """
+    dtype = compute_dtype(query)
+    q = to_tokens(join_rope(query, query_rope), layout, dtype)
+    k = to_tokens(join_rope(key, key_rope).squeeze(-2), layout, dtype)
+    q_index, w = (to_tokens(x, layout, dtype) for x in (query_index, weights))
+    k_index = to_tokens(key_index.squeeze(-2), layout, dtype)
+    maximum, total = (
+        statistics_to_tokens(x, layout, dtype)[..., None] for x in (softmax_max, softmax_sum)
+    )
+    selected = index_lists(sparse_indices, layout)
+    d_q, d_k, d_w = (torch.zeros_like(x) for x in (q_index, k_index, w))
+    loss = q.new_zeros(1)
+
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    for row in rows(query, key, layout, sparse_mode, *lengths):
+        i = row.token
+        kept = [index for index in leading_indices(selected[i], row) if index != -1]
+        if not kept:
+            continue
+        j = row.first_key + torch.tensor(kept, device=q.device)
+        s = scale_value * (q[i] @ k[j].T)
+        p = (torch.exp(s - maximum[i]) / total[i]).mean(0)
+        s_index = q_index[i] @ k_index[j].T
+        r = torch.relu(s_index)
+        y = torch.softmax(w[i] @ r, -1)
+        p_clamped, y_clamped = p.clamp(min=1e-8), y.clamp(min=1e-8)
+        loss += (p_clamped * (p_clamped.log() - y_clamped.log())).sum()
+
+        d = y - p
+        d_s = d * w[i, :, None] * (s_index > 0)
+        d_w[i] = (r * d).sum(-1)
+        d_q[i] = d_s @ k_index[j]
+        d_k.index_add_(0, j, d_s.T @ q_index[i])
+
+    return (
+        d_q.view(query_index.shape).to(query_index.dtype),
+        d_k.view(key_index.shape).to(key_index.dtype),
+        d_w.view(weights.shape).to(weights.dtype),
+        loss,
+    )

@@ -1,0 +1,39 @@
+"""Sample calls of every operator: one generator per family, listed in RECIPES."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from . import lightning_indexer, sparse_flash_attention, sparse_lightning_indexer_grad_kl_loss
+from .sample import Recipe, Sample
+
+RECIPES: list[Recipe] = [
+    *lightning_indexer.RECIPES,
+    *sparse_flash_attention.RECIPES,
+    *sparse_lightning_indexer_grad_kl_loss.RECIPES,
+]
+
+OPERATORS = list(dict.fromkeys(recipe.operator for recipe in RECIPES))
+
+# What autograd differentiates, and with respect to what.
+DIFFERENTIABLE: dict[str, tuple[str, ...]] = {
+    "lightning_indexer": ("query", "key", "weights"),
+    "sparse_flash_attention": ("query", "key", "value", "query_rope", "key_rope"),
+    "sparse_lightning_indexer_grad_kl_loss": ("query_index", "key_index", "weights"),
+}
+
+# The output that carries the gradient.
+DIFFERENTIABLE_OUTPUT: dict[str, int] = {
+    "lightning_indexer": 1,
+    "sparse_flash_attention": 0,
+    "sparse_lightning_indexer_grad_kl_loss": 3,
+}
+
+
+def samples(operator: str, dtype: torch.dtype) -> Iterator[Sample]:
+    return (recipe.make(dtype) for recipe in RECIPES if recipe.operator == operator)
+
+
+__all__ = ["DIFFERENTIABLE", "DIFFERENTIABLE_OUTPUT", "OPERATORS", "RECIPES", "Recipe", "Sample"]

@@ -1,0 +1,138 @@
+"""The sizes, lengths and selected indices that samples of the sparse operators are made of."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from ascend_attn_ops.reference.sequences import Row, rows
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    layout: str = "BSND"
+    b: int = 2
+    s: tuple[int, int] = (5, 7)  # S1, S2: BSND only
+    # Per sequence, for queries and keys: counts in BSND, turned into prefix sums in TND.
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    tail: tuple[int, int] = (0, 0)  # tokens after the last sequence: TND only
+    heads: int = 4
+    d: int = 64
+    rope: int = 0
+    index_heads: int = 3
+    index_d: int = 16
+    k: int = 4
+    mode: int = 3
+    block: int = 1
+    pattern: str = "random"  # of sparse_indices, see `indices`
+    absorbed: bool = False  # value is key
+
+    @property
+    def id(self) -> str:
+        def join(lengths: tuple[int, ...]) -> str:
+            return "+".join(map(str, lengths)) or "none"
+
+        if self.layout == "BSND":
+            parts = [f"BSND-B{self.b}-S{self.s[0]}x{self.s[1]}"]
+        else:
+            parts = [f"TND-T{self.tokens(0)[0]}x{self.tokens(1)[0]}"]
+        if self.lengths is not None:
+            parts.append(f"L{join(self.lengths[0])}x{join(self.lengths[1])}")
+        parts += [f"H{self.heads}-D{self.d}-K{self.k}-mode{self.mode}"]
+        parts += [f"rope{self.rope}"] if self.rope else []
+        parts += [f"block{self.block}"] if self.block > 1 else []
+        parts += [self.pattern] if self.pattern != "random" else []
+        parts += ["absorbed"] if self.absorbed else []
+        return "-".join(parts)
+
+    @property
+    def has_counts(self) -> bool:
+        return self.layout == "BSND" and self.lengths is not None
+
+    def tokens(self, side: int) -> tuple[int, ...]:
+        """The leading dimensions of queries (0) or keys (1)."""
+        if self.layout == "BSND":
+            return self.b, self.s[side]
+        assert self.lengths is not None
+        return (sum(self.lengths[side]) + self.tail[side],)
+
+    def length_list(self, side: int) -> list[int] | None:
+        if self.lengths is None:
+            return None
+        lengths = self.lengths[side]
+        return list(accumulate(lengths)) if self.layout == "TND" else list(lengths)
+
+    def length_options(self) -> dict[str, Tensor | None]:
+        names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+        lists = [self.length_list(side) for side in (0, 1)]
+        return {
+            name: None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+            for name, lengths in zip(names, lists, strict=True)
+        }
+
+    def random(self, dtype: torch.dtype) -> Random:
+        return Random(torch.Generator().manual_seed(zlib.crc32(self.id.encode())), dtype)
+
+    def resized(self) -> SparseCase:
+        if self.layout == "TND":
+            return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
+        b = self.b if self.lengths else self.b + 1
+        return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
+
+
+@dataclass(frozen=True)
+class Random:
+    """The same numbers in every dtype, up to rounding."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    def normal(self, *shape: int) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return x.to(self.dtype)
+
+    def integer(self, low: int, high: int) -> int:
+        """In [low, high]."""
+        return int(torch.randint(low, high + 1, (), generator=self.generator))
+
+    def permutation(self, n: int) -> list[int]:
+        return torch.randperm(n, generator=self.generator).tolist()
+
+
+def indices(case: SparseCase, random: Random) -> Tensor:
+    """(B,S1,1,K) or (T1,1,K): blocks that each query may see, in random order, padded by -1.
+
+    The other patterns: `padded` rows stop short of K; `first` has a -1 in the first slot of every
+    third row; `hole` has one in the middle; `duplicates` draws with replacement; `future` names
+    keys that the mask hides; `unread` leaves valid indices in the slots that no query uses.
+    """
+    query, key = (torch.empty(case.tokens(side)) for side in (0, 1))
+    result = torch.full((query.numel(), case.k), -1, dtype=torch.int32)
+    for row in rows(query, key, case.layout, case.mode, case.length_list(0), case.length_list(1)):
+        result[row.token] = torch.tensor(_row_indices(case, row, random), dtype=torch.int32)
+    return result.view(*query.shape, 1, case.k)
+
+
+def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
+    visible, blocks = -(-row.limit // case.block), -(-row.capacity // case.block)
+    n = min(case.k, visible)
+    chosen = random.permutation(visible)[:n]
+    filler = [-1] * (case.k - n)
+    match case.pattern:
+        case "padded" if n > 0:
+            stop = random.integer(0, n)
+            chosen[stop:] = [-1] * (n - stop)
+        case "first" if n > 0 and row.token % 3 == 0:
+            chosen[0] = -1
+        case "hole" if n > 0:
+            chosen[n // 2] = -1
+        case "duplicates":
+            chosen = [random.integer(0, visible - 1) for _ in range(n)]
+        case "future":
+            chosen = random.permutation(blocks)[:n]
+        case "unread" if blocks > 0:
+            filler = [random.integer(0, blocks - 1) for _ in filler]
+    return chosen + filler

@@ -1,0 +1,109 @@
+"""Samples of sparse_flash_attention and its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from ascend_attn_ops import reference
+
+from .sample import Recipe, Sample
+from .sparse import SparseCase, indices
+
+_TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
+
+CASES = [
+    SparseCase(rope=8),
+    SparseCase(),
+    SparseCase(b=1, s=(63, 77), heads=4, k=16, rope=16),
+    SparseCase(s=(33, 33), heads=3, d=24, k=7, rope=8, pattern="padded"),
+    SparseCase(s=(7, 19), heads=8, k=1, rope=8),
+    SparseCase(s=(1, 13), heads=64, d=32, k=8),
+    SparseCase(b=3, s=(5, 9), heads=1, d=17, k=9, rope=5),
+    SparseCase(s=(6, 6), heads=2, k=20, mode=0, pattern="padded"),
+    SparseCase(s=(9, 40), heads=4, k=12, mode=0, rope=16),
+    SparseCase(s=(11, 5), k=4, rope=8),  # rows without keys
+    SparseCase(s=(11, 5), k=4, mode=0),
+    SparseCase(s=(9, 9), pattern="first", k=5, rope=8),
+    SparseCase(s=(9, 9), pattern="hole", k=5),
+    SparseCase(s=(9, 17), pattern="duplicates", k=8, rope=8),
+    SparseCase(s=(9, 17), pattern="future", k=8),
+    SparseCase(s=(9, 9), pattern="unread", k=8, rope=8),
+    SparseCase(s=(9, 30), block=8, k=3, rope=8),
+    SparseCase(s=(9, 30), block=8, k=9, mode=0, pattern="padded"),
+    SparseCase(s=(21, 37), block=16, k=2, pattern="duplicates"),
+    SparseCase(s=(10, 150), block=64, k=2, rope=8),
+    SparseCase(s=(40, 30), block=8, k=4, rope=8),  # rows without keys, clipped blocks
+    SparseCase(s=(9, 9), absorbed=True, rope=8),
+    SparseCase(b=0),
+    SparseCase(s=(0, 7), rope=8),
+    SparseCase(s=(5, 0)),
+    SparseCase(s=(5, 0), mode=0, rope=8),
+    # Counts shorter than S: queries beyond are zero, keys beyond are never read.
+    SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 0)), rope=8),
+    SparseCase(b=2, s=(6, 20), lengths=((5, 6), (17, 9)), mode=0, block=8, k=3),
+    replace(_TND, rope=8),
+    _TND,
+    replace(_TND, tail=(2, 3), rope=8, k=6, pattern="padded"),
+    replace(_TND, mode=0, heads=8, k=12),
+    replace(_TND, lengths=((7, 4, 4), (3, 4, 9)), rope=8, heads=3),  # rows without keys
+    replace(_TND, lengths=((5, 12), (21, 17)), block=8, k=2, tail=(1, 4)),
+    replace(_TND, lengths=((20,), (33,)), block=16, k=9, rope=8, pattern="padded"),
+    replace(_TND, lengths=((5, 6), (5, 9)), pattern="first"),
+    replace(_TND, lengths=((0, 0), (0, 0)), tail=(3, 4)),
+    replace(_TND, lengths=((), ())),
+    SparseCase(s=(3, 5), heads=8, d=512, rope=64, k=1024, absorbed=True),
+    replace(_TND, heads=16, d=512, rope=64, k=1024, absorbed=True),
+]
+
+
+def build(case: SparseCase, dtype: torch.dtype) -> Sample:
+    random = case.random(dtype)
+    inputs = {
+        "query": random.normal(*case.tokens(0), case.heads, case.d),
+        "key": random.normal(*case.tokens(1), 1, case.d),
+        "value": random.normal(*case.tokens(1), 1, case.d),
+        "sparse_indices": indices(case, random),
+    }
+    if case.absorbed:
+        inputs["value"] = inputs["key"]
+    rope = {
+        "query_rope": random.normal(*case.tokens(0), case.heads, case.rope),
+        "key_rope": random.normal(*case.tokens(1), 1, case.rope),
+    }
+    options = {
+        "scale_value": (case.d + case.rope) ** -0.5,
+        **case.length_options(),
+        **{name: x if case.rope else None for name, x in rope.items()},
+        "sparse_block_size": case.block,
+        "layout": case.layout,
+        "sparse_mode": case.mode,
+    }
+    return Sample("sparse_flash_attention", f"{case.id}-{dtype}", inputs, options)
+
+
+def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
+    forward = build(case, dtype)
+    out, softmax_max, softmax_sum = forward.call(reference)
+    saved = {
+        "d_out": case.random(dtype).normal(*out.shape),
+        "out": out,
+        "softmax_max": softmax_max,
+        "softmax_sum": softmax_sum,
+    }
+    return replace(
+        forward, operator="sparse_flash_attention_grad", inputs={**forward.inputs, **saved}
+    )
+
+
+RECIPES = [
+    *(
+        Recipe("sparse_flash_attention", case, build, differentiable=not case.has_counts)
+        for case in CASES
+    ),
+    *(
+        Recipe("sparse_flash_attention_grad", case, build_grad)
+        for case in CASES
+        if not case.has_counts  # rejected, see test_errors.py
+    ),
+]
