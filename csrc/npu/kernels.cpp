@@ -1,4 +1,6 @@
 // The NPU's kernels: one aclnn call each, its arguments in the order of the prototype.
+#include <ATen/Context.h>
+
 #include "npu/aclnn/launcher.h"
 #include "ops/error.h"
 #include "ops/lightning_indexer.h"
@@ -11,6 +13,12 @@ namespace ascend_attn {
 namespace {
 
 using aclnn::launch;
+
+// The argument asks for it, or torch.use_deterministic_algorithms does.
+template <typename Op>
+bool deterministic(const Op& op) {
+  return op.deterministic || at::globalContext().deterministicAlgorithms();
+}
 
 // The device reads the keys in place of the values, as in absorbed multi-head latent attention: other
 // values would give wrong numbers without a word.
@@ -43,7 +51,7 @@ void compute(const SparseFlashAttentionGrad& op, SparseFlashAttentionGrad::Outpu
       op.query, op.key, op.value, op.sparse_indices, op.d_out, op.out, op.softmax_max,
       op.softmax_sum, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.query_rope,
       op.key_rope, op.scale_value, op.sparse_block_size, op.layout, op.sparse_mode, op.pre_tokens,
-      op.next_tokens, op.deterministic, d_query, d_key, d_value, d_query_rope, d_key_rope);
+      op.next_tokens, deterministic(op), d_query, d_key, d_value, d_query_rope, d_key_rope);
 }
 
 void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
@@ -59,17 +67,21 @@ void compute(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outp
   launch<aclnn::LightningIndexerGrad>(
       op.query, op.key, op.d_values, op.sparse_indices, op.weights, op.actual_seq_lengths_query,
       op.actual_seq_lengths_key, op.query.size(-2), op.layout, op.sparse_mode, op.pre_tokens,
-      op.next_tokens, op.deterministic, d_query, d_key, d_weights);
+      op.next_tokens, deterministic(op), d_query, d_key, d_weights);
 }
 
 void compute(const SparseLightningIndexerGradKLLoss& op,
              SparseLightningIndexerGradKLLoss::Outputs& outputs) {
+  // The lists are not optional for the device: without sequences they are empty.
+  const auto lengths = [](at::OptionalSymIntArrayRef list) {
+    return list ? *list : c10::SymIntArrayRef();
+  };
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   launch<aclnn::SparseLightningIndexerGradKLLoss>(
       op.query, op.key, op.query_index, op.key_index, op.weights, op.sparse_indices, op.softmax_max,
-      op.softmax_sum, op.query_rope, op.key_rope, op.actual_seq_lengths_query,
-      op.actual_seq_lengths_key, op.scale_value, op.layout, op.sparse_mode, op.pre_tokens,
-      op.next_tokens, op.deterministic, d_query_index, d_key_index, d_weights, loss);
+      op.softmax_sum, op.query_rope, op.key_rope, lengths(op.actual_seq_lengths_query),
+      lengths(op.actual_seq_lengths_key), op.scale_value, op.layout, op.sparse_mode, op.pre_tokens,
+      op.next_tokens, deterministic(op), d_query_index, d_key_index, d_weights, loss);
 }
 
 template <typename... Ops>

@@ -95,6 +95,12 @@ def build() -> None:
     include = include_flags()
     build_runtime(include)
     build_opapi(include)
+    # A CANN without the operator library, for the tests of what is missing.
+    without = ROOT / "without_opapi"
+    without.mkdir(exist_ok=True)
+    for library in BUILD.glob("lib*.so"):
+        if library.name != "libopapi.so" and not (without / library.name).exists():
+            (without / library.name).symlink_to(library)
 
 
 if __name__ == "__main__":

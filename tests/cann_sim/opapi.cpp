@@ -5,12 +5,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <sstream>
-#include <thread>
 
 #include "json.h"
 #include "ops/limits.h"
@@ -160,7 +160,7 @@ Json json_of(const Value& value) {
                                {"offset", held.offset},
                                {"storage_sizes", Json::array(held.storage_sizes)},
                                {"format", int64_t{held.format}},
-                               {"device", int64_t{device_of(held.data)}},
+                               {"device", int64_t{device_of_address(held.data)}},
                                {"address", reinterpret_cast<int64_t>(held.data)}});
         } else if constexpr (std::is_same_v<Held, Scalar>) {
           return Json::object({{"dtype", dtype_name(held.dtype)}, {"value", held.value}});
@@ -240,6 +240,15 @@ c10::IValue to_ivalue(const Value& value) {
       value);
 }
 
+bool is_absent(const Function& function, const std::vector<Value>& values, size_t i) {
+  const auto* list = std::get_if<std::vector<int64_t>>(&values[i]);
+  return function.arguments[i].kind == Kind::lengths && list && list->empty() &&
+         std::ranges::none_of(values, [](const Value& value) {
+           const auto* text = std::get_if<std::string>(&value);
+           return text && *text == "TND";
+         });
+}
+
 // Calls the PyTorch operator on views of the arguments and copies its results to the outputs.
 void compute(const Function& function, const std::vector<Value>& values) {
   // The NPU path has checked the limits of its product, on a thread whose limits may be lifted.
@@ -254,7 +263,7 @@ void compute(const Function& function, const std::vector<Value>& values) {
       ++i;
     }
     if (i < values.size()) {
-      stack.push_back(to_ivalue(values[i]));
+      stack.push_back(is_absent(function, values, i) ? c10::IValue() : to_ivalue(values[i]));
     } else {
       TORCH_CHECK(parameter.default_value(), function.schema_name, ": no value for ",
                   parameter.name());
@@ -313,6 +322,9 @@ Argument optional_input(std::string_view name, std::string_view schema,
 Argument attribute(std::string_view name, std::string_view schema) {
   return {name, schema, Kind::attribute};
 }
+Argument lengths(std::string_view name, std::string_view schema) {
+  return {name, schema, Kind::lengths};
+}
 Argument output(std::string_view name) { return {name, {}, Kind::output}; }
 Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
 
@@ -355,19 +367,20 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
     return Json::object({{"phase", int64_t{2}},
                          {"function", std::string(function.name)},
                          {"stream", int64_t{stream_id(stream)}},
-                         {"device", int64_t{device_of(stream)}},
+                         {"device", int64_t{device_of_stream(stream)}},
                          {"workspace", static_cast<int64_t>(workspace_size)}});
   });
   if (const auto fault = take_fault(function.name, 2)) {
     return failure(fault->status, fault->message);
   }
   if (workspace_size != owned->workspace_size ||
-      (workspace_size > 0 && device_of(workspace) != device_of(stream))) {
+      (workspace_size > 0 && device_of_address(workspace) != device_of_stream(stream))) {
     return failure(kRuntime, c10::str(function.name, ": the workspace is not what was asked for"));
   }
   for (const auto& value : owned->values) {
     const auto* view = std::get_if<TensorView>(&value);
-    if (view && !view->sizes.empty() && view->data && device_of(view->data) != device_of(stream)) {
+    if (view && !view->sizes.empty() && view->data &&
+        device_of_address(view->data) != device_of_stream(stream)) {
       return failure(kRuntime, c10::str(function.name, ": a tensor of another device"));
     }
   }
@@ -447,6 +460,14 @@ aclOpExecutor* PTAGetExecCache(uint64_t hash, uint64_t* workspace_size) {
     *workspace_size = executor->workspace_size;
   }
   return executor;
+}
+// The interface of the queue's thread: the key itself in place of its hash.
+void SetPTACacheHashKey(const uint8_t* key, size_t size) {
+  SetPTAHashKey(std::hash<std::string_view>()({reinterpret_cast<const char*>(key), size}));
+}
+aclOpExecutor* PTAFindExecCache(const uint8_t* key, size_t size, uint64_t* workspace_size) {
+  return PTAGetExecCache(
+      std::hash<std::string_view>()({reinterpret_cast<const char*>(key), size}), workspace_size);
 }
 void UnInitPTACacheThreadLocal() {
   log_step("UnInitPTACacheThreadLocal");

@@ -73,7 +73,7 @@ struct aclOpExecutor;
 
 namespace cann_sim {
 
-enum class Kind { input, optional_input, output, optional_output, attribute };
+enum class Kind { input, optional_input, output, optional_output, attribute, lengths };
 
 struct Argument {
   std::string_view name;    // in the C prototype
@@ -87,6 +87,8 @@ Argument input(std::string_view name, std::string_view schema,
 Argument optional_input(std::string_view name, std::string_view schema,
                         std::vector<aclDataType> dtypes = {});
 Argument attribute(std::string_view name, std::string_view schema = {});
+// A list of sequence lengths: none, when it is empty and the layout is not TND.
+Argument lengths(std::string_view name, std::string_view schema);
 Argument output(std::string_view name);
 // An output that the caller may leave out, or give with no elements.
 Argument optional_output(std::string_view name);

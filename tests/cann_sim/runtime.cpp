@@ -114,8 +114,8 @@ int submit(aclrtStream stream, Task task) {
   return task();
 }
 
-int device_of(aclrtStream stream) { return stream ? as_stream(stream)->device : thread_device; }
-int device_of(const void* address) { return memory().device_of(address); }
+int device_of_stream(aclrtStream stream) { return stream ? as_stream(stream)->device : thread_device; }
+int device_of_address(const void* address) { return memory().device_of(address); }
 int stream_id(aclrtStream stream) { return stream ? as_stream(stream)->id : -1; }
 int current_device() { return thread_device; }
 int64_t system_parameter(aclSysParamOpt option) { return system_parameters[option]; }
@@ -133,6 +133,19 @@ aclError aclFinalize() { return ACL_SUCCESS; }
 const char* aclGetRecentErrMsg() {
   reported_error = std::exchange(thread_error, {});
   return reported_error.c_str();
+}
+
+aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
+  *version = {};
+  std::strcpy(version->version, "9.0.0");
+  std::strcpy(version->majorVersion, "9");
+  std::strcpy(version->minorVersion, "0");
+  std::strcpy(version->releaseVersion, "0");
+  return ACL_SUCCESS;
+}
+aclError aclsysGetVersionStr(char*, char* version) {
+  std::strcpy(version, "9.0.0");
+  return ACL_SUCCESS;
 }
 
 const char* aclrtGetSocName() {

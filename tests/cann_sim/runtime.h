@@ -14,9 +14,9 @@ using Task = std::function<int()>;
 // Runs the task at once, or, while the stream is being captured, appends it to the graph.
 int submit(aclrtStream stream, Task task);
 
-int device_of(aclrtStream stream);
+int device_of_stream(aclrtStream stream);
 // The device that allocated this address, or -1.
-int device_of(const void* address);
+int device_of_address(const void* address);
 int stream_id(aclrtStream stream);
 int current_device();
 int64_t system_parameter(aclSysParamOpt option);

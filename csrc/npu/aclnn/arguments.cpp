@@ -80,12 +80,10 @@ IntArrayArgument::IntArrayArgument(std::optional<at::IntArrayRef> values) {
   }
 }
 
-IntArrayArgument::IntArrayArgument(at::OptionalSymIntArrayRef values) {
-  if (values) {
-    values_.emplace();
-    for (const auto& value : *values) {
-      values_->push_back(value.expect_int());
-    }
+IntArrayArgument::IntArrayArgument(c10::SymIntArrayRef values) {
+  values_.emplace();
+  for (const auto& value : values) {
+    values_->push_back(value.expect_int());
   }
 }
 

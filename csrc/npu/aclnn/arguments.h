@@ -84,7 +84,7 @@ class TensorArgument {
 class IntArrayArgument {
  public:
   IntArrayArgument(std::optional<at::IntArrayRef> values);
-  IntArrayArgument(at::OptionalSymIntArrayRef values);
+  IntArrayArgument(c10::SymIntArrayRef values);
 
   IntArrayHandle create() const;
   void add_to(ExecutorKey& key) const;

@@ -8,7 +8,9 @@
 #include <torch_npu/csrc/core/npu/NPUWorkspaceAllocator.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -40,6 +42,55 @@ void check_status(const Function& function, const char* phase, int status) {
   }
 }
 
+// The first failure on a thread of the task queue, for the rest of the process. torch_npu reports it at
+// the next synchronisation, by the function's name alone, and from then on drops all work without a
+// word: a later call must not appear to succeed.
+class QueueFailure {
+ public:
+  static QueueFailure& instance() {
+    static QueueFailure failure;
+    return failure;
+  }
+
+  void set(const char* what) {
+    const std::lock_guard lock(mutex_);
+    if (!failed_) {
+      message_ = what;
+      failed_ = true;
+    }
+  }
+
+  void check(const Function& function) {
+    if (failed_) [[unlikely]] {
+      const std::lock_guard lock(mutex_);
+      raise(Violation::runtime, function.op, function.name,
+            "torch_npu's task queue has stopped, after: " + message_, Status::runtime);
+    }
+  }
+
+ private:
+  std::atomic<bool> failed_ = false;
+  std::mutex mutex_;
+  std::string message_;
+};
+
+// Hands `task` to the task queue; without a queue it runs at once.
+template <typename Task>
+void run(const Function& function, bool queued, Task task) {
+  if (!queued) {
+    RunAclCall(function.name, std::move(task));
+    return;
+  }
+  RunAclCall(function.name, [task = std::move(task)] {
+    try {
+      return task();
+    } catch (const c10::Error& error) {
+      QueueFailure::instance().set(error.what_without_backtrace());
+      throw;
+    }
+  });
+}
+
 // What the caller's thread has to say about determinism. The queue's thread has no view of it.
 struct Determinism {
   uint32_t level = c10_npu::GetDeterministicLevel();
@@ -68,62 +119,57 @@ class Prepared {
   at::Tensor workspace;
 };
 
-// CANN keeps executors: with a key set, the first phase leaves its executor under that key, and a
-// later call of the same key takes it together with the addresses of its own tensors. torch_npu has
-// one interface for its queue's thread, which compares keys, and one for callers, which compares
-// their hash.
-class ExecutorCache {
- public:
-  // Clears what the key left on this thread.
-  ~ExecutorCache() {
-    static const auto leave = find<void()>("UnInitPTACacheThreadLocal");
-    if (leave) {
-      leave();
-    }
+// CANN keeps executors of functions that allow it: with a key set, the first phase leaves its
+// executor under that key, and a later call with that key takes it together with the addresses of its
+// own tensors. torch_npu has one interface for callers, which compares the hash of keys, and one for
+// its queue's thread, which compares keys.
+//
+// Finds the executor of this call, or sets the key under which the first phase will leave it.
+void find_executor(const Call& call, const Determinism& determinism, const CacheParams& cores,
+                   aclrtStream stream, bool on_queue_thread, Prepared& prepared) {
+  static const auto usable = find<bool(const char*)>("CanUsePTACache");
+  static const auto enter = find<void()>("InitPTACacheThreadLocal");
+  static const auto leave = find<void()>("UnInitPTACacheThreadLocal");
+  static const auto add_address = find<void(void*)>("AddTensorAddrToCachedList");
+  static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
+  static const auto find_hash = find<aclOpExecutor*(uint64_t, uint64_t*)>("PTAGetExecCache");
+  static const auto set_key = find<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
+  static const auto find_key =
+      find<aclOpExecutor*(const uint8_t*, size_t, uint64_t*)>("PTAFindExecCache");
+  const bool present = usable && enter && leave && add_address &&
+                       (on_queue_thread ? set_key && find_key : set_hash && find_hash);
+  if (!present || !usable(call.function().name.c_str())) {
+    return;
   }
-
-  // Finds the executor of this call, or sets the key under which the first phase will leave it.
-  void find_executor(const Call& call, const Determinism& determinism, const CacheParams& cores,
-                     aclrtStream stream, bool by_key, Prepared& prepared) {
-    static const auto usable = find<bool(const char*)>("CanUsePTACache");
-    static const auto enter = find<void()>("InitPTACacheThreadLocal");
-    static const auto add_address = find<void(void*)>("AddTensorAddrToCachedList");
-    static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
-    static const auto find_hash = find<aclOpExecutor*(uint64_t, uint64_t*)>("PTAGetExecCache");
-    static const auto set_key = find<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
-    static const auto find_key =
-        find<aclOpExecutor*(const uint8_t*, size_t, uint64_t*)>("PTAFindExecCache");
-    const bool present =
-        enter && add_address && (by_key ? set_key && find_key : set_hash && find_hash);
-    if (!present || !usable || !usable(call.function().name.c_str())) {
-      return;
-    }
-    ExecutorKey key;
-    key.add(determinism.level);
-    key.add(determinism.algorithms);
-    key.add(cores);
-    key.add(stream);
-    key.add(std::string_view(call.function().name));
-    call.add_to(key);
-    enter();
-    for (auto* address : key.addresses()) {
-      add_address(address);
-    }
-    const auto bytes = key.bytes();
-    if (by_key) {
-      set_key(bytes.data(), bytes.size());
-      prepared.executor = find_key(bytes.data(), bytes.size(), &prepared.workspace_size);
-    } else {
-      const auto hash = std::hash<std::string_view>()(
-          {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-      set_hash(hash);
-      prepared.executor = find_hash(hash, &prepared.workspace_size);
-    }
-    prepared.cached = prepared.executor != nullptr;
+  ExecutorKey key;
+  key.add(determinism.level);
+  key.add(determinism.algorithms);
+  key.add(cores);
+  key.add(stream);
+  key.add(std::string_view(call.function().name));
+  call.add_to(key);
+  enter();
+  for (auto* address : key.addresses()) {
+    add_address(address);
   }
-};
+  const auto bytes = key.bytes();
+  if (on_queue_thread) {
+    set_key(bytes.data(), bytes.size());
+    prepared.executor = find_key(bytes.data(), bytes.size(), &prepared.workspace_size);
+  } else {
+    const auto hash = std::hash<std::string_view>()(
+        {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    set_hash(hash);
+    prepared.executor = find_hash(hash, &prepared.workspace_size);
+  }
+  prepared.cached = prepared.executor != nullptr;
+  if (prepared.cached) {
+    leave();
+  }
+}
 
-// torch_npu's pool of host memory for executors, on the thread of the first phase.
+// torch_npu's pool of host memory for executors, on the thread of the first phase. Its end also ends
+// what find_executor began.
 struct ExecutorMemory {
   ExecutorMemory() { InitExecCommonCtx(); }
   ~ExecutorMemory() { UnInitExecCommonCtx(); }
@@ -135,8 +181,7 @@ struct ExecutorMemory {
 void prepare(Call& call, const Determinism& determinism, const CacheParams& cores,
              aclrtStream stream, bool on_queue_thread, Prepared& prepared) {
   determinism.apply();
-  ExecutorCache cache;
-  cache.find_executor(call, determinism, cores, stream, on_queue_thread, prepared);
+  find_executor(call, determinism, cores, stream, on_queue_thread, prepared);
   if (!prepared.cached) {
     const ExecutorMemory memory;
     check_status(call.function(), "GetWorkspaceSize",
@@ -194,13 +239,15 @@ void check_device(const Function& function, int position, const c10::Device& dev
 }
 
 void enqueue(c10::Device device, std::shared_ptr<Call> call) {
+  const auto& function = call->function();
+  QueueFailure::instance().check(function);
   const c10::DeviceGuard guard(device);
   auto* const stream = GetAclStream();
   const Determinism determinism;
   const auto cores = GetCacheParams();
-  const auto& name = call->function().name;
-  if (OpApiGetTaskQueueEnable() == 2) {
-    RunAclCall(name, [call = std::move(call), determinism, cores, stream] {
+  const auto level = OpApiGetTaskQueueEnable();
+  if (level == 2) {
+    run(function, /*queued=*/true, [call = std::move(call), determinism, cores, stream] {
       InitExecSubTheadCtx(stream);
       Prepared prepared;
       prepare(*call, determinism, cores, stream, /*on_queue_thread=*/true, prepared);
@@ -210,10 +257,11 @@ void enqueue(c10::Device device, std::shared_ptr<Call> call) {
   }
   auto prepared = std::make_shared<Prepared>();
   prepare(*call, determinism, cores, stream, /*on_queue_thread=*/false, *prepared);
-  RunAclCall(name, [call = std::move(call), prepared = std::move(prepared), stream] {
-    InitExecSubTheadCtx(stream);
-    return execute(*call, *prepared, stream);
-  });
+  run(function, /*queued=*/level == 1,
+      [call = std::move(call), prepared = std::move(prepared), stream] {
+        InitExecSubTheadCtx(stream);
+        return execute(*call, *prepared, stream);
+      });
 }
 
 }  // namespace ascend_attn::aclnn
