@@ -98,13 +98,3 @@ def computing(on: bool) -> Iterator[None]:
         yield
     finally:
         _library().cann_sim_set_computing(True)
-
-
-@contextmanager
-def executor_cache() -> Iterator[None]:
-    """CANN keeps executors, as it does on a device; off otherwise."""
-    _library().cann_sim_set_executor_cache(True)
-    try:
-        yield
-    finally:
-        _library().cann_sim_set_executor_cache(False)

@@ -39,7 +39,6 @@ struct Control {
   std::vector<std::string> log;  // JSON objects
   bool logging = false;
   std::atomic<bool> computing{true};
-  std::atomic<bool> executor_cache{false};
 };
 
 Control& control() {
@@ -62,63 +61,6 @@ struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
 
 namespace cann_sim {
 namespace {
-
-// Executors that phase one left for torch_npu to find again, and the key that this thread is at.
-// Sizes are part of the key and addresses are not: they are listed anew for every call.
-class ExecutorCache {
- public:
-  struct Key {
-    bool active = false;
-    uint64_t hash = 0;
-    std::vector<void*> addresses;
-  };
-  static Key& key() {
-    static thread_local Key instance;
-    return instance;
-  }
-
-  void store(const aclOpExecutor& executor) {
-    if (key().active && key().hash != 0) {
-      const std::lock_guard lock(mutex_);
-      executors_.insert_or_assign(
-          key().hash, Entry{&executor.function, executor.values, executor.workspace_size});
-    }
-  }
-
-  aclOpExecutor* find(uint64_t hash) {
-    const std::lock_guard lock(mutex_);
-    const auto found = executors_.find(hash);
-    if (found == executors_.end()) {
-      return nullptr;
-    }
-    auto values = found->second.values;
-    auto address = key().addresses.begin();
-    for (auto& value : values) {
-      if (auto* view = std::get_if<TensorView>(&value)) {
-        if (address == key().addresses.end()) {
-          return nullptr;
-        }
-        view->data = *address++;
-      }
-    }
-    return new aclOpExecutor(*found->second.function, std::move(values),
-                             found->second.workspace_size);
-  }
-
- private:
-  struct Entry {
-    const Function* function;
-    std::vector<Value> values;
-    uint64_t workspace_size;
-  };
-  std::mutex mutex_;
-  std::map<uint64_t, Entry> executors_;
-};
-
-ExecutorCache& executor_cache() {
-  static auto* instance = new ExecutorCache;
-  return *instance;
-}
 
 at::ScalarType scalar_type(aclDataType dtype) {
   switch (dtype) {
@@ -354,7 +296,6 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   }
   *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
   *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
-  executor_cache().store(**executor);
   return ACL_SUCCESS;
 }
 
@@ -431,7 +372,8 @@ int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
   return ACL_SUCCESS;
 }
 
-// torch_npu's protocol around a call: memory for the executor, and executors found again.
+// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here it
+// keeps none.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");
@@ -440,39 +382,13 @@ int InitHugeMemThreadLocal(void*, bool) {
 void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
 void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
 
-bool CanUsePTACache(const char*) { return control().executor_cache; }
-void InitPTACacheThreadLocal() {
-  log_step("InitPTACacheThreadLocal");
-  ExecutorCache::key() = {};
+bool CanUsePTACache(const char*) { return false; }
+void InitPTACacheThreadLocal() { log_step("InitPTACacheThreadLocal"); }
+void SetPTAHashKey(uint64_t hash) { log_step(c10::str("SetPTAHashKey ", hash)); }
+void SetPTACacheHashKey(const uint8_t*, size_t size) {
+  log_step(c10::str("SetPTACacheHashKey of ", size, " bytes"));
 }
-void SetPTAHashKey(uint64_t hash) {
-  auto& key = ExecutorCache::key();
-  key.active = true;
-  key.hash = hash;
-}
-void AddTensorAddrToCachedList(void* address) {
-  ExecutorCache::key().addresses.push_back(address);
-}
-aclOpExecutor* PTAGetExecCache(uint64_t hash, uint64_t* workspace_size) {
-  auto* executor = executor_cache().find(hash);
-  log_step(executor ? "PTAGetExecCache: found" : "PTAGetExecCache: none");
-  if (executor) {
-    *workspace_size = executor->workspace_size;
-  }
-  return executor;
-}
-// The interface of the queue's thread: the key itself in place of its hash.
-void SetPTACacheHashKey(const uint8_t* key, size_t size) {
-  SetPTAHashKey(std::hash<std::string_view>()({reinterpret_cast<const char*>(key), size}));
-}
-aclOpExecutor* PTAFindExecCache(const uint8_t* key, size_t size, uint64_t* workspace_size) {
-  return PTAGetExecCache(
-      std::hash<std::string_view>()({reinterpret_cast<const char*>(key), size}), workspace_size);
-}
-void UnInitPTACacheThreadLocal() {
-  log_step("UnInitPTACacheThreadLocal");
-  ExecutorCache::key() = {};
-}
+void UnInitPTACacheThreadLocal() { log_step("UnInitPTACacheThreadLocal"); }
 
 // Controls: tests/cann_sim/__init__.py.
 
@@ -512,6 +428,5 @@ void cann_sim_no_faults() {
   control().faults.clear();
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }
-void cann_sim_set_executor_cache(bool on) { control().executor_cache = on; }
 
 }  // extern "C"

@@ -41,6 +41,24 @@ const Function inplace_add{
     .overload = "Tensor",
     .arguments = {{"selfRef", "self", Kind::output}, input("other", "other"),
                   attribute("alpha", "alpha")}};
+// torch_npu calls aclnnMul and aclnnAdd only where these are there as well.
+const Function mul_scalar{
+    .name = "aclnnMuls",
+    .schema_name = "aten::mul",
+    .overload = "Scalar",
+    .arguments = {input("self", "self"), attribute("other", "other"), output("out")}};
+const Function add_scalar{
+    .name = "aclnnAdds",
+    .schema_name = "aten::add",
+    .overload = "Scalar",
+    .arguments = {input("self", "self"), attribute("other", "other"), attribute("alpha", "alpha"),
+                  output("out")}};
+const Function inplace_add_scalar{
+    .name = "aclnnInplaceAdds",
+    .schema_name = "aten::add_",
+    .overload = "Scalar",
+    .arguments = {{"selfRef", "self", Kind::output}, attribute("other", "other"),
+                  attribute("alpha", "alpha")}};
 
 }  // namespace
 
@@ -100,6 +118,30 @@ int aclnnInplaceAddGetWorkspaceSize(Tensor self, Tensor other, const aclScalar* 
   return prepare(inplace_add, workspace_size, executor, self, other, alpha);
 }
 int aclnnInplaceAdd(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnMulsGetWorkspaceSize(Tensor self, const aclScalar* other, Tensor out,
+                              uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(mul_scalar, workspace_size, executor, self, other, out);
+}
+int aclnnMuls(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnAddsGetWorkspaceSize(Tensor self, const aclScalar* other, const aclScalar* alpha,
+                              Tensor out, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(add_scalar, workspace_size, executor, self, other, alpha, out);
+}
+int aclnnAdds(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnInplaceAddsGetWorkspaceSize(Tensor self, const aclScalar* other, const aclScalar* alpha,
+                                     uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(inplace_add_scalar, workspace_size, executor, self, other, alpha);
+}
+int aclnnInplaceAdds(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
   return execute(workspace, size, executor, stream);
 }
 

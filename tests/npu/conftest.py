@@ -21,9 +21,20 @@ torch.npu.set_compile_mode(jit_compile=False)
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
 
-# What fails on the caller's thread, and what on the queue's: the workspace (0) and the two phases.
-CALLER_FAILURES = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
-QUEUE_FAILURES = {0: (), 1: (2,), 2: (0, 1, 2)}[TASK_QUEUE]
+# Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
+_ON_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
+
+
+def _each_failure(thread: str, phases: tuple[int, ...]) -> pytest.MarkDecorator:
+    elsewhere = pytest.mark.skip(reason=f"not on the {thread}'s thread at this level of the queue")
+    return pytest.mark.parametrize(
+        "phase",
+        [pytest.param(phase, marks=() if phase in phases else elsewhere) for phase in (0, 1, 2)],
+    )
+
+
+each_caller_failure = _each_failure("caller", _ON_CALLER)
+each_queue_failure = _each_failure("queue", tuple({0, 1, 2} - set(_ON_CALLER)) if TASK_QUEUE else ())
 
 
 @pytest.fixture

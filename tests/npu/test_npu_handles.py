@@ -8,7 +8,7 @@ from typing import Any
 import cann_sim
 import pytest
 import torch
-from conftest import CALLER_FAILURES, QUEUE_FAILURES, run_in_new_process
+from conftest import each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
 from samples import Recipe, Sample
 
@@ -27,7 +27,7 @@ def test_success(recipe: Recipe) -> None:
     call_and_wait(recipe.make(torch.bfloat16).to("npu"))
 
 
-@pytest.mark.parametrize("phase", CALLER_FAILURES)
+@each_caller_failure
 @each_recipe
 @pytest.mark.usefixtures("no_leak")
 def test_failure(recipe: Recipe, phase: int) -> None:
@@ -43,7 +43,7 @@ def test_failure(recipe: Recipe, phase: int) -> None:
         assert torch.equal(x.cpu(), y)
 
 
-@pytest.mark.parametrize("phase", QUEUE_FAILURES)
+@each_queue_failure
 def test_failure_on_the_queue(phase: int) -> None:
     """torch_npu's queue ends with the first failure: each in a process of its own."""
     out, _ = run_in_new_process(

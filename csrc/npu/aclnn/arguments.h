@@ -10,12 +10,10 @@
 
 #include <array>
 #include <concepts>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include "npu/aclnn/prototypes.h"
 
@@ -28,32 +26,6 @@ struct Destroy {
 using TensorHandle = std::unique_ptr<const aclTensor, Destroy>;
 using IntArrayHandle = std::unique_ptr<const aclIntArray, Destroy>;
 
-// The bytes that two calls must share to use the same executor. Addresses are not among them.
-class ExecutorKey {
- public:
-  template <typename T>
-    requires std::is_trivially_copyable_v<T>
-  void add(const T& value) {
-    add(&value, sizeof(T));
-  }
-  void add(const void* bytes, size_t size) {
-    const auto* begin = static_cast<const uint8_t*>(bytes);
-    bytes_.append(begin, begin + size);
-  }
-  void add(std::string_view text) {
-    add(text.size());
-    add(text.data(), text.size());
-  }
-  void add_address(void* address) { addresses_.push_back(address); }
-
-  c10::ArrayRef<uint8_t> bytes() const { return bytes_; }
-  c10::ArrayRef<void*> addresses() const { return addresses_; }
-
- private:
-  c10::SmallVector<uint8_t, 4096> bytes_;
-  c10::SmallVector<void*, 32> addresses_;
-};
-
 // A tensor, or none.
 class TensorArgument {
  public:
@@ -63,7 +35,6 @@ class TensorArgument {
   TensorArgument(std::nullopt_t) : TensorArgument(at::Tensor()) {}
 
   TensorHandle create() const;
-  void add_to(ExecutorKey& key) const;
   const std::optional<c10::Device>& device() const { return device_; }
 
  private:
@@ -87,7 +58,6 @@ class IntArrayArgument {
   IntArrayArgument(c10::SymIntArrayRef values);
 
   IntArrayHandle create() const;
-  void add_to(ExecutorKey& key) const;
 
  private:
   std::optional<c10::SmallVector<int64_t, 8>> values_;
@@ -99,7 +69,6 @@ class TextArgument {
 
   // aclnn declares its texts as char* and does not write to them.
   char* create() const { return const_cast<char*>(text_.c_str()); }
-  void add_to(ExecutorKey& key) const { key.add(std::string_view(text_)); }
 
  private:
   std::string text_;
@@ -113,7 +82,6 @@ class NumberArgument {
   NumberArgument(U value) : value_(value) {}
 
   T create() const { return value_; }
-  void add_to(ExecutorKey& key) const { key.add(value_); }
 
  private:
   T value_;

@@ -1,6 +1,7 @@
 #include "npu/aclnn/launcher.h"
 
 #include <ATen/Context.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <op_plugin/utils/op_api_common_base.h>
@@ -99,14 +100,38 @@ struct Determinism {
   void apply() const { at_npu::native::ApplyDeterministicLevel(level, algorithms, true); }
 };
 
-// What a first phase returns, or what CANN kept of an earlier one.
+// Device memory for one call. On the caller's thread it comes from the caching allocator, on the
+// queue's thread, where the caller's stream is not the current one, from the block that torch_npu
+// keeps for the stream. (That block survives no failure: once it could not grow, it gives nothing.)
+class Workspace {
+ public:
+  static Workspace on_caller(uint64_t size) {
+    Workspace workspace;
+    workspace.block_ = c10::GetAllocator(c10::DeviceType::PrivateUse1)->allocate(size);
+    return workspace;
+  }
+  static Workspace on_queue(uint64_t size, aclrtStream stream) {
+    Workspace workspace;
+    workspace.of_stream_ = at_npu::native::allocate_workspace(size, stream);
+    return workspace;
+  }
+
+  void* address() const {
+    return of_stream_.defined() ? of_stream_.storage().mutable_data() : block_.get();
+  }
+
+ private:
+  c10::DataPtr block_;
+  at::Tensor of_stream_;
+};
+
+// What the first phase leaves for the second.
 class Prepared {
  public:
   Prepared() = default;
   ~Prepared() {
     static const auto destroy = find<int(aclOpExecutor*)>("aclDestroyAclOpExecutor");
-    // An executor from the cache is CANN's own.
-    if (executor && !cached && destroy) {
+    if (executor && destroy) {
       destroy(executor);
     }
   }
@@ -115,95 +140,49 @@ class Prepared {
 
   uint64_t workspace_size = 0;
   aclOpExecutor* executor = nullptr;
-  bool cached = false;
-  at::Tensor workspace;
+  Workspace workspace;
 };
 
-// CANN keeps executors of functions that allow it: with a key set, the first phase leaves its
-// executor under that key, and a later call with that key takes it together with the addresses of its
-// own tensors. torch_npu has one interface for callers, which compares the hash of keys, and one for
-// its queue's thread, which compares keys.
-//
-// Finds the executor of this call, or sets the key under which the first phase will leave it.
-void find_executor(const Call& call, const Determinism& determinism, const CacheParams& cores,
-                   aclrtStream stream, bool on_queue_thread, Prepared& prepared) {
-  static const auto usable = find<bool(const char*)>("CanUsePTACache");
+// CANN can keep executors for later calls. torch_npu switches that off for the functions of sparse
+// attention (tests/npu/test_npu_conformance.py records it), and so do we: without this the first phase
+// would file its executor under the key that an earlier operator of this thread has left.
+void keep_no_executor() {
   static const auto enter = find<void()>("InitPTACacheThreadLocal");
-  static const auto leave = find<void()>("UnInitPTACacheThreadLocal");
-  static const auto add_address = find<void(void*)>("AddTensorAddrToCachedList");
   static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
-  static const auto find_hash = find<aclOpExecutor*(uint64_t, uint64_t*)>("PTAGetExecCache");
-  static const auto set_key = find<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
-  static const auto find_key =
-      find<aclOpExecutor*(const uint8_t*, size_t, uint64_t*)>("PTAFindExecCache");
-  const bool present = usable && enter && leave && add_address &&
-                       (on_queue_thread ? set_key && find_key : set_hash && find_hash);
-  if (!present || !usable(call.function().name.c_str())) {
-    return;
-  }
-  ExecutorKey key;
-  key.add(determinism.level);
-  key.add(determinism.algorithms);
-  key.add(cores);
-  key.add(stream);
-  key.add(std::string_view(call.function().name));
-  call.add_to(key);
-  enter();
-  for (auto* address : key.addresses()) {
-    add_address(address);
-  }
-  const auto bytes = key.bytes();
-  if (on_queue_thread) {
-    set_key(bytes.data(), bytes.size());
-    prepared.executor = find_key(bytes.data(), bytes.size(), &prepared.workspace_size);
-  } else {
-    const auto hash = std::hash<std::string_view>()(
-        {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-    set_hash(hash);
-    prepared.executor = find_hash(hash, &prepared.workspace_size);
-  }
-  prepared.cached = prepared.executor != nullptr;
-  if (prepared.cached) {
-    leave();
+  if (enter && set_hash) {
+    enter();
+    set_hash(0);
   }
 }
 
-// torch_npu's pool of host memory for executors, on the thread of the first phase. Its end also ends
-// what find_executor began.
-struct ExecutorMemory {
-  ExecutorMemory() { InitExecCommonCtx(); }
-  ~ExecutorMemory() { UnInitExecCommonCtx(); }
-  ExecutorMemory(const ExecutorMemory&) = delete;
-  ExecutorMemory& operator=(const ExecutorMemory&) = delete;
+// What torch_npu sets up on the thread of a first phase: its pool of host memory for executors, and
+// their cache.
+struct FirstPhaseScope {
+  FirstPhaseScope() {
+    keep_no_executor();
+    InitExecCommonCtx();
+  }
+  ~FirstPhaseScope() { UnInitExecCommonCtx(); }
+  FirstPhaseScope(const FirstPhaseScope&) = delete;
+  FirstPhaseScope& operator=(const FirstPhaseScope&) = delete;
 };
 
-// The first phase and the workspace, on the thread that runs it.
-void prepare(Call& call, const Determinism& determinism, const CacheParams& cores,
-             aclrtStream stream, bool on_queue_thread, Prepared& prepared) {
+void prepare(Call& call, const Determinism& determinism, Prepared& prepared) {
   determinism.apply();
-  find_executor(call, determinism, cores, stream, on_queue_thread, prepared);
-  if (!prepared.cached) {
-    const ExecutorMemory memory;
-    check_status(call.function(), "GetWorkspaceSize",
-                 call.first_phase(&prepared.workspace_size, &prepared.executor));
-  }
-  if (prepared.workspace_size != 0) {
-    prepared.workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
-  }
+  const FirstPhaseScope scope;
+  check_status(call.function(), "GetWorkspaceSize",
+               call.first_phase(&prepared.workspace_size, &prepared.executor));
 }
 
 // The second phase, which consumes the executor whatever it returns.
 int execute(Call& call, Prepared& prepared, aclrtStream stream) {
   using SecondPhase = int(void*, uint64_t, aclOpExecutor*, aclrtStream);
-  auto* const workspace =
-      prepared.workspace_size ? prepared.workspace.storage().mutable_data() : nullptr;
   const int status = reinterpret_cast<SecondPhase*>(call.function().second_phase)(
-      workspace, prepared.workspace_size, std::exchange(prepared.executor, nullptr), stream);
+      prepared.workspace.address(), prepared.workspace_size,
+      std::exchange(prepared.executor, nullptr), stream);
   call.release();
-  prepared.workspace.reset();
-  if (!prepared.cached) {
-    ReleaseExecCommonCtx();
-  }
+  prepared.workspace = {};
+  ReleaseExecCommonCtx();
   check_status(call.function(), "", status);
   return status;
 }
@@ -244,19 +223,24 @@ void enqueue(c10::Device device, std::shared_ptr<Call> call) {
   const c10::DeviceGuard guard(device);
   auto* const stream = GetAclStream();
   const Determinism determinism;
-  const auto cores = GetCacheParams();
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {
-    run(function, /*queued=*/true, [call = std::move(call), determinism, cores, stream] {
+    run(function, /*queued=*/true, [call = std::move(call), determinism, stream] {
       InitExecSubTheadCtx(stream);
       Prepared prepared;
-      prepare(*call, determinism, cores, stream, /*on_queue_thread=*/true, prepared);
+      prepare(*call, determinism, prepared);
+      if (prepared.workspace_size != 0) {
+        prepared.workspace = Workspace::on_queue(prepared.workspace_size, stream);
+      }
       return execute(*call, prepared, stream);
     });
     return;
   }
   auto prepared = std::make_shared<Prepared>();
-  prepare(*call, determinism, cores, stream, /*on_queue_thread=*/false, *prepared);
+  prepare(*call, determinism, *prepared);
+  if (prepared->workspace_size != 0) {
+    prepared->workspace = Workspace::on_caller(prepared->workspace_size);
+  }
   run(function, /*queued=*/level == 1,
       [call = std::move(call), prepared = std::move(prepared), stream] {
         InitExecSubTheadCtx(stream);

@@ -41,7 +41,6 @@ class Call {
   virtual int first_phase(uint64_t* workspace_size, aclOpExecutor** executor) = 0;
   // Frees the handles that the first phase was given.
   virtual void release() = 0;
-  virtual void add_to(ExecutorKey& key) const = 0;
 
  private:
   const Function& function_;
@@ -66,9 +65,6 @@ class CallOf<int(Parameters...)> final : public Call {
         handles_);
   }
   void release() override { handles_ = {}; }
-  void add_to(ExecutorKey& key) const override {
-    std::apply([&](const auto&... argument) { (argument.add_to(key), ...); }, arguments_);
-  }
 
   // The device of the tensors, which must be one NPU.
   c10::Device device() const;
