@@ -9,11 +9,13 @@ operator returns; the products of the matmul peak are counted for the selected p
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import ascend_attn_ops
 import torch
-from harness import Call, Row, extra_memory, measure, print_table
+from ascend_attn_ops import reference
+from harness import Call, Row, causal_selection, extra_memory, measure, print_table
 from torch import Tensor
 
 D, ROPE, INDEX_D, INDEX_HEADS = 512, 64, 128, 32
@@ -34,10 +36,12 @@ class Inputs(NamedTuple):
     query_rope: Tensor
     key_rope: Tensor
 
-    def kl_loss(self) -> tuple[Tensor, ...]:
-        return torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss(
+    def kl_loss(self, operators: ModuleType = torch.ops.ascend) -> tuple[Tensor, ...]:
+        """As `operators` computes it: torch.ops.ascend, or the package's reference."""
+        results: tuple[Tensor, ...] = operators.sparse_lightning_indexer_grad_kl_loss(
             *self[:8], scale_value=SCALE, query_rope=self.query_rope, key_rope=self.key_rope
         )
+        return results
 
     def indexer_grad(self) -> tuple[Tensor, ...]:
         d_values = torch.ones(self.sparse_indices.shape, dtype=self.query_index.dtype)
@@ -55,34 +59,24 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(s: int, k: int, heads: int, dtype: torch.dtype) -> Inputs:
-    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
+        return torch.randn(shape).to(dtype)
 
-    indices = random_causal_selection(s, k, random)
     return Inputs(
         query=normal(1, s, heads, D),
         key=normal(1, s, 1, D),
         query_index=normal(1, s, INDEX_HEADS, INDEX_D),
         key_index=normal(1, s, 1, INDEX_D),
         weights=normal(1, s, INDEX_HEADS) * INDEX_D**-0.5 / INDEX_HEADS,
-        sparse_indices=indices[None, :, None],
+        sparse_indices=causal_selection(s, k),
         # About the statistics of these scores: what they are does not change the work.
         softmax_max=torch.full((1, 1, s, heads), 3.0),
         softmax_sum=torch.full((1, 1, s, heads), float(k)),
         query_rope=normal(1, s, heads, ROPE),
         key_rope=normal(1, s, 1, ROPE),
     )
-
-
-def random_causal_selection(s: int, k: int, random: torch.Generator) -> Tensor:
-    """(s, k), int32: k distinct keys of the first i + 1 in row i, then -1."""
-    indices = torch.full((s, k), -1, dtype=torch.int32)
-    for i in range(s):
-        chosen = torch.randperm(i + 1, generator=random)[:k]
-        indices[i, : len(chosen)] = chosen.int()
-    return indices
 
 
 def kl_loss_gathering(x: Inputs) -> tuple[Tensor, ...]:
@@ -154,6 +148,7 @@ def kl_loss_rows(dtype: torch.dtype) -> list[Row]:
     others: dict[str, Call] = {}
     if dtype == torch.bfloat16:
         others = {
+            "reference": partial(x.kl_loss, reference),
             "torch, gathering": partial(kl_loss_gathering, x),
             "torch, masking": partial(kl_loss_masking, x),
         }
