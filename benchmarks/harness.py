@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 Call = Callable[[], object]
 
 PEAK_SIZE = 2048
+
+
+def causal_selection(tokens: int, selected: int) -> Tensor:
+    """(1, S, 1, K): K different random keys up to the token's own, or all and -1."""
+    indices = torch.full((1, tokens, 1, selected), -1, dtype=torch.int32)
+    for token in range(tokens):
+        keys = torch.randperm(token + 1, dtype=torch.int32)[:selected]
+        indices[0, token, 0, : len(keys)] = keys
+    return indices
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import ascend_attn_ops
 import torch
-from harness import Call, Row, extra_memory, measure, print_table
+from ascend_attn_ops import reference
+from harness import Call, Row, causal_selection, extra_memory, measure, print_table
 from torch import Tensor
 
+OURS = torch.ops.ascend
 D, ROPE = 512, 64
 SCALE = (D + ROPE) ** -0.5
 
@@ -69,20 +72,12 @@ class Inputs:
         )
 
 
-def causal_selection(tokens: int, selected: int) -> Tensor:
-    """(1, S, 1, K): K different random keys up to the token's own, or all and -1."""
-    indices = torch.full((1, tokens, 1, selected), -1, dtype=torch.int32)
-    for token in range(tokens):
-        keys = torch.randperm(token + 1, dtype=torch.int32)[:selected]
-        indices[0, token, 0, : len(keys)] = keys
-    return indices
-
-
 Forward = tuple[Tensor, Tensor, Tensor]
 
 
-def ours_forward(x: Inputs) -> Forward:
-    outputs: Forward = torch.ops.ascend.sparse_flash_attention(
+def forward_of(operators: ModuleType, x: Inputs) -> Forward:
+    """The operator as `operators` has it: torch.ops.ascend, or the package's reference."""
+    outputs: Forward = operators.sparse_flash_attention(
         x.query,
         x.key,
         x.key,
@@ -94,8 +89,8 @@ def ours_forward(x: Inputs) -> Forward:
     return outputs
 
 
-def ours_backward(x: Inputs, forward: Forward) -> object:
-    return torch.ops.ascend.sparse_flash_attention_grad(
+def backward_of(operators: ModuleType, x: Inputs, forward: Forward) -> object:
+    return operators.sparse_flash_attention_grad(
         x.query,
         x.key,
         x.key,
@@ -173,19 +168,25 @@ class Masking(PlainTorch):
 
 def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
     x = Inputs.random(shape)
-    forward = ours_forward(x)
-    versions = {"torch, gathering": Gathering(x), "torch, masking": Masking(x)}
-    versions = versions if with_torch else {}
+    forward = forward_of(OURS, x)
+    forwards: dict[str, Call] = {}
+    backwards: dict[str, Call] = {}
+    if with_torch:
+        forwards["reference"] = partial(forward_of, reference, x)
+        backwards["reference"] = partial(backward_of, reference, x, forward)
+        for name, version in (("gathering", Gathering(x)), ("masking", Masking(x))):
+            forwards[f"torch, {name}"] = version.forward
+            backwards[f"torch, {name}"] = partial(version.backward, forward[0])
     return measure(
         f"forward {shape}",
-        partial(ours_forward, x),
-        {name: version.forward for name, version in versions.items()},
+        partial(forward_of, OURS, x),
+        forwards,
         products=shape.forward_flops(),
         rounds=rounds,
     ) + measure(
         f"grad {shape}",
-        partial(ours_backward, x, forward),
-        {name: partial(version.backward, forward[0]) for name, version in versions.items()},
+        partial(backward_of, OURS, x, forward),
+        backwards,
         products=shape.backward_flops(),
         rounds=rounds,
     )
@@ -198,12 +199,12 @@ def first_backward(shape: Shape, threads: int) -> Call:
     with ascend_attn_ops.limits(None):
         # Loads libraries and generates code, in all threads.
         small = Inputs.random(Shape(256, 256, shape.heads, shape.dtype))
-        ours_backward(small, ours_forward(small))
-        forward = ours_forward(x)
+        backward_of(OURS, small, forward_of(OURS, small))
+        forward = forward_of(OURS, x)
 
     def call() -> object:
         with ascend_attn_ops.limits(None):
-            return ours_backward(x, forward)
+            return backward_of(OURS, x, forward)
 
     return call
 

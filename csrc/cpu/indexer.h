@@ -25,7 +25,7 @@ std::vector<Sequence> sequences_of(const Op& op) {
                         op.query, op.key, op.actual_seq_lengths_query, op.actual_seq_lengths_key);
 }
 
-inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::*length) {
+inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* length) {
   int64_t result = 0;
   for (const auto& sequence : sequences) {
     result = std::max(result, sequence.*length);

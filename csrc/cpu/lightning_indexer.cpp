@@ -143,8 +143,7 @@ void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
            begin += workers * block) {
         const int64_t tokens = std::min(block, sequence.query_length - begin);
         for (int64_t slot = 0; slot < tokens; ++slot) {
-          scorer.load(slot, queries, weights, begin + slot,
-                      sequence.query_begin + begin + slot);
+          scorer.load(slot, queries, weights, begin + slot, sequence.query_begin + begin + slot);
         }
         // In both modes the last token of a block sees the most keys.
         const int64_t end = visible_keys(sequence, mode, begin + tokens - 1);

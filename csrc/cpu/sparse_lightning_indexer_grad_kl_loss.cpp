@@ -223,9 +223,9 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
                                                               std::min(slots, max_keys));
           }
           const auto mode = static_cast<SparseMode>(op.sparse_mode);
-          losses[token] = (*own)(rows, weights, token, sequence.query_begin + token,
-                                 std::min(slots, visible_keys(sequence, mode, token)), d_keys,
-                                 worker, outputs);
+          losses[token] =
+              (*own)(rows, weights, token, sequence.query_begin + token,
+                     std::min(slots, visible_keys(sequence, mode, token)), d_keys, worker, outputs);
         });
     loss = std::accumulate(losses.begin(), losses.begin() + sequence.query_length, loss);
   }

@@ -108,8 +108,8 @@ class TopK {
     sorted_.resize(selected_.size());
     for (size_t shift = 0; shift < 8 * sizeof(Rank); shift += 8) {
       const auto bucket = [shift](Rank rank) {
-        return static_cast<uint8_t>(~((static_cast<Digits>(rank) ^ static_cast<Digits>(kLowest)) >>
-                                      shift));
+        return static_cast<uint8_t>(
+            ~((static_cast<Digits>(rank) ^ static_cast<Digits>(kLowest)) >> shift));
       };
       std::array<size_t, 256> next{};
       for (const auto& selected : selected_) {

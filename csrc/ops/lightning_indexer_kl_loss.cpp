@@ -38,7 +38,8 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
       const auto query_length = query.sym_size(1).maybe_as_int();
       const auto key_length = key.sym_size(1).maybe_as_int();
       limits.rule("query", !query_length || !key_length || *query_length <= *key_length,
-                  "at most as many query tokens as key tokens");
+                  "at most as many query tokens as key tokens", query.sym_size(1), " and ",
+                  key.sym_size(1));
     }
   }
   return {at::empty_symint(query_index.sym_sizes(), query_index.options()),

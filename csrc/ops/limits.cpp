@@ -3,8 +3,6 @@
 #include <array>
 #include <atomic>
 
-#include "ops/error.h"
-
 namespace ascend_attn {
 namespace {
 
@@ -211,10 +209,7 @@ void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const 
     }
     expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
-  raise(Violation::type, op_, argument,
-        c10::str("expected dtype ", expected, " on Ascend ", product_name(product_), ", got ",
-                 dtype_name(dtype),
-                 "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
+  reject(Violation::type, argument, "dtype " + expected, std::string(dtype_name(dtype)));
 }
 
 void LimitsCheck::size(std::string_view argument, std::string_view quantity,
@@ -228,20 +223,18 @@ void LimitsCheck::size(std::string_view argument, std::string_view quantity,
   }
   for (const auto& limit : limits_->limits) {
     if (limit.quantity == quantity && !limit.allowed.contains(*known)) [[unlikely]] {
-      raise(Violation::value, op_, argument,
-            c10::str("expected ", quantity, " (", limit.meaning, ") to be ", limit.allowed.text(),
-                     " on Ascend ", product_name(product_), ", got ", *known,
-                     "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
+      reject(Violation::value, argument,
+             c10::str(quantity, " (", limit.meaning, ") to be ", limit.allowed.text()),
+             std::to_string(*known));
     }
   }
 }
 
-void LimitsCheck::rule(std::string_view argument, bool holds, std::string_view expected) const {
-  if (limits_ && !holds) [[unlikely]] {
-    raise(Violation::value, op_, argument,
-          c10::str("expected ", expected, " on Ascend ", product_name(product_),
-                   "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
-  }
+void LimitsCheck::reject(Violation violation, std::string_view argument,
+                         const std::string& expected, const std::string& got) const {
+  raise(violation, op_, argument,
+        c10::str("expected ", expected, " on Ascend ", product_name(product_), ", got ", got,
+                 "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
 }
 
 }  // namespace ascend_attn

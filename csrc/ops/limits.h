@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "ops/error.h"
+
 namespace ascend_attn {
 
 enum class Product : uint8_t { A2 = 1, A3 = 2, P950 = 4, P310 = 8 };
@@ -86,9 +88,18 @@ class LimitsCheck {
   void dtype(std::string_view argument, c10::ScalarType dtype) const;
   void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value) const;
   // A rule that is more than a set of numbers.
-  void rule(std::string_view argument, bool holds, std::string_view expected) const;
+  template <typename... Got>
+  void rule(std::string_view argument, bool holds, std::string_view expected,
+            const Got&... got) const {
+    if (limits_ && !holds) [[unlikely]] {
+      reject(Violation::value, argument, std::string(expected), c10::str(got...));
+    }
+  }
 
  private:
+  [[noreturn]] void reject(Violation violation, std::string_view argument,
+                           const std::string& expected, const std::string& got) const;
+
   std::string_view op_;
   const OperatorLimits* limits_ = nullptr;
   Product product_ = Product::A2;

@@ -96,11 +96,13 @@ void check_sequence_lengths(std::string_view op, std::string_view argument, Layo
 void check_lengths_have_gradient(std::string_view op, std::string_view layout,
                                  const std::optional<at::Tensor>& lengths_query,
                                  const std::optional<at::Tensor>& lengths_key) {
-  check_value(
-      layout != "BSND" || !(lengths_query || lengths_key), op,
-      lengths_query ? kQueryLengths : kKeyLengths,
-      "expected None in layout BSND when a gradient is wanted, because the gradient ignores "
-      "lengths there; use layout TND for sequences of different lengths");
+  const auto& given = lengths_query ? lengths_query : lengths_key;
+  if (layout == "BSND" && given) {
+    raise(Violation::value, op, lengths_query ? kQueryLengths : kKeyLengths,
+          c10::str("expected None in layout BSND when a gradient is wanted, because the gradient "
+                   "ignores lengths there, got a tensor of shape ",
+                   given->sym_sizes(), "; use layout TND for sequences of different lengths"));
+  }
 }
 
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,

@@ -160,10 +160,10 @@ void SparseShapes::lengths_present(const Lengths& query_lengths, const Lengths& 
     if (!lengths.has_value()) {
       return;
     }
-    check_value(allowed_in_bsnd, op_, name,
-                "expected None in layout BSND, where the device ignores lengths; use layout TND "
-                "for sequences of different lengths");
     const auto given = count(name, *lengths);
+    check_value(allowed_in_bsnd, op_, name,
+                "expected None in layout BSND, where the device ignores lengths, got ", given,
+                " lengths; use layout TND for sequences of different lengths");
     const auto& batch = query_.tensor.sym_size(0);
     check_value(given.sym_eq(batch).expect_true(__FILE__, __LINE__), op_, name,
                 "expected one length per batch, ", batch, ", got ", given);

@@ -9,7 +9,6 @@ from .sequences import (
     compute_dtype,
     index_lists,
     leading_indices,
-    operand,
     rows,
     to_tokens,
     until_padding,
@@ -103,7 +102,7 @@ def lightning_indexer_grad(
         j = row.first_key + torch.tensor(leading, dtype=torch.long, device=q.device)
         d_y_i = d_y[i, : len(j)]
         s = q[i] @ k[j].T
-        d_s = operand(d_y_i * w[i, :, None] * (s > 0))
+        d_s = d_y_i * w[i, :, None] * (s > 0)
         d_w[i] = (torch.relu(s) * d_y_i).sum(-1)
         d_q[i] = d_s @ k[j]
         d_k.index_add_(0, j, d_s.T @ q[i])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -76,28 +74,6 @@ def until_padding(indices: list[int]) -> list[int]:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-_operand_dtype: ContextVar[torch.dtype | None] = ContextVar("operand_dtype", default=None)
-
-
-@contextmanager
-def rounded_operands(dtype: torch.dtype | None) -> Iterator[None]:
-    """In this block attention weights and dS are rounded to `dtype` before the second products.
-
-    So does the device, to the dtype of the inputs (spec, section 7). A test of half precision
-    evaluates the formulas in fp64 with this rounding and no other.
-    """
-    token = _operand_dtype.set(dtype)
-    try:
-        yield
-    finally:
-        _operand_dtype.reset(token)
-
-
-def operand(x: Tensor) -> Tensor:
-    dtype = _operand_dtype.get()
-    return x if dtype is None else x.to(dtype).to(x.dtype)
 
 
 def to_tokens(x: Tensor, layout: str, dtype: torch.dtype | None = None) -> Tensor:

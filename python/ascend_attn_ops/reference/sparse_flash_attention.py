@@ -13,7 +13,6 @@ from .sequences import (
     compute_dtype,
     index_lists,
     leading_indices,
-    operand,
     rows,
     statistics_from_tokens,
     statistics_to_tokens,
@@ -71,7 +70,7 @@ def sparse_flash_attention(
             s = scale_value * (q[i] @ k[pos].T)
             maximum = s.detach().amax(-1)
             e = torch.exp(s - maximum[:, None])
-            out[i] = operand(e) @ v[pos] / e.sum(-1, keepdim=True)
+            out[i] = e / e.sum(-1, keepdim=True) @ v[pos]
             softmax_max[i], softmax_sum[i] = maximum, e.detach().sum(-1)
 
     return (
@@ -132,10 +131,10 @@ def sparse_flash_attention_grad(
         if len(pos) > 0:
             p = torch.exp(scale_value * (q[i] @ k[pos].T) - maximum[i]) / total[i]
             delta = (d_o[i] * o[i]).sum(-1, keepdim=True)
-            d_s = operand(p * (d_o[i] @ v[pos].T - delta))
+            d_s = p * (d_o[i] @ v[pos].T - delta)
             d_q[i] = scale_value * (d_s @ k[pos])
             d_k.index_add_(0, pos, scale_value * (d_s.T @ q[i]))
-            d_v.index_add_(0, pos, operand(p).T @ d_o[i])
+            d_v.index_add_(0, pos, p.T @ d_o[i])
 
     d_query, d_query_rope = split_rope(d_q, query, query_rope)
     d_key, d_key_rope = split_rope(d_k, key, key_rope)

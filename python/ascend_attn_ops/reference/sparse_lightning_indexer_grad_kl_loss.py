@@ -14,7 +14,6 @@ from .sequences import (
     compute_dtype,
     index_lists,
     leading_indices,
-    operand,
     rows,
     statistics_to_tokens,
     to_tokens,
@@ -92,7 +91,7 @@ def sparse_lightning_indexer_grad_kl_loss(
         loss += (p_clamped * (p_clamped.log() - y_clamped.log())).sum()
 
         d = y - p
-        d_s = operand(d * w[i, :, None] * (s_index > 0))
+        d_s = d * w[i, :, None] * (s_index > 0)
         d_w[i] = (r * d).sum(-1)
         d_q[i] = d_s @ k_index[j]
         d_k.index_add_(0, j, d_s.T @ q_index[i])
