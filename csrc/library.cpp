@@ -37,4 +37,9 @@ TORCH_LIBRARY(ascend, m) {
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, bool deterministic=False) -> (Tensor d_query_index, "
       "Tensor d_key_index, Tensor d_weights, Tensor loss)");
+  m.def(
+      "scatter_pa_kv_cache_(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
+      "Tensor? value=None, Tensor(b!)? value_cache=None, *, Tensor? compress_lens=None, "
+      "Tensor? compress_seq_offset=None, Tensor? seq_lens=None, str cache_mode=\"Norm\", "
+      "str scatter_mode=\"None\", int[2] strides=[1, 1], int[2] offsets=[0, 0]) -> ()");
 }

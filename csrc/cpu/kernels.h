@@ -4,6 +4,7 @@
 
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
+#include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn::cpu {
@@ -15,5 +16,6 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs);
 void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLoss& op,
                                            SparseLightningIndexerGradKLLoss::Outputs& outputs);
+void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&);
 
 }  // namespace ascend_attn::cpu

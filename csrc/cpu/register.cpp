@@ -11,6 +11,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseFlashAttention, cpu::sparse_flash_attention>(m);
   register_kernel<SparseFlashAttentionGrad, cpu::sparse_flash_attention_grad>(m);
   register_kernel<SparseLightningIndexerGradKLLoss, cpu::sparse_lightning_indexer_grad_kl_loss>(m);
+  register_kernel<ScatterPaKvCache, cpu::scatter_pa_kv_cache>(m);
 }
 
 }  // namespace ascend_attn

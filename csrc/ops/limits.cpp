@@ -1,5 +1,6 @@
 #include "ops/limits.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -25,8 +26,9 @@ const Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
 // Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss and
-// SparseFlashAttentionGrad, and for the forward operators the sizes that feed those two.
-const std::array<OperatorLimits, 5> kTable{{
+// SparseFlashAttentionGrad, and for the forward operators the sizes that feed those two; the dtypes
+// of ScatterPaKvCache.
+const std::array<OperatorLimits, 6> kTable{{
     {"lightning_indexer",
      "aclnnLightningIndexer",
      kA2A3,
@@ -81,6 +83,13 @@ const std::array<OperatorLimits, 5> kTable{{
       kIndexHeads,
       kIndexDim,
       kTrainingCount}},
+    {"scatter_pa_kv_cache_",
+     "aclnnScatterPaKvCache",
+     kA2A3 | static_cast<uint8_t>(Product::P950),
+     {at::kHalf, at::kBFloat16, at::kChar},
+     {},
+     {at::kFloat, at::kByte, at::kShort, at::kUInt16, at::kInt, at::kUInt32, at::kFloat8_e5m2,
+      at::kFloat8_e4m3fn}},
 }};
 
 constexpr int64_t kNotSet = 0;
@@ -139,6 +148,14 @@ std::string Allowed::text() const {
   return list.empty() ? multiples : multiples + " or one of " + list;
 }
 
+std::vector<c10::ScalarType> OperatorLimits::dtypes_on(Product product) const {
+  auto all = dtypes;
+  if (product == Product::P950) {
+    all.insert(all.end(), more_dtypes_950.begin(), more_dtypes_950.end());
+  }
+  return all;
+}
+
 std::span<const OperatorLimits> limits_table() { return kTable; }
 
 std::optional<Product> product_in_force() {
@@ -181,11 +198,15 @@ void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const 
   if (!limits_) {
     return;
   }
+  const auto contains = [dtype](const std::vector<c10::ScalarType>& dtypes) {
+    return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
+  };
+  if (contains(limits_->dtypes) ||
+      (product_ == Product::P950 && contains(limits_->more_dtypes_950))) {
+    return;
+  }
   std::string expected;
-  for (const auto allowed : limits_->dtypes) {
-    if (allowed == dtype) {
-      return;
-    }
+  for (const auto allowed : limits_->dtypes_on(product_)) {
     expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
   raise(Violation::type, op_, argument,

@@ -47,15 +47,11 @@ SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgume
 }
 
 void SparseShapes::same_device(TensorArgument argument) const {
-  check_value(argument.tensor.device() == query_.tensor.device(), op_, argument.name,
-              "expected device ", query_.tensor.device(), " (", query_.name, "'s), got ",
-              argument.tensor.device());
+  check_same_device(op_, argument, query_);
 }
 
 void SparseShapes::same_dtype(TensorArgument argument) const {
-  check_type(argument.tensor.scalar_type() == query_.tensor.scalar_type(), op_, argument.name,
-             "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
-             "'s), got ", dtype_name(argument.tensor.scalar_type()));
+  check_same_dtype(op_, argument, query_);
 }
 
 void SparseShapes::weights_dtype(TensorArgument argument) const {
@@ -67,13 +63,7 @@ void SparseShapes::weights_dtype(TensorArgument argument) const {
 
 void SparseShapes::is_shape(TensorArgument argument, c10::SymIntArrayRef expected,
                             std::string_view meaning) const {
-  const auto sizes = argument.tensor.sym_sizes();
-  bool same = sizes.size() == expected.size();
-  for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
-    same = sizes[axis].sym_eq(expected[axis]).expect_true(__FILE__, __LINE__);
-  }
-  check_value(same, op_, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
-              sizes);
+  check_shape(op_, argument, expected, meaning);
 }
 
 c10::SymDimVector SparseShapes::query_tokens_and(std::initializer_list<c10::SymInt> rest) const {

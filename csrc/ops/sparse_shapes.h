@@ -14,18 +14,9 @@
 
 #include "ops/layout.h"
 #include "ops/limits.h"
+#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
-
-// An argument and the name that messages give it.
-struct TensorArgument {
-  const char* name;
-  const at::Tensor& tensor;
-};
-struct OptionalTensorArgument {
-  const char* name;
-  const std::optional<at::Tensor>& tensor;
-};
 
 // Checks one call of a sparse operator. Every method raises on the first rule that is violated.
 class SparseShapes {

@@ -6,12 +6,14 @@ and in fp32 otherwise. The functions have the signatures of the operators.
 """
 
 from .lightning_indexer import lightning_indexer, lightning_indexer_grad
+from .scatter_pa_kv_cache import scatter_pa_kv_cache_
 from .sparse_flash_attention import sparse_flash_attention, sparse_flash_attention_grad
 from .sparse_lightning_indexer_grad_kl_loss import sparse_lightning_indexer_grad_kl_loss
 
 __all__ = [
     "lightning_indexer",
     "lightning_indexer_grad",
+    "scatter_pa_kv_cache_",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
     "sparse_lightning_indexer_grad_kl_loss",
