@@ -11,7 +11,8 @@ from pathlib import Path
 # Building needs its headers and libraries only.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-from setuptools import setup
+import torch
+from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).parent
@@ -41,19 +42,38 @@ def npu_extension() -> CppExtension | None:
     if spec is None or spec.origin is None or not sources("npu/"):
         return None
     torch_npu = Path(spec.origin).parent
+    # System headers, so that their warnings are not ours.
+    includes = ["", "/third_party/op-plugin", "/third_party/acl/inc"]
     return CppExtension(
         "ascend_attn_ops._npu",
         sources("npu/", "npu/aclnn/"),
-        include_dirs=[str(ROOT / "csrc"), str(torch_npu / "include")],
+        include_dirs=[str(ROOT / "csrc")],
         library_dirs=[str(torch_npu / "lib")],
         libraries=["torch_npu"],
-        extra_compile_args=COMPILE_ARGS,
+        extra_compile_args=[
+            *COMPILE_ARGS,
+            *(f"-isystem{torch_npu}/include{folder}" for folder in includes),
+            # The torch version that torch_npu's headers are asked for, by the name they give it.
+            f"-DCURRENT_VERSION=V{'R'.join(torch.__version__.split('.')[:2])}",
+        ],
+        extra_link_args=["-Wl,-rpath,$ORIGIN"],
     )
+
+
+class Build(BuildExtension):
+    """Links `_npu` to `_C`, which has the schemas, the checks and the limits that it uses."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name.endswith("._npu"):
+            core = Path(self.get_ext_fullpath("ascend_attn_ops._C"))
+            ext.library_dirs.append(str(core.parent))
+            ext.extra_link_args.append(f"-l:{core.name}")
+        super().build_extension(ext)
 
 
 setup(
     ext_modules=[module for module in (core_extension(), npu_extension()) if module],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    cmdclass={"build_ext": Build.with_options(use_ninja=True)},
     package_dir={"": "python"},
     zip_safe=False,
 )

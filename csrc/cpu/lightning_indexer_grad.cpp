@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <vector>
@@ -19,26 +20,18 @@ class Gradient {
 
   IndexerGradient<Input, Operand>& of_token() { return gradient_; }
 
-  // Adds the gradients of the keys that the first `count` indices name; -1 names none.
+  // Adds the gradients of the keys that the first `slots` indices name; the first -1 ends them.
   void add_keys(const TokenRows<Input>& key, const int32_t* indices, const Input* d_values,
-                int64_t count, ParallelScatterAdd<T>& d_keys, int64_t worker) {
+                int64_t slots, ParallelScatterAdd<T>& d_keys, int64_t worker) {
     constexpr int64_t max_keys = IndexerGradient<Input, Operand>::kMaxKeys;
-    std::array<int32_t, max_keys> positions;
     std::array<T, max_keys> d_scores;
-    for (int64_t next = 0; next < count;) {
-      int64_t keys = 0;
-      for (; next < count && keys < max_keys; ++next) {
-        if (indices[next] != -1) {
-          positions[keys] = indices[next];
-          d_scores[keys] = static_cast<T>(d_values[next]);
-          ++keys;
-        }
-      }
-      if (keys > 0) {
-        gradient_.load_keys(key, positions.data(), keys);
-        gradient_.logits(logits_);
-        gradient_.add(logits_, d_scores.data(), d_keys, worker, positions.data());
-      }
+    const int64_t count = std::find(indices, indices + slots, -1) - indices;
+    for (int64_t begin = 0; begin < count; begin += max_keys) {
+      const int64_t keys = std::min(max_keys, count - begin);
+      convert(d_values + begin, d_scores.data(), keys);
+      gradient_.load_keys(key, indices + begin, keys);
+      gradient_.logits(logits_);
+      gradient_.add(logits_, d_scores.data(), d_keys, worker, indices + begin);
     }
   }
 

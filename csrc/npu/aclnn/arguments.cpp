@@ -1,0 +1,80 @@
+#include "npu/aclnn/arguments.h"
+
+#include <c10/util/Exception.h>
+#include <op_plugin/utils/op_api_common_base.h>
+
+#include <algorithm>
+
+namespace ascend_attn::aclnn {
+namespace {
+
+// The makers of handles, found once.
+struct Makers {
+  _aclCreateTensor create_tensor = find<_aclCreateTensor>("aclCreateTensor");
+  _aclDestroyTensor destroy_tensor = find<_aclDestroyTensor>("aclDestroyTensor");
+  _aclCreateIntArray create_int_array = find<_aclCreateIntArray>("aclCreateIntArray");
+  _aclDestroyIntArray destroy_int_array = find<_aclDestroyIntArray>("aclDestroyIntArray");
+
+  template <typename Pointer>
+  static Pointer find(const char* name) {
+    return reinterpret_cast<Pointer>(GetOpApiFuncAddr(name));
+  }
+};
+
+const Makers& makers() {
+  static const Makers instance;
+  return instance;
+}
+
+}  // namespace
+
+void Destroy::operator()(Tensor tensor) const { makers().destroy_tensor(tensor); }
+void Destroy::operator()(IntArray array) const { makers().destroy_int_array(array); }
+
+TensorArgument::TensorArgument(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return;
+  }
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  TORCH_CHECK_VALUE(sizes.size() <= kMaxDimensions, "ascend: expected at most ", kMaxDimensions,
+                    " dimensions, got ", sizes.size());
+  device_ = tensor.device();
+  dtype_ = ConvertType(tensor.scalar_type());
+  offset_ = tensor.storage_offset();
+  dimensions_ = sizes.size();
+  std::ranges::copy(sizes, sizes_.begin());
+  std::ranges::copy(strides, strides_.begin());
+  const auto& storage = tensor.storage();
+  storage_ = const_cast<void*>(storage.data());
+  storage_elements_ = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
+}
+
+TensorHandle TensorArgument::create() const {
+  if (!device_) {
+    return nullptr;
+  }
+  return TensorHandle(makers().create_tensor(
+      sizes_.data(), dimensions_, static_cast<aclDataType>(dtype_), strides_.data(), offset_,
+      ACL_FORMAT_ND, &storage_elements_, 1, storage_));
+}
+
+IntArrayArgument::IntArrayArgument(std::optional<at::IntArrayRef> values) {
+  if (values) {
+    values_.emplace(values->begin(), values->end());
+  }
+}
+
+IntArrayArgument::IntArrayArgument(c10::SymIntArrayRef values) {
+  values_.emplace();
+  for (const auto& value : values) {
+    values_->push_back(value.expect_int());
+  }
+}
+
+IntArrayHandle IntArrayArgument::create() const {
+  return IntArrayHandle(values_ ? makers().create_int_array(values_->data(), values_->size())
+                                : nullptr);
+}
+
+}  // namespace ascend_attn::aclnn

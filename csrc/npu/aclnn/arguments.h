@@ -1,0 +1,111 @@
+// Arguments of an aclnn call: what a caller passes for each C type, and the handle made of it.
+//
+// A call may run later, on the thread of torch_npu's task queue, so that every argument owns what it
+// needs. It does not own the memory of tensors: that is freed and reused in stream order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/OptionalArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <concepts>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "npu/aclnn/prototypes.h"
+
+namespace ascend_attn::aclnn {
+
+struct Destroy {
+  void operator()(Tensor tensor) const;
+  void operator()(IntArray array) const;
+};
+using TensorHandle = std::unique_ptr<const aclTensor, Destroy>;
+using IntArrayHandle = std::unique_ptr<const aclIntArray, Destroy>;
+
+// A tensor, or none.
+class TensorArgument {
+ public:
+  TensorArgument(const at::Tensor& tensor);
+  TensorArgument(const std::optional<at::Tensor>& tensor)
+      : TensorArgument(tensor ? *tensor : at::Tensor()) {}
+  TensorArgument(std::nullopt_t) : TensorArgument(at::Tensor()) {}
+
+  TensorHandle create() const;
+  const std::optional<c10::Device>& device() const { return device_; }
+
+ private:
+  // No aclnn function of attention takes more.
+  static constexpr size_t kMaxDimensions = 6;
+
+  std::optional<c10::Device> device_;  // absent: no tensor
+  void* storage_ = nullptr;
+  int dtype_ = 0;
+  int64_t storage_elements_ = 0;
+  int64_t offset_ = 0;
+  uint64_t dimensions_ = 0;
+  std::array<int64_t, kMaxDimensions> sizes_;
+  std::array<int64_t, kMaxDimensions> strides_;
+};
+
+// A list of integers on the host, or none.
+class IntArrayArgument {
+ public:
+  IntArrayArgument(std::optional<at::IntArrayRef> values);
+  IntArrayArgument(c10::SymIntArrayRef values);
+
+  IntArrayHandle create() const;
+
+ private:
+  std::optional<c10::SmallVector<int64_t, 8>> values_;
+};
+
+class TextArgument {
+ public:
+  TextArgument(std::string_view text) : text_(text) {}
+
+  // aclnn declares its texts as char* and does not write to them.
+  char* create() const { return const_cast<char*>(text_.c_str()); }
+
+ private:
+  std::string text_;
+};
+
+// A number of exactly that type: C's conversions would hide an argument in the wrong place.
+template <typename T>
+class NumberArgument {
+ public:
+  template <std::same_as<T> U>
+  NumberArgument(U value) : value_(value) {}
+
+  T create() const { return value_; }
+
+ private:
+  T value_;
+};
+
+template <typename Parameter>
+struct ArgumentOf {
+  using type = NumberArgument<Parameter>;
+};
+template <>
+struct ArgumentOf<Tensor> {
+  using type = TensorArgument;
+};
+template <>
+struct ArgumentOf<IntArray> {
+  using type = IntArrayArgument;
+};
+template <>
+struct ArgumentOf<Text> {
+  using type = TextArgument;
+};
+
+// What a caller passes where the prototype has `Parameter`.
+template <typename Parameter>
+using Argument = typename ArgumentOf<Parameter>::type;
+
+}  // namespace ascend_attn::aclnn

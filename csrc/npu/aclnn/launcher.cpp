@@ -1,0 +1,251 @@
+#include "npu/aclnn/launcher.h"
+
+#include <ATen/Context.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+#include <op_plugin/utils/op_api_common_base.h>
+#include <torch_npu/csrc/core/npu/NPUException.h>
+#include <torch_npu/csrc/core/npu/NPUWorkspaceAllocator.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include "npu/product.h"
+#include "ops/error.h"
+
+namespace ascend_attn::aclnn {
+namespace {
+
+// A function of CANN's operator library, or null: a customer's libcust_opapi.so comes before
+// libopapi.so.
+template <typename Signature>
+Signature* find(const char* name) {
+  return reinterpret_cast<Signature*>(GetOpApiFuncAddr(name));
+}
+
+// CANN's message for the latest error of this thread, on one line.
+std::string recent_error() {
+  const char* message = c10_npu::c10_npu_get_error_message();
+  std::string text = message && *message ? message : "CANN gave no message";
+  std::ranges::replace(text, '\n', ' ');
+  return text;
+}
+
+void check_status(const Function& function, const char* phase, int status) {
+  if (status != 0) [[unlikely]] {
+    raise(Violation::runtime, function.op, function.name + phase, recent_error(),
+          static_cast<Status>(status));
+  }
+}
+
+// The first failure on a thread of the task queue, for the rest of the process. torch_npu reports it at
+// the next synchronisation, by the function's name alone, and from then on drops all work without a
+// word: a later call must not appear to succeed.
+class QueueFailure {
+ public:
+  static QueueFailure& instance() {
+    static QueueFailure failure;
+    return failure;
+  }
+
+  void set(const char* what) {
+    const std::lock_guard lock(mutex_);
+    if (!failed_) {
+      message_ = what;
+      failed_ = true;
+    }
+  }
+
+  void check(const Function& function) {
+    if (failed_) [[unlikely]] {
+      const std::lock_guard lock(mutex_);
+      raise(Violation::runtime, function.op, function.name,
+            "torch_npu's task queue has stopped, after: " + message_, Status::runtime);
+    }
+  }
+
+ private:
+  std::atomic<bool> failed_ = false;
+  std::mutex mutex_;
+  std::string message_;
+};
+
+// Hands `task` to the task queue; without a queue it runs at once.
+template <typename Task>
+void run(const Function& function, bool queued, Task task) {
+  if (!queued) {
+    RunAclCall(function.name, std::move(task));
+    return;
+  }
+  RunAclCall(function.name, [task = std::move(task)] {
+    try {
+      return task();
+    } catch (const c10::Error& error) {
+      QueueFailure::instance().set(error.what_without_backtrace());
+      throw;
+    }
+  });
+}
+
+// What the caller's thread has to say about determinism. The queue's thread has no view of it.
+struct Determinism {
+  uint32_t level = c10_npu::GetDeterministicLevel();
+  bool algorithms = at::globalContext().deterministicAlgorithms();
+
+  void apply() const { at_npu::native::ApplyDeterministicLevel(level, algorithms, true); }
+};
+
+// Device memory for one call. On the caller's thread it comes from the caching allocator, on the
+// queue's thread, where the caller's stream is not the current one, from the block that torch_npu
+// keeps for the stream. (That block survives no failure: once it could not grow, it gives nothing.)
+class Workspace {
+ public:
+  static Workspace on_caller(uint64_t size) {
+    Workspace workspace;
+    workspace.block_ = c10::GetAllocator(c10::DeviceType::PrivateUse1)->allocate(size);
+    return workspace;
+  }
+  static Workspace on_queue(uint64_t size, aclrtStream stream) {
+    Workspace workspace;
+    workspace.of_stream_ = at_npu::native::allocate_workspace(size, stream);
+    return workspace;
+  }
+
+  void* address() const {
+    return of_stream_.defined() ? of_stream_.storage().mutable_data() : block_.get();
+  }
+
+ private:
+  c10::DataPtr block_;
+  at::Tensor of_stream_;
+};
+
+// What the first phase leaves for the second.
+class Prepared {
+ public:
+  Prepared() = default;
+  ~Prepared() {
+    static const auto destroy = find<int(aclOpExecutor*)>("aclDestroyAclOpExecutor");
+    if (executor && destroy) {
+      destroy(executor);
+    }
+  }
+  Prepared(const Prepared&) = delete;
+  Prepared& operator=(const Prepared&) = delete;
+
+  uint64_t workspace_size = 0;
+  aclOpExecutor* executor = nullptr;
+  Workspace workspace;
+};
+
+// CANN can keep executors for later calls. torch_npu switches that off for the functions of sparse
+// attention (tests/npu/test_npu_conformance.py records it), and so do we: without this the first phase
+// would file its executor under the key that an earlier operator of this thread has left.
+void keep_no_executor() {
+  static const auto enter = find<void()>("InitPTACacheThreadLocal");
+  static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
+  if (enter && set_hash) {
+    enter();
+    set_hash(0);
+  }
+}
+
+// What torch_npu sets up on the thread of a first phase: its pool of host memory for executors, and
+// their cache.
+struct FirstPhaseScope {
+  FirstPhaseScope() {
+    keep_no_executor();
+    InitExecCommonCtx();
+  }
+  ~FirstPhaseScope() { UnInitExecCommonCtx(); }
+  FirstPhaseScope(const FirstPhaseScope&) = delete;
+  FirstPhaseScope& operator=(const FirstPhaseScope&) = delete;
+};
+
+void prepare(Call& call, const Determinism& determinism, Prepared& prepared) {
+  determinism.apply();
+  const FirstPhaseScope scope;
+  check_status(call.function(), "GetWorkspaceSize",
+               call.first_phase(&prepared.workspace_size, &prepared.executor));
+}
+
+// The second phase, which consumes the executor whatever it returns.
+int execute(Call& call, Prepared& prepared, aclrtStream stream) {
+  using SecondPhase = int(void*, uint64_t, aclOpExecutor*, aclrtStream);
+  const int status = reinterpret_cast<SecondPhase*>(call.function().second_phase)(
+      prepared.workspace.address(), prepared.workspace_size,
+      std::exchange(prepared.executor, nullptr), stream);
+  call.release();
+  prepared.workspace = {};
+  ReleaseExecCommonCtx();
+  check_status(call.function(), "", status);
+  return status;
+}
+
+}  // namespace
+
+Function::Function(const char* op, const char* name)
+    : op(op),
+      name(name),
+      first_phase(GetOpApiFuncAddr((this->name + "GetWorkspaceSize").c_str())),
+      second_phase(GetOpApiFuncAddr(name)) {
+  const auto soc = soc_name();
+  if (!product_of_soc(soc)) {
+    raise(Violation::not_implemented, op, "product",
+          c10::str("expected Ascend 910B, 910_93, 950 or 310P, got SoC '", soc, "'"));
+  }
+  if (!first_phase || !second_phase) {
+    raise(Violation::not_implemented, op, name,
+          "is not in this CANN (needs one whose libopapi.so, or a libcust_opapi.so, has it)",
+          Status::runtime);
+  }
+}
+
+void check_device(const Function& function, int position, const c10::Device& device,
+                  std::optional<c10::Device>& first) {
+  if (!first) {
+    first = device;
+  }
+  if (device != *first || !device.is_privateuseone()) [[unlikely]] {
+    raise(Violation::value, function.op, c10::str("argument ", position, " of ", function.name),
+          c10::str("expected a tensor on ", *first, ", got one on ", device));
+  }
+}
+
+void enqueue(c10::Device device, std::shared_ptr<Call> call) {
+  const auto& function = call->function();
+  QueueFailure::instance().check(function);
+  const c10::DeviceGuard guard(device);
+  auto* const stream = GetAclStream();
+  const Determinism determinism;
+  const auto level = OpApiGetTaskQueueEnable();
+  if (level == 2) {
+    run(function, /*queued=*/true, [call = std::move(call), determinism, stream] {
+      InitExecSubTheadCtx(stream);
+      Prepared prepared;
+      prepare(*call, determinism, prepared);
+      if (prepared.workspace_size != 0) {
+        prepared.workspace = Workspace::on_queue(prepared.workspace_size, stream);
+      }
+      return execute(*call, prepared, stream);
+    });
+    return;
+  }
+  auto prepared = std::make_shared<Prepared>();
+  prepare(*call, determinism, *prepared);
+  if (prepared->workspace_size != 0) {
+    prepared->workspace = Workspace::on_caller(prepared->workspace_size);
+  }
+  run(function, /*queued=*/level == 1,
+      [call = std::move(call), prepared = std::move(prepared), stream] {
+        InitExecSubTheadCtx(stream);
+        return execute(*call, *prepared, stream);
+      });
+}
+
+}  // namespace ascend_attn::aclnn

@@ -1,0 +1,100 @@
+// The NPU's kernels: one aclnn call each, its arguments in the order of the prototype.
+#include <ATen/Context.h>
+
+#include "npu/aclnn/launcher.h"
+#include "ops/error.h"
+#include "ops/lightning_indexer.h"
+#include "ops/lightning_indexer_kl_loss.h"
+#include "ops/limits.h"
+#include "ops/operator.h"
+#include "ops/sparse_flash_attention.h"
+
+namespace ascend_attn {
+namespace {
+
+using aclnn::launch;
+
+// The argument asks for it, or torch.use_deterministic_algorithms does.
+template <typename Op>
+bool deterministic(const Op& op) {
+  return op.deterministic || at::globalContext().deterministicAlgorithms();
+}
+
+// The device reads the keys in place of the values, as in absorbed multi-head latent attention: other
+// values would give wrong numbers without a word.
+template <typename Op>
+void check_value_is_key(const Op& op) {
+  const bool same = op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&
+                    op.value.strides() == op.key.strides() &&
+                    op.value.storage_offset() == op.key.storage_offset();
+  check_implemented(same || !product_in_force(), Op::name, "value",
+                    "expected key itself (absorbed multi-head latent attention), got a tensor of "
+                    "its own; the CPU accepts any value");
+}
+
+void compute(const SparseFlashAttention& op, SparseFlashAttention::Outputs& outputs) {
+  check_value_is_key(op);
+  constexpr int64_t kAbsorbed = 2;
+  constexpr bool kReturnSoftmaxLse = true;
+  const auto& [out, softmax_max, softmax_sum] = outputs;
+  launch<aclnn::SparseFlashAttention>(
+      op.query, op.key, op.value, op.sparse_indices, std::nullopt, op.actual_seq_lengths_query,
+      op.actual_seq_lengths_key, op.query_rope, op.key_rope, op.scale_value, op.sparse_block_size,
+      op.layout, op.layout, op.sparse_mode, op.pre_tokens, op.next_tokens, kAbsorbed,
+      kReturnSoftmaxLse, out, softmax_max, softmax_sum);
+}
+
+void compute(const SparseFlashAttentionGrad& op, SparseFlashAttentionGrad::Outputs& outputs) {
+  check_value_is_key(op);
+  const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
+  launch<aclnn::SparseFlashAttentionGrad>(
+      op.query, op.key, op.value, op.sparse_indices, op.d_out, op.out, op.softmax_max,
+      op.softmax_sum, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.query_rope,
+      op.key_rope, op.scale_value, op.sparse_block_size, op.layout, op.sparse_mode, op.pre_tokens,
+      op.next_tokens, deterministic(op), d_query, d_key, d_value, d_query_rope, d_key_rope);
+}
+
+void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
+  const auto& [sparse_indices, sparse_values] = outputs;
+  launch<aclnn::LightningIndexer>(
+      op.query, op.key, op.weights, op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+      std::nullopt, op.layout, op.layout, op.sparse_count.expect_int(), op.sparse_mode,
+      op.pre_tokens, op.next_tokens, op.return_values, sparse_indices, sparse_values);
+}
+
+void compute(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs) {
+  const auto& [d_query, d_key, d_weights] = outputs;
+  launch<aclnn::LightningIndexerGrad>(
+      op.query, op.key, op.d_values, op.sparse_indices, op.weights, op.actual_seq_lengths_query,
+      op.actual_seq_lengths_key, op.query.size(-2), op.layout, op.sparse_mode, op.pre_tokens,
+      op.next_tokens, deterministic(op), d_query, d_key, d_weights);
+}
+
+void compute(const SparseLightningIndexerGradKLLoss& op,
+             SparseLightningIndexerGradKLLoss::Outputs& outputs) {
+  // The lists are not optional for the device: without sequences they are empty.
+  const auto lengths = [](at::OptionalSymIntArrayRef list) {
+    return list ? *list : c10::SymIntArrayRef();
+  };
+  const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
+  launch<aclnn::SparseLightningIndexerGradKLLoss>(
+      op.query, op.key, op.query_index, op.key_index, op.weights, op.sparse_indices, op.softmax_max,
+      op.softmax_sum, op.query_rope, op.key_rope, lengths(op.actual_seq_lengths_query),
+      lengths(op.actual_seq_lengths_key), op.scale_value, op.layout, op.sparse_mode, op.pre_tokens,
+      op.next_tokens, deterministic(op), d_query_index, d_key_index, d_weights, loss);
+}
+
+template <typename... Ops>
+void register_npu(torch::Library& library) {
+  (register_kernel<Ops, static_cast<void (*)(const Ops&, typename Ops::Outputs&)>(&compute)>(
+       library),
+   ...);
+}
+
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
+               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss>(m);
+}
+
+}  // namespace
+}  // namespace ascend_attn

@@ -1,0 +1,28 @@
+// What Python asks of the NPU build. Loading it tells the checks which product this process has.
+#include <op_plugin/utils/op_api_common_base.h>
+#include <torch/extension.h>
+#include <torch_npu/csrc/core/npu/GetCANNInfo.h>
+
+#include <string>
+
+#include "npu/product.h"
+
+namespace ascend_attn {
+namespace {
+
+bool has_aclnn(const std::string& name) {
+  return GetOpApiFuncAddr((name + "GetWorkspaceSize").c_str()) && GetOpApiFuncAddr(name.c_str());
+}
+
+}  // namespace
+}  // namespace ascend_attn
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace ascend_attn;
+  m.def("soc_name", &soc_name);
+  m.def("cann_version", [] { return GetCANNVersion("CANN"); });
+  m.def("has_aclnn", &has_aclnn, "Whether the CANN of this process has an aclnn function.");
+  if (const auto product = product_of_soc(soc_name())) {
+    set_device_product(*product);
+  }
+}

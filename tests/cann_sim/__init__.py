@@ -1,0 +1,100 @@
+"""A simulated CANN for the real torch_npu: see README.md beside this file.
+
+A process uses it when it was started with `environment()`. Within such a process this module
+controls the simulation: `recorded_calls`, `live_handles`, `fail`, `computing`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent / "build"
+BUILD = ROOT / "lib64"
+
+
+def package_folder(name: str) -> Path:
+    """Where a Python package is installed, without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(name)
+    return Path(spec.origin).parent
+
+
+def environment(task_queue: int = 1, soc: str = "Ascend910B2") -> dict[str, str]:
+    """What the environment of a process must hold, from its start, to run on the simulation."""
+    path = os.environ.get("LD_LIBRARY_PATH")
+    return {
+        "LD_LIBRARY_PATH": f"{BUILD}:{path}" if path else str(BUILD),
+        "ASCEND_HOME_PATH": str(ROOT),
+        "ASCEND_OPP_PATH": str(ROOT / "opp"),
+        "TASK_QUEUE_ENABLE": str(task_queue),
+        "CANN_SIM_SOC": soc,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libopapi.so")
+    library.cann_sim_take_log.restype = ctypes.c_char_p
+    library.cann_sim_live_handles.restype = ctypes.c_char_p
+    return library
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[dict[str, Any]]]:
+    """The aclnn calls of the block, in order; the list is filled when the block ends.
+
+    Entries: {"phase": 1, "function", "arguments": {name: value}, "device", "deterministic"},
+    {"phase": 2, "function", "stream", "device", "workspace"}, and {"step": name} for the functions
+    that torch_npu calls around them.
+    """
+    import torch
+
+    calls: list[dict[str, Any]] = []
+    torch.npu.synchronize()
+    _library().cann_sim_start_log()
+    try:
+        yield calls
+        torch.npu.synchronize()
+    finally:
+        calls += json.loads(_library().cann_sim_take_log())
+
+
+def live_handles() -> dict[str, int]:
+    """How many handles of each kind exist now, once the task queue is empty."""
+    import torch
+
+    torch.npu.synchronize()
+    counts: dict[str, int] = json.loads(_library().cann_sim_live_handles())
+    return counts
+
+
+@contextmanager
+def fail(
+    function: str = "", phase: int = 1, status: int = 561002, message: str = "", times: int = 1
+) -> Iterator[None]:
+    """The next calls of `function` fail in that phase; in phase 0 their workspace is too large."""
+    _library().cann_sim_fail(function.encode(), phase, status, message.encode(), times)
+    try:
+        yield
+    finally:
+        _library().cann_sim_no_faults()
+
+
+@contextmanager
+def computing(on: bool) -> Iterator[None]:
+    """Whether the second phase computes: off, a call costs its host time alone."""
+    _library().cann_sim_set_computing(on)
+    try:
+        yield
+    finally:
+        _library().cann_sim_set_computing(True)

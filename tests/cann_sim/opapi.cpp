@@ -1,0 +1,432 @@
+// The two phases of every aclnn function, and the controls that tests use.
+#include "opapi.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "json.h"
+#include "ops/limits.h"
+#include "runtime.h"
+
+namespace cann_sim {
+namespace {
+
+constexpr int kNullPointer = 161001;
+constexpr int kInvalid = 161002;
+constexpr int kRuntime = 361001;
+constexpr uint64_t kMoreThanThereIs = uint64_t{1} << 40;
+
+struct Fault {
+  std::string function;  // "" is every function
+  int phase;             // 0: the first phase asks for more workspace than the device has
+  int status;
+  std::string message;
+  int remaining;
+};
+
+// What tests set and read.
+struct Control {
+  std::mutex mutex;
+  std::vector<Fault> faults;
+  std::vector<std::string> log;  // JSON objects
+  bool logging = false;
+  std::atomic<bool> computing{true};
+};
+
+Control& control() {
+  static auto* instance = new Control;
+  return *instance;
+}
+
+}  // namespace
+}  // namespace cann_sim
+
+struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
+  aclOpExecutor(const cann_sim::Function& function, std::vector<cann_sim::Value> values,
+                uint64_t workspace_size)
+      : function(function), values(std::move(values)), workspace_size(workspace_size) {}
+
+  const cann_sim::Function& function;
+  std::vector<cann_sim::Value> values;
+  uint64_t workspace_size;
+};
+
+namespace cann_sim {
+namespace {
+
+at::ScalarType scalar_type(aclDataType dtype) {
+  switch (dtype) {
+    case ACL_FLOAT:
+      return at::kFloat;
+    case ACL_FLOAT16:
+      return at::kHalf;
+    case ACL_BF16:
+      return at::kBFloat16;
+    case ACL_DOUBLE:
+      return at::kDouble;
+    case ACL_INT8:
+      return at::kChar;
+    case ACL_UINT8:
+      return at::kByte;
+    case ACL_INT32:
+      return at::kInt;
+    case ACL_INT64:
+      return at::kLong;
+    case ACL_BOOL:
+      return at::kBool;
+    default:
+      TORCH_CHECK(false, "the simulation has no dtype ", static_cast<int>(dtype));
+  }
+}
+
+std::string dtype_name(aclDataType dtype) {
+  return c10::str(scalar_type(dtype));
+}
+
+Json json_of(const Value& value) {
+  return std::visit(
+      [](const auto& held) -> Json {
+        using Held = std::decay_t<decltype(held)>;
+        if constexpr (std::is_same_v<Held, TensorView>) {
+          return Json::object({{"dtype", dtype_name(held.dtype)},
+                               {"sizes", Json::array(held.sizes)},
+                               {"strides", Json::array(held.strides)},
+                               {"offset", held.offset},
+                               {"storage_sizes", Json::array(held.storage_sizes)},
+                               {"format", int64_t{held.format}},
+                               {"device", int64_t{device_of_address(held.data)}},
+                               {"address", reinterpret_cast<int64_t>(held.data)}});
+        } else if constexpr (std::is_same_v<Held, Scalar>) {
+          return Json::object({{"dtype", dtype_name(held.dtype)}, {"value", held.value}});
+        } else if constexpr (std::is_same_v<Held, std::vector<int64_t>>) {
+          return Json::array(held);
+        } else {
+          return held;
+        }
+      },
+      value);
+}
+
+// Appends to the log what `entry` makes, while a test listens.
+template <typename Entry>
+void log(Entry entry) {
+  if (std::lock_guard lock(control().mutex); control().logging) {
+    control().log.push_back(entry().text());
+  }
+}
+
+void log_step(std::string_view step) {
+  log([&] { return Json::object({{"step", std::string(step)}}); });
+}
+
+// The fault that a test planted for this call, counted down.
+std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
+  const std::lock_guard lock(control().mutex);
+  for (auto& fault : control().faults) {
+    if (fault.remaining > 0 && fault.phase == phase &&
+        (fault.function.empty() || fault.function == function)) {
+      --fault.remaining;
+      return std::make_unique<Fault>(fault);
+    }
+  }
+  return nullptr;
+}
+
+int failure(int status, std::string message) {
+  set_error_message(std::move(message));
+  return status;
+}
+
+bool is_required(Kind kind) { return kind == Kind::input || kind == Kind::output; }
+
+int check_values(const Function& function, const std::vector<Value>& values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto& argument = function.arguments.at(i);
+    if (is_required(argument.kind) && std::holds_alternative<std::nullptr_t>(values[i])) {
+      return failure(kNullPointer, c10::str(function.name, ": ", argument.name, " is nullptr"));
+    }
+    const auto* view = std::get_if<TensorView>(&values[i]);
+    if (view && !argument.dtypes.empty() &&
+        std::ranges::find(argument.dtypes, view->dtype) == argument.dtypes.end()) {
+      return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
+                                        dtype_name(view->dtype), " is not supported"));
+    }
+  }
+  return ACL_SUCCESS;
+}
+
+c10::IValue to_ivalue(const Value& value) {
+  return std::visit(
+      [&](const auto& held) -> c10::IValue {
+        using Held = std::decay_t<decltype(held)>;
+        if constexpr (std::is_same_v<Held, std::nullptr_t>) {
+          return {};
+        } else if constexpr (std::is_same_v<Held, TensorView>) {
+          return held.tensor();
+        } else if constexpr (std::is_same_v<Held, Scalar>) {
+          return at::isIntegralType(scalar_type(held.dtype), /*includeBool=*/true)
+                     ? c10::IValue(static_cast<int64_t>(held.value))
+                     : c10::IValue(held.value);
+        } else {
+          return held;
+        }
+      },
+      value);
+}
+
+bool is_absent(const Function& function, const std::vector<Value>& values, size_t i) {
+  const auto* list = std::get_if<std::vector<int64_t>>(&values[i]);
+  return function.arguments[i].kind == Kind::lengths && list && list->empty() &&
+         std::ranges::none_of(values, [](const Value& value) {
+           const auto* text = std::get_if<std::string>(&value);
+           return text && *text == "TND";
+         });
+}
+
+// Calls the PyTorch operator on views of the arguments and copies its results to the outputs.
+void compute(const Function& function, const std::vector<Value>& values) {
+  // The NPU path has checked the limits of its product, on a thread whose limits may be lifted.
+  const ascend_attn::LimitsScope no_limits(ascend_attn::limits_override_for(std::nullopt));
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      std::string(function.schema_name).c_str(), std::string(function.overload).c_str());
+  torch::jit::Stack stack;
+  for (const auto& parameter : op.schema().arguments()) {
+    size_t i = 0;
+    while (i < values.size() && function.arguments[i].schema != parameter.name()) {
+      ++i;
+    }
+    if (i < values.size()) {
+      stack.push_back(is_absent(function, values, i) ? c10::IValue() : to_ivalue(values[i]));
+    } else {
+      TORCH_CHECK(parameter.default_value(), function.schema_name, ": no value for ",
+                  parameter.name());
+      stack.push_back(*parameter.default_value());
+    }
+  }
+  op.callBoxed(stack);
+  auto result = stack.begin();
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto kind = function.arguments[i].kind;
+    if (kind != Kind::output && kind != Kind::optional_output) {
+      continue;
+    }
+    const auto* view = std::get_if<TensorView>(&values[i]);
+    if (view && result != stack.end()) {
+      const auto& computed = result->toTensor();
+      auto target = view->tensor();
+      if (kind == Kind::output || target.numel() == computed.numel()) {
+        target.copy_(computed.view(target.sizes()));
+      }
+    }
+    if (result != stack.end()) {
+      ++result;
+    }
+  }
+}
+
+int run(const aclOpExecutor& executor, void* workspace) {
+  if (workspace) {
+    // Whatever else lies there would be destroyed on a device as well.
+    std::memset(workspace, 0xA5, executor.workspace_size);
+  }
+  try {
+    compute(executor.function, executor.values);
+  } catch (const std::exception& error) {
+    return failure(kRuntime, c10::str(executor.function.name, ": ", error.what()));
+  }
+  return ACL_SUCCESS;
+}
+
+}  // namespace
+
+at::Tensor TensorView::tensor() const {
+  const auto options = at::TensorOptions().dtype(scalar_type(dtype));
+  auto* begin = static_cast<char*>(data) + offset * options.dtype().itemsize();
+  return at::from_blob(begin, sizes, strides, options);
+}
+
+Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::input, std::move(dtypes)};
+}
+Argument optional_input(std::string_view name, std::string_view schema,
+                        std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::optional_input, std::move(dtypes)};
+}
+Argument attribute(std::string_view name, std::string_view schema) {
+  return {name, schema, Kind::attribute};
+}
+Argument lengths(std::string_view name, std::string_view schema) {
+  return {name, schema, Kind::lengths};
+}
+Argument output(std::string_view name) { return {name, {}, Kind::output}; }
+Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
+
+Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
+Value value_of(const aclIntArray* array) { return array ? Value(array->values) : Value(nullptr); }
+Value value_of(const aclScalar* scalar) { return scalar ? Value(scalar->scalar) : Value(nullptr); }
+Value value_of(const char* text) { return text ? Value(std::string(text)) : Value(nullptr); }
+
+int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
+                   aclOpExecutor** executor) {
+  log([&] {
+    Json arguments = Json::object({});
+    for (size_t i = 0; i < values.size(); ++i) {
+      arguments.add(function.arguments.at(i).name, json_of(values[i]));
+    }
+    return Json::object({{"phase", int64_t{1}},
+                         {"function", std::string(function.name)},
+                         {"arguments", arguments},
+                         {"device", int64_t{current_device()}},
+                         {"deterministic", system_parameter(ACL_OPT_DETERMINISTIC)}});
+  });
+  if (const auto fault = take_fault(function.name, 1)) {
+    return failure(fault->status, fault->message);
+  }
+  if (const int status = check_values(function, values); status != ACL_SUCCESS) {
+    return status;
+  }
+  *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
+  *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
+  return ACL_SUCCESS;
+}
+
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
+            aclrtStream stream) {
+  // The second phase consumes the executor, whatever becomes of the call.
+  const std::shared_ptr<aclOpExecutor> owned(executor);
+  const auto& function = owned->function;
+  log([&] {
+    return Json::object({{"phase", int64_t{2}},
+                         {"function", std::string(function.name)},
+                         {"stream", int64_t{stream_id(stream)}},
+                         {"device", int64_t{device_of_stream(stream)}},
+                         {"workspace", static_cast<int64_t>(workspace_size)}});
+  });
+  if (const auto fault = take_fault(function.name, 2)) {
+    return failure(fault->status, fault->message);
+  }
+  if (workspace_size != owned->workspace_size ||
+      (workspace_size > 0 && device_of_address(workspace) != device_of_stream(stream))) {
+    return failure(kRuntime, c10::str(function.name, ": the workspace is not what was asked for"));
+  }
+  for (const auto& value : owned->values) {
+    const auto* view = std::get_if<TensorView>(&value);
+    if (view && !view->sizes.empty() && view->data &&
+        device_of_address(view->data) != device_of_stream(stream)) {
+      return failure(kRuntime, c10::str(function.name, ": a tensor of another device"));
+    }
+  }
+  if (!control().computing) {
+    return ACL_SUCCESS;
+  }
+  return submit(stream, [owned, workspace] { return run(*owned, workspace); });
+}
+
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataType dtype,
+                           const int64_t* strides, int64_t offset, aclFormat format,
+                           const int64_t* storage_sizes, uint64_t storage_dimensions, void* data) {
+  return new aclTensor({{sizes, sizes + dimensions},
+                        {strides, strides + dimensions},
+                        {storage_sizes, storage_sizes + storage_dimensions},
+                        offset,
+                        dtype,
+                        format,
+                        data});
+}
+int aclDestroyTensor(const aclTensor* tensor) {
+  delete tensor;
+  return ACL_SUCCESS;
+}
+aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
+  return new aclIntArray({values, values + size});
+}
+int aclDestroyIntArray(const aclIntArray* array) {
+  delete array;
+  return ACL_SUCCESS;
+}
+aclScalar* aclCreateScalar(void* value, aclDataType dtype) {
+  const auto tensor = at::from_blob(value, {}, at::TensorOptions().dtype(scalar_type(dtype)));
+  return new aclScalar({tensor.item().toDouble(), dtype});
+}
+int aclDestroyScalar(const aclScalar* scalar) {
+  delete scalar;
+  return ACL_SUCCESS;
+}
+int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
+  delete executor;
+  return ACL_SUCCESS;
+}
+
+// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here it
+// keeps none.
+
+int InitHugeMemThreadLocal(void*, bool) {
+  log_step("InitHugeMemThreadLocal");
+  return ACL_SUCCESS;
+}
+void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
+void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
+
+bool CanUsePTACache(const char*) { return false; }
+void InitPTACacheThreadLocal() { log_step("InitPTACacheThreadLocal"); }
+void SetPTAHashKey(uint64_t hash) { log_step(c10::str("SetPTAHashKey ", hash)); }
+void SetPTACacheHashKey(const uint8_t*, size_t size) {
+  log_step(c10::str("SetPTACacheHashKey of ", size, " bytes"));
+}
+void UnInitPTACacheThreadLocal() { log_step("UnInitPTACacheThreadLocal"); }
+
+// Controls: tests/cann_sim/__init__.py.
+
+void cann_sim_start_log() {
+  const std::lock_guard lock(control().mutex);
+  control().log.clear();
+  control().logging = true;
+}
+// The log as a JSON array; logging ends.
+const char* cann_sim_take_log() {
+  static std::string text;
+  const std::lock_guard lock(control().mutex);
+  control().logging = false;
+  text = "[";
+  for (const auto& entry : control().log) {
+    text += (text.size() > 1 ? "," : "") + entry;
+  }
+  text += "]";
+  control().log.clear();
+  return text.c_str();
+}
+const char* cann_sim_live_handles() {
+  static thread_local std::string text;
+  text = Json::object({{"aclTensor", aclTensor::live()},
+                       {"aclIntArray", aclIntArray::live()},
+                       {"aclScalar", aclScalar::live()},
+                       {"aclOpExecutor", aclOpExecutor::live()}})
+             .text();
+  return text.c_str();
+}
+void cann_sim_fail(const char* function, int phase, int status, const char* message, int times) {
+  const std::lock_guard lock(control().mutex);
+  control().faults.push_back({function, phase, status, message, times});
+}
+void cann_sim_no_faults() {
+  const std::lock_guard lock(control().mutex);
+  control().faults.clear();
+}
+void cann_sim_set_computing(bool on) { control().computing = on; }
+
+}  // extern "C"

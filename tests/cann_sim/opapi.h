@@ -1,0 +1,131 @@
+// libopapi.so of the simulated CANN: handles, and the description of an aclnn function.
+//
+// An aclnn function is three things (opapi_sparse.cpp has the examples):
+//   a Function: its arguments by name, with the names of the PyTorch operator that computes it
+//   its first phase: the C prototype, and a call of `prepare`
+//   its second phase: a call of `execute`
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <acl/acl.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace cann_sim {
+
+// Handles that a caller has to give back: the number of those that still exist.
+template <typename Handle>
+class Counted {
+ public:
+  static int64_t live() { return count_; }
+
+ protected:
+  Counted() { ++count_; }
+  Counted(const Counted&) { ++count_; }
+  ~Counted() { --count_; }
+
+ private:
+  static inline std::atomic<int64_t> count_{0};
+};
+
+// What aclCreateTensor was told.
+struct TensorView {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  std::vector<int64_t> storage_sizes;
+  int64_t offset;
+  aclDataType dtype;
+  aclFormat format;
+  void* data;
+
+  at::Tensor tensor() const;
+};
+
+struct Scalar {
+  double value;
+  aclDataType dtype;
+};
+
+}  // namespace cann_sim
+
+struct aclTensor : cann_sim::Counted<aclTensor> {
+  explicit aclTensor(cann_sim::TensorView view) : view(std::move(view)) {}
+  cann_sim::TensorView view;
+};
+
+struct aclIntArray : cann_sim::Counted<aclIntArray> {
+  explicit aclIntArray(std::vector<int64_t> values) : values(std::move(values)) {}
+  std::vector<int64_t> values;
+};
+
+struct aclScalar : cann_sim::Counted<aclScalar> {
+  explicit aclScalar(cann_sim::Scalar scalar) : scalar(scalar) {}
+  cann_sim::Scalar scalar;
+};
+
+struct aclOpExecutor;
+
+namespace cann_sim {
+
+enum class Kind { input, optional_input, output, optional_output, attribute, lengths };
+
+struct Argument {
+  std::string_view name;    // in the C prototype
+  std::string_view schema;  // in the schema of the PyTorch operator; empty when it has none
+  Kind kind = Kind::attribute;
+  std::vector<aclDataType> dtypes = {};  // accepted; empty: any
+};
+
+Argument input(std::string_view name, std::string_view schema,
+               std::vector<aclDataType> dtypes = {});
+Argument optional_input(std::string_view name, std::string_view schema,
+                        std::vector<aclDataType> dtypes = {});
+Argument attribute(std::string_view name, std::string_view schema = {});
+// A list of sequence lengths: none, when it is empty and the layout is not TND.
+Argument lengths(std::string_view name, std::string_view schema);
+Argument output(std::string_view name);
+// An output that the caller may leave out, or give with no elements.
+Argument optional_output(std::string_view name);
+
+struct Function {
+  std::string_view name;
+  // The operator that computes it on the CPU, and its overload. Its results are copied to the
+  // outputs, in order; for an operator with no results the outputs are arguments that it changes.
+  std::string_view schema_name;
+  std::string_view overload = "";
+  uint64_t workspace = 0;
+  std::vector<Argument> arguments;
+};
+
+// The value of one argument; the executor keeps a copy.
+using Value = std::variant<std::nullptr_t, TensorView, std::vector<int64_t>, Scalar, double,
+                           int64_t, bool, std::string>;
+
+Value value_of(const aclTensor* tensor);
+Value value_of(const aclIntArray* array);
+Value value_of(const aclScalar* scalar);
+Value value_of(const char* text);
+inline Value value_of(double number) { return number; }
+inline Value value_of(int64_t number) { return number; }
+inline Value value_of(bool flag) { return flag; }
+
+int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
+                   aclOpExecutor** executor);
+
+// The first phase: logs and checks the arguments, in the order of `function.arguments`.
+template <typename... Arguments>
+int prepare(const Function& function, uint64_t* workspace_size, aclOpExecutor** executor,
+            Arguments... arguments) {
+  return prepare_values(function, {value_of(arguments)...}, workspace_size, executor);
+}
+
+// The second phase of every function.
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream);
+
+}  // namespace cann_sim

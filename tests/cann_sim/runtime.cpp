@@ -1,0 +1,340 @@
+// The runtime of the simulated CANN: libascendcl.so. Device memory is host memory and streams run
+// at once, in the calling thread. Signatures come from torch_npu's own acl headers, so that a
+// function that does not match its declaration does not compile.
+#include "runtime.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace cann_sim {
+namespace {
+
+constexpr int kDevices = 2;
+constexpr size_t kMemoryPerDevice = size_t{8} << 30;
+
+struct Context {
+  int device;
+};
+
+using Graph = std::vector<Task>;
+
+struct Stream {
+  int device;
+  int id;
+  std::unique_ptr<Graph> capture = nullptr;
+};
+
+struct Event {
+  std::chrono::steady_clock::time_point time = std::chrono::steady_clock::now();
+};
+
+// Every allocation of every device, by address.
+class Memory {
+ public:
+  void* allocate(int device, size_t size) {
+    const std::lock_guard lock(mutex_);
+    if (used_[device] + size > kMemoryPerDevice) {
+      return nullptr;
+    }
+    void* address = std::aligned_alloc(512, (size + 511) / 512 * 512);
+    if (address) {
+      used_[device] += size;
+      blocks_[address] = {device, size};
+    }
+    return address;
+  }
+
+  void release(void* address) {
+    const std::lock_guard lock(mutex_);
+    if (const auto block = blocks_.find(address); block != blocks_.end()) {
+      used_[block->second.device] -= block->second.size;
+      blocks_.erase(block);
+      std::free(address);
+    }
+  }
+
+  int device_of(const void* address) const {
+    const std::lock_guard lock(mutex_);
+    auto block = blocks_.upper_bound(address);
+    if (block == blocks_.begin()) {
+      return -1;
+    }
+    --block;
+    const auto* begin = static_cast<const char*>(block->first);
+    return static_cast<const char*>(address) < begin + block->second.size ? block->second.device
+                                                                          : -1;
+  }
+
+  size_t used(int device) const {
+    const std::lock_guard lock(mutex_);
+    return used_[device];
+  }
+
+ private:
+  struct Block {
+    int device;
+    size_t size;
+  };
+  mutable std::mutex mutex_;
+  std::map<const void*, Block> blocks_;
+  size_t used_[kDevices] = {};
+};
+
+// Outlives every static object of the libraries that still free memory at exit.
+Memory& memory() {
+  static auto* instance = new Memory;
+  return *instance;
+}
+
+Context contexts[kDevices] = {{0}, {1}};
+std::atomic<int64_t> system_parameters[64];
+std::atomic<int> next_stream{0};
+
+thread_local int thread_device = 0;
+thread_local std::string thread_error;
+thread_local std::string reported_error;
+
+Stream* as_stream(aclrtStream stream) { return static_cast<Stream*>(stream); }
+
+}  // namespace
+
+int submit(aclrtStream stream, Task task) {
+  if (auto* target = as_stream(stream); target && target->capture) {
+    target->capture->push_back(std::move(task));
+    return ACL_SUCCESS;
+  }
+  return task();
+}
+
+int device_of_stream(aclrtStream stream) { return stream ? as_stream(stream)->device : thread_device; }
+int device_of_address(const void* address) { return memory().device_of(address); }
+int stream_id(aclrtStream stream) { return stream ? as_stream(stream)->id : -1; }
+int current_device() { return thread_device; }
+int64_t system_parameter(aclSysParamOpt option) { return system_parameters[option]; }
+void set_error_message(std::string message) { thread_error = std::move(message); }
+
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+aclError aclInit(const char*) { return ACL_SUCCESS; }
+aclError aclFinalize() { return ACL_SUCCESS; }
+
+const char* aclGetRecentErrMsg() {
+  reported_error = std::exchange(thread_error, {});
+  return reported_error.c_str();
+}
+
+aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
+  *version = {};
+  std::strcpy(version->version, "9.0.0");
+  std::strcpy(version->majorVersion, "9");
+  std::strcpy(version->minorVersion, "0");
+  std::strcpy(version->releaseVersion, "0");
+  return ACL_SUCCESS;
+}
+aclError aclsysGetVersionStr(char*, char* version) {
+  std::strcpy(version, "9.0.0");
+  return ACL_SUCCESS;
+}
+
+const char* aclrtGetSocName() {
+  const char* name = std::getenv("CANN_SIM_SOC");
+  return name ? name : "Ascend910B2";
+}
+
+// Devices and contexts.
+
+aclError aclrtGetDeviceCount(uint32_t* count) {
+  *count = kDevices;
+  return ACL_SUCCESS;
+}
+aclError aclrtSetDevice(int32_t device) {
+  if (device < 0 || device >= kDevices) {
+    return ACL_ERROR_INVALID_PARAM;
+  }
+  thread_device = device;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetDevice(int32_t* device) {
+  *device = thread_device;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetCurrentContext(aclrtContext* context) {
+  *context = &contexts[thread_device];
+  return ACL_SUCCESS;
+}
+aclError aclrtSetCurrentContext(aclrtContext context) {
+  thread_device = static_cast<Context*>(context)->device;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {
+  *flags = 0;
+  *active = 1;
+  return ACL_SUCCESS;
+}
+aclError aclrtDeviceCanAccessPeer(int32_t* can_access, int32_t, int32_t) {
+  *can_access = 1;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
+  *value = system_parameters[option];
+  return ACL_SUCCESS;
+}
+aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+  system_parameters[option] = value;
+  return ACL_SUCCESS;
+}
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+  return aclrtSetSysParamOpt(option, value);
+}
+aclError aclrtGetDeviceSatMode(aclrtFloatOverflowMode* mode) {
+  *mode = ACL_RT_OVERFLOW_MODE_INFNAN;
+  return ACL_SUCCESS;
+}
+
+// Memory.
+
+aclError aclrtMalloc(void** address, size_t size, aclrtMemMallocPolicy) {
+  *address = memory().allocate(thread_device, size);
+  return *address ? ACL_SUCCESS : ACL_ERROR_RT_MEMORY_ALLOCATION;
+}
+aclError aclrtMallocAlign32(void** address, size_t size, aclrtMemMallocPolicy policy) {
+  return aclrtMalloc(address, size, policy);
+}
+aclError aclrtFree(void* address) {
+  memory().release(address);
+  return ACL_SUCCESS;
+}
+aclError aclrtMallocHost(void** address, size_t size) {
+  *address = std::aligned_alloc(64, (size + 63) / 64 * 64);
+  return *address ? ACL_SUCCESS : ACL_ERROR_RT_MEMORY_ALLOCATION;
+}
+aclError aclrtFreeHost(void* address) {
+  std::free(address);
+  return ACL_SUCCESS;
+}
+aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
+  *total = kMemoryPerDevice;
+  *free = kMemoryPerDevice - memory().used(thread_device);
+  return ACL_SUCCESS;
+}
+aclError aclrtMemcpy(void* to, size_t, const void* from, size_t size, aclrtMemcpyKind) {
+  std::memmove(to, from, size);
+  return ACL_SUCCESS;
+}
+aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t size, aclrtMemcpyKind,
+                          aclrtStream stream) {
+  return submit(stream, [=] {
+    std::memmove(to, from, size);
+    return ACL_SUCCESS;
+  });
+}
+aclError aclrtMemset(void* to, size_t, int32_t value, size_t size) {
+  std::memset(to, value, size);
+  return ACL_SUCCESS;
+}
+aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t size, aclrtStream stream) {
+  return submit(stream, [=] {
+    std::memset(to, value, size);
+    return ACL_SUCCESS;
+  });
+}
+
+// Streams: whatever is submitted has run, so that there is nothing to wait for.
+
+aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+  *stream = new Stream{thread_device, next_stream++};
+  return ACL_SUCCESS;
+}
+aclError aclrtCreateStream(aclrtStream* stream) {
+  return aclrtCreateStreamWithConfig(stream, 0, 0);
+}
+aclError aclrtDestroyStream(aclrtStream stream) {
+  delete as_stream(stream);
+  return ACL_SUCCESS;
+}
+aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
+aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
+  *id = stream_id(stream);
+  return ACL_SUCCESS;
+}
+aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) {
+  *status = ACL_STREAM_STATUS_COMPLETE;
+  return ACL_SUCCESS;
+}
+
+// Events.
+
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
+  *event = new Event;
+  return ACL_SUCCESS;
+}
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
+  return aclrtCreateEventExWithFlag(event, flag);
+}
+aclError aclrtDestroyEvent(aclrtEvent event) {
+  delete static_cast<Event*>(event);
+  return ACL_SUCCESS;
+}
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
+  static_cast<Event*>(event)->time = std::chrono::steady_clock::now();
+  return ACL_SUCCESS;
+}
+aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus* status) {
+  *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;
+  return ACL_SUCCESS;
+}
+aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* status) {
+  *status = ACL_EVENT_WAIT_STATUS_COMPLETE;
+  return ACL_SUCCESS;
+}
+aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent end) {
+  const auto elapsed = static_cast<Event*>(end)->time - static_cast<Event*>(start)->time;
+  *milliseconds = std::chrono::duration<float, std::milli>(elapsed).count();
+  return ACL_SUCCESS;
+}
+
+// Graphs: the tasks of the captured stream, in order.
+
+aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
+  as_stream(stream)->capture = std::make_unique<Graph>();
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status,
+                                aclmdlRI* graph) {
+  const auto* capture = stream ? as_stream(stream)->capture.get() : nullptr;
+  *status = capture ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+  if (graph) {
+    *graph = const_cast<Graph*>(capture);
+  }
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* graph) {
+  *graph = as_stream(stream)->capture.release();
+  return ACL_SUCCESS;
+}
+aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream) {
+  for (const auto& task : *static_cast<Graph*>(graph)) {
+    if (const int status = task(); status != ACL_SUCCESS) {
+      return status;
+    }
+  }
+  return ACL_SUCCESS;
+}
+aclError aclmdlRIDestroy(aclmdlRI graph) {
+  delete static_cast<Graph*>(graph);
+  return ACL_SUCCESS;
+}
+
+}  // extern "C"

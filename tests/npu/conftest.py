@@ -1,0 +1,65 @@
+"""What the NPU tests share. They run in a process that tests/npu/run.py has set up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import cann_sim
+import pytest
+
+if "CANN_SIM_SOC" not in os.environ:
+    pytest.exit("the NPU tests are started by `python tests/npu/run.py`", returncode=2)
+
+import torch
+
+# The default of a device: torch's own operators call aclnn, not the older compiled operators.
+torch.npu.set_compile_mode(jit_compile=False)
+
+TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
+
+# Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
+_ON_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
+
+
+def _each_failure(thread: str, phases: tuple[int, ...]) -> pytest.MarkDecorator:
+    elsewhere = pytest.mark.skip(reason=f"not on the {thread}'s thread at this level of the queue")
+    return pytest.mark.parametrize(
+        "phase",
+        [pytest.param(phase, marks=() if phase in phases else elsewhere) for phase in (0, 1, 2)],
+    )
+
+
+each_caller_failure = _each_failure("caller", _ON_CALLER)
+each_queue_failure = _each_failure("queue", tuple({0, 1, 2} - set(_ON_CALLER)) if TASK_QUEUE else ())
+
+
+@pytest.fixture
+def no_leak() -> Iterator[None]:
+    """No handle that was made in the test is left at its end."""
+    before = cann_sim.live_handles()
+    yield
+    assert cann_sim.live_handles() == before
+
+
+@pytest.fixture(autouse=True)
+def empty_queue() -> Iterator[None]:
+    """An error that a test leaves in the queue is its own."""
+    yield
+    torch.npu.synchronize()
+
+
+def run_in_new_process(code: str, **environment: str) -> tuple[str, str]:
+    """What `code` writes to standard output and to standard error."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout, result.stderr

@@ -1,0 +1,91 @@
+"""Several threads, streams and devices at once, and capture in a graph."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import ascend_attn_ops
+import cann_sim
+import pytest
+import torch
+from conftest import TASK_QUEUE
+from device_samples import DEVICE_RECIPES, first
+from samples import RECIPES, Recipe
+from tolerance import assert_same_bits
+
+each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+SMALL = [r for r in RECIPES if r.case.k < 16 and r.case.s != (0, 7)][::5]
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_threads_with_streams_of_their_own() -> None:
+    def work(thread: int) -> None:
+        stream = torch.npu.Stream()
+        with ascend_attn_ops.limits(None), torch.npu.stream(stream):
+            for recipe in SMALL[thread:] + SMALL[:thread]:
+                sample = recipe.make(torch.bfloat16)
+                outputs = sample.to("npu").call(torch.ops.ascend)
+                stream.synchronize()
+                expected = sample.call(torch.ops.ascend)
+                assert_same_bits(tuple(x.cpu() for x in outputs), expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+@each_recipe
+def test_current_stream(recipe: Recipe) -> None:
+    sample = recipe.make(torch.bfloat16).to("npu")
+    streams = set()
+    for stream in (torch.npu.current_stream(), torch.npu.Stream(), torch.npu.Stream()):
+        with cann_sim.computing(False), cann_sim.recorded_calls() as log, torch.npu.stream(stream):
+            sample.call(torch.ops.ascend)
+        streams |= {entry["stream"] for entry in log if entry.get("phase") == 2}
+    assert len(streams) == 3
+
+
+@each_recipe
+def test_second_device(recipe: Recipe) -> None:
+    """The device of the tensors, whatever the current one is."""
+    sample = recipe.make(torch.bfloat16)
+    assert torch.npu.current_device() == 0
+    on_npu = sample.to("npu:1")
+    with cann_sim.recorded_calls() as log:
+        outputs = on_npu.call(torch.ops.ascend)
+    assert torch.npu.current_device() == 0
+    assert {x.device for x in outputs} == {torch.device("npu:1")}
+    assert {entry["device"] for entry in log if "phase" in entry} == {1}
+    assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
+
+
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@each_recipe
+def test_graph(recipe: Recipe) -> None:
+    """A captured call computes again with what its inputs hold by then."""
+    sample = recipe.make(torch.bfloat16)
+    on_npu = sample.to("npu")
+    on_npu.call(torch.ops.ascend)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        outputs = on_npu.call(torch.ops.ascend)
+    changed = sample.map(lambda x: x * 0.5 if x.is_floating_point() else x)
+    for name, x in on_npu.tensors.items():
+        x.copy_(changed.tensors[name])
+    for x in outputs:
+        x.zero_()
+    graph.replay()
+    torch.npu.synchronize()
+    assert_same_bits(tuple(x.cpu() for x in outputs), changed.call(torch.ops.ascend))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """torch_npu raises at an operation that synchronises."""
+    samples = [recipe.make(torch.bfloat16).to("npu") for recipe in DEVICE_RECIPES]
+    torch.npu.set_sync_debug_mode("error")
+    try:
+        for sample in samples:
+            sample.call(torch.ops.ascend)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            first("lightning_indexer").make(torch.bfloat16).inputs["query"].npu().sum().item()
+    finally:
+        torch.npu.set_sync_debug_mode("default")

@@ -1,0 +1,181 @@
+"""Our aclnn calls are those of torch_npu's own operators, argument by argument.
+
+torch_npu calls the same functions of the same library: an oracle that nobody here wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cann_sim
+import pytest
+import torch
+from device_samples import DEVICE_RECIPES
+from samples import Recipe, Sample
+
+ND, NCL, NCHW = 2, 47, 0
+
+# Every difference that is meant: (function, argument): ours, torch_npu's, why. "*" is any value.
+DELIBERATE: dict[tuple[str, str], tuple[Any, Any, str]] = {
+    ("aclnnSparseFlashAttentionGrad", "deterministic"): (
+        False, True,
+        "torch_npu always asks for determinism; we ask for it when the caller does",
+    ),
+    ("aclnnLightningIndexerGrad", "headNum"): (
+        "*", 0,
+        "torch_npu leaves it at 0; we pass the number of heads, which the name asks for",
+    ),
+    ("aclnnSparseLightningIndexerGradKLLoss", "deterministic"): (
+        False, True,
+        "as aclnnSparseFlashAttentionGrad",
+    ),
+}  # fmt: skip
+
+
+def sparse_flash_attention(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_sparse_flash_attention(
+        x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
+        query_rope=x["query_rope"], key_rope=x["key_rope"],
+        sparse_block_size=x["sparse_block_size"], layout_query=x["layout"], layout_kv=x["layout"],
+        sparse_mode=x["sparse_mode"], attention_mode=2, return_softmax_lse=True,
+    )  # fmt: skip
+
+
+def sparse_flash_attention_grad(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_sparse_flash_attention_grad(
+        x["query"], x["key"], x["value"], x["sparse_indices"], x["d_out"], x["out"],
+        x["softmax_max"], x["softmax_sum"], x["scale_value"], x["sparse_block_size"],
+        query_rope=x["query_rope"], key_rope=x["key_rope"],
+        actual_seq_qlen=x["actual_seq_lengths_query"],
+        actual_seq_kvlen=x["actual_seq_lengths_key"],
+        layout=x["layout"], sparse_mode=x["sparse_mode"],
+        pre_tokens=2147483647, next_tokens=2147483647, attention_mode=2,
+    )  # fmt: skip
+
+
+def lightning_indexer(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_lightning_indexer(
+        x["query"], x["key"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        layout_query=x["layout"], layout_key=x["layout"], sparse_count=x["sparse_count"],
+        sparse_mode=x["sparse_mode"], return_value=x["return_values"],
+    )  # fmt: skip
+
+
+def lightning_indexer_grad(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_lightning_indexer_grad(
+        x["query"], x["key"], x["d_values"], x["sparse_indices"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        layout=x["layout"], sparse_mode=x["sparse_mode"],
+    )  # fmt: skip
+
+
+def sparse_lightning_indexer_grad_kl_loss(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
+        x["query"], x["key"], x["query_index"], x["key_index"], x["weights"],
+        x["sparse_indices"], x["softmax_max"], x["softmax_sum"], x["scale_value"],
+        query_rope=x["query_rope"], key_rope=x["key_rope"],
+        actual_seq_qlen=x["actual_seq_lengths_query"],
+        actual_seq_klen=x["actual_seq_lengths_key"],
+        layout=x["layout"], sparse_mode=x["sparse_mode"],
+    )  # fmt: skip
+
+
+THEIRS: dict[str, Callable[[dict[str, Any]], None]] = {
+    function.__name__: function
+    for function in (
+        sparse_flash_attention, sparse_flash_attention_grad, lightning_indexer,
+        lightning_indexer_grad, sparse_lightning_indexer_grad_kl_loss,
+    )
+}  # fmt: skip
+
+
+def named_arguments(sample: Sample) -> dict[str, Any]:
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_key", "query_rope", "key_rope")
+    return {**dict.fromkeys(names), **sample.arguments}
+
+
+def attention_calls(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        entry
+        for entry in log
+        if "function" in entry and not entry["function"].startswith(("aclnnInplace", "aclnnCast"))
+    ]
+
+
+def comparable(value: Any) -> Any:
+    """A logged argument without what may differ between two equal calls."""
+    if not isinstance(value, dict) or "sizes" not in value:
+        return value
+    # torch_npu tags 3-D tensors NCL and 4-D ones NCHW, for convolutions. Attention knows its axes
+    # from the layout argument: ND claims no more.
+    assert value["format"] in (ND, NCL, NCHW)
+    return {name: x for name, x in value.items() if name not in ("address", "format")}
+
+
+@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+def test_our_call_is_torch_npus(recipe: Recipe) -> None:
+    sample: Sample = recipe.make(torch.bfloat16).to("npu")
+    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
+        THEIRS[sample.operator](named_arguments(sample))
+    theirs = attention_calls(log)
+    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
+        sample.call(torch.ops.ascend)
+    ours = attention_calls(log)
+
+    assert [entry["function"] for entry in ours] == [entry["function"] for entry in theirs]
+    for our_entry, their_entry in zip(ours, theirs, strict=True):
+        function = our_entry["function"]
+        assert our_entry.keys() == their_entry.keys()
+        for key in our_entry.keys() - {"arguments"}:
+            assert our_entry[key] == their_entry[key], (function, key)
+        for name, value in our_entry.get("arguments", {}).items():
+            mine, their = (comparable(x) for x in (value, their_entry["arguments"][name]))
+            if (function, name) in DELIBERATE:
+                expected_mine, expected_their, _reason = DELIBERATE[function, name]
+                assert expected_mine in ("*", mine), (function, name)
+                assert expected_their in ("*", their), (function, name)
+            else:
+                assert mine == their, (function, name)
+
+
+@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+def test_determinism_reaches_the_device(recipe: Recipe) -> None:
+    """torch.use_deterministic_algorithms, as it was when the operator was called."""
+    sample: Sample = recipe.make(torch.bfloat16).to("npu")
+    for on in (True, False):
+        with cann_sim.computing(False), cann_sim.recorded_calls() as log:
+            torch.use_deterministic_algorithms(on)
+            try:
+                sample.call(torch.ops.ascend)
+            finally:
+                # At level 2 the first phase runs later, on the thread of the queue.
+                torch.use_deterministic_algorithms(False)
+        (call,) = (entry for entry in attention_calls(log) if entry["phase"] == 1)
+        assert call["deterministic"] == on
+        assert call["arguments"].get("deterministic", on) == on
+
+
+def steps(log: list[dict[str, Any]]) -> list[str]:
+    return [str(entry.get("step", entry.get("phase"))) for entry in log]
+
+
+@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None:
+    """Around the first phase, and that it switches off the reuse of executors."""
+    sample: Sample = recipe.make(torch.bfloat16).to("npu")
+    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
+        THEIRS[sample.operator](named_arguments(sample))
+    theirs = steps(log)
+    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
+        sample.call(torch.ops.ascend)
+    ours = steps(log)
+    # On the caller's thread the second phase and what follows it come when the queue gets there.
+    assert sorted(ours) == sorted(theirs)
+    assert ours[: ours.index("1") + 1] == theirs[: theirs.index("1") + 1]
+    assert "SetPTAHashKey 0" in ours[: ours.index("1")]

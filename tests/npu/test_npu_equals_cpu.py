@@ -1,0 +1,79 @@
+"""An operator on NPU tensors gives, bit for bit, what it gives on the CPU.
+
+The simulated device computes with the CPU kernels from the arguments that arrive at aclnn, so that
+equal bits mean that every argument arrived as it should.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cann_sim import computing
+from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, RECIPES, Recipe, Sample
+from tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+# Those that the device takes at all; the simulation refuses the others as the device does.
+each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
+each_differentiable = pytest.mark.parametrize(
+    "recipe",
+    [r for r in RECIPES if r.operator in DIFFERENTIABLE and r.differentiable],
+    ids=lambda recipe: recipe.id,
+)
+
+
+def on_npu(sample: Sample) -> Sample:
+    return sample.to("npu")
+
+
+def strided_on_npu(sample: Sample) -> Sample:
+    """Every other element of a larger tensor, behind an offset."""
+
+    def place(x: Tensor) -> Tensor:
+        padded = torch.stack((torch.ones_like(x), x), -1).npu()
+        return padded[..., 1]
+
+    return sample.map(place)
+
+
+def cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    assert all(x.device.type == "npu" for x in outputs)
+    return tuple(x.cpu() for x in outputs)
+
+
+@each_dtype
+@each_recipe
+def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
+    sample = recipe.make(dtype)
+    expected = sample.call(torch.ops.ascend)
+    for place in (on_npu, strided_on_npu):
+        assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
+
+
+def gradients(sample: Sample) -> tuple[Tensor, ...]:
+    sample = sample.requires_grad(DIFFERENTIABLE[sample.operator])
+    outputs = sample.call(torch.ops.ascend)
+    output = outputs[DIFFERENTIABLE_OUTPUT[sample.operator]]
+    generator = torch.Generator().manual_seed(0)
+    d_output = torch.randn(output.shape, generator=generator).to(output.dtype).to(output.device)
+    leaves = list({id(x): x for x in sample.tensors.values() if x.requires_grad}.values())
+    return torch.autograd.grad(output, leaves, d_output)
+
+
+@each_dtype
+@each_differentiable
+def test_gradients(recipe: Recipe, dtype: torch.dtype) -> None:
+    sample = recipe.make(dtype)
+    assert_same_bits(cpu(gradients(on_npu(sample))), gradients(sample))
+
+
+def test_the_device_computed_it() -> None:
+    """Without its second phase a call leaves its outputs alone: the tests above can fail."""
+    sample = RECIPES[0].make(torch.bfloat16)
+    with computing(False):
+        outputs = cpu(on_npu(sample).call(torch.ops.ascend))
+    expected = sample.call(torch.ops.ascend)
+    assert not all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))

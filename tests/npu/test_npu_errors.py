@@ -1,0 +1,149 @@
+"""What goes wrong on the device reaches the user in one readable line, and the process goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cann_sim
+import pytest
+import torch
+from ascend_attn_ops.limits import table
+from conftest import each_caller_failure, each_queue_failure, TASK_QUEUE, run_in_new_process
+from device_samples import DEVICE_RECIPES, first
+from samples import Recipe
+
+each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+ATTENTION = "sparse_flash_attention"
+
+
+@each_caller_failure
+@each_recipe
+def test_failure_at_the_call(recipe: Recipe, phase: int) -> None:
+    if phase == 0:
+        pytest.skip("no memory: torch_npu's own message, see test_npu_handles.py")
+    sample = recipe.make(torch.bfloat16).to("npu")
+    with (
+        cann_sim.fail(phase=phase, status=161002, message="EZ1001: head size\n[PID: 7]"),
+        pytest.raises(RuntimeError) as raised,
+    ):
+        sample.call(torch.ops.ascend)
+    line = str(raised.value)
+    assert line.startswith(f"ascend::{sample.operator}: aclnn")
+    assert ("GetWorkspaceSize: " in line) == (phase == 1)
+    assert line.endswith(": EZ1001: head size [PID: 7] [ACLNN_ERR_PARAM_INVALID 161002]")
+
+
+@each_queue_failure
+def test_failure_on_the_queue(phase: int) -> None:
+    """torch_npu names the function at the next wait and writes our line to standard error.
+
+    From then on its queue drops all work without a word: our next call says so, where torch_npu's
+    own operators would return memory that nothing has written.
+    """
+    out, err = run_in_new_process(
+        f"""
+        import torch, ascend_attn_ops, cann_sim
+        from device_samples import first
+        sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
+        with cann_sim.fail(phase={phase}, status=361001, message="EZ9999: launch"):
+            sample.call(torch.ops.ascend)
+            for wait in (torch.npu.synchronize, lambda: sample.call(torch.ops.ascend)):
+                try:
+                    wait()
+                except RuntimeError as error:
+                    print(str(error).splitlines()[0])
+        """
+    )
+    at_wait, at_next_call = out.splitlines()
+    assert "operator name is aclnnSparseFlashAttention" in at_wait
+    first_phase = "GetWorkspaceSize" if phase == 1 else ""
+    line = (
+        f"ascend::{ATTENTION}: aclnnSparseFlashAttention{first_phase}: EZ9999: launch "
+        "[ACLNN_ERR_RUNTIME_ERROR 361001]"
+    )
+    if phase == 0:
+        line = "out of memory"
+    assert line in err
+    assert line in at_next_call
+    assert at_next_call.startswith(f"ascend::{ATTENTION}: aclnnSparseFlashAttention: torch_npu's")
+
+
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="the first phase runs on the queue's thread")
+def test_an_unknown_status_is_shown_as_its_number() -> None:
+    sample = first(ATTENTION).make(torch.bfloat16).to("npu")
+    with cann_sim.fail(phase=1, status=507015), pytest.raises(RuntimeError, match="507015"):
+        sample.call(torch.ops.ascend)
+
+
+def test_a_value_of_its_own() -> None:
+    sample = first(ATTENTION).make(torch.bfloat16).to("npu")
+    other = sample.replace(value=sample.inputs["key"].clone())
+    with pytest.raises(NotImplementedError, match="value: expected key itself"):
+        other.call(torch.ops.ascend)
+
+
+@pytest.mark.parametrize("name", ["key", "sparse_indices", "query_rope"])
+def test_a_tensor_on_another_device(name: str) -> None:
+    sample = first(ATTENTION).make(torch.bfloat16).to("npu:0")
+    for device in ("npu:1", "cpu"):
+        elsewhere = sample.tensors[name].to(device)
+        with pytest.raises(ValueError, match=rf"{name}.*device"):
+            sample.replace(**{name: elsewhere}).call(torch.ops.ascend)
+
+
+def test_missing_function() -> None:
+    """A CANN without an operator library."""
+    text, _ = run_in_new_process(
+        f"""
+        import torch, ascend_attn_ops
+        from device_samples import first
+        sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
+        try:
+            sample.call(torch.ops.ascend)
+        except NotImplementedError as error:
+            print(error)
+        """,
+        LD_LIBRARY_PATH=str(cann_sim.ROOT / "without_opapi"),
+    )
+    assert "aclnnSparseFlashAttention: is not in this CANN" in text
+
+
+@pytest.mark.parametrize(
+    ("soc", "product"),
+    [
+        ("Ascend910B2", "A2"), ("Ascend910_9391", "A3"), ("Ascend950PR_9579", "950"),
+        ("Ascend310P3", "310P"),
+    ],
+)  # fmt: skip
+def test_product(soc: str, product: str) -> None:
+    text, _ = run_in_new_process(
+        f"""
+        import torch, ascend_attn_ops
+        from ascend_attn_ops.limits import product_in_force
+        from device_samples import first
+        print(product_in_force())
+        sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
+        try:
+            sample.call(torch.ops.ascend)
+            print("accepted")
+        except NotImplementedError as error:
+            print(error)
+        """,
+        CANN_SIM_SOC=soc,
+    )
+    in_force, outcome = text.strip().splitlines()[-2:]
+    assert in_force == product
+    assert (outcome == "accepted") == (product in ("A2", "A3"))
+    if outcome != "accepted":
+        assert "product" in outcome
+
+
+def test_report() -> None:
+    """`python -m ascend_attn_ops` says what it runs on and that every operator is there."""
+    command = [sys.executable, "-m", "ascend_attn_ops"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Ascend910B2" in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines() if " aclnn" in line]
+    assert {row[0] for row in rows} == {row["operator"] for row in table()}
+    assert all(row[1:5] == ["yes"] * 4 for row in rows), rows

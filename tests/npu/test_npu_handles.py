@@ -1,0 +1,94 @@
+"""Every handle is given back: after success, after each kind of failure, and after many calls."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import cann_sim
+import pytest
+import torch
+from conftest import each_caller_failure, each_queue_failure, run_in_new_process
+from device_samples import DEVICE_RECIPES, first
+from samples import Recipe, Sample
+
+each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+
+
+def call_and_wait(sample: Sample) -> Any:
+    outputs = sample.call(torch.ops.ascend)
+    torch.npu.synchronize()
+    return outputs
+
+
+@each_recipe
+@pytest.mark.usefixtures("no_leak")
+def test_success(recipe: Recipe) -> None:
+    call_and_wait(recipe.make(torch.bfloat16).to("npu"))
+
+
+@each_caller_failure
+@each_recipe
+@pytest.mark.usefixtures("no_leak")
+def test_failure(recipe: Recipe, phase: int) -> None:
+    """Of the workspace's allocation (phase 0) or of a phase; the next call is as good as ever."""
+    sample = recipe.make(torch.bfloat16)
+    if phase == 0 and recipe.operator == "lightning_indexer_grad":
+        pytest.skip("asks for no workspace in the simulation")
+    on_npu = sample.to("npu")
+    with cann_sim.fail(phase=phase), pytest.raises(RuntimeError):
+        call_and_wait(on_npu)
+    outputs = call_and_wait(on_npu)
+    for x, y in zip(outputs, sample.call(torch.ops.ascend), strict=True):
+        assert torch.equal(x.cpu(), y)
+
+
+@each_queue_failure
+def test_failure_on_the_queue(phase: int) -> None:
+    """torch_npu's queue ends with the first failure: each in a process of its own."""
+    out, _ = run_in_new_process(
+        f"""
+        import torch, ascend_attn_ops, cann_sim
+        from device_samples import first
+        sample = first("sparse_flash_attention_grad").make(torch.bfloat16).to("npu")
+        before = cann_sim.live_handles()
+        with cann_sim.fail(phase={phase}):
+            sample.call(torch.ops.ascend)
+            try:
+                torch.npu.synchronize()
+            except RuntimeError:
+                print("raised")
+        print(before == cann_sim.live_handles())
+        """
+    )
+    assert out.split() == ["raised", "True"]
+
+
+def test_many_calls_do_not_grow_memory() -> None:
+    sample = first("sparse_flash_attention_grad").make(torch.bfloat16).to("npu")
+
+    def run(calls: int) -> tuple[int, int]:
+        for _ in range(calls):
+            sample.call(torch.ops.ascend)
+        torch.npu.synchronize()
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return kilobytes, torch.npu.max_memory_allocated()
+
+    with cann_sim.computing(False):
+        handles = cann_sim.live_handles()
+        # The ring of the task queue keeps the memory of as many calls as it has places.
+        host, device = run(6_000)
+        host_after, device_after = run(10_000)
+        assert cann_sim.live_handles() == handles
+    # A leak of one handle per call would be several megabytes.
+    assert host_after - host < 1024
+    assert device_after == device
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_rejected_before_the_device() -> None:
+    """Our checks come first: nothing is made."""
+    sample = first("sparse_flash_attention").make(torch.bfloat16).to("npu")
+    with cann_sim.recorded_calls() as log, pytest.raises(TypeError, match="161002"):
+        sample.replace(key=sample.inputs["key"].half()).call(torch.ops.ascend)
+    assert not [entry for entry in log if "SparseFlash" in entry.get("function", "")]
