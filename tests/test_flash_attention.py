@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
+
 import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference, sparse_mode_mask
+from ascend_attn_ops.__main__ import main
 from ascend_attn_ops.masks import compressed_mask
 from samples.flash_attention import CASES, FlashCase, build
 from samples.flash_attention import compressed_mask as sample_mask
@@ -234,3 +238,23 @@ def test_mask_drawings() -> None:
         " 0 ■ ■ ■ ·",
         " 1 ■ ■ ■ ■",
     ]
+
+
+def test_mask_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["mask", "--mode", "4", "--sq", "3", "--skv", "4", "--pre", "1", "--next", "0"]
+    assert main(options) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        " 0 ■ ■ · ·",
+        " 1 · ■ ■ ·",
+        " 2 · · ■ ■",
+    ]
+    picture = tmp_path / "mask.png"
+    assert main([*options, "--out", str(picture)]) == 0
+    data = picture.read_bytes()
+    size = tuple(int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert size == (4 * 16, 3 * 16)
+    pixels = zlib.decompress(data[data.index(b"IDAT") + 4 :])
+    stride = 1 + 3 * size[0]
+    dark = [[pixels[16 * i * stride + 1 + 48 * j] < 128 for j in range(4)] for i in range(3)]
+    kept = sparse_mode_mask(4, 3, 4, pre_tokens=1, next_tokens=0)
+    assert dark == kept.tolist()
