@@ -53,8 +53,8 @@ def test_failure_on_the_queue(phase: int) -> None:
         sample = first("sparse_flash_attention_grad").make(torch.bfloat16).to("npu")
         before = cann_sim.live_handles()
         with cann_sim.fail(phase={phase}):
-            sample.call(torch.ops.ascend)
             try:
+                sample.call(torch.ops.ascend)
                 torch.npu.synchronize()
             except RuntimeError:
                 print("raised")

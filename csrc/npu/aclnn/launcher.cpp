@@ -146,20 +146,25 @@ class Prepared {
 // CANN can keep executors for later calls. torch_npu switches that off for the functions of sparse
 // attention (tests/npu/test_npu_conformance.py records it), and so do we: without this the first phase
 // would file its executor under the key that an earlier operator of this thread has left.
-void keep_no_executor() {
+void keep_no_executor(bool on_queue_thread) {
   static const auto enter = find<void()>("InitPTACacheThreadLocal");
   static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
+  static const auto set_key = find<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
   if (enter && set_hash) {
     enter();
     set_hash(0);
+    // The queue's thread has an interface of its own, which compares keys in place of their hash.
+    if (on_queue_thread && set_key) {
+      set_key(nullptr, 0);
+    }
   }
 }
 
 // What torch_npu sets up on the thread of a first phase: its pool of host memory for executors, and
 // their cache.
 struct FirstPhaseScope {
-  FirstPhaseScope() {
-    keep_no_executor();
+  explicit FirstPhaseScope(bool on_queue_thread) {
+    keep_no_executor(on_queue_thread);
     InitExecCommonCtx();
   }
   ~FirstPhaseScope() { UnInitExecCommonCtx(); }
@@ -167,9 +172,10 @@ struct FirstPhaseScope {
   FirstPhaseScope& operator=(const FirstPhaseScope&) = delete;
 };
 
-void prepare(Call& call, const Determinism& determinism, Prepared& prepared) {
+void prepare(Call& call, const Determinism& determinism, bool on_queue_thread,
+             Prepared& prepared) {
   determinism.apply();
-  const FirstPhaseScope scope;
+  const FirstPhaseScope scope(on_queue_thread);
   check_status(call.function(), "GetWorkspaceSize",
                call.first_phase(&prepared.workspace_size, &prepared.executor));
 }
@@ -228,7 +234,7 @@ void enqueue(c10::Device device, std::shared_ptr<Call> call) {
     run(function, /*queued=*/true, [call = std::move(call), determinism, stream] {
       InitExecSubTheadCtx(stream);
       Prepared prepared;
-      prepare(*call, determinism, prepared);
+      prepare(*call, determinism, /*on_queue_thread=*/true, prepared);
       if (prepared.workspace_size != 0) {
         prepared.workspace = Workspace::on_queue(prepared.workspace_size, stream);
       }
@@ -237,7 +243,7 @@ void enqueue(c10::Device device, std::shared_ptr<Call> call) {
     return;
   }
   auto prepared = std::make_shared<Prepared>();
-  prepare(*call, determinism, *prepared);
+  prepare(*call, determinism, /*on_queue_thread=*/false, *prepared);
   if (prepared->workspace_size != 0) {
     prepared->workspace = Workspace::on_caller(prepared->workspace_size);
   }
