@@ -30,7 +30,7 @@ test-cpu: build
 	$(CPU) -m pytest tests --ignore=tests/npu $(PYTEST_ARGS)
 
 test-npu: build-npu
-	$(NPU) -m pytest tests/npu $(PYTEST_ARGS)
+	$(NPU) tests/npu/run.py $(PYTEST_ARGS)
 
 bench: build
 	$(CPU) benchmarks/sparse_attention.py
@@ -72,6 +72,6 @@ build-npu: .venv-npu/ready
 # torch_npu lives in an environment of its own: where it is installed, `import torch` loads it.
 .venv-npu/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-npu
-	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS)
+	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'numpy>=1.26,<3' 'pyyaml>=6,<7'
 	$(NPU) $(PIP_INSTALL) --no-deps $(TORCH_NPU)
 	touch $@

@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).parent
-COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-Wall"]
+COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall"]
 
 
 def sources(*folders: str) -> list[str]:

@@ -24,6 +24,10 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& incoming) {
+    // The gradients are constants by now: a second derivative would come out as zero, silently.
+    if (at::GradMode::is_enabled()) {
+      raise_second_derivative(SparseLightningIndexerGradKLLoss::name);
+    }
     auto gradients = no_gradients();
     const auto& d_loss = incoming[3];
     if (!d_loss.defined()) {

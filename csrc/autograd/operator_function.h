@@ -91,15 +91,18 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
   }
 };
 
+[[noreturn]] inline void raise_second_derivative(std::string_view op) {
+  raise(Violation::not_implemented, op, "gradient",
+        "expected a first derivative, got a second derivative, which this operator does not have");
+}
+
 // A gradient operator is itself not differentiable: a second derivative through its results is an
 // error, create_graph=True alone is not.
 template <typename Op>
 struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
   static void save(AutogradContext*, const Op&, const typename Op::Outputs&) {}
   static variable_list gradients(AutogradContext*, const variable_list&) {
-    raise(Violation::not_implemented, Op::name, "gradient",
-          "expected a first derivative, got a derivative of the gradient itself, which this "
-          "operator does not have");
+    raise_second_derivative(Op::name);
   }
 };
 

@@ -2,12 +2,18 @@
 // initialised; a kernel checks the values of sparse_indices and lengths, which only it can read.
 #pragma once
 
+#include "ops/lightning_indexer.h"
+#include "ops/lightning_indexer_kl_loss.h"
 #include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn::cpu {
 
+void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs);
+void lightning_indexer_grad(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs);
 void sparse_flash_attention(const SparseFlashAttention& op, SparseFlashAttention::Outputs& outputs);
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs);
+void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLoss& op,
+                                           SparseLightningIndexerGradKLLoss::Outputs& outputs);
 
 }  // namespace ascend_attn::cpu

@@ -55,6 +55,9 @@ class ParallelScatterAdd {
   void add(int64_t worker, const int32_t* positions, int64_t count, const T* from, int64_t stride,
            int64_t columns, int64_t column) {
     for (int64_t i = 0; i < count; ++i) {
+      if (i + kRowsAhead < count) {
+        prefetch(row(worker, positions[i + kRowsAhead]) + column, columns);
+      }
       cpu::add(from + i * stride, row(worker, positions[i]) + column, columns);
     }
   }

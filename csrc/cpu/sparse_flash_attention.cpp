@@ -35,6 +35,7 @@ class Attention {
         packed_values_(kMaxKeys, inputs.size),
         scores_(kMaxKeys, padded_heads_),
         rounded_(kMaxKeys, padded_heads_),
+        remainders_(kMaxKeys, padded_heads_),
         probabilities_(padded_heads_, kMaxKeys),
         out_(padded_heads_, inputs.size),
         statistics_(3, padded_heads_) {}
@@ -43,6 +44,7 @@ class Attention {
   void token(const SequenceInputs<Input>& inputs, int64_t token, Input* out, T* softmax_max,
              T* softmax_sum) {
     auto selected = inputs.selected(token);
+    exact_ = carries_remainders<Operand>(selected.bound());
     std::array<int32_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
@@ -68,19 +70,26 @@ class Attention {
                 bool first) {
     const int64_t tile_rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
     product_.multiply(tile_rows, scores_);
-    const bool rescale = update_softmax(count);
-    zero_rows(rounded_, count, tile_rows);
-    transpose(rounded_, tile_rows, padded_heads_, probabilities_);
-    if (rescale && !first) {
+    if (update_softmax(count) && !first) {
       rescale_out();
     }
     const auto& values =
         value_tile_.load(inputs.value, product_.keys(), positions, count, tile_rows);
     const auto packed =
         operand_b(tile_rows, size_, values.data(), values.stride(), packed_values_.data());
+    add_values(rounded_, count, tile_rows, packed, /*accumulate=*/!first);
+    if (exact_) {
+      add_values(remainders_, count, tile_rows, packed, /*accumulate=*/true);
+    }
+  }
+
+  // out = by_key^T * values
+  void add_values(const Tile<Operand>& by_key, int64_t count, int64_t tile_rows,
+                  OperandB<Operand> values, bool accumulate) {
+    zero_rows(by_key, count, tile_rows);
+    transpose(by_key, tile_rows, padded_heads_, probabilities_);
     tile_gemm(padded_heads_, size_, tile_rows, probabilities_.data(), probabilities_.stride(),
-              packed.data, packed.stride, out_.data(), out_.stride(),
-              /*accumulate=*/!first);
+              values.data, values.stride, out_.data(), out_.stride(), accumulate);
   }
 
   // Takes exp(scores - max) with the maximum of all keys so far. Returns whether it rose for
@@ -88,7 +97,8 @@ class Attention {
   bool update_softmax(int64_t count) {
     bool rose = false;
     vectorized([&rose, count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
-                rounded = rounded_.data(), max = max(), sum = sum(), factor = factor()] {
+                rounded = rounded_.data(), remainders = remainders_.data(), max = max(),
+                sum = sum(), factor = factor()] {
       for (int64_t h = 0; h < heads; ++h) {
         factor[h] = max[h];
       }
@@ -109,7 +119,7 @@ class Attention {
         for (int64_t h = 0; h < heads; ++h) {
           const T e = exponential(scores[i * heads + h] - max[h]);
           sum[h] += e;
-          rounded[i * heads + h] = static_cast<Operand>(static_cast<Input>(e));
+          store_rounded(e, rounded[i * heads + h], remainders[i * heads + h]);
         }
       }
       rose = changed != 0;
@@ -131,12 +141,14 @@ class Attention {
   int64_t padded_heads_;
   int64_t size_;
   T scale_;
+  bool exact_ = false;  // for the token at hand
   QueryKeyProduct<Input, Operand> product_;
   ValueTile<Input, Operand> value_tile_;
   Tile<Operand> packed_values_;
   Tile<T> scores_;               // (keys, heads)
   Tile<Operand> rounded_;        // (keys, heads), exp(score - max)
-  Tile<Operand> probabilities_;  // (heads, keys), the same
+  Tile<Operand> remainders_;     // (keys, heads), what rounding them lost
+  Tile<Operand> probabilities_;  // (heads, keys), either of the two
   Tile<T> out_;
   Tile<T> statistics_;
 };

@@ -52,6 +52,9 @@ class SelectedKeys {
     return written;
   }
 
+  // No more positions than this are left.
+  int64_t bound() const { return (end_ - block_) * block_size_; }
+
  private:
   const int32_t* block_;
   const int32_t* end_;

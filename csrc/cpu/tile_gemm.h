@@ -83,44 +83,36 @@ class TileGemmScope {
 // B (k, n) = rows (k, n). `packed` has room for round_up(k, depth_step) * n elements.
 template <typename T>
 void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+  static_assert(depth_step<T> == 2);
   vectorized([=] {
-    if constexpr (depth_step<T> == 1) {
-      for (int64_t i = 0; i < k; ++i) {
-        for (int64_t j = 0; j < n; ++j) {
-          packed[i * n + j] = rows[i * stride + j];
-        }
+    for (int64_t i = 0; i + 1 < k; i += 2) {
+      const T* even = rows + i * stride;
+      const T* odd = even + stride;
+      T* out = packed + i * n;
+      // The bits, because compilers do not vectorise copies of objects.
+      for (int64_t j = 0; j < n; ++j) {
+        out[2 * j].x = even[j].x;
+        out[2 * j + 1].x = odd[j].x;
       }
-    } else {
-      for (int64_t i = 0; i < k; i += 2) {
-        const T* even = rows + i * stride;
-        const T* odd = even + stride;
-        T* out = packed + i * n;
-        if (i + 1 < k) {
-          for (int64_t j = 0; j < n; ++j) {
-            out[2 * j] = even[j];
-            out[2 * j + 1] = odd[j];
-          }
-        } else {
-          for (int64_t j = 0; j < n; ++j) {
-            out[2 * j] = even[j];
-            out[2 * j + 1] = T(0);
-          }
-        }
-      }
+    }
+    for (int64_t j = 0; k % 2 == 1 && j < n; ++j) {
+      packed[(k - 1) * n + 2 * j].x = rows[(k - 1) * stride + j].x;
+      packed[(k - 1) * n + 2 * j + 1].x = 0;
     }
   });
 }
 
-// B (k, n) = transpose of rows (n, k). `packed` has room for round_up(k, depth_step) * n elements.
+// B (k, n) = transpose of rows (n, k), k a multiple of depth_step. `packed` has room for k * n
+// elements.
 template <typename T>
 void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+  // As many elements of a row of `rows` as stand side by side in B.
+  using Group = std::conditional_t<depth_step<T> == 2, uint32_t, T>;
   constexpr int64_t step = depth_step<T>;
   vectorized([=] {
     for (int64_t i = 0; i < k; i += step) {
       for (int64_t j = 0; j < n; ++j) {
-        for (int64_t s = 0; s < step; ++s) {
-          packed[i * n + j * step + s] = i + s < k ? rows[j * stride + i + s] : T(0);
-        }
+        std::memcpy(packed + i * n + j * step, rows + j * stride + i, sizeof(Group));
       }
     }
   });

@@ -73,6 +73,9 @@ template <typename Operand, typename Input>
 void gather_rows(const TokenRows<Input>& rows, const int32_t* positions, int64_t count,
                  int64_t width, const Tile<Operand>& tile, int64_t column = 0) {
   for (int64_t i = 0; i < count; ++i) {
+    if (i + kRowsAhead < count) {
+      prefetch(rows.row(positions[i + kRowsAhead]), width);
+    }
     load_row(rows.row(positions[i]), tile.row(i) + column, width);
   }
 }

@@ -60,6 +60,21 @@ void convert(const From* from, To* to, int64_t count) {
   });
 }
 
+// How many rows ahead of its use a row is prefetched.
+inline constexpr int64_t kRowsAhead = 3;
+
+// Starts to bring `count` elements into the cache, for rows that are visited in no order that the
+// processor could foresee.
+template <typename T>
+void prefetch([[maybe_unused]] const T* row, [[maybe_unused]] int64_t count) {
+#if defined(__GNUC__)
+  constexpr int64_t cache_line = 64 / sizeof(T);
+  for (int64_t i = 0; i < count; i += cache_line) {
+    __builtin_prefetch(row + i);
+  }
+#endif
+}
+
 // to = factor * from
 template <typename From, typename To>
 void scale(const From* from, From factor, To* to, int64_t count) {

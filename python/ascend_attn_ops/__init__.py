@@ -13,12 +13,14 @@ from ascend_attn_ops.indexer import (
     sparse_lightning_indexer_grad_kl_loss,
 )
 from ascend_attn_ops.limits import limits
+from ascend_attn_ops.modules import LightningIndexer
 
 _library.load()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LightningIndexer",
     "lightning_indexer",
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",

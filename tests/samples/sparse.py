@@ -23,7 +23,7 @@ class SparseCase:
     d: int = 64
     rope: int = 0
     index_heads: int = 3
-    index_d: int = 16
+    index_d: int = 20
     k: int = 4
     mode: int = 3
     block: int = 1

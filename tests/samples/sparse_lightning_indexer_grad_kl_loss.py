@@ -64,7 +64,8 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "key": attention.inputs["key"],
         "query_index": sharpness * random.normal(*case.tokens(0), case.index_heads, case.index_d),
         "key_index": random.normal(*case.tokens(1), 1, case.index_d),
-        "weights": random.normal(*case.tokens(0), case.index_heads) * case.index_d**-0.5,
+        "weights": random.normal(*case.tokens(0), case.index_heads)
+        * (case.index_heads * case.index_d) ** -0.5,
         "sparse_indices": attention.inputs["sparse_indices"],
         "softmax_max": softmax_max,
         "softmax_sum": softmax_sum,

@@ -1,0 +1,92 @@
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "cpu/indexer_gradient.h"
+#include "cpu/kernels.h"
+#include "cpu/sparse_indices.h"
+#include "ops/sparse_mode.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+template <typename Input, typename Operand>
+class Gradient {
+ public:
+  using T = Accumulator<Operand>;
+
+  Gradient(int64_t heads, int64_t size) : gradient_(heads, size), logits_(gradient_.new_logits()) {}
+
+  IndexerGradient<Input, Operand>& of_token() { return gradient_; }
+
+  // Adds the gradients of the keys that the first `slots` indices name; the first -1 ends them.
+  void add_keys(const TokenRows<Input>& key, const int32_t* indices, const Input* d_values,
+                int64_t slots, ParallelScatterAdd<T>& d_keys, int64_t worker) {
+    constexpr int64_t max_keys = IndexerGradient<Input, Operand>::kMaxKeys;
+    std::array<T, max_keys> d_scores;
+    const int64_t count = std::find(indices, indices + slots, -1) - indices;
+    for (int64_t begin = 0; begin < count; begin += max_keys) {
+      const int64_t keys = std::min(max_keys, count - begin);
+      convert(d_values + begin, d_scores.data(), keys);
+      gradient_.load_keys(key, indices + begin, keys);
+      gradient_.logits(logits_);
+      gradient_.add(logits_, d_scores.data(), d_keys, worker, indices + begin);
+    }
+  }
+
+ private:
+  IndexerGradient<Input, Operand> gradient_;
+  Tile<T> logits_;
+};
+
+template <typename Input, typename Operand>
+void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequences,
+             const LightningIndexerGrad::Outputs& outputs) {
+  using T = Accumulator<Operand>;
+  const auto& [d_query, d_key, d_weights] = outputs;
+  const auto query = with_dense_rows(op.query);
+  const auto key = with_dense_rows(op.key);
+  const auto d_values = with_dense_rows(op.d_values);
+  const auto indices = with_dense_rows(op.sparse_indices);
+  const HeadWeights<Input> weights(op.weights);
+  const auto mode = static_cast<SparseMode>(op.sparse_mode);
+
+  const int64_t max_workers = worker_count(longest(sequences, &Sequence::query_length));
+  ParallelScatterAdd<T> d_keys(max_workers, longest(sequences, &Sequence::key_length),
+                               key.size(-1));
+  std::vector<std::unique_ptr<Gradient<Input, Operand>>> gradients(max_workers);
+  for (const auto& sequence : sequences) {
+    const TokenRows<Input> queries(query, sequence.query_begin);
+    const TokenRows<Input> keys(key, sequence.key_begin);
+    const TokenRows<Input> d_value_rows(d_values, sequence.query_begin);
+    const TokenRows<int32_t> index_rows(indices, sequence.query_begin);
+    accumulate_key_gradient<Input>(sequence, d_keys, d_key, [&](int64_t worker, int64_t token) {
+      auto& own = gradients[worker];
+      if (!own) {
+        own = std::make_unique<Gradient<Input, Operand>>(query.size(-2), query.size(-1));
+      }
+      const int64_t row = sequence.query_begin + token;
+      own->of_token().load_query(queries, weights, token, row);
+      own->add_keys(keys, index_rows.row(token), d_value_rows.row(token),
+                    std::min(indices.size(-1), visible_keys(sequence, mode, token)), d_keys,
+                    worker);
+      own->of_token().store(row, d_query, d_weights);
+    });
+  }
+}
+
+}  // namespace
+
+void lightning_indexer_grad(const LightningIndexerGrad& op,
+                            LightningIndexerGrad::Outputs& outputs) {
+  const auto sequences = sequences_of(op);
+  check_sparse_indices(op.name, parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND}),
+                       op.sparse_indices, op.key, sequences);
+  zero_tail(outputs, sequences);
+  dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
+    compute<Input, Operand>(op, sequences, outputs);
+  });
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,247 @@
+// The target and the indexer's scores of a token are computed tile by tile; of its selected keys
+// only the logits (K, Nidx) are kept between the softmax and the gradients.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "cpu/indexer_gradient.h"
+#include "cpu/kernels.h"
+#include "cpu/query_key_product.h"
+#include "cpu/sparse_indices.h"
+#include "ops/sparse_mode.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+using Op = SparseLightningIndexerGradKLLoss;
+
+// softmax_max or softmax_sum, (B, 1, S1, N1) or (1, T1, N1), with a row per token.
+at::Tensor by_token(const at::Tensor& statistics) {
+  return with_dense_rows(statistics.squeeze(-3).unsqueeze(-2));
+}
+
+// The inputs, with dense rows.
+struct Inputs {
+  explicit Inputs(const Op& op)
+      : query(with_dense_rows(op.query)),
+        key(with_dense_rows(op.key)),
+        query_rope(op.query_rope ? with_dense_rows(*op.query_rope) : at::Tensor()),
+        key_rope(op.key_rope ? with_dense_rows(*op.key_rope) : at::Tensor()),
+        query_index(with_dense_rows(op.query_index)),
+        key_index(with_dense_rows(op.key_index)),
+        sparse_indices(with_dense_rows(op.sparse_indices)),
+        softmax_max(by_token(op.softmax_max)),
+        softmax_sum(by_token(op.softmax_sum)) {}
+
+  int64_t rope_size() const { return query_rope.defined() ? query_rope.size(-1) : 0; }
+
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor query_rope;
+  at::Tensor key_rope;
+  at::Tensor query_index;
+  at::Tensor key_index;
+  at::Tensor sparse_indices;
+  at::Tensor softmax_max;
+  at::Tensor softmax_sum;
+};
+
+template <typename T>
+TokenRows<T> optional_rows(const at::Tensor& tensor, int64_t begin) {
+  return tensor.defined() ? TokenRows<T>(tensor, begin) : TokenRows<T>();
+}
+
+// The rows of one sequence.
+template <typename Input, typename T>
+struct SequenceRows {
+  SequenceRows(const Inputs& inputs, const Sequence& sequence)
+      : query(inputs.query, sequence.query_begin),
+        query_rope(optional_rows<Input>(inputs.query_rope, sequence.query_begin)),
+        query_index(inputs.query_index, sequence.query_begin),
+        key(inputs.key, sequence.key_begin),
+        key_rope(optional_rows<Input>(inputs.key_rope, sequence.key_begin)),
+        key_index(inputs.key_index, sequence.key_begin),
+        sparse_indices(inputs.sparse_indices, sequence.query_begin),
+        softmax_max(inputs.softmax_max, sequence.query_begin),
+        softmax_sum(inputs.softmax_sum, sequence.query_begin) {}
+
+  TokenRows<Input> query, query_rope, query_index;
+  TokenRows<Input> key, key_rope, key_index;
+  TokenRows<int32_t> sparse_indices;
+  TokenRows<T> softmax_max, softmax_sum;
+};
+
+// KL(target || softmax(scores)), and in `scores` its gradient with respect to them.
+template <typename T>
+double divergence(const T* target, T* scores, int64_t count) {
+  constexpr double epsilon = 1e-8;
+  const T max = *std::max_element(scores, scores + count);
+  double sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    sum += std::exp(static_cast<double>(scores[i] - max));
+  }
+  const double log_sum = std::log(sum);
+  double loss = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const double log_y = static_cast<double>(scores[i] - max) - log_sum;
+    const double p = std::max<double>(target[i], epsilon);
+    loss += p * (std::log(p) - std::max(log_y, std::log(epsilon)));
+    scores[i] = static_cast<T>(std::exp(log_y)) - target[i];
+  }
+  return loss;
+}
+
+template <typename Input, typename Operand>
+class TokenLoss {
+ public:
+  using T = Accumulator<Operand>;
+
+  TokenLoss(const Inputs& inputs, double scale, int64_t max_selected)
+      : heads_(inputs.query.size(-2)),
+        padded_heads_(round_up(heads_, kTileStep)),
+        scale_(static_cast<T>(scale)),
+        product_(padded_heads_, {inputs.query.size(-1), inputs.rope_size()}, kMaxKeys),
+        attention_(kMaxKeys, padded_heads_),
+        max_(1, padded_heads_),
+        factor_(1, padded_heads_),
+        gradient_(inputs.query_index.size(-2), inputs.query_index.size(-1)),
+        target_(1, max_selected),
+        scores_(1, max_selected) {
+    positions_.reserve(max_selected);
+    for (int64_t begin = 0; begin < max_selected; begin += kMaxKeys) {
+      logits_.push_back(gradient_.new_logits());
+    }
+  }
+
+  // The loss of one token; its gradients go to row `row` of the outputs and to `d_keys`.
+  double operator()(const SequenceRows<Input, T>& rows, const HeadWeights<Input>& weights,
+                    int64_t token, int64_t row, int64_t slots, ParallelScatterAdd<T>& d_keys,
+                    int64_t worker, const Op::Outputs& outputs) {
+    positions_.clear();
+    const auto* indices = rows.sparse_indices.row(token);
+    std::copy_if(indices, indices + slots, std::back_inserter(positions_),
+                 [](int32_t index) { return index != -1; });
+    gradient_.load_query(rows.query_index, weights, token, row);
+    double loss = 0;
+    if (!positions_.empty()) {
+      load_attention(rows, token);
+      for_each_tile([&](int64_t begin, int64_t count, const Tile<T>& logits) {
+        const auto* positions = positions_.data() + begin;
+        product_.multiply(product_.load_keys(rows.key, rows.key_rope, positions, count),
+                          attention_);
+        mean_of_heads(count, target_.data() + begin);
+        gradient_.load_keys(rows.key_index, positions, count);
+        gradient_.logits(logits);
+        gradient_.scores(logits, scores_.data() + begin);
+      });
+      loss = divergence(target_.data(), scores_.data(), static_cast<int64_t>(positions_.size()));
+      for_each_tile([&](int64_t begin, int64_t count, const Tile<T>& logits) {
+        const auto* positions = positions_.data() + begin;
+        gradient_.load_keys(rows.key_index, positions, count);
+        gradient_.add(logits, scores_.data() + begin, d_keys, worker, positions);
+      });
+    }
+    gradient_.store(row, std::get<0>(outputs), std::get<2>(outputs));
+    return loss;
+  }
+
+ private:
+  static constexpr int64_t kMaxKeys = IndexerGradient<Input, Operand>::kMaxKeys;
+
+  template <typename Function>
+  void for_each_tile(const Function& function) {
+    const auto selected = static_cast<int64_t>(positions_.size());
+    for (int64_t begin = 0; begin < selected; begin += kMaxKeys) {
+      function(begin, std::min(kMaxKeys, selected - begin), logits_[begin / kMaxKeys]);
+    }
+  }
+
+  void load_attention(const SequenceRows<Input, T>& rows, int64_t token) {
+    product_.load_query(rows.query, rows.query_rope, token, heads_);
+    const T* sum = rows.softmax_sum.row(token);
+    std::copy_n(rows.softmax_max.row(token), heads_, max_.data());
+    // Heads that only pad the tile keep the factor zero.
+    for (int64_t h = 0; h < heads_; ++h) {
+      factor_.data()[h] = T(1) / (sum[h] * static_cast<T>(heads_));
+    }
+  }
+
+  // target[i] = mean over heads of exp(score - max) / sum
+  void mean_of_heads(int64_t count, T* target) const {
+    vectorized([=, heads = padded_heads_, scale = scale_, scores = attention_.data(),
+                max = max_.data(), factor = factor_.data()] {
+      for (int64_t i = 0; i < count; ++i) {
+        const T* row = scores + i * heads;
+        T sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t h = 0; h < heads; ++h) {
+          sum += exponential(scale * row[h] - max[h]) * factor[h];
+        }
+        target[i] = sum;
+      }
+    });
+  }
+
+  int64_t heads_;
+  int64_t padded_heads_;
+  T scale_;
+  QueryKeyProduct<Input, Operand> product_;
+  Tile<T> attention_;  // scores of a tile, (keys, heads)
+  Tile<T> max_;
+  Tile<T> factor_;
+  IndexerGradient<Input, Operand> gradient_;
+  std::vector<int32_t> positions_;
+  std::vector<Tile<T>> logits_;
+  Tile<T> target_;
+  Tile<T> scores_;
+};
+
+template <typename Input, typename Operand>
+double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::Outputs& outputs) {
+  using T = Accumulator<Operand>;
+  const Inputs inputs(op);
+  const HeadWeights<Input> weights(op.weights);
+  const int64_t slots = inputs.sparse_indices.size(-1);
+  const int64_t max_keys = longest(sequences, &Sequence::key_length);
+  const int64_t max_tokens = longest(sequences, &Sequence::query_length);
+  const int64_t max_workers = worker_count(max_tokens);
+
+  ParallelScatterAdd<T> d_keys(max_workers, max_keys, inputs.key_index.size(-1));
+  std::vector<std::unique_ptr<TokenLoss<Input, Operand>>> token_loss(max_workers);
+  // One loss per token, summed in their order: the sum does not depend on the number of threads.
+  std::vector<double> losses(max_tokens);
+  double loss = 0;
+  for (const auto& sequence : sequences) {
+    const SequenceRows<Input, T> rows(inputs, sequence);
+    accumulate_key_gradient<Input>(
+        sequence, d_keys, std::get<1>(outputs), [&](int64_t worker, int64_t token) {
+          auto& own = token_loss[worker];
+          if (!own) {
+            own = std::make_unique<TokenLoss<Input, Operand>>(inputs, op.scale_value,
+                                                              std::min(slots, max_keys));
+          }
+          const auto mode = static_cast<SparseMode>(op.sparse_mode);
+          losses[token] =
+              (*own)(rows, weights, token, sequence.query_begin + token,
+                     std::min(slots, visible_keys(sequence, mode, token)), d_keys, worker, outputs);
+        });
+    loss = std::accumulate(losses.begin(), losses.begin() + sequence.query_length, loss);
+  }
+  return loss;
+}
+
+}  // namespace
+
+void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
+  const auto sequences = sequences_of(op);
+  check_sparse_indices(op.name, parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND}),
+                       op.sparse_indices, op.key, sequences);
+  zero_tail(outputs, sequences);
+  dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
+    std::get<3>(outputs).fill_(compute<Input, Operand>(op, sequences, outputs));
+  });
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,117 @@
+"""On held-out text: is what the indexer selects what the attention attends to?"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from sparse_lm import (
+    AttentionInputs,
+    LatentAttention,
+    Select,
+    SparseLM,
+    select_all,
+    select_by_indexer,
+)
+from torch import Tensor
+
+
+def _positions(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(length, device=device)
+    return positions[:, None], positions[None, :]
+
+
+def _top_k(scores: Tensor, k: int) -> Tensor:
+    """Indices (B, S, 1, K) of the best causal keys by scores (B, S, S); -1 where there are none."""
+    query, key = _positions(scores.shape[-1], scores.device)
+    values, indices = scores.masked_fill(key > query, -math.inf).topk(k)
+    return indices.masked_fill(values == -math.inf, -1).int().unsqueeze(2)
+
+
+def attention_probabilities(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    """Dense attention, mean over heads: (B, S, S) fp32. What the indexer is to imitate."""
+    keys = torch.cat([inputs.latent, inputs.key_rope], dim=-1).squeeze(2).float()
+    queries = torch.cat([inputs.query, inputs.query_rope], dim=-1).float()
+    query, key = _positions(keys.shape[1], keys.device)
+    total = keys.new_zeros(len(keys), keys.shape[1], keys.shape[1])
+    with torch.autocast(keys.device.type, enabled=False):
+        # One head at a time: all of them together would not fit at the NPU's own sizes.
+        for head in queries.unbind(2):
+            scores = layer.scale * head @ keys.transpose(1, 2)
+            total += scores.masked_fill(key > query, -math.inf).softmax(-1)
+    return total / queries.shape[2]
+
+
+def select_ideal(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    """The k keys with the largest attention mass: no choice of k keys holds more."""
+    return _top_k(attention_probabilities(layer, inputs), layer.top_k)
+
+
+def select_recent(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    batch, length = inputs.query.shape[:2]
+    query, key = _positions(length, inputs.query.device)
+    return _top_k((key - query).float().expand(batch, length, length), layer.top_k)
+
+
+def select_random(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    batch, length = inputs.query.shape[:2]
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(batch, length, length, generator=generator)
+    return _top_k(scores.to(inputs.query.device), layer.top_k)
+
+
+SELECTIONS: dict[str, Select] = {
+    "dense": select_all,
+    "ideal": select_ideal,
+    "indexer": select_by_indexer,
+    "recent": select_recent,
+    "random": select_random,
+}
+
+
+def _captured_mass(probabilities: Tensor, indices: Tensor, k: int) -> float:
+    """Mean share of attention on the keys at ``indices``, over queries with more than k keys."""
+    indices = indices.squeeze(2).long()
+    kept = probabilities.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
+    return kept.sum(-1)[:, k:].mean().item()
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+@torch.no_grad()
+def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dict[str, float]]:
+    """Attention mass that each selection captures, and the LM's bits per byte when it attends so.
+
+    Mass is measured in a dense pass, so that every selection faces the same attention; the queries
+    with k keys or fewer are left out, as there anything captures all.
+
+    Args:
+        model: the trained model.
+        windows: held-out text, (number of windows, S + 1) int64.
+        batch_size: how many windows to run at once.
+    """
+    mass: dict[str, list[float]] = defaultdict(list)
+    bits: dict[str, list[float]] = defaultdict(list)
+
+    def select_all_and_measure(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+        probabilities = attention_probabilities(layer, inputs)
+        for name, select in SELECTIONS.items():
+            mass[name].append(_captured_mass(probabilities, select(layer, inputs), layer.top_k))
+        return select_all(layer, inputs)
+
+    model.eval()
+    for batch in windows.split(batch_size):
+        for name, select in SELECTIONS.items():
+            chosen = select_all_and_measure if name == "dense" else select
+            with torch.autocast(batch.device.type, torch.bfloat16):
+                lm_loss, _ = model(batch, chosen)
+            bits[name] += [lm_loss.item() / math.log(2)] * len(batch)
+    return {
+        "attention_mass": {name: _mean(values) for name, values in mass.items()},
+        "bits_per_byte": {name: _mean(values) for name, values in bits.items()},
+    }

@@ -1,0 +1,172 @@
+"""A byte-level language model with DeepSeek Sparse Attention, on the operators of this library.
+
+Attention is absorbed MLA: each token stores ONE latent (and a small rotary key) that serves all
+heads as key and as value; per-head projections are folded into the query and the output. Which
+stored tokens a query attends to is up to a ``Select`` function: all of them, those that the
+lightning indexer prefers, or anything else that one wants to compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ascend_attn_ops as ops
+import torch
+from ascend_attn_ops.modules import IndexerProjections, LightningIndexer, rotary_embedding
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    layers: int = 2
+    hidden_size: int = 256
+    heads: int = 8
+    head_dim: int = 64
+    latent_dim: int = 512
+    rope_dim: int = 64
+    index_heads: int = 8
+    index_dim: int = 128
+    top_k: int = 64
+    vocabulary: int = 256
+
+
+class AttentionInputs(NamedTuple):
+    """What attention and indexer compute from, for B sequences of S tokens and N heads."""
+
+    query: Tensor  # (B, S, N, latent_dim)
+    query_rope: Tensor  # (B, S, N, rope_dim)
+    latent: Tensor  # (B, S, 1, latent_dim), key and value
+    key_rope: Tensor  # (B, S, 1, rope_dim)
+    projections: IndexerProjections
+
+
+Select = Callable[["LatentAttention", AttentionInputs], Tensor]
+"""Gives the sparse_indices of a layer: (B, S, 1, K) int32, padded with -1."""
+
+
+def select_all(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    """Dense attention: every key. The operators themselves stop at the diagonal."""
+    batch, length = inputs.query.shape[:2]
+    keys = torch.arange(length, dtype=torch.int32, device=inputs.query.device)
+    return keys.expand(batch, length, 1, length).contiguous()
+
+
+def select_by_indexer(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    """Sparse attention: the top-k of the layer's lightning indexer."""
+    return layer.indexer.select(inputs.projections, layer.top_k)
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.top_k = config.heads, config.top_k
+        self.widths = (config.head_dim, config.rope_dim)
+        self.kv_widths = (config.latent_dim, config.rope_dim)
+        self.scale = sum(self.widths) ** -0.5
+        hidden, heads, width = config.hidden_size, config.heads, config.head_dim
+        self.query = nn.Linear(hidden, heads * sum(self.widths), bias=False)
+        self.latent = nn.Linear(hidden, sum(self.kv_widths), bias=False)
+        self.latent_norm = nn.RMSNorm(config.latent_dim)
+        self.absorbed_key = nn.Parameter(torch.empty(heads, width, config.latent_dim))
+        self.absorbed_value = nn.Parameter(torch.empty(heads, config.latent_dim, width))
+        self.out = nn.Linear(heads * width, hidden, bias=False)
+        self.indexer = LightningIndexer(
+            hidden,
+            num_heads=config.index_heads,
+            head_dim=config.index_dim,
+            rope_dim=config.index_dim // 2,
+        )
+        for weight in (self.absorbed_key, self.absorbed_value):
+            nn.init.normal_(weight, std=config.latent_dim**-0.5)
+
+    def project(self, x: Tensor) -> AttentionInputs:
+        """Inputs of attention and indexer for hidden states (B, S, hidden_size)."""
+        query = self.query(x).unflatten(-1, (self.heads, sum(self.widths)))
+        query, query_rope = query.split(self.widths, dim=-1)
+        latent, key_rope = self.latent(x).unsqueeze(-2).split(self.kv_widths, dim=-1)
+        return AttentionInputs(
+            query=torch.einsum("bsnd,ndl->bsnl", query, self.absorbed_key),
+            query_rope=rotary_embedding(query_rope),
+            latent=self.latent_norm(latent.float()).to(latent.dtype),
+            key_rope=rotary_embedding(key_rope),
+            # The indexer imitates the attention: it must not bend the hidden states to its needs.
+            projections=self.indexer(x.detach()),
+        )
+
+    def forward(self, x: Tensor, select: Select) -> tuple[Tensor, Tensor]:
+        """Attention over the selected keys, and the indexer's mean KL loss over the same keys."""
+        inputs = self.project(x)
+        query, query_rope, latent, key_rope, projections = inputs
+        indices = select(self, inputs)
+        attended, softmax_max, softmax_sum = ops.sparse_flash_attention(
+            query, latent, latent, indices,
+            scale_value=self.scale, query_rope=query_rope, key_rope=key_rope,
+        )  # fmt: skip
+        kl_loss = ops.lightning_indexer_kl_loss(
+            query, latent, *projections, indices, softmax_max, softmax_sum,
+            scale_value=self.scale, query_rope=query_rope, key_rope=key_rope, reduction="mean",
+        )  # fmt: skip
+        values = torch.einsum("bsnl,nld->bsnd", attended, self.absorbed_value)
+        return self.out(values.flatten(-2)), kl_loss
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.attention = LatentAttention(config)
+        self.mlp = nn.Sequential(
+            nn.RMSNorm(hidden),
+            nn.Linear(hidden, 4 * hidden, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * hidden, hidden, bias=False),
+        )
+
+    def forward(self, x: Tensor, select: Select) -> tuple[Tensor, Tensor]:
+        attended, kl_loss = self.attention(self.attention_norm(x), select)
+        x = x + attended
+        return x + self.mlp(x), kl_loss
+
+
+class SparseLM(nn.Module):
+    """Predicts the next byte. ``forward`` returns both losses, in nats per token."""
+
+    NEIGHBOURS = 4
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
+        # A byte alone says little. Each token sees the last few from the start, so that attention
+        # is free to look further away than next door.
+        self.neighbours = nn.Linear(self.NEIGHBOURS * config.hidden_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocabulary, bias=False)
+
+    def forward(self, text: Tensor, select: Select) -> tuple[Tensor, Tensor]:
+        """LM loss and KL loss (mean over layers) of ``text``, (B, S + 1) int64 bytes."""
+        x = self._embed(text[:, :-1])
+        kl_losses = []
+        for block in self.blocks:
+            x, kl_loss = block(x, select)
+            kl_losses.append(kl_loss)
+        logits = self.head(self.norm(x)).float()
+        lm_loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        return lm_loss, torch.stack(kl_losses).mean()
+
+    def _embed(self, text: Tensor) -> Tensor:
+        """Hidden states (B, S, hidden_size) of each byte together with those right before it."""
+        x = self.embedding(text)
+        padded = F.pad(x, (0, 0, self.NEIGHBOURS - 1, 0))
+        return x + self.neighbours(padded.unfold(1, self.NEIGHBOURS, 1).flatten(2))
+
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters of the language model, and those of the indexers."""
+        groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, parameter in self.named_parameters():
+            groups[".indexer." in name].append(parameter)
+        return groups

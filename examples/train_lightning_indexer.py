@@ -1,0 +1,229 @@
+"""Train a lightning indexer the way DeepSeek Sparse Attention does, on the text at hand.
+
+    python examples/train_lightning_indexer.py
+
+1. Dense warm-up: the language model attends to every earlier byte, while the indexer of each layer
+   learns, from the KL loss, to score keys as the attention does.
+2. Sparse training: attention sees the indexer's top-k only, and both keep learning.
+
+Then, on held-out files: how much of the attention do k keys hold that the indexer chooses, and
+what does attending to nothing else cost the language model? Compared with random keys, the most
+recent keys and the best k there are. The output directory receives metrics.json, curves.png and
+checkpoint.pt; `--resume` goes on from the checkpoint and ends exactly where an uninterrupted run
+would have. Two runs with the same options on the same machine are equal, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ascend_attn_ops as ops
+import torch
+from evaluate import evaluate
+from python_corpus import load_corpus, sample_windows
+from report import Progress, plot, summary_table
+from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
+from torch import Tensor
+
+# What the NPU's own kernels are tiled for; the rest of ModelConfig is a free choice.
+DEVICE_SHAPES = {
+    "heads": 64, "latent_dim": 512, "rope_dim": 64, "index_heads": 32, "index_dim": 128,
+    "top_k": 2048, "sequence_length": 4096,
+}  # fmt: skip
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--out", type=Path, default=Path("out"), help="output directory")
+    run.add_argument("--device", choices=["cpu", "npu"], default="cpu")
+    run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    run.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    run.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="if no terminal")
+    train = parser.add_argument_group("training")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--warmup-steps", type=int, default=250, help="steps of dense warm-up")
+    train.add_argument("--sparse-steps", type=int, default=500, help="steps of sparse training")
+    train.add_argument("--batch-size", type=int, default=2)
+    train.add_argument("--sequence-length", type=int, default=512)
+    train.add_argument("--learning-rate", type=float, default=1.5e-3, help="of the language model")
+    train.add_argument("--indexer-learning-rate", type=float, default=3e-3)
+    train.add_argument("--eval-windows", type=int, default=16, help="held-out sequences")
+    model = parser.add_argument_group("model")
+    for name, default in asdict(ModelConfig()).items():
+        model.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    model.add_argument(
+        "--device-shapes",
+        action="store_true",
+        help="the sizes of the NPU's kernels, checked against its limits: "
+        + ", ".join(f"{name} {size}" for name, size in DEVICE_SHAPES.items()),
+    )
+    # As defaults, so that an explicit size still wins.
+    if parser.parse_known_args()[0].device_shapes:
+        parser.set_defaults(**DEVICE_SHAPES)
+    arguments = parser.parse_args()
+    if arguments.top_k >= arguments.sequence_length:
+        parser.error("--top-k must be less than --sequence-length: nothing would be sparse")
+    return arguments
+
+
+def set_up_device(name: str) -> torch.device:
+    if name == "npu":
+        importlib.import_module("torch_npu")  # registers the device
+    # The operators' gradients, too, are then summed in a fixed order on the NPU.
+    torch.use_deterministic_algorithms(True)
+    return torch.device(name)
+
+
+class Trainer:
+    """Model, optimizer and history: what a checkpoint holds."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.arguments, self.device = arguments, device
+        fields = asdict(ModelConfig())
+        config = ModelConfig(**{name: getattr(arguments, name) for name in fields})
+        torch.manual_seed(arguments.seed)
+        # Parameters are fp32; autocast computes, and calls the operators, in bf16.
+        self.model = SparseLM(config).to(device)
+        self.groups = self.model.parameter_groups()
+        rates = (arguments.learning_rate, arguments.indexer_learning_rate)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": group, "peak_lr": rate}
+                for group, rate in zip(self.groups, rates, strict=True)
+            ],
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+        )
+        self.total_steps = arguments.warmup_steps + arguments.sparse_steps
+        self.history: dict[str, list[float]] = {"bits_per_byte": [], "kl": []}
+        # Whatever changes the numbers; a checkpoint of another recipe cannot be resumed.
+        self.recipe = {
+            name: value
+            for name, value in sorted(vars(arguments).items())
+            if name not in ("out", "resume", "checkpoint_every", "log_every")
+        }
+
+    @property
+    def step(self) -> int:
+        return len(self.history["kl"])
+
+    @property
+    def phase(self) -> str:
+        return "dense" if self.step < self.arguments.warmup_steps else "sparse"
+
+    def learning_rate_factor(self) -> float:
+        """Linear rise over the first steps, then a cosine down to 5%, for both phases together."""
+        rise = min(1.0, (self.step + 1) / (1 + 0.05 * self.total_steps))
+        return rise * (0.525 + 0.475 * math.cos(math.pi * self.step / self.total_steps))
+
+    def train_step(self, text: Tensor) -> tuple[float, float]:
+        select = select_all if self.phase == "dense" else select_by_indexer
+        with torch.autocast(self.device.type, torch.bfloat16):
+            lm_loss, kl_loss = self.model(text.to(self.device), select)
+        # No parameter has a share in both losses, so that adding them trades nothing off.
+        (lm_loss + kl_loss).backward()
+        factor = self.learning_rate_factor()
+        for group in self.optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+            group["lr"] = factor * group["peak_lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        bits_per_byte, kl = lm_loss.item() / math.log(2), kl_loss.item()
+        if not math.isfinite(bits_per_byte + kl):
+            raise SystemExit(f"step {self.step + 1}: loss {bits_per_byte} bits/byte, KL {kl}")
+        self.history["bits_per_byte"].append(bits_per_byte)
+        self.history["kl"].append(kl)
+        return bits_per_byte, kl
+
+    def save(self, path: Path) -> None:
+        state = {
+            "recipe": self.recipe,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history,
+        }
+        # Renaming is atomic: a run killed at any moment leaves a whole checkpoint.
+        torch.save(state, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        for name, value in self.recipe.items():
+            if state["recipe"][name] != value:
+                raise SystemExit(
+                    f"--resume: {path} was trained with --{name.replace('_', '-')} "
+                    f"{state['recipe'][name]}, not {value}"
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.history = state["history"]
+
+
+def train(trainer: Trainer, text: Tensor) -> None:
+    arguments = trainer.arguments
+    checkpoint = arguments.out / "checkpoint.pt"
+    if arguments.resume and checkpoint.exists():
+        trainer.load(checkpoint)
+        print(f"resumed at step {trainer.step}", flush=True)
+    tokens_per_step = arguments.batch_size * arguments.sequence_length
+    progress = Progress(trainer.step, trainer.total_steps, tokens_per_step, arguments.log_every)
+    while trainer.step < trainer.total_steps:
+        # Seeded by the step alone: a resumed run needs no state of a generator.
+        seed = arguments.seed * 1_000_003 + trainer.step
+        batch = sample_windows(text, arguments.batch_size, arguments.sequence_length + 1, seed)
+        phase = trainer.phase
+        progress.update(phase, *trainer.train_step(batch))
+        if trainer.step % arguments.checkpoint_every == 0 or trainer.step == trainer.total_steps:
+            trainer.save(checkpoint)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = set_up_device(arguments.device)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train_text, held_out_text = load_corpus()
+    print(
+        f"text: {len(train_text):,} bytes to train on, {len(held_out_text):,} held out; "
+        f"threads: {torch.get_num_threads()}; output: {arguments.out}",
+        flush=True,
+    )
+    start = time.perf_counter()
+    # Laptop sizes are none of the NPU's; --device-shapes are, and stay under its checks.
+    limits = contextlib.nullcontext() if arguments.device_shapes else ops.limits(None)
+    with limits:
+        trainer = Trainer(arguments, device)
+        train(trainer, train_text)
+        trained = time.perf_counter()
+        windows = sample_windows(
+            held_out_text, arguments.eval_windows, arguments.sequence_length + 1, arguments.seed
+        )
+        print("evaluating on held-out text ...", flush=True)
+        held_out = evaluate(trainer.model, windows.to(device), arguments.batch_size)
+    metrics: dict[str, Any] = {
+        **trainer.recipe,
+        "held_out": held_out,
+        "history": trainer.history,
+        # Of this process: the one entry in which two equal runs differ.
+        "seconds": {"training": trained - start, "evaluation": time.perf_counter() - trained},
+    }
+    (arguments.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    plot(metrics, arguments.out / "curves.png")
+    print(f"\n{summary_table(metrics)}\n")
+    print(f"{time.perf_counter() - start:.0f} s; see {arguments.out}/curves.png and metrics.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Modules with parameters, built on the operators."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ascend_attn_ops.indexer import lightning_indexer
+
+
+class IndexerProjections(NamedTuple):
+    """What the indexer operators take, for BSND (TND has one dimension T instead of B, S).
+
+    Attributes:
+        query_index: (B, S, Nidx, Didx).
+        key_index: (B, S, 1, Didx), same dtype.
+        weights: (B, S, Nidx), same dtype; they carry the scale, since the operators apply none.
+    """
+
+    query_index: Tensor
+    key_index: Tensor
+    weights: Tensor
+
+
+def rotary_embedding(x: Tensor, positions: Tensor | None = None, *, theta: float = 1e4) -> Tensor:
+    """Rotate each head of ``x`` by its position (halves paired: element d with d + D/2).
+
+    Args:
+        x: (..., S, N, D) with D even, any float dtype; the rotation itself is done in fp32.
+        positions: (S,) or (..., S), integer; default 0..S-1.
+        theta: the base of the geometric sequence of wavelengths.
+
+    Returns:
+        The shape and dtype of ``x``.
+    """
+    half = x.shape[-1] // 2
+    if positions is None:
+        positions = torch.arange(x.shape[-3], device=x.device)
+    frequency = theta ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = (positions[..., None].float() * frequency).unsqueeze(-2)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)
+
+
+class LightningIndexer(nn.Module):
+    """The small scorer of DeepSeek Sparse Attention: which keys deserve attention?
+
+    ::
+
+        score[i, s] = sum over heads h of weights[i, h] * relu(query_index[i, h] . key_index[s])
+
+    Many small query heads over one shared key: :meth:`forward` makes the three tensors,
+    :meth:`select` picks the best keys, and :func:`ascend_attn_ops.lightning_indexer_kl_loss` trains
+    the projections to rank keys as the attention itself does. Give it detached hidden states: the
+    indexer is to imitate the attention, and not to change what it imitates.
+
+    Args:
+        hidden_size: size of the hidden states.
+        num_heads: Nidx; the NPU takes 8, 16, 32 or 64.
+        head_dim: Didx; the NPU takes 128.
+        rope_dim: how many leading elements of each head are rotated by position; 0 for none.
+        rope_theta: base of the rotary embedding.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 32,
+        head_dim: int = 128,
+        rope_dim: int = 64,
+        rope_theta: float = 1e4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if rope_dim % 2 or not 0 <= rope_dim <= head_dim:
+            raise ValueError(
+                f"LightningIndexer: rope_dim: expected an even number in 0..{head_dim} (head_dim), "
+                f"got {rope_dim}"
+            )
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.rope_dim, self.rope_theta = rope_dim, rope_theta
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.query = nn.Linear(hidden_size, num_heads * head_dim, bias=False, **factory)
+        self.key = nn.Linear(hidden_size, head_dim, bias=False, **factory)
+        # One key serves every head: normalised, its length cannot swamp what the heads select.
+        self.key_norm = nn.LayerNorm(head_dim, **factory)
+        self.weights = nn.Linear(hidden_size, num_heads, bias=False, **factory)
+
+    def forward(self, hidden: Tensor, positions: Tensor | None = None) -> IndexerProjections:
+        """Project hidden states to the inputs of the indexer operators.
+
+        Args:
+            hidden: (B, S, hidden_size), or (T, hidden_size) for layout TND.
+            positions: (S,) or (B, S); (T,) for TND. Default: 0, 1, 2, ... (only differences of
+                positions matter, so that this serves packed sequences as well).
+
+        Returns:
+            query_index (B, S, Nidx, Didx), key_index (B, S, 1, Didx), weights (B, S, Nidx), all
+            of the dtype that the projections compute in (under autocast, the autocast dtype).
+        """
+        query = self.query(hidden).unflatten(-1, (self.num_heads, self.head_dim))
+        key = self.key(hidden).to(self.key_norm.weight.dtype)
+        key = self.key_norm(key).to(query.dtype).unsqueeze(-2)
+        # The usual 1/sqrt(Didx), and 1/sqrt(Nidx) for the sum over heads.
+        weights = self.weights(hidden) * (self.num_heads * self.head_dim) ** -0.5
+        return IndexerProjections(
+            self._rotate(query, positions), self._rotate(key, positions), weights
+        )
+
+    def select(self, projections: IndexerProjections, sparse_count: int, **options: Any) -> Tensor:
+        """The keys each query attends to: :func:`lightning_indexer` on the projections.
+
+        Args:
+            projections: what :meth:`forward` returned.
+            sparse_count: K, how many keys to keep.
+            options: keywords of :func:`lightning_indexer` (layout, sequence lengths, ...).
+
+        Returns:
+            sparse_indices (B, S, 1, K) int32, best first, padded with -1. They carry no gradient:
+            the KL loss is what trains the indexer.
+        """
+        query, key, weights = (x.detach() for x in projections)
+        return lightning_indexer(query, key, weights, sparse_count=sparse_count, **options)[0]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, rope_dim={self.rope_dim}"
+
+    def _rotate(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        if self.rope_dim == 0:
+            return x
+        rotated = rotary_embedding(x[..., : self.rope_dim], positions, theta=self.rope_theta)
+        return torch.cat([rotated, x[..., self.rope_dim :]], dim=-1)

@@ -1,0 +1,106 @@
+"""The LightningIndexer module: shapes, dtypes, positions, and what it selects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops import LightningIndexer
+from ascend_attn_ops.modules import rotary_embedding
+
+HIDDEN, HEADS, DIM = 24, 3, 16
+
+
+@pytest.fixture(autouse=True)
+def _without_limits() -> Iterator[None]:
+    with ascend_attn_ops.limits(None):
+        yield
+
+
+def make(rope_dim: int = 8, dtype: torch.dtype = torch.float32) -> LightningIndexer:
+    torch.manual_seed(0)
+    return LightningIndexer(HIDDEN, num_heads=HEADS, head_dim=DIM, rope_dim=rope_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("rope_dim", [0, 8, DIM])
+@pytest.mark.parametrize("shape", [(2, 7), (11,)], ids=["BSND", "TND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_fit_the_operators(
+    shape: tuple[int, ...], rope_dim: int, dtype: torch.dtype
+) -> None:
+    query, key, weights = make(rope_dim, dtype)(torch.randn(*shape, HIDDEN, dtype=dtype))
+    assert query.shape == (*shape, HEADS, DIM)
+    assert key.shape == (*shape, 1, DIM)
+    assert weights.shape == (*shape, HEADS)
+    assert query.dtype == key.dtype == weights.dtype == dtype
+
+
+def test_autocast_sets_every_dtype() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        projections = make()(torch.randn(1, 5, HIDDEN))
+    assert {x.dtype for x in projections} == {torch.bfloat16}
+
+
+def test_only_differences_of_positions_matter() -> None:
+    x, y = torch.randn(2, 1, 9, 1, DIM, dtype=torch.float64)
+    positions = torch.arange(9)
+
+    def products(shift: int) -> torch.Tensor:
+        left, right = (rotary_embedding(z, positions + shift).squeeze(2) for z in (x, y))
+        return left @ right.transpose(1, 2)
+
+    torch.testing.assert_close(products(0), products(50), rtol=1e-4, atol=1e-4)
+    plain = x.squeeze(2) @ y.squeeze(2).transpose(1, 2)
+    assert not torch.allclose(products(0), plain, rtol=1e-2, atol=1e-2)
+    # A token meets itself without rotation.
+    torch.testing.assert_close(
+        products(0).diagonal(dim1=1, dim2=2), plain.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_positions_default_to_counting_from_zero() -> None:
+    indexer, hidden = make(), torch.randn(2, 6, HIDDEN)
+    for default, given in zip(indexer(hidden), indexer(hidden, torch.arange(6)), strict=True):
+        assert torch.equal(default, given)
+
+
+def test_selects_the_best_scores_causally() -> None:
+    indexer, hidden = make(), torch.randn(2, 10, HIDDEN)
+    projections = indexer(hidden)
+    indices = indexer.select(projections, 4)
+    assert indices.dtype == torch.int32
+    assert not indices.requires_grad
+    query, key, weights = projections
+    products = torch.einsum("bqhd,bkd->bqkh", query, key.squeeze(2)).relu()
+    scores = torch.einsum("bqkh,bqh->bqk", products, weights)
+    causal = torch.ones(10, 10, dtype=torch.bool).tril()
+    scores = scores.masked_fill(~causal, -torch.inf)
+    # Scores, not indices: several keys may share the score 0 that relu leaves.
+    chosen = indices.squeeze(2).long()
+    found = scores.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+    torch.testing.assert_close(found, scores.topk(4).values)
+    assert all(len(set(row)) == 4 for row in chosen[:, 3:].flatten(0, 1).tolist())
+
+
+def test_kl_loss_reaches_every_parameter() -> None:
+    indexer, hidden = make(), torch.randn(1, 6, HIDDEN)
+    query, latent = torch.randn(1, 6, 2, 32), torch.randn(1, 6, 1, 32)
+    projections = indexer(hidden)
+    indices = indexer.select(projections, 4)
+    _, softmax_max, softmax_sum = ascend_attn_ops.sparse_flash_attention(
+        query, latent, latent, indices, scale_value=0.2
+    )
+    ascend_attn_ops.lightning_indexer_kl_loss(
+        query, latent, *projections, indices, softmax_max, softmax_sum, scale_value=0.2
+    ).backward()
+    for name, parameter in indexer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("rope_dim", [-2, 3, DIM + 2])
+def test_rope_dim_is_checked(rope_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"rope_dim: expected .* got {rope_dim}"):
+        make(rope_dim)
