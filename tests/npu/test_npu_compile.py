@@ -14,7 +14,6 @@ from torch import Tensor
 FIRST = [next(r for r in RECIPES if r.operator == operator) for operator in OPERATORS]
 
 
-
 @pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 def test_compile(recipe: Recipe) -> None:
     operator = getattr(torch.ops.ascend, recipe.operator).default

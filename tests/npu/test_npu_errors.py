@@ -9,7 +9,7 @@ import cann_sim
 import pytest
 import torch
 from ascend_attn_ops.limits import table
-from conftest import each_caller_failure, each_queue_failure, TASK_QUEUE, run_in_new_process
+from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
 from samples import Recipe
 

@@ -28,7 +28,7 @@ WRONG = [
 def calls() -> dict[str, list[str]]:
     """Calls that must not compile, by what is wrong with them."""
     others = {
-        f"argument {position} is {kind}": ARGUMENTS[:position] + [kind] + ARGUMENTS[position + 1 :]
+        f"argument {position} is {kind}": [*ARGUMENTS[:position], kind, *ARGUMENTS[position + 1 :]]
         for position, kind in WRONG
     }
     return {**others, "one too few": ARGUMENTS[:-1], "one too many": [*ARGUMENTS, "Tensor"]}
