@@ -20,8 +20,8 @@ bool deterministic(const Op& op) {
   return op.deterministic || at::globalContext().deterministicAlgorithms();
 }
 
-// The device reads the keys in place of the values, as in absorbed multi-head latent attention: other
-// values would give wrong numbers without a word.
+// The device reads the keys in place of the values, as in absorbed multi-head latent attention:
+// other values would give wrong numbers without a word.
 template <typename Op>
 void check_value_is_key(const Op& op) {
   const bool same = op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&
@@ -56,18 +56,18 @@ void compute(const SparseFlashAttentionGrad& op, SparseFlashAttentionGrad::Outpu
 
 void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
-  launch<aclnn::LightningIndexer>(
-      op.query, op.key, op.weights, op.actual_seq_lengths_query, op.actual_seq_lengths_key,
-      std::nullopt, op.layout, op.layout, op.sparse_count.expect_int(), op.sparse_mode,
-      op.pre_tokens, op.next_tokens, op.return_values, sparse_indices, sparse_values);
+  launch<aclnn::LightningIndexer>(op.query, op.key, op.weights, op.actual_seq_lengths_query,
+                                  op.actual_seq_lengths_key, std::nullopt, op.layout, op.layout,
+                                  op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens,
+                                  op.next_tokens, op.return_values, sparse_indices, sparse_values);
 }
 
 void compute(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_weights] = outputs;
-  launch<aclnn::LightningIndexerGrad>(
-      op.query, op.key, op.d_values, op.sparse_indices, op.weights, op.actual_seq_lengths_query,
-      op.actual_seq_lengths_key, op.query.size(-2), op.layout, op.sparse_mode, op.pre_tokens,
-      op.next_tokens, deterministic(op), d_query, d_key, d_weights);
+  launch<aclnn::LightningIndexerGrad>(op.query, op.key, op.d_values, op.sparse_indices, op.weights,
+                                      op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+                                      op.query.size(-2), op.layout, op.sparse_mode, op.pre_tokens,
+                                      op.next_tokens, deterministic(op), d_query, d_key, d_weights);
 }
 
 void compute(const SparseLightningIndexerGradKLLoss& op,

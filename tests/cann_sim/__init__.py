@@ -46,6 +46,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libopapi.so")
     library.cann_sim_take_log.restype = ctypes.c_char_p
     library.cann_sim_live_handles.restype = ctypes.c_char_p
+    library.cann_sim_bare_call.restype = ctypes.c_double
     return library
 
 
@@ -98,3 +99,8 @@ def computing(on: bool) -> Iterator[None]:
         yield
     finally:
         _library().cann_sim_set_computing(True)
+
+
+def bare_call_microseconds(calls: int) -> float:
+    """The two phases of aclnnSparseFlashAttentionGrad with their tensors, without PyTorch."""
+    return float(_library().cann_sim_bare_call(calls))

@@ -1,8 +1,8 @@
 // The two phases of every aclnn function, and the controls that tests use.
 #include "opapi.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -37,7 +37,8 @@ struct Control {
   std::mutex mutex;
   std::vector<Fault> faults;
   std::vector<std::string> log;  // JSON objects
-  bool logging = false;
+  std::atomic<bool> logging{false};
+  std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
 };
 
@@ -87,9 +88,7 @@ at::ScalarType scalar_type(aclDataType dtype) {
   }
 }
 
-std::string dtype_name(aclDataType dtype) {
-  return c10::str(scalar_type(dtype));
-}
+std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
 
 Json json_of(const Value& value) {
   return std::visit(
@@ -118,17 +117,26 @@ Json json_of(const Value& value) {
 // Appends to the log what `entry` makes, while a test listens.
 template <typename Entry>
 void log(Entry entry) {
-  if (std::lock_guard lock(control().mutex); control().logging) {
+  if (control().logging) {
+    const std::lock_guard lock(control().mutex);
     control().log.push_back(entry().text());
   }
 }
 
-void log_step(std::string_view step) {
-  log([&] { return Json::object({{"step", std::string(step)}}); });
+template <typename... Values>
+void log_step(const char* name, const Values&... values) {
+  log([&] {
+    std::string step = name;
+    ((step += " " + std::to_string(values)), ...);
+    return Json::object({{"step", step}});
+  });
 }
 
 // The fault that a test planted for this call, counted down.
 std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
+  if (!control().faulty) {
+    return nullptr;
+  }
   const std::lock_guard lock(control().mutex);
   for (auto& fault : control().faults) {
     if (fault.remaining > 0 && fault.phase == phase &&
@@ -275,6 +283,8 @@ Value value_of(const aclIntArray* array) { return array ? Value(array->values) :
 Value value_of(const aclScalar* scalar) { return scalar ? Value(scalar->scalar) : Value(nullptr); }
 Value value_of(const char* text) { return text ? Value(std::string(text)) : Value(nullptr); }
 
+bool watched() { return control().computing || control().logging || control().faulty; }
+
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor) {
   log([&] {
@@ -299,8 +309,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   return ACL_SUCCESS;
 }
 
-int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
-            aclrtStream stream) {
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
   // The second phase consumes the executor, whatever becomes of the call.
   const std::shared_ptr<aclOpExecutor> owned(executor);
   const auto& function = owned->function;
@@ -372,8 +381,8 @@ int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
   return ACL_SUCCESS;
 }
 
-// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here it
-// keeps none.
+// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here
+// it keeps none.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");
@@ -384,10 +393,8 @@ void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
 
 bool CanUsePTACache(const char*) { return false; }
 void InitPTACacheThreadLocal() { log_step("InitPTACacheThreadLocal"); }
-void SetPTAHashKey(uint64_t hash) { log_step(c10::str("SetPTAHashKey ", hash)); }
-void SetPTACacheHashKey(const uint8_t*, size_t size) {
-  log_step(c10::str("SetPTACacheHashKey of ", size, " bytes"));
-}
+void SetPTAHashKey(uint64_t hash) { log_step("SetPTAHashKey", hash); }
+void SetPTACacheHashKey(const uint8_t*, size_t size) { log_step("SetPTACacheHashKey", size); }
 void UnInitPTACacheThreadLocal() { log_step("UnInitPTACacheThreadLocal"); }
 
 // Controls: tests/cann_sim/__init__.py.
@@ -421,10 +428,12 @@ const char* cann_sim_live_handles() {
 }
 void cann_sim_fail(const char* function, int phase, int status, const char* message, int times) {
   const std::lock_guard lock(control().mutex);
+  control().faulty = true;
   control().faults.push_back({function, phase, status, message, times});
 }
 void cann_sim_no_faults() {
   const std::lock_guard lock(control().mutex);
+  control().faulty = false;
   control().faults.clear();
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }

@@ -15,8 +15,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-import cann_sim
-from cann_sim.build import build
+import cann_sim  # noqa: E402
+from cann_sim.build import build  # noqa: E402
 
 
 def main() -> int:
