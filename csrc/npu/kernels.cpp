@@ -1,5 +1,6 @@
 // The NPU's kernels: one aclnn call each, its arguments in the order of the prototype.
 #include <ATen/Context.h>
+#include <ATen/ops/empty.h>
 
 #include "npu/aclnn/launcher.h"
 #include "ops/error.h"
@@ -7,6 +8,7 @@
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
 #include "ops/operator.h"
+#include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn {
@@ -20,8 +22,8 @@ bool deterministic(const Op& op) {
   return op.deterministic || at::globalContext().deterministicAlgorithms();
 }
 
-// The device reads the keys in place of the values, as in absorbed multi-head latent attention: other
-// values would give wrong numbers without a word.
+// The device reads the keys in place of the values, as in absorbed multi-head latent attention:
+// other values would give wrong numbers without a word.
 template <typename Op>
 void check_value_is_key(const Op& op) {
   const bool same = op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&
@@ -56,18 +58,18 @@ void compute(const SparseFlashAttentionGrad& op, SparseFlashAttentionGrad::Outpu
 
 void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
-  launch<aclnn::LightningIndexer>(
-      op.query, op.key, op.weights, op.actual_seq_lengths_query, op.actual_seq_lengths_key,
-      std::nullopt, op.layout, op.layout, op.sparse_count.expect_int(), op.sparse_mode,
-      op.pre_tokens, op.next_tokens, op.return_values, sparse_indices, sparse_values);
+  launch<aclnn::LightningIndexer>(op.query, op.key, op.weights, op.actual_seq_lengths_query,
+                                  op.actual_seq_lengths_key, std::nullopt, op.layout, op.layout,
+                                  op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens,
+                                  op.next_tokens, op.return_values, sparse_indices, sparse_values);
 }
 
 void compute(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_weights] = outputs;
-  launch<aclnn::LightningIndexerGrad>(
-      op.query, op.key, op.d_values, op.sparse_indices, op.weights, op.actual_seq_lengths_query,
-      op.actual_seq_lengths_key, op.query.size(-2), op.layout, op.sparse_mode, op.pre_tokens,
-      op.next_tokens, deterministic(op), d_query, d_key, d_weights);
+  launch<aclnn::LightningIndexerGrad>(op.query, op.key, op.d_values, op.sparse_indices, op.weights,
+                                      op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+                                      op.query.size(-2), op.layout, op.sparse_mode, op.pre_tokens,
+                                      op.next_tokens, deterministic(op), d_query, d_key, d_weights);
 }
 
 void compute(const SparseLightningIndexerGradKLLoss& op,
@@ -84,6 +86,19 @@ void compute(const SparseLightningIndexerGradKLLoss& op,
       op.next_tokens, deterministic(op), d_query_index, d_key_index, d_weights, loss);
 }
 
+void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
+  op.check_memory();
+  if (op.key.numel() == 0) {
+    return;
+  }
+  // A null pointer is an error: a tensor without axes says that there are no values.
+  const auto none = op.value ? at::Tensor() : at::empty({}, op.key.options());
+  launch<aclnn::ScatterPaKvCache>(
+      op.key, op.key_cache, op.slot_mapping, op.value.value_or(none), op.value_cache.value_or(none),
+      op.compress_lens, op.compress_seq_offset, op.seq_lens, op.cache_mode, op.scatter_mode,
+      std::optional(op.strides), std::optional(op.offsets));
+}
+
 template <typename... Ops>
 void register_npu(torch::Library& library) {
   (register_kernel<Ops, static_cast<void (*)(const Ops&, typename Ops::Outputs&)>(&compute)>(
@@ -93,7 +108,7 @@ void register_npu(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss>(m);
+               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, ScatterPaKvCache>(m);
 }
 
 }  // namespace

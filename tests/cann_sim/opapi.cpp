@@ -1,8 +1,8 @@
 // The two phases of every aclnn function, and the controls that tests use.
 #include "opapi.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -87,9 +87,7 @@ at::ScalarType scalar_type(aclDataType dtype) {
   }
 }
 
-std::string dtype_name(aclDataType dtype) {
-  return c10::str(scalar_type(dtype));
-}
+std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
 
 Json json_of(const Value& value) {
   return std::visit(
@@ -145,7 +143,9 @@ int failure(int status, std::string message) {
   return status;
 }
 
-bool is_required(Kind kind) { return kind == Kind::input || kind == Kind::output; }
+bool is_required(Kind kind) {
+  return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
+}
 
 int check_values(const Function& function, const std::vector<Value>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
@@ -183,6 +183,9 @@ c10::IValue to_ivalue(const Value& value) {
 }
 
 bool is_absent(const Function& function, const std::vector<Value>& values, size_t i) {
+  if (const auto* view = std::get_if<TensorView>(&values[i])) {
+    return function.arguments[i].kind == Kind::input_or_none && view->sizes.empty();
+  }
   const auto* list = std::get_if<std::vector<int64_t>>(&values[i]);
   return function.arguments[i].kind == Kind::lengths && list && list->empty() &&
          std::ranges::none_of(values, [](const Value& value) {
@@ -249,9 +252,10 @@ int run(const aclOpExecutor& executor, void* workspace) {
 }  // namespace
 
 at::Tensor TensorView::tensor() const {
-  const auto options = at::TensorOptions().dtype(scalar_type(dtype));
-  auto* begin = static_cast<char*>(data) + offset * options.dtype().itemsize();
-  return at::from_blob(begin, sizes, strides, options);
+  // With all that lies around it: there are kernels that read more of the buffer than the view.
+  const auto elements = c10::multiply_integers(storage_sizes);
+  return at::from_blob(data, {elements}, at::TensorOptions().dtype(scalar_type(dtype)))
+      .as_strided(sizes, strides, offset);
 }
 
 Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
@@ -260,6 +264,10 @@ Argument input(std::string_view name, std::string_view schema, std::vector<aclDa
 Argument optional_input(std::string_view name, std::string_view schema,
                         std::vector<aclDataType> dtypes) {
   return {name, schema, Kind::optional_input, std::move(dtypes)};
+}
+Argument input_or_none(std::string_view name, std::string_view schema,
+                       std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::input_or_none, std::move(dtypes)};
 }
 Argument attribute(std::string_view name, std::string_view schema) {
   return {name, schema, Kind::attribute};
@@ -299,8 +307,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   return ACL_SUCCESS;
 }
 
-int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
-            aclrtStream stream) {
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
   // The second phase consumes the executor, whatever becomes of the call.
   const std::shared_ptr<aclOpExecutor> owned(executor);
   const auto& function = owned->function;
@@ -372,8 +379,8 @@ int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
   return ACL_SUCCESS;
 }
 
-// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here it
-// keeps none.
+// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here
+// it keeps none.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");

@@ -34,7 +34,9 @@ def _each_failure(thread: str, phases: tuple[int, ...]) -> pytest.MarkDecorator:
 
 
 each_caller_failure = _each_failure("caller", _ON_CALLER)
-each_queue_failure = _each_failure("queue", tuple({0, 1, 2} - set(_ON_CALLER)) if TASK_QUEUE else ())
+each_queue_failure = _each_failure(
+    "queue", tuple({0, 1, 2} - set(_ON_CALLER)) if TASK_QUEUE else ()
+)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 // tail (uint64_t* workspaceSize, aclOpExecutor** executor) that all have. The second phase is
 // (void* workspace, uint64_t workspaceSize, aclOpExecutor*, aclrtStream) for all.
 //
-// CANN's headers are not needed to build and its libraries not to load: functions are found by name.
+// CANN's headers are not needed to build and its libraries not to load: functions are found by
+// name.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +38,8 @@ struct SparseFlashAttentionGrad {
                         Tensor actual_seq_lengths_query, Tensor actual_seq_lengths_kv,
                         Tensor query_rope, Tensor key_rope, double scale_value,
                         int64_t sparse_block_size, Text layout, int64_t sparse_mode,
-                        int64_t pre_tokens, int64_t next_tokens, bool deterministic,
-                        Tensor d_query, Tensor d_key, Tensor d_value, Tensor d_query_rope,
-                        Tensor d_key_rope);
+                        int64_t pre_tokens, int64_t next_tokens, bool deterministic, Tensor d_query,
+                        Tensor d_key, Tensor d_value, Tensor d_query_rope, Tensor d_key_rope);
 };
 
 struct LightningIndexer {
@@ -72,6 +72,15 @@ struct SparseLightningIndexerGradKLLoss {
                         double scale_value, Text layout, int64_t sparse_mode, int64_t pre_tokens,
                         int64_t next_tokens, bool deterministic, Tensor d_query_index,
                         Tensor d_key_index, Tensor d_weights, Tensor loss);
+};
+
+struct ScatterPaKvCache {
+  static constexpr const char* name = "aclnnScatterPaKvCache";
+  static constexpr const char* op = "scatter_pa_kv_cache_";
+  using Prototype = int(Tensor key, Tensor key_cache, Tensor slot_mapping, Tensor value,
+                        Tensor value_cache, Tensor compress_lens, Tensor compress_seq_offset,
+                        Tensor seq_lens, Text cache_mode, Text scatter_mode, IntArray strides,
+                        IntArray offsets);
 };
 
 }  // namespace ascend_attn::aclnn
