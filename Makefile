@@ -35,6 +35,7 @@ test-npu: build-npu
 bench: build
 	$(CPU) benchmarks/sparse_attention.py
 	$(CPU) benchmarks/indexer.py
+	$(CPU) benchmarks/scatter_pa_kv_cache.py
 	$(CPU) benchmarks/host_time.py
 
 lint: .venv/ready

@@ -87,16 +87,8 @@ int64_t grain(const Sides& sides) {
   return std::max<int64_t>(1, kBytes / row_bytes);
 }
 
-void check_slots(const Indices& slots, int64_t capacity) {
-  const auto beyond = std::find_if(slots.begin(), slots.end(),
-                                   [capacity](int64_t slot) { return slot >= capacity; });
-  check_value(beyond == slots.end(), ScatterPaKvCache::name, "slot_mapping",
-              "expected values below num_blocks * block_size = ", capacity, ", got ",
-              beyond == slots.end() ? 0 : *beyond, " for row ", beyond - slots.begin());
-}
-
 // Copies a row past the caches of the processor: what is overwritten is then not read first.
-void stream(char* to, const char* from, int64_t bytes) {
+inline void stream(char* to, const char* from, int64_t bytes) {
 #ifdef __SSE2__
   if ((reinterpret_cast<uintptr_t>(to) | bytes) % sizeof(__m128i) == 0) {
     for (int64_t i = 0; i < bytes; i += sizeof(__m128i)) {
@@ -115,15 +107,35 @@ void finish_streams() {
 #endif
 }
 
+// Nobody finds so much in a cache afterwards.
+bool is_streamed(const Side& side, int64_t rows) {
+  constexpr int64_t kBytes = 32 * 1024 * 1024;
+  return rows * side.row_bytes() >= kBytes;
+}
+
+inline void copy(bool streamed, char* to, const char* from, int64_t bytes) {
+  if (streamed) {
+    stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+void check_slots(const Indices& slots, int64_t capacity) {
+  const auto beyond = std::find_if(slots.begin(), slots.end(),
+                                   [capacity](int64_t slot) { return slot >= capacity; });
+  check_value(beyond == slots.end(), ScatterPaKvCache::name, "slot_mapping",
+              "expected values below num_blocks * block_size = ", capacity, ", got ",
+              beyond == slots.end() ? 0 : *beyond, " for row ", beyond - slots.begin());
+}
+
 void write_rows(const Sides& sides, const Indices& slots) {
-  // Nobody finds so much in a cache afterwards.
-  constexpr int64_t kStreamedBytes = 32 * 1024 * 1024;
   at::parallel_for(0, slots.size(), grain(sides), [&](int64_t begin, int64_t end) {
     for (const auto& side : sides) {
       const bool dense = side.heads == 1 || side.head_stride == side.head_bytes;
       const auto pieces = dense ? 1 : side.heads;
       const auto piece_bytes = dense ? side.row_bytes() : side.head_bytes;
-      const bool streamed = static_cast<int64_t>(slots.size()) * side.row_bytes() >= kStreamedBytes;
+      const bool streamed = is_streamed(side, slots.size());
       for (int64_t row = begin; row < end; ++row) {
         if (slots[row] < 0) {
           continue;
@@ -131,12 +143,7 @@ void write_rows(const Sides& sides, const Indices& slots) {
         const auto* from = side.from + row * side.row_stride;
         auto* to = side.to + slots[row] * side.row_bytes();
         for (int64_t piece = 0; piece < pieces; ++piece) {
-          const auto* piece_from = from + piece * side.head_stride;
-          if (streamed) {
-            stream(to + piece * piece_bytes, piece_from, piece_bytes);
-          } else {
-            std::memcpy(to + piece * piece_bytes, piece_from, piece_bytes);
-          }
+          copy(streamed, to + piece * piece_bytes, from + piece * side.head_stride, piece_bytes);
         }
       }
     }
@@ -147,13 +154,14 @@ void write_rows(const Sides& sides, const Indices& slots) {
 // A row is spread over its block: fractal c of all positions, then fractal c + 1. A few rows at a
 // time, since neighbours share the cache lines that they read and, usually, write.
 void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size) {
-  constexpr int64_t kRows = 16;
+  constexpr int64_t kRows = 64;
   constexpr auto kFractal = ScatterPaKvCache::kFractalBytes;
   at::parallel_for(
       0, slots.size(), std::max(kRows, grain(sides)), [&](int64_t first, int64_t last) {
         for (int64_t begin = first; begin < last; begin += kRows) {
           const auto rows = std::min(kRows, last - begin);
           for (const auto& side : sides) {
+            const bool streamed = is_streamed(side, slots.size());
             int64_t written = 0;
             const char* from[kRows];
             char* to[kRows];
@@ -169,13 +177,14 @@ void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size)
               for (int64_t byte = 0; byte < side.head_bytes; byte += kFractal) {
                 const auto source = head * side.head_stride + byte;
                 for (int64_t i = 0; i < written; ++i) {
-                  std::memcpy(to[i] + target, from[i] + source, kFractal);
+                  copy(streamed, to[i] + target, from[i] + source, kFractal);
                 }
                 target += block_size * kFractal;
               }
             }
           }
         }
+        finish_streams();
       });
 }
 

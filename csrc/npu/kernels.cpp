@@ -1,5 +1,6 @@
 // The NPU's kernels: one aclnn call each, its arguments in the order of the prototype.
 #include <ATen/Context.h>
+#include <ATen/ops/empty.h>
 
 #include "npu/aclnn/launcher.h"
 #include "ops/error.h"
@@ -7,6 +8,7 @@
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
 #include "ops/operator.h"
+#include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn {
@@ -84,6 +86,19 @@ void compute(const SparseLightningIndexerGradKLLoss& op,
       op.next_tokens, deterministic(op), d_query_index, d_key_index, d_weights, loss);
 }
 
+void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
+  op.check_memory();
+  if (op.key.numel() == 0) {
+    return;
+  }
+  // A null pointer is an error: a tensor without axes says that there are no values.
+  const auto none = op.value ? at::Tensor() : at::empty({}, op.key.options());
+  launch<aclnn::ScatterPaKvCache>(
+      op.key, op.key_cache, op.slot_mapping, op.value.value_or(none), op.value_cache.value_or(none),
+      op.compress_lens, op.compress_seq_offset, op.seq_lens, op.cache_mode, op.scatter_mode,
+      std::optional(op.strides), std::optional(op.offsets));
+}
+
 template <typename... Ops>
 void register_npu(torch::Library& library) {
   (register_kernel<Ops, static_cast<void (*)(const Ops&, typename Ops::Outputs&)>(&compute)>(
@@ -93,7 +108,7 @@ void register_npu(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss>(m);
+               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, ScatterPaKvCache>(m);
 }
 
 }  // namespace

@@ -153,7 +153,9 @@ int failure(int status, std::string message) {
   return status;
 }
 
-bool is_required(Kind kind) { return kind == Kind::input || kind == Kind::output; }
+bool is_required(Kind kind) {
+  return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
+}
 
 int check_values(const Function& function, const std::vector<Value>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
@@ -191,6 +193,9 @@ c10::IValue to_ivalue(const Value& value) {
 }
 
 bool is_absent(const Function& function, const std::vector<Value>& values, size_t i) {
+  if (const auto* view = std::get_if<TensorView>(&values[i])) {
+    return function.arguments[i].kind == Kind::input_or_none && view->sizes.empty();
+  }
   const auto* list = std::get_if<std::vector<int64_t>>(&values[i]);
   return function.arguments[i].kind == Kind::lengths && list && list->empty() &&
          std::ranges::none_of(values, [](const Value& value) {
@@ -257,9 +262,10 @@ int run(const aclOpExecutor& executor, void* workspace) {
 }  // namespace
 
 at::Tensor TensorView::tensor() const {
-  const auto options = at::TensorOptions().dtype(scalar_type(dtype));
-  auto* begin = static_cast<char*>(data) + offset * options.dtype().itemsize();
-  return at::from_blob(begin, sizes, strides, options);
+  // With all that lies around it: there are kernels that read more of the buffer than the view.
+  const auto elements = c10::multiply_integers(storage_sizes);
+  return at::from_blob(data, {elements}, at::TensorOptions().dtype(scalar_type(dtype)))
+      .as_strided(sizes, strides, offset);
 }
 
 Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
@@ -268,6 +274,10 @@ Argument input(std::string_view name, std::string_view schema, std::vector<aclDa
 Argument optional_input(std::string_view name, std::string_view schema,
                         std::vector<aclDataType> dtypes) {
   return {name, schema, Kind::optional_input, std::move(dtypes)};
+}
+Argument input_or_none(std::string_view name, std::string_view schema,
+                       std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::input_or_none, std::move(dtypes)};
 }
 Argument attribute(std::string_view name, std::string_view schema) {
   return {name, schema, Kind::attribute};

@@ -73,7 +73,15 @@ struct aclOpExecutor;
 
 namespace cann_sim {
 
-enum class Kind { input, optional_input, output, optional_output, attribute, lengths };
+enum class Kind {
+  input,
+  input_or_none,
+  optional_input,
+  output,
+  optional_output,
+  attribute,
+  lengths
+};
 
 struct Argument {
   std::string_view name;    // in the C prototype
@@ -86,6 +94,9 @@ Argument input(std::string_view name, std::string_view schema,
                std::vector<aclDataType> dtypes = {});
 Argument optional_input(std::string_view name, std::string_view schema,
                         std::vector<aclDataType> dtypes = {});
+// A required tensor that stands for none when it has no axes.
+Argument input_or_none(std::string_view name, std::string_view schema,
+                       std::vector<aclDataType> dtypes = {});
 Argument attribute(std::string_view name, std::string_view schema = {});
 // A list of sequence lengths: none, when it is empty and the layout is not TND.
 Argument lengths(std::string_view name, std::string_view schema);
