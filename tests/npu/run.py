@@ -25,6 +25,7 @@ def main() -> int:
     for level in (0, 1, 2):
         print(f"TASK_QUEUE_ENABLE={level}", flush=True)
         environment = {**os.environ, **cann_sim.environment(task_queue=level)}
+        environment["PYTHONPATH"] = str(TESTS.parent / "python")
         command = [sys.executable, "-m", "pytest", str(TESTS / "npu"), *sys.argv[1:]]
         if subprocess.run(command, env=environment, check=False).returncode != 0:
             failed.append(level)
