@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "python")]
@@ -41,7 +42,7 @@ def operators() -> dict[str, Callable[[], object]]:
     import torch
 
     heads, tokens = 8, 4
-    options = {"dtype": torch.bfloat16, "device": "npu"}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "npu"}
     query, d_out, out = (torch.empty(1, tokens, heads, 512, **options) for _ in range(3))
     key = torch.empty(1, tokens, 1, 512, **options)
     query_rope = torch.empty(1, tokens, heads, 64, **options)
@@ -62,17 +63,18 @@ def operators() -> dict[str, Callable[[], object]]:
 def measure() -> tuple[Times, float]:
     import torch
 
+    npu = torch.get_device_module("npu")
     samples: dict[str, list[tuple[float, float]]] = {}
     functions = operators()
     with cann_sim.computing(False), torch.no_grad():
         for _ in range(BATCHES):
             for name, function in functions.items():
-                torch.npu.synchronize()
+                npu.synchronize()
                 start = time.perf_counter()
                 for _ in range(CALLS):
                     function()
                 called = time.perf_counter()
-                torch.npu.synchronize()
+                npu.synchronize()
                 done = time.perf_counter()
                 times = ((called - start) / CALLS * 1e6, (done - start) / CALLS * 1e6)
                 samples.setdefault(name, []).append(times)

@@ -61,11 +61,11 @@ def recorded_calls() -> Iterator[list[dict[str, Any]]]:
     import torch
 
     calls: list[dict[str, Any]] = []
-    torch.npu.synchronize()
+    torch.get_device_module("npu").synchronize()
     _library().cann_sim_start_log()
     try:
         yield calls
-        torch.npu.synchronize()
+        torch.get_device_module("npu").synchronize()
     finally:
         calls += json.loads(_library().cann_sim_take_log())
 
@@ -74,7 +74,7 @@ def live_handles() -> dict[str, int]:
     """How many handles of each kind exist now, once the task queue is empty."""
     import torch
 
-    torch.npu.synchronize()
+    torch.get_device_module("npu").synchronize()
     counts: dict[str, int] = json.loads(_library().cann_sim_live_handles())
     return counts
 

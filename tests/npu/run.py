@@ -21,12 +21,11 @@ from cann_sim.build import build  # noqa: E402
 
 def main() -> int:
     build()
-    # The extension is built in place.
-    path = os.pathsep.join([str(TESTS.parent / "python"), os.environ.get("PYTHONPATH", "")])
     failed = []
     for level in (0, 1, 2):
         print(f"TASK_QUEUE_ENABLE={level}", flush=True)
-        environment = {**os.environ, "PYTHONPATH": path, **cann_sim.environment(task_queue=level)}
+        environment = {**os.environ, **cann_sim.environment(task_queue=level)}
+        environment["PYTHONPATH"] = str(TESTS.parent / "python")
         command = [sys.executable, "-m", "pytest", str(TESTS / "npu"), *sys.argv[1:]]
         if subprocess.run(command, env=environment, check=False).returncode != 0:
             failed.append(level)
