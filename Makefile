@@ -68,7 +68,7 @@ build-npu: build .venv-npu/ready
 .venv/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	$(CPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS)
-	$(CPU) $(PIP_INSTALL) --no-build-isolation -e '.[test,lint,examples]'
+	ASCEND_ATTN_OPS_BUILD=none $(CPU) $(PIP_INSTALL) --no-build-isolation -e '.[test,lint,examples]'
 	touch $@
 
 # torch_npu lives in an environment of its own: where it is installed, `import torch` loads it.

@@ -72,10 +72,15 @@ class Build(BuildExtension):
 
 
 def extensions() -> list[Extension]:
-    """Both; or `_npu` alone, beside a `_C` that was built in place with the same torch."""
-    core = [] if os.environ.get("ASCEND_ATTN_OPS_BUILD") == "npu" else [core_extension()]
-    npu = npu_extension()
-    return [*core, npu] if npu else core
+    """Those that ASCEND_ATTN_OPS_BUILD names, by default both.
+
+    The Makefile builds `_npu` alone beside a `_C` that was built with the same torch, and installs
+    with none: pip would compile out of sight, and again each time.
+    """
+    wanted = os.environ.get("ASCEND_ATTN_OPS_BUILD", "core,npu").split(",")
+    core = core_extension() if "core" in wanted else None
+    npu = npu_extension() if "npu" in wanted else None
+    return [extension for extension in (core, npu) if extension]
 
 
 setup(
