@@ -1,8 +1,8 @@
 // The two phases of every aclnn function, and the controls that tests use.
 #include "opapi.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -87,9 +87,7 @@ at::ScalarType scalar_type(aclDataType dtype) {
   }
 }
 
-std::string dtype_name(aclDataType dtype) {
-  return c10::str(scalar_type(dtype));
-}
+std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
 
 Json json_of(const Value& value) {
   return std::visit(
@@ -213,22 +211,20 @@ void compute(const Function& function, const std::vector<Value>& values) {
     }
   }
   op.callBoxed(stack);
-  auto result = stack.begin();
+  size_t next = 0;
   for (size_t i = 0; i < values.size(); ++i) {
-    const auto kind = function.arguments[i].kind;
-    if (kind != Kind::output && kind != Kind::optional_output) {
+    const auto& argument = function.arguments[i];
+    if (argument.kind != Kind::output && argument.kind != Kind::optional_output) {
       continue;
     }
+    const size_t result = argument.result == Argument::kNextResult ? next++ : argument.result;
     const auto* view = std::get_if<TensorView>(&values[i]);
-    if (view && result != stack.end()) {
-      const auto& computed = result->toTensor();
+    if (view && result < stack.size()) {
+      const auto& computed = stack[result].toTensor();
       auto target = view->tensor();
-      if (kind == Kind::output || target.numel() == computed.numel()) {
+      if (argument.kind == Kind::output || target.numel() == computed.numel()) {
         target.copy_(computed.view(target.sizes()));
       }
-    }
-    if (result != stack.end()) {
-      ++result;
     }
   }
 }
@@ -267,7 +263,9 @@ Argument attribute(std::string_view name, std::string_view schema) {
 Argument lengths(std::string_view name, std::string_view schema) {
   return {name, schema, Kind::lengths};
 }
-Argument output(std::string_view name) { return {name, {}, Kind::output}; }
+Argument output(std::string_view name, int64_t result) {
+  return {name, {}, Kind::output, {}, result};
+}
 Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
 
 Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
@@ -299,8 +297,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   return ACL_SUCCESS;
 }
 
-int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
-            aclrtStream stream) {
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
   // The second phase consumes the executor, whatever becomes of the call.
   const std::shared_ptr<aclOpExecutor> owned(executor);
   const auto& function = owned->function;
@@ -372,8 +369,8 @@ int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
   return ACL_SUCCESS;
 }
 
-// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here it
-// keeps none.
+// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here
+// it keeps none.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");

@@ -2,7 +2,8 @@
 // tail (uint64_t* workspaceSize, aclOpExecutor** executor) that all have. The second phase is
 // (void* workspace, uint64_t workspaceSize, aclOpExecutor*, aclrtStream) for all.
 //
-// CANN's headers are not needed to build and its libraries not to load: functions are found by name.
+// CANN's headers are not needed to build and its libraries not to load: functions are found by
+// name.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +38,8 @@ struct SparseFlashAttentionGrad {
                         Tensor actual_seq_lengths_query, Tensor actual_seq_lengths_kv,
                         Tensor query_rope, Tensor key_rope, double scale_value,
                         int64_t sparse_block_size, Text layout, int64_t sparse_mode,
-                        int64_t pre_tokens, int64_t next_tokens, bool deterministic,
-                        Tensor d_query, Tensor d_key, Tensor d_value, Tensor d_query_rope,
-                        Tensor d_key_rope);
+                        int64_t pre_tokens, int64_t next_tokens, bool deterministic, Tensor d_query,
+                        Tensor d_key, Tensor d_value, Tensor d_query_rope, Tensor d_key_rope);
 };
 
 struct LightningIndexer {
@@ -72,6 +72,59 @@ struct SparseLightningIndexerGradKLLoss {
                         double scale_value, Text layout, int64_t sparse_mode, int64_t pre_tokens,
                         int64_t next_tokens, bool deterministic, Tensor d_query_index,
                         Tensor d_key_index, Tensor d_weights, Tensor loss);
+};
+
+struct FlashAttentionScore {
+  static constexpr const char* name = "aclnnFlashAttentionScoreV2";
+  static constexpr const char* op = "flash_attention_score";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift, Tensor drop_mask,
+                        Tensor padding_mask, Tensor atten_mask, IntArray prefix,
+                        IntArray q_start_idx, IntArray kv_start_idx, double scale_value,
+                        double keep_prob, int64_t pre_tokens, int64_t next_tokens, int64_t head_num,
+                        Text input_layout, int64_t inner_precise, int64_t sparse_mode,
+                        int64_t pse_type, Tensor softmax_max, Tensor softmax_sum,
+                        Tensor softmax_out, Tensor attention_out);
+};
+
+// Of layout TND, as the gradient below.
+struct FlashAttentionVarLenScore {
+  static constexpr const char* name = "aclnnFlashAttentionVarLenScoreV2";
+  static constexpr const char* op = "flash_attention_score";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift, Tensor drop_mask,
+                        Tensor padding_mask, Tensor atten_mask, IntArray prefix,
+                        IntArray actual_seq_q_len, IntArray actual_seq_kv_len, IntArray q_start_idx,
+                        IntArray kv_start_idx, double scale_value, double keep_prob,
+                        int64_t pre_tokens, int64_t next_tokens, int64_t head_num,
+                        Text input_layout, int64_t inner_precise, int64_t sparse_mode,
+                        int64_t pse_type, Tensor softmax_max, Tensor softmax_sum,
+                        Tensor softmax_out, Tensor attention_out);
+};
+
+struct FlashAttentionScoreGrad {
+  static constexpr const char* name = "aclnnFlashAttentionScoreGradV2";
+  static constexpr const char* op = "flash_attention_score_grad";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse_shift,
+                        Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
+                        Tensor softmax_max, Tensor softmax_sum, Tensor softmax_in,
+                        Tensor attention_in, IntArray prefix, IntArray q_start_idx,
+                        IntArray kv_start_idx, double scale_value, double keep_prob,
+                        int64_t pre_tokens, int64_t next_tokens, int64_t head_num,
+                        Text input_layout, int64_t inner_precise, int64_t sparse_mode,
+                        int64_t pse_type, Tensor dq, Tensor dk, Tensor dv, Tensor dpse);
+};
+
+struct FlashAttentionUnpaddingScoreGrad {
+  static constexpr const char* name = "aclnnFlashAttentionUnpaddingScoreGradV2";
+  static constexpr const char* op = "flash_attention_score_grad";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse_shift,
+                        Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
+                        Tensor softmax_max, Tensor softmax_sum, Tensor softmax_in,
+                        Tensor attention_in, IntArray prefix, IntArray actual_seq_q_len,
+                        IntArray actual_seq_kv_len, IntArray q_start_idx, IntArray kv_start_idx,
+                        double scale_value, double keep_prob, int64_t pre_tokens,
+                        int64_t next_tokens, int64_t head_num, Text input_layout,
+                        int64_t inner_precise, int64_t sparse_mode, int64_t pse_type, Tensor dq,
+                        Tensor dk, Tensor dv, Tensor dpse);
 };
 
 }  // namespace ascend_attn::aclnn
