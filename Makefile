@@ -35,6 +35,7 @@ test-npu: build-npu
 bench: build
 	$(CPU) benchmarks/sparse_attention.py
 	$(CPU) benchmarks/indexer.py
+	$(CPU) benchmarks/scatter_pa_kv_cache.py
 	$(CPU) benchmarks/host_time.py
 
 lint: .venv/ready
@@ -57,9 +58,10 @@ build: .venv/ready
 	@echo "Building the extension (a few minutes the first time) ..."
 	@$(CPU) setup.py -q build_ext --inplace
 
-build-npu: .venv-npu/ready
-	@echo "Building the extension with its NPU kernels ..."
-	@$(NPU) setup.py -q build_ext --inplace
+# Both environments have the same torch, so that `_C` is compiled once.
+build-npu: build .venv-npu/ready
+	@echo "Building the NPU kernels ..."
+	@ASCEND_ATTN_OPS_BUILD=npu $(NPU) setup.py -q build_ext --inplace --build-temp build-npu
 
 # torch comes first: the extension is compiled against the torch that it will run with, and without
 # build isolation, which would fetch another one.

@@ -71,8 +71,15 @@ class Build(BuildExtension):
         super().build_extension(ext)
 
 
+def extensions() -> list[Extension]:
+    """Both; or `_npu` alone, beside a `_C` that was built in place with the same torch."""
+    core = [] if os.environ.get("ASCEND_ATTN_OPS_BUILD") == "npu" else [core_extension()]
+    npu = npu_extension()
+    return [*core, npu] if npu else core
+
+
 setup(
-    ext_modules=[module for module in (core_extension(), npu_extension()) if module],
+    ext_modules=extensions(),
     cmdclass={"build_ext": Build.with_options(use_ninja=True)},
     package_dir={"": "python"},
     zip_safe=False,

@@ -64,4 +64,9 @@ TORCH_LIBRARY(ascend, m) {
       "float scale_value=1.0, float keep_prob=1.0, int pre_tokens=2147483647, int "
       "next_tokens=2147483647, int inner_precise=0, int sparse_mode=0, int pse_type=1) -> "
       "Tensor dpse");
+  m.def(
+      "scatter_pa_kv_cache_(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
+      "Tensor? value=None, Tensor(b!)? value_cache=None, *, Tensor? compress_lens=None, "
+      "Tensor? compress_seq_offset=None, Tensor? seq_lens=None, str cache_mode=\"Norm\", "
+      "str scatter_mode=\"None\", int[2] strides=[1, 1], int[2] offsets=[0, 0]) -> ()");
 }

@@ -22,10 +22,13 @@ py::list limits_of_operators() {
         products.append(std::string(product_name(product)));
       }
     }
-    py::list dtypes;
-    for (const auto dtype : entry.dtypes) {
-      dtypes.append(std::string(dtype_name(dtype)));
-    }
+    const auto names = [](const std::vector<c10::ScalarType>& dtypes) {
+      py::list list;
+      for (const auto dtype : dtypes) {
+        list.append(std::string(dtype_name(dtype)));
+      }
+      return list;
+    };
     py::list limits;
     for (const auto& limit : entry.limits) {
       limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
@@ -35,7 +38,8 @@ py::list limits_of_operators() {
     row["operator"] = std::string(entry.op);
     row["aclnn"] = std::string(entry.aclnn);
     row["products"] = products;
-    row["dtypes"] = dtypes;
+    row["dtypes"] = names(entry.dtypes);
+    row["more_dtypes_950"] = names(entry.more_dtypes_950);
     row["limits"] = limits;
     table.append(row);
   }

@@ -82,18 +82,21 @@ class LatentAttention(nn.Module):
         for weight in (self.absorbed_key, self.absorbed_value):
             nn.init.normal_(weight, std=config.latent_dim**-0.5)
 
-    def project(self, x: Tensor) -> AttentionInputs:
-        """Inputs of attention and indexer for hidden states (B, S, hidden_size)."""
+    def project(self, x: Tensor, positions: Tensor | None = None) -> AttentionInputs:
+        """Inputs of attention and indexer for hidden states (B, S, hidden_size).
+
+        ``positions`` are (B, S), by default 0, 1, 2, ...
+        """
         query = self.query(x).unflatten(-1, (self.heads, sum(self.widths)))
         query, query_rope = query.split(self.widths, dim=-1)
         latent, key_rope = self.latent(x).unsqueeze(-2).split(self.kv_widths, dim=-1)
         return AttentionInputs(
             query=torch.einsum("bsnd,ndl->bsnl", query, self.absorbed_key),
-            query_rope=rotary_embedding(query_rope),
+            query_rope=rotary_embedding(query_rope, positions),
             latent=self.latent_norm(latent.float()).to(latent.dtype),
-            key_rope=rotary_embedding(key_rope),
+            key_rope=rotary_embedding(key_rope, positions),
             # The indexer imitates the attention: it must not bend the hidden states to its needs.
-            projections=self.indexer(x.detach()),
+            projections=self.indexer(x.detach(), positions),
         )
 
     def forward(self, x: Tensor, select: Select) -> tuple[Tensor, Tensor]:
@@ -149,7 +152,7 @@ class SparseLM(nn.Module):
 
     def forward(self, text: Tensor, select: Select) -> tuple[Tensor, Tensor]:
         """LM loss and KL loss (mean over layers) of ``text``, (B, S + 1) int64 bytes."""
-        x = self._embed(text[:, :-1])
+        x = self.embed(text[:, :-1])
         kl_losses = []
         for block in self.blocks:
             x, kl_loss = block(x, select)
@@ -158,7 +161,7 @@ class SparseLM(nn.Module):
         lm_loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         return lm_loss, torch.stack(kl_losses).mean()
 
-    def _embed(self, text: Tensor) -> Tensor:
+    def embed(self, text: Tensor) -> Tensor:
         """Hidden states (B, S, hidden_size) of each byte together with those right before it."""
         x = self.embedding(text)
         padded = F.pad(x, (0, 0, self.NEIGHBOURS - 1, 0))

@@ -12,6 +12,7 @@
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
 #include "ops/operator.h"
+#include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn {
@@ -139,6 +140,19 @@ void compute(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs
       std::tuple(dq, dk, dv, dpse));
 }
 
+void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
+  op.check_memory();
+  if (op.key.numel() == 0) {
+    return;
+  }
+  // A null pointer is an error: a tensor without axes says that there are no values.
+  const auto none = op.value ? at::Tensor() : at::empty({}, op.key.options());
+  launch<aclnn::ScatterPaKvCache>(
+      op.key, op.key_cache, op.slot_mapping, op.value.value_or(none), op.value_cache.value_or(none),
+      op.compress_lens, op.compress_seq_offset, op.seq_lens, op.cache_mode, op.scatter_mode,
+      std::optional(op.strides), std::optional(op.offsets));
+}
+
 template <typename... Ops>
 void register_npu(torch::Library& library) {
   (register_kernel<Ops, static_cast<void (*)(const Ops&, typename Ops::Outputs&)>(&compute)>(
@@ -149,7 +163,7 @@ void register_npu(torch::Library& library) {
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
                SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-               FlashAttentionScoreGrad>(m);
+               FlashAttentionScoreGrad, ScatterPaKvCache>(m);
 }
 
 }  // namespace

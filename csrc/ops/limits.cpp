@@ -1,5 +1,6 @@
 #include "ops/limits.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -35,9 +36,9 @@ const Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
 // Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss,
-// SparseFlashAttentionGrad and FlashAttentionScoreGradV2, and for the forward operators the sizes
-// that feed those two.
-const std::array<OperatorLimits, 7> kTable{{
+// SparseFlashAttentionGrad, FlashAttentionScoreGradV2 and ScatterPaKvCache, and for the forward
+// operators the sizes that feed the gradients.
+const std::array<OperatorLimits, 8> kTable{{
     {"lightning_indexer",
      "aclnnLightningIndexer",
      kA2A3,
@@ -102,6 +103,13 @@ const std::array<OperatorLimits, 7> kTable{{
      kTraining,
      {at::kHalf, at::kBFloat16, at::kFloat},
      kFlashAttention},
+    {"scatter_pa_kv_cache_",
+     "aclnnScatterPaKvCache",
+     kA2A3 | static_cast<uint8_t>(Product::P950),
+     {at::kHalf, at::kBFloat16, at::kChar},
+     {},
+     {at::kFloat, at::kByte, at::kShort, at::kUInt16, at::kInt, at::kUInt32, at::kFloat8_e5m2,
+      at::kFloat8_e4m3fn}},
 }};
 
 constexpr int64_t kNotSet = 0;
@@ -160,6 +168,14 @@ std::string Allowed::text() const {
   return list.empty() ? multiples : multiples + " or one of " + list;
 }
 
+std::vector<c10::ScalarType> OperatorLimits::dtypes_on(Product product) const {
+  auto all = dtypes;
+  if (product == Product::P950) {
+    all.insert(all.end(), more_dtypes_950.begin(), more_dtypes_950.end());
+  }
+  return all;
+}
+
 std::span<const OperatorLimits> limits_table() { return kTable; }
 
 std::optional<Product> product_in_force() {
@@ -202,11 +218,15 @@ void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const 
   if (!limits_) {
     return;
   }
+  const auto contains = [dtype](const std::vector<c10::ScalarType>& dtypes) {
+    return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
+  };
+  if (contains(limits_->dtypes) ||
+      (product_ == Product::P950 && contains(limits_->more_dtypes_950))) {
+    return;
+  }
   std::string expected;
-  for (const auto allowed : limits_->dtypes) {
-    if (allowed == dtype) {
-      return;
-    }
+  for (const auto allowed : limits_->dtypes_on(product_)) {
     expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
   reject(Violation::type, argument, "dtype " + expected, std::string(dtype_name(dtype)));

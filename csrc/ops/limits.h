@@ -49,6 +49,9 @@ struct OperatorLimits {
   uint8_t products;        // where that function exists
   std::vector<c10::ScalarType> dtypes;
   std::vector<Limit> limits;
+  std::vector<c10::ScalarType> more_dtypes_950 = {};  // what Ascend 950 has besides `dtypes`
+
+  std::vector<c10::ScalarType> dtypes_on(Product product) const;
 };
 
 std::span<const OperatorLimits> limits_table();

@@ -3,6 +3,7 @@
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/operator.h"
+#include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn {
@@ -19,7 +20,7 @@ void register_meta(torch::Library& library) {
 TORCH_LIBRARY_IMPL(ascend, Meta, m) {
   register_meta<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
                 SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                FlashAttentionScoreGrad, FlashAttentionPseGrad>(m);
+                FlashAttentionScoreGrad, FlashAttentionPseGrad, ScatterPaKvCache>(m);
 }
 
 }  // namespace

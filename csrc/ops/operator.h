@@ -2,7 +2,8 @@
 //
 // An operator is a struct of its arguments, in the order of its schema, with
 //   static constexpr name            the schema's name
-//   using Outputs, Signature         what the dispatcher sees
+//   using Outputs, Signature         what the dispatcher sees; an operator that works in place has
+//                                    the outputs std::tuple<>, the schema's ()
 //   Outputs check_and_allocate()     every rule about shapes, dtypes and limits, and the outputs
 // and each backend adds one function `compute(const Op&, Outputs&)`. The same check_and_allocate
 // serves NPU, CPU and Meta: it uses symbolic sizes and allocates with the options of the inputs.

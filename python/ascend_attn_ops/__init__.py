@@ -13,6 +13,13 @@ from ascend_attn_ops.indexer import (
     lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
 )
+from ascend_attn_ops.kv_cache import (
+    nd_to_nz,
+    nz_cache_shape,
+    nz_to_nd,
+    scatter_pa_kv_cache_,
+    slot_mapping,
+)
 from ascend_attn_ops.limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
@@ -29,6 +36,11 @@ __all__ = [
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",
     "limits",
+    "nd_to_nz",
+    "nz_cache_shape",
+    "nz_to_nd",
+    "scatter_pa_kv_cache_",
+    "slot_mapping",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
     "sparse_lightning_indexer_grad_kl_loss",

@@ -56,6 +56,7 @@ def table() -> list[dict[str, Any]]:
 
     Returns:
         One row per operator with the keys ``operator``, ``aclnn`` (the CANN function it calls),
-        ``products``, ``dtypes`` and ``limits``, a list of (quantity, meaning, allowed values).
+        ``products``, ``dtypes``, ``more_dtypes_950`` (on Ascend 950 besides those) and ``limits``,
+        a list of (quantity, meaning, allowed values).
     """
     return _C.limits_table()

@@ -36,6 +36,8 @@ def print_report() -> int:
     print("\nDevice limits")
     for row in table():
         print(f"  {row['operator']}: {', '.join(row['products'])}; {', '.join(row['dtypes'])}")
+        if row["more_dtypes_950"]:
+            print(f"      on 950 also {', '.join(row['more_dtypes_950'])}")
         for quantity, meaning, allowed in row["limits"]:
             print(f"      {quantity:<18} {meaning}: {allowed}")
 

@@ -46,6 +46,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libopapi.so")
     library.cann_sim_take_log.restype = ctypes.c_char_p
     library.cann_sim_live_handles.restype = ctypes.c_char_p
+    library.cann_sim_bare_call.restype = ctypes.c_double
     return library
 
 
@@ -60,11 +61,11 @@ def recorded_calls() -> Iterator[list[dict[str, Any]]]:
     import torch
 
     calls: list[dict[str, Any]] = []
-    torch.npu.synchronize()
+    torch.get_device_module("npu").synchronize()
     _library().cann_sim_start_log()
     try:
         yield calls
-        torch.npu.synchronize()
+        torch.get_device_module("npu").synchronize()
     finally:
         calls += json.loads(_library().cann_sim_take_log())
 
@@ -73,7 +74,7 @@ def live_handles() -> dict[str, int]:
     """How many handles of each kind exist now, once the task queue is empty."""
     import torch
 
-    torch.npu.synchronize()
+    torch.get_device_module("npu").synchronize()
     counts: dict[str, int] = json.loads(_library().cann_sim_live_handles())
     return counts
 
@@ -98,3 +99,8 @@ def computing(on: bool) -> Iterator[None]:
         yield
     finally:
         _library().cann_sim_set_computing(True)
+
+
+def bare_call_microseconds(calls: int) -> float:
+    """The two phases of aclnnSparseFlashAttentionGrad with their tensors, without PyTorch."""
+    return float(_library().cann_sim_bare_call(calls))

@@ -49,7 +49,8 @@ class Json {
 
   void add(std::string_view name, const Json& value) {
     text_.pop_back();
-    text_ += (text_.size() > 1 ? "," : "") + Json(std::string(name)).text_ + ":" + value.text_ + "}";
+    text_ +=
+        (text_.size() > 1 ? "," : "") + Json(std::string(name)).text_ + ":" + value.text_ + "}";
   }
 
   const std::string& text() const { return text_; }

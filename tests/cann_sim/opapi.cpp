@@ -37,7 +37,8 @@ struct Control {
   std::mutex mutex;
   std::vector<Fault> faults;
   std::vector<std::string> log;  // JSON objects
-  bool logging = false;
+  std::atomic<bool> logging{false};
+  std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
 };
 
@@ -116,17 +117,26 @@ Json json_of(const Value& value) {
 // Appends to the log what `entry` makes, while a test listens.
 template <typename Entry>
 void log(Entry entry) {
-  if (std::lock_guard lock(control().mutex); control().logging) {
+  if (control().logging) {
+    const std::lock_guard lock(control().mutex);
     control().log.push_back(entry().text());
   }
 }
 
-void log_step(std::string_view step) {
-  log([&] { return Json::object({{"step", std::string(step)}}); });
+template <typename... Values>
+void log_step(const char* name, const Values&... values) {
+  log([&] {
+    std::string step = name;
+    ((step += " " + std::to_string(values)), ...);
+    return Json::object({{"step", step}});
+  });
 }
 
 // The fault that a test planted for this call, counted down.
 std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
+  if (!control().faulty) {
+    return nullptr;
+  }
   const std::lock_guard lock(control().mutex);
   for (auto& fault : control().faults) {
     if (fault.remaining > 0 && fault.phase == phase &&
@@ -143,7 +153,9 @@ int failure(int status, std::string message) {
   return status;
 }
 
-bool is_required(Kind kind) { return kind == Kind::input || kind == Kind::output; }
+bool is_required(Kind kind) {
+  return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
+}
 
 int check_values(const Function& function, const std::vector<Value>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
@@ -181,6 +193,9 @@ c10::IValue to_ivalue(const Value& value) {
 }
 
 bool is_absent(const Function& function, const std::vector<Value>& values, size_t i) {
+  if (const auto* view = std::get_if<TensorView>(&values[i])) {
+    return function.arguments[i].kind == Kind::input_or_none && view->sizes.empty();
+  }
   const auto* list = std::get_if<std::vector<int64_t>>(&values[i]);
   return function.arguments[i].kind == Kind::lengths && list && list->empty() &&
          std::ranges::none_of(values, [](const Value& value) {
@@ -245,9 +260,10 @@ int run(const aclOpExecutor& executor, void* workspace) {
 }  // namespace
 
 at::Tensor TensorView::tensor() const {
-  const auto options = at::TensorOptions().dtype(scalar_type(dtype));
-  auto* begin = static_cast<char*>(data) + offset * options.dtype().itemsize();
-  return at::from_blob(begin, sizes, strides, options);
+  // With all that lies around it: there are kernels that read more of the buffer than the view.
+  const auto elements = c10::multiply_integers(storage_sizes);
+  return at::from_blob(data, {elements}, at::TensorOptions().dtype(scalar_type(dtype)))
+      .as_strided(sizes, strides, offset);
 }
 
 Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
@@ -256,6 +272,10 @@ Argument input(std::string_view name, std::string_view schema, std::vector<aclDa
 Argument optional_input(std::string_view name, std::string_view schema,
                         std::vector<aclDataType> dtypes) {
   return {name, schema, Kind::optional_input, std::move(dtypes)};
+}
+Argument input_or_none(std::string_view name, std::string_view schema,
+                       std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::input_or_none, std::move(dtypes)};
 }
 Argument attribute(std::string_view name, std::string_view schema) {
   return {name, schema, Kind::attribute};
@@ -272,6 +292,8 @@ Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : 
 Value value_of(const aclIntArray* array) { return array ? Value(array->values) : Value(nullptr); }
 Value value_of(const aclScalar* scalar) { return scalar ? Value(scalar->scalar) : Value(nullptr); }
 Value value_of(const char* text) { return text ? Value(std::string(text)) : Value(nullptr); }
+
+bool watched() { return control().computing || control().logging || control().faulty; }
 
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor) {
@@ -381,10 +403,8 @@ void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
 
 bool CanUsePTACache(const char*) { return false; }
 void InitPTACacheThreadLocal() { log_step("InitPTACacheThreadLocal"); }
-void SetPTAHashKey(uint64_t hash) { log_step(c10::str("SetPTAHashKey ", hash)); }
-void SetPTACacheHashKey(const uint8_t*, size_t size) {
-  log_step(c10::str("SetPTACacheHashKey of ", size, " bytes"));
-}
+void SetPTAHashKey(uint64_t hash) { log_step("SetPTAHashKey", hash); }
+void SetPTACacheHashKey(const uint8_t*, size_t size) { log_step("SetPTACacheHashKey", size); }
 void UnInitPTACacheThreadLocal() { log_step("UnInitPTACacheThreadLocal"); }
 
 // Controls: tests/cann_sim/__init__.py.
@@ -418,10 +438,12 @@ const char* cann_sim_live_handles() {
 }
 void cann_sim_fail(const char* function, int phase, int status, const char* message, int times) {
   const std::lock_guard lock(control().mutex);
+  control().faulty = true;
   control().faults.push_back({function, phase, status, message, times});
 }
 void cann_sim_no_faults() {
   const std::lock_guard lock(control().mutex);
+  control().faulty = false;
   control().faults.clear();
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }

@@ -8,10 +8,9 @@ namespace {
 using Tensor = const aclTensor*;
 
 // aten::copy_ also converts dtypes, which makes it aclnnCast.
-const Function inplace_copy{
-    .name = "aclnnInplaceCopy",
-    .schema_name = "aten::copy_",
-    .arguments = {{"selfRef", "self", Kind::output}, input("src", "src")}};
+const Function inplace_copy{.name = "aclnnInplaceCopy",
+                            .schema_name = "aten::copy_",
+                            .arguments = {{"selfRef", "self", Kind::output}, input("src", "src")}};
 const Function cast{
     .name = "aclnnCast",
     .schema_name = "aten::copy_",
@@ -24,41 +23,38 @@ const Function inplace_fill{
     .schema_name = "aten::fill_",
     .overload = "Scalar",
     .arguments = {{"selfRef", "self", Kind::output}, attribute("value", "value")}};
-const Function mul{
-    .name = "aclnnMul",
-    .schema_name = "aten::mul",
-    .overload = "Tensor",
-    .arguments = {input("self", "self"), input("other", "other"), output("out")}};
-const Function add{
-    .name = "aclnnAdd",
-    .schema_name = "aten::add",
-    .overload = "Tensor",
-    .arguments = {input("self", "self"), input("other", "other"), attribute("alpha", "alpha"),
-                  output("out")}};
+const Function mul{.name = "aclnnMul",
+                   .schema_name = "aten::mul",
+                   .overload = "Tensor",
+                   .arguments = {input("self", "self"), input("other", "other"), output("out")}};
+const Function add{.name = "aclnnAdd",
+                   .schema_name = "aten::add",
+                   .overload = "Tensor",
+                   .arguments = {input("self", "self"), input("other", "other"),
+                                 attribute("alpha", "alpha"), output("out")}};
 const Function inplace_add{
     .name = "aclnnInplaceAdd",
     .schema_name = "aten::add_",
     .overload = "Tensor",
-    .arguments = {{"selfRef", "self", Kind::output}, input("other", "other"),
-                  attribute("alpha", "alpha")}};
+    .arguments = {
+        {"selfRef", "self", Kind::output}, input("other", "other"), attribute("alpha", "alpha")}};
 // torch_npu calls aclnnMul and aclnnAdd only where these are there as well.
 const Function mul_scalar{
     .name = "aclnnMuls",
     .schema_name = "aten::mul",
     .overload = "Scalar",
     .arguments = {input("self", "self"), attribute("other", "other"), output("out")}};
-const Function add_scalar{
-    .name = "aclnnAdds",
-    .schema_name = "aten::add",
-    .overload = "Scalar",
-    .arguments = {input("self", "self"), attribute("other", "other"), attribute("alpha", "alpha"),
-                  output("out")}};
-const Function inplace_add_scalar{
-    .name = "aclnnInplaceAdds",
-    .schema_name = "aten::add_",
-    .overload = "Scalar",
-    .arguments = {{"selfRef", "self", Kind::output}, attribute("other", "other"),
-                  attribute("alpha", "alpha")}};
+const Function add_scalar{.name = "aclnnAdds",
+                          .schema_name = "aten::add",
+                          .overload = "Scalar",
+                          .arguments = {input("self", "self"), attribute("other", "other"),
+                                        attribute("alpha", "alpha"), output("out")}};
+const Function inplace_add_scalar{.name = "aclnnInplaceAdds",
+                                  .schema_name = "aten::add_",
+                                  .overload = "Scalar",
+                                  .arguments = {{"selfRef", "self", Kind::output},
+                                                attribute("other", "other"),
+                                                attribute("alpha", "alpha")}};
 
 }  // namespace
 

@@ -17,78 +17,96 @@ const Function sparse_flash_attention{
     .name = "aclnnSparseFlashAttention",
     .schema_name = "ascend::sparse_flash_attention",
     .workspace = 4096,
-    .arguments = {input("query", "query", kHalf), input("key", "key", kHalf),
-                  input("value", "value", kHalf), input("sparseIndices", "sparse_indices", kInt32),
-                  optional_input("blockTableOptional", ""),
-                  optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-                  optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
-                  optional_input("queryRopeOptional", "query_rope", kHalf),
-                  optional_input("keyRopeOptional", "key_rope", kHalf),
-                  attribute("scaleValue", "scale_value"),
-                  attribute("sparseBlockSize", "sparse_block_size"),
-                  attribute("layoutQueryOptional", "layout"), attribute("layoutKvOptional"),
-                  attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
-                  attribute("nextTokens", "next_tokens"), attribute("attentionMode"),
-                  attribute("returnSoftmaxLse"), output("attentionOut"),
-                  optional_output("softmaxMax"), optional_output("softmaxSum")}};
+    .arguments = {
+        input("query", "query", kHalf),
+        input("key", "key", kHalf),
+        input("value", "value", kHalf),
+        input("sparseIndices", "sparse_indices", kInt32),
+        optional_input("blockTableOptional", ""),
+        optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
+        optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
+        optional_input("queryRopeOptional", "query_rope", kHalf),
+        optional_input("keyRopeOptional", "key_rope", kHalf),
+        attribute("scaleValue", "scale_value"),
+        attribute("sparseBlockSize", "sparse_block_size"),
+        attribute("layoutQueryOptional", "layout"),
+        attribute("layoutKvOptional"),
+        attribute("sparseMode", "sparse_mode"),
+        attribute("preTokens", "pre_tokens"),
+        attribute("nextTokens", "next_tokens"),
+        attribute("attentionMode"),
+        attribute("returnSoftmaxLse"),
+        output("attentionOut"),
+        optional_output("softmaxMax"),
+        optional_output("softmaxSum")}};
 
 const Function sparse_flash_attention_grad{
     .name = "aclnnSparseFlashAttentionGrad",
     .schema_name = "ascend::sparse_flash_attention_grad",
     .workspace = 8192,
-    .arguments = {input("query", "query", kHalf), input("key", "key", kHalf),
-                  input("value", "value", kHalf), input("sparseIndices", "sparse_indices", kInt32),
-                  input("dOut", "d_out", kHalf), input("out", "out", kHalf),
-                  input("softmaxMax", "softmax_max", kFloat),
-                  input("softmaxSum", "softmax_sum", kFloat),
-                  optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-                  optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
-                  optional_input("queryRopeOptional", "query_rope", kHalf),
-                  optional_input("keyRopeOptional", "key_rope", kHalf),
-                  attribute("scaleValue", "scale_value"),
-                  attribute("sparseBlockSize", "sparse_block_size"),
-                  attribute("layoutOptional", "layout"), attribute("sparseMode", "sparse_mode"),
-                  attribute("preTokens", "pre_tokens"), attribute("nextTokens", "next_tokens"),
-                  attribute("deterministic", "deterministic"), output("dQueryOut"),
-                  output("dKeyOut"), output("dValueOut"), optional_output("dQueryRopeOutOptional"),
-                  optional_output("dKeyRopeOutOptional")}};
+    .arguments = {
+        input("query", "query", kHalf),
+        input("key", "key", kHalf),
+        input("value", "value", kHalf),
+        input("sparseIndices", "sparse_indices", kInt32),
+        input("dOut", "d_out", kHalf),
+        input("out", "out", kHalf),
+        input("softmaxMax", "softmax_max", kFloat),
+        input("softmaxSum", "softmax_sum", kFloat),
+        optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
+        optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
+        optional_input("queryRopeOptional", "query_rope", kHalf),
+        optional_input("keyRopeOptional", "key_rope", kHalf),
+        attribute("scaleValue", "scale_value"),
+        attribute("sparseBlockSize", "sparse_block_size"),
+        attribute("layoutOptional", "layout"),
+        attribute("sparseMode", "sparse_mode"),
+        attribute("preTokens", "pre_tokens"),
+        attribute("nextTokens", "next_tokens"),
+        attribute("deterministic", "deterministic"),
+        output("dQueryOut"),
+        output("dKeyOut"),
+        output("dValueOut"),
+        optional_output("dQueryRopeOutOptional"),
+        optional_output("dKeyRopeOutOptional")}};
 
 const Function lightning_indexer{
     .name = "aclnnLightningIndexer",
     .schema_name = "ascend::lightning_indexer",
     .workspace = 512,
-    .arguments = {input("query", "query", kHalf), input("key", "key", kHalf),
-                  input("weights", "weights", kHalfOrFloat),
-                  optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-                  optional_input("actualSeqLengthsKeyOptional", "actual_seq_lengths_key", kInt32),
-                  optional_input("blockTableOptional", ""),
-                  attribute("layoutQueryOptional", "layout"), attribute("layoutKeyOptional"),
-                  attribute("sparseCount", "sparse_count"), attribute("sparseMode", "sparse_mode"),
-                  attribute("preTokens", "pre_tokens"), attribute("nextTokens", "next_tokens"),
-                  attribute("returnValues", "return_values"), output("sparseIndicesOut"),
-                  optional_output("sparseValuesOut")}};
+    .arguments = {
+        input("query", "query", kHalf), input("key", "key", kHalf),
+        input("weights", "weights", kHalfOrFloat),
+        optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
+        optional_input("actualSeqLengthsKeyOptional", "actual_seq_lengths_key", kInt32),
+        optional_input("blockTableOptional", ""), attribute("layoutQueryOptional", "layout"),
+        attribute("layoutKeyOptional"), attribute("sparseCount", "sparse_count"),
+        attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
+        attribute("nextTokens", "next_tokens"), attribute("returnValues", "return_values"),
+        output("sparseIndicesOut"), optional_output("sparseValuesOut")}};
 
 const Function lightning_indexer_grad{
     .name = "aclnnLightningIndexerGrad",
     .schema_name = "ascend::lightning_indexer_grad",
-    .arguments = {input("query", "query", kHalf), input("key", "key", kHalf),
-                  input("dy", "d_values", kHalfOrFloat),
-                  input("sparseIndices", "sparse_indices", kInt32),
-                  input("weights", "weights", kHalfOrFloat),
-                  optional_input("actualSeqQLenOptional", "actual_seq_lengths_query", kInt32),
-                  optional_input("actualSeqKvLenOptional", "actual_seq_lengths_key", kInt32),
-                  attribute("headNum"), attribute("inputLayout", "layout"),
-                  attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
-                  attribute("nextTokens", "next_tokens"),
-                  attribute("deterministic", "deterministic"), output("dqOut"), output("dkOut"),
-                  output("dweightsOut")}};
+    .arguments = {
+        input("query", "query", kHalf), input("key", "key", kHalf),
+        input("dy", "d_values", kHalfOrFloat), input("sparseIndices", "sparse_indices", kInt32),
+        input("weights", "weights", kHalfOrFloat),
+        optional_input("actualSeqQLenOptional", "actual_seq_lengths_query", kInt32),
+        optional_input("actualSeqKvLenOptional", "actual_seq_lengths_key", kInt32),
+        attribute("headNum"), attribute("inputLayout", "layout"),
+        attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
+        attribute("nextTokens", "next_tokens"), attribute("deterministic", "deterministic"),
+        output("dqOut"), output("dkOut"), output("dweightsOut")}};
 
 const Function sparse_lightning_indexer_grad_kl_loss{
     .name = "aclnnSparseLightningIndexerGradKLLoss",
     .schema_name = "ascend::sparse_lightning_indexer_grad_kl_loss",
     .workspace = 1024,
-    .arguments = {input("query", "query", kHalf), input("key", "key", kHalf),
-                  input("queryIndex", "query_index", kHalf), input("keyIndex", "key_index", kHalf),
+    .arguments = {input("query", "query", kHalf),
+                  input("key", "key", kHalf),
+                  input("queryIndex", "query_index", kHalf),
+                  input("keyIndex", "key_index", kHalf),
                   input("weights", "weights", kHalfOrFloat),
                   input("sparseIndices", "sparse_indices", kInt32),
                   input("softmaxMax", "softmax_max", kFloat),
@@ -97,11 +115,16 @@ const Function sparse_lightning_indexer_grad_kl_loss{
                   optional_input("keyRope", "key_rope", kHalf),
                   lengths("actualSeqLengthsQuery", "actual_seq_lengths_query"),
                   lengths("actualSeqLengthsKey", "actual_seq_lengths_key"),
-                  attribute("scaleValue", "scale_value"), attribute("layout", "layout"),
-                  attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
+                  attribute("scaleValue", "scale_value"),
+                  attribute("layout", "layout"),
+                  attribute("sparseMode", "sparse_mode"),
+                  attribute("preTokens", "pre_tokens"),
                   attribute("nextTokens", "next_tokens"),
-                  attribute("deterministic", "deterministic"), output("dQueryIndex"),
-                  output("dKeyIndex"), output("dWeights"), output("loss")}};
+                  attribute("deterministic", "deterministic"),
+                  output("dQueryIndex"),
+                  output("dKeyIndex"),
+                  output("dWeights"),
+                  output("loss")}};
 
 }  // namespace
 
@@ -139,11 +162,13 @@ int aclnnSparseFlashAttentionGrad(void* workspace, uint64_t size, aclOpExecutor*
   return execute(workspace, size, executor, stream);
 }
 
-int aclnnLightningIndexerGetWorkspaceSize(
-    Tensor query, Tensor key, Tensor weights, Tensor query_lengths, Tensor key_lengths,
-    Tensor block_table, char* query_layout, char* key_layout, int64_t count, int64_t mode,
-    int64_t pre_tokens, int64_t next_tokens, bool return_values, Tensor indices, Tensor values,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
+int aclnnLightningIndexerGetWorkspaceSize(Tensor query, Tensor key, Tensor weights,
+                                          Tensor query_lengths, Tensor key_lengths,
+                                          Tensor block_table, char* query_layout, char* key_layout,
+                                          int64_t count, int64_t mode, int64_t pre_tokens,
+                                          int64_t next_tokens, bool return_values, Tensor indices,
+                                          Tensor values, uint64_t* workspace_size,
+                                          aclOpExecutor** executor) {
   return prepare(lightning_indexer, workspace_size, executor, query, key, weights, query_lengths,
                  key_lengths, block_table, query_layout, key_layout, count, mode, pre_tokens,
                  next_tokens, return_values, indices, values);
@@ -153,11 +178,13 @@ int aclnnLightningIndexer(void* workspace, uint64_t size, aclOpExecutor* executo
   return execute(workspace, size, executor, stream);
 }
 
-int aclnnLightningIndexerGradGetWorkspaceSize(
-    Tensor query, Tensor key, Tensor dy, Tensor indices, Tensor weights, Tensor query_lengths,
-    Tensor key_lengths, int64_t heads, char* layout, int64_t mode, int64_t pre_tokens,
-    int64_t next_tokens, bool deterministic, Tensor dq, Tensor dk, Tensor dweights,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
+int aclnnLightningIndexerGradGetWorkspaceSize(Tensor query, Tensor key, Tensor dy, Tensor indices,
+                                              Tensor weights, Tensor query_lengths,
+                                              Tensor key_lengths, int64_t heads, char* layout,
+                                              int64_t mode, int64_t pre_tokens, int64_t next_tokens,
+                                              bool deterministic, Tensor dq, Tensor dk,
+                                              Tensor dweights, uint64_t* workspace_size,
+                                              aclOpExecutor** executor) {
   return prepare(lightning_indexer_grad, workspace_size, executor, query, key, dy, indices, weights,
                  query_lengths, key_lengths, heads, layout, mode, pre_tokens, next_tokens,
                  deterministic, dq, dk, dweights);

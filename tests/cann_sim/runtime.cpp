@@ -114,7 +114,9 @@ int submit(aclrtStream stream, Task task) {
   return task();
 }
 
-int device_of_stream(aclrtStream stream) { return stream ? as_stream(stream)->device : thread_device; }
+int device_of_stream(aclrtStream stream) {
+  return stream ? as_stream(stream)->device : thread_device;
+}
 int device_of_address(const void* address) { return memory().device_of(address); }
 int stream_id(aclrtStream stream) { return stream ? as_stream(stream)->id : -1; }
 int current_device() { return thread_device; }

@@ -15,8 +15,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-import cann_sim
-from cann_sim.build import build
+import cann_sim  # noqa: E402
+from cann_sim.build import build  # noqa: E402
 
 
 def main() -> int:
@@ -25,6 +25,7 @@ def main() -> int:
     for level in (0, 1, 2):
         print(f"TASK_QUEUE_ENABLE={level}", flush=True)
         environment = {**os.environ, **cann_sim.environment(task_queue=level)}
+        environment["PYTHONPATH"] = str(TESTS.parent / "python")
         command = [sys.executable, "-m", "pytest", str(TESTS / "npu"), *sys.argv[1:]]
         if subprocess.run(command, env=environment, check=False).returncode != 0:
             failed.append(level)

@@ -9,7 +9,7 @@ import cann_sim
 import pytest
 import torch
 from ascend_attn_ops.limits import table
-from conftest import each_caller_failure, each_queue_failure, TASK_QUEUE, run_in_new_process
+from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
 from samples import Recipe
 
@@ -47,10 +47,10 @@ def test_failure_on_the_queue(phase: int) -> None:
         from device_samples import first
         sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
         with cann_sim.fail(phase={phase}, status=361001, message="EZ9999: launch"):
-            sample.call(torch.ops.ascend)
-            for wait in (torch.npu.synchronize, lambda: sample.call(torch.ops.ascend)):
+            for _ in range(2):
                 try:
-                    wait()
+                    sample.call(torch.ops.ascend)
+                    torch.npu.synchronize()
                 except RuntimeError as error:
                     print(str(error).splitlines()[0])
         """

@@ -12,44 +12,62 @@ from conftest import TASK_QUEUE
 
 pytestmark = pytest.mark.skipif(TASK_QUEUE != 1, reason="independent of the task queue: once")
 
-ARGUMENTS = ["t", "t", "t", "none", "none", "none", "s", "s", "n", "n", "n", "n", "b", "t", "t"]
+# The prototype of aclnnLightningIndexer.
+ARGUMENTS = [
+    "Tensor", "Tensor", "Tensor", "None", "None", "None", "Text", "Text",
+    "int64_t", "int64_t", "int64_t", "int64_t", "bool", "Tensor", "Tensor",
+]  # fmt: skip
+
+# Another type in one place: (position, type).
+WRONG = [
+    (0, "List"), (0, "int64_t"), (3, "int64_t"), (6, "int64_t"), (6, "Tensor"), (8, "bool"),
+    (8, "double"), (8, "int"), (12, "int64_t"), (12, "int"), (13, "Text"),
+]  # fmt: skip
 
 
-def compiles(arguments: list[str], folder: Path) -> bool:
+def calls() -> dict[str, list[str]]:
+    """Calls that must not compile, by what is wrong with them."""
+    others = {
+        f"argument {position} is {kind}": [*ARGUMENTS[:position], kind, *ARGUMENTS[position + 1 :]]
+        for position, kind in WRONG
+    }
+    return {**others, "one too few": ARGUMENTS[:-1], "one too many": [*ARGUMENTS, "Tensor"]}
+
+
+def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
     source = folder / "call.cpp"
     source.write_text(
         f"""
         #include "npu/aclnn/launcher.h"
-        void call(const at::Tensor& t, std::optional<at::Tensor> none, std::string_view s,
-                  int64_t n, bool b, double d, at::IntArrayRef list) {{
-          using namespace ascend_attn::aclnn;
-          launch<LightningIndexer>({", ".join(arguments)});
+        using namespace ascend_attn::aclnn;
+        template <typename... Arguments>
+        concept Callable = requires(Arguments... arguments) {{
+          launch<LightningIndexer>(arguments...);
+        }};
+        namespace types {{
+        using Tensor = const at::Tensor&;
+        using None = std::nullopt_t;
+        using Text = std::string_view;
+        using List = at::IntArrayRef;
+        {statement}
         }}
         """
     )
     flags = [*include_flags(), f"-I{sysconfig.get_paths()['include']}"]
     command = ["g++", "-std=c++20", "-fsyntax-only", *flags, str(source)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        assert "launch" in result.stderr, result.stderr
-    return result.returncode == 0
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_prototypes_arguments(tmp_path: Path) -> None:
-    assert compiles(ARGUMENTS, tmp_path)
+def test_only_the_prototypes_arguments_compile(tmp_path: Path) -> None:
+    statements = [f"static_assert(Callable<{', '.join(ARGUMENTS)}>);"]
+    for reason, arguments in calls().items():
+        statements.append(f'static_assert(!Callable<{", ".join(arguments)}>, "{reason}");')
+    result = compile_source(tmp_path, "\n".join(statements))
+    assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("position", "argument"),
-    [
-        (0, "list"), (0, "n"), (3, "n"), (6, "n"), (6, "t"), (8, "b"), (8, "d"), (8, "int(1)"),
-        (12, "n"), (12, "1"), (13, "s"),
-    ],
-)  # fmt: skip
-def test_another_type(position: int, argument: str, tmp_path: Path) -> None:
-    assert not compiles(ARGUMENTS[:position] + [argument] + ARGUMENTS[position + 1 :], tmp_path)
-
-
-@pytest.mark.parametrize("arguments", [ARGUMENTS[:-1], [*ARGUMENTS, "t"], []], ids=len)
-def test_another_number_of_arguments(arguments: list[str], tmp_path: Path) -> None:
-    assert not compiles(arguments, tmp_path)
+def test_the_compiler_says_so(tmp_path: Path) -> None:
+    call = "void call(Tensor t) { launch<LightningIndexer>(t, t, t); }"
+    result = compile_source(tmp_path, call)
+    assert result.returncode != 0
+    assert "no match for call to" in result.stderr

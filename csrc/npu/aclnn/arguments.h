@@ -1,7 +1,7 @@
 // Arguments of an aclnn call: what a caller passes for each C type, and the handle made of it.
 //
-// A call may run later, on the thread of torch_npu's task queue, so that every argument owns what it
-// needs. It does not own the memory of tensors: that is freed and reused in stream order.
+// A call may run later, on the thread of torch_npu's task queue, so that every argument owns what
+// it needs. It does not own the memory of tensors: that is freed and reused in stream order.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -43,9 +44,9 @@ void check_status(const Function& function, const char* phase, int status) {
   }
 }
 
-// The first failure on a thread of the task queue, for the rest of the process. torch_npu reports it at
-// the next synchronisation, by the function's name alone, and from then on drops all work without a
-// word: a later call must not appear to succeed.
+// The first failure on a thread of the task queue, for the rest of the process. torch_npu reports
+// it at the next synchronisation, by the function's name alone, and from then on drops all work
+// without a word: a later call must not appear to succeed.
 class QueueFailure {
  public:
   static QueueFailure& instance() {
@@ -100,31 +101,6 @@ struct Determinism {
   void apply() const { at_npu::native::ApplyDeterministicLevel(level, algorithms, true); }
 };
 
-// Device memory for one call. On the caller's thread it comes from the caching allocator, on the
-// queue's thread, where the caller's stream is not the current one, from the block that torch_npu
-// keeps for the stream. (That block survives no failure: once it could not grow, it gives nothing.)
-class Workspace {
- public:
-  static Workspace on_caller(uint64_t size) {
-    Workspace workspace;
-    workspace.block_ = c10::GetAllocator(c10::DeviceType::PrivateUse1)->allocate(size);
-    return workspace;
-  }
-  static Workspace on_queue(uint64_t size, aclrtStream stream) {
-    Workspace workspace;
-    workspace.of_stream_ = at_npu::native::allocate_workspace(size, stream);
-    return workspace;
-  }
-
-  void* address() const {
-    return of_stream_.defined() ? of_stream_.storage().mutable_data() : block_.get();
-  }
-
- private:
-  c10::DataPtr block_;
-  at::Tensor of_stream_;
-};
-
 // What the first phase leaves for the second.
 class Prepared {
  public:
@@ -140,50 +116,74 @@ class Prepared {
 
   uint64_t workspace_size = 0;
   aclOpExecutor* executor = nullptr;
-  Workspace workspace;
+  std::unique_ptr<Handles> handles;
 };
 
 // CANN can keep executors for later calls. torch_npu switches that off for the functions of sparse
-// attention (tests/npu/test_npu_conformance.py records it), and so do we: without this the first phase
-// would file its executor under the key that an earlier operator of this thread has left.
-void keep_no_executor() {
+// attention (tests/npu/test_npu_conformance.py records it), and so do we: without this the first
+// phase would file its executor under the key that an earlier operator of this thread has left.
+void keep_no_executor(bool on_queue_thread) {
   static const auto enter = find<void()>("InitPTACacheThreadLocal");
   static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
-  if (enter && set_hash) {
-    enter();
+  // The interface of the queue's thread: keys in place of their hash.
+  static const auto set_key = find<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
+  if (!enter || !set_hash) {
+    return;
+  }
+  enter();
+  if (on_queue_thread && set_key) {
+    set_key(nullptr, 0);
+  } else {
     set_hash(0);
   }
 }
 
-// What torch_npu sets up on the thread of a first phase: its pool of host memory for executors, and
-// their cache.
-struct FirstPhaseScope {
-  FirstPhaseScope() {
-    keep_no_executor();
-    InitExecCommonCtx();
+// What torch_npu sets up on the thread of a first phase: CANN's pool of host memory for executors,
+// and their cache.
+class FirstPhaseScope {
+ public:
+  explicit FirstPhaseScope(bool on_queue_thread) {
+    static const auto enter = find<int(void*, bool)>("InitHugeMemThreadLocal");
+    keep_no_executor(on_queue_thread);
+    if (enter) {
+      enter(nullptr, false);
+    }
   }
-  ~FirstPhaseScope() { UnInitExecCommonCtx(); }
+  ~FirstPhaseScope() {
+    static const auto leave = find<void(void*, bool)>("UnInitHugeMemThreadLocal");
+    static const auto leave_cache = find<void()>("UnInitPTACacheThreadLocal");
+    if (leave) {
+      leave(nullptr, false);
+    }
+    if (leave_cache) {
+      leave_cache();
+    }
+  }
   FirstPhaseScope(const FirstPhaseScope&) = delete;
   FirstPhaseScope& operator=(const FirstPhaseScope&) = delete;
 };
 
-void prepare(Call& call, const Determinism& determinism, Prepared& prepared) {
+void prepare(const Function& function, const Arguments& arguments, const Determinism& determinism,
+             bool on_queue_thread, Prepared& prepared) {
   determinism.apply();
-  const FirstPhaseScope scope;
-  check_status(call.function(), "GetWorkspaceSize",
-               call.first_phase(&prepared.workspace_size, &prepared.executor));
+  const FirstPhaseScope scope(on_queue_thread);
+  prepared.handles = arguments.create();
+  check_status(
+      function, "GetWorkspaceSize",
+      prepared.handles->first_phase(function, &prepared.workspace_size, &prepared.executor));
 }
 
 // The second phase, which consumes the executor whatever it returns.
-int execute(Call& call, Prepared& prepared, aclrtStream stream) {
+int execute(const Function& function, Prepared& prepared, void* workspace, aclrtStream stream) {
+  static const auto release_memory = find<void(void*, bool)>("ReleaseHugeMem");
   using SecondPhase = int(void*, uint64_t, aclOpExecutor*, aclrtStream);
-  const int status = reinterpret_cast<SecondPhase*>(call.function().second_phase)(
-      prepared.workspace.address(), prepared.workspace_size,
-      std::exchange(prepared.executor, nullptr), stream);
-  call.release();
-  prepared.workspace = {};
-  ReleaseExecCommonCtx();
-  check_status(call.function(), "", status);
+  const int status = reinterpret_cast<SecondPhase*>(function.second_phase)(
+      workspace, prepared.workspace_size, std::exchange(prepared.executor, nullptr), stream);
+  prepared.handles.reset();
+  if (release_memory) {
+    release_memory(nullptr, false);
+  }
+  check_status(function, "", status);
   return status;
 }
 
@@ -217,34 +217,44 @@ void check_device(const Function& function, int position, const c10::Device& dev
   }
 }
 
-void enqueue(c10::Device device, std::shared_ptr<Call> call) {
-  const auto& function = call->function();
+void enqueue(const Function& function, c10::Device device, Arguments& arguments) {
   QueueFailure::instance().check(function);
-  const c10::DeviceGuard guard(device);
+  std::optional<c10::DeviceGuard> guard;
+  if (device.index() != c10_npu::current_device()) {
+    guard.emplace(device);
+  }
   auto* const stream = GetAclStream();
   const Determinism determinism;
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {
-    run(function, /*queued=*/true, [call = std::move(call), determinism, stream] {
-      InitExecSubTheadCtx(stream);
-      Prepared prepared;
-      prepare(*call, determinism, prepared);
-      if (prepared.workspace_size != 0) {
-        prepared.workspace = Workspace::on_queue(prepared.workspace_size, stream);
-      }
-      return execute(*call, prepared, stream);
-    });
+    run(function, /*queued=*/true,
+        [&function, arguments = arguments.to_heap(), determinism, stream] {
+          InitExecSubTheadCtx(stream);
+          Prepared prepared;
+          prepare(function, *arguments, determinism, /*on_queue_thread=*/true, prepared);
+          // The block that torch_npu keeps for the stream: the caller's stream is not current here.
+          at::Tensor workspace;
+          if (prepared.workspace_size != 0) {
+            workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
+          }
+          auto* const address = workspace.defined() ? workspace.storage().mutable_data() : nullptr;
+          return execute(function, prepared, address, stream);
+        });
     return;
   }
   auto prepared = std::make_shared<Prepared>();
-  prepare(*call, determinism, *prepared);
+  prepare(function, arguments, determinism, /*on_queue_thread=*/false, *prepared);
+  // From the caching allocator, which survives a request that is too large, where the block of the
+  // stream does not. Freed at the end of this function: whoever gets the memory next on this stream
+  // comes after this call in the queue.
+  c10::DataPtr workspace;
   if (prepared->workspace_size != 0) {
-    prepared->workspace = Workspace::on_caller(prepared->workspace_size);
+    workspace = c10::GetAllocator(device.type())->allocate(prepared->workspace_size);
   }
   run(function, /*queued=*/level == 1,
-      [call = std::move(call), prepared = std::move(prepared), stream] {
+      [&function, prepared = std::move(prepared), address = workspace.get(), stream] {
         InitExecSubTheadCtx(stream);
-        return execute(*call, *prepared, stream);
+        return execute(function, *prepared, address, stream);
       });
 }
 

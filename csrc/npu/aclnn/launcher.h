@@ -3,11 +3,12 @@
 //   launch<aclnn::LightningIndexer>(op.query, op.key, op.weights, ...);
 //
 // takes the arguments of the prototype in its order: tensors (optional ones become null pointers),
-// lists of integers, texts and numbers. A wrong number of arguments or a wrong type does not compile.
+// lists of integers, texts and numbers. A wrong number of arguments or a wrong type does not
+// compile.
 //
-// The call goes through torch_npu's task queue to the current stream of the tensors' device. It never
-// waits for the device. An error of the device is raised at the call, or, when the queue's thread
-// meets it, by torch_npu at the next synchronisation.
+// The call goes through torch_npu's task queue to the current stream of the tensors' device. It
+// never waits for the device. An error of the device is raised at the call, or, when the queue's
+// thread meets it, by torch_npu at the next synchronisation.
 #pragma once
 
 #include <memory>
@@ -30,47 +31,41 @@ struct Function {
   void* second_phase;
 };
 
-// One call, its arguments in hand.
-class Call {
+// The handles of one call.
+class Handles {
  public:
-  explicit Call(const Function& function) : function_(function) {}
-  virtual ~Call() = default;
-
-  const Function& function() const { return function_; }
-
-  virtual int first_phase(uint64_t* workspace_size, aclOpExecutor** executor) = 0;
-  // Frees the handles that the first phase was given.
-  virtual void release() = 0;
-
- private:
-  const Function& function_;
+  virtual ~Handles() = default;
+  virtual int first_phase(const Function& function, uint64_t* workspace_size,
+                          aclOpExecutor** executor) = 0;
 };
 
-template <typename Prototype>
-class CallOf;
+// The arguments of one call. They are on the caller's stack, and move to the heap only when the
+// first phase runs later.
+class Arguments {
+ public:
+  virtual ~Arguments() = default;
+  virtual std::unique_ptr<Handles> create() const = 0;
+  virtual std::shared_ptr<const Arguments> to_heap() = 0;
+};
 
 template <typename... Parameters>
-class CallOf<int(Parameters...)> final : public Call {
+class HandlesOf final : public Handles {
  public:
-  CallOf(const Function& function, Argument<Parameters>... arguments)
-      : Call(function), arguments_(std::move(arguments)...) {}
+  explicit HandlesOf(const std::tuple<Argument<Parameters>...>& arguments)
+      : handles_(std::apply([](const auto&... argument) { return Tuple{argument.create()...}; },
+                            arguments)) {}
 
-  int first_phase(uint64_t* workspace_size, aclOpExecutor** executor) override {
-    handles_ = std::apply(
-        [](const auto&... argument) { return Handles{argument.create()...}; }, arguments_);
+  int first_phase(const Function& function, uint64_t* workspace_size,
+                  aclOpExecutor** executor) override {
     using FirstPhase = int (*)(Parameters..., uint64_t*, aclOpExecutor**);
-    const auto call = reinterpret_cast<FirstPhase>(function().first_phase);
+    const auto call = reinterpret_cast<FirstPhase>(function.first_phase);
     return std::apply(
         [&](const auto&... handle) { return call(pointer(handle)..., workspace_size, executor); },
         handles_);
   }
-  void release() override { handles_ = {}; }
-
-  // The device of the tensors, which must be one NPU.
-  c10::Device device() const;
 
  private:
-  using Handles = std::tuple<decltype(std::declval<Argument<Parameters>>().create())...>;
+  using Tuple = std::tuple<decltype(std::declval<Argument<Parameters>>().create())...>;
 
   template <typename T>
   static auto pointer(const T& handle) {
@@ -81,8 +76,26 @@ class CallOf<int(Parameters...)> final : public Call {
     }
   }
 
+  Tuple handles_;
+};
+
+template <typename... Parameters>
+class ArgumentsOf final : public Arguments {
+ public:
+  explicit ArgumentsOf(Argument<Parameters>&&... arguments) : arguments_(std::move(arguments)...) {}
+
+  std::unique_ptr<Handles> create() const override {
+    return std::make_unique<HandlesOf<Parameters...>>(arguments_);
+  }
+  std::shared_ptr<const Arguments> to_heap() override {
+    return std::make_shared<ArgumentsOf>(std::move(*this));
+  }
+
+  // The device of the tensors, which must be one NPU.
+  c10::Device device(const Function& function) const;
+
+ private:
   std::tuple<Argument<Parameters>...> arguments_;
-  Handles handles_;
 };
 
 // Checks that every tensor is on the device of the first; `position` counts arguments.
@@ -90,14 +103,14 @@ void check_device(const Function& function, int position, const c10::Device& dev
                   std::optional<c10::Device>& first);
 
 template <typename... Parameters>
-c10::Device CallOf<int(Parameters...)>::device() const {
+c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
   std::optional<c10::Device> first;
   int position = 0;
   const auto check = [&](const auto& argument) {
     ++position;
     if constexpr (requires { argument.device(); }) {
       if (argument.device()) {
-        check_device(function(), position, *argument.device(), first);
+        check_device(function, position, *argument.device(), first);
       }
     }
   };
@@ -105,7 +118,7 @@ c10::Device CallOf<int(Parameters...)>::device() const {
   return *first;
 }
 
-void enqueue(c10::Device device, std::shared_ptr<Call> call);
+void enqueue(const Function& function, c10::Device device, Arguments& arguments);
 
 template <typename F, typename Prototype = typename F::Prototype>
 struct Launcher;
@@ -114,9 +127,8 @@ template <typename F, typename... Parameters>
 struct Launcher<F, int(Parameters...)> {
   void operator()(Argument<Parameters>... arguments) const {
     static const Function function(F::op, F::name);
-    auto call = std::make_shared<CallOf<typename F::Prototype>>(function, std::move(arguments)...);
-    const auto device = call->device();
-    enqueue(device, std::move(call));
+    ArgumentsOf<Parameters...> all(std::move(arguments)...);
+    enqueue(function, all.device(function), all);
   }
 };
 

@@ -127,4 +127,13 @@ struct FlashAttentionUnpaddingScoreGrad {
                         Tensor dk, Tensor dv, Tensor dpse);
 };
 
+struct ScatterPaKvCache {
+  static constexpr const char* name = "aclnnScatterPaKvCache";
+  static constexpr const char* op = "scatter_pa_kv_cache_";
+  using Prototype = int(Tensor key, Tensor key_cache, Tensor slot_mapping, Tensor value,
+                        Tensor value_cache, Tensor compress_lens, Tensor compress_seq_offset,
+                        Tensor seq_lens, Text cache_mode, Text scatter_mode, IntArray strides,
+                        IntArray offsets);
+};
+
 }  // namespace ascend_attn::aclnn

@@ -1,0 +1,116 @@
+"""What a call costs the host: ours against torch_npu's own operator for the same aclnn function.
+
+    python benchmarks/host_time.py
+
+Runs in the environment of the NPU tests (torch_npu, the extension built in it): the real torch_npu
+over the simulated CANN of tests/cann_sim, whose functions return at once. Per level of the task
+queue, batches of calls of the two operators alternate; the table has medians over the batches:
+
+    call        microseconds until the call returns
+    in all      microseconds until the queue has worked it off
+    two phases  the bare C calls with their tensors, which no operator can do without
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "python")]
+
+import cann_sim  # noqa: E402
+
+LEVELS = (0, 1, 2)
+BATCHES = 200
+# Fewer calls than the task queue has places.
+CALLS = 200
+OURS, THEIRS = "ascend_attn_ops", "torch_npu"
+Times = dict[str, tuple[float, float]]
+
+
+def operators() -> dict[str, Callable[[], object]]:
+    """sparse_flash_attention_grad, 24 arguments: the same tensors and options for both."""
+    import ascend_attn_ops  # noqa: F401
+    import torch
+
+    heads, tokens = 8, 4
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "npu"}
+    query, d_out, out = (torch.empty(1, tokens, heads, 512, **options) for _ in range(3))
+    key = torch.empty(1, tokens, 1, 512, **options)
+    query_rope = torch.empty(1, tokens, heads, 64, **options)
+    key_rope = torch.empty(1, tokens, 1, 64, **options)
+    indices = torch.empty(1, tokens, 1, 2048, dtype=torch.int32, device="npu")
+    statistic = torch.empty(1, 1, tokens, heads, device="npu")
+    tensors = (query, key, key, indices, d_out, out, statistic, statistic)
+    ours = torch.ops.ascend.sparse_flash_attention_grad.default
+    theirs = torch.ops.npu.npu_sparse_flash_attention_grad.default
+    return {
+        OURS: lambda: ours(*tensors, scale_value=0.04, query_rope=query_rope, key_rope=key_rope),
+        THEIRS: lambda: theirs(
+            *tensors, 0.04, 1, query_rope, key_rope, pre_tokens=2147483647, next_tokens=2147483647
+        ),
+    }
+
+
+def measure() -> tuple[Times, float]:
+    import torch
+
+    npu = torch.get_device_module("npu")
+    samples: dict[str, list[tuple[float, float]]] = {}
+    functions = operators()
+    with cann_sim.computing(False), torch.no_grad():
+        for _ in range(BATCHES):
+            for name, function in functions.items():
+                npu.synchronize()
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    function()
+                called = time.perf_counter()
+                npu.synchronize()
+                done = time.perf_counter()
+                times = ((called - start) / CALLS * 1e6, (done - start) / CALLS * 1e6)
+                samples.setdefault(name, []).append(times)
+        bare = cann_sim.bare_call_microseconds(CALLS * BATCHES)
+    medians = {
+        name: (statistics.median(x for x, _ in rows), statistics.median(x for _, x in rows))
+        for name, rows in samples.items()
+    }
+    return medians, bare
+
+
+def main() -> None:
+    if "--measure" in sys.argv:
+        print(json.dumps(measure()))
+        return
+    columns = (
+        f"{'TASK_QUEUE_ENABLE':<18}{'':>8}{OURS:>18}{THEIRS:>12}{'ratio':>8}{'two phases':>13}"
+    )
+    print(f"sparse_flash_attention_grad, microseconds per call\n{columns}")
+    for level in LEVELS:
+        result = subprocess.run(
+            [sys.executable, __file__, "--measure"],
+            env={**os.environ, **cann_sim.environment(level)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            sys.exit(result.stderr)
+        times, bare = json.loads(result.stdout.splitlines()[-1])
+        for index, what in enumerate(("call", "in all")):
+            ours, theirs = times[OURS][index], times[THEIRS][index]
+            floor = f"{bare:13.1f}" if index == 0 else ""
+            label = str(level) if index == 0 else ""
+            print(f"{label:<18}{what:>8}{ours:18.1f}{theirs:12.1f}{ours / theirs:8.2f}{floor}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+// Row copies into a paged cache. Every index is checked before the first byte is written.
+#include "ops/scatter_pa_kv_cache.h"
+
+#include <ATen/Dispatch_v2.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#include "cpu/kernels.h"
+#include "ops/error.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+using Indices = std::vector<int64_t>;
+
+Indices read(const at::Tensor& tensor) {
+  Indices values(tensor.numel());
+  if (tensor.scalar_type() == at::kInt) {
+    const auto* data = tensor.const_data_ptr<int32_t>();
+    std::copy(data, data + values.size(), values.begin());
+  } else {
+    const auto* data = tensor.const_data_ptr<int64_t>();
+    std::copy(data, data + values.size(), values.begin());
+  }
+  return values;
+}
+
+// key on its way into key_cache, or value into value_cache. Sizes and strides are in bytes.
+struct Side {
+  // `row_stride` and `row_offset` count elements: how "Nct" finds its rows.
+  Side(const at::Tensor& source, const at::Tensor& cache, std::optional<int64_t> row_stride,
+       int64_t row_offset)
+      : owner(source.stride(-1) == 1 || source.size(-1) == 1 ? source : source.contiguous()),
+        from(static_cast<const char*>(owner.const_data_ptr()) + row_offset * owner.itemsize()),
+        to(static_cast<char*>(cache.mutable_data_ptr())),
+        heads(owner.size(-2)),
+        head_bytes(owner.size(-1) * owner.itemsize()),
+        head_stride(owner.stride(-2) * owner.itemsize()),
+        row_stride(row_stride.value_or(owner.stride(-3)) * owner.itemsize()),
+        batch_stride(owner.dim() == 4 ? owner.stride(0) * owner.itemsize() : 0) {}
+
+  int64_t row_bytes() const { return heads * head_bytes; }
+
+  at::Tensor owner;
+  const char* from;
+  char* to;
+  int64_t heads;
+  int64_t head_bytes;
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t batch_stride;
+};
+
+using Sides = std::vector<Side>;
+
+Sides sides_of(const ScatterPaKvCache& op, Scatter scatter) {
+  const auto side = [&](const at::Tensor& source, const at::Tensor& cache, size_t index) {
+    return scatter == Scatter::strided_rows
+               ? Side(source, cache, op.strides[index], op.offsets[index])
+               : Side(source, cache, std::nullopt, 0);
+  };
+  Sides sides{side(op.key, op.key_cache, 0)};
+  if (op.value) {
+    sides.push_back(side(*op.value, *op.value_cache, 1));
+  }
+  return sides;
+}
+
+// Rows below which a second thread costs more than it saves.
+int64_t grain(const Sides& sides) {
+  constexpr int64_t kBytes = 128 * 1024;
+  int64_t row_bytes = 1;
+  for (const auto& side : sides) {
+    row_bytes += side.row_bytes();
+  }
+  return std::max<int64_t>(1, kBytes / row_bytes);
+}
+
+// Copies a row past the caches of the processor: what is overwritten is then not read first.
+inline void stream(char* to, const char* from, int64_t bytes) {
+#ifdef __SSE2__
+  if ((reinterpret_cast<uintptr_t>(to) | bytes) % sizeof(__m128i) == 0) {
+    for (int64_t i = 0; i < bytes; i += sizeof(__m128i)) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    }
+    return;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+void finish_streams() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
+// Nobody finds so much in a cache afterwards.
+bool is_streamed(const Side& side, int64_t rows) {
+  constexpr int64_t kBytes = 32 * 1024 * 1024;
+  return rows * side.row_bytes() >= kBytes;
+}
+
+inline void copy(bool streamed, char* to, const char* from, int64_t bytes) {
+  if (streamed) {
+    stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+void check_slots(const Indices& slots, int64_t capacity) {
+  const auto beyond = std::find_if(slots.begin(), slots.end(),
+                                   [capacity](int64_t slot) { return slot >= capacity; });
+  check_value(beyond == slots.end(), ScatterPaKvCache::name, "slot_mapping",
+              "expected values below num_blocks * block_size = ", capacity, ", got ",
+              beyond == slots.end() ? 0 : *beyond, " for row ", beyond - slots.begin());
+}
+
+void write_rows(const Sides& sides, const Indices& slots) {
+  at::parallel_for(0, slots.size(), grain(sides), [&](int64_t begin, int64_t end) {
+    for (const auto& side : sides) {
+      const bool dense = side.heads == 1 || side.head_stride == side.head_bytes;
+      const auto pieces = dense ? 1 : side.heads;
+      const auto piece_bytes = dense ? side.row_bytes() : side.head_bytes;
+      const bool streamed = is_streamed(side, slots.size());
+      for (int64_t row = begin; row < end; ++row) {
+        if (slots[row] < 0) {
+          continue;
+        }
+        const auto* from = side.from + row * side.row_stride;
+        auto* to = side.to + slots[row] * side.row_bytes();
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          copy(streamed, to + piece * piece_bytes, from + piece * side.head_stride, piece_bytes);
+        }
+      }
+    }
+    finish_streams();
+  });
+}
+
+// A row is spread over its block: fractal c of all positions, then fractal c + 1. A few rows at a
+// time, since neighbours share the cache lines that they read and, usually, write.
+void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size) {
+  constexpr int64_t kRows = 64;
+  constexpr auto kFractal = ScatterPaKvCache::kFractalBytes;
+  at::parallel_for(
+      0, slots.size(), std::max(kRows, grain(sides)), [&](int64_t first, int64_t last) {
+        for (int64_t begin = first; begin < last; begin += kRows) {
+          const auto rows = std::min(kRows, last - begin);
+          for (const auto& side : sides) {
+            const bool streamed = is_streamed(side, slots.size());
+            int64_t written = 0;
+            const char* from[kRows];
+            char* to[kRows];
+            for (int64_t row = begin; row < begin + rows; ++row) {
+              if (slots[row] >= 0) {
+                from[written] = side.from + row * side.row_stride;
+                to[written++] = side.to + slots[row] / block_size * block_size * side.row_bytes() +
+                                slots[row] % block_size * kFractal;
+              }
+            }
+            int64_t target = 0;
+            for (int64_t head = 0; head < side.heads; ++head) {
+              for (int64_t byte = 0; byte < side.head_bytes; byte += kFractal) {
+                const auto source = head * side.head_stride + byte;
+                for (int64_t i = 0; i < written; ++i) {
+                  copy(streamed, to[i] + target, from[i] + source, kFractal);
+                }
+                target += block_size * kFractal;
+              }
+            }
+          }
+        }
+        finish_streams();
+      });
+}
+
+// The rows of one batch and head, written as one run: [0, window), the mean of the window if asked
+// for, and [window + width, length).
+struct Run {
+  int64_t slot;
+  int64_t batch;
+  int64_t head;
+  int64_t first_row;  // of the sequence, where sequences are packed
+  int64_t window;
+  int64_t width;
+  int64_t length;
+};
+
+std::vector<Run> runs_of(const ScatterPaKvCache& op, Scatter scatter, int64_t capacity) {
+  constexpr auto name = ScatterPaKvCache::name;
+  const bool packed = op.key.dim() == 3;
+  const auto rows = op.key.size(packed ? 0 : 1);
+  const auto heads = op.key.size(-2);
+  const auto slots = read(op.slot_mapping);
+  const auto lens = read(*op.compress_lens);
+  const auto lengths = read(*op.seq_lens);
+  const auto windows =
+      scatter == Scatter::alibi ? Indices(slots.size(), 0) : read(*op.compress_seq_offset);
+
+  std::vector<Run> runs;
+  runs.reserve(slots.size());
+  int64_t total = 0;
+  for (size_t batch = 0; batch < lengths.size(); ++batch) {
+    const auto length = lengths[batch];
+    check_value(length >= 0 && length <= rows - (packed ? total : 0), name, "seq_lens",
+                packed ? "expected lengths >= 0 whose sum is the number of rows of key, "
+                       : "expected lengths in [0, S], S = ",
+                rows, ", got ", length, " for batch ", batch);
+    for (int64_t head = 0; head < heads; ++head) {
+      const auto task = static_cast<int64_t>(batch) * heads + head;
+      const auto slot = slots[task];
+      if (slot < 0) {
+        continue;
+      }
+      auto width = lens[task];
+      auto window = windows[task];
+      check_value(width >= 0 && width <= length, name, "compress_lens",
+                  "expected values in [0, seq_lens], seq_lens = ", length, ", got ", width,
+                  " for batch ", batch, ", head ", head);
+      if (scatter == Scatter::alibi) {
+        width = length - width;
+      } else if (window == -1 || window == length || width == 0) {
+        window = width = 0;
+      } else {
+        check_value(window >= 0 && window <= length - width, name, "compress_seq_offset",
+                    "expected -1 or a window of compress_lens = ", width,
+                    " rows inside of seq_lens = ", length, ", got ", window, " for batch ", batch,
+                    ", head ", head);
+      }
+      const auto written = length - width + (scatter == Scatter::rope && width > 0);
+      check_value(slot <= capacity - written, name, "slot_mapping",
+                  "expected a run that ends by num_blocks * block_size = ", capacity, ", got ",
+                  written, " rows from ", slot, " for batch ", batch, ", head ", head);
+      runs.push_back(
+          {slot, static_cast<int64_t>(batch), head, packed ? total : 0, window, width, length});
+    }
+    total += length;
+  }
+  check_value(!packed || total == rows, name, "seq_lens", "expected a sum of ", rows,
+              ", the rows of key, got ", total);
+  return runs;
+}
+
+// In float32, or float64 for float64, in the order of the rows.
+template <typename T>
+void write_mean(const char* from, int64_t row_stride, int64_t rows, char* to, int64_t size) {
+  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  std::vector<Sum> sums(size);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto* x = reinterpret_cast<const T*>(from + row * row_stride);
+    for (int64_t i = 0; i < size; ++i) {
+      sums[i] += static_cast<Sum>(x[i]);
+    }
+  }
+  auto* mean = reinterpret_cast<T*>(to);
+  for (int64_t i = 0; i < size; ++i) {
+    const auto value = sums[i] / static_cast<Sum>(rows);
+    if constexpr (std::is_integral_v<T>) {
+      // Clamped, because float32 rounds the largest integers up to what T does not hold.
+      mean[i] = static_cast<T>(std::clamp<double>(
+          std::nearbyint(value), std::numeric_limits<T>::min(), std::numeric_limits<T>::max()));
+    } else {
+      mean[i] = static_cast<T>(value);
+    }
+  }
+}
+
+using WriteMean = void (*)(const char*, int64_t, int64_t, char*, int64_t);
+
+WriteMean mean_of(at::ScalarType dtype) {
+  return AT_DISPATCH_V2(dtype, ScatterPaKvCache::name,
+                        AT_WRAP([] { return &write_mean<scalar_t>; }), AT_EXPAND(AT_INTEGRAL_TYPES),
+                        at::kUInt16, at::kUInt32, at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,
+                        at::kFloat8_e5m2, at::kFloat8_e4m3fn);
+}
+
+void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean) {
+  at::parallel_for(0, runs.size(), 1, [&](int64_t begin, int64_t end) {
+    for (const auto& side : sides) {
+      const auto mean = mean_of(side.owner.scalar_type());
+      const auto bytes = side.head_bytes;
+      for (int64_t index = begin; index < end; ++index) {
+        const auto& run = runs[index];
+        const auto* from = side.from + run.batch * side.batch_stride +
+                           run.first_row * side.row_stride + run.head * side.head_stride;
+        auto* to = side.to + run.slot * bytes;
+        const auto copy = [&](int64_t first, int64_t last) {
+          for (int64_t row = first; row < last; ++row, to += bytes) {
+            std::memcpy(to, from + row * side.row_stride, bytes);
+          }
+        };
+        copy(0, run.window);
+        if (with_mean && run.width > 0) {
+          mean(from + run.window * side.row_stride, side.row_stride, run.width, to,
+               bytes / side.owner.itemsize());
+          to += bytes;
+        }
+        copy(run.window + run.width, run.length);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
+  op.check_memory();
+  const auto scatter = op.scatter();
+  const auto block_size = op.key_cache.size(scatter == Scatter::nz_rows ? 2 : 1);
+  const auto capacity = op.key_cache.size(0) * block_size;
+  switch (scatter) {
+    case Scatter::alibi:
+    case Scatter::rope:
+    case Scatter::omni: {
+      const auto runs = runs_of(op, scatter, capacity);
+      write_runs(sides_of(op, scatter), runs, scatter == Scatter::rope);
+      break;
+    }
+    case Scatter::rows:
+    case Scatter::strided_rows:
+    case Scatter::nz_rows: {
+      const auto slots = read(op.slot_mapping);
+      check_slots(slots, capacity);
+      const auto sides = sides_of(op, scatter);
+      if (scatter == Scatter::nz_rows) {
+        write_nz_rows(sides, slots, block_size);
+      } else {
+        write_rows(sides, slots);
+      }
+      break;
+    }
+  }
+}
+
+}  // namespace ascend_attn::cpu

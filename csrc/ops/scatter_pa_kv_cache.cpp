@@ -1,0 +1,333 @@
+#include "ops/scatter_pa_kv_cache.h"
+
+#include <ATen/MemoryOverlap.h>
+
+#include <algorithm>
+#include <array>
+
+#include "ops/error.h"
+#include "ops/limits.h"
+#include "ops/tensor_argument.h"
+
+namespace ascend_attn {
+namespace {
+
+constexpr const char* kName = ScatterPaKvCache::name;
+
+bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
+
+bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+
+void check_name(const char* argument, std::string_view given,
+                std::initializer_list<std::string_view> names) {
+  std::string expected;
+  for (const auto name : names) {
+    if (name == given) {
+      return;
+    }
+    expected += c10::str(expected.empty() ? "'" : ", '", name, "'");
+  }
+  raise(Violation::value, kName, argument,
+        c10::str("expected one of ", expected, ", got '", given, "'"));
+}
+
+void check_rank(TensorArgument argument, int64_t rank) {
+  if (argument.tensor.dim() != rank) [[unlikely]] {
+    raise(Violation::value, kName, argument.name,
+          c10::str("expected rank ", rank, ", got shape ", argument.tensor.sym_sizes()),
+          Status::shape_inference);
+  }
+}
+
+void check_cache_dtype(TensorArgument argument) {
+  constexpr std::array kDtypes{at::kHalf,   at::kBFloat16, at::kChar,        at::kFloat,
+                               at::kByte,   at::kShort,    at::kUInt16,      at::kInt,
+                               at::kUInt32, at::kDouble,   at::kFloat8_e5m2, at::kFloat8_e4m3fn};
+  const auto dtype = argument.tensor.scalar_type();
+  check_type(std::find(kDtypes.begin(), kDtypes.end(), dtype) != kDtypes.end(), kName,
+             argument.name,
+             "expected a dtype that caches have (float16, bfloat16, int8, float32, uint8, int16, "
+             "uint16, int32, uint32, float8_e5m2, float8_e4m3fn, float64), got ",
+             dtype_name(dtype));
+}
+
+// The rules of one call; each raises on the first violation.
+class Rules {
+ public:
+  explicit Rules(const ScatterPaKvCache& op)
+      : op_(op), scatter_(op.scatter()), limits_(kName), key_{"key", op.key} {}
+
+  void ranks() const;
+  void dtypes() const;
+  void modes() const;
+  void sides() const;
+  void indices() const;
+
+ private:
+  void side(TensorArgument source, TensorArgument cache) const;
+  void index(TensorArgument argument, c10::SymIntArrayRef expected, std::string_view meaning) const;
+  void absent(OptionalTensorArgument argument, std::string_view when) const;
+  // Given and of slot_mapping's dtype.
+  const at::Tensor& required(OptionalTensorArgument argument) const;
+
+  int64_t block_size_axis() const { return scatter_ == Scatter::nz_rows ? 2 : 1; }
+
+  const ScatterPaKvCache& op_;
+  Scatter scatter_;
+  LimitsCheck limits_;
+  TensorArgument key_;
+};
+
+void Rules::ranks() const {
+  if (op_.key.dim() != 3 && op_.key.dim() != 4) [[unlikely]] {
+    raise(Violation::value, kName, "key",
+          c10::str("expected rank 3 or 4, got shape ", op_.key.sym_sizes()),
+          Status::shape_inference);
+  }
+  limits_.rule("key", op_.key.dim() == 3 || product_in_force() == Product::P950,
+               "rank 3 (Ascend 950 alone takes rank 4)", "rank ", op_.key.dim());
+  check_present(op_.value || !op_.value_cache, kName, "value",
+                "expected a tensor because value_cache is given, got None");
+  check_present(op_.value_cache || !op_.value, kName, "value_cache",
+                "expected a tensor because value is given, got None");
+  check_rank({"key_cache", op_.key_cache}, 4);
+  if (op_.value) {
+    check_rank({"value", *op_.value}, op_.key.dim());
+    check_rank({"value_cache", *op_.value_cache}, 4);
+  }
+}
+
+void Rules::dtypes() const {
+  check_cache_dtype(key_);
+  limits_.dtype("key", op_.key.scalar_type());
+  check_dtype(kName, {"key_cache", op_.key_cache}, key_);
+  if (op_.value) {
+    const TensorArgument value{"value", *op_.value};
+    const auto dtype = value.tensor.scalar_type();
+    const bool beside_int8_key = scatter_ == Scatter::nz_rows &&
+                                 op_.key.scalar_type() == at::kChar &&
+                                 (dtype == at::kHalf || dtype == at::kBFloat16);
+    check_cache_dtype(value);
+    limits_.dtype(value.name, dtype);
+    if (!beside_int8_key) {
+      check_dtype(kName, value, key_);
+    }
+    check_dtype(kName, {"value_cache", *op_.value_cache}, value);
+  }
+}
+
+void Rules::modes() const {
+  check_name("cache_mode", op_.cache_mode, {"Norm", "PA_NZ"});
+  check_name("scatter_mode", op_.scatter_mode, {"None", "Nct", "Alibi", "Rope", "Omni"});
+  if (!op_.value) {
+    check_implemented(
+        scatter_ == Scatter::rows || scatter_ == Scatter::strided_rows, kName, "value",
+        "expected a tensor: without values there are the scatter modes 'None' and "
+        "'Nct' of cache mode 'Norm' alone, got None with cache_mode '",
+        op_.cache_mode, "', scatter_mode '", op_.scatter_mode, "' and key of rank ", op_.key.dim());
+    limits_.rule("value", product_in_force() != Product::P950, "a tensor", "None");
+  }
+  check_value(op_.strides.size() == 2, kName, "strides", "expected 2 numbers, got ", op_.strides);
+  check_value(op_.offsets.size() == 2, kName, "offsets", "expected 2 numbers, got ", op_.offsets);
+  if (scatter_ == Scatter::strided_rows) {
+    check_value(op_.strides[0] > 0 && op_.strides[1] > 0, kName, "strides",
+                "expected positive numbers of elements, got ", op_.strides);
+    check_value(op_.offsets[0] >= 0 && op_.offsets[1] >= 0, kName, "offsets",
+                "expected numbers of elements >= 0, got ", op_.offsets);
+  } else if (op_.scatter_mode == "Nct") {
+    // Something else is selected. Whoever gives strides would get other rows without a word.
+    check_value(op_.strides[0] == 1 && op_.strides[1] == 1, kName, "strides",
+                "expected [1, 1] because cache_mode or product overrule scatter_mode 'Nct', got ",
+                op_.strides);
+    check_value(op_.offsets[0] == 0 && op_.offsets[1] == 0, kName, "offsets",
+                "expected [0, 0] because cache_mode or product overrule scatter_mode 'Nct', got ",
+                op_.offsets);
+  }
+}
+
+void Rules::sides() const {
+  side(key_, {"key_cache", op_.key_cache});
+  if (!op_.value) {
+    return;
+  }
+  const auto& value = *op_.value;
+  auto expected = c10::SymDimVector(op_.key.sym_sizes());
+  expected.back() = value.sym_size(-1);
+  check_shape(kName, {"value", value}, expected, value.dim() == 3 ? "(T, N, Dv)" : "(B, S, N, Dv)");
+  side({"value", value}, {"value_cache", *op_.value_cache});
+  if (scatter_ == Scatter::rope || scatter_ == Scatter::omni) {
+    check_shape(kName, {"value", value}, op_.key.sym_sizes(),
+                value.dim() == 3 ? "(T, N, D), key's," : "(B, S, N, D), key's,");
+  }
+}
+
+void Rules::side(TensorArgument source, TensorArgument cache) const {
+  check_device(kName, source, key_);
+  check_device(kName, cache, key_);
+  const auto& heads = source.tensor.sym_size(-2);
+  const auto& size = source.tensor.sym_size(-1);
+  const auto& num_blocks = op_.key_cache.sym_size(0);
+  const auto& block_size = op_.key_cache.sym_size(block_size_axis());
+  const bool whole_fractals =
+      holds((size * source.tensor.itemsize() % ScatterPaKvCache::kFractalBytes).sym_eq(0));
+  if (scatter_ == Scatter::nz_rows) {
+    check_value(whole_fractals, kName, source.name,
+                "expected D to fill whole fractals of 32 bytes in cache mode 'PA_NZ', got shape ",
+                source.tensor.sym_sizes());
+    const auto last = ScatterPaKvCache::kFractalBytes / source.tensor.itemsize();
+    check_shape(kName, cache, {{num_blocks, heads * size / last, block_size, last}},
+                "(num_blocks, N * D / L, block_size, L)");
+  } else if (is_run(scatter_)) {
+    check_shape(kName, cache, {{num_blocks, block_size, 1, size}},
+                "(num_blocks, block_size, 1, D)");
+    limits_.rule(source.name, whole_fractals || op_.key.dim() == 4 || scatter_ == Scatter::alibi,
+                 "D to be a multiple of 32 bytes in scatter modes 'Rope' and 'Omni'", "D = ", size);
+  } else {
+    check_shape(kName, cache, {{num_blocks, block_size, heads, size}},
+                "(num_blocks, block_size, N, D)");
+  }
+  check_value(cache.tensor.is_contiguous(), kName, cache.name,
+              "expected a contiguous tensor, since a copy of it would take the update, got "
+              "strides ",
+              cache.tensor.sym_strides());
+  if (scatter_ == Scatter::strided_rows) {
+    check_value(source.tensor.is_contiguous(), kName, source.name,
+                "expected a contiguous tensor at the start of the buffer that strides and offsets "
+                "refer to, got strides ",
+                source.tensor.sym_strides());
+  }
+}
+
+void Rules::indices() const {
+  const auto& slots = op_.slot_mapping;
+  const OptionalTensorArgument lens{"compress_lens", op_.compress_lens};
+  const OptionalTensorArgument offset{"compress_seq_offset", op_.compress_seq_offset};
+  const OptionalTensorArgument seq_lens{"seq_lens", op_.seq_lens};
+  check_type(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, kName,
+             "slot_mapping", "expected dtype int32 or int64, got ",
+             dtype_name(slots.scalar_type()));
+
+  if (!is_run(scatter_)) {
+    for (const auto& argument : {lens, offset, seq_lens}) {
+      absent(argument, "with uncompressed rows");
+    }
+    index({"slot_mapping", slots}, {op_.key.sym_size(0)}, "(T)");
+    return;
+  }
+
+  if (op_.key.dim() == 3) {
+    limits_.rule("slot_mapping", slots.scalar_type() == at::kInt,
+                 "dtype int32, which the kernel reads whatever is declared",
+                 dtype_name(slots.scalar_type()));
+  }
+  required(lens);
+  required(seq_lens);
+  if (scatter_ == Scatter::alibi) {
+    absent(offset, "in scatter mode 'Alibi'");
+  } else {
+    required(offset);
+  }
+  const auto& heads = op_.key.sym_size(-2);
+  c10::SymInt batch;
+  if (op_.key.dim() == 4) {
+    batch = op_.key.sym_size(0);
+    index({"slot_mapping", slots}, {batch, heads}, "(B, N)");
+    index({"compress_lens", *op_.compress_lens}, {batch, heads}, "(B, N)");
+  } else {
+    check_value(op_.seq_lens->dim() == 1, kName, "seq_lens", "expected shape (B), got ",
+                op_.seq_lens->sym_sizes());
+    batch = op_.seq_lens->sym_size(0);
+    index({"slot_mapping", slots}, {batch * heads}, "(B * N)");
+    index({"compress_lens", *op_.compress_lens}, {batch * heads}, "(B * N)");
+  }
+  index({"seq_lens", *op_.seq_lens}, {batch}, "(B)");
+  if (op_.compress_seq_offset) {
+    index({"compress_seq_offset", *op_.compress_seq_offset}, {batch * heads}, "(B * N)");
+  }
+}
+
+void Rules::index(TensorArgument argument, c10::SymIntArrayRef expected,
+                  std::string_view meaning) const {
+  check_device(kName, argument, key_);
+  check_shape(kName, argument, expected, meaning);
+  check_value(argument.tensor.is_contiguous(), kName, argument.name,
+              "expected a contiguous tensor, got strides ", argument.tensor.sym_strides());
+}
+
+void Rules::absent(OptionalTensorArgument argument, std::string_view when) const {
+  check_value(!argument.tensor, kName, argument.name, "expected None ", when, ", got a tensor");
+}
+
+const at::Tensor& Rules::required(OptionalTensorArgument argument) const {
+  check_present(argument.tensor.has_value(), kName, argument.name,
+                "expected a tensor because the rows are compressed, got None");
+  check_dtype(kName, {argument.name, *argument.tensor}, {"slot_mapping", op_.slot_mapping});
+  return *argument.tensor;
+}
+
+// From the first element of the tensor to the end of its storage.
+int64_t reachable_elements(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
+         tensor.storage_offset();
+}
+
+}  // namespace
+
+Scatter ScatterPaKvCache::scatter() const {
+  if (key.dim() == 4) {
+    return compress_seq_offset ? Scatter::rope : Scatter::alibi;
+  }
+  if (product_in_force() == Product::P950) {
+    return Scatter::rows;
+  }
+  if (cache_mode == "PA_NZ") {
+    return Scatter::nz_rows;
+  }
+  return scatter_mode == "Nct"     ? Scatter::strided_rows
+         : scatter_mode == "Alibi" ? Scatter::alibi
+         : scatter_mode == "Rope"  ? Scatter::rope
+         : scatter_mode == "Omni"  ? Scatter::omni
+                                   : Scatter::rows;
+}
+
+ScatterPaKvCache::Outputs ScatterPaKvCache::check_and_allocate() const {
+  const Rules rules(*this);
+  rules.ranks();
+  rules.modes();
+  rules.dtypes();
+  rules.sides();
+  rules.indices();
+  return {};
+}
+
+void ScatterPaKvCache::check_memory() const {
+  const auto separate = [](TensorArgument argument, TensorArgument cache) {
+    const auto overlap = at::get_overlap_status(cache.tensor, argument.tensor);
+    check_value(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                name, argument.name, "expected memory of its own, got some of ", cache.name, "'s");
+  };
+  separate({"key", key}, {"key_cache", key_cache});
+  if (value) {
+    separate({"value", *value}, {"value_cache", *value_cache});
+    separate({"value_cache", *value_cache}, {"key_cache", key_cache});
+  }
+  if (scatter() != Scatter::strided_rows || key.numel() == 0) {
+    return;
+  }
+  const auto inside = [this](TensorArgument source, int64_t stride, int64_t offset) {
+    const auto rows = source.tensor.size(0);
+    const auto row = source.tensor.numel() / rows;
+    const auto available = reachable_elements(source.tensor);
+    // Compared without products that could overflow.
+    const bool fits = offset <= available - row &&
+                      (rows == 1 || stride <= (available - row - offset) / (rows - 1));
+    check_value(fits, name, source.name, "expected a buffer that holds ", rows, " rows of ", row,
+                " elements at ", offset, " + t * ", stride, ", got one of ", available);
+  };
+  inside({"key", key}, strides[0], offsets[0]);
+  if (value) {
+    inside({"value", *value}, strides[1], offsets[1]);
+  }
+}
+
+}  // namespace ascend_attn

@@ -1,0 +1,295 @@
+"""Decode text with a paged KV cache, several sequences of different lengths at a time.
+
+    python examples/train_lightning_indexer.py    once: trains the model
+    python examples/paged_decode.py
+
+What a layer keeps of each token (latent, rotary key and the indexer's key) lies in blocks of a
+fixed size. A sequence takes a block when its last one is full and gives all of them back when it
+ends; a prompt that waits starts as soon as there are blocks for it. Then everything is decoded
+again without a cache, and the bytes must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import ascend_attn_ops as ops
+import torch
+from python_corpus import load_corpus, sample_windows
+from sparse_lm import AttentionInputs, Block, LatentAttention, ModelConfig, SparseLM
+from torch import Tensor
+
+
+class Keys(NamedTuple):
+    """What a query can attend to: (B, S, 1, D) each."""
+
+    latent: Tensor
+    rope: Tensor
+    indexer: Tensor
+
+
+def new_keys(inputs: AttentionInputs) -> Keys:
+    return Keys(inputs.latent, inputs.key_rope, inputs.projections.key_index)
+
+
+class LayerCache:
+    """The keys of one layer, in blocks (num_blocks, block_size, 1, D)."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str) -> None:
+        sizes = (config.latent_dim, config.rope_dim, config.index_dim)
+        shapes = [(num_blocks, block_size, 1, size) for size in sizes]
+        self.keys = Keys(*(torch.zeros(shape, device=device) for shape in shapes))
+
+    def write(self, keys: Keys, slots: Tensor) -> None:
+        latent, rope, indexer = (key.flatten(0, 1) for key in keys)
+        # Rows of different sizes can share a call: latents in the place of key, ropes of value.
+        ops.scatter_pa_kv_cache_(latent, self.keys.latent, slots, rope, self.keys.rope)
+        ops.scatter_pa_kv_cache_(indexer, self.keys.indexer, slots)
+
+    def read(self, block_table: Tensor) -> Keys:
+        """The blocks of each sequence in a row. What lies beyond its length is never looked at."""
+        return Keys(*(cache[block_table.clamp(min=0)].flatten(1, 2) for cache in self.keys))
+
+
+KeysOfLayer = Callable[[int, AttentionInputs], Keys]
+
+
+def next_bytes(
+    model: SparseLM, text: Tensor, positions: Tensor, keys_of_layer: KeysOfLayer
+) -> Tensor:
+    """The likeliest byte (B,) after text (B, S'), whose last S bytes are at positions (B, S)."""
+    x = model.embed(text)[:, -positions.shape[1] :]
+    lengths = (positions[:, -1] + 1).int()
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        layer = block.attention
+        inputs = layer.project(block.attention_norm(x), positions)
+        x = x + attend(layer, inputs, keys_of_layer(i, inputs), lengths)
+        x = x + block.mlp(x)
+    return model.head(model.norm(x[:, -1])).argmax(-1)
+
+
+def attend(layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor) -> Tensor:
+    indices = layer.indexer.select(
+        inputs.projections._replace(key_index=keys.indexer),
+        layer.top_k,
+        actual_seq_lengths_key=lengths,
+    )
+    attended, *_ = ops.sparse_flash_attention(
+        inputs.query, keys.latent, keys.latent, indices,
+        scale_value=layer.scale, query_rope=inputs.query_rope, key_rope=keys.rope,
+        actual_seq_lengths_key=lengths,
+    )  # fmt: skip
+    values = torch.einsum("bsnl,nld->bsnd", attended, layer.absorbed_value)
+    return layer.out(values.flatten(-2))
+
+
+@dataclass
+class Sequence:
+    text: list[int]
+    total: int  # bytes, when it is complete
+    blocks: list[int] = field(default_factory=list)
+
+    def complete(self) -> bool:
+        return len(self.text) == self.total
+
+
+class PagedDecoder:
+    def __init__(self, model: SparseLM, config: ModelConfig, num_blocks: int, block_size: int):
+        self.model, self.block_size = model, block_size
+        self.device = str(model.head.weight.device)
+        self.layers = [
+            LayerCache(config, num_blocks, block_size, self.device) for _ in model.blocks
+        ]
+        self.free = list(range(num_blocks))
+        self.running: list[Sequence] = []
+
+    def decode(self, prompts: list[Sequence], progress: Progress) -> None:
+        waiting = deque(prompts)
+        while waiting or self.running:
+            while waiting and self.has_room_for(waiting[0]):
+                sequence = waiting.popleft()
+                self.running.append(sequence)
+                self.step([sequence], new=len(sequence.text))
+                progress.update(1, len(self.running), len(self.free))
+            if not self.running:
+                raise SystemExit("--blocks: too few for the first sequence that waits")
+            self.release_completed()
+            if self.running:
+                self.step(self.running, new=1)
+                progress.update(len(self.running), len(self.running), len(self.free))
+            self.release_completed()
+
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Whether it and all that run can be completed."""
+        missing = sum(self.blocks_of(other.total) - len(other.blocks) for other in self.running)
+        return self.blocks_of(sequence.total) <= len(self.free) - missing
+
+    def blocks_of(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def release_completed(self) -> None:
+        for sequence in self.running:
+            if sequence.complete():
+                self.free += sequence.blocks
+                sequence.blocks = []
+        self.running = [sequence for sequence in self.running if not sequence.complete()]
+
+    def step(self, batch: list[Sequence], new: int) -> None:
+        """Puts the last `new` bytes of each sequence into the cache, and appends the next byte."""
+        for sequence in batch:
+            while len(sequence.blocks) < self.blocks_of(len(sequence.text)):
+                sequence.blocks.append(self.free.pop())
+        most = max(len(sequence.blocks) for sequence in batch)
+        block_table = self.tensor(
+            [sequence.blocks + [-1] * (most - len(sequence.blocks)) for sequence in batch]
+        )
+        positions = self.tensor(
+            [list(range(len(sequence.text) - new, len(sequence.text))) for sequence in batch]
+        )
+        slots = ops.slot_mapping(block_table, positions, self.block_size).flatten()
+
+        def through_cache(layer: int, inputs: AttentionInputs) -> Keys:
+            self.layers[layer].write(new_keys(inputs), slots)
+            return self.layers[layer].read(block_table)
+
+        # The model sees a few bytes before the new ones; a whole text has none.
+        seen = new + self.model.NEIGHBOURS - 1
+        text = self.tensor([sequence.text[-seen:] for sequence in batch])
+        chosen = next_bytes(self.model, text.long(), positions, through_cache)
+        for sequence, byte in zip(batch, chosen.tolist(), strict=True):
+            sequence.text.append(byte)
+
+    def tensor(self, rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+
+
+def decode_without_cache(model: SparseLM, prompts: list[Sequence], progress: Progress) -> None:
+    device = model.head.weight.device
+    for sequence in prompts:
+        while not sequence.complete():
+            text = torch.tensor([sequence.text], device=device)
+            positions = torch.arange(len(sequence.text), device=device)[None]
+            byte = next_bytes(model, text, positions, lambda _, inputs: new_keys(inputs))
+            sequence.text.append(int(byte))
+            progress.update(1, 1)
+
+
+class Progress:
+    """A bar redrawn in place on a terminal; one line at the end elsewhere."""
+
+    WIDTH = 24
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done = name, total, 0
+        self.start = time.perf_counter()
+
+    def update(self, tokens: int, running: int, free_blocks: int | None = None) -> None:
+        self.done += tokens
+        last = self.done == self.total
+        if not (sys.stdout.isatty() or last):
+            return
+        speed = self.done / (time.perf_counter() - self.start)
+        filled = self.WIDTH * self.done // self.total
+        bar = "█" * filled + "░" * (self.WIDTH - filled)
+        line = f"{bar} {self.name:<14} {self.done}/{self.total} bytes  {speed:,.0f} tokens/s"
+        if not last:
+            line += f"  {running} running"
+            line += f", {free_blocks} blocks free" if free_blocks is not None else ""
+        clear = "\r\033[K" if sys.stdout.isatty() else ""
+        print(clear + line, end="\n" if last else "", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path("out/checkpoint.pt"),
+        help="what train_lightning_indexer.py has written",
+    )
+    parser.add_argument("--device", choices=["cpu", "npu"], default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=200, help="bytes of the longest prompt")
+    parser.add_argument("--new", type=int, default=64, help="bytes to decode, at most")
+    parser.add_argument("--blocks", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=16)
+    return parser.parse_args()
+
+
+def load_model(path: Path, device: str) -> tuple[SparseLM, ModelConfig]:
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: run examples/train_lightning_indexer.py first")
+    state = torch.load(path, map_location=device, weights_only=True)
+    config = ModelConfig(**{name: state["recipe"][name] for name in asdict(ModelConfig())})
+    model = SparseLM(config).to(device)
+    model.load_state_dict(state["model"])
+    return model.eval(), config
+
+
+def prompts_of(arguments: argparse.Namespace) -> list[Sequence]:
+    """Windows of held-out text, every one of another length, with as many bytes to decode."""
+    _, held_out = load_corpus()
+    count, longest = arguments.sequences, arguments.prompt
+    windows = sample_windows(held_out, count, longest, arguments.seed).tolist()
+    prompts = []
+    for i, window in enumerate(windows):
+        length = max(SparseLM.NEIGHBOURS, longest * (i + 1) // count)
+        new = max(1, arguments.new * (count - i) // count)
+        prompts.append(Sequence(window[:length], length + new))
+    return prompts
+
+
+@torch.no_grad()
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.device == "npu":
+        importlib.import_module("torch_npu")  # registers the device
+    model, config = load_model(arguments.checkpoint, arguments.device)
+    paged, plain = prompts_of(arguments), prompts_of(arguments)
+    new = sum(sequence.total - len(sequence.text) for sequence in paged)
+    starts = [len(sequence.text) for sequence in paged]
+    print(
+        f"{len(paged)} prompts of {min(starts)} to {max(starts)} bytes; {arguments.blocks} blocks "
+        f"of {arguments.block_size}; threads: {torch.get_num_threads()}",
+        flush=True,
+    )
+    # Laptop sizes are none of the NPU's.
+    with ops.limits(None) if arguments.device == "cpu" else contextlib.nullcontext():
+        decoder = PagedDecoder(model, config, arguments.blocks, arguments.block_size)
+        decoder.decode(paged, Progress("paged cache", new))
+        decode_without_cache(model, plain, Progress("without cache", new))
+
+    for sequence, start in zip(paged[:3], starts, strict=False):
+        before, after = (
+            bytes(part).decode(errors="replace")
+            for part in (sequence.text[max(0, start - 40) : start], sequence.text[start:])
+        )
+        print(f"\n...{before!r}\n  -> {after!r}")
+    different = sum(a.text != b.text for a, b in zip(paged, plain, strict=True))
+    if different or len(decoder.free) != arguments.blocks:
+        raise SystemExit(
+            f"\n{different} sequences differ from decoding without a cache; "
+            f"{len(decoder.free)} of {arguments.blocks} blocks are free again"
+        )
+    print(
+        f"\nAll {len(paged)} sequences equal decoding without a cache, byte for byte; all "
+        f"{arguments.blocks} blocks are free again."
+    )
+
+
+if __name__ == "__main__":
+    main()

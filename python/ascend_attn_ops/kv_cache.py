@@ -1,0 +1,180 @@
+"""Writing into paged KV caches, and the arithmetic of their slots and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# The last axis of a cache in fractal layout ("NZ").
+_FRACTAL_BYTES = 32
+
+
+def scatter_pa_kv_cache_(
+    key: Tensor,
+    key_cache: Tensor,
+    slot_mapping: Tensor,
+    value: Tensor | None = None,
+    value_cache: Tensor | None = None,
+    *,
+    compress_lens: Tensor | None = None,
+    compress_seq_offset: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    cache_mode: str = "Norm",
+    scatter_mode: str = "None",
+    strides: Sequence[int] = (1, 1),
+    offsets: Sequence[int] = (0, 0),
+) -> None:
+    """Write new rows of key and value into a paged cache, in place.
+
+    A cache is num_blocks blocks of block_size positions. Slot s is position s % block_size of block
+    s // block_size. With the defaults::
+
+        key_cache.flatten(0, 1)[slot_mapping] = key
+        value_cache.flatten(0, 1)[slot_mapping] = value
+
+    except that rows whose slot is negative are skipped. Copies are bit-exact, and everything that
+    no row is written to keeps its bytes. On the CPU an error leaves the caches as they were.
+
+    ===============  ===============================================================================
+    "Norm", "None"   row t of key to slot_mapping[t]; without value and value_cache, of key alone
+    "PA_NZ"          the same into caches of fractal layout, (num_blocks, N * D / L, block_size, L)
+                     with L = 32 bytes: see :func:`nz_cache_shape`. scatter_mode has no effect
+    "Norm", "Nct"    the same, row t of key read from element offsets[0] + t * strides[0] (of value:
+                     [1]) of the buffer that key begins. "None" takes a column slice of a wider
+                     tensor as it is: key and value need not be contiguous there
+    "Norm", "Alibi"  of batch b and head h, the last compress_lens rows of the sequence, as a run
+                     from slot_mapping[b * N + h] on
+    "Norm", "Rope"   all rows, with those of the window [o, o + compress_lens) replaced by their
+                     mean (accumulated in float32); o is compress_seq_offset
+    "Norm", "Omni"   all rows but those of the window. As in "Rope", a compress_seq_offset of -1
+                     or compress_lens of 0 asks for all rows
+    key of rank 4    Ascend 950: as "Rope", or without compress_seq_offset as "Alibi", for
+                     sequences that are padded to S
+    ===============  ===============================================================================
+
+    The last four write each head as a run of its own into caches (num_blocks, block_size, 1, D). On
+    Ascend 950, and under limits("950"), cache_mode and scatter_mode have no effect.
+
+    Under torch.compile(dynamic=True), inductor of torch 2.13 mistakes two mutated views of one
+    buffer for each other, in this as in any operator: there, write key_cache and value_cache in two
+    calls if they share a buffer, or give each a buffer of its own.
+
+    An operator for inference: no gradient flows through a cache. Where grad mode is on, an argument
+    that requires grad is an error; call it under torch.no_grad() or detach the argument.
+
+    Args:
+        key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides. float16, bfloat16 or int8;
+            on Ascend 950 also float32, uint8, int16, uint16, int32, uint32, float8_e5m2 and
+            float8_e4m3fn.
+        key_cache: (num_blocks, block_size, N, Dk), or as above; contiguous, key's dtype.
+        slot_mapping: (T,); or one entry per run, (B * N,), for rank 4 (B, N). int32 or int64 (the
+            runs of A2 and A3: int32). Below num_blocks * block_size, no slot twice.
+        value: (T, N, Dv) or (B, S, N, Dv); key's dtype. Beside an int8 key "PA_NZ" also takes
+            float16 and bfloat16. Rope and Omni: Dv is Dk.
+        value_cache: as key_cache, with Dv.
+        compress_lens: (B * N,), for rank 4 (B, N); rows kept ("Alibi") or rows of the window.
+        compress_seq_offset: (B * N,); first row of the window.
+        seq_lens: (B,); rows of each sequence. Packed, their sum is T.
+        cache_mode: "Norm" or "PA_NZ".
+        scatter_mode: "None", "Nct", "Alibi", "Rope" or "Omni".
+        strides: elements from row to row, of key and of value: "Nct" only.
+        offsets: elements before the first row, of key and of value: "Nct" only.
+
+    Raises:
+        TypeError: a dtype is not supported or disagrees.
+        ValueError: a shape, index, mode or device limit is violated; a cache is not contiguous.
+        NotImplementedError: a gradient would be lost; no value where a mode needs one; the product
+            in force has no such operator.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> key_cache = torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
+        >>> key = torch.randn(3, 2, 128, dtype=torch.bfloat16)
+        >>> slots = torch.tensor([17, -1, 18])
+        >>> ascend_attn_ops.scatter_pa_kv_cache_(key, key_cache, slots)
+        >>> torch.equal(key_cache[1, 1], key[0])
+        True
+
+    Source: seed ScatterPaKvCache (004_f6ea9718d54643c0).
+    """
+    torch.ops.ascend.scatter_pa_kv_cache_.default(
+        key,
+        key_cache,
+        slot_mapping,
+        value,
+        value_cache,
+        compress_lens=compress_lens,
+        compress_seq_offset=compress_seq_offset,
+        seq_lens=seq_lens,
+        cache_mode=cache_mode,
+        scatter_mode=scatter_mode,
+        strides=strides,
+        offsets=offsets,
+    )
+
+
+def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """The slots of tokens, given the blocks of their sequences.
+
+    Args:
+        block_table: (..., M); entry i is the block that holds the positions [i * block_size,
+            (i + 1) * block_size) of a sequence. Negative entries are blocks not allocated.
+        positions: (..., S) for S tokens of each sequence, or (...) for one. Negative ones are
+            padding.
+        block_size: positions per block.
+
+    Returns:
+        A tensor like positions, of block_table's dtype; -1, which
+        :func:`scatter_pa_kv_cache_` skips, for padding and for blocks not allocated.
+
+    Example:
+        >>> import torch
+        >>> table = torch.tensor([[7, 2], [5, -1]])
+        >>> slot_mapping(table, torch.tensor([[0, 17], [3, -1]]), block_size=16)
+        tensor([[112,  33],
+                [ 83,  -1]])
+    """
+    single = positions.dim() == block_table.dim() - 1
+    at = (positions[..., None] if single else positions).long()
+    block = torch.div(at.clamp(min=0), block_size, rounding_mode="floor")
+    blocks = block_table.gather(-1, block)
+    # In the dtype of the table, which is what the operator and the device want.
+    slots = blocks * block_size + at.remainder(block_size).to(blocks.dtype)
+    slots = slots.masked_fill((at < 0) | (blocks < 0), -1)
+    return slots[..., 0] if single else slots
+
+
+def nz_cache_shape(
+    num_blocks: int, block_size: int, num_heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[int, int, int, int]:
+    """The shape of a cache for cache_mode "PA_NZ": (num_blocks, N * D / L, block_size, L).
+
+    Raises:
+        ValueError: head_size is not a multiple of 32 bytes.
+
+    Example:
+        >>> nz_cache_shape(10, 128, 8, 64, torch.bfloat16)
+        (10, 32, 128, 16)
+    """
+    last = _FRACTAL_BYTES // dtype.itemsize
+    if head_size % last:
+        raise ValueError(
+            f"nz_cache_shape: head_size: expected a multiple of {last} ({_FRACTAL_BYTES} bytes of "
+            f"{dtype}), got {head_size}"
+        )
+    return num_blocks, num_heads * head_size // last, block_size, last
+
+
+def nd_to_nz(cache: Tensor) -> Tensor:
+    """A copy of a cache (num_blocks, block_size, N, D) in the layout of cache_mode "PA_NZ"."""
+    num_blocks, block_size, num_heads, head_size = cache.shape
+    shape = nz_cache_shape(num_blocks, block_size, num_heads, head_size, cache.dtype)
+    rows = cache.reshape(num_blocks, block_size, shape[1], shape[3])
+    return rows.transpose(1, 2).contiguous()
+
+
+def nz_to_nd(cache: Tensor, num_heads: int) -> Tensor:
+    """A copy of a cache of cache_mode "PA_NZ" as (num_blocks, block_size, N, D)."""
+    return cache.transpose(1, 2).flatten(2).unflatten(2, (num_heads, -1)).contiguous()
