@@ -2,8 +2,12 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
+#include <tuple>
+
 #include "npu/aclnn/launcher.h"
 #include "ops/error.h"
+#include "ops/flash_attention.h"
+#include "ops/layout.h"
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
@@ -15,6 +19,11 @@ namespace ascend_attn {
 namespace {
 
 using aclnn::launch;
+
+// A list that is missing is empty, as torch_npu passes it.
+c10::SymIntArrayRef list_or_empty(at::OptionalSymIntArrayRef list) {
+  return list ? *list : c10::SymIntArrayRef();
+}
 
 // The argument asks for it, or torch.use_deterministic_algorithms does.
 template <typename Op>
@@ -74,16 +83,61 @@ void compute(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outp
 
 void compute(const SparseLightningIndexerGradKLLoss& op,
              SparseLightningIndexerGradKLLoss::Outputs& outputs) {
-  // The lists are not optional for the device: without sequences they are empty.
-  const auto lengths = [](at::OptionalSymIntArrayRef list) {
-    return list ? *list : c10::SymIntArrayRef();
-  };
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   launch<aclnn::SparseLightningIndexerGradKLLoss>(
       op.query, op.key, op.query_index, op.key_index, op.weights, op.sparse_indices, op.softmax_max,
-      op.softmax_sum, op.query_rope, op.key_rope, lengths(op.actual_seq_lengths_query),
-      lengths(op.actual_seq_lengths_key), op.scale_value, op.layout, op.sparse_mode, op.pre_tokens,
-      op.next_tokens, deterministic(op), d_query_index, d_key_index, d_weights, loss);
+      op.softmax_sum, op.query_rope, op.key_rope, list_or_empty(op.actual_seq_lengths_query),
+      list_or_empty(op.actual_seq_lengths_key), op.scale_value, op.layout, op.sparse_mode,
+      op.pre_tokens, op.next_tokens, deterministic(op), d_query_index, d_key_index, d_weights,
+      loss);
+}
+
+// Functions of layout TND take the lengths, and are otherwise the same: `before` and `after` are
+// the arguments on both sides of the lists.
+template <typename Dense, typename Packed, typename... Before, typename... After>
+void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...> before,
+                      std::tuple<After...> after) {
+  const auto call = [&](const auto& function, auto... lengths) {
+    std::apply(
+        [&](const auto&... arguments) { function(arguments...); },
+        std::tuple_cat(
+            before, std::tuple(list_or_empty(options.prefix), lengths...),
+            std::tuple(list_or_empty(options.q_start_idx), list_or_empty(options.kv_start_idx),
+                       options.scale_value, options.keep_prob, options.pre_tokens,
+                       options.next_tokens, options.num_heads.expect_int(), options.layout,
+                       options.inner_precise, options.sparse_mode, options.pse_type),
+            after));
+  };
+  if (options.layout == layout_name(Layout::TND)) {
+    call(launch<Packed>, list_or_empty(options.actual_seq_lengths_query),
+         list_or_empty(options.actual_seq_lengths_key));
+  } else {
+    call(launch<Dense>);
+  }
+}
+
+void compute(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
+  const auto& [out, softmax_max, softmax_sum] = outputs;
+  const auto& o = op.options;
+  // Never written: the function reserves it.
+  const auto softmax_out = at::empty({0}, op.query.options());
+  launch_attention<aclnn::FlashAttentionScore, aclnn::FlashAttentionVarLenScore>(
+      o,
+      std::tuple(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, o.atten_mask),
+      std::tuple(softmax_max, softmax_sum, softmax_out, out));
+}
+
+void compute(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv] = outputs;
+  const auto& o = op.options;
+  // Never written, the function has no gradient of pse_shift; torch_npu passes its sizes as well.
+  const auto dpse = o.pse_shift ? at::empty(o.pse_shift->sizes(), o.pse_shift->options())
+                                : at::empty({0}, op.query.options());
+  launch_attention<aclnn::FlashAttentionScoreGrad, aclnn::FlashAttentionUnpaddingScoreGrad>(
+      o,
+      std::tuple(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt,
+                 o.atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in),
+      std::tuple(dq, dk, dv, dpse));
 }
 
 void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
@@ -108,7 +162,8 @@ void register_npu(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, ScatterPaKvCache>(m);
+               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
+               FlashAttentionScoreGrad, ScatterPaKvCache>(m);
 }
 
 }  // namespace

@@ -226,22 +226,20 @@ void compute(const Function& function, const std::vector<Value>& values) {
     }
   }
   op.callBoxed(stack);
-  auto result = stack.begin();
+  size_t next = 0;
   for (size_t i = 0; i < values.size(); ++i) {
-    const auto kind = function.arguments[i].kind;
-    if (kind != Kind::output && kind != Kind::optional_output) {
+    const auto& argument = function.arguments[i];
+    if (argument.kind != Kind::output && argument.kind != Kind::optional_output) {
       continue;
     }
+    const size_t result = argument.result == Argument::kNextResult ? next++ : argument.result;
     const auto* view = std::get_if<TensorView>(&values[i]);
-    if (view && result != stack.end()) {
-      const auto& computed = result->toTensor();
+    if (view && result < stack.size()) {
+      const auto& computed = stack[result].toTensor();
       auto target = view->tensor();
-      if (kind == Kind::output || target.numel() == computed.numel()) {
+      if (argument.kind == Kind::output || target.numel() == computed.numel()) {
         target.copy_(computed.view(target.sizes()));
       }
-    }
-    if (result != stack.end()) {
-      ++result;
     }
   }
 }
@@ -285,7 +283,9 @@ Argument attribute(std::string_view name, std::string_view schema) {
 Argument lengths(std::string_view name, std::string_view schema) {
   return {name, schema, Kind::lengths};
 }
-Argument output(std::string_view name) { return {name, {}, Kind::output}; }
+Argument output(std::string_view name, int64_t result) {
+  return {name, {}, Kind::output, {}, result};
+}
 Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
 
 Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }

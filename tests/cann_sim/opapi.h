@@ -88,6 +88,9 @@ struct Argument {
   std::string_view schema;  // in the schema of the PyTorch operator; empty when it has none
   Kind kind = Kind::attribute;
   std::vector<aclDataType> dtypes = {};  // accepted; empty: any
+  int64_t result = kNextResult;          // of the PyTorch operator: what an output gets
+
+  static constexpr int64_t kNextResult = -1;
 };
 
 Argument input(std::string_view name, std::string_view schema,
@@ -100,7 +103,7 @@ Argument input_or_none(std::string_view name, std::string_view schema,
 Argument attribute(std::string_view name, std::string_view schema = {});
 // A list of sequence lengths: none, when it is empty and the layout is not TND.
 Argument lengths(std::string_view name, std::string_view schema);
-Argument output(std::string_view name);
+Argument output(std::string_view name, int64_t result = Argument::kNextResult);
 // An output that the caller may leave out, or give with no elements.
 Argument optional_output(std::string_view name);
 

@@ -87,11 +87,39 @@ def sparse_lightning_indexer_grad_kl_loss(x: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
+    """What both directions take, under torch_npu's names."""
+    names = {
+        "pse": "pse_shift", "atten_mask": "atten_mask", "keep_prob": "keep_prob",
+        "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "prefix": "prefix",
+        "actual_seq_qlen": "actual_seq_lengths_query", "actual_seq_kvlen": "actual_seq_lengths_key",
+        "sparse_mode": "sparse_mode", "pse_type": "pse_type", "q_start_idx": "q_start_idx",
+        "kv_start_idx": "kv_start_idx",
+    }  # fmt: skip
+    return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
+
+
+def flash_attention_score(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_fusion_attention_v2(
+        x["query"], x["key"], x["value"], x["num_heads"], x["layout"],
+        scale=x["scale_value"], **fusion_options(x),
+    )  # fmt: skip
+
+
+def flash_attention_score_grad(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_fusion_attention_grad_v2(
+        x["query"], x["key"], x["value"], x["dy"], x["num_heads"], x["layout"],
+        softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"],
+        attention_in=x["attention_in"], scale_value=x["scale_value"], **fusion_options(x),
+    )  # fmt: skip
+
+
 THEIRS: dict[str, Callable[[dict[str, Any]], None]] = {
     function.__name__: function
     for function in (
         sparse_flash_attention, sparse_flash_attention_grad, lightning_indexer,
         lightning_indexer_grad, sparse_lightning_indexer_grad_kl_loss,
+        flash_attention_score, flash_attention_score_grad,
     )
 }  # fmt: skip
 
@@ -166,7 +194,12 @@ def steps(log: list[dict[str, Any]]) -> list[str]:
     return [str(entry.get("step", entry.get("phase"))) for entry in log]
 
 
-@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+# torch_npu calls the functions of FlashAttentionScore through an older macro of its own, which
+# leaves the cache of executors as it finds it; our calls are all alike.
+OF_ONE_MACRO = [r for r in DEVICE_RECIPES if not r.operator.startswith("flash_attention_score")]
+
+
+@pytest.mark.parametrize("recipe", OF_ONE_MACRO, ids=lambda recipe: recipe.id)
 def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None:
     """Around the first phase, and that it switches off the reuse of executors."""
     sample: Sample = recipe.make(torch.bfloat16).to("npu")

@@ -74,6 +74,59 @@ struct SparseLightningIndexerGradKLLoss {
                         Tensor d_key_index, Tensor d_weights, Tensor loss);
 };
 
+struct FlashAttentionScore {
+  static constexpr const char* name = "aclnnFlashAttentionScoreV2";
+  static constexpr const char* op = "flash_attention_score";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift, Tensor drop_mask,
+                        Tensor padding_mask, Tensor atten_mask, IntArray prefix,
+                        IntArray q_start_idx, IntArray kv_start_idx, double scale_value,
+                        double keep_prob, int64_t pre_tokens, int64_t next_tokens, int64_t head_num,
+                        Text input_layout, int64_t inner_precise, int64_t sparse_mode,
+                        int64_t pse_type, Tensor softmax_max, Tensor softmax_sum,
+                        Tensor softmax_out, Tensor attention_out);
+};
+
+// Of layout TND, as the gradient below.
+struct FlashAttentionVarLenScore {
+  static constexpr const char* name = "aclnnFlashAttentionVarLenScoreV2";
+  static constexpr const char* op = "flash_attention_score";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift, Tensor drop_mask,
+                        Tensor padding_mask, Tensor atten_mask, IntArray prefix,
+                        IntArray actual_seq_q_len, IntArray actual_seq_kv_len, IntArray q_start_idx,
+                        IntArray kv_start_idx, double scale_value, double keep_prob,
+                        int64_t pre_tokens, int64_t next_tokens, int64_t head_num,
+                        Text input_layout, int64_t inner_precise, int64_t sparse_mode,
+                        int64_t pse_type, Tensor softmax_max, Tensor softmax_sum,
+                        Tensor softmax_out, Tensor attention_out);
+};
+
+struct FlashAttentionScoreGrad {
+  static constexpr const char* name = "aclnnFlashAttentionScoreGradV2";
+  static constexpr const char* op = "flash_attention_score_grad";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse_shift,
+                        Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
+                        Tensor softmax_max, Tensor softmax_sum, Tensor softmax_in,
+                        Tensor attention_in, IntArray prefix, IntArray q_start_idx,
+                        IntArray kv_start_idx, double scale_value, double keep_prob,
+                        int64_t pre_tokens, int64_t next_tokens, int64_t head_num,
+                        Text input_layout, int64_t inner_precise, int64_t sparse_mode,
+                        int64_t pse_type, Tensor dq, Tensor dk, Tensor dv, Tensor dpse);
+};
+
+struct FlashAttentionUnpaddingScoreGrad {
+  static constexpr const char* name = "aclnnFlashAttentionUnpaddingScoreGradV2";
+  static constexpr const char* op = "flash_attention_score_grad";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse_shift,
+                        Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
+                        Tensor softmax_max, Tensor softmax_sum, Tensor softmax_in,
+                        Tensor attention_in, IntArray prefix, IntArray actual_seq_q_len,
+                        IntArray actual_seq_kv_len, IntArray q_start_idx, IntArray kv_start_idx,
+                        double scale_value, double keep_prob, int64_t pre_tokens,
+                        int64_t next_tokens, int64_t head_num, Text input_layout,
+                        int64_t inner_precise, int64_t sparse_mode, int64_t pse_type, Tensor dq,
+                        Tensor dk, Tensor dv, Tensor dpse);
+};
+
 struct ScatterPaKvCache {
   static constexpr const char* name = "aclnnScatterPaKvCache";
   static constexpr const char* op = "scatter_pa_kv_cache_";

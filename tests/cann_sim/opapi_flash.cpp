@@ -1,0 +1,145 @@
+// FlashAttentionScore and its gradient. Prototypes: spec/flash_attention.md, section 1.
+#include "opapi.h"
+
+using namespace cann_sim;
+
+namespace {
+
+using Tensor = const aclTensor*;
+using IntArray = const aclIntArray*;
+
+const std::vector<aclDataType> kFloats{ACL_FLOAT16, ACL_BF16, ACL_FLOAT};
+const std::vector<aclDataType> kFloat{ACL_FLOAT};
+const std::vector<aclDataType> kByte{ACL_UINT8};
+const std::vector<aclDataType> kMask{ACL_BOOL, ACL_UINT8};
+
+using Arguments = std::vector<Argument>;
+
+Arguments join(std::initializer_list<Arguments> parts) {
+  Arguments all;
+  for (const auto& part : parts) {
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
+const Arguments kTensors{input("query", "query", kFloats), input("key", "key", kFloats),
+                         input("value", "value", kFloats)};
+const Arguments kTerms{optional_input("pseShiftOptional", "pse_shift", kFloats),
+                       optional_input("dropMaskOptional", "drop_mask", kByte),
+                       optional_input("paddingMaskOptional", ""),
+                       optional_input("attenMaskOptional", "atten_mask", kMask)};
+const Arguments kPrefix{attribute("prefixOptional", "prefix")};
+const Arguments kLengths{attribute("actualSeqQLenOptional", "actual_seq_lengths_query"),
+                         attribute("actualSeqKvLenOptional", "actual_seq_lengths_key")};
+const Arguments kAttributes{attribute("qStartIdxOptional", "q_start_idx"),
+                            attribute("kvStartIdxOptional", "kv_start_idx"),
+                            attribute("scaleValue", "scale_value"),
+                            attribute("keepProb", "keep_prob"),
+                            attribute("preTokens", "pre_tokens"),
+                            attribute("nextTokens", "next_tokens"),
+                            attribute("headNum", "num_heads"),
+                            attribute("inputLayout", "layout"),
+                            attribute("innerPrecise", "inner_precise"),
+                            attribute("sparseMode", "sparse_mode"),
+                            attribute("pseType", "pse_type")};
+// The operator gives out first. softmaxOutOut and dpseOut are never written.
+const Arguments kOutputs{output("softmaxMaxOut", 1), output("softmaxSumOut", 2),
+                         attribute("softmaxOutOut"), output("attentionOutOut", 0)};
+const Arguments kSaved{input("dy", "dy", kFloats)};
+const Arguments kStatistics{input("softmaxMaxOptional", "softmax_max", kFloat),
+                            input("softmaxSumOptional", "softmax_sum", kFloat),
+                            optional_input("softmaxInOptional", ""),
+                            input("attentionInOptional", "attention_in", kFloats)};
+const Arguments kGradients{output("dqOut"), output("dkOut"), output("dvOut"), attribute("dpseOut")};
+
+const Function score{.name = "aclnnFlashAttentionScoreV2",
+                     .schema_name = "ascend::flash_attention_score",
+                     .workspace = 2048,
+                     .arguments = join({kTensors, kTerms, kPrefix, kAttributes, kOutputs})};
+const Function var_len_score{
+    .name = "aclnnFlashAttentionVarLenScoreV2",
+    .schema_name = "ascend::flash_attention_score",
+    .workspace = 2048,
+    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kAttributes, kOutputs})};
+const Function score_grad{
+    .name = "aclnnFlashAttentionScoreGradV2",
+    .schema_name = "ascend::flash_attention_score_grad",
+    .workspace = 4096,
+    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kAttributes, kGradients})};
+const Function unpadding_score_grad{
+    .name = "aclnnFlashAttentionUnpaddingScoreGradV2",
+    .schema_name = "ascend::flash_attention_score_grad",
+    .workspace = 4096,
+    .arguments =
+        join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kAttributes, kGradients})};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnFlashAttentionScoreV2GetWorkspaceSize(Tensor query, Tensor key, Tensor value, Tensor pse,
+                                               Tensor drop, Tensor padding, Tensor mask,
+                                               IntArray prefix, IntArray q_start, IntArray kv_start,
+                                               double scale, double keep, int64_t pre, int64_t next,
+                                               int64_t heads, char* layout, int64_t precise,
+                                               int64_t mode, int64_t pse_type, Tensor max,
+                                               Tensor sum, Tensor softmax, Tensor out,
+                                               uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(score, workspace_size, executor, query, key, value, pse, drop, padding, mask,
+                 prefix, q_start, kv_start, scale, keep, pre, next, heads, layout, precise, mode,
+                 pse_type, max, sum, softmax, out);
+}
+int aclnnFlashAttentionScoreV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                               aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
+    Tensor query, Tensor key, Tensor value, Tensor pse, Tensor drop, Tensor padding, Tensor mask,
+    IntArray prefix, IntArray query_lengths, IntArray key_lengths, IntArray q_start,
+    IntArray kv_start, double scale, double keep, int64_t pre, int64_t next, int64_t heads,
+    char* layout, int64_t precise, int64_t mode, int64_t pse_type, Tensor max, Tensor sum,
+    Tensor softmax, Tensor out, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(var_len_score, workspace_size, executor, query, key, value, pse, drop, padding,
+                 mask, prefix, query_lengths, key_lengths, q_start, kv_start, scale, keep, pre,
+                 next, heads, layout, precise, mode, pse_type, max, sum, softmax, out);
+}
+int aclnnFlashAttentionVarLenScoreV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                                     aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
+    Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse, Tensor drop, Tensor padding,
+    Tensor mask, Tensor max, Tensor sum, Tensor softmax_in, Tensor attention_in, IntArray prefix,
+    IntArray q_start, IntArray kv_start, double scale, double keep, int64_t pre, int64_t next,
+    int64_t heads, char* layout, int64_t precise, int64_t mode, int64_t pse_type, Tensor dq,
+    Tensor dk, Tensor dv, Tensor dpse, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(score_grad, workspace_size, executor, query, key, value, dy, pse, drop, padding,
+                 mask, max, sum, softmax_in, attention_in, prefix, q_start, kv_start, scale, keep,
+                 pre, next, heads, layout, precise, mode, pse_type, dq, dk, dv, dpse);
+}
+int aclnnFlashAttentionScoreGradV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                                   aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(
+    Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse, Tensor drop, Tensor padding,
+    Tensor mask, Tensor max, Tensor sum, Tensor softmax_in, Tensor attention_in, IntArray prefix,
+    IntArray query_lengths, IntArray key_lengths, IntArray q_start, IntArray kv_start, double scale,
+    double keep, int64_t pre, int64_t next, int64_t heads, char* layout, int64_t precise,
+    int64_t mode, int64_t pse_type, Tensor dq, Tensor dk, Tensor dv, Tensor dpse,
+    uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(unpadding_score_grad, workspace_size, executor, query, key, value, dy, pse, drop,
+                 padding, mask, max, sum, softmax_in, attention_in, prefix, query_lengths,
+                 key_lengths, q_start, kv_start, scale, keep, pre, next, heads, layout, precise,
+                 mode, pse_type, dq, dk, dv, dpse);
+}
+int aclnnFlashAttentionUnpaddingScoreGradV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                                            aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+}  // extern "C"
