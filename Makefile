@@ -32,11 +32,12 @@ test-cpu: build
 test-npu: build-npu
 	$(NPU) tests/npu/run.py $(PYTEST_ARGS)
 
-bench: build
+bench: build-npu
 	$(CPU) benchmarks/sparse_attention.py
 	$(CPU) benchmarks/indexer.py
+	$(CPU) benchmarks/flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py
-	$(CPU) benchmarks/host_time.py
+	$(NPU) benchmarks/host_time.py
 
 lint: .venv/ready
 	.venv/bin/ruff check .
