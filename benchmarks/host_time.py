@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "python")]
 
 import cann_sim  # noqa: E402
+from cann_sim.build import build  # noqa: E402
 
 LEVELS = (0, 1, 2)
 BATCHES = 200
@@ -90,6 +91,7 @@ def main() -> None:
     if "--measure" in sys.argv:
         print(json.dumps(measure()))
         return
+    build()
     columns = (
         f"{'TASK_QUEUE_ENABLE':<18}{'':>8}{OURS:>18}{THEIRS:>12}{'ratio':>8}{'two phases':>13}"
     )
