@@ -10,7 +10,7 @@
 PYTHON ?= python3
 TORCH := torch==2.13.0
 TORCH_NPU := torch_npu==2.13.0
-BUILD_TOOLS := 'setuptools>=68,<82' wheel 'ninja>=1.11' 'pybind11>=2.12,<4'
+BUILD_TOOLS := 'setuptools>=77,<82' wheel 'ninja>=1.11' 'pybind11>=2.12,<4'
 
 CPU := .venv/bin/python
 NPU := .venv-npu/bin/python
