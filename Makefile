@@ -37,6 +37,7 @@ bench: build-npu
 	$(CPU) benchmarks/indexer.py
 	$(CPU) benchmarks/flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py
+	$(CPU) benchmarks/call_overhead.py
 	$(NPU) benchmarks/host_time.py
 
 lint: .venv/ready
