@@ -2,7 +2,9 @@
 
 #include <ATen/native/CPUBlas.h>
 
+#include <algorithm>
 #include <array>
+#include <exception>
 
 namespace ascend_attn::cpu {
 namespace {
@@ -22,7 +24,8 @@ bool multiply_bfloat16() {
   try {
     const TileGemmScope scope;
     tile_gemm(size, size, size, a.data(), size, packed.data(), size, c.data(), size, false);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
+    // Of torch, or of oneDNN, where the processor has AVX512 but no bfloat16 products.
     return false;
   }
   for (int64_t i = 0; i < size; ++i) {
@@ -46,10 +49,53 @@ bool multiplies_float() {
   try {
     at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, /*add_C=*/false, &one, &one, &product,
                                 /*is_vnni=*/false);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return false;
   }
   return product == one;
+}
+
+// brgemm asks for AVX512 with VNNI. Its product of a signed A would want a correction that it
+// leaves to the caller, except with AMX; that of an unsigned A is exact. The largest values are
+// multiplied: products of pairs that are added in 16 bits would saturate.
+bool multiplies_int8() {
+  constexpr int64_t size = 16;
+  std::array<uint8_t, size * size> a;
+  std::array<int8_t, size * size> b;
+  a.fill(255);
+  b.fill(-128);
+  std::array<int32_t, size * size> c{};
+  try {
+    const TileGemmScope scope;
+    at::native::cpublas::brgemm(size, size, size, size, size, size, /*add_C=*/false, a.data(),
+                                b.data(), c.data(), /*is_vnni=*/true);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return std::all_of(c.begin(), c.end(),
+                     [](int32_t product) { return product == size * 255 * -128; });
+}
+
+void multiply_int8_plainly(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
+                           const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
+                           bool accumulate) {
+  constexpr int64_t step = depth_step<int8_t>;
+  vectorized([=] {
+    for (int64_t i = 0; i < m; ++i) {
+      int32_t* out = c + i * c_stride;
+      for (int64_t j = 0; !accumulate && j < n; ++j) {
+        out[j] = 0;
+      }
+      for (int64_t l = 0; l < k; l += step) {
+        const uint8_t* left = a + i * a_stride + l;
+        const int8_t* right = b + l * b_stride;
+        for (int64_t j = 0; j < n; ++j) {
+          out[j] += left[0] * right[step * j] + left[1] * right[step * j + 1] +
+                    left[2] * right[step * j + 2] + left[3] * right[step * j + 3];
+        }
+      }
+    }
+  });
 }
 
 template <typename T>
@@ -104,6 +150,17 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride
 void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
                int64_t b_stride, double* c, int64_t c_stride, bool accumulate) {
   multiply_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+}
+
+void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
+               int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate) {
+  static const bool has_brgemm = multiplies_int8();
+  if (has_brgemm) {
+    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
+                                /*is_vnni=*/true);
+  } else {
+    multiply_int8_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+  }
 }
 
 }  // namespace ascend_attn::cpu
