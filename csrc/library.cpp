@@ -65,6 +65,13 @@ TORCH_LIBRARY(ascend, m) {
       "next_tokens=2147483647, int inner_precise=0, int sparse_mode=0, int pse_type=1) -> "
       "Tensor dpse");
   m.def(
+      "prompt_flash_attention(Tensor query, Tensor key, Tensor value, *, SymInt num_heads, Tensor? "
+      "atten_mask=None, SymInt[]? actual_seq_lengths_query=None, SymInt[]? "
+      "actual_seq_lengths_key=None, Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? "
+      "deq_scale2=None, Tensor? quant_scale2=None, Tensor? quant_offset2=None, float "
+      "scale_value=1.0, int pre_tokens=2147483647, int next_tokens=0, str layout=\"BSH\", SymInt "
+      "num_key_value_heads=0, int sparse_mode=0) -> Tensor");
+  m.def(
       "scatter_pa_kv_cache_(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
       "Tensor? value=None, Tensor(b!)? value_cache=None, *, Tensor? compress_lens=None, "
       "Tensor? compress_seq_offset=None, Tensor? seq_lens=None, str cache_mode=\"Norm\", "

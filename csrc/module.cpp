@@ -13,34 +13,40 @@ namespace {
 
 namespace py = pybind11;
 
+py::dict limits_of(const ProductLimits& variant) {
+  py::list products;
+  for (const auto product : {Product::A2, Product::A3, Product::P950, Product::P310}) {
+    if (variant.products & static_cast<uint8_t>(product)) {
+      products.append(std::string(product_name(product)));
+    }
+  }
+  py::list dtypes;
+  for (const auto dtype : variant.dtypes) {
+    dtypes.append(std::string(dtype_name(dtype)));
+  }
+  py::list limits;
+  for (const auto& limit : variant.limits) {
+    limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
+                                 limit.allowed.text()));
+  }
+  py::dict row;
+  row["products"] = products;
+  row["dtypes"] = dtypes;
+  row["limits"] = limits;
+  return row;
+}
+
 py::list limits_of_operators() {
   py::list table;
   for (const auto& entry : limits_table()) {
-    py::list products;
-    for (const auto product : {Product::A2, Product::A3, Product::P950, Product::P310}) {
-      if (entry.products & static_cast<uint8_t>(product)) {
-        products.append(std::string(product_name(product)));
-      }
-    }
-    const auto names = [](const std::vector<c10::ScalarType>& dtypes) {
-      py::list list;
-      for (const auto dtype : dtypes) {
-        list.append(std::string(dtype_name(dtype)));
-      }
-      return list;
-    };
-    py::list limits;
-    for (const auto& limit : entry.limits) {
-      limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
-                                   limit.allowed.text()));
+    py::list variants;
+    for (const auto& variant : entry.variants) {
+      variants.append(limits_of(variant));
     }
     py::dict row;
     row["operator"] = std::string(entry.op);
     row["aclnn"] = std::string(entry.aclnn);
-    row["products"] = products;
-    row["dtypes"] = names(entry.dtypes);
-    row["more_dtypes_950"] = names(entry.more_dtypes_950);
-    row["limits"] = limits;
+    row["variants"] = variants;
     table.append(row);
   }
   return table;

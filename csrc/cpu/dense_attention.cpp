@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "ops/error.h"
+#include "ops/sequence_lengths.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -73,7 +74,7 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
     return kept_in(row, 0, kept) == kept && kept_in(row, kept, size) == 0;
   };
   check_value(all_rows(mask, is_right), op, "atten_mask", "expected ",
-              mask.size(0) == size
+              mask.size(-2) == size
                   ? "1 above the diagonal and 0 elsewhere, torch.triu(torch.ones(2048, 2048), 1),"
                   : "torch.triu(torch.ones(2048, 2048), 1) and below it 1024 rows of 1024 zeros "
                     "and 1024 ones",
@@ -82,15 +83,9 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
 
 }  // namespace
 
-DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
-                               const at::Tensor& value, const FlashAttentionOptions& options)
-    : layout(parse_layout(op, options.layout,
-                          {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND})),
-      heads(options.num_heads.expect_int()),
-      scale(options.scale_value),
-      pse_type(options.pse_type),
-      distance_shift(start_distance(options)),
-      keep_prob(options.keep_prob) {
+DenseAttention::DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
+                               const at::Tensor& key, const at::Tensor& value)
+    : layout(layout), heads(heads), scale(scale) {
   const bool merged = layout == Layout::BSH || layout == Layout::SBH;
   size = merged ? query.size(2) / heads : query.size(-1);
   key_heads = merged                                            ? key.size(2) / size
@@ -100,6 +95,17 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
   this->query = by_head(with_dense_rows(query), heads);
   this->key = by_head(with_dense_rows(key), key_heads);
   this->value = by_head(with_dense_rows(value), key_heads);
+}
+
+DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const FlashAttentionOptions& options)
+    : DenseAttention(
+          parse_layout(op, options.layout,
+                       {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND}),
+          options.num_heads.expect_int(), options.scale_value, query, key, value) {
+  pse_type = options.pse_type;
+  distance_shift = start_distance(options);
+  keep_prob = options.keep_prob;
   read_sequences(options);
   if (options.pse_shift) {
     read_pse(options);
@@ -112,6 +118,33 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
   }
 }
 
+DenseAttention::DenseAttention(const PromptFlashAttention& op)
+    : DenseAttention(
+          op.layout == layout_name(Layout::BNSD_BSND)
+              ? Layout::BNSD
+              : parse_layout(op.name, op.layout, {Layout::BSH, Layout::BSND, Layout::BNSD}),
+          op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
+  const auto mode = static_cast<MaskMode>(op.sparse_mode);
+  AttentionSequence sequence{};
+  for (int64_t b = 0; b < query.size(0); ++b) {
+    sequence.index = b;
+    sequence.batch = b;
+    sequence.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)).expect_int();
+    sequence.keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)).expect_int();
+    sequence.kept = {sequence.keys};
+    if (op.atten_mask) {
+      sequence.kept = kept_keys(mode, sequence.queries, sequence.keys, op.pre_tokens,
+                                op.next_tokens, /*prefix=*/0, /*is_band=*/false);
+    }
+    sequences.push_back(sequence);
+  }
+  if (op.atten_mask && (mode == MaskMode::standard || mode == MaskMode::all_mask)) {
+    use_full_mask(*op.atten_mask);
+  } else if (op.atten_mask) {
+    check_compressed_mask(op.name, *op.atten_mask, op.sparse_mode);
+  }
+}
+
 at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) const {
   switch (layout) {
     case Layout::BSH:
@@ -121,6 +154,7 @@ at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) cons
     case Layout::BSND:
       return tensor.transpose(1, 2);
     case Layout::BNSD:
+    case Layout::BNSD_BSND:
       return tensor;
     case Layout::TND:
       break;
@@ -207,7 +241,14 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
       sequence.kept.until = std::min<int64_t>(sequence.kept.until, 1);
     }
   }
+  use_full_mask(given);
+}
+
+void DenseAttention::use_full_mask(const at::Tensor& given) {
   mask = with_dense_rows(given);
+  if (mask.dim() == 3) {
+    mask = mask.unsqueeze(1);
+  }
   while (mask.dim() < 4) {
     mask = mask.unsqueeze(0);
   }

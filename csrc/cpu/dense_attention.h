@@ -9,6 +9,7 @@
 #include "ops/attention_mask.h"
 #include "ops/flash_attention.h"
 #include "ops/layout.h"
+#include "ops/prompt_flash_attention.h"
 
 namespace ascend_attn::cpu {
 
@@ -44,6 +45,7 @@ struct PseAddress {
 struct DenseAttention {
   DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
                  const at::Tensor& value, const FlashAttentionOptions& options);
+  explicit DenseAttention(const PromptFlashAttention& op);
 
   // A tensor of `heads` heads as (B, N, S, D), or (1, N, T, D).
   at::Tensor by_head(const at::Tensor& tensor, int64_t heads) const;
@@ -54,26 +56,30 @@ struct DenseAttention {
     return sequence.rows_before * heads + head * sequence.queries + query;
   }
 
-  Layout layout;
+  Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, size, value_size;
   double scale;
   at::Tensor query, key, value;  // by head, with dense rows
   std::vector<AttentionSequence> sequences;
 
-  int64_t pse_type;
+  int64_t pse_type = 1;
   at::Tensor pse;  // dense rows, or (B | 1, N) slopes; undefined if absent
   PseAddress pse_address;
-  int64_t distance_shift;  // of keys against queries, for slopes
+  int64_t distance_shift = 0;  // of keys against queries, for slopes
 
-  at::Tensor mask;  // a full mask as (B, N, Sq, Skv), broadcast by strides; undefined if absent
+  // A full mask as (B, N, Sq, Skv), broadcast by strides, or larger; undefined if absent.
+  at::Tensor mask;
 
   at::Tensor drop_mask;  // undefined if absent
-  double keep_prob;
+  double keep_prob = 1;
 
  private:
+  DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
+                 const at::Tensor& key, const at::Tensor& value);
   void read_sequences(const FlashAttentionOptions& options);
   void read_pse(const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);
+  void use_full_mask(const at::Tensor& given);
 };
 
 // One head of one sequence of a tensor that is (B, N, S, D).

@@ -5,6 +5,7 @@
 #include "ops/flash_attention.h"
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
+#include "ops/prompt_flash_attention.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
@@ -22,6 +23,7 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs);
 void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
                               FlashAttentionPseGrad::Outputs& outputs);
+void prompt_flash_attention(const PromptFlashAttention& op, PromptFlashAttention::Outputs& outputs);
 void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&);
 
 }  // namespace ascend_attn::cpu

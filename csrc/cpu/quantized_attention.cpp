@@ -9,9 +9,10 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <type_traits>
+#include <optional>
 #include <vector>
 
+#include "cpu/attention_rows.h"
 #include "cpu/attention_tiles.h"
 #include "cpu/parallel_tasks.h"
 #include "cpu/tile_gemm.h"
@@ -20,8 +21,6 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Rows that share the packing of a block of keys.
-constexpr int64_t kMaxRows = 8 * kRowBlock;
 // Products of query and key that a thread keeps from the first pass for the second, in tiles of
 // 64 KB. With more keys than they have room for, the second pass multiplies again.
 constexpr int64_t kKeptTiles = 64;
@@ -34,14 +33,6 @@ constexpr int32_t kNoScore = std::numeric_limits<int32_t>::min();
 constexpr float kLargestHalf = 65504.0f;
 // Added to a small number, leaves the nearest integer in the low bits; ties to even.
 constexpr float kRounder = 12582912.0f;
-
-struct RowsTask {
-  const AttentionSequence* sequence;
-  int64_t key_head;
-  int64_t first_row;
-  int64_t rows;
-  int64_t cost;
-};
 
 // The nearest number that a half can represent, in float; ties to even. What is too large for a
 // half stays finite.
@@ -68,37 +59,54 @@ struct Score {
   bool falls() const { return (deq_scale < 0) != (scale < 0); }
 };
 
-template <typename Output>
+// How much of everything a thread has room for.
+struct Capacity {
+  explicit Capacity(const std::vector<RowsTask>& tasks) {
+    for (const auto& task : tasks) {
+      rows = std::max(rows, round_up(task.rows, kRowBlock));
+      keys = std::max(keys, round_up(task.sequence->keys, kKeyBlock));
+    }
+    tiles = std::clamp<int64_t>(rows / kRowBlock * (keys / kKeyBlock), 1, kKeptTiles);
+  }
+
+  int64_t rows = 0;
+  int64_t keys = 0;
+  int64_t tiles;  // of products
+};
+
 class QuantizedAttention {
  public:
-  QuantizedAttention(const DenseAttention& attention, const Quantization& quantization,
-                     const at::Tensor& out, int64_t rows)
+  QuantizedAttention(const DenseAttention& attention, const Int8Scales& scales,
+                     const Capacity& capacity)
       : attention_(attention),
-        quantization_(quantization),
-        score_{quantization.deq_scale1, static_cast<at::Half>(static_cast<float>(attention.scale))},
-        out_tensor_(out),
-        out_data_(out.mutable_data_ptr<Output>()),
+        scales_(scales),
+        score_{scales.deq_scale1, static_cast<at::Half>(static_cast<float>(attention.scale))},
         mask_(attention.mask.defined()
                   ? static_cast<const uint8_t*>(attention.mask.const_data_ptr())
                   : nullptr),
+        tiles_(capacity.tiles),
         keys_(attention.size, /*by_rows=*/false, /*transposed=*/true),
         values_(attention.value_size, /*by_rows=*/true, /*transposed=*/false),
-        query_(rows, keys_.size()),
-        key_terms_(kKeptTiles, kKeyBlock),
-        products_(kKeptTiles * kRowBlock, kKeyBlock),
+        query_(capacity.rows, keys_.size()),
+        key_terms_(tiles_, kKeyBlock),
+        products_(tiles_ * kRowBlock, kKeyBlock),
         exponentials_(kRowBlock, kKeyBlock),
-        sums_(rows, values_.size()),
-        out_(rows, attention.value_size),
-        largest_(1, rows),
-        statistics_(2, rows) {}
+        sums_(capacity.rows, values_.size()),
+        out_(capacity.rows, values_.size()),
+        largest_(1, capacity.rows),
+        statistics_(2, capacity.rows) {}
 
-  void run(const RowsTask& task) {
+  // Calls store(head, query, row of the output or nullptr) for every row of the task: nullptr where
+  // a row keeps no key.
+  template <typename Store>
+  void run(const RowsTask& task, const Store& store) {
     const auto& sequence = *task.sequence;
     const int64_t group = attention_.group();
     load_query(task);
     std::fill_n(largest_.data(), task.rows, kNoScore);
     std::fill_n(sum(), task.rows, 0.0f);
-    std::fill_n(out_.data(), task.rows * out_.stride(), 0.0f);
+    zero_rows(out_, 0, task.rows);
+    zero_rows(sums_, 0, task.rows);
 
     const auto key = key_rows<int8_t>(attention_.key, sequence, task.key_head);
     const auto value = key_rows<int8_t>(attention_.value, sequence, task.key_head);
@@ -106,7 +114,7 @@ class QuantizedAttention {
     const int64_t first = kept.begin(task.first_row / group);
     const int64_t last = kept.end((task.first_row + task.rows - 1) / group);
     const int64_t row_blocks = (task.rows + kRowBlock - 1) / kRowBlock;
-    const bool keeps = row_blocks * ((last - first + kKeyBlock - 1) / kKeyBlock) <= kKeptTiles;
+    const bool keeps = row_blocks * ((last - first + kKeyBlock - 1) / kKeyBlock) <= tiles_;
     const auto for_each_tile = [&](const auto& load, const auto& function) {
       int64_t tile = 0;
       int64_t block = 0;
@@ -143,11 +151,8 @@ class QuantizedAttention {
           }
           values_.load(value, begin, count);
           if (added + count > kExactKeys) {
-            flush(task.rows);
+            add_up(task.rows);
             added = 0;
-          }
-          if (added == 0) {
-            zero_rows(sums_, 0, task.rows);
           }
           added += count;
         },
@@ -162,10 +167,11 @@ class QuantizedAttention {
                     exponentials_.data() + columns.begin, exponentials_.stride(), values.data,
                     values.stride, sums_.row(row), sums_.stride(), /*accumulate=*/true);
         });
-    if (added > 0) {
-      flush(task.rows);
+    add_up(task.rows);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t row = task.first_row + r;
+      store(task.key_head * group + row % group, row / group, finished(r));
     }
-    store(task);
   }
 
  private:
@@ -247,8 +253,8 @@ class QuantizedAttention {
   // Turns products into exp(score - max) rounded to 8 bits, and into 0 where a row keeps no key.
   void exponentiate(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
                     const TileColumns& columns, const int32_t* terms, const int32_t* products) {
-    const float quant = std::abs(quantization_.quant_scale1);
-    const float limit = quantization_.quant_scale1 < 0 ? 128.0f : 127.0f;
+    const float quant = std::abs(scales_.quant_scale1);
+    const float limit = scales_.quant_scale1 < 0 ? 128.0f : 127.0f;
     vectorized([=, &columns, &masks = mask_rows(task, row, rows, key_begin), score = score_,
                 max = max() + row, sum = sum() + row, exponentials = exponentials_.data()] {
       for (int64_t r = 0; r < rows; ++r) {
@@ -289,49 +295,41 @@ class QuantizedAttention {
     });
   }
 
-  void flush(int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) {
-      vectorized([from = sums_.row(r), to = out_.row(r), size = attention_.value_size] {
-        for (int64_t d = 0; d < size; ++d) {
-          to[d] += static_cast<float>(from[d]);
-        }
-      });
-    }
+  // Moves what int32 has summed to float, which in all but the longest sequences happens once.
+  void add_up(int64_t rows) {
+    vectorized([count = rows * sums_.stride(), from = sums_.data(), to = out_.data()] {
+      for (int64_t i = 0; i < count; ++i) {
+        to[i] += static_cast<float>(from[i]);
+        from[i] = 0;
+      }
+    });
   }
 
-  void store(const RowsTask& task) {
-    const auto& sequence = *task.sequence;
-    const int64_t group = attention_.group();
-    const HeadRows<Output> out(out_data_, out_tensor_, sequence.batch, task.key_head * group,
-                               sequence.query_begin);
-    const float deq =
-        quantization_.quant_scale1 < 0 ? -quantization_.deq_scale2 : quantization_.deq_scale2;
-    for (int64_t r = 0; r < task.rows; ++r) {
-      const int64_t query = (task.first_row + r) / group;
-      const int64_t head = (task.first_row + r) % group;
-      auto* to = out.row(query, head);
-      float* from = out_.row(r);
-      const float total = sum()[r] == 0 ? 1.0f : sum()[r];
-      vectorized([=, size = attention_.value_size] {
-        for (int64_t d = 0; d < size; ++d) {
-          from[d] = from[d] * deq / total;
-        }
-      });
-      if constexpr (std::is_same_v<Output, at::Half>) {
-        convert(from, to, attention_.value_size);
-      }
+  const float* finished(int64_t r) {
+    if (largest_.data()[r] == kNoScore) {
+      return nullptr;
     }
+    // A score that fp16 cannot represent is infinite, and inf - inf is not a number.
+    const bool overflows = !(std::abs(max()[r]) <= kLargestHalf);
+    // The exponentials were multiplied without their sign.
+    const float deq = scales_.quant_scale1 < 0 ? -scales_.deq_scale2 : scales_.deq_scale2;
+    const float total = overflows ? std::numeric_limits<float>::quiet_NaN() : sum()[r];
+    vectorized([=, out = out_.row(r), size = attention_.value_size] {
+      for (int64_t d = 0; d < size; ++d) {
+        out[d] = out[d] * deq / total;
+      }
+    });
+    return out_.row(r);
   }
 
   float* max() const { return statistics_.row(0); }
   float* sum() const { return statistics_.row(1); }
 
   const DenseAttention& attention_;
-  const Quantization& quantization_;
+  const Int8Scales& scales_;
   Score score_;
-  const at::Tensor& out_tensor_;
-  Output* out_data_;
   const uint8_t* mask_;
+  int64_t tiles_;
   KeyTile<int8_t> keys_;
   KeyTile<int8_t> values_;
   Tile<uint8_t> query_;
@@ -345,43 +343,37 @@ class QuantizedAttention {
   std::array<const uint8_t*, kRowBlock> mask_rows_{};
 };
 
-std::vector<RowsTask> divide(const DenseAttention& attention, int64_t max_rows) {
-  int64_t all_rows = 0;
-  for (const auto& sequence : attention.sequences) {
-    all_rows += sequence.queries * attention.heads;
-  }
-  constexpr int64_t kTasksPerThread = 8;
-  const int64_t share = all_rows / (kTasksPerThread * at::get_num_threads());
-  const int64_t block = std::clamp(round_up(share, kRowBlock), kRowBlock, max_rows);
-  std::vector<RowsTask> tasks;
-  for (const auto& sequence : attention.sequences) {
-    const int64_t rows = sequence.queries * attention.group();
-    for (int64_t head = 0; head < attention.key_heads; ++head) {
-      for (int64_t row = 0; row < rows; row += block) {
-        const int64_t count = std::min(block, rows - row);
-        const int64_t middle = (row + count / 2) / attention.group();
-        const auto& kept = sequence.kept;
-        tasks.push_back(
-            {&sequence, head, row, count, count * (kept.end(middle) - kept.begin(middle))});
-      }
-    }
-  }
-  return tasks;
-}
-
 }  // namespace
 
-void quantized_attention(const DenseAttention& attention, const Quantization& quantization,
+void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
+                         const std::optional<OutputQuantization>& quantization,
                          const at::Tensor& out) {
-  const auto run = [&]<typename Output>() {
-    using Worker = QuantizedAttention<Output>;
+  const auto tasks = divide(attention);
+  const Capacity capacity(tasks);
+  const auto attend = [&]<typename Output>(const auto& convert) {
+    auto* data = out.mutable_data_ptr<Output>();
     for_each_task(
-        divide(attention, kMaxRows),
-        [&] { return std::make_unique<Worker>(attention, quantization, out, kMaxRows); },
-        [](Worker& worker, const RowsTask& task) { worker.run(task); });
+        tasks, [&] { return std::make_unique<QuantizedAttention>(attention, scales, capacity); },
+        [&](QuantizedAttention& worker, const RowsTask& task) {
+          worker.run(task, [&](int64_t head, int64_t query, const float* from) {
+            auto* row = HeadRows<Output>(data, out, task.sequence->batch, head, 0).row(query);
+            if (from == nullptr) {
+              std::fill_n(row, attention.value_size, Output(0));
+            } else {
+              convert(from, head, row);
+            }
+          });
+        });
   };
-  out.scalar_type() == at::kChar ? run.template operator()<int8_t>()
-                                 : run.template operator()<at::Half>();
+  if (quantization) {
+    attend.template operator()<int8_t>([&](const float* from, int64_t head, int8_t* to) {
+      quantization->store(from, 1.0f, head, attention.value_size, to);
+    });
+  } else {
+    attend.template operator()<at::Half>([&](const float* from, int64_t, at::Half* to) {
+      ascend_attn::cpu::convert(from, to, attention.value_size);
+    });
+  }
 }
 
 }  // namespace ascend_attn::cpu

@@ -1,24 +1,17 @@
-// Attention of int8 tensors, with the order of roundings that the device has.
+// PromptFlashAttention of int8 query, key and value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include "cpu/dense_attention.h"
+#include "cpu/int8.h"
 
 namespace ascend_attn::cpu {
 
-// What makes integers of real numbers, and the other way round.
-struct Quantization {
-  float deq_scale1;    // of query * key
-  float quant_scale1;  // of the exponentials
-  float deq_scale2;    // of exponentials * value
-  // Of an int8 output: float, one value or one per channel head * D + d. Undefined if absent.
-  at::Tensor quant_scale2;
-  at::Tensor quant_offset2;
-};
-
-// Fills the rows of all sequences of `out`, half or int8, which is by head.
-void quantized_attention(const DenseAttention& attention, const Quantization& quantization,
+// Writes the rows of every sequence to `out`, (B, N, Sq, D) by strides: half, or int8 where
+// `quantization` is given. Rows without keys are zero, in int8 as well (and not their offset).
+void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
+                         const std::optional<OutputQuantization>& quantization,
                          const at::Tensor& out);
 
 }  // namespace ascend_attn::cpu

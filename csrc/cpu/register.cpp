@@ -14,6 +14,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<FlashAttentionScore, cpu::flash_attention_score>(m);
   register_kernel<FlashAttentionScoreGrad, cpu::flash_attention_score_grad>(m);
   register_kernel<FlashAttentionPseGrad, cpu::flash_attention_pse_grad>(m);
+  register_kernel<PromptFlashAttention, cpu::prompt_flash_attention>(m);
   register_kernel<ScatterPaKvCache, cpu::scatter_pa_kv_cache>(m);
 }
 

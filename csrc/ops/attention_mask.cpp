@@ -4,10 +4,7 @@ namespace ascend_attn {
 namespace {
 
 KeptKeys band(int64_t keys, int64_t shift, int64_t pre_tokens, int64_t next_tokens) {
-  const auto bounded = [](int64_t tokens) {
-    return std::clamp(tokens, -KeptKeys::kUnbounded, KeptKeys::kUnbounded);
-  };
-  return {keys, shift - bounded(pre_tokens), shift + bounded(next_tokens) + 1};
+  return {keys, shift - KeptKeys::bounded(pre_tokens), shift + KeptKeys::bounded(next_tokens) + 1};
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ inline constexpr int64_t kLastMaskMode = 8;
 struct KeptKeys {
   // Offsets beyond any length: sums with them do not overflow.
   static constexpr int64_t kUnbounded = int64_t{1} << 40;
+  static int64_t bounded(int64_t tokens) { return std::clamp(tokens, -kUnbounded, kUnbounded); }
 
   int64_t keys = 0;
   int64_t from = -kUnbounded;

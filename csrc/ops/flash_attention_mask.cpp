@@ -9,15 +9,6 @@
 #include "ops/flash_attention_shapes.h"
 
 namespace ascend_attn {
-namespace {
-
-// Beyond any length, and far from where sums of two overflow.
-int64_t bounded(int64_t tokens) {
-  return std::clamp(tokens, -KeptKeys::kUnbounded, KeptKeys::kUnbounded);
-}
-
-}  // namespace
-
 void FlashAttentionShapes::mask() const {
   const int64_t mode = options_.sparse_mode;
   if (is_packed()) {
@@ -131,8 +122,8 @@ void FlashAttentionShapes::band() const {
   }
   const bool bottom_right = options_.sparse_mode == static_cast<int64_t>(MaskMode::band);
   const int64_t shift = bottom_right ? *keys - *queries : 0;
-  const int64_t pre = bounded(options_.pre_tokens) - shift;
-  const int64_t next = bounded(options_.next_tokens) + shift;
+  const int64_t pre = KeptKeys::bounded(options_.pre_tokens) - shift;
+  const int64_t next = KeptKeys::bounded(options_.next_tokens) + shift;
   const auto came = [&](const char* name, int64_t given, int64_t counted) {
     return bottom_right ? c10::str("got ", name, " ", given, ", which is ", counted,
                                    " counted from the top-left corner")
@@ -154,7 +145,7 @@ void FlashAttentionShapes::band() const {
 
 void FlashAttentionShapes::band_of_sequences() const {
   const auto lengths = sequence_lengths();
-  const int64_t pre = bounded(options_.pre_tokens);
+  const int64_t pre = KeptKeys::bounded(options_.pre_tokens);
   const int64_t next = options_.next_tokens;
   const auto empty = [](const Lengths& sequence) { return sequence.empty(); };
   switch (static_cast<MaskMode>(options_.sparse_mode)) {

@@ -7,22 +7,12 @@
 
 #include "ops/error.h"
 #include "ops/sequence_lengths.h"
+#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {
 
 constexpr int64_t kStatisticsLanes = 8;
-
-// A missing list of integers may also be an empty one: torch_npu passes those to aclnn.
-bool given(at::OptionalSymIntArrayRef list) { return list.has_value() && !list->empty(); }
-
-bool same(const c10::SymInt& a, const c10::SymInt& b) {
-  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
-}
-
-bool divides(const c10::SymInt& divisor, const c10::SymInt& value) {
-  return (value % divisor).sym_eq(0).expect_true(__FILE__, __LINE__);
-}
 
 }  // namespace
 

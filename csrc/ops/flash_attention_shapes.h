@@ -10,16 +10,10 @@
 #include "ops/flash_attention.h"
 #include "ops/layout.h"
 #include "ops/limits.h"
+#include "ops/sequence_lengths.h"
 #include "ops/tensor_argument.h"
 
 namespace ascend_attn {
-
-// The lengths of one sequence.
-struct Lengths {
-  int64_t queries;
-  int64_t keys;
-  bool empty() const { return queries == 0 || keys == 0; }
-};
 
 // Checks one call. Every method raises on the first rule that is violated.
 class FlashAttentionShapes {

@@ -8,7 +8,7 @@
 namespace ascend_attn {
 
 std::string_view layout_name(Layout layout) {
-  constexpr std::array<std::string_view, 5> names{"BSND", "TND", "BNSD", "BSH", "SBH"};
+  constexpr std::array<std::string_view, 6> names{"BSND", "TND", "BNSD", "BSH", "SBH", "BNSD_BSND"};
   return names[static_cast<size_t>(layout)];
 }
 

@@ -32,84 +32,98 @@ const std::vector<Limit> kFlashAttention{
     {"T", "tokens of all sequences", {.min = 0, .max = k1M}},
     {"sequences", "sequences in layout TND", {.min = 1, .max = 2048}},
     {"D", "head size", {.min = 1, .max = 512}}};
+// PromptFlashAttention takes empty tensors.
+const Limit kPromptHeads{"N", "query heads", {.min = 1, .max = 256}};
+const Limit kPromptSize{"D", "head size", {.min = 1, .max = 512}};
+const std::vector<Limit> kPromptA2{
+    {"B", "batch size", {.min = 0, .max = 65536}},
+    {"unaligned B",
+     "batch size when D is not a multiple of 16, in int8 of 32",
+     {.min = 0, .max = 128}},
+    kPromptHeads,
+    {"S", "tokens per sequence", {.min = 0, .max = 20 * k1M}},
+    kPromptSize,
+    {"N*D", "size of a token in layouts BSH and BSND", {.min = 1, .max = 65534}}};
+const std::vector<Limit> kPrompt310P{{"B", "batch size", {.min = 0, .max = 128}},
+                                     kPromptHeads,
+                                     {"S", "tokens per sequence", {.min = 0, .max = 65535}},
+                                     kPromptSize};
 const Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
 // Sources: the tables of the seeds of SparseLightningIndexerGradKLLoss,
-// SparseFlashAttentionGrad, FlashAttentionScoreGradV2 and ScatterPaKvCache, and for the forward
-// operators the sizes that feed the gradients.
-const std::array<OperatorLimits, 8> kTable{{
+// SparseFlashAttentionGrad, FlashAttentionScoreGradV2, ScatterPaKvCache and PromptFlashAttentionV2,
+// and for the forward operators the sizes that feed the gradients.
+const std::array<OperatorLimits, 9> kTable{{
     {"lightning_indexer",
      "aclnnLightningIndexer",
-     kA2A3,
-     kHalf,
-     {kBatch,
-      kQueryLength,
-      kKeyLength,
-      kIndexHeads,
-      kIndexDim,
-      {"K",
-       "selected keys per token",
-       {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}}},
+     {{kA2A3,
+       kHalf,
+       {kBatch,
+        kQueryLength,
+        kKeyLength,
+        kIndexHeads,
+        kIndexDim,
+        {"K",
+         "selected keys per token",
+         {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}}}}},
     {"lightning_indexer_grad",
      "aclnnLightningIndexerGrad",
-     kA2A3,
-     kHalf,
-     {kBatch, kQueryLength, kKeyLength, kIndexHeads, kIndexDim, kTrainingCount}},
+     {{kA2A3, kHalf, {kBatch, kQueryLength, kKeyLength, kIndexHeads, kIndexDim, kTrainingCount}}}},
     {"sparse_flash_attention",
      "aclnnSparseFlashAttention",
-     kA2A3,
-     kHalf,
-     {kBatch,
-      kQueryLength,
-      kKeyLength,
-      kAttentionHeads,
-      kHeadDim,
-      kRopeDim,
-      kTrainingCount,
-      {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}}},
+     {{kA2A3,
+       kHalf,
+       {kBatch,
+        kQueryLength,
+        kKeyLength,
+        kAttentionHeads,
+        kHeadDim,
+        kRopeDim,
+        kTrainingCount,
+        {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}}}}},
     {"sparse_flash_attention_grad",
      "aclnnSparseFlashAttentionGrad",
-     kA2A3,
-     kHalf,
-     {kBatch,
-      kQueryLength,
-      kKeyLength,
-      kAttentionHeads,
-      kHeadDim,
-      kRopeDim,
-      kTrainingCount,
-      {"sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64}}}}},
+     {{kA2A3,
+       kHalf,
+       {kBatch,
+        kQueryLength,
+        kKeyLength,
+        kAttentionHeads,
+        kHeadDim,
+        kRopeDim,
+        kTrainingCount,
+        {"sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64}}}}}}},
     {"sparse_lightning_indexer_grad_kl_loss",
      "aclnnSparseLightningIndexerGradKLLoss",
-     kA2A3,
-     kHalf,
-     {kBatch,
-      kQueryLength,
-      kKeyLength,
-      {"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
-      kHeadDim,
-      kRopeDim,
-      kIndexHeads,
-      kIndexDim,
-      kTrainingCount}},
+     {{kA2A3,
+       kHalf,
+       {kBatch,
+        kQueryLength,
+        kKeyLength,
+        {"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
+        kHeadDim,
+        kRopeDim,
+        kIndexHeads,
+        kIndexDim,
+        kTrainingCount}}}},
     {"flash_attention_score",
      "aclnnFlashAttentionScoreV2",
-     kTraining,
-     {at::kHalf, at::kBFloat16, at::kFloat},
-     kFlashAttention},
+     {{kTraining, {at::kHalf, at::kBFloat16, at::kFloat}, kFlashAttention}}},
     {"flash_attention_score_grad",
      "aclnnFlashAttentionScoreGradV2",
-     kTraining,
-     {at::kHalf, at::kBFloat16, at::kFloat},
-     kFlashAttention},
+     {{kTraining, {at::kHalf, at::kBFloat16, at::kFloat}, kFlashAttention}}},
     {"scatter_pa_kv_cache_",
      "aclnnScatterPaKvCache",
-     kA2A3 | static_cast<uint8_t>(Product::P950),
-     {at::kHalf, at::kBFloat16, at::kChar},
-     {},
-     {at::kFloat, at::kByte, at::kShort, at::kUInt16, at::kInt, at::kUInt32, at::kFloat8_e5m2,
-      at::kFloat8_e4m3fn}},
+     {{kA2A3, {at::kHalf, at::kBFloat16, at::kChar}, {}},
+      {static_cast<uint8_t>(Product::P950),
+       {at::kHalf, at::kBFloat16, at::kChar, at::kFloat, at::kByte, at::kShort, at::kUInt16,
+        at::kInt, at::kUInt32, at::kFloat8_e5m2, at::kFloat8_e4m3fn},
+       {}}}},
+    {"prompt_flash_attention",
+     "aclnnPromptFlashAttentionV2",
+     {{static_cast<uint8_t>(Product::A2), {at::kHalf, at::kBFloat16, at::kChar}, kPromptA2},
+      {static_cast<uint8_t>(Product::P310), {at::kHalf}, kPrompt310P}}},
 }};
 
 constexpr int64_t kNotSet = 0;
@@ -168,12 +182,11 @@ std::string Allowed::text() const {
   return list.empty() ? multiples : multiples + " or one of " + list;
 }
 
-std::vector<c10::ScalarType> OperatorLimits::dtypes_on(Product product) const {
-  auto all = dtypes;
-  if (product == Product::P950) {
-    all.insert(all.end(), more_dtypes_950.begin(), more_dtypes_950.end());
-  }
-  return all;
+const ProductLimits* OperatorLimits::on(Product product) const {
+  const auto found = std::ranges::find_if(variants, [product](const ProductLimits& limits) {
+    return (limits.products & static_cast<uint8_t>(product)) != 0;
+  });
+  return found == variants.end() ? nullptr : &*found;
 }
 
 std::span<const OperatorLimits> limits_table() { return kTable; }
@@ -196,37 +209,25 @@ int64_t limits_override_for(std::optional<Product> product) {
 }
 void set_device_product(Product product) { device_product.store(product); }
 
-LimitsCheck::LimitsCheck(std::string_view op) : op_(op) {
-  const auto product = product_in_force();
-  if (!product) {
+LimitsCheck::LimitsCheck(std::string_view op) : op_(op), product_(product_in_force()) {
+  const auto entry = std::ranges::find(kTable, op, &OperatorLimits::op);
+  if (!product_ || entry == kTable.end()) {
     return;
   }
-  product_ = *product;
-  for (const auto& entry : kTable) {
-    if (entry.op == op) {
-      limits_ = &entry;
-    }
-  }
-  if (limits_ && !(limits_->products & static_cast<uint8_t>(product_))) [[unlikely]] {
+  limits_ = entry->on(*product_);
+  if (!limits_) [[unlikely]] {
     raise(Violation::not_implemented, op, "product",
-          c10::str("expected a product that has ", limits_->aclnn, ", got Ascend ",
-                   product_name(product_), "; ascend_attn_ops.limits(...) chooses another"));
+          c10::str("expected a product that has ", entry->aclnn, ", got Ascend ",
+                   product_name(*product_), "; ascend_attn_ops.limits(...) chooses another"));
   }
 }
 
 void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const {
-  if (!limits_) {
-    return;
-  }
-  const auto contains = [dtype](const std::vector<c10::ScalarType>& dtypes) {
-    return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
-  };
-  if (contains(limits_->dtypes) ||
-      (product_ == Product::P950 && contains(limits_->more_dtypes_950))) {
+  if (!limits_ || std::ranges::find(limits_->dtypes, dtype) != limits_->dtypes.end()) {
     return;
   }
   std::string expected;
-  for (const auto allowed : limits_->dtypes_on(product_)) {
+  for (const auto allowed : limits_->dtypes) {
     expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
   reject(Violation::type, argument, "dtype " + expected, std::string(dtype_name(dtype)));
@@ -253,7 +254,7 @@ void LimitsCheck::size(std::string_view argument, std::string_view quantity,
 void LimitsCheck::reject(Violation violation, std::string_view argument,
                          const std::string& expected, const std::string& got) const {
   raise(violation, op_, argument,
-        c10::str("expected ", expected, " on Ascend ", product_name(product_), ", got ", got,
+        c10::str("expected ", expected, " on Ascend ", product_name(*product_), ", got ", got,
                  "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
 }
 

@@ -43,15 +43,20 @@ struct Limit {
   Allowed allowed;
 };
 
+// What an operator accepts on the products that have its function and this in common.
+struct ProductLimits {
+  uint8_t products;
+  std::vector<c10::ScalarType> dtypes;
+  std::vector<Limit> limits;
+};
+
 struct OperatorLimits {
   std::string_view op;
   std::string_view aclnn;  // the function of CANN that it calls
-  uint8_t products;        // where that function exists
-  std::vector<c10::ScalarType> dtypes;
-  std::vector<Limit> limits;
-  std::vector<c10::ScalarType> more_dtypes_950 = {};  // what Ascend 950 has besides `dtypes`
+  std::vector<ProductLimits> variants;
 
-  std::vector<c10::ScalarType> dtypes_on(Product product) const;
+  // None on products that do not have the function.
+  const ProductLimits* on(Product product) const;
 };
 
 std::span<const OperatorLimits> limits_table();
@@ -88,6 +93,8 @@ class LimitsCheck {
   explicit LimitsCheck(std::string_view op);
 
   explicit operator bool() const { return limits_ != nullptr; }
+  // None while limits are switched off.
+  std::optional<Product> product() const { return product_; }
   void dtype(std::string_view argument, c10::ScalarType dtype) const;
   void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value) const;
   // A rule that is more than a set of numbers.
@@ -104,8 +111,8 @@ class LimitsCheck {
                            const std::string& expected, const std::string& got) const;
 
   std::string_view op_;
-  const OperatorLimits* limits_ = nullptr;
-  Product product_ = Product::A2;
+  const ProductLimits* limits_ = nullptr;
+  std::optional<Product> product_;
 };
 
 }  // namespace ascend_attn

@@ -3,6 +3,7 @@
 #include "ops/lightning_indexer.h"
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/operator.h"
+#include "ops/prompt_flash_attention.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
@@ -20,7 +21,8 @@ void register_meta(torch::Library& library) {
 TORCH_LIBRARY_IMPL(ascend, Meta, m) {
   register_meta<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
                 SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                FlashAttentionScoreGrad, FlashAttentionPseGrad, ScatterPaKvCache>(m);
+                FlashAttentionScoreGrad, FlashAttentionPseGrad, PromptFlashAttention,
+                ScatterPaKvCache>(m);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "ops/sequence_lengths.h"
 
+#include <algorithm>
+
 #include "ops/error.h"
 
 namespace ascend_attn {
@@ -91,6 +93,24 @@ void check_sequence_lengths(std::string_view op, std::string_view argument, Layo
     check_length(op, argument, layout, batch, *length, previous, *known_tokens);
     previous = *length;
   }
+}
+
+void check_actual_lengths(std::string_view op, std::string_view argument,
+                          at::OptionalSymIntArrayRef lengths, const c10::SymInt& batch,
+                          const c10::SymInt& tokens) {
+  if (!given(lengths)) {
+    return;
+  }
+  const auto count = static_cast<int64_t>(lengths->size());
+  check_value(count == 1 || batch.sym_le(count).expect_true(__FILE__, __LINE__), op, argument,
+              "expected one length, or at least one per batch, ", batch, ", got ", count);
+  const int64_t read = std::min(count, batch.maybe_as_int().value_or(count));
+  check_sequence_lengths(op, argument, Layout::BSND, lengths->slice(0, read), tokens);
+}
+
+c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
+                          const c10::SymInt& tokens) {
+  return !given(lengths) ? tokens : (*lengths)[lengths->size() == 1 ? 0 : batch];
 }
 
 void check_lengths_have_gradient(std::string_view op, std::string_view layout,

@@ -18,6 +18,16 @@
 
 namespace ascend_attn {
 
+// A missing list of integers may also be an empty one: torch_npu passes those to aclnn.
+inline bool given(at::OptionalSymIntArrayRef list) { return list.has_value() && !list->empty(); }
+
+// The lengths of one sequence.
+struct Lengths {
+  int64_t queries;
+  int64_t keys;
+  bool empty() const { return queries == 0 || keys == 0; }
+};
+
 // One sequence. Tokens are counted over the flattened (batch, sequence) axes of the tensor.
 struct Sequence {
   int64_t query_begin;
@@ -29,6 +39,14 @@ struct Sequence {
 // The rules for a list of lengths on the host. Symbolic lengths are checked when they are known.
 void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
                             c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
+
+// Lengths as PromptFlashAttention takes them: counts per batch, one for all batches, or more than
+// batches, of which the first count; absent or empty means all tokens.
+void check_actual_lengths(std::string_view op, std::string_view argument,
+                          at::OptionalSymIntArrayRef lengths, const c10::SymInt& batch,
+                          const c10::SymInt& tokens);
+c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
+                          const c10::SymInt& tokens);
 
 // The gradients of the sparse operators ignore lengths in BSND on the device, so a forward call
 // that wants a gradient must not have any there.

@@ -4,12 +4,12 @@
 
 namespace ascend_attn {
 
-void check_attention_dtype(std::string_view op, TensorArgument argument) {
+void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8) {
   const auto dtype = argument.tensor.scalar_type();
-  check_type(
-      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-      op, argument.name, "expected dtype float16, bfloat16, float32 or float64, got ",
-      dtype_name(dtype));
+  check_type(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
+                 dtype == at::kDouble || (or_int8 && dtype == at::kChar),
+             op, argument.name, "expected dtype ", or_int8 ? "int8, " : "",
+             "float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
 }
 
 void check_device(std::string_view op, TensorArgument argument, TensorArgument like) {

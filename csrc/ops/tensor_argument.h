@@ -20,7 +20,7 @@ struct OptionalTensorArgument {
 };
 
 // float16, bfloat16, float32 or float64.
-void check_attention_dtype(std::string_view op, TensorArgument argument);
+void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8 = false);
 // The device, or the dtype, of `like`.
 void check_device(std::string_view op, TensorArgument argument, TensorArgument like);
 void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like);

@@ -55,8 +55,8 @@ def table() -> list[dict[str, Any]]:
     """The limits of every operator.
 
     Returns:
-        One row per operator with the keys ``operator``, ``aclnn`` (the CANN function it calls),
-        ``products``, ``dtypes``, ``more_dtypes_950`` (on Ascend 950 besides those) and ``limits``,
-        a list of (quantity, meaning, allowed values).
+        One row per operator with the keys ``operator``, ``aclnn`` (the CANN function it calls) and
+        ``variants``: per group of ``products`` that agree, their ``dtypes`` and ``limits``, a list
+        of (quantity, meaning, allowed values).
     """
     return _C.limits_table()

@@ -35,11 +35,11 @@ def print_report() -> int:
 
     print("\nDevice limits")
     for row in table():
-        print(f"  {row['operator']}: {', '.join(row['products'])}; {', '.join(row['dtypes'])}")
-        if row["more_dtypes_950"]:
-            print(f"      on 950 also {', '.join(row['more_dtypes_950'])}")
-        for quantity, meaning, allowed in row["limits"]:
-            print(f"      {quantity:<18} {meaning}: {allowed}")
+        for variant in row["variants"]:
+            products, dtypes = (", ".join(variant[name]) for name in ("products", "dtypes"))
+            print(f"  {row['operator']}: {products}; {dtypes}")
+            for quantity, meaning, allowed in variant["limits"]:
+                print(f"      {quantity:<18} {meaning}: {allowed}")
 
     if failure:
         print(f"\nThe CPU path does not work: {failure}", file=sys.stderr)

@@ -1,0 +1,78 @@
+#include "ops/prompt_flash_attention.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "cpu/attention_rows.h"
+#include "cpu/int8.h"
+#include "cpu/kernels.h"
+#include "cpu/quantized_attention.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// The rows of `out`, (B, N, Sq, D), that are behind the valid length of their batch.
+void zero_padding(const DenseAttention& attention, const at::Tensor& out) {
+  for (const auto& sequence : attention.sequences) {
+    const int64_t padding = out.size(2) - sequence.queries;
+    if (padding > 0) {
+      out[sequence.batch].narrow(1, sequence.queries, padding).zero_();
+    }
+  }
+}
+
+template <typename Input, typename Operand, typename Output, typename Convert>
+void attend(const DenseAttention& attention, const at::Tensor& out, const Convert& convert) {
+  using T = Accumulator<Operand>;
+  auto* data = out.mutable_data_ptr<Output>();
+  for_each_row<Input, Operand>(attention, [&](const AttentionSequence& sequence, int64_t head,
+                                              int64_t query, const RowResult<T>& result) {
+    auto* row = HeadRows<Output>(data, out, sequence.batch, head, 0).row(query);
+    if (result.sum == 0) {
+      std::fill_n(row, attention.size, Output(0));
+    } else {
+      convert(result.out, T(1) / result.sum, head, row);
+    }
+  });
+}
+
+}  // namespace
+
+void prompt_flash_attention(const PromptFlashAttention& op,
+                            PromptFlashAttention::Outputs& outputs) {
+  if (op.query.numel() == 0) {
+    return;
+  }
+  const DenseAttention attention(op);
+  const auto& output = std::get<0>(outputs);
+  const auto out = op.layout == layout_name(Layout::BNSD_BSND)
+                       ? output.transpose(1, 2)
+                       : attention.by_head(output, attention.heads);
+  zero_padding(attention, out);
+  std::optional<OutputQuantization> quantization;
+  if (op.quant_scale2) {
+    quantization.emplace(*op.quant_scale2, op.quant_offset2, attention.heads * attention.size);
+  }
+  if (op.query.scalar_type() == at::kChar) {
+    const Int8Scales scales{read_scale(*op.deq_scale1), read_scale(*op.quant_scale1),
+                            read_scale(*op.deq_scale2)};
+    quantized_attention(attention, scales, quantization, out);
+    return;
+  }
+  dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
+    using T = Accumulator<Operand>;
+    if (quantization) {
+      attend<Input, Operand, int8_t>(attention, out,
+                                     [&](const T* from, T factor, int64_t head, int8_t* to) {
+                                       quantization->store(from, factor, head, attention.size, to);
+                                     });
+    } else {
+      attend<Input, Operand, Input>(attention, out,
+                                    [&](const T* from, T factor, int64_t, Input* to) {
+                                      scale(from, factor, to, attention.size);
+                                    });
+    }
+  });
+}
+
+}  // namespace ascend_attn::cpu

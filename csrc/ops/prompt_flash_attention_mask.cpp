@@ -1,0 +1,109 @@
+// The rules about atten_mask, sparse_mode, pre_tokens and next_tokens.
+#include "ops/attention_mask.h"
+#include "ops/error.h"
+#include "ops/prompt_flash_attention_rules.h"
+#include "ops/symbolic.h"
+
+namespace ascend_attn {
+namespace {
+
+constexpr const char* kName = PromptFlashAttention::name;
+
+}  // namespace
+
+void PromptAttentionRules::mask() const {
+  const int64_t mode = op_.sparse_mode;
+  check_value(mode >= 0 && mode <= 4, kName, "sparse_mode",
+              "expected 0, 1, 2 (causal from the top left), 3 (causal to the bottom right) or 4 "
+              "(band), got ",
+              mode);
+  if (is_310p()) {
+    limits_.rule("sparse_mode", mode == 0, "0", mode);
+    limits_.rule("pre_tokens", op_.pre_tokens == INT32_MAX, "2147483647", op_.pre_tokens);
+    limits_.rule("next_tokens", op_.next_tokens == 0 || op_.next_tokens == INT32_MAX,
+                 "0 or 2147483647", op_.next_tokens);
+  }
+  if (!op_.atten_mask) {
+    check_present(mode == 0, kName, "atten_mask", "expected ",
+                  mode == 1 ? "a full mask" : "the compressed mask of shape (2048, 2048)",
+                  " for sparse_mode ", mode, ", got None",
+                  mode == 1 ? "" : "; ascend_attn_ops.prompt_flash_attention builds it");
+    return;
+  }
+  const TensorArgument argument{"atten_mask", *op_.atten_mask};
+  const auto dtype = argument.tensor.scalar_type();
+  check_device(kName, argument, query());
+  check_type(dtype == at::kBool || dtype == at::kChar || dtype == at::kByte, kName, "atten_mask",
+             "expected dtype bool, int8 or uint8, where True (1) masks a key out, got ",
+             dtype_name(dtype));
+  if (is_310p()) {
+    limits_.rule("atten_mask", dtype == at::kBool, "dtype bool", dtype_name(dtype));
+    limits_.rule("atten_mask", same(queries_, keys_) && divides(128, queries_),
+                 "None unless Sq = Skv, a multiple of 128,", "a mask for Sq = ", queries_,
+                 ", Skv = ", keys_);
+  }
+  mode <= 1 ? full_mask() : compressed_mask();
+  band();
+}
+
+void PromptAttentionRules::full_mask() const {
+  const auto& mask = *op_.atten_mask;
+  const int64_t rank = mask.dim();
+  const auto one_or_batch = [&] {
+    const auto& size = mask.sym_size(0);
+    return size.sym_eq(1).guard_bool(__FILE__, __LINE__) || same(size, batch_);
+  };
+  const bool fits = rank >= 2 && rank <= 4 && (rank < 3 || one_or_batch()) &&
+                    (rank < 4 || same(mask.sym_size(1), 1)) &&
+                    at_most(queries_, mask.sym_size(-2)) && at_most(keys_, mask.sym_size(-1));
+  check_value(fits, kName, "atten_mask",
+              "expected shape (Sq, Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, "
+              "Skv), or with more rows and columns, for sparse_mode ",
+              op_.sparse_mode, ", with B, Sq, Skv = ", batch_, ", ", queries_, ", ", keys_,
+              ", got ", mask.sym_sizes());
+}
+
+void PromptAttentionRules::compressed_mask() const {
+  const auto& mask = *op_.atten_mask;
+  constexpr int64_t size = 2048;
+  check_value(has_shape(mask, {{size, size}}) || has_shape(mask, {{1, size, size}}) ||
+                  has_shape(mask, {{1, 1, size, size}}),
+              kName, "atten_mask",
+              "expected the compressed mask of shape (2048, 2048), (1, 2048, 2048) or (1, 1, 2048, "
+              "2048) for sparse_mode ",
+              op_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
+              "; ascend_attn_ops.prompt_flash_attention builds it when atten_mask is None");
+}
+
+// A band must cross the scores of every batch that has some.
+void PromptAttentionRules::band() const {
+  const auto mode = static_cast<MaskMode>(op_.sparse_mode);
+  if (mode != MaskMode::standard && mode != MaskMode::band) {
+    return;
+  }
+  const int64_t pre = KeptKeys::bounded(op_.pre_tokens);
+  const int64_t next = KeptKeys::bounded(op_.next_tokens);
+  check_value(pre >= 0 || next >= 0, kName, "pre_tokens",
+              "expected pre_tokens and next_tokens not both negative, got ", op_.pre_tokens,
+              " and ", op_.next_tokens);
+  check_value(-next <= pre, kName, pre < 0 ? "pre_tokens" : "next_tokens",
+              "expected a band that keeps keys, -next_tokens <= pre_tokens, got pre_tokens ",
+              op_.pre_tokens, " and next_tokens ", op_.next_tokens);
+  if (pre >= 0 && next >= 0) {
+    return;
+  }
+  const char* argument = pre < 0 ? "pre_tokens" : "next_tokens";
+  const int64_t behind = pre < 0 ? pre : next;
+  // Counted from the top left, next_tokens skips queries and pre_tokens keys; in a band, which is
+  // counted from the bottom right, it is the other way round.
+  const bool skips_queries = (behind == next) == (mode == MaskMode::standard);
+  const auto lengths = sequence_lengths();
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    const int64_t length = skips_queries ? lengths[b].queries : lengths[b].keys;
+    check_value(lengths[b].empty() || -behind < length, kName, argument, "expected more than -",
+                length, ", the ", skips_queries ? "queries" : "keys", " of batch ", b,
+                ", for sparse_mode ", op_.sparse_mode, ", got ", behind);
+  }
+}
+
+}  // namespace ascend_attn

@@ -1,0 +1,118 @@
+// The rules about the scales and the offset of int8 inputs and outputs.
+#include <array>
+#include <span>
+
+#include "ops/attention_mask.h"
+#include "ops/error.h"
+#include "ops/prompt_flash_attention_rules.h"
+#include "ops/symbolic.h"
+
+namespace ascend_attn {
+namespace {
+
+constexpr const char* kName = PromptFlashAttention::name;
+
+}  // namespace
+
+void PromptAttentionRules::quantization() const {
+  const std::array<OptionalTensorArgument, 5> all{{{"deq_scale1", op_.deq_scale1},
+                                                   {"quant_scale1", op_.quant_scale1},
+                                                   {"deq_scale2", op_.deq_scale2},
+                                                   {"quant_scale2", op_.quant_scale2},
+                                                   {"quant_offset2", op_.quant_offset2}}};
+  for (const auto& [argument, tensor] : all) {
+    if (tensor) {
+      limits_.rule(argument, !is_310p(), "None", "a tensor");
+      check_device(kName, {argument, *tensor}, query());
+    }
+  }
+  const auto dtype = dtype_name(op_.query.scalar_type());
+  for (const auto& [argument, tensor] : std::span(all).first(3)) {
+    check_present(!is_int8() || tensor, kName, argument,
+                  "expected a tensor, as int8 inputs need deq_scale1, quant_scale1 and "
+                  "deq_scale2, got None");
+    check_value(is_int8() || !tensor, kName, argument, "expected None for inputs of dtype ", dtype,
+                ", which take quant_scale2 and quant_offset2 alone, got a tensor");
+  }
+  check_value(op_.quant_scale2 || !op_.quant_offset2, kName, "quant_offset2",
+              "expected None without quant_scale2, which makes the output int8, got a tensor");
+  if (is_int8()) {
+    scales_of_inputs();
+  }
+  if (op_.quant_scale2) {
+    scales_of_output();
+    every_row_has_keys();
+  }
+}
+
+void PromptAttentionRules::scales_of_inputs() const {
+  const TensorArgument first{"deq_scale1", *op_.deq_scale1};
+  const TensorArgument second{"deq_scale2", *op_.deq_scale2};
+  const TensorArgument middle{"quant_scale1", *op_.quant_scale1};
+  const auto dtype = first.tensor.scalar_type();
+  check_type(dtype == at::kUInt64 || dtype == at::kFloat, kName, first.name,
+             "expected dtype uint64 or float32, got ", dtype_name(dtype));
+  check_dtype(kName, second, first);
+  check_dtype(kName, middle, at::kFloat);
+  for (const auto& argument : {first, middle, second}) {
+    check_value(same(argument.tensor.sym_numel(), 1), kName, argument.name,
+                "expected one value for the whole tensor, got shape ", argument.tensor.sym_sizes());
+  }
+}
+
+void PromptAttentionRules::scales_of_output() const {
+  const TensorArgument scale{"quant_scale2", *op_.quant_scale2};
+  const auto dtype = scale.tensor.scalar_type();
+  const bool from_bfloat16 = op_.query.scalar_type() == at::kBFloat16;
+  check_type(dtype == at::kFloat || (from_bfloat16 && dtype == at::kBFloat16), kName, scale.name,
+             "expected dtype float32", from_bfloat16 ? " or bfloat16" : "", ", got ",
+             dtype_name(dtype));
+  const auto channels = op_.num_heads * size_;
+  const auto count = scale.tensor.sym_numel();
+  const bool per_tensor = count.sym_eq(1).guard_bool(__FILE__, __LINE__);
+  check_value(per_tensor || same(count, channels), kName, scale.name,
+              "expected one value, or one per channel, N * D = ", channels, ", got shape ",
+              scale.tensor.sym_sizes());
+  check_value(per_tensor || divides(32, size_), kName, scale.name,
+              "expected one value unless D is a multiple of 32, got shape ",
+              scale.tensor.sym_sizes(), " for D = ", size_);
+  if (op_.quant_offset2) {
+    const TensorArgument offset{"quant_offset2", *op_.quant_offset2};
+    check_dtype(kName, offset, scale);
+    check_shape(kName, offset, scale.tensor.sym_sizes(), "of quant_scale2");
+  }
+}
+
+void PromptAttentionRules::every_row_has_keys() const {
+  const auto mode = static_cast<MaskMode>(op_.sparse_mode);
+  const int64_t pre = KeptKeys::bounded(op_.pre_tokens);
+  const int64_t next = KeptKeys::bounded(op_.next_tokens);
+  if (mode == MaskMode::band) {
+    check_value(pre >= 0, kName, "pre_tokens",
+                "expected at least 0 for sparse_mode 4 with an int8 output, got ", op_.pre_tokens);
+    check_value(next >= 0, kName, "next_tokens",
+                "expected at least 0 for sparse_mode 4 with an int8 output, got ", op_.next_tokens);
+  }
+  if (!op_.quant_offset2 || (mode == MaskMode::standard && !op_.atten_mask)) {
+    return;
+  }
+  if (mode == MaskMode::standard) {
+    check_value(next >= 0, kName, "quant_offset2",
+                "expected None where rows have no keys, got a tensor for sparse_mode 0 and "
+                "next_tokens ",
+                op_.next_tokens, "; quantise the float output instead");
+  }
+  const auto lengths = sequence_lengths();
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    const int64_t shift = lengths[b].keys - lengths[b].queries;
+    const bool without_keys = (mode == MaskMode::standard && -shift - pre > 0) ||
+                              (mode == MaskMode::right_down_causal && shift < 0) ||
+                              (mode == MaskMode::band && next + shift < 0);
+    check_value(!without_keys, kName, "quant_offset2",
+                "expected None where rows have no keys, got a tensor for sparse_mode ",
+                op_.sparse_mode, ", Sq = ", lengths[b].queries, ", Skv = ", lengths[b].keys,
+                " of batch ", b, "; quantise the float output instead");
+  }
+}
+
+}  // namespace ascend_attn

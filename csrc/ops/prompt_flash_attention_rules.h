@@ -1,0 +1,58 @@
+// The rules of PromptFlashAttention.
+#pragma once
+
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <vector>
+
+#include "ops/layout.h"
+#include "ops/limits.h"
+#include "ops/prompt_flash_attention.h"
+#include "ops/sequence_lengths.h"
+#include "ops/tensor_argument.h"
+
+namespace ascend_attn {
+
+// Checks one call. Every method raises on the first rule that is violated.
+class PromptAttentionRules {
+ public:
+  // `query`, `key`, `value`, their layout and heads, and the lengths.
+  explicit PromptAttentionRules(const PromptFlashAttention& op);
+
+  void mask() const;          // atten_mask, sparse_mode, pre_tokens, next_tokens
+  void quantization() const;  // the scales and the offset
+  at::Tensor new_out() const;
+
+ private:
+  void tensors() const;
+  void heads();
+  void sizes();
+  void limits() const;
+
+  void full_mask() const;
+  void compressed_mask() const;
+  void band() const;
+
+  void scales_of_inputs() const;
+  void scales_of_output() const;
+  // A row without keys is zero, and not its offset.
+  void every_row_has_keys() const;
+
+  bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
+  bool is_310p() const { return limits_.product() == Product::P310; }
+  std::array<TensorArgument, 3> inputs() const {
+    return {query(), {"key", op_.key}, {"value", op_.value}};
+  }
+  TensorArgument query() const { return {"query", op_.query}; }
+  // Of every batch; none while one of them is symbolic.
+  std::vector<Lengths> sequence_lengths() const;
+
+  const PromptFlashAttention& op_;
+  Layout layout_;
+  LimitsCheck limits_;
+  c10::SymInt batch_, queries_, keys_;
+  c10::SymInt key_heads_, size_;
+};
+
+}  // namespace ascend_attn

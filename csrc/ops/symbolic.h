@@ -1,0 +1,20 @@
+// Comparisons of sizes that may be symbolic, in checks: on a fake tensor the result is assumed.
+#pragma once
+
+#include <c10/core/SymInt.h>
+
+namespace ascend_attn {
+
+inline bool same(const c10::SymInt& a, const c10::SymInt& b) {
+  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
+}
+
+inline bool at_most(const c10::SymInt& a, const c10::SymInt& b) {
+  return a.sym_le(b).expect_true(__FILE__, __LINE__);
+}
+
+inline bool divides(const c10::SymInt& divisor, const c10::SymInt& value) {
+  return (value % divisor).sym_eq(0).expect_true(__FILE__, __LINE__);
+}
+
+}  // namespace ascend_attn
