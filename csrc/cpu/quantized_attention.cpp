@@ -22,8 +22,8 @@ namespace ascend_attn::cpu {
 namespace {
 
 // Products of query and key that a thread keeps from the first pass for the second, in tiles of
-// 64 KB. With more keys than they have room for, the second pass multiplies again.
-constexpr int64_t kKeptTiles = 64;
+// 64 KB. Where they do not suffice, the second pass multiplies again.
+constexpr int64_t kKeptTiles = 256;
 // tile_gemm wants an unsigned A: query + 128.
 constexpr int32_t kQueryOffset = 128;
 // As many products of exponential and value, of 128 * 128 each, as an int32 can add up.
