@@ -76,28 +76,6 @@ bool multiplies_int8() {
                      [](int32_t product) { return product == size * 255 * -128; });
 }
 
-void multiply_int8_plainly(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
-                           const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
-                           bool accumulate) {
-  constexpr int64_t step = depth_step<int8_t>;
-  vectorized([=] {
-    for (int64_t i = 0; i < m; ++i) {
-      int32_t* out = c + i * c_stride;
-      for (int64_t j = 0; !accumulate && j < n; ++j) {
-        out[j] = 0;
-      }
-      for (int64_t l = 0; l < k; l += step) {
-        const uint8_t* left = a + i * a_stride + l;
-        const int8_t* right = b + l * b_stride;
-        for (int64_t j = 0; j < n; ++j) {
-          out[j] += left[0] * right[step * j] + left[1] * right[step * j + 1] +
-                    left[2] * right[step * j + 2] + left[3] * right[step * j + 3];
-        }
-      }
-    }
-  });
-}
-
 template <typename T>
 void multiply_plainly(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_stride, const T* b,
                       int64_t b_stride, T* c, int64_t c_stride, bool accumulate) {
@@ -116,6 +94,41 @@ void multiply_plainly(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_str
       }
     }
   });
+}
+
+// Floats add integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
+void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
+                        const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
+                        bool accumulate) {
+  constexpr int64_t exact_depth = 512;
+  constexpr int64_t step = depth_step<int8_t>;
+  const Tile<float> left(m, std::min(k, exact_depth));
+  const Tile<float> right(std::min(k, exact_depth), n);
+  const Tile<float> product(m, n);
+  for (int64_t first = 0; first < k; first += exact_depth) {
+    const int64_t depth = std::min(exact_depth, k - first);
+    for (int64_t i = 0; i < m; ++i) {
+      convert(a + i * a_stride + first, left.row(i), depth);
+    }
+    vectorized([=, from = b + first * b_stride, to = right.data()] {
+      for (int64_t l = 0; l < depth; l += step) {
+        for (int64_t j = 0; j < n; ++j) {
+          for (int64_t x = 0; x < step; ++x) {
+            to[(l + x) * n + j] = from[l * b_stride + step * j + x];
+          }
+        }
+      }
+    });
+    tile_gemm(m, n, depth, left.data(), left.stride(), right.data(), n, product.data(), n, false);
+    vectorized([=, keep = accumulate || first > 0, from = product.data()] {
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          const int32_t before = keep ? c[i * c_stride + j] : 0;
+          c[i * c_stride + j] = before + static_cast<int32_t>(from[i * n + j]);
+        }
+      }
+    });
+  }
 }
 
 }  // namespace
@@ -159,7 +172,7 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stri
     at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
                                 /*is_vnni=*/true);
   } else {
-    multiply_int8_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+    multiply_as_floats(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
   }
 }
 
