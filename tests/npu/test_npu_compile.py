@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from device_samples import DEVICE_RECIPES
-from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, OPERATORS, RECIPES, Recipe, Sample
+from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, OPERATORS, RECIPES, Recipe, Sample, as_tuple
 from tolerance import assert_same_bits
 from torch import Tensor
 
@@ -30,7 +30,7 @@ def test_compile(recipe: Recipe) -> None:
 
 def call_and_gradients(function: Any, sample: Sample) -> tuple[Tensor, ...]:
     sample = sample.requires_grad(DIFFERENTIABLE.get(sample.operator, ()))
-    outputs = function(*sample.args, **sample.options)
+    outputs = as_tuple(function(*sample.args, **sample.options))
     leaves = list({id(x): x for x in sample.tensors.values() if x.requires_grad}.values())
     gradients: tuple[Tensor, ...] = ()
     if leaves:

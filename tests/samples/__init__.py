@@ -9,16 +9,18 @@ import torch
 from . import (
     flash_attention,
     lightning_indexer,
+    prompt_flash_attention,
     sparse_flash_attention,
     sparse_lightning_indexer_grad_kl_loss,
 )
-from .sample import Recipe, Sample
+from .sample import Recipe, Sample, as_tuple
 
 RECIPES: list[Recipe] = [
     *lightning_indexer.RECIPES,
     *sparse_flash_attention.RECIPES,
     *sparse_lightning_indexer_grad_kl_loss.RECIPES,
     *flash_attention.RECIPES,
+    *prompt_flash_attention.RECIPES,
 ]
 
 OPERATORS = list(dict.fromkeys(recipe.operator for recipe in RECIPES))
@@ -44,4 +46,12 @@ def samples(operator: str, dtype: torch.dtype) -> Iterator[Sample]:
     return (recipe.make(dtype) for recipe in RECIPES if recipe.operator == operator)
 
 
-__all__ = ["DIFFERENTIABLE", "DIFFERENTIABLE_OUTPUT", "OPERATORS", "RECIPES", "Recipe", "Sample"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "DIFFERENTIABLE_OUTPUT",
+    "OPERATORS",
+    "RECIPES",
+    "Recipe",
+    "Sample",
+    "as_tuple",
+]

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of an operator with one output, a tuple of it."""
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
 @dataclass(frozen=True)
 class Sample:
     """The arguments of one call, by name: `inputs` are positional, `options` keyword-only."""
@@ -34,7 +39,7 @@ class Sample:
 
     def call(self, namespace: Any) -> tuple[Tensor, ...]:
         """Runs the operator of `namespace`: torch.ops.ascend, or the references."""
-        return getattr(namespace, self.operator)(*self.args, **self.options)
+        return as_tuple(getattr(namespace, self.operator)(*self.args, **self.options))
 
     def replace(self, **changes: Any) -> Sample:
         unknown = changes.keys() - self.arguments.keys()
@@ -79,7 +84,9 @@ class Sample:
 
 
 def _noticed(x: Tensor) -> float:
-    return torch.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else 2**30
+    if x.is_floating_point():
+        return torch.nan
+    return {torch.bool: 1, torch.uint8: 255, torch.int8: 127}.get(x.dtype, 2**30)
 
 
 class Case(Protocol):

@@ -1,0 +1,162 @@
+"""PromptFlashAttentionV2: spec/prompt_flash_attention.md. Seed: 003_65e2a14407c8df3c.txt."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .flash_attention import from_heads, to_heads
+from .sequences import compute_dtype
+
+INT32_MAX = 2**31 - 1
+HALF_MAX = 65504.0
+# Larger than any length.
+_INFINITE = 2**40
+
+
+def prompt_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    num_heads: int,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths_query: Sequence[int] | None = None,
+    actual_seq_lengths_key: Sequence[int] | None = None,
+    deq_scale1: Tensor | None = None,
+    quant_scale1: Tensor | None = None,
+    deq_scale2: Tensor | None = None,
+    quant_scale2: Tensor | None = None,
+    quant_offset2: Tensor | None = None,
+    scale_value: float = 1.0,
+    pre_tokens: int = INT32_MAX,
+    next_tokens: int = 0,
+    layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+) -> Tensor:
+    """Attention of every query over the keys that its mask keeps, per batch and head.
+
+        s = (q @ k^T) * scale_value;  p = exp(s - s.max());  out = (p @ v) / p.sum()
+
+    Rows behind the valid length and rows that keep no key are zero, in int8 as well.
+    """
+    inner = "BNSD" if layout == "BNSD_BSND" else layout
+    q = to_heads(query, num_heads, inner)
+    k, v = (to_heads(x, num_key_value_heads or num_heads, inner) for x in (key, value))
+    group = num_heads // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    is_int8 = query.dtype == torch.int8
+    out = torch.zeros(q.shape, dtype=torch.float32 if is_int8 else compute_dtype(query))
+    has_keys = torch.zeros(*q.shape[:3], 1, dtype=torch.bool)
+
+    for b in range(q.shape[0]):
+        sq = actual_length(actual_seq_lengths_query, b, q.shape[2])
+        skv = actual_length(actual_seq_lengths_key, b, k.shape[2])
+        keep = kept(b, sq, skv, atten_mask, sparse_mode, pre_tokens, next_tokens)
+        rows = q[b, :, :sq], k[b, :, :skv], v[b, :, :skv]
+        if skv == 0:
+            continue
+        if is_int8:
+            assert deq_scale1 is not None and quant_scale1 is not None and deq_scale2 is not None
+            scales = [read_scale(x) for x in (deq_scale1, quant_scale1, deq_scale2)]
+            out[b, :, :sq] = attend_int8(*rows, keep, scale_value, *scales)
+        else:
+            out[b, :, :sq] = attend(*(x.to(out.dtype) for x in rows), keep, scale_value)
+        has_keys[b, :, :sq] = keep.any(-1, keepdim=True)
+
+    out = out.masked_fill(~has_keys, 0)
+    dtype = torch.float16 if is_int8 else query.dtype
+    if quant_scale2 is not None:
+        out = quantized(out, quant_scale2, quant_offset2).masked_fill(~has_keys, 0)
+        dtype = torch.int8
+    return from_heads(out, "BSND" if layout == "BNSD_BSND" else layout).to(dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
+    s = (q @ k.mT) * scale
+    s = s.masked_fill(~keep, -torch.inf)
+    p = (s - s.amax(-1, keepdim=True)).exp()
+    return (p @ v) / p.sum(-1, keepdim=True)
+
+
+def attend_int8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    scale: float,
+    deq_scale1: float,
+    quant_scale1: float,
+    deq_scale2: float,
+) -> Tensor:
+    """Section 5, in its order. s is float16; p, its sum and the output are float32."""
+    acc1 = q.long() @ k.long().mT
+    s = (acc1.float() * deq_scale1).clamp(-HALF_MAX, HALF_MAX).half()
+    s = s * torch.tensor(scale).half()
+    s = s.float().masked_fill(~keep, -HALF_MAX)
+    p = (s - s.amax(-1, keepdim=True)).exp()
+    p8 = saturated(p * quant_scale1)
+    acc2 = p8.long() @ v.long()
+    return acc2.float() * deq_scale2 / p.sum(-1, keepdim=True)
+
+
+def quantized(out: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """(B,N,S,D) to int8, per tensor or with one scale for each of the N * D channels."""
+    n, d = out.shape[1], out.shape[3]
+
+    def of_channels(x: Tensor) -> Tensor:
+        return x.float().flatten().expand(n * d).view(n, 1, d)
+
+    y = out.half().float() * of_channels(scale)
+    return saturated(y if offset is None else y + of_channels(offset)).to(torch.int8)
+
+
+def saturated(x: Tensor) -> Tensor:
+    """To the nearest value of int8, of two the even one."""
+    return x.round().clamp(-128, 127)
+
+
+def read_scale(scale: Tensor) -> float:
+    """float32, or uint64: the top 19 bits of the float32 in its low half."""
+    if scale.dtype == torch.uint64:
+        bits = int(scale.item()) & 0xFFFFE000
+        return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+    return float(scale.item())
+
+
+def actual_length(lengths: Sequence[int] | None, batch: int, tokens: int) -> int:
+    if not lengths:
+        return tokens
+    return lengths[0] if len(lengths) == 1 else lengths[batch]
+
+
+def kept(
+    batch: int,
+    sq: int,
+    skv: int,
+    atten_mask: Tensor | None,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+) -> Tensor:
+    """(Sq,Skv), True where a key is kept: the table of section 4."""
+    if atten_mask is None:
+        return torch.ones(sq, skv, dtype=torch.bool)
+    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (pre_tokens, next_tokens))
+    pre, following = {
+        0: (pre, following),
+        1: (_INFINITE, _INFINITE),
+        2: (_INFINITE, 0),
+        3: (_INFINITE, skv - sq),
+        4: (pre - skv + sq, following + skv - sq),
+    }[sparse_mode]
+    i, j = torch.arange(sq)[:, None], torch.arange(skv)
+    band = (i - pre <= j) & (j <= i + following)
+    if sparse_mode > 1:  # what the compressed mask says is the band
+        return band
+    mask = atten_mask.view(-1, *atten_mask.shape[-2:])
+    return band & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)
