@@ -23,6 +23,7 @@ from ascend_attn_ops.kv_cache import (
 from ascend_attn_ops.limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
+from ascend_attn_ops.quantization import quantize_attention_inputs
 
 _library.load()
 
@@ -39,6 +40,7 @@ __all__ = [
     "nd_to_nz",
     "nz_cache_shape",
     "nz_to_nd",
+    "quantize_attention_inputs",
     "scatter_pa_kv_cache_",
     "slot_mapping",
     "sparse_flash_attention",
