@@ -28,7 +28,10 @@ def test_matches_the_reference(recipe: Recipe, dtype: torch.dtype) -> None:
     names = output_names(sample.operator)
     expected = sample.double().call(reference)
     for name, x, y in zip(names, actual, expected, strict=True):
-        assert_close(name, x, y, tolerance_of(sample.operator, name, dtype))
+        # The dtype that was asked for is not always that of what came out.
+        prompt = sample.operator == "prompt_flash_attention"
+        tolerance = tolerance_of(sample.operator, name, x.dtype if prompt else dtype)
+        assert_close(name, x, y, tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

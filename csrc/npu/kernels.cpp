@@ -12,6 +12,7 @@
 #include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
 #include "ops/operator.h"
+#include "ops/prompt_flash_attention.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 
@@ -140,6 +141,23 @@ void compute(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs
       std::tuple(dq, dk, dv, dpse));
 }
 
+void compute(const PromptFlashAttention& op, PromptFlashAttention::Outputs& outputs) {
+  if (op.query.numel() == 0) {
+    return;
+  }
+  // The function takes no strides.
+  const auto dense = [](const std::optional<at::Tensor>& tensor) {
+    return tensor ? std::optional(tensor->contiguous()) : std::nullopt;
+  };
+  launch<aclnn::PromptFlashAttention>(
+      op.query.contiguous(), op.key.contiguous(), op.value.contiguous(), std::nullopt,
+      dense(op.atten_mask), list_or_empty(op.actual_seq_lengths_query),
+      list_or_empty(op.actual_seq_lengths_key), dense(op.deq_scale1), dense(op.quant_scale1),
+      dense(op.deq_scale2), dense(op.quant_scale2), dense(op.quant_offset2),
+      op.num_heads.expect_int(), op.scale_value, op.pre_tokens, op.next_tokens, op.layout,
+      op.num_key_value_heads.expect_int(), op.sparse_mode, std::get<0>(outputs));
+}
+
 void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   op.check_memory();
   if (op.key.numel() == 0) {
@@ -163,7 +181,7 @@ void register_npu(torch::Library& library) {
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
                SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-               FlashAttentionScoreGrad, ScatterPaKvCache>(m);
+               FlashAttentionScoreGrad, PromptFlashAttention, ScatterPaKvCache>(m);
 }
 
 }  // namespace

@@ -81,6 +81,8 @@ at::ScalarType scalar_type(aclDataType dtype) {
       return at::kInt;
     case ACL_INT64:
       return at::kLong;
+    case ACL_UINT64:
+      return at::kUInt64;
     case ACL_BOOL:
       return at::kBool;
     default:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from samples import RECIPES, Recipe, Sample, flash_attention
+from samples import RECIPES, Recipe, Sample, flash_attention, prompt_flash_attention
 
 
 def on_device(recipe: Recipe) -> bool:
-    """Within the limits; of flash_attention_score, one call in each layout and one of each form."""
+    """Within the limits; of dense attention, one call in each layout and one of each form."""
+    if recipe.operator == "prompt_flash_attention":
+        return recipe.case in PROMPT_FLASH_ATTENTION
     if not recipe.operator.startswith("flash_attention_score"):
         return recipe.case.k >= 1024
     return recipe.case in FLASH_ATTENTION
@@ -18,6 +20,12 @@ FLASH_ATTENTION = [
     case
     for case in flash_attention.CASES
     if case.keep_prob == 1 and all(all(pair) for pair in case.sequences) and max(case.s) < 300
+][::2]
+
+PROMPT_FLASH_ATTENTION = [
+    case
+    for case in prompt_flash_attention.CASES
+    if case.b > 0 and all(case.s) and max(case.s) < 300
 ][::2]
 
 DEVICE_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if on_device(recipe)]

@@ -87,7 +87,7 @@ CASES = [
     PromptCase(),
     PromptCase(layout="BSH", heads=(4, 2), mask="11S", next=1),
     PromptCase(layout="BSND", s=(7, 5), heads=(3, 1), mask="BS"),
-    PromptCase(layout="BNSD_BSND", s=(9, 9), heads=(6, 2), mode=3),
+    PromptCase(layout="BNSD_BSND", s=(9, 11), heads=(6, 3), mode=3),
     # Sizes on both sides of the blocks of rows and keys.
     PromptCase(b=1, s=(130, 300), heads=(6, 2), d=40, mode=3),
     PromptCase(layout="BSND", b=1, s=(300, 130), heads=(2, 1), d=17, mode=2),

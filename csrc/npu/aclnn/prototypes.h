@@ -127,6 +127,18 @@ struct FlashAttentionUnpaddingScoreGrad {
                         Tensor dk, Tensor dv, Tensor dpse);
 };
 
+struct PromptFlashAttention {
+  static constexpr const char* name = "aclnnPromptFlashAttentionV2";
+  static constexpr const char* op = "prompt_flash_attention";
+  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor pse_shift, Tensor atten_mask,
+                        IntArray actual_seq_lengths, IntArray actual_seq_lengths_kv,
+                        Tensor deq_scale1, Tensor quant_scale1, Tensor deq_scale2,
+                        Tensor quant_scale2, Tensor quant_offset2, int64_t num_heads,
+                        double scale_value, int64_t pre_tokens, int64_t next_tokens,
+                        Text input_layout, int64_t num_key_value_heads, int64_t sparse_mode,
+                        Tensor attention_out);
+};
+
 struct ScatterPaKvCache {
   static constexpr const char* name = "aclnnScatterPaKvCache";
   static constexpr const char* op = "scatter_pa_kv_cache_";
