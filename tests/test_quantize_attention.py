@@ -73,10 +73,10 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> 
 
     A score passes three roundings to fp16: of the product, of scale and of both together, each of
     2^-11. If no score is off by more than e, no probability is off by more than a factor of
-    exp(2 e), and their weighted mean of the values by (exp(2 e) - 1) * max|v|. An exponential is off
-    by 1 / 254 after its rounding, which moves the output by sum|v| / 254 / sum(p) at most, and an
-    element of value by s_v / 2, whose factors, the rounded exponentials over the sum of the others,
-    add up to 1 + n / 254 / sum(p) at most. In the end the output is rounded to fp16.
+    exp(2 e), and their weighted mean of the values by (exp(2 e) - 1) * max|v|. An exponential is
+    off by 1 / 254 after its rounding, which moves the output by sum|v| / 254 / sum(p) at most, and
+    an element of value by s_v / 2, whose factors, the rounded exponentials over the sum of the
+    others, add up to 1 + n / 254 / sum(p) at most. In the end the output is rounded to fp16.
     """
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double() for x in (q, k, v))
@@ -86,7 +86,7 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> 
     scores = q @ k.mT * scale
     of_products = s_q / 2 * k.abs().sum(-1)[..., None, :] + s_k / 2 * q.abs().sum(-1, keepdim=True)
     of_products = scale * (of_products + q.shape[-1] * s_q * s_k / 4)
-    of_scores = of_products + 3.01 * 2**-11 * (scores.abs() + of_products)
+    of_scores = of_products + 3.01 * 2**-11 * (scores.abs() + of_products) + 2**-24
     largest = torch.where(keep, of_scores, 0).amax(-1, keepdim=True)
     p = scores.masked_fill(~keep, -torch.inf)
     p = (p - p.amax(-1, keepdim=True)).exp()
@@ -181,9 +181,9 @@ def test_elements_that_are_not_finite(index: int, bad: float) -> None:
 
 def test_dtypes() -> None:
     q, k, v = qkv()
-    with pytest.raises(TypeError, match="key: expected a floating-point dtype, got torch.int8"):
+    with pytest.raises(TypeError, match=r"key: expected a floating-point dtype, got torch.int8"):
         quantize_attention_inputs(q, k.to(torch.int8), v)
-    with pytest.raises(TypeError, match="scale_dtype: expected torch.float32 or torch.uint64"):
+    with pytest.raises(TypeError, match=r"scale_dtype: expected torch.float32 or torch.uint64"):
         quantize_attention_inputs(q, k, v, scale_dtype=torch.bfloat16)
 
 
