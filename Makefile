@@ -36,6 +36,7 @@ bench: build-npu
 	$(CPU) benchmarks/sparse_attention.py
 	$(CPU) benchmarks/indexer.py
 	$(CPU) benchmarks/flash_attention.py
+	$(CPU) benchmarks/prompt_flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py
 	$(CPU) benchmarks/call_overhead.py
 	$(NPU) benchmarks/host_time.py

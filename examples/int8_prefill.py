@@ -2,11 +2,11 @@
 
     python examples/int8_prefill.py
 
-Trains the language model of train_lightning_indexer.py for a few minutes with dense attention (a
-second call goes on from its checkpoint), captures what the attention of each layer reads on
-held-out text, and compares prompt_flash_attention with attention in float64, once with the bfloat16
-tensors as they are and once with the same tensors in int8. Then the whole model runs on each of
-them. The output directory receives errors.png and errors.md, which docs/int8_prefill.md explains.
+Trains the language model of train_lightning_indexer.py with dense attention (or takes the one that
+`--checkpoint` names), captures what the attention of each layer reads on held-out text, and
+compares prompt_flash_attention with attention in float64: once with the bfloat16 tensors as they
+are, once with the same tensors in int8. Then the whole model runs on each of them. The output
+directory receives errors.png and errors.md, which docs/int8_prefill.md explains.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import ascend_attn_ops as ops
 import matplotlib
 import torch
 from python_corpus import load_corpus, sample_windows
-from sparse_lm import LatentAttention, SparseLM
+from sparse_lm import LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
 from torch.nn import functional as F
-from train_lightning_indexer import Trainer, parse_arguments, set_up_device, train
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -90,15 +89,16 @@ def attend_float64(inputs: PrefillInputs) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=inputs.scale)
 
 
+def attend_training(inputs: PrefillInputs) -> Tensor:
+    query, key, value = inputs[:3]
+    return ops.flash_attention_score(query, key, value, **_options(inputs))[0]
+
+
 ATTENTIONS: dict[str, Attention] = {"bfloat16": attend_bfloat16, "int8": attend_int8}
 
 
-@torch.no_grad()
-def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[float, list[PrefillInputs]]:
-    """Bits per byte of (B, S + 1) bytes with that attention, and what each layer's attention read.
-
-    But for the attention, everything is float32.
-    """
+def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[Tensor, list[PrefillInputs]]:
+    """Bits per byte of (B, S + 1) bytes with that attention, and what each layer's attention read."""
     captured = []
     x = model.embed(text[:, :-1])
     for block in model.blocks:
@@ -109,7 +109,33 @@ def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[float, list[P
         x = x + block.mlp(x)
     logits = model.head(model.norm(x))
     loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-    return loss.item() / math.log(2), captured
+    return loss / math.log(2), captured
+
+
+def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: int) -> None:
+    parameters, _ = model.parameter_groups()
+    optimizer = torch.optim.AdamW(parameters, lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, steps, pct_start=0.05)
+    for step in range(steps):
+        windows = sample_windows(text, batch_size, length + 1, seed=step)
+        with torch.autocast("cpu", torch.bfloat16):
+            bits, _ = run(model, windows, attend_training)
+        bits.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if (step + 1) % 25 == 0:
+            print(f"step {step + 1}/{steps}  {bits.item():.3f} bits/byte", flush=True)
+
+
+def load(checkpoint: Path) -> SparseLM:
+    """The model of train_lightning_indexer.py."""
+    state = torch.load(checkpoint, weights_only=True)
+    fields = ModelConfig.__dataclass_fields__
+    model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in fields}))
+    model.load_state_dict(state["model"])
+    return model
 
 
 class Errors(NamedTuple):
@@ -133,6 +159,17 @@ def errors(inputs: PrefillInputs, attend: Attention) -> Errors:
     relative = (actual - exact) / exact.square().mean().sqrt()
     cosine = F.cosine_similarity(actual.flatten(), exact.flatten(), dim=0)
     return Errors(relative.flatten(), float(cosine))
+
+
+@torch.no_grad()
+def compare(model: SparseLM, text: Tensor) -> tuple[list[dict[str, Errors]], dict[str, float]]:
+    """The errors of each layer, and the model's bits per byte; all but the attention in float32."""
+    exact_bits, captured = run(model, text, attend_float64)
+    layers = [
+        {name: errors(inputs, attend) for name, attend in ATTENTIONS.items()} for inputs in captured
+    ]
+    bits = {name: float(run(model, text, attend)[0]) for name, attend in ATTENTIONS.items()}
+    return layers, {"float64": float(exact_bits), **bits}
 
 
 def table(layers: list[dict[str, Errors]], bits: dict[str, float]) -> str:
@@ -190,29 +227,25 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("out/int8_prefill"))
-    parser.add_argument("--steps", type=int, default=300, help="training steps")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--checkpoint", type=Path, help="of train_lightning_indexer.py")
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--batch-size", type=int, default=2, help="of training")
+    parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8, help="held-out sequences")
     own = parser.parse_args()
-    options = {"out": own.out, "warmup-steps": own.steps, "sparse-steps": 0, "layers": own.layers}
-    arguments = parse_arguments(
-        ["--resume", *(part for name, x in options.items() for part in (f"--{name}", str(x)))]
-    )
-    device = set_up_device("cpu")
     own.out.mkdir(parents=True, exist_ok=True)
     train_text, held_out_text = load_corpus()
+    text = sample_windows(held_out_text, own.windows, own.sequence_length + 1, seed=0)
+    # The sizes of the model are none of the NPU's.
     with ops.limits(None):
-        trainer = Trainer(arguments, device)
-        train(trainer, train_text)
-        text = sample_windows(held_out_text, own.windows, arguments.sequence_length + 1, seed=0)
-        model = trainer.model.eval()
-        exact_bits, captured = run(model, text, attend_float64)
-        layers = [
-            {name: errors(inputs, attend) for name, attend in ATTENTIONS.items()}
-            for inputs in captured
-        ]
-        bits = {name: run(model, text, attend)[0] for name, attend in ATTENTIONS.items()}
-    result = table(layers, {"float64": exact_bits, **bits})
+        if own.checkpoint:
+            model = load(own.checkpoint)
+        else:
+            torch.manual_seed(0)
+            model = SparseLM(ModelConfig())
+            train(model, train_text, own.steps, own.batch_size, own.sequence_length)
+        layers, bits = compare(model.eval(), text)
+    result = table(layers, bits)
     (own.out / "errors.md").write_text(result)
     plot(layers, own.out / "errors.png")
     print(f"\n{result}\nsee {own.out}/errors.png and errors.md")

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ DEVICE_SHAPES = {
 }  # fmt: skip
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -72,9 +71,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         + ", ".join(f"{name} {size}" for name, size in DEVICE_SHAPES.items()),
     )
     # As defaults, so that an explicit size still wins.
-    if parser.parse_known_args(argv)[0].device_shapes:
+    if parser.parse_known_args()[0].device_shapes:
         parser.set_defaults(**DEVICE_SHAPES)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     if arguments.top_k >= arguments.sequence_length:
         parser.error("--top-k must be less than --sequence-length: nothing would be sparse")
     return arguments

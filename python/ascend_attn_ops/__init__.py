@@ -23,6 +23,7 @@ from ascend_attn_ops.kv_cache import (
 from ascend_attn_ops.limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
+from ascend_attn_ops.prompt_flash_attention import prompt_flash_attention
 from ascend_attn_ops.quantization import quantize_attention_inputs
 
 _library.load()
@@ -40,6 +41,7 @@ __all__ = [
     "nd_to_nz",
     "nz_cache_shape",
     "nz_to_nd",
+    "prompt_flash_attention",
     "quantize_attention_inputs",
     "scatter_pa_kv_cache_",
     "slot_mapping",

@@ -121,8 +121,7 @@ def flash_attention_score(
     elif atten_mask is None and needs_compressed_mask(sparse_mode):
         atten_mask = compressed_mask(sparse_mode, query.device)
     if scale_value is None:
-        width = query.shape[-1]
-        scale_value = (width // num_heads if layout in ("BSH", "SBH") else width) ** -0.5
+        scale_value = default_scale_value(query, num_heads, layout)
     if dropout_p != 0:
         keep_prob = _keep_prob(dropout_p, keep_prob, drop_mask)
         lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
@@ -230,6 +229,13 @@ def flash_attention_score_grad(
         sparse_mode=sparse_mode,
         pse_type=pse_type,
     )
+
+
+def default_scale_value(query: Tensor, num_heads: int, layout: str) -> float:
+    """1 / sqrt(D). What has no D, the operator will say."""
+    width = query.shape[-1]
+    size = width // max(num_heads, 1) if layout in ("BSH", "SBH") else width
+    return max(size, 1) ** -0.5
 
 
 def draw_drop_mask(

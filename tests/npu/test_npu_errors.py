@@ -139,6 +139,26 @@ def test_product(soc: str, product: str) -> None:
         assert "product" in outcome
 
 
+def test_310p() -> None:
+    """Its own limits: no bfloat16."""
+    text, _ = run_in_new_process(
+        """
+        import torch, ascend_attn_ops
+        for dtype in (torch.float16, torch.bfloat16):
+            x = torch.ones(1, 2, 3, 16, dtype=dtype).npu()
+            try:
+                out = ascend_attn_ops.prompt_flash_attention(x, x, x, num_heads=2, layout="BNSD")
+                print((out.cpu() == 1).all().item())
+            except TypeError as error:
+                print(error)
+        """,
+        CANN_SIM_SOC="Ascend310P3",
+    )
+    half, bfloat16 = text.strip().splitlines()[-2:]
+    assert half == "True"
+    assert "query: expected dtype float16 on Ascend 310P, got bfloat16" in bfloat16
+
+
 def test_report() -> None:
     """`python -m ascend_attn_ops` says what it runs on and that every operator is there."""
     command = [sys.executable, "-m", "ascend_attn_ops"]

@@ -1,0 +1,119 @@
+"""prompt_flash_attention against torch's scaled_dot_product_attention.
+
+    python benchmarks/prompt_flash_attention.py
+
+Prefill of one causal prompt, against is_causal; and of batches whose prompts are padded on the right,
+against the matrix of kept keys, which is the only form that takes such a mask. Products are counted
+for the pairs that the mask keeps.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import ascend_attn_ops
+import torch
+from harness import Call, Row, extra_memory, measure, print_table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of these lengths, padded to TOKENS."""
+
+    lengths: tuple[int, ...] = (TOKENS,)
+    heads: tuple[int, int] = (16, 16)
+    d: int = 128
+    causal: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        heads = self.heads[0] if len(set(self.heads)) == 1 else f"{self.heads[0]}/{self.heads[1]}"
+        lengths = "+".join(map(str, self.lengths))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"S={lengths} N={heads} D={self.d} {dtype} {'causal' if self.causal else 'full'}"
+
+    @property
+    def padded(self) -> bool:
+        return any(length < TOKENS for length in self.lengths)
+
+    def kept(self) -> Tensor:
+        """(B, 1, S, S). Rows behind a prompt keep the keys of its last row: SDPA gives NaN to none."""
+        column = torch.arange(TOKENS)
+        valid = (column < torch.tensor(self.lengths)[:, None])[:, None, None]
+        causal = column <= column[:, None]
+        return valid & causal if self.causal else valid.expand(-1, -1, TOKENS, -1)
+
+    def flops(self) -> int:
+        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        return 4 * self.heads[0] * self.d * pairs
+
+    def inputs(self) -> list[Tensor]:
+        torch.manual_seed(0)
+        n, nk = self.heads
+        shapes = [(len(self.lengths), heads, TOKENS, self.d) for heads in (n, nk, nk)]
+        return [torch.randn(shape).to(self.dtype) for shape in shapes]
+
+
+def ours(prompts: Prompts) -> Call:
+    return partial(
+        ascend_attn_ops.prompt_flash_attention,
+        *prompts.inputs(),
+        num_heads=prompts.heads[0],
+        num_key_value_heads=prompts.heads[1],
+        layout="BNSD",
+        actual_seq_lengths_query=prompts.lengths if prompts.padded else None,
+        actual_seq_lengths_key=prompts.lengths if prompts.padded else None,
+        sparse_mode=2 if prompts.causal else 0,
+    )
+
+
+def torch_sdpa(prompts: Prompts) -> Call:
+    options = {"enable_gqa": prompts.heads[0] != prompts.heads[1]}
+    if prompts.padded:
+        return partial(
+            scaled_dot_product_attention, *prompts.inputs(), attn_mask=prompts.kept(), **options
+        )
+    return partial(
+        scaled_dot_product_attention, *prompts.inputs(), is_causal=prompts.causal, **options
+    )
+
+
+RIGHT_PADDED = tuple(TOKENS * quarter // 4 for quarter in (1, 2, 3, 4))
+
+CASES = [
+    Prompts(),
+    Prompts(causal=False),
+    Prompts(heads=(32, 8)),
+    Prompts(dtype=torch.float16),
+    Prompts(RIGHT_PADDED, heads=(4, 4)),
+    Prompts(RIGHT_PADDED, heads=(4, 4), causal=False),
+    # The same sizes with a quarter and with all of the work: time follows the work.
+    Prompts((TOKENS // 4,) * 4, heads=(4, 4), causal=False),
+    Prompts((TOKENS,) * 4, heads=(4, 4), causal=False),
+]
+
+
+def rows(prompts: Prompts, rounds: int) -> list[Row]:
+    peers = {"torch SDPA": torch_sdpa(prompts)}
+    return measure(str(prompts), ours(prompts), peers, prompts.flops(), rounds)
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    print_table([row for prompts in CASES for row in rows(prompts, rounds)])
+    print("\nExtra memory at the peak of one call, outputs included (MiB)")
+    for prompts in (CASES[0], CASES[4]):
+        for make in (ours, torch_sdpa):
+            extra = extra_memory(partial(make, prompts))
+            print(f"{f'{prompts}, {make.__name__}':64} {extra / 2**20:9.1f}")
+
+
+if __name__ == "__main__":
+    main()
