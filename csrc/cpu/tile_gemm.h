@@ -5,6 +5,7 @@
 //   Input        of the tensors: at::Half, at::BFloat16, float or double
 //   Operand      of A and B: bfloat16 where the processor multiplies it, otherwise float; or double
 //   Accumulator  of C: float, or double
+// Products of 8-bit integers have an unsigned A, a signed B and an exact int32 C.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +13,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -26,9 +28,9 @@ using Accumulator = std::conditional_t<std::is_same_v<Operand, double>, double, 
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // The products of 16-bit operands take B with pairs of rows interleaved, (K / 2, N, 2), so that the
-// depth K has to be even.
+// depth K has to be even. Those of 8-bit operands take four rows at a time, (K / 4, N, 4).
 template <typename Operand>
-inline constexpr int64_t depth_step = sizeof(Operand) == 2 ? 2 : 1;
+inline constexpr int64_t depth_step = sizeof(Operand) < 4 ? 4 / sizeof(Operand) : 1;
 
 // Zero-initialised scratch memory of one thread: a row-major matrix, or an operand B of as many
 // elements. Rows start where vector loads are aligned when `columns` is a multiple of 32.
@@ -69,9 +71,11 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride
                int64_t b_stride, float* c, int64_t c_stride, bool accumulate);
 void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
                int64_t b_stride, double* c, int64_t c_stride, bool accumulate);
+void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
+               int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate);
 
-// Every thread that has called tile_gemm on bfloat16 holds one of these around its calls: tile
-// registers are configured per thread, and have to be given back.
+// Every thread that has called tile_gemm on 8 or 16-bit operands holds one of these around its
+// calls: tile registers are configured per thread, and have to be given back.
 class TileGemmScope {
  public:
   TileGemmScope() = default;
@@ -80,24 +84,33 @@ class TileGemmScope {
   TileGemmScope& operator=(const TileGemmScope&) = delete;
 };
 
+// The bits of an operand, because compilers do not vectorise copies of objects.
+inline uint16_t& bits_of(at::BFloat16& operand) { return operand.x; }
+inline uint16_t bits_of(const at::BFloat16& operand) { return operand.x; }
+inline int8_t& bits_of(int8_t& operand) { return operand; }
+inline int8_t bits_of(const int8_t& operand) { return operand; }
+
 // B (k, n) = rows (k, n). `packed` has room for round_up(k, depth_step) * n elements.
 template <typename T>
 void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
-  static_assert(depth_step<T> == 2);
+  constexpr int64_t step = depth_step<T>;
+  static_assert(step > 1);
   vectorized([=] {
-    for (int64_t i = 0; i + 1 < k; i += 2) {
-      const T* even = rows + i * stride;
-      const T* odd = even + stride;
-      T* out = packed + i * n;
-      // The bits, because compilers do not vectorise copies of objects.
+    const int64_t whole = k / step * step;
+    for (int64_t i = 0; i < whole; i += step) {
+      const T* from = rows + i * stride;
+      T* to = packed + i * n;
       for (int64_t j = 0; j < n; ++j) {
-        out[2 * j].x = even[j].x;
-        out[2 * j + 1].x = odd[j].x;
+        for (int64_t l = 0; l < step; ++l) {
+          bits_of(to[step * j + l]) = bits_of(from[l * stride + j]);
+        }
       }
     }
-    for (int64_t j = 0; k % 2 == 1 && j < n; ++j) {
-      packed[(k - 1) * n + 2 * j].x = rows[(k - 1) * stride + j].x;
-      packed[(k - 1) * n + 2 * j + 1].x = 0;
+    for (int64_t j = 0; whole < k && j < n; ++j) {
+      for (int64_t l = 0; l < step; ++l) {
+        bits_of(packed[whole * n + step * j + l]) =
+            whole + l < k ? bits_of(rows[(whole + l) * stride + j]) : 0;
+      }
     }
   });
 }
@@ -107,7 +120,7 @@ void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
 template <typename T>
 void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
   // As many elements of a row of `rows` as stand side by side in B.
-  using Group = std::conditional_t<depth_step<T> == 2, uint32_t, T>;
+  using Group = std::conditional_t<(depth_step<T> > 1), uint32_t, T>;
   constexpr int64_t step = depth_step<T>;
   vectorized([=] {
     for (int64_t i = 0; i < k; i += step) {

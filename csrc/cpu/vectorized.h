@@ -22,33 +22,50 @@ static void vectorized(Body body) {
 
 inline double exponential(double x) { return std::exp(x); }
 
-// exp(x) = 2^n * exp(r) with |r| <= ln(2) / 2, in straight-line code that compilers vectorise
-// (relative error below 1e-7). Results below the smallest normal number become 0.
+// exp(x) = 2^exponent * fraction, in straight-line code that compilers vectorise (relative error
+// below 1e-7).
+struct ExponentialParts {
+  explicit ExponentialParts(float x) {
+    // Adding 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits.
+    constexpr float rounder = 12582912.0f;
+    const float shifted = x * 1.44269504088896341f + rounder;
+    const float n = shifted - rounder;
+    // ln(2) in two parts, the first short enough for n * part to be exact.
+    const float r = (x - n * 0.693145751953125f) - n * 1.42860677e-6f;
+    float series = 1.0f / 5040;
+    series = series * r + 1.0f / 720;
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    fraction = series * r + 1.0f;
+    exponent =
+        static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder));
+  }
+
+  float fraction;  // exp(r) with |r| <= ln(2) / 2
+  int32_t exponent;
+};
+
+// Results below the smallest normal number become 0.
 inline float exponential(float x) {
-  // Adding 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits.
-  constexpr float rounder = 12582912.0f;
-  const float shifted = x * 1.44269504088896341f + rounder;
-  const float n = shifted - rounder;
-  // ln(2) in two parts, the first short enough for n * part to be exact.
-  const float r = (x - n * 0.693145751953125f) - n * 1.42860677e-6f;
-  float series = 1.0f / 5040;
-  series = series * r + 1.0f / 720;
-  series = series * r + 1.0f / 120;
-  series = series * r + 1.0f / 24;
-  series = series * r + 1.0f / 6;
-  series = series * r + 0.5f;
-  series = series * r + 1.0f;
-  series = series * r + 1.0f;
-  // 2^n in two factors: n = 128 is still in range.
-  const auto exponent =
-      static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder));
-  const int32_t half = exponent >> 1;
+  const ExponentialParts parts(x);
+  // 2^exponent in two factors: 128 is still in range.
+  const int32_t half = parts.exponent >> 1;
   const auto power = [](int32_t e) {
     return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23);
   };
-  const float result = series * power(half) * power(exponent - half);
+  const float result = parts.fraction * power(half) * power(parts.exponent - half);
   const float bounded = x < -87.33f ? 0.0f : result;
   return x > 88.72f ? std::numeric_limits<float>::infinity() : bounded;
+}
+
+// The same for x <= 0, in fewer steps: results stay above 1e-38 instead of becoming 0.
+inline float exponential_of_nonpositive(float x) {
+  const ExponentialParts parts(x > -87.0f ? x : -87.0f);
+  return std::bit_cast<float>(std::bit_cast<int32_t>(parts.fraction) +
+                              parts.exponent * (int32_t{1} << 23));
 }
 
 template <typename To, typename From>

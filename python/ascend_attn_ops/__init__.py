@@ -24,6 +24,7 @@ from ascend_attn_ops.limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
 from ascend_attn_ops.prompt_flash_attention import prompt_flash_attention
+from ascend_attn_ops.quantization import quantize_attention_inputs
 
 _library.load()
 
@@ -41,6 +42,7 @@ __all__ = [
     "nz_cache_shape",
     "nz_to_nd",
     "prompt_flash_attention",
+    "quantize_attention_inputs",
     "scatter_pa_kv_cache_",
     "slot_mapping",
     "sparse_flash_attention",

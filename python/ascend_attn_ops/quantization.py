@@ -1,0 +1,142 @@
+"""From floating-point tensors to the int8 path of prompt_flash_attention."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LARGEST = 127.0
+_SMALLEST_SCALE = 2.0**-126
+# What the device uses of a float32 that is given as a uint64: its upper 19 bits.
+_UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
+
+
+class QuantizedAttentionInputs(NamedTuple):
+    """Arguments of prompt_flash_attention, by their names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    deq_scale1: Tensor
+    quant_scale1: Tensor
+    deq_scale2: Tensor
+
+
+@torch.no_grad()
+def quantize_attention_inputs(
+    query: Tensor, key: Tensor, value: Tensor, *, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedAttentionInputs:
+    """int8 tensors and the scales with which prompt_flash_attention computes from them.
+
+    Symmetric, with one scale per tensor. With a the largest absolute value of a tensor::
+
+        x8 = round(x / s),  s = a / 127
+
+        deq_scale1   = s_query * s_key        of the integer products of query and key
+        quant_scale1 = 127                    of the exponentials, which are at most 1
+        deq_scale2   = s_value / 127          of their integer products with value
+
+    A scale that its dtype cannot represent is rounded up, and key or value are quantised with what
+    the operator will use: the dtype costs no accuracy beyond its own spacing. All-zero tensors
+    become zeros. Waits for the device once, to read the three largest values.
+
+    Args:
+        query: any shape and layout; float16, bfloat16 or float32.
+        key: the same.
+        value: the same.
+        scale_dtype: of deq_scale1 and deq_scale2, torch.float32 or torch.uint64, which holds the
+            bits of a float32 of which the device uses the upper 19.
+
+    Returns:
+        query, key, value: int8, of the same shapes, on the same device; deq_scale1, deq_scale2: (1)
+        of scale_dtype; quant_scale1: (1) float32. The names are those of prompt_flash_attention's
+        arguments, so that `_asdict()` gives its keyword arguments.
+
+    Raises:
+        TypeError: a tensor has no floating-point dtype, or scale_dtype is neither of the two.
+        ValueError: a tensor has infinite or NaN elements, or elements so large that the product of
+            two scales is infinite.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query, key, value = torch.randn(3, 1, 4, 100, 64, dtype=torch.bfloat16)
+        >>> inputs = ascend_attn_ops.quantize_attention_inputs(query, key, value)
+        >>> out = ascend_attn_ops.prompt_flash_attention(
+        ...     **inputs._asdict(), num_heads=4, layout="BNSD", sparse_mode=3, scale_value=64**-0.5)
+        >>> out.shape, out.dtype
+        (torch.Size([1, 4, 100, 64]), torch.float16)
+    """
+    if scale_dtype not in _UNUSED_BITS:
+        raise TypeError(
+            "ascend::quantize_attention_inputs: scale_dtype: expected torch.float32 or "
+            f"torch.uint64, got {scale_dtype}"
+        )
+    tensors = {"query": query, "key": key, "value": value}
+    s_query, s_key, s_value = (
+        max(largest / _LARGEST, _SMALLEST_SCALE) if largest else 1.0
+        for largest in _largest(tensors)
+    )
+    deq_scale1 = _rounded_up(s_query * s_key, scale_dtype)
+    deq_scale2 = _rounded_up(s_value / _LARGEST, scale_dtype)
+    return QuantizedAttentionInputs(
+        query=_to_int8(query, s_query),
+        key=_to_int8(key, deq_scale1 / s_query),
+        value=_to_int8(value, deq_scale2 * _LARGEST),
+        deq_scale1=_scale(deq_scale1, scale_dtype, query.device),
+        quant_scale1=_scale(_LARGEST, torch.float32, query.device),
+        deq_scale2=_scale(deq_scale2, scale_dtype, query.device),
+    )
+
+
+def _largest(tensors: dict[str, Tensor]) -> list[float]:
+    """The largest absolute value of each tensor, 0 of an empty one."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"ascend::quantize_attention_inputs: {name}: expected a floating-point dtype, got "
+                f"{tensor.dtype}"
+            )
+    values = [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors.values()]
+    largest: list[float] = torch.stack([x.float() for x in values]).tolist()
+    for name, value in zip(tensors, largest, strict=True):
+        if not math.isfinite(value):
+            raise ValueError(
+                f"ascend::quantize_attention_inputs: {name}: expected finite elements, got {value}"
+            )
+    return largest
+
+
+def _to_int8(x: Tensor, scale: float) -> Tensor:
+    return (x.float() / scale).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+
+
+def _rounded_up(scale: float, dtype: torch.dtype) -> float:
+    """The smallest number that is not less, among those that the operator reads from `dtype`."""
+    try:
+        bits = _bits(max(scale, _SMALLEST_SCALE))
+    except OverflowError:
+        raise ValueError(
+            "ascend::quantize_attention_inputs: key: expected elements whose scale times query's "
+            f"is a float32, got a product of {scale:.3g}"
+        ) from None
+    if _float(bits) < scale:
+        bits += 1
+    unused = (1 << _UNUSED_BITS[dtype]) - 1
+    return _float((bits + unused) & ~unused)
+
+
+def _bits(x: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", x))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def _scale(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    number = _bits(value) if dtype == torch.uint64 else value
+    return torch.tensor([number], dtype=dtype, device=device)
