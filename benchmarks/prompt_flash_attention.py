@@ -2,9 +2,9 @@
 
     python benchmarks/prompt_flash_attention.py
 
-Prefill of one causal prompt, against is_causal; and of batches whose prompts are padded on the right,
-against the matrix of kept keys, which is the only form that takes such a mask. Products are counted
-for the pairs that the mask keeps.
+Prefill of one causal prompt, against is_causal; and of batches whose prompts are padded on the
+right, against the matrix of kept keys, which is the only form that takes such a mask. Products are
+counted for the pairs that the mask keeps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Prompts:
         return any(length < TOKENS for length in self.lengths)
 
     def kept(self) -> Tensor:
-        """(B, 1, S, S). Rows behind a prompt keep the keys of its last row: SDPA gives NaN to none."""
+        """(B, 1, S, S). Rows behind a prompt keep its keys: SDPA gives NaN where none is kept."""
         column = torch.arange(TOKENS)
         valid = (column < torch.tensor(self.lengths)[:, None])[:, None, None]
         causal = column <= column[:, None]
@@ -74,13 +74,16 @@ def ours(prompts: Prompts) -> Call:
 
 
 def torch_sdpa(prompts: Prompts) -> Call:
-    options = {"enable_gqa": prompts.heads[0] != prompts.heads[1]}
-    if prompts.padded:
-        return partial(
-            scaled_dot_product_attention, *prompts.inputs(), attn_mask=prompts.kept(), **options
-        )
+    q, k, v = prompts.inputs()
+    kept = prompts.kept() if prompts.padded else None
     return partial(
-        scaled_dot_product_attention, *prompts.inputs(), is_causal=prompts.causal, **options
+        scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        attn_mask=kept,
+        is_causal=prompts.causal and kept is None,
+        enable_gqa=prompts.heads[0] != prompts.heads[1],
     )
 
 
