@@ -21,7 +21,7 @@ import ascend_attn_ops as ops
 import matplotlib
 import torch
 from python_corpus import load_corpus, sample_windows
-from sparse_lm import LatentAttention, ModelConfig, SparseLM
+from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -98,10 +98,11 @@ ATTENTIONS: dict[str, Attention] = {"bfloat16": attend_bfloat16, "int8": attend_
 
 
 def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[Tensor, list[PrefillInputs]]:
-    """Bits per byte of (B, S + 1) bytes with that attention, and what each layer's attention read."""
+    """Bits per byte of (B, S + 1) bytes with that attention, and the inputs of each layer's."""
     captured = []
     x = model.embed(text[:, :-1])
     for block in model.blocks:
+        assert isinstance(block, Block)
         inputs = prefill_inputs(block.attention, block.attention_norm(x))
         captured.append(inputs)
         attended = attend(inputs)[..., : inputs.value_dim].float()
@@ -228,7 +229,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/int8_prefill"))
     parser.add_argument("--checkpoint", type=Path, help="of train_lightning_indexer.py")
-    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--batch-size", type=int, default=2, help="of training")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8, help="held-out sequences")
