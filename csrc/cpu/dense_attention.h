@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "cpu/rounding.h"
 #include "cpu/token_rows.h"
 #include "ops/attention_mask.h"
 #include "ops/flash_attention.h"
@@ -59,6 +60,8 @@ struct DenseAttention {
   Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, size, value_size;
   double scale;
+  // Rows over as many keys, or fewer, keep what rounding their weights to 16 bits would lose.
+  int64_t few_keys = kFewKeys;
   at::Tensor query, key, value;  // by head, with dense rows
   std::vector<AttentionSequence> sequences;
 
