@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,10 +132,9 @@ def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: in
 
 
 def load(checkpoint: Path) -> SparseLM:
-    """The model of train_lightning_indexer.py."""
+    """The model of this script or of train_lightning_indexer.py."""
     state = torch.load(checkpoint, weights_only=True)
-    fields = ModelConfig.__dataclass_fields__
-    model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in fields}))
+    model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in asdict(ModelConfig())}))
     model.load_state_dict(state["model"])
     return model
 
@@ -228,7 +228,9 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("out/int8_prefill"))
-    parser.add_argument("--checkpoint", type=Path, help="of train_lightning_indexer.py")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="of this script or of train_lightning_indexer.py"
+    )
     parser.add_argument("--steps", type=int, default=600, help="of training")
     parser.add_argument("--batch-size", type=int, default=2, help="of training")
     parser.add_argument("--sequence-length", type=int, default=512)
@@ -245,6 +247,8 @@ def main() -> None:
             torch.manual_seed(0)
             model = SparseLM(ModelConfig())
             train(model, train_text, own.steps, own.batch_size, own.sequence_length)
+            state = {"recipe": asdict(ModelConfig()), "model": model.state_dict()}
+            torch.save(state, own.out / "checkpoint.pt")
         layers, bits = compare(model.eval(), text)
     result = table(layers, bits)
     (own.out / "errors.md").write_text(result)

@@ -48,7 +48,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = {"recipe": asdict(config), "model": SparseLM(config).state_dict()}
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     sizes = ["--sequence-length=40", "--windows=1", f"--out={tmp_path}"]
-    for source in ("--steps=2", f"--checkpoint={tmp_path / 'checkpoint.pt'}"):
+    for source in (f"--checkpoint={tmp_path / 'checkpoint.pt'}", "--steps=2"):
         monkeypatch.setattr(sys, "argv", ["int8_prefill.py", source, *sizes])
         int8_prefill.main()
         lines = (tmp_path / "errors.md").read_text().splitlines()
