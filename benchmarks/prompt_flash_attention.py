@@ -3,8 +3,9 @@
     python benchmarks/prompt_flash_attention.py
 
 Prefill of one causal prompt, against is_causal; and of batches whose prompts are padded on the
-right, against the matrix of kept keys, which is the only form that takes such a mask. Products are
-counted for the pairs that the mask keeps.
+right, against the matrix of kept keys, which is the only form that takes such a mask. Then int8
+against bfloat16, with tensors that are int8 already and with their quantisation in the call.
+Products are counted for the pairs that the mask keeps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import ascend_attn_ops
 import torch
@@ -60,17 +62,19 @@ class Prompts:
         return [torch.randn(shape).to(self.dtype) for shape in shapes]
 
 
+def options(prompts: Prompts) -> dict[str, Any]:
+    return {
+        "num_heads": prompts.heads[0],
+        "num_key_value_heads": prompts.heads[1],
+        "layout": "BNSD",
+        "actual_seq_lengths_query": prompts.lengths if prompts.padded else None,
+        "actual_seq_lengths_key": prompts.lengths if prompts.padded else None,
+        "sparse_mode": 2 if prompts.causal else 0,
+    }
+
+
 def ours(prompts: Prompts) -> Call:
-    return partial(
-        ascend_attn_ops.prompt_flash_attention,
-        *prompts.inputs(),
-        num_heads=prompts.heads[0],
-        num_key_value_heads=prompts.heads[1],
-        layout="BNSD",
-        actual_seq_lengths_query=prompts.lengths if prompts.padded else None,
-        actual_seq_lengths_key=prompts.lengths if prompts.padded else None,
-        sparse_mode=2 if prompts.causal else 0,
-    )
+    return partial(ascend_attn_ops.prompt_flash_attention, *prompts.inputs(), **options(prompts))
 
 
 def torch_sdpa(prompts: Prompts) -> Call:
@@ -85,6 +89,21 @@ def torch_sdpa(prompts: Prompts) -> Call:
         is_causal=prompts.causal and kept is None,
         enable_gqa=prompts.heads[0] != prompts.heads[1],
     )
+
+
+def ours_int8(prompts: Prompts) -> Call:
+    quantized = ascend_attn_ops.quantize_attention_inputs(*prompts.inputs())
+    return partial(
+        ascend_attn_ops.prompt_flash_attention, **quantized._asdict(), **options(prompts)
+    )
+
+
+def ours_quantizing(prompts: Prompts) -> Call:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        quantized = ascend_attn_ops.quantize_attention_inputs(query, key, value)
+        return ascend_attn_ops.prompt_flash_attention(**quantized._asdict(), **options(prompts))
+
+    return partial(call, *prompts.inputs())
 
 
 RIGHT_PADDED = tuple(TOKENS * quarter // 4 for quarter in (1, 2, 3, 4))
@@ -107,13 +126,28 @@ def rows(prompts: Prompts, rounds: int) -> list[Row]:
     return measure(str(prompts), ours(prompts), peers, prompts.flops(), rounds)
 
 
+INT8_CASES = [
+    Prompts(),
+    Prompts(causal=False),
+    Prompts(heads=(32, 8)),
+    Prompts(RIGHT_PADDED, heads=(4, 4)),
+]
+
+
+def int8_rows(prompts: Prompts, rounds: int) -> list[Row]:
+    peers = {"from bfloat16": ours_quantizing(prompts), "bfloat16": ours(prompts)}
+    return measure(f"int8 {prompts}", ours_int8(prompts), peers, prompts.flops(), rounds)
+
+
 def main() -> None:
     torch.set_num_threads(2)
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print_table([row for prompts in CASES for row in rows(prompts, rounds)])
+    print("\nint8 inputs, float16 output; the same prompts in bfloat16")
+    print_table([row for prompts in INT8_CASES for row in int8_rows(prompts, rounds)])
     print("\nExtra memory at the peak of one call, outputs included (MiB)")
     for prompts in (CASES[0], CASES[4]):
-        for make in (ours, torch_sdpa):
+        for make in (ours, ours_int8, torch_sdpa):
             extra = extra_memory(partial(make, prompts))
             print(f"{f'{prompts}, {make.__name__}':64} {extra / 2**20:9.1f}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import ascend_attn_ops as ops
 import matplotlib
 import torch
 from python_corpus import load_corpus, sample_windows
-from sparse_lm import LatentAttention, ModelConfig, SparseLM
+from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -98,10 +99,11 @@ ATTENTIONS: dict[str, Attention] = {"bfloat16": attend_bfloat16, "int8": attend_
 
 
 def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[Tensor, list[PrefillInputs]]:
-    """Bits per byte of (B, S + 1) bytes with that attention, and what each layer's attention read."""
+    """Bits per byte of (B, S + 1) bytes with that attention, and the inputs of each layer's."""
     captured = []
     x = model.embed(text[:, :-1])
     for block in model.blocks:
+        assert isinstance(block, Block)
         inputs = prefill_inputs(block.attention, block.attention_norm(x))
         captured.append(inputs)
         attended = attend(inputs)[..., : inputs.value_dim].float()
@@ -130,10 +132,9 @@ def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: in
 
 
 def load(checkpoint: Path) -> SparseLM:
-    """The model of train_lightning_indexer.py."""
+    """The model of this script or of train_lightning_indexer.py."""
     state = torch.load(checkpoint, weights_only=True)
-    fields = ModelConfig.__dataclass_fields__
-    model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in fields}))
+    model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in asdict(ModelConfig())}))
     model.load_state_dict(state["model"])
     return model
 
@@ -193,14 +194,14 @@ def plot(layers: list[dict[str, Errors]], path: Path) -> None:
     """How often an element is off by how much, one panel per layer."""
     # Any: matplotlib types the keys as the literal names of all its settings.
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
-    bins = [10 ** (exponent / 20) for exponent in range(-100, 21)]
+    bins = [10 ** (exponent / 20) for exponent in range(-100, 1)]
     with plt.rc_context(style):
         figure, panels = plt.subplots(
             1, len(layers), figsize=(5.5 * len(layers), 4), sharey=True, squeeze=False
         )
         for index, (axes, layer) in enumerate(zip(panels[0], layers, strict=True)):
             for name, error in layer.items():
-                sizes = error.relative.abs().clamp(bins[0], bins[-1])
+                sizes = error.relative.abs()
                 axes.hist(
                     sizes.numpy(),
                     bins=bins,
@@ -213,7 +214,7 @@ def plot(layers: list[dict[str, Errors]], path: Path) -> None:
             axes.set_xscale("log")
             axes.set_title(f"layer {index}")
             axes.set_xlabel("|error| / RMS of the exact output")
-            axes.legend(loc="upper left", frameon=False)
+            axes.legend(loc="upper right", frameon=False)
         panels[0][0].set_ylabel("share of elements")
         figure.suptitle("prompt_flash_attention against float64, on held-out text")
         figure.tight_layout()
@@ -227,7 +228,9 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("out/int8_prefill"))
-    parser.add_argument("--checkpoint", type=Path, help="of train_lightning_indexer.py")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="of this script or of train_lightning_indexer.py"
+    )
     parser.add_argument("--steps", type=int, default=600, help="of training")
     parser.add_argument("--batch-size", type=int, default=2, help="of training")
     parser.add_argument("--sequence-length", type=int, default=512)
@@ -244,6 +247,8 @@ def main() -> None:
             torch.manual_seed(0)
             model = SparseLM(ModelConfig())
             train(model, train_text, own.steps, own.batch_size, own.sequence_length)
+            state = {"recipe": asdict(ModelConfig()), "model": model.state_dict()}
+            torch.save(state, own.out / "checkpoint.pt")
         layers, bits = compare(model.eval(), text)
     result = table(layers, bits)
     (own.out / "errors.md").write_text(result)

@@ -21,13 +21,13 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Products of query and key that a thread keeps from the first pass for the second, in tiles of
-// 64 KB. Where they do not suffice, the second pass multiplies again.
+// Tiles of 64 KB in which a thread keeps the products of query and key from the first pass for the
+// second. Where they do not suffice, the second pass multiplies again.
 constexpr int64_t kKeptTiles = 256;
 // tile_gemm wants an unsigned A: query + 128.
 constexpr int32_t kQueryOffset = 128;
-// As many products of exponential and value, of 128 * 128 each, as an int32 can add up.
-constexpr int64_t kExactKeys = (int64_t{1} << 31) / (128 * 128) - kKeyBlock;
+// An int32 adds up so many products of exponential and value, of 128 * 128 at most.
+constexpr int64_t kExactKeys = (int64_t{1} << 31) / (128 * 128) - 1;
 
 constexpr int32_t kNoScore = std::numeric_limits<int32_t>::min();
 constexpr float kLargestHalf = 65504.0f;
@@ -250,7 +250,8 @@ class QuantizedAttention {
     });
   }
 
-  // Turns products into exp(score - max) rounded to 8 bits, and into 0 where a row keeps no key.
+  // Turns products into exp(score - max) rounded to 8 bits, without the sign of quant_scale1, and
+  // into 0 where a row keeps no key: exp(-65504 - max), as far as fp32 is concerned.
   void exponentiate(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
                     const TileColumns& columns, const int32_t* terms, const int32_t* products) {
     const float quant = std::abs(scales_.quant_scale1);

@@ -64,8 +64,8 @@ inline float exponential(float x) {
 // The same for x <= 0, in fewer steps: results stay above 1e-38 instead of becoming 0.
 inline float exponential_of_nonpositive(float x) {
   const ExponentialParts parts(x > -87.0f ? x : -87.0f);
-  return std::bit_cast<float>(std::bit_cast<int32_t>(parts.fraction) +
-                              parts.exponent * (int32_t{1} << 23));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(parts.fraction) +
+                              (static_cast<uint32_t>(parts.exponent) << 23));
 }
 
 template <typename To, typename From>

@@ -111,7 +111,7 @@ def _largest(tensors: dict[str, Tensor]) -> list[float]:
 
 
 def _to_int8(x: Tensor, scale: float) -> Tensor:
-    return (x.float() / scale).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+    return x.to(torch.float32, copy=True).div_(scale).round_().to(torch.int8)
 
 
 def _rounded_up(scale: float, dtype: torch.dtype) -> float:
