@@ -1,9 +1,11 @@
 #include "npu/aclnn/arguments.h"
 
 #include <c10/util/Exception.h>
-#include <op_plugin/utils/op_api_common_base.h>
 
 #include <algorithm>
+#include <type_traits>
+
+#include "npu/aclnn/library.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -17,7 +19,7 @@ struct Makers {
 
   template <typename Pointer>
   static Pointer find(const char* name) {
-    return reinterpret_cast<Pointer>(GetOpApiFuncAddr(name));
+    return find_function<std::remove_pointer_t<Pointer>>(name);
   }
 };
 
@@ -59,6 +61,21 @@ TensorHandle TensorArgument::create() const {
       ACL_FORMAT_ND, &storage_elements_, 1, storage_));
 }
 
+void TensorArgument::add_to(ExecutorKey& key) const {
+  key.add(device_.has_value());
+  if (!device_) {
+    return;
+  }
+  key.add(device_->index());
+  key.add(dtype_);
+  key.add(storage_elements_);
+  key.add(offset_);
+  key.add(dimensions_);
+  key.add(sizes_.data(), dimensions_ * sizeof(int64_t));
+  key.add(strides_.data(), dimensions_ * sizeof(int64_t));
+  key.add_address(storage_);
+}
+
 IntArrayArgument::IntArrayArgument(std::optional<at::IntArrayRef> values) {
   if (values) {
     values_.emplace(values->begin(), values->end());
@@ -75,6 +92,14 @@ IntArrayArgument::IntArrayArgument(c10::SymIntArrayRef values) {
 IntArrayHandle IntArrayArgument::create() const {
   return IntArrayHandle(values_ ? makers().create_int_array(values_->data(), values_->size())
                                 : nullptr);
+}
+
+void IntArrayArgument::add_to(ExecutorKey& key) const {
+  key.add(values_.has_value());
+  if (values_) {
+    key.add(values_->size());
+    key.add(values_->data(), values_->size() * sizeof(int64_t));
+  }
 }
 
 }  // namespace ascend_attn::aclnn

@@ -15,6 +15,7 @@
 #include <string>
 #include <string_view>
 
+#include "npu/aclnn/executor_cache.h"
 #include "npu/aclnn/prototypes.h"
 
 namespace ascend_attn::aclnn {
@@ -35,6 +36,7 @@ class TensorArgument {
   TensorArgument(std::nullopt_t) : TensorArgument(at::Tensor()) {}
 
   TensorHandle create() const;
+  void add_to(ExecutorKey& key) const;
   const std::optional<c10::Device>& device() const { return device_; }
 
  private:
@@ -58,6 +60,7 @@ class IntArrayArgument {
   IntArrayArgument(c10::SymIntArrayRef values);
 
   IntArrayHandle create() const;
+  void add_to(ExecutorKey& key) const;
 
  private:
   std::optional<c10::SmallVector<int64_t, 8>> values_;
@@ -69,6 +72,7 @@ class TextArgument {
 
   // aclnn declares its texts as char* and does not write to them.
   char* create() const { return const_cast<char*>(text_.c_str()); }
+  void add_to(ExecutorKey& key) const { key.add(std::string_view(text_)); }
 
  private:
   std::string text_;
@@ -82,6 +86,7 @@ class NumberArgument {
   NumberArgument(U value) : value_(value) {}
 
   T create() const { return value_; }
+  void add_to(ExecutorKey& key) const { key.add(value_); }
 
  private:
   T value_;
