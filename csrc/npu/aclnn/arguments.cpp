@@ -1,6 +1,7 @@
 #include "npu/aclnn/arguments.h"
 
 #include <c10/util/Exception.h>
+#include <torch_npu/csrc/core/NPUStorageImpl.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -48,6 +49,10 @@ TensorArgument::TensorArgument(const at::Tensor& tensor) {
   std::ranges::copy(sizes, sizes_.begin());
   std::ranges::copy(strides, strides_.begin());
   const auto& storage = tensor.storage();
+  if (device_->is_privateuseone()) {
+    format_ = static_cast<const torch_npu::NPUStorageImpl*>(storage.unsafeGetStorageImpl())
+                  ->npu_desc_.npu_format_;
+  }
   storage_ = const_cast<void*>(storage.data());
   storage_elements_ = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
 }

@@ -38,6 +38,8 @@ class TensorArgument {
   TensorHandle create() const;
   void add_to(ExecutorKey& key) const;
   const std::optional<c10::Device>& device() const { return device_; }
+  // In which order the memory has the elements, an aclFormat.
+  int format() const { return format_; }
 
  private:
   // No aclnn function of attention takes more.
@@ -46,6 +48,7 @@ class TensorArgument {
   std::optional<c10::Device> device_;  // absent: no tensor
   void* storage_ = nullptr;
   int dtype_ = 0;
+  int format_ = 0;
   int64_t storage_elements_ = 0;
   int64_t offset_ = 0;
   uint64_t dimensions_ = 0;

@@ -4,10 +4,12 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 #include <torch_npu/csrc/core/npu/NPUException.h>
 #include <torch_npu/csrc/core/npu/NPUWorkspaceAllocator.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -196,6 +198,14 @@ int execute(const Function& function, Prepared& prepared, void* workspace, aclrt
   return status;
 }
 
+// Whether tensors of an aclFormat have their elements in blocks that strides do not tell of.
+bool is_private(int format) {
+  constexpr std::array kPlain{ACL_FORMAT_ND,    ACL_FORMAT_NCHW, ACL_FORMAT_NCL,
+                              ACL_FORMAT_NCDHW, ACL_FORMAT_NC,   ACL_FORMAT_NHWC,
+                              ACL_FORMAT_NDHWC, ACL_FORMAT_HWCN, ACL_FORMAT_UNDEFINED};
+  return std::ranges::find(kPlain, format) == kPlain.end();
+}
+
 }  // namespace
 
 Function::Function(const char* op, const char* name, bool reuses_executor)
@@ -210,20 +220,30 @@ Function::Function(const char* op, const char* name, bool reuses_executor)
           c10::str("expected Ascend 910B, 910_93, 950 or 310P, got SoC '", soc, "'"));
   }
   if (!first_phase || !second_phase) {
+    const auto version = GetCANNVersion("CANN");
     raise(Violation::not_implemented, op, name,
-          "is not in this CANN (needs one whose libopapi.so, or a libcust_opapi.so, has it)",
+          c10::str("is not in this CANN", version.empty() ? "" : " " + version,
+                   " (needs one whose libopapi.so, or a libcust_opapi.so, has it)"),
           Status::runtime);
   }
 }
 
-void check_device(const Function& function, int position, const c10::Device& device,
+void check_tensor(const Function& function, int position, const TensorArgument& tensor,
                   std::optional<c10::Device>& first) {
+  const auto& device = *tensor.device();
   if (!first) {
     first = device;
   }
+  const auto name = [&] { return c10::str("argument ", position, " of ", function.name); };
   if (device != *first || !device.is_privateuseone()) [[unlikely]] {
-    raise(Violation::value, function.op, c10::str("argument ", position, " of ", function.name),
+    raise(Violation::value, function.op, name(),
           c10::str("expected a tensor on ", *first, ", got one on ", device));
+  }
+  if (is_private(tensor.format())) [[unlikely]] {
+    raise(Violation::value, function.op, name(),
+          c10::str("expected a tensor of a plain format, got one of the NPU's private format ",
+                   tensor.format(), "; torch_npu.npu_format_cast(tensor, ", int{ACL_FORMAT_ND},
+                   ") converts it"));
   }
 }
 

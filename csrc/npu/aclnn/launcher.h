@@ -104,8 +104,9 @@ class ArgumentsOf final : public Arguments {
   std::tuple<Argument<Parameters>...> arguments_;
 };
 
-// Checks that every tensor is on the device of the first; `position` counts arguments.
-void check_device(const Function& function, int position, const c10::Device& device,
+// Checks that a tensor has its elements in the order of its strides, and is on the device of the
+// first; `position` counts arguments.
+void check_tensor(const Function& function, int position, const TensorArgument& tensor,
                   std::optional<c10::Device>& first);
 
 template <typename... Parameters>
@@ -116,7 +117,7 @@ c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
     ++position;
     if constexpr (requires { argument.device(); }) {
       if (argument.device()) {
-        check_device(function, position, *argument.device(), first);
+        check_tensor(function, position, argument, first);
       }
     }
   };
