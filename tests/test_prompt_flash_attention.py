@@ -144,6 +144,17 @@ def test_int8_output_saturates_and_rounds_half_to_even() -> None:
     assert out.flatten()[:8].tolist() == [0, 2, 2, 0, -2, 127, -128, 126]
 
 
+def test_the_default_dtype_does_not_matter() -> None:
+    tensors = qkv(5, 6, torch.float16)
+    options = {"quant_scale2": torch.tensor([30.0]), "scale_value": 0.25}
+    expected = attend(*tensors, **options)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(attend(*tensors, **options), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("mode", [2, 3, 4])
 def test_the_function_builds_the_compressed_mask(mode: int) -> None:
     tensors = qkv(9, 14)

@@ -42,7 +42,7 @@ class OutputQuantization {
   OutputQuantization(const at::Tensor& scale, const std::optional<at::Tensor>& offset,
                      int64_t channels)
       : scale_(per_channel(scale, channels)),
-        offset_(offset ? per_channel(*offset, channels) : at::zeros({channels})) {}
+        offset_(offset ? per_channel(*offset, channels) : at::zeros({channels}, at::kFloat)) {}
 
   // to = the int8 form of factor * from, the output of one head of `size` channels.
   template <typename T>

@@ -40,7 +40,8 @@ void PromptAttentionRules::tensors() const {
   check_attention_dtype(kName, query(), /*or_int8=*/true);
   limits_.dtype("query", op_.query.scalar_type());
   const int64_t rank = layout_ == Layout::BSH ? 3 : 4;
-  for (const auto& argument : inputs()) {
+  for (const auto& argument :
+       {query(), TensorArgument{"key", op_.key}, TensorArgument{"value", op_.value}}) {
     check_value(argument.tensor.dim() == rank, kName, argument.name, "expected rank ", rank,
                 " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
     check_device(kName, argument, query());
@@ -67,42 +68,43 @@ void PromptAttentionRules::heads() {
 // Sizes of the axes, and that the three tensors agree about them.
 void PromptAttentionRules::sizes() {
   const auto axes = axes_of(layout_);
-  const auto heads_of = [this](const TensorArgument& argument) {
-    return &argument.tensor == &op_.query ? op_.num_heads : key_heads_;
-  };
   batch_ = op_.query.sym_size(0);
   queries_ = op_.query.sym_size(axes.tokens);
   keys_ = op_.key.sym_size(axes.tokens);
+  size_ = op_.query.sym_size(-1);
   if (layout_ == Layout::BSH) {
-    check_value(divides(op_.num_heads, op_.query.sym_size(2)), kName, "query",
+    check_value(divides(op_.num_heads, size_), kName, "query",
                 "expected H to be a multiple of num_heads = ", op_.num_heads, ", got shape ",
                 op_.query.sym_sizes());
-    size_ = op_.query.sym_size(2) / op_.num_heads;
-  } else {
-    size_ = op_.query.sym_size(3);
+    size_ = size_ / op_.num_heads;
   }
   check_value(size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
               op_.query.sym_sizes());
-  for (const auto& argument : inputs()) {
-    const auto& tensor = argument.tensor;
-    const auto heads = heads_of(argument);
-    if (layout_ == Layout::BSH) {
-      check_value(same(tensor.sym_size(2), heads * size_), kName, argument.name,
-                  "expected H = num_key_value_heads * D = ", heads, " * ", size_, ", got shape ",
-                  tensor.sym_sizes());
-    } else {
-      const bool of_query = &tensor == &op_.query;
-      check_value(same(tensor.sym_size(axes.heads), heads), kName, argument.name, "expected ",
-                  of_query ? "num_heads" : "num_key_value_heads", " = ", heads,
-                  " heads, got shape ", tensor.sym_sizes());
-      check_value(same(tensor.sym_size(3), size_), kName, argument.name,
-                  "expected query's D = ", size_, ", got shape ", tensor.sym_sizes());
-    }
-    check_value(same(tensor.sym_size(0), batch_), kName, argument.name,
-                "expected query's batch size ", batch_, ", got shape ", tensor.sym_sizes());
+  agrees(query(), "num_heads", op_.num_heads);
+  for (const auto& argument :
+       {TensorArgument{"key", op_.key}, TensorArgument{"value", op_.value}}) {
+    agrees(argument, "num_key_value_heads", key_heads_);
+    check_value(same(argument.tensor.sym_size(0), batch_), kName, argument.name,
+                "expected query's batch size ", batch_, ", got shape ",
+                argument.tensor.sym_sizes());
   }
   check_value(same(op_.value.sym_size(axes.tokens), keys_), kName, "value",
               "expected as many tokens as key, ", keys_, ", got shape ", op_.value.sym_sizes());
+}
+
+void PromptAttentionRules::agrees(TensorArgument argument, const char* number,
+                                  const c10::SymInt& heads) const {
+  const auto& tensor = argument.tensor;
+  if (layout_ == Layout::BSH) {
+    check_value(same(tensor.sym_size(2), heads * size_), kName, argument.name,
+                "expected H = ", number, " * D = ", heads, " * ", size_, ", got shape ",
+                tensor.sym_sizes());
+    return;
+  }
+  check_value(same(tensor.sym_size(axes_of(layout_).heads), heads), kName, argument.name,
+              "expected ", number, " = ", heads, " heads, got shape ", tensor.sym_sizes());
+  check_value(same(tensor.sym_size(3), size_), kName, argument.name, "expected query's D = ", size_,
+              ", got shape ", tensor.sym_sizes());
 }
 
 void PromptAttentionRules::limits() const {

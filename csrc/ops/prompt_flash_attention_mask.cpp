@@ -1,4 +1,6 @@
 // The rules about atten_mask, sparse_mode, pre_tokens and next_tokens.
+#include <cstdint>
+
 #include "ops/attention_mask.h"
 #include "ops/error.h"
 #include "ops/prompt_flash_attention_rules.h"

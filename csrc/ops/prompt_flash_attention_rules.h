@@ -3,7 +3,6 @@
 
 #include <c10/core/SymInt.h>
 
-#include <array>
 #include <vector>
 
 #include "ops/layout.h"
@@ -28,6 +27,8 @@ class PromptAttentionRules {
   void tensors() const;
   void heads();
   void sizes();
+  // Its number of heads, which the argument `number` gives, and their size.
+  void agrees(TensorArgument argument, const char* number, const c10::SymInt& heads) const;
   void limits() const;
 
   void full_mask() const;
@@ -41,9 +42,6 @@ class PromptAttentionRules {
 
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
   bool is_310p() const { return limits_.product() == Product::P310; }
-  std::array<TensorArgument, 3> inputs() const {
-    return {query(), {"key", op_.key}, {"value", op_.value}};
-  }
   TensorArgument query() const { return {"query", op_.query}; }
   // Of every batch; none while one of them is symbolic.
   std::vector<Lengths> sequence_lengths() const;
