@@ -11,7 +11,7 @@ Products are counted for the pairs that the mask keeps.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class Prompts:
         return any(length < TOKENS for length in self.lengths)
 
     def kept(self) -> Tensor:
-        """(B, 1, S, S). Rows behind a prompt keep the keys of its last row: SDPA gives NaN to none."""
+        """(B, 1, S, S). Rows behind a prompt keep its keys: SDPA gives NaN where none is kept."""
         column = torch.arange(TOKENS)
         valid = (column < torch.tensor(self.lengths)[:, None])[:, None, None]
         causal = column <= column[:, None]
@@ -78,13 +78,16 @@ def ours(prompts: Prompts) -> Call:
 
 
 def torch_sdpa(prompts: Prompts) -> Call:
-    options = {"enable_gqa": prompts.heads[0] != prompts.heads[1]}
-    if prompts.padded:
-        return partial(
-            scaled_dot_product_attention, *prompts.inputs(), attn_mask=prompts.kept(), **options
-        )
+    q, k, v = prompts.inputs()
+    kept = prompts.kept() if prompts.padded else None
     return partial(
-        scaled_dot_product_attention, *prompts.inputs(), is_causal=prompts.causal, **options
+        scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        attn_mask=kept,
+        is_causal=prompts.causal and kept is None,
+        enable_gqa=prompts.heads[0] != prompts.heads[1],
     )
 
 
@@ -133,7 +136,8 @@ INT8_CASES = [
 
 def int8_rows(prompts: Prompts, rounds: int) -> list[Row]:
     peers = {"from bfloat16": ours_quantizing(prompts), "bfloat16": ours(prompts)}
-    return measure(f"int8 {prompts}", ours_int8(prompts), peers, prompts.flops(), rounds)
+    case = str(replace(prompts, dtype=torch.int8))
+    return measure(case, ours_int8(prompts), peers, prompts.flops(), rounds)
 
 
 def main() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, OPERATORS, RECIPES, Recipe, Sample, as_tuple
+from samples import (
+    DIFFERENTIABLE,
+    DIFFERENTIABLE_OUTPUT,
+    OPERATORS,
+    RECIPES,
+    Recipe,
+    Sample,
+    as_tuple,
+)
 from tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -397,6 +397,6 @@ def test_dtypes_of_products(product: Any, dtypes: list[torch.dtype]) -> None:
 def test_products_without_the_function(product: Any) -> None:
     with (
         ascend_attn_ops.limits(product),
-        pytest.raises(NotImplementedError, match="product .* aclnnPromptFlashAttentionV2"),
+        pytest.raises(NotImplementedError, match=r"product.* aclnnPromptFlashAttentionV2"),
     ):
         zeros(PromptCase())

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from device_samples import DEVICE_RECIPES
-from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, OPERATORS, RECIPES, Recipe, Sample, as_tuple
+from samples import (
+    DIFFERENTIABLE,
+    DIFFERENTIABLE_OUTPUT,
+    OPERATORS,
+    RECIPES,
+    Recipe,
+    Sample,
+    as_tuple,
+)
 from tolerance import assert_same_bits
 from torch import Tensor
 

@@ -57,15 +57,14 @@ def prompt_flash_attention(
         sq = actual_length(actual_seq_lengths_query, b, q.shape[2])
         skv = actual_length(actual_seq_lengths_key, b, k.shape[2])
         keep = kept(b, sq, skv, atten_mask, sparse_mode, pre_tokens, next_tokens)
-        rows = q[b, :, :sq], k[b, :, :skv], v[b, :, :skv]
         if skv == 0:
             continue
+        rows = [q[b, :, :sq], k[b, :, :skv], v[b, :, :skv]]
         if is_int8:
-            assert deq_scale1 is not None and quant_scale1 is not None and deq_scale2 is not None
             scales = [read_scale(x) for x in (deq_scale1, quant_scale1, deq_scale2)]
-            out[b, :, :sq] = attend_int8(*rows, keep, scale_value, *scales)
+            out[b, :, :sq] = attend_int8(rows, keep, scale_value, scales)
         else:
-            out[b, :, :sq] = attend(*(x.to(out.dtype) for x in rows), keep, scale_value)
+            out[b, :, :sq] = attend([x.to(out.dtype) for x in rows], keep, scale_value)
         has_keys[b, :, :sq] = keep.any(-1, keepdim=True)
 
     out = out.masked_fill(~has_keys, 0)
@@ -76,24 +75,17 @@ def prompt_flash_attention(
     return from_heads(out, "BSND" if layout == "BNSD_BSND" else layout).to(dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
+def attend(rows: list[Tensor], keep: Tensor, scale: float) -> Tensor:
+    q, k, v = rows
     s = (q @ k.mT) * scale
     s = s.masked_fill(~keep, -torch.inf)
     p = (s - s.amax(-1, keepdim=True)).exp()
     return (p @ v) / p.sum(-1, keepdim=True)
 
 
-def attend_int8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    scale: float,
-    deq_scale1: float,
-    quant_scale1: float,
-    deq_scale2: float,
-) -> Tensor:
+def attend_int8(rows: list[Tensor], keep: Tensor, scale: float, scales: list[float]) -> Tensor:
     """Section 5, in its order. s is float16; p, its sum and the output are float32."""
+    (q, k, v), (deq_scale1, quant_scale1, deq_scale2) = rows, scales
     acc1 = q.long() @ k.long().mT
     s = (acc1.float() * deq_scale1).clamp(-HALF_MAX, HALF_MAX).half()
     s = s * torch.tensor(scale).half()
@@ -120,8 +112,9 @@ def saturated(x: Tensor) -> Tensor:
     return x.round().clamp(-128, 127)
 
 
-def read_scale(scale: Tensor) -> float:
+def read_scale(scale: Tensor | None) -> float:
     """float32, or uint64: the top 19 bits of the float32 in its low half."""
+    assert scale is not None
     if scale.dtype == torch.uint64:
         bits = int(scale.item()) & 0xFFFFE000
         return float(struct.unpack("<f", struct.pack("<I", bits))[0])
