@@ -106,6 +106,16 @@ def ours_quantizing(prompts: Prompts) -> Call:
     return partial(call, *prompts.inputs())
 
 
+def ours_training(prompts: Prompts) -> Call:
+    return partial(
+        ascend_attn_ops.flash_attention_score,
+        *prompts.inputs(),
+        num_heads=prompts.heads[0],
+        layout="BNSD",
+        sparse_mode=2 if prompts.causal else 0,
+    )
+
+
 RIGHT_PADDED = tuple(TOKENS * quarter // 4 for quarter in (1, 2, 3, 4))
 
 CASES = [
@@ -136,6 +146,8 @@ INT8_CASES = [
 
 def int8_rows(prompts: Prompts, rounds: int) -> list[Row]:
     peers = {"from bfloat16": ours_quantizing(prompts), "bfloat16": ours(prompts)}
+    if not prompts.padded:
+        peers["bfloat16 flash_attention_score"] = ours_training(prompts)
     case = str(replace(prompts, dtype=torch.int8))
     return measure(case, ours_int8(prompts), peers, prompts.flops(), rounds)
 
