@@ -1,6 +1,6 @@
 #include "ops/prompt_flash_attention.h"
 
-#include <ATen/ops/empty.h>
+#include <utility>
 
 #include "ops/error.h"
 #include "ops/prompt_flash_attention_rules.h"
@@ -146,7 +146,7 @@ at::Tensor PromptAttentionRules::new_out() const {
   if (layout_ == Layout::BNSD_BSND) {
     std::swap(sizes[1], sizes[2]);
   }
-  return at::empty_symint(sizes, op_.query.options().dtype(dtype));
+  return new_tensor(sizes, op_.query.options().dtype(dtype));
 }
 
 PromptFlashAttention::Outputs PromptFlashAttention::check_and_allocate() const {

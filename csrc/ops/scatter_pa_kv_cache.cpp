@@ -168,19 +168,21 @@ void Rules::side(TensorArgument source, TensorArgument cache) const {
   const auto& size = source.tensor.sym_size(-1);
   const auto& num_blocks = op_.key_cache.sym_size(0);
   const auto& block_size = op_.key_cache.sym_size(block_size_axis());
-  const bool whole_fractals =
-      holds((size * source.tensor.itemsize() % ScatterPaKvCache::kFractalBytes).sym_eq(0));
+  const auto itemsize = static_cast<int64_t>(source.tensor.itemsize());
+  const auto whole_fractals = [&] {
+    return holds((size * itemsize % ScatterPaKvCache::kFractalBytes).sym_eq(0));
+  };
   if (scatter_ == Scatter::nz_rows) {
-    check_value(whole_fractals, kName, source.name,
+    check_value(whole_fractals(), kName, source.name,
                 "expected D to fill whole fractals of 32 bytes in cache mode 'PA_NZ', got shape ",
                 source.tensor.sym_sizes());
-    const auto last = ScatterPaKvCache::kFractalBytes / source.tensor.itemsize();
+    const auto last = ScatterPaKvCache::kFractalBytes / itemsize;
     check_shape(kName, cache, {{num_blocks, heads * size / last, block_size, last}},
                 "(num_blocks, N * D / L, block_size, L)");
   } else if (is_run(scatter_)) {
     check_shape(kName, cache, {{num_blocks, block_size, 1, size}},
                 "(num_blocks, block_size, 1, D)");
-    limits_.rule(source.name, whole_fractals || op_.key.dim() == 4 || scatter_ == Scatter::alibi,
+    limits_.rule(source.name, op_.key.dim() == 4 || scatter_ == Scatter::alibi || whole_fractals(),
                  "D to be a multiple of 32 bytes in scatter modes 'Rope' and 'Omni'", "D = ", size);
   } else {
     check_shape(kName, cache, {{num_blocks, block_size, heads, size}},

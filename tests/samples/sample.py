@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    """What an operator returns, which for one output is a tensor and for none None."""
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs or ())
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What an operator returns; one output comes as a tensor."""
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 @dataclass(frozen=True)
