@@ -11,7 +11,7 @@ Products are counted for the pairs that the mask keeps.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,6 +106,16 @@ def ours_quantizing(prompts: Prompts) -> Call:
     return partial(call, *prompts.inputs())
 
 
+def ours_training(prompts: Prompts) -> Call:
+    return partial(
+        ascend_attn_ops.flash_attention_score,
+        *prompts.inputs(),
+        num_heads=prompts.heads[0],
+        layout="BNSD",
+        sparse_mode=2 if prompts.causal else 0,
+    )
+
+
 RIGHT_PADDED = tuple(TOKENS * quarter // 4 for quarter in (1, 2, 3, 4))
 
 CASES = [
@@ -136,7 +146,10 @@ INT8_CASES = [
 
 def int8_rows(prompts: Prompts, rounds: int) -> list[Row]:
     peers = {"from bfloat16": ours_quantizing(prompts), "bfloat16": ours(prompts)}
-    return measure(f"int8 {prompts}", ours_int8(prompts), peers, prompts.flops(), rounds)
+    if not prompts.padded:
+        peers["bfloat16 flash_attention_score"] = ours_training(prompts)
+    case = str(replace(prompts, dtype=torch.int8))
+    return measure(case, ours_int8(prompts), peers, prompts.flops(), rounds)
 
 
 def main() -> None:

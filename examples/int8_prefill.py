@@ -212,6 +212,7 @@ def plot(layers: list[dict[str, Errors]], path: Path) -> None:
                 )
                 axes.axvline(error.rms, color=COLORS[name], linestyle="--")
             axes.set_xscale("log")
+            axes.margins(y=0.3)
             axes.set_title(f"layer {index}")
             axes.set_xlabel("|error| / RMS of the exact output")
             axes.legend(loc="upper right", frameon=False)
