@@ -1,17 +1,10 @@
 #include "ops/flash_attention.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ops/error.h"
 #include "ops/flash_attention_shapes.h"
 
 namespace ascend_attn {
 namespace {
-
-// Dense, whatever the strides of `like`.
-at::Tensor new_like(const at::Tensor& like) {
-  return at::empty_symint(like.sym_sizes(), like.options());
-}
 
 template <typename Op>
 FlashAttentionShapes check_common(const Op& op) {

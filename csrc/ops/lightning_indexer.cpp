@@ -39,9 +39,7 @@ LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
   shapes.sparse_indices({"sparse_indices", sparse_indices});
   shapes.same_dtype({"d_values", d_values});
   shapes.values_like({"d_values", d_values}, sparse_indices);
-  return {at::empty_symint(query.sym_sizes(), query.options()),
-          at::empty_symint(key.sym_sizes(), key.options()),
-          at::empty_symint(weights.sym_sizes(), weights.options())};
+  return {new_like(query), new_like(key), new_like(weights)};
 }
 
 }  // namespace ascend_attn

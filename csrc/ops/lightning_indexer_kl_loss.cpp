@@ -42,9 +42,7 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
                   key.sym_size(1));
     }
   }
-  return {at::empty_symint(query_index.sym_sizes(), query_index.options()),
-          at::empty_symint(key_index.sym_sizes(), key_index.options()),
-          at::empty_symint(weights.sym_sizes(), weights.options()),
+  return {new_like(query_index), new_like(key_index), new_like(weights),
           at::empty({1}, softmax_max.options())};
 }
 

@@ -8,12 +8,7 @@
 namespace ascend_attn {
 namespace {
 
-// A tensor of the sizes and dtype of `like`, dense whatever the strides of `like`.
-at::Tensor new_like(const at::Tensor& like) {
-  return at::empty_symint(like.sym_sizes(), like.options());
-}
-
-at::Tensor new_like(const std::optional<at::Tensor>& like, const at::Tensor& query) {
+at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Tensor& query) {
   return like ? new_like(*like) : at::empty({0}, query.options());
 }
 
@@ -51,8 +46,8 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   }
   shapes.statistics({"softmax_max", softmax_max});
   shapes.statistics({"softmax_sum", softmax_sum});
-  return {new_like(query), new_like(key), new_like(value), new_like(query_rope, query),
-          new_like(key_rope, query)};
+  return {new_like(query), new_like(key), new_like(value), new_like_or_empty(query_rope, query),
+          new_like_or_empty(key_rope, query)};
 }
 
 }  // namespace ascend_attn

@@ -1,5 +1,7 @@
 #include "ops/tensor_argument.h"
 
+#include <ATen/ops/empty.h>
+
 #include "ops/error.h"
 
 namespace ascend_attn {
@@ -47,6 +49,10 @@ void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayR
   }
   check_value(same, op, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
               sizes);
+}
+
+at::Tensor new_like(const at::Tensor& like) {
+  return at::empty_symint(like.sym_sizes(), like.options());
 }
 
 }  // namespace ascend_attn

@@ -31,6 +31,9 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
                  std::string_view meaning);
 
+// Not initialised. Dense, whatever the strides of `like`.
+at::Tensor new_like(const at::Tensor& like);
+
 // Softmax statistics are fp32, and fp64 beside fp64 inputs.
 inline at::ScalarType statistics_dtype(const at::Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
