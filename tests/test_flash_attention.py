@@ -1,4 +1,4 @@
-"""flash_attention_score: torch's own attention agrees, decisions, and what its function adds."""
+"""flash_attention_score: its decisions, and what its function adds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from samples.flash_attention import CASES, FlashCase, build
 from samples.flash_attention import compressed_mask as sample_mask
 from tolerance import assert_same_bits
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -34,77 +33,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
     return ascend_attn_ops.flash_attention_score(
         q, k, v, num_heads=q.shape[1], layout="BNSD", **options
     )[0]
-
-
-MODES = [
-    (0, {"pre_tokens": 3, "next_tokens": 5}),
-    (2, {}),
-    (3, {}),
-    (4, {"pre_tokens": 4, "next_tokens": 2}),
-    (4, {"pre_tokens": 9, "next_tokens": -3}),
-    (6, {"prefix": [11, 9]}),
-]
-
-
-@pytest.mark.parametrize("key_heads", [N, 2, 1])
-@pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (70, 300)])
-@pytest.mark.parametrize(("mode", "options"), MODES, ids=str)
-def test_agrees_with_scaled_dot_product_attention(
-    mode: int, options: dict, sq: int, skv: int, key_heads: int
-) -> None:
-    tensors = [x.requires_grad_() for x in qkv(sq, skv, key_heads=key_heads)]
-    prefixes = options.get("prefix", [0, 0])
-    if mode == 6:
-        prefixes = options["prefix"] = [skv - 1, skv - 2]
-    band = {name: x for name, x in options.items() if name != "prefix"}
-    mask = torch.stack(
-        [sparse_mode_mask(mode, sq, skv, prefix=prefix, **band) for prefix in prefixes]
-    )[:, None]
-    expected = scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
-    extra = {"atten_mask": torch.zeros(sq, skv, dtype=torch.bool)} if mode == 0 else {}
-    actual = attend(*tensors, sparse_mode=mode, **options, **extra)
-    torch.testing.assert_close(actual, expected)
-    d_out = torch.randn(expected.shape, dtype=expected.dtype)
-    torch.testing.assert_close(
-        torch.autograd.grad(actual, tensors, d_out), torch.autograd.grad(expected, tensors, d_out)
-    )
-
-
-def test_is_causal_is_the_upper_left_corner() -> None:
-    tensors = qkv(7, 13)
-    torch.testing.assert_close(
-        attend(*tensors, sparse_mode=2), scaled_dot_product_attention(*tensors, is_causal=True)
-    )
-
-
-def test_agrees_with_flex_attention() -> None:
-    """ALiBi: the slopes of pse_type 2, and what a compressed pse_shift stands for."""
-    q, k, v = qkv(20, 20)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-
-    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.where(i >= j, score - slopes.double()[h] * (i - j).abs(), -torch.inf)
-
-    expected = flex_attention(q, k, v, score_mod=alibi)
-    torch.testing.assert_close(
-        attend(q, k, v, sparse_mode=3, pse_shift=slopes, pse_type=2), expected
-    )
-
-
-@pytest.mark.parametrize("mode", [0, 2, 3])
-def test_pse_of_1024_rows_is_that_of_all_rows(mode: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    s = 1500
-    q, k, v = torch.randn(3, 1, 1, s, 8, generator=generator).double()
-    i, j = torch.arange(s)[:, None], torch.arange(s)
-    full = -0.01 * (i - j).abs().double()[None, None]
-    mask = torch.ones(s, s, dtype=torch.bool).triu(1) if mode == 0 else None
-    results = []
-    for pse in (full, full[:, :, -1024:].contiguous()):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves, sparse_mode=mode, pse_shift=pse, pse_type=0, atten_mask=mask)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
