@@ -72,7 +72,7 @@ struct DenseAttention {
 
  private:
   void read_sequences(const FlashAttentionOptions& options);
-  void read_pse(const FlashAttentionOptions& options);
+  void read_pse(const char* op, const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);
 };
 

@@ -245,10 +245,10 @@ def draw_drop_mask(
     size = -(-scores // 128) * 16
     mask = torch.empty(size, dtype=torch.uint8, device=device)
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
-    chunk = 1 << 20
-    for begin in range(0, size, chunk):
-        part = mask[begin : begin + chunk]
-        keep = torch.rand((part.shape[0], 8), device=device, generator=generator) < keep_prob
+    # torch.compile would turn a number of chunks, and with it the size, into a constant.
+    for part in (mask,) if torch.compiler.is_compiling() else mask.split(1 << 20):
+        numbers = torch.empty((part.shape[0], 8), device=device)
+        keep = numbers.uniform_(generator=generator) < keep_prob
         part.copy_((keep * bit).sum(1, dtype=torch.uint8))
     return mask
 

@@ -145,6 +145,14 @@ CASES = [
     FlashCase(layout="BSND", s=(5, 0)),
     replace(_TND, lengths=((3, 2), (0, 4))),
     FlashCase(b=1, s=(1, 600), heads=(8, 1), d=(32, 32), mode=3),
+    FlashCase(s=(0, 0), mode=4, pre=1, next=1),
+    FlashCase(s=(3, 6), mode=6, prefix=(3, 6)),
+    FlashCase(b=1, s=(65, 257), mode=3, heads=(7, 7), d=(33, 1), keep_prob=0.3),
+    replace(_TND, lengths=((0, 0), (0, 0)), tail=(3, 2)),
+    replace(_TND, lengths=((0, 4, 0, 5, 0), (0, 6, 2, 8, 0)), tail=(2, 2), mode=7, pre=8, next=0),
+    replace(_TND, lengths=((0, 4, 3, 5, 0), (2, 6, 0, 8, 0)), tail=(2, 2), mode=8, pre=8, next=0),
+    replace(_TND, lengths=((1, 1, 1), (4, 5, 3)), pse="keys"),
+    replace(_TND, lengths=((2, 3), (3, 3)), tail=(1, 2), pse="keys", pse_type=0, keep_prob=0.4),
 ]
 
 
