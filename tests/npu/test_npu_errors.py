@@ -151,7 +151,7 @@ def test_report() -> None:
 
 
 def test_pse_shift_has_no_gradient_on_the_device() -> None:
-    """DECISION: aclnn leaves dpse alone, and a gradient of zero or of what was in memory is none."""
+    """DECISION: aclnn leaves dpse alone; zeros, or what was in memory, are no gradient."""
     sample = build(FlashCase(pse="full"), torch.bfloat16).to("npu")
     with pytest.raises(
         NotImplementedError, match=r"^ascend::flash_attention_score: pse_shift: .* detach it"
