@@ -88,6 +88,7 @@ class HeadRows {
   T* row(int64_t token, int64_t head = 0) const {
     return data_ + head * head_stride_ + token * token_stride_;
   }
+  int64_t token_stride() const { return token_stride_; }
 
  private:
   T* data_;
