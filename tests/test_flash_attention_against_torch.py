@@ -74,7 +74,7 @@ def masks(sq: int, skv: int) -> dict[str, tuple[dict[str, Any], Rule]]:
 
 
 each_mask = pytest.mark.parametrize("name", masks(1, 1))
-each_size = pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (13, 9), (70, 300)])
+each_size = pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (13, 9), (70, 600)])
 each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
 
 

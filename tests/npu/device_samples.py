@@ -16,7 +16,7 @@ def on_device(recipe: Recipe) -> bool:
 FLASH_ATTENTION = [
     case
     for case in flash_attention.CASES
-    if case.keep_prob == 1 and all(all(pair) for pair in case.sequences) and max(case.s) < 300
+    if case.keep_prob == 1 and all(all(pair) for pair in case.sequences) and max(case.s) < 1000
 ][::2]
 
 DEVICE_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if on_device(recipe)]
