@@ -76,6 +76,7 @@ build-npu: build .venv-npu/ready
 # torch_npu lives in an environment of its own: where it is installed, `import torch` loads it.
 .venv-npu/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-npu
-	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'numpy>=1.26,<3' 'pyyaml>=6,<7'
+	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'numpy>=1.26,<3' \
+		'pyyaml>=6,<7' 'matplotlib>=3.8,<4'
 	$(NPU) $(PIP_INSTALL) --no-deps $(TORCH_NPU)
 	touch $@

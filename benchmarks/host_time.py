@@ -37,9 +37,8 @@ OURS, THEIRS = "ascend_attn_ops", "torch_npu"
 Times = dict[str, tuple[float, float]]
 
 
-def operators() -> dict[str, Callable[[], object]]:
-    """sparse_flash_attention_grad, 24 arguments: the same tensors and options for both."""
-    import ascend_attn_ops  # noqa: F401
+def sparse_flash_attention_grad() -> dict[str, Callable[[], object]]:
+    """24 arguments, five of them results."""
     import torch
 
     heads, tokens = 8, 4
@@ -61,12 +60,34 @@ def operators() -> dict[str, Callable[[], object]]:
     }
 
 
-def measure() -> tuple[Times, float]:
+def scatter_pa_kv_cache_() -> dict[str, Callable[[], object]]:
+    """12 arguments, in place: one decoded token of four sequences."""
+    import torch
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "npu"}
+    key, value = (torch.empty(4, 8, 128, **options) for _ in range(2))
+    key_cache, value_cache = (torch.empty(16, 128, 8, 128, **options) for _ in range(2))
+    slots = torch.empty(4, dtype=torch.int32, device="npu")
+    ours = torch.ops.ascend.scatter_pa_kv_cache_.default
+    theirs = torch.ops.npu.npu_scatter_pa_kv_cache.default
+    return {
+        OURS: lambda: ours(key, key_cache, slots, value, value_cache),
+        THEIRS: lambda: theirs(key, value, key_cache, value_cache, slots),
+    }
+
+
+OPERATORS = {
+    operator.__name__: operator for operator in (sparse_flash_attention_grad, scatter_pa_kv_cache_)
+}
+
+
+def measure(operator: str) -> tuple[Times, float]:
+    import ascend_attn_ops  # noqa: F401
     import torch
 
     npu = torch.get_device_module("npu")
     samples: dict[str, list[tuple[float, float]]] = {}
-    functions = operators()
+    functions = OPERATORS[operator]()
     with cann_sim.computing(False), torch.no_grad():
         for _ in range(BATCHES):
             for name, function in functions.items():
@@ -79,7 +100,7 @@ def measure() -> tuple[Times, float]:
                 done = time.perf_counter()
                 times = ((called - start) / CALLS * 1e6, (done - start) / CALLS * 1e6)
                 samples.setdefault(name, []).append(times)
-        bare = cann_sim.bare_call_microseconds(CALLS * BATCHES)
+        bare = cann_sim.bare_call_microseconds(operator, CALLS * BATCHES)
     medians = {
         name: (statistics.median(x for x, _ in rows), statistics.median(x for _, x in rows))
         for name, rows in samples.items()
@@ -87,31 +108,38 @@ def measure() -> tuple[Times, float]:
     return medians, bare
 
 
+def in_new_process(operator: str, level: int) -> tuple[Times, float]:
+    """torch_npu reads the level of its queue when it starts."""
+    result = subprocess.run(
+        [sys.executable, __file__, operator],
+        env={**os.environ, **cann_sim.environment(level)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        sys.exit(result.stderr)
+    times, bare = json.loads(result.stdout.splitlines()[-1])
+    return times, bare
+
+
 def main() -> None:
-    if "--measure" in sys.argv:
-        print(json.dumps(measure()))
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
         return
     build()
     columns = (
         f"{'TASK_QUEUE_ENABLE':<18}{'':>8}{OURS:>18}{THEIRS:>12}{'ratio':>8}{'two phases':>13}"
     )
-    print(f"sparse_flash_attention_grad, microseconds per call\n{columns}")
-    for level in LEVELS:
-        result = subprocess.run(
-            [sys.executable, __file__, "--measure"],
-            env={**os.environ, **cann_sim.environment(level)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode != 0:
-            sys.exit(result.stderr)
-        times, bare = json.loads(result.stdout.splitlines()[-1])
-        for index, what in enumerate(("call", "in all")):
-            ours, theirs = times[OURS][index], times[THEIRS][index]
-            floor = f"{bare:13.1f}" if index == 0 else ""
-            label = str(level) if index == 0 else ""
-            print(f"{label:<18}{what:>8}{ours:18.1f}{theirs:12.1f}{ours / theirs:8.2f}{floor}")
+    for operator in OPERATORS:
+        print(f"{operator}, microseconds per call\n{columns}")
+        for level in LEVELS:
+            times, bare = in_new_process(operator, level)
+            for index, what in enumerate(("call", "in all")):
+                ours, theirs = times[OURS][index], times[THEIRS][index]
+                floor = f"{bare:13.1f}" if index == 0 else ""
+                label = str(level) if index == 0 else ""
+                print(f"{label:<18}{what:>8}{ours:18.1f}{theirs:12.1f}{ours / theirs:8.2f}{floor}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 // The NPU's kernels: one aclnn call each, its arguments in the order of the prototype.
 #include <ATen/Context.h>
-#include <ATen/ops/empty.h>
 
 #include <tuple>
 
@@ -14,6 +13,7 @@
 #include "ops/operator.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
+#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
 namespace {
@@ -120,7 +120,7 @@ void compute(const FlashAttentionScore& op, FlashAttentionScore::Outputs& output
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   // Never written: the function reserves it.
-  const auto softmax_out = at::empty({0}, op.query.options());
+  const auto softmax_out = new_tensor({0}, op.query.options());
   launch_attention<aclnn::FlashAttentionScore, aclnn::FlashAttentionVarLenScore>(
       o,
       std::tuple(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, o.atten_mask),
@@ -131,8 +131,7 @@ void compute(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs
   const auto& [dq, dk, dv] = outputs;
   const auto& o = op.options;
   // Never written, the function has no gradient of pse_shift; torch_npu passes its sizes as well.
-  const auto dpse = o.pse_shift ? at::empty(o.pse_shift->sizes(), o.pse_shift->options())
-                                : at::empty({0}, op.query.options());
+  const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
   launch_attention<aclnn::FlashAttentionScoreGrad, aclnn::FlashAttentionUnpaddingScoreGrad>(
       o,
       std::tuple(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt,
@@ -146,7 +145,7 @@ void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
     return;
   }
   // A null pointer is an error: a tensor without axes says that there are no values.
-  const auto none = op.value ? at::Tensor() : at::empty({}, op.key.options());
+  const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
   launch<aclnn::ScatterPaKvCache>(
       op.key, op.key_cache, op.slot_mapping, op.value.value_or(none), op.value_cache.value_or(none),
       op.compress_lens, op.compress_seq_offset, op.seq_lens, op.cache_mode, op.scatter_mode,

@@ -2,10 +2,12 @@
 #include <op_plugin/utils/op_api_common_base.h>
 #include <torch/extension.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
+#include <torch_npu/csrc/framework/utils/OpPreparation.h>
 
 #include <string>
 
 #include "npu/product.h"
+#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
 namespace {
@@ -22,6 +24,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("soc_name", &soc_name);
   m.def("cann_version", [] { return GetCANNVersion("CANN"); });
   m.def("has_aclnn", &has_aclnn, "Whether the CANN of this process has an aclnn function.");
+  set_npu_allocation(&at_npu::native::OpPreparation::apply_tensor_without_format);
   if (const auto product = product_of_soc(soc_name())) {
     set_device_product(*product);
   }

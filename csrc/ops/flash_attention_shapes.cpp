@@ -1,7 +1,5 @@
 #include "ops/flash_attention_shapes.h"
 
-#include <ATen/ops/empty.h>
-
 #include <utility>
 #include <vector>
 
@@ -294,11 +292,11 @@ void FlashAttentionShapes::statistics(TensorArgument argument) const {
 }
 
 at::Tensor FlashAttentionShapes::new_out() const {
-  return at::empty_symint(out_sizes(), query_.options());
+  return new_tensor(out_sizes(), query_.options());
 }
 
 at::Tensor FlashAttentionShapes::new_statistics() const {
-  return at::empty_symint(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
+  return new_tensor(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
 }
 
 }  // namespace ascend_attn

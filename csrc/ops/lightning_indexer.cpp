@@ -1,7 +1,5 @@
 #include "ops/lightning_indexer.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ops/error.h"
 #include "ops/sparse_shapes.h"
 
@@ -31,7 +29,7 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   shapes.limits().size("sparse_count", "K", sparse_count);
   return {shapes.new_selection(sparse_count, at::kInt),
           return_values ? shapes.new_selection(sparse_count, query.scalar_type())
-                        : at::empty({0}, query.options())};
+                        : new_tensor({0}, query.options())};
 }
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {

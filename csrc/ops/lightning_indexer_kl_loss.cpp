@@ -1,7 +1,5 @@
 #include "ops/lightning_indexer_kl_loss.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ops/error.h"
 #include "ops/sparse_shapes.h"
 
@@ -43,7 +41,7 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     }
   }
   return {new_like(query_index), new_like(key_index), new_like(weights),
-          at::empty({1}, softmax_max.options())};
+          new_tensor({1}, softmax_max.options())};
 }
 
 }  // namespace ascend_attn

@@ -1,7 +1,5 @@
 #include "ops/sparse_flash_attention.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ops/error.h"
 #include "ops/sparse_shapes.h"
 
@@ -9,7 +7,7 @@ namespace ascend_attn {
 namespace {
 
 at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Tensor& query) {
-  return like ? new_like(*like) : at::empty({0}, query.options());
+  return like ? new_like(*like) : new_tensor({0}, query.options());
 }
 
 // What the forward operator and its gradient have in common.

@@ -1,7 +1,5 @@
 #include "ops/sparse_shapes.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ops/error.h"
 #include "ops/sequence_lengths.h"
 
@@ -217,13 +215,13 @@ at::Tensor SparseShapes::new_statistics() const {
   const auto& query = query_.tensor;
   const auto options = query.options().dtype(statistics_dtype(query));
   if (layout_ == Layout::TND) {
-    return at::empty_symint({1, query.sym_size(0), heads_}, options);
+    return new_tensor({1, query.sym_size(0), heads_}, options);
   }
-  return at::empty_symint({query.sym_size(0), 1, query.sym_size(1), heads_}, options);
+  return new_tensor({query.sym_size(0), 1, query.sym_size(1), heads_}, options);
 }
 
 at::Tensor SparseShapes::new_selection(const c10::SymInt& count, at::ScalarType dtype) const {
-  return at::empty_symint(query_tokens_and({1, count}), query_.tensor.options().dtype(dtype));
+  return new_tensor(query_tokens_and({1, count}), query_.tensor.options().dtype(dtype));
 }
 
 }  // namespace ascend_attn

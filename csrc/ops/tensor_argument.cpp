@@ -2,9 +2,16 @@
 
 #include <ATen/ops/empty.h>
 
+#include <atomic>
+
 #include "ops/error.h"
 
 namespace ascend_attn {
+namespace {
+
+std::atomic<Allocation> npu_allocation = nullptr;
+
+}  // namespace
 
 void check_attention_dtype(std::string_view op, TensorArgument argument) {
   const auto dtype = argument.tensor.scalar_type();
@@ -45,14 +52,27 @@ void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayR
   const auto sizes = argument.tensor.sym_sizes();
   bool same = sizes.size() == expected.size();
   for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
-    same = sizes[axis].sym_eq(expected[axis]).expect_true(__FILE__, __LINE__);
+    const auto size = sizes[axis].maybe_as_int();
+    const auto wanted = expected[axis].maybe_as_int();
+    // The shortcut of a call with concrete sizes, which has a dozen shapes to check.
+    same = size && wanted ? *size == *wanted
+                          : sizes[axis].sym_eq(expected[axis]).expect_true(__FILE__, __LINE__);
   }
   check_value(same, op, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
               sizes);
 }
 
-at::Tensor new_like(const at::Tensor& like) {
-  return at::empty_symint(like.sym_sizes(), like.options());
+at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  if (npu_allocation && options.device().is_privateuseone()) {
+    if (const auto known = c10::asIntArrayRefSlowOpt(sizes)) {
+      return npu_allocation(*known, options);
+    }
+  }
+  return at::empty_symint(sizes, options);
 }
+
+at::Tensor new_like(const at::Tensor& like) { return new_tensor(like.sym_sizes(), like.options()); }
+
+void set_npu_allocation(Allocation allocation) { npu_allocation = allocation; }
 
 }  // namespace ascend_attn

@@ -31,8 +31,14 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
                  std::string_view meaning);
 
-// Not initialised. Dense, whatever the strides of `like`.
+// A dense tensor, not initialised.
+at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+// Of the sizes of `like`, whatever its strides.
 at::Tensor new_like(const at::Tensor& like);
+
+// torch_npu's own way to allocate, which costs the host less than at::empty. `_npu` sets it.
+using Allocation = at::Tensor (*)(at::IntArrayRef sizes, const at::TensorOptions& options);
+void set_npu_allocation(Allocation allocation);
 
 // Softmax statistics are fp32, and fp64 beside fp64 inputs.
 inline at::ScalarType statistics_dtype(const at::Tensor& query) {

@@ -46,7 +46,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libopapi.so")
     library.cann_sim_take_log.restype = ctypes.c_char_p
     library.cann_sim_live_handles.restype = ctypes.c_char_p
-    library.cann_sim_bare_call.restype = ctypes.c_double
     return library
 
 
@@ -101,6 +100,18 @@ def computing(on: bool) -> Iterator[None]:
         _library().cann_sim_set_computing(True)
 
 
-def bare_call_microseconds(calls: int) -> float:
-    """The two phases of aclnnSparseFlashAttentionGrad with their tensors, without PyTorch."""
-    return float(_library().cann_sim_bare_call(calls))
+@contextmanager
+def keeping_executors() -> Iterator[None]:
+    """CANN keeps the executors of attention functions for later calls that are alike."""
+    _library().cann_sim_set_keeping_executors(True)
+    try:
+        yield
+    finally:
+        _library().cann_sim_set_keeping_executors(False)
+
+
+def bare_call_microseconds(operator: str, calls: int) -> float:
+    """The two phases of the operator's aclnn function with their tensors, without PyTorch."""
+    call = getattr(_library(), f"cann_sim_bare_{operator}")
+    call.restype = ctypes.c_double
+    return float(call(calls))

@@ -40,6 +40,7 @@ struct Control {
   std::atomic<bool> logging{false};
   std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
+  std::atomic<bool> keeping_executors{false};
 };
 
 Control& control() {
@@ -62,6 +63,74 @@ struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
 
 namespace cann_sim {
 namespace {
+
+// Executors that first phases have left for later calls with the same key. Addresses are no part of
+// a key: every call lists those of its own tensors.
+class ExecutorCache {
+ public:
+  // What the call of this thread has announced.
+  struct Call {
+    uint64_t key = 0;
+    std::vector<void*> addresses;
+  };
+  static Call& call() {
+    static thread_local Call instance;
+    return instance;
+  }
+
+  static ExecutorCache& instance() {
+    static auto* cache = new ExecutorCache;
+    return *cache;
+  }
+
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    executors_.clear();
+  }
+
+  void store(const aclOpExecutor& executor) {
+    if (call().key != 0) {
+      const std::lock_guard lock(mutex_);
+      executors_.insert_or_assign(
+          call().key, Entry{&executor.function, executor.values, executor.workspace_size});
+    }
+  }
+
+  aclOpExecutor* find(uint64_t key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = executors_.find(key);
+    if (found == executors_.end()) {
+      return nullptr;
+    }
+    auto values = found->second.values;
+    const auto& addresses = call().addresses;
+    size_t next = 0;
+    for (auto& value : values) {
+      if (auto* view = std::get_if<TensorView>(&value)) {
+        view->data = next < addresses.size() ? addresses[next] : nullptr;
+        ++next;
+      }
+    }
+    // Another number of tensors than the call had that left the executor: a caller's mistake.
+    TORCH_CHECK(next == addresses.size(), "an executor of ", next, " tensors is given ",
+                addresses.size(), " addresses");
+    return new aclOpExecutor(*found->second.function, std::move(values),
+                             found->second.workspace_size);
+  }
+
+ private:
+  struct Entry {
+    const Function* function;
+    std::vector<Value> values;
+    uint64_t workspace_size;
+  };
+  std::mutex mutex_;
+  std::map<uint64_t, Entry> executors_;
+};
+
+uint64_t hash_of(const uint8_t* key, size_t size) {
+  return size ? std::hash<std::string_view>()({reinterpret_cast<const char*>(key), size}) : 0;
+}
 
 at::ScalarType scalar_type(aclDataType dtype) {
   switch (dtype) {
@@ -316,6 +385,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   }
   *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
   *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
+  ExecutorCache::instance().store(**executor);
   return ACL_SUCCESS;
 }
 
@@ -392,7 +462,8 @@ int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
 }
 
 // What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here
-// it keeps none.
+// it keeps those of attention, while a test wants that, and none of the functions behind tensor
+// methods.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");
@@ -401,11 +472,46 @@ int InitHugeMemThreadLocal(void*, bool) {
 void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
 void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
 
-bool CanUsePTACache(const char*) { return false; }
-void InitPTACacheThreadLocal() { log_step("InitPTACacheThreadLocal"); }
-void SetPTAHashKey(uint64_t hash) { log_step("SetPTAHashKey", hash); }
-void SetPTACacheHashKey(const uint8_t*, size_t size) { log_step("SetPTACacheHashKey", size); }
-void UnInitPTACacheThreadLocal() { log_step("UnInitPTACacheThreadLocal"); }
+bool CanUsePTACache(const char* function) {
+  return control().keeping_executors &&
+         std::string_view(function).find("Attention") != std::string_view::npos;
+}
+void InitPTACacheThreadLocal() {
+  log_step("InitPTACacheThreadLocal");
+  ExecutorCache::call() = {};
+}
+void AddTensorAddrToCachedList(void* address) {
+  ExecutorCache::call().addresses.push_back(address);
+}
+// Keys differ from caller to caller: the log says whether there is one.
+void SetPTAHashKey(uint64_t hash) {
+  log_step("SetPTAHashKey", hash != 0);
+  ExecutorCache::call().key = hash;
+}
+void SetPTACacheHashKey(const uint8_t* key, size_t size) {
+  log_step("SetPTACacheHashKey", size != 0);
+  ExecutorCache::call().key = hash_of(key, size);
+}
+aclOpExecutor* PTAGetExecCache(uint64_t hash, uint64_t* workspace_size) {
+  auto* executor = ExecutorCache::instance().find(hash);
+  log_step("PTAGetExecCache", executor != nullptr, ExecutorCache::call().addresses.size());
+  if (executor) {
+    *workspace_size = executor->workspace_size;
+  }
+  return executor;
+}
+aclOpExecutor* PTAFindExecCache(const uint8_t* key, size_t size, uint64_t* workspace_size) {
+  auto* executor = ExecutorCache::instance().find(hash_of(key, size));
+  log_step("PTAFindExecCache", executor != nullptr, ExecutorCache::call().addresses.size());
+  if (executor) {
+    *workspace_size = executor->workspace_size;
+  }
+  return executor;
+}
+void UnInitPTACacheThreadLocal() {
+  log_step("UnInitPTACacheThreadLocal");
+  ExecutorCache::call() = {};
+}
 
 // Controls: tests/cann_sim/__init__.py.
 
@@ -447,5 +553,10 @@ void cann_sim_no_faults() {
   control().faults.clear();
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }
+// On or off, whatever was kept is gone.
+void cann_sim_set_keeping_executors(bool on) {
+  ExecutorCache::instance().clear();
+  control().keeping_executors = on;
+}
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// What a call of aclnnSparseFlashAttentionGrad costs without PyTorch: benchmarks/host_time.py.
+// What a call of an aclnn function costs without PyTorch: benchmarks/host_time.py.
 #include <array>
 #include <chrono>
 
@@ -13,37 +13,82 @@ int aclnnSparseFlashAttentionGradGetWorkspaceSize(
     const aclTensor*, const aclTensor*, const aclTensor*, const aclTensor*, const aclTensor*,
     uint64_t*, aclOpExecutor**);
 int aclnnSparseFlashAttentionGrad(void*, uint64_t, aclOpExecutor*, aclrtStream);
+int aclnnScatterPaKvCacheGetWorkspaceSize(const aclTensor*, const aclTensor*, const aclTensor*,
+                                          const aclTensor*, const aclTensor*, const aclTensor*,
+                                          const aclTensor*, const aclTensor*, char*, char*,
+                                          const aclIntArray*, const aclIntArray*, uint64_t*,
+                                          aclOpExecutor**);
+int aclnnScatterPaKvCache(void*, uint64_t, aclOpExecutor*, aclrtStream);
 aclTensor* aclCreateTensor(const int64_t*, uint64_t, aclDataType, const int64_t*, int64_t,
                            aclFormat, const int64_t*, uint64_t, void*);
 int aclDestroyTensor(const aclTensor*);
+aclIntArray* aclCreateIntArray(const int64_t*, uint64_t);
+int aclDestroyIntArray(const aclIntArray*);
 
-// Microseconds per call: 15 tensors made, the two phases, 15 tensors destroyed.
-double cann_sim_bare_call(int calls) {
+}  // extern "C"
+
+namespace {
+
+// Microseconds per call: `count` tensors made, the two phases, the tensors destroyed.
+template <size_t count, typename FirstPhase, typename SecondPhase>
+double microseconds(int calls, FirstPhase first_phase, SecondPhase second_phase) {
   const std::array<int64_t, 4> sizes{1, 2, 3, 4};
   const std::array<int64_t, 4> strides{24, 12, 4, 1};
   const int64_t elements = 24;
-  char layout[] = "BSND";
   uint64_t workspace_size = 0;
   aclOpExecutor* executor = nullptr;
   const auto start = std::chrono::steady_clock::now();
   for (int call = 0; call < calls; ++call) {
-    std::array<const aclTensor*, 15> t;
-    for (auto& tensor : t) {
+    std::array<const aclTensor*, count> tensors;
+    for (auto& tensor : tensors) {
       tensor = aclCreateTensor(sizes.data(), 4, ACL_BF16, strides.data(), 0, ACL_FORMAT_ND,
                                &elements, 1, nullptr);
     }
-    aclnnSparseFlashAttentionGradGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7],
-                                                  nullptr, nullptr, t[8], t[9], 1.0, 1, layout, 3,
-                                                  INT32_MAX, INT32_MAX, false, t[10], t[11], t[12],
-                                                  t[13], t[14], &workspace_size, &executor);
-    aclnnSparseFlashAttentionGrad(nullptr, 0, executor, nullptr);
-    for (const auto* tensor : t) {
+    first_phase(tensors, &workspace_size, &executor);
+    second_phase(nullptr, 0, executor, nullptr);
+    for (const auto* tensor : tensors) {
       aclDestroyTensor(tensor);
     }
   }
   const std::chrono::duration<double, std::micro> elapsed =
       std::chrono::steady_clock::now() - start;
   return elapsed.count() / calls;
+}
+
+}  // namespace
+
+extern "C" {
+
+double cann_sim_bare_sparse_flash_attention_grad(int calls) {
+  char layout[] = "BSND";
+  return microseconds<15>(
+      calls,
+      [&](const auto& t, auto* workspace_size, auto* executor) {
+        aclnnSparseFlashAttentionGradGetWorkspaceSize(
+            t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], nullptr, nullptr, t[8], t[9], 1.0, 1,
+            layout, 3, INT32_MAX, INT32_MAX, false, t[10], t[11], t[12], t[13], t[14],
+            workspace_size, executor);
+      },
+      &aclnnSparseFlashAttentionGrad);
+}
+
+double cann_sim_bare_scatter_pa_kv_cache_(int calls) {
+  char cache_mode[] = "Norm";
+  char scatter_mode[] = "None";
+  const std::array<int64_t, 2> ones{1, 1};
+  const std::array<int64_t, 2> zeros{0, 0};
+  return microseconds<5>(
+      calls,
+      [&](const auto& t, auto* workspace_size, auto* executor) {
+        const auto* strides = aclCreateIntArray(ones.data(), 2);
+        const auto* offsets = aclCreateIntArray(zeros.data(), 2);
+        aclnnScatterPaKvCacheGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], nullptr, nullptr,
+                                              nullptr, cache_mode, scatter_mode, strides, offsets,
+                                              workspace_size, executor);
+        aclDestroyIntArray(strides);
+        aclDestroyIntArray(offsets);
+      },
+      &aclnnScatterPaKvCache);
 }
 
 }  // extern "C"

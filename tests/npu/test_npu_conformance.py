@@ -212,23 +212,58 @@ def steps(log: list[dict[str, Any]]) -> list[str]:
     return [str(entry.get("step", entry.get("phase"))) for entry in log]
 
 
-# torch_npu calls the functions of FlashAttentionScore through an older macro of its own, which
-# leaves the cache of executors as it finds it; our calls are all alike.
-OF_ONE_MACRO = [r for r in DEVICE_RECIPES if not r.operator.startswith("flash_attention_score")]
-
-
-@pytest.mark.parametrize("recipe", OF_ONE_MACRO, ids=lambda recipe: recipe.id)
+@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None:
-    """Around the first phase, and that it switches off the reuse of executors."""
+    """Around the first phase: which functions reuse executors, and which switch that off."""
     sample: Sample = recipe.make(torch.bfloat16).to("npu")
-    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
-        THEIRS[sample.operator](named_arguments(sample))
-    theirs = steps(log)
-    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
-        sample.call(torch.ops.ascend)
-    ours = steps(log)
+    with cann_sim.computing(False), cann_sim.keeping_executors():
+        with cann_sim.recorded_calls() as log:
+            THEIRS[sample.operator](named_arguments(sample))
+        theirs = steps(log)
+    with cann_sim.computing(False), cann_sim.keeping_executors():
+        with cann_sim.recorded_calls() as log:
+            sample.call(torch.ops.ascend)
+        ours = steps(log)
     # On the caller's thread the second phase and what follows it come when the queue gets there.
     assert sorted(ours) == sorted(theirs)
     assert ours[: ours.index("1") + 1] == theirs[: theirs.index("1") + 1]
-    off = "SetPTACacheHashKey 0" if TASK_QUEUE == 2 else "SetPTAHashKey 0"
-    assert off in ours[: ours.index("1")]
+    reuses = int(recipe.operator.startswith("flash_attention_score"))
+    key = f"SetPTACacheHashKey {reuses}" if TASK_QUEUE == 2 else f"SetPTAHashKey {reuses}"
+    assert key in ours[: ours.index("1")]
+
+
+FLASH_RECIPES = [r for r in DEVICE_RECIPES if r.operator.startswith("flash_attention_score")]
+
+
+@pytest.mark.parametrize("recipe", FLASH_RECIPES, ids=lambda recipe: recipe.id)
+@pytest.mark.usefixtures("no_leak")
+def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
+    """No first phase, as in torch_npu; the result is that of the tensors of this call."""
+    sample: Sample = recipe.make(torch.bfloat16)
+    with cann_sim.keeping_executors():
+        sample.to("npu").call(torch.ops.ascend)
+        sample = sample.replace(query=sample.arguments["query"].flip(0) * 0.5)
+        on_npu = sample.to("npu")
+        with cann_sim.recorded_calls() as log:
+            outputs = on_npu.call(torch.ops.ascend)
+        with cann_sim.computing(False), cann_sim.recorded_calls() as their_log:
+            for _ in range(2):
+                THEIRS[sample.operator](named_arguments(on_npu))
+    assert [x["phase"] for x in attention_calls(log)] == [2]
+    assert [x["phase"] for x in attention_calls(their_log)] == [1, 2, 2]
+    for x, y in zip(outputs, sample.call(torch.ops.ascend), strict=True):
+        assert torch.equal(x.cpu(), y)
+
+
+def test_another_argument_has_an_executor_of_its_own() -> None:
+    sample: Sample = FLASH_RECIPES[0].make(torch.bfloat16).to("npu")
+    with cann_sim.computing(False), cann_sim.keeping_executors(), cann_sim.recorded_calls() as log:
+        sample.call(torch.ops.ascend)
+        for change in ({"scale_value": 0.375}, {"pre_tokens": 2147483646}):
+            sample = sample.replace(**change)
+            sample.call(torch.ops.ascend)
+        other_stream = torch.npu.Stream()
+        with torch.npu.stream(other_stream):
+            sample.call(torch.ops.ascend)
+        sample.call(torch.ops.ascend)
+    assert [x["phase"] for x in attention_calls(log)] == [1, 2] * 4 + [2]

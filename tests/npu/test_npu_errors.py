@@ -8,6 +8,7 @@ import sys
 import cann_sim
 import pytest
 import torch
+import torch_npu
 from ascend_attn_ops.limits import table
 from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
@@ -138,6 +139,23 @@ def test_product(soc: str, product: str) -> None:
     assert (outcome == "accepted") == (product in ("A2", "A3"))
     if outcome != "accepted":
         assert "product" in outcome
+
+
+def test_a_private_format_is_refused() -> None:
+    """Its elements are in blocks: read by strides they would be plausible and wrong."""
+    sample = first(ATTENTION).make(torch.bfloat16).to("npu")
+    query = sample.arguments["query"]
+    nz = 29
+    torch.npu.config.allow_internal_format = True
+    try:
+        private = torch_npu.empty_with_format(
+            tuple(query.shape), dtype=query.dtype, device="npu", acl_format=nz
+        )
+    finally:
+        torch.npu.config.allow_internal_format = False
+    with cann_sim.recorded_calls() as log, pytest.raises(ValueError, match=r"private format 29"):
+        sample.replace(query=private).call(torch.ops.ascend)
+    assert not any("function" in entry for entry in log)
 
 
 def test_report() -> None:

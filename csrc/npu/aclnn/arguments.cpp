@@ -1,9 +1,12 @@
 #include "npu/aclnn/arguments.h"
 
 #include <c10/util/Exception.h>
-#include <op_plugin/utils/op_api_common_base.h>
+#include <torch_npu/csrc/core/NPUStorageImpl.h>
 
 #include <algorithm>
+#include <type_traits>
+
+#include "npu/aclnn/library.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -17,7 +20,7 @@ struct Makers {
 
   template <typename Pointer>
   static Pointer find(const char* name) {
-    return reinterpret_cast<Pointer>(GetOpApiFuncAddr(name));
+    return find_function<std::remove_pointer_t<Pointer>>(name);
   }
 };
 
@@ -46,6 +49,10 @@ TensorArgument::TensorArgument(const at::Tensor& tensor) {
   std::ranges::copy(sizes, sizes_.begin());
   std::ranges::copy(strides, strides_.begin());
   const auto& storage = tensor.storage();
+  if (device_->is_privateuseone()) {
+    format_ = static_cast<const torch_npu::NPUStorageImpl*>(storage.unsafeGetStorageImpl())
+                  ->npu_desc_.npu_format_;
+  }
   storage_ = const_cast<void*>(storage.data());
   storage_elements_ = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
 }
@@ -57,6 +64,21 @@ TensorHandle TensorArgument::create() const {
   return TensorHandle(makers().create_tensor(
       sizes_.data(), dimensions_, static_cast<aclDataType>(dtype_), strides_.data(), offset_,
       ACL_FORMAT_ND, &storage_elements_, 1, storage_));
+}
+
+void TensorArgument::add_to(ExecutorKey& key) const {
+  key.add(device_.has_value());
+  if (!device_) {
+    return;
+  }
+  key.add(device_->index());
+  key.add(dtype_);
+  key.add(storage_elements_);
+  key.add(offset_);
+  key.add(dimensions_);
+  key.add(sizes_.data(), dimensions_ * sizeof(int64_t));
+  key.add(strides_.data(), dimensions_ * sizeof(int64_t));
+  key.add_address(storage_);
 }
 
 IntArrayArgument::IntArrayArgument(std::optional<at::IntArrayRef> values) {
@@ -75,6 +97,14 @@ IntArrayArgument::IntArrayArgument(c10::SymIntArrayRef values) {
 IntArrayHandle IntArrayArgument::create() const {
   return IntArrayHandle(values_ ? makers().create_int_array(values_->data(), values_->size())
                                 : nullptr);
+}
+
+void IntArrayArgument::add_to(ExecutorKey& key) const {
+  key.add(values_.has_value());
+  if (values_) {
+    key.add(values_->size());
+    key.add(values_->data(), values_->size() * sizeof(int64_t));
+  }
 }
 
 }  // namespace ascend_attn::aclnn

@@ -15,6 +15,7 @@
 #include <string>
 #include <string_view>
 
+#include "npu/aclnn/executor_cache.h"
 #include "npu/aclnn/prototypes.h"
 
 namespace ascend_attn::aclnn {
@@ -35,7 +36,10 @@ class TensorArgument {
   TensorArgument(std::nullopt_t) : TensorArgument(at::Tensor()) {}
 
   TensorHandle create() const;
+  void add_to(ExecutorKey& key) const;
   const std::optional<c10::Device>& device() const { return device_; }
+  // In which order the memory has the elements, an aclFormat.
+  int format() const { return format_; }
 
  private:
   // No aclnn function of attention takes more.
@@ -44,6 +48,7 @@ class TensorArgument {
   std::optional<c10::Device> device_;  // absent: no tensor
   void* storage_ = nullptr;
   int dtype_ = 0;
+  int format_ = 0;
   int64_t storage_elements_ = 0;
   int64_t offset_ = 0;
   uint64_t dimensions_ = 0;
@@ -58,6 +63,7 @@ class IntArrayArgument {
   IntArrayArgument(c10::SymIntArrayRef values);
 
   IntArrayHandle create() const;
+  void add_to(ExecutorKey& key) const;
 
  private:
   std::optional<c10::SmallVector<int64_t, 8>> values_;
@@ -69,6 +75,7 @@ class TextArgument {
 
   // aclnn declares its texts as char* and does not write to them.
   char* create() const { return const_cast<char*>(text_.c_str()); }
+  void add_to(ExecutorKey& key) const { key.add(std::string_view(text_)); }
 
  private:
   std::string text_;
@@ -82,6 +89,7 @@ class NumberArgument {
   NumberArgument(U value) : value_(value) {}
 
   T create() const { return value_; }
+  void add_to(ExecutorKey& key) const { key.add(value_); }
 
  private:
   T value_;

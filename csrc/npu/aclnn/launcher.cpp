@@ -4,11 +4,12 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
-#include <op_plugin/utils/op_api_common_base.h>
+#include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 #include <torch_npu/csrc/core/npu/NPUException.h>
 #include <torch_npu/csrc/core/npu/NPUWorkspaceAllocator.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -16,18 +17,13 @@
 #include <string>
 #include <string_view>
 
+#include "npu/aclnn/executor_cache.h"
+#include "npu/aclnn/library.h"
 #include "npu/product.h"
 #include "ops/error.h"
 
 namespace ascend_attn::aclnn {
 namespace {
-
-// A function of CANN's operator library, or null: a customer's libcust_opapi.so comes before
-// libopapi.so.
-template <typename Signature>
-Signature* find(const char* name) {
-  return reinterpret_cast<Signature*>(GetOpApiFuncAddr(name));
-}
 
 // CANN's message for the latest error of this thread, on one line.
 std::string recent_error() {
@@ -106,92 +102,116 @@ class Prepared {
  public:
   Prepared() = default;
   ~Prepared() {
-    static const auto destroy = find<int(aclOpExecutor*)>("aclDestroyAclOpExecutor");
-    if (executor && destroy) {
+    static const auto destroy = find_function<int(aclOpExecutor*)>("aclDestroyAclOpExecutor");
+    if (executor && !is_cached && destroy) {
       destroy(executor);
     }
   }
-  Prepared(const Prepared&) = delete;
-  Prepared& operator=(const Prepared&) = delete;
+  Prepared(Prepared&& other) noexcept
+      : workspace_size(other.workspace_size),
+        executor(std::exchange(other.executor, nullptr)),
+        is_cached(other.is_cached),
+        handles(std::move(other.handles)) {}
+  Prepared& operator=(Prepared&&) = delete;
 
   uint64_t workspace_size = 0;
   aclOpExecutor* executor = nullptr;
-  std::unique_ptr<Handles> handles;
+  bool is_cached = false;            // the executor is CANN's own
+  std::unique_ptr<Handles> handles;  // none beside a cached executor
 };
 
-// CANN can keep executors for later calls. torch_npu switches that off for the functions of sparse
-// attention (tests/npu/test_npu_conformance.py records it), and so do we: without this the first
-// phase would file its executor under the key that an earlier operator of this thread has left.
-void keep_no_executor(bool on_queue_thread) {
-  static const auto enter = find<void()>("InitPTACacheThreadLocal");
-  static const auto set_hash = find<void(uint64_t)>("SetPTAHashKey");
-  // The interface of the queue's thread: keys in place of their hash.
-  static const auto set_key = find<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
-  if (!enter || !set_hash) {
-    return;
-  }
-  enter();
-  if (on_queue_thread && set_key) {
-    set_key(nullptr, 0);
-  } else {
-    set_hash(0);
-  }
-}
-
-// What torch_npu sets up on the thread of a first phase: CANN's pool of host memory for executors,
-// and their cache.
-class FirstPhaseScope {
+// CANN's pool of host memory for executors, on the thread of a first phase.
+class ExecutorMemory {
  public:
-  explicit FirstPhaseScope(bool on_queue_thread) {
-    static const auto enter = find<int(void*, bool)>("InitHugeMemThreadLocal");
-    keep_no_executor(on_queue_thread);
+  ExecutorMemory() {
+    static const auto enter = find_function<int(void*, bool)>("InitHugeMemThreadLocal");
     if (enter) {
       enter(nullptr, false);
     }
   }
-  ~FirstPhaseScope() {
-    static const auto leave = find<void(void*, bool)>("UnInitHugeMemThreadLocal");
-    static const auto leave_cache = find<void()>("UnInitPTACacheThreadLocal");
+  ~ExecutorMemory() {
+    static const auto leave = find_function<void(void*, bool)>("UnInitHugeMemThreadLocal");
     if (leave) {
       leave(nullptr, false);
     }
-    if (leave_cache) {
-      leave_cache();
-    }
   }
-  FirstPhaseScope(const FirstPhaseScope&) = delete;
-  FirstPhaseScope& operator=(const FirstPhaseScope&) = delete;
+  ExecutorMemory(const ExecutorMemory&) = delete;
+  ExecutorMemory& operator=(const ExecutorMemory&) = delete;
 };
 
-void prepare(const Function& function, const Arguments& arguments, const Determinism& determinism,
+// Where a call runs, and how: what the caller's thread has to say, which the task queue's thread
+// cannot know.
+struct CallContext {
+  explicit CallContext(const Function& function) : stream(GetAclStream()) {
+    if (function.reuses_executor) {
+      cores = GetCacheParams();
+    }
+  }
+
+  void add_to(ExecutorKey& key) const {
+    key.add(determinism.level);
+    key.add(determinism.algorithms);
+    key.add(cores);
+    key.add(stream);
+  }
+
+  aclrtStream stream;
+  Determinism determinism;
+  CacheParams cores;
+};
+
+void prepare(const Function& function, const Arguments& arguments, const CallContext& context,
              bool on_queue_thread, Prepared& prepared) {
-  determinism.apply();
-  const FirstPhaseScope scope(on_queue_thread);
+  context.determinism.apply();
+  const ExecutorCache cache(on_queue_thread);
+  if (function.reuses_executor && cache.keeps(function.name)) {
+    ExecutorKey key;
+    key.add(std::string_view(function.name));
+    context.add_to(key);
+    arguments.add_to(key);
+    prepared.executor = cache.find(key, &prepared.workspace_size);
+    if (prepared.executor) {
+      prepared.is_cached = true;
+      return;
+    }
+  } else {
+    cache.keep_none();
+  }
+  const ExecutorMemory memory;
   prepared.handles = arguments.create();
   check_status(
       function, "GetWorkspaceSize",
       prepared.handles->first_phase(function, &prepared.workspace_size, &prepared.executor));
 }
 
-// The second phase, which consumes the executor whatever it returns.
+// The second phase, which consumes the executor whatever it returns, or gives it back to CANN.
 int execute(const Function& function, Prepared& prepared, void* workspace, aclrtStream stream) {
-  static const auto release_memory = find<void(void*, bool)>("ReleaseHugeMem");
+  static const auto release_memory = find_function<void(void*, bool)>("ReleaseHugeMem");
   using SecondPhase = int(void*, uint64_t, aclOpExecutor*, aclrtStream);
   const int status = reinterpret_cast<SecondPhase*>(function.second_phase)(
       workspace, prepared.workspace_size, std::exchange(prepared.executor, nullptr), stream);
   prepared.handles.reset();
-  if (release_memory) {
+  if (release_memory && !prepared.is_cached) {
     release_memory(nullptr, false);
   }
   check_status(function, "", status);
   return status;
 }
 
+// Whether tensors of an aclFormat have their elements in blocks that strides do not tell of.
+bool is_private(int format) {
+  constexpr std::array kPlain{ACL_FORMAT_ND,    ACL_FORMAT_NCHW, ACL_FORMAT_NCL,
+                              ACL_FORMAT_NCDHW, ACL_FORMAT_NC,   ACL_FORMAT_NHWC,
+                              ACL_FORMAT_NDHWC, ACL_FORMAT_HWCN, ACL_FORMAT_UNDEFINED};
+  return std::ranges::find(kPlain, format) == kPlain.end();
+}
+
 }  // namespace
 
-Function::Function(const char* op, const char* name)
+Function::Function(const char* op, const char* name, bool reuses_executor)
     : op(op),
       name(name),
+      reuses_executor(reuses_executor),
       first_phase(GetOpApiFuncAddr((this->name + "GetWorkspaceSize").c_str())),
       second_phase(GetOpApiFuncAddr(name)) {
   const auto soc = soc_name();
@@ -200,20 +220,30 @@ Function::Function(const char* op, const char* name)
           c10::str("expected Ascend 910B, 910_93, 950 or 310P, got SoC '", soc, "'"));
   }
   if (!first_phase || !second_phase) {
+    const auto version = GetCANNVersion("CANN");
     raise(Violation::not_implemented, op, name,
-          "is not in this CANN (needs one whose libopapi.so, or a libcust_opapi.so, has it)",
+          c10::str("is not in this CANN", version.empty() ? "" : " " + version,
+                   " (needs one whose libopapi.so, or a libcust_opapi.so, has it)"),
           Status::runtime);
   }
 }
 
-void check_device(const Function& function, int position, const c10::Device& device,
+void check_tensor(const Function& function, int position, const TensorArgument& tensor,
                   std::optional<c10::Device>& first) {
+  const auto& device = *tensor.device();
   if (!first) {
     first = device;
   }
+  const auto name = [&] { return c10::str("argument ", position, " of ", function.name); };
   if (device != *first || !device.is_privateuseone()) [[unlikely]] {
-    raise(Violation::value, function.op, c10::str("argument ", position, " of ", function.name),
+    raise(Violation::value, function.op, name(),
           c10::str("expected a tensor on ", *first, ", got one on ", device));
+  }
+  if (is_private(tensor.format())) [[unlikely]] {
+    raise(Violation::value, function.op, name(),
+          c10::str("expected a tensor of a plain format, got one of the NPU's private format ",
+                   tensor.format(), "; torch_npu.npu_format_cast(tensor, ", int{ACL_FORMAT_ND},
+                   ") converts it"));
   }
 }
 
@@ -223,39 +253,45 @@ void enqueue(const Function& function, c10::Device device, Arguments& arguments)
   if (device.index() != c10_npu::current_device()) {
     guard.emplace(device);
   }
-  auto* const stream = GetAclStream();
-  const Determinism determinism;
+  const CallContext context(function);
+  auto* const stream = context.stream;
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {
-    run(function, /*queued=*/true,
-        [&function, arguments = arguments.to_heap(), determinism, stream] {
-          InitExecSubTheadCtx(stream);
-          Prepared prepared;
-          prepare(function, *arguments, determinism, /*on_queue_thread=*/true, prepared);
-          // The block that torch_npu keeps for the stream: the caller's stream is not current here.
-          at::Tensor workspace;
-          if (prepared.workspace_size != 0) {
-            workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
-          }
-          auto* const address = workspace.defined() ? workspace.storage().mutable_data() : nullptr;
-          return execute(function, prepared, address, stream);
-        });
+    run(function, /*queued=*/true, [&function, arguments = arguments.to_heap(), context, stream] {
+      InitExecSubTheadCtx(stream);
+      Prepared prepared;
+      prepare(function, *arguments, context, /*on_queue_thread=*/true, prepared);
+      // The block that torch_npu keeps for the stream: the caller's stream is not current here.
+      at::Tensor workspace;
+      if (prepared.workspace_size != 0) {
+        workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
+      }
+      auto* const address = workspace.defined() ? workspace.storage().mutable_data() : nullptr;
+      return execute(function, prepared, address, stream);
+    });
     return;
   }
-  auto prepared = std::make_shared<Prepared>();
-  prepare(function, arguments, determinism, /*on_queue_thread=*/false, *prepared);
+  Prepared prepared;
+  prepare(function, arguments, context, /*on_queue_thread=*/false, prepared);
   // From the caching allocator, which survives a request that is too large, where the block of the
   // stream does not. Freed at the end of this function: whoever gets the memory next on this stream
   // comes after this call in the queue.
   c10::DataPtr workspace;
-  if (prepared->workspace_size != 0) {
-    workspace = c10::GetAllocator(device.type())->allocate(prepared->workspace_size);
+  if (prepared.workspace_size != 0) {
+    workspace = c10::GetAllocator(device.type())->allocate(prepared.workspace_size);
   }
-  run(function, /*queued=*/level == 1,
-      [&function, prepared = std::move(prepared), address = workspace.get(), stream] {
-        InitExecSubTheadCtx(stream);
-        return execute(function, *prepared, address, stream);
-      });
+  const auto second_phase = [&function, address = workspace.get(), stream](Prepared& prepared) {
+    InitExecSubTheadCtx(stream);
+    return execute(function, prepared, address, stream);
+  };
+  if (level == 0) {
+    run(function, /*queued=*/false, [&] { return second_phase(prepared); });
+  } else {
+    run(function, /*queued=*/true,
+        [second_phase, prepared = std::make_shared<Prepared>(std::move(prepared))] {
+          return second_phase(*prepared);
+        });
+  }
 }
 
 }  // namespace ascend_attn::aclnn

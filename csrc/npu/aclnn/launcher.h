@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "npu/aclnn/arguments.h"
+#include "npu/aclnn/executor_cache.h"
 #include "npu/aclnn/prototypes.h"
 
 namespace ascend_attn::aclnn {
@@ -23,10 +24,11 @@ namespace ascend_attn::aclnn {
 // An aclnn function in the CANN of this process.
 struct Function {
   // Raises when the CANN of this process lacks it.
-  Function(const char* op, const char* name);
+  Function(const char* op, const char* name, bool reuses_executor);
 
   const char* op;
   std::string name;
+  bool reuses_executor;
   void* first_phase;
   void* second_phase;
 };
@@ -45,6 +47,7 @@ class Arguments {
  public:
   virtual ~Arguments() = default;
   virtual std::unique_ptr<Handles> create() const = 0;
+  virtual void add_to(ExecutorKey& key) const = 0;
   virtual std::shared_ptr<const Arguments> to_heap() = 0;
 };
 
@@ -87,6 +90,9 @@ class ArgumentsOf final : public Arguments {
   std::unique_ptr<Handles> create() const override {
     return std::make_unique<HandlesOf<Parameters...>>(arguments_);
   }
+  void add_to(ExecutorKey& key) const override {
+    std::apply([&](const auto&... argument) { (argument.add_to(key), ...); }, arguments_);
+  }
   std::shared_ptr<const Arguments> to_heap() override {
     return std::make_shared<ArgumentsOf>(std::move(*this));
   }
@@ -98,8 +104,9 @@ class ArgumentsOf final : public Arguments {
   std::tuple<Argument<Parameters>...> arguments_;
 };
 
-// Checks that every tensor is on the device of the first; `position` counts arguments.
-void check_device(const Function& function, int position, const c10::Device& device,
+// Checks that a tensor has its elements in the order of its strides, and is on the device of the
+// first; `position` counts arguments.
+void check_tensor(const Function& function, int position, const TensorArgument& tensor,
                   std::optional<c10::Device>& first);
 
 template <typename... Parameters>
@@ -110,7 +117,7 @@ c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
     ++position;
     if constexpr (requires { argument.device(); }) {
       if (argument.device()) {
-        check_device(function, position, *argument.device(), first);
+        check_tensor(function, position, argument, first);
       }
     }
   };
@@ -126,7 +133,7 @@ struct Launcher;
 template <typename F, typename... Parameters>
 struct Launcher<F, int(Parameters...)> {
   void operator()(Argument<Parameters>... arguments) const {
-    static const Function function(F::op, F::name);
+    static const Function function(F::op, F::name, requires { F::reuses_executor; });
     ArgumentsOf<Parameters...> all(std::move(arguments)...);
     enqueue(function, all.device(function), all);
   }

@@ -4,6 +4,9 @@
 //
 // CANN's headers are not needed to build and its libraries not to load: functions are found by
 // name.
+//
+// `reuses_executor` marks the functions whose executors torch_npu reuses as well. For the others it
+// switches that off, and so do we (tests/npu/test_npu_conformance.py records both).
 #pragma once
 
 #include <cstdint>
@@ -77,6 +80,7 @@ struct SparseLightningIndexerGradKLLoss {
 struct FlashAttentionScore {
   static constexpr const char* name = "aclnnFlashAttentionScoreV2";
   static constexpr const char* op = "flash_attention_score";
+  static constexpr bool reuses_executor = true;
   using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift, Tensor drop_mask,
                         Tensor padding_mask, Tensor atten_mask, IntArray prefix,
                         IntArray q_start_idx, IntArray kv_start_idx, double scale_value,
@@ -90,6 +94,7 @@ struct FlashAttentionScore {
 struct FlashAttentionVarLenScore {
   static constexpr const char* name = "aclnnFlashAttentionVarLenScoreV2";
   static constexpr const char* op = "flash_attention_score";
+  static constexpr bool reuses_executor = true;
   using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift, Tensor drop_mask,
                         Tensor padding_mask, Tensor atten_mask, IntArray prefix,
                         IntArray actual_seq_q_len, IntArray actual_seq_kv_len, IntArray q_start_idx,
@@ -103,6 +108,7 @@ struct FlashAttentionVarLenScore {
 struct FlashAttentionScoreGrad {
   static constexpr const char* name = "aclnnFlashAttentionScoreGradV2";
   static constexpr const char* op = "flash_attention_score_grad";
+  static constexpr bool reuses_executor = true;
   using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse_shift,
                         Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
                         Tensor softmax_max, Tensor softmax_sum, Tensor softmax_in,
@@ -116,6 +122,7 @@ struct FlashAttentionScoreGrad {
 struct FlashAttentionUnpaddingScoreGrad {
   static constexpr const char* name = "aclnnFlashAttentionUnpaddingScoreGradV2";
   static constexpr const char* op = "flash_attention_score_grad";
+  static constexpr bool reuses_executor = true;
   using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse_shift,
                         Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
                         Tensor softmax_max, Tensor softmax_sum, Tensor softmax_in,

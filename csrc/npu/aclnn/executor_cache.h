@@ -1,0 +1,70 @@
+// CANN keeps the executors of functions that allow it, for later calls that differ in the addresses
+// of their tensors alone: such a call skips the first phase. The interface is the one that
+// torch_npu's own operators use.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+struct aclOpExecutor;
+
+namespace ascend_attn::aclnn {
+
+// What two calls must have in common to share an executor, as bytes; and the addresses, in which
+// they may differ.
+class ExecutorKey {
+ public:
+  template <typename T>
+    requires std::is_trivially_copyable_v<T>
+  void add(const T& value) {
+    add(&value, sizeof(T));
+  }
+  void add(std::string_view text) {
+    add(text.size());
+    add(text.data(), text.size());
+  }
+  void add(const void* data, size_t size) {
+    const auto* begin = static_cast<const uint8_t*>(data);
+    bytes_.append(begin, begin + size);
+  }
+  void add_address(void* address) { addresses_.push_back(address); }
+
+  c10::ArrayRef<uint8_t> bytes() const { return bytes_; }
+  c10::ArrayRef<void*> addresses() const { return addresses_; }
+
+ private:
+  c10::SmallVector<uint8_t, 2048> bytes_;
+  c10::SmallVector<void*, 32> addresses_;
+};
+
+// The cache as one call meets it, on the thread of its first phase. There is one interface for
+// callers, which compares the hashes of keys, and one for the task queue's thread, which compares
+// keys.
+class ExecutorCache {
+ public:
+  explicit ExecutorCache(bool on_queue_thread);
+  ~ExecutorCache();
+  ExecutorCache(const ExecutorCache&) = delete;
+  ExecutorCache& operator=(const ExecutorCache&) = delete;
+
+  // Whether this CANN keeps executors of a function.
+  bool keeps(const std::string& function) const;
+
+  // The executor that CANN has kept under `key`, which remains CANN's own; or null, and then it
+  // keeps the one that the first phase makes.
+  aclOpExecutor* find(const ExecutorKey& key, uint64_t* workspace_size) const;
+
+  // CANN keeps nothing of this call. Otherwise it would file the executor under the key that an
+  // earlier operator of this thread has left.
+  void keep_none() const;
+
+ private:
+  bool on_queue_thread_;
+};
+
+}  // namespace ascend_attn::aclnn

@@ -1,0 +1,14 @@
+// Functions of CANN, found by name in the libraries of this process.
+#pragma once
+
+#include <op_plugin/utils/op_api_common_base.h>
+
+namespace ascend_attn::aclnn {
+
+// Null when this CANN lacks it. A customer's libcust_opapi.so comes before libopapi.so.
+template <typename Signature>
+Signature* find_function(const char* name) {
+  return reinterpret_cast<Signature*>(GetOpApiFuncAddr(name));
+}
+
+}  // namespace ascend_attn::aclnn
