@@ -50,7 +50,7 @@ def flash_attention_score(
     Rows that keep no key are zero. Differentiable with respect to query, key and value, and on the
     CPU with respect to the pse_shift of pse_type 0 and 1.
 
-    Where query is bfloat16 the weights are rounded to bfloat16 before the product with value; on the
+    Where query is bfloat16 the weights are rounded to it before the product with value; on the
     CPU rows over few keys, up to 128, carry what that loses.
 
     Args:
