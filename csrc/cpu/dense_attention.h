@@ -72,7 +72,7 @@ struct DenseAttention {
 
  private:
   void read_sequences(const FlashAttentionOptions& options);
-  void read_pse(const FlashAttentionOptions& options);
+  void read_pse(const char* op, const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);
 };
 
@@ -88,6 +88,7 @@ class HeadRows {
   T* row(int64_t token, int64_t head = 0) const {
     return data_ + head * head_stride_ + token * token_stride_;
   }
+  int64_t token_stride() const { return token_stride_; }
 
  private:
   T* data_;

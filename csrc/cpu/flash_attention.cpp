@@ -13,6 +13,7 @@
 #include "cpu/dense_attention.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_tasks.h"
+#include "cpu/rounding.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/vectorized.h"
 
@@ -113,11 +114,21 @@ class FlashAttention {
         }
       }
     }
-    const auto values = values_.by_rows(columns.begin);
     const auto probabilities = rounded(padded_rows, columns);
-    tile_gemm(padded_rows, values_.size(), columns.width(), probabilities.data,
-              probabilities.stride, values.data, values.stride, out_.row(row), out_.stride(),
-              /*accumulate=*/started);
+    add_values(row, padded_rows, columns, probabilities, started);
+    const auto& kept = task.sequence->kept;
+    const int64_t first = (task.first_row + row) / attention_.group();
+    const int64_t last = (task.first_row + row + rows - 1) / attention_.group();
+    if (carries_remainders<Operand>(kept.end(last) - kept.begin(first))) {
+      add_values(row, padded_rows, columns, remainders(padded_rows, columns), true);
+    }
+  }
+
+  void add_values(int64_t row, int64_t rows, const TileColumns& columns,
+                  const OperandB<Operand>& probabilities, bool accumulate) {
+    const auto values = values_.by_rows(columns.begin);
+    tile_gemm(rows, values_.size(), columns.width(), probabilities.data, probabilities.stride,
+              values.data, values.stride, out_.row(row), out_.stride(), accumulate);
   }
 
   template <typename Function>
@@ -153,16 +164,14 @@ class FlashAttention {
         for (int64_t j = columns.begin; j < begin; ++j) {
           s[j] = 0;
         }
-        for (int64_t j = begin; j < end; ++j) {
-          s[j] = exponential(s[j] * scale - largest);
-        }
-        for (int64_t j = end; j < columns.end; ++j) {
-          s[j] = 0;
-        }
         T total = 0;
 #pragma omp simd reduction(+ : total)
         for (int64_t j = begin; j < end; ++j) {
+          s[j] = exponential(s[j] * scale - largest);
           total += s[j];
+        }
+        for (int64_t j = end; j < columns.end; ++j) {
+          s[j] = 0;
         }
         sum[r] = sum[r] * factor[r] + total;
       }
@@ -180,6 +189,19 @@ class FlashAttention {
       }
       return {probabilities_.data() + columns.begin, probabilities_.stride()};
     }
+  }
+
+  // What rounded() lost, in its place.
+  OperandB<Operand> remainders(int64_t rows, const TileColumns& columns) {
+    for (int64_t r = 0; r < rows; ++r) {
+      vectorized([count = columns.width(), exact = scores_.row(r) + columns.begin,
+                  nearest = probabilities_.row(r) + columns.begin] {
+        for (int64_t j = 0; j < count; ++j) {
+          nearest[j] = static_cast<Operand>(exact[j] - static_cast<T>(nearest[j]));
+        }
+      });
+    }
+    return {probabilities_.data() + columns.begin, probabilities_.stride()};
   }
 
   void store(const RowsTask& task) {

@@ -1,6 +1,7 @@
 // Scores of one query token against a tile of selected keys.
 #pragma once
 
+#include "cpu/rounding.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/token_rows.h"
 
@@ -71,24 +72,6 @@ class QueryKeyProduct {
   Tile<Operand> packed_query_;
   Tile<Operand> keys_;
 };
-
-// Probabilities and their gradients are operands of a second product. Rounding them to 16 bits is
-// what the device does, and what a sum over many keys hides; over a few keys it would be the
-// largest error by far. A row over few keys carries what rounding lost in a second operand.
-template <typename Operand>
-constexpr bool carries_remainders(int64_t keys) {
-  constexpr int64_t few = 128;
-  return depth_step<Operand> > 1 && keys <= few;
-}
-
-// Writes the operand nearest to `value`, and what that lost, if operands are 16 bits wide.
-template <typename T, typename Operand>
-inline void store_rounded(T value, Operand& operand, Operand& remainder) {
-  operand = static_cast<Operand>(value);
-  if constexpr (depth_step<Operand> > 1) {
-    remainder = static_cast<Operand>(value - static_cast<T>(operand));
-  }
-}
 
 // to (columns, rows) = transpose of from (rows, columns).
 template <typename From, typename To>

@@ -23,7 +23,8 @@ static void vectorized(Body body) {
 inline double exponential(double x) { return std::exp(x); }
 
 // exp(x) = 2^n * exp(r) with |r| <= ln(2) / 2, in straight-line code that compilers vectorise
-// (relative error below 1e-7). Results below the smallest normal number become 0.
+// (relative error below 1e-7). Results below the smallest normal number become 0, and those from
+// 2^127.5 on infinite.
 inline float exponential(float x) {
   // Adding 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits.
   constexpr float rounder = 12582912.0f;
@@ -39,16 +40,10 @@ inline float exponential(float x) {
   series = series * r + 0.5f;
   series = series * r + 1.0f;
   series = series * r + 1.0f;
-  // 2^n in two factors: n = 128 is still in range.
-  const auto exponent =
-      static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder));
-  const int32_t half = exponent >> 1;
-  const auto power = [](int32_t e) {
-    return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23);
-  };
-  const float result = series * power(half) * power(exponent - half);
+  const uint32_t exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder);
+  const float result = series * std::bit_cast<float>((exponent + 127) << 23);
   const float bounded = x < -87.33f ? 0.0f : result;
-  return x > 88.72f ? std::numeric_limits<float>::infinity() : bounded;
+  return x > 88.37f ? std::numeric_limits<float>::infinity() : bounded;
 }
 
 template <typename To, typename From>
