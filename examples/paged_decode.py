@@ -44,10 +44,10 @@ def new_keys(inputs: AttentionInputs) -> Keys:
 class LayerCache:
     """The keys of one layer, in blocks (num_blocks, block_size, 1, D)."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str) -> None:
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
         sizes = (config.latent_dim, config.rope_dim, config.index_dim)
         shapes = [(num_blocks, block_size, 1, size) for size in sizes]
-        self.keys = Keys(*(torch.zeros(shape, device=device) for shape in shapes))
+        self.keys = Keys(*(like.new_zeros(shape) for shape in shapes))
 
     def write(self, keys: Keys, slots: Tensor) -> None:
         latent, rope, indexer = (key.flatten(0, 1) for key in keys)
@@ -106,10 +106,9 @@ class Sequence:
 class PagedDecoder:
     def __init__(self, model: SparseLM, config: ModelConfig, num_blocks: int, block_size: int):
         self.model, self.block_size = model, block_size
-        self.device = str(model.head.weight.device)
-        self.layers = [
-            LayerCache(config, num_blocks, block_size, self.device) for _ in model.blocks
-        ]
+        weight = model.head.weight
+        self.device = weight.device
+        self.layers = [LayerCache(config, num_blocks, block_size, weight) for _ in model.blocks]
         self.free = list(range(num_blocks))
         self.running: list[Sequence] = []
 
@@ -221,6 +220,11 @@ def parse_arguments() -> argparse.Namespace:
         help="what train_lightning_indexer.py has written",
     )
     parser.add_argument("--device", choices=["cpu", "npu"], default="cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="default: float32 on the CPU, bfloat16 on an NPU, whose kernels have no float32",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=200, help="bytes of the longest prompt")
@@ -230,14 +234,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load_model(path: Path, device: str) -> tuple[SparseLM, ModelConfig]:
+def load_model(path: Path, device: str, dtype: torch.dtype) -> tuple[SparseLM, ModelConfig]:
     if not path.exists():
         raise SystemExit(f"{path} is not there: run examples/train_lightning_indexer.py first")
-    state = torch.load(path, map_location=device, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     config = ModelConfig(**{name: state["recipe"][name] for name in asdict(ModelConfig())})
-    model = SparseLM(config).to(device)
+    model = SparseLM(config)
     model.load_state_dict(state["model"])
-    return model.eval(), config
+    return model.to(device, dtype).eval(), config
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[Sequence]:
@@ -258,7 +262,9 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.device == "npu":
         importlib.import_module("torch_npu")  # registers the device
-    model, config = load_model(arguments.checkpoint, arguments.device)
+    exact = (arguments.dtype or {"cpu": "float32"}.get(arguments.device)) == "float32"
+    dtype = torch.float32 if exact else torch.bfloat16
+    model, config = load_model(arguments.checkpoint, arguments.device, dtype)
     paged, plain = prompts_of(arguments), prompts_of(arguments)
     new = sum(sequence.total - len(sequence.text) for sequence in paged)
     starts = [len(sequence.text) for sequence in paged]
@@ -280,15 +286,14 @@ def main() -> None:
         )
         print(f"\n...{before!r}\n  -> {after!r}")
     different = sum(a.text != b.text for a, b in zip(paged, plain, strict=True))
-    if different or len(decoder.free) != arguments.blocks:
-        raise SystemExit(
-            f"\n{different} sequences differ from decoding without a cache; "
-            f"{len(decoder.free)} of {arguments.blocks} blocks are free again"
-        )
-    print(
-        f"\nAll {len(paged)} sequences equal decoding without a cache, byte for byte; all "
-        f"{arguments.blocks} blocks are free again."
+    outcome = (
+        f"\n{len(paged) - different} of {len(paged)} sequences equal decoding without a cache, "
+        f"byte for byte; {len(decoder.free)} of {arguments.blocks} blocks are free again."
     )
+    # In bfloat16 two bytes can be so close that the size of a batch decides between them.
+    if (different and exact) or len(decoder.free) != arguments.blocks:
+        raise SystemExit(outcome)
+    print(outcome)
 
 
 if __name__ == "__main__":

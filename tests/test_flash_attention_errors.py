@@ -20,6 +20,7 @@ BAND = FlashCase(s=(6, 9), mode=4, pre=3, next=2, heads=(2, 2), d=(8, 8))
 PREFIX = FlashCase(s=(6, 9), mode=6, prefix=(4, 5), heads=(2, 2), d=(8, 8))
 FULL_PREFIX = FlashCase(s=(6, 9), mode=5, prefix=(4, 5), heads=(2, 2), d=(8, 8))
 PSE = FlashCase(s=(6, 9), pse="full", heads=(2, 2), d=(8, 8))
+LONG_PREFIX = FlashCase(s=(9, 6), mode=6, prefix=(4, 5), heads=(2, 2), d=(8, 8))
 SLOPES = FlashCase(s=(6, 6), pse="N", pse_type=2, heads=(2, 2), d=(8, 8))
 DROP = FlashCase(s=(6, 9), keep_prob=0.5, heads=(2, 2), d=(8, 8))
 
@@ -87,6 +88,22 @@ RULES: list[tuple[FlashCase, dict[str, Any], type[Exception], str, str]] = [
     (PREFIX, {"prefix": [4]}, ValueError, "prefix", "per batch, 2, got 1"),
     (PREFIX, {"prefix": [4, 2]}, ValueError, "prefix", r"3\.\.9"),
     (PREFIX, {"prefix": [4, 10]}, ValueError, "prefix", r"3\.\.9"),
+    (LONG_PREFIX, {"prefix": [0, -1]}, ValueError, "prefix", r"0\.\.6"),
+    (LONG_PREFIX, {"prefix": [7, 6]}, ValueError, "prefix", r"0\.\.6"),
+    (
+        TND,
+        {"sparse_mode": 4, "atten_mask": COMPRESSED, "pre_tokens": -5, "next_tokens": -5},
+        ValueError,
+        "pre_tokens",
+        "both",
+    ),
+    (
+        TND,
+        {"sparse_mode": 4, "atten_mask": COMPRESSED, "next_tokens": -5},
+        ValueError,
+        "next_tokens",
+        "Sq = 3",
+    ),
     (
         TND,
         {"sparse_mode": 0, "atten_mask": bools(4, 6), "next_tokens": -1},
@@ -233,11 +250,23 @@ WRONG_CONTENT = [
 ]
 
 
+each_direction = pytest.mark.parametrize("build", [build, build_grad], ids=["forward", "gradient"])
+
+
+@each_direction
 @pytest.mark.parametrize(("case", "mask"), WRONG_CONTENT, ids=range(len(WRONG_CONTENT)))
-def test_content_of_masks(case: FlashCase, mask: torch.Tensor) -> None:
+def test_content_of_masks(build: Any, case: FlashCase, mask: torch.Tensor) -> None:
     sample = build(case, torch.bfloat16).replace(atten_mask=mask)
     with pytest.raises(ValueError, match=r"atten_mask: .* got other values; True \(1\) masks"):
         sample.call(torch.ops.ascend)
+
+
+@each_direction
+@pytest.mark.parametrize("wrong", [0.0, -0.5, torch.nan])
+def test_slopes_are_positive(build: Any, wrong: float) -> None:
+    slopes = torch.tensor([1.0, wrong])
+    with pytest.raises(ValueError, match="pse_shift: expected positive slopes"):
+        build(SLOPES, torch.bfloat16).replace(pse_shift=slopes).call(torch.ops.ascend)
 
 
 def test_pse_of_1024_rows_needs_a_causal_mask() -> None:

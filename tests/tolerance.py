@@ -12,16 +12,18 @@ from torch import Tensor
 class Tolerance:
     rtol: float
     atol: float = 0.0
-    # Of the largest element, or of one where that is smaller: the samples have unit scale, and a
-    # gradient that cancels to zero keeps the rounding of terms of that size.
     of_largest: float = 0.0
+    # The largest element counts as at least one: the samples have unit scale, and a gradient that
+    # cancels to zero keeps the rounding of terms of that size.
+    unit_scale: bool = True
     share_outside: float = 0.0
     # What none of those outside may differ by.
     farthest: float = torch.inf
 
     def allowed(self, expected: Tensor) -> Tensor:
         finite = expected[expected.isfinite()].abs()
-        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        largest = float(finite.max()) if finite.numel() else 0.0
+        scale = max(1.0, largest) if self.unit_scale else largest
         return self.atol + self.of_largest * scale + self.rtol * expected.abs()
 
 

@@ -174,16 +174,14 @@ class AttentionRows {
         for (int64_t j = columns.begin; j < begin; ++j) {
           s[j] = 0;
         }
-        for (int64_t j = begin; j < end; ++j) {
-          s[j] = exponential(s[j] * scale - largest);
-        }
-        for (int64_t j = end; j < columns.end; ++j) {
-          s[j] = 0;
-        }
         T total = 0;
 #pragma omp simd reduction(+ : total)
         for (int64_t j = begin; j < end; ++j) {
+          s[j] = exponential(s[j] * scale - largest);
           total += s[j];
+        }
+        for (int64_t j = end; j < columns.end; ++j) {
+          s[j] = 0;
         }
         sum[r] = sum[r] * factor[r] + total;
       }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/dense_attention.h"
 #include "cpu/tile_gemm.h"
@@ -14,7 +15,7 @@
 namespace ascend_attn::cpu {
 
 inline constexpr int64_t kRowBlock = 64;
-inline constexpr int64_t kKeyBlock = 256;
+inline constexpr int64_t kKeyBlock = 512;
 // Products take their sizes in steps: few sizes, little generated code.
 inline constexpr int64_t kRowStep = 16;
 inline constexpr int64_t kKeyStep = 64;
@@ -71,18 +72,15 @@ class KeyTile {
 
   template <typename Input>
   void load(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
-    for (int64_t r = 0; r < count; ++r) {
-      load_row(rows.row(first + r), rows_.row(r), columns_);
-    }
-    zero_rows(rows_, count, round_up(count, kKeyStep));
+    const auto source = dense_rows(rows, first, count);
     const int64_t padded = round_up(count, kKeyStep);
-    by_rows_ = {rows_.data(), rows_.stride()};
+    by_rows_ = source;
     if (packed_.data() != nullptr) {
-      by_rows_ = operand_b(padded, size_, rows_.data(), rows_.stride(), packed_.data());
+      by_rows_ = operand_b(padded, size_, source.data, source.stride, packed_.data());
     }
     if (transposed_.data() != nullptr) {
       width_ = padded;
-      pack_transposed(size_, width_, rows_.data(), rows_.stride(), transposed_.data());
+      pack_transposed(size_, width_, source.data, source.stride, transposed_.data());
     }
   }
 
@@ -98,6 +96,21 @@ class KeyTile {
   int64_t size() const { return size_; }
 
  private:
+  template <typename Input>
+  OperandB<Operand> dense_rows(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
+    if constexpr (std::is_same_v<Operand, Input> && depth_step<Operand> > 1) {
+      // They will be packed: from where they stand, unless zeros belong behind them.
+      if (count % kKeyStep == 0 && size_ == columns_) {
+        return {rows.row(first), rows.token_stride()};
+      }
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      load_row(rows.row(first + r), rows_.row(r), columns_);
+    }
+    zero_rows(rows_, count, round_up(count, kKeyStep));
+    return {rows_.data(), rows_.stride()};
+  }
+
   int64_t size_;
   int64_t columns_;
   int64_t width_ = 0;

@@ -108,7 +108,7 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
   keep_prob = options.keep_prob;
   read_sequences(options);
   if (options.pse_shift) {
-    read_pse(options);
+    read_pse(op, options);
   }
   if (options.atten_mask) {
     read_mask(op, options);
@@ -203,11 +203,14 @@ void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   }
 }
 
-void DenseAttention::read_pse(const FlashAttentionOptions& options) {
+void DenseAttention::read_pse(const char* op, const FlashAttentionOptions& options) {
   pse = with_dense_rows(*options.pse_shift);
   if (pse_type <= 1) {
     pse_address = PseAddress::of(pse, query, key, layout == Layout::TND, sequences);
   } else {
+    check_value(pse.gt(0).all().item<bool>(), op, "pse_shift",
+                "expected positive slopes, minus which times the distance is added, for pse_type ",
+                pse_type, ", got others");
     pse_address.heads = heads;
     pse_address.batch_stride = pse.dim() == 2 && pse.size(0) > 1 ? pse.stride(0) : 0;
     pse_address.head_stride = 1;
@@ -267,6 +270,7 @@ PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const 
     for (const auto& sequence : sequences) {
       pairs += sequence.queries * sequence.keys;
     }
+    // Where both forms have as many elements, it is the full one.
     address.form = pse.numel() == address.heads * pairs ? Form::packed : Form::packed_per_key;
     return address;
   }

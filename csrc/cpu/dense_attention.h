@@ -80,7 +80,7 @@ struct DenseAttention {
   DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value);
   void read_sequences(const FlashAttentionOptions& options);
-  void read_pse(const FlashAttentionOptions& options);
+  void read_pse(const char* op, const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);
   void use_full_mask(const at::Tensor& given);
 };
@@ -97,6 +97,7 @@ class HeadRows {
   T* row(int64_t token, int64_t head = 0) const {
     return data_ + head * head_stride_ + token * token_stride_;
   }
+  int64_t token_stride() const { return token_stride_; }
 
  private:
   T* data_;

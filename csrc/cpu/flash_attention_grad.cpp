@@ -12,16 +12,14 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// to (columns, rows) = the transpose of from (rows, columns)
+// to (columns, kRowBlock) = the transpose of from (rows, columns), rows rounded up to kRowStep.
 template <typename T>
-void transpose_tile(const Tile<T>& from, int64_t rows, int64_t columns, const Tile<T>& to) {
-  constexpr int64_t block = 16;
-  vectorized([=, source = from.data(), source_stride = from.stride(), target = to.data(),
-              target_stride = to.stride()] {
-    for (int64_t i = 0; i < rows; i += block) {
+void transpose_tile(const Tile<T>& from, int64_t rows, int64_t columns, T* to) {
+  vectorized([=, source = from.data(), stride = from.stride()] {
+    for (int64_t i = 0; i < rows; i += kRowStep) {
       for (int64_t j = 0; j < columns; ++j) {
-        for (int64_t k = i; k < i + block; ++k) {
-          target[j * target_stride + k] = source[k * source_stride + j];
+        for (int64_t k = i; k < i + kRowStep; ++k) {
+          to[j * kRowBlock + k] = source[k * stride + j];
         }
       }
     }
@@ -57,8 +55,6 @@ class FlashAttentionGrad {
         dk_tensor_(attention_.by_head(std::get<1>(outputs), attention_.key_heads)),
         dv_tensor_(attention_.by_head(std::get<2>(outputs), attention_.key_heads)),
         tile_(attention),
-        query_transposed_(tile_.keys().size(), kRowBlock),
-        d_out_transposed_(tile_.values().size(), kRowBlock),
         packed_(kRowBlock, kKeyBlock),
         rounded_(kRowBlock, kKeyBlock),
         dk_(tile_.keys().size(), kKeyBlock),
@@ -68,6 +64,7 @@ class FlashAttentionGrad {
     const auto& sequence = *task.sequence;
     const auto parts = static_cast<int64_t>(dq.parts.size());
     tile_.start(sequence, task.key_head);
+    transpose_queries(sequence.queries * attention_.group());
     auto& own_dq = dq.parts[task.part];
     own_dq =
         Tile<T>(round_up(sequence.queries * attention_.group(), kRowBlock), tile_.keys().size());
@@ -80,6 +77,23 @@ class FlashAttentionGrad {
   }
 
  private:
+  // All rows, because every block of keys needs them: per block of rows, a (size, kRowBlock)
+  // matrix.
+  void transpose_queries(int64_t all_rows) {
+    const int64_t blocks = (all_rows + kRowBlock - 1) / kRowBlock;
+    query_transposed_ = Tile<Operand>(blocks * tile_.keys().size(), kRowBlock);
+    d_out_transposed_ = Tile<Operand>(blocks * tile_.values().size(), kRowBlock);
+    for (int64_t row = 0; row < all_rows; row += kRowBlock) {
+      const int64_t rows = std::min(kRowBlock, all_rows - row);
+      const int64_t block = row / kRowBlock;
+      tile_.load_queries(row, rows);
+      transpose_tile(tile_.query(), rows, tile_.keys().size(),
+                     query_transposed_.row(block * tile_.keys().size()));
+      transpose_tile(tile_.d_out(), rows, tile_.values().size(),
+                     d_out_transposed_.row(block * tile_.values().size()));
+    }
+  }
+
   void add_keys(const KeysTask& task, int64_t begin, int64_t count, const Tile<T>& dq) {
     const auto& sequence = *task.sequence;
     const int64_t all_rows = sequence.queries * attention_.group();
@@ -102,26 +116,25 @@ class FlashAttentionGrad {
   // dv^T += dy^T * P, dk^T += q^T * dS, dq += dS * k
   void add_products(int64_t row, int64_t rows, const TileColumns& columns, const Tile<T>& dq) {
     const int64_t width = columns.width();
-    transpose_tile(tile_.d_out(), rows, tile_.values().size(), d_out_transposed_);
     const auto probabilities = round(tile_.probabilities(), rows, columns);
-    multiply_rows(d_out_transposed_, tile_.values().size(), probabilities, rows, columns, dv_);
+    multiply_rows(d_out_transposed_, row, tile_.values().size(), probabilities, rows, columns, dv_);
 
-    transpose_tile(tile_.query(), rows, tile_.keys().size(), query_transposed_);
     const auto d_scores = round(tile_.d_scores(), rows, columns);
-    multiply_rows(query_transposed_, tile_.keys().size(), d_scores, rows, columns, dk_);
+    multiply_rows(query_transposed_, row, tile_.keys().size(), d_scores, rows, columns, dk_);
 
     const auto keys = tile_.keys().by_rows(columns.begin);
     tile_gemm(rows, tile_.keys().size(), width, d_scores.data, d_scores.stride, keys.data,
               keys.stride, dq.row(row), dq.stride(), /*accumulate=*/true);
   }
 
-  void multiply_rows(const Tile<Operand>& transposed, int64_t size,
+  void multiply_rows(const Tile<Operand>& transposed, int64_t row, int64_t size,
                      const OperandB<Operand>& operand, int64_t rows, const TileColumns& columns,
                      const Tile<T>& sum) {
     const auto packed =
         operand_b(rows, columns.width(), operand.data, operand.stride, packed_.data());
-    tile_gemm(size, columns.width(), rows, transposed.data(), transposed.stride(), packed.data,
-              packed.stride, sum.data() + columns.begin, sum.stride(), /*accumulate=*/true);
+    const Operand* of_rows = transposed.row(row / kRowBlock * size);
+    tile_gemm(size, columns.width(), rows, of_rows, transposed.stride(), packed.data, packed.stride,
+              sum.data() + columns.begin, sum.stride(), /*accumulate=*/true);
   }
 
   // The columns of a tile in the type of operands.
@@ -142,10 +155,14 @@ class FlashAttentionGrad {
     const HeadRows<Input> rows(gradient.mutable_data_ptr<Input>(), gradient, sequence.batch,
                                task.key_head, sequence.key_begin + begin);
     vectorized([=, from = transposed.data(), stride = transposed.stride()] {
-      for (int64_t j = 0; j < count; ++j) {
-        Input* row = rows.row(j);
+      // Blocks, because a whole row is one element of each of many cache lines.
+      constexpr int64_t block = 16;
+      for (int64_t first = 0; first < count; first += block) {
+        const int64_t end = std::min(first + block, count);
         for (int64_t d = 0; d < size; ++d) {
-          row[d] = static_cast<Input>(factor * from[d * stride + j]);
+          for (int64_t j = first; j < end; ++j) {
+            rows.row(j)[d] = static_cast<Input>(factor * from[d * stride + j]);
+          }
         }
       }
     });

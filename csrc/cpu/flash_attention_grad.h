@@ -69,14 +69,19 @@ class ScoreGradient {
     values_.load(key_rows<Input>(attention_.value, *sequence_, key_head_), begin, count);
   }
 
-  // For rows [first, first + rows) and the keys loaded: P, with its dropout, in probabilities() and
-  // the gradient of the scores in d_scores(), both 0 where a row keeps no key.
-  void run(int64_t first, int64_t rows, const TileColumns& columns) {
+  // Loads rows [first, first + rows) into query() and d_out().
+  void load_queries(int64_t first, int64_t rows) {
     const int64_t group = attention_.group();
     load_rows(query_rows<Input>(attention_.query, *sequence_, first_head()), group, first, rows,
               attention_.size, query_);
     load_rows(query_rows<Input>(grad_.d_out, *sequence_, first_head()), group, first, rows,
               attention_.value_size, d_out_);
+  }
+
+  // For rows [first, first + rows) and the keys loaded: P, with its dropout, in probabilities() and
+  // the gradient of the scores in d_scores(), both 0 where a row keeps no key.
+  void run(int64_t first, int64_t rows, const TileColumns& columns) {
+    load_queries(first, rows);
     multiply(query_, keys_, rows, columns, scores_);
     multiply(d_out_, values_, rows, columns, d_scores_);
     for_each_row(first, rows, columns, [&](int64_t head, int64_t query, int64_t r) {

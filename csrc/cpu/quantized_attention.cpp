@@ -21,9 +21,9 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Tiles of 64 KB in which a thread keeps the products of query and key from the first pass for the
-// second. Where they do not suffice, the second pass multiplies again.
-constexpr int64_t kKeptTiles = 256;
+// Tiles, of 16 MB in all, in which a thread keeps the products of query and key from the first pass
+// for the second. Where they do not suffice, the second pass multiplies again.
+constexpr int64_t kKeptTiles = (int64_t{16} << 20) / (kRowBlock * kKeyBlock * 4);
 // tile_gemm wants an unsigned A: query + 128.
 constexpr int32_t kQueryOffset = 128;
 // An int32 adds up so many products of exponential and value, of 128 * 128 at most.

@@ -40,32 +40,25 @@ struct ExponentialParts {
     series = series * r + 0.5f;
     series = series * r + 1.0f;
     fraction = series * r + 1.0f;
-    exponent =
-        static_cast<int32_t>(std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder));
+    exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder);
   }
 
-  float fraction;  // exp(r) with |r| <= ln(2) / 2
-  int32_t exponent;
+  float fraction;     // exp(r) with |r| <= ln(2) / 2
+  uint32_t exponent;  // modulo 2^32, where it is negative
 };
 
-// Results below the smallest normal number become 0.
+// Results below the smallest normal number become 0, and those from 2^127.5 on infinite.
 inline float exponential(float x) {
   const ExponentialParts parts(x);
-  // 2^exponent in two factors: 128 is still in range.
-  const int32_t half = parts.exponent >> 1;
-  const auto power = [](int32_t e) {
-    return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23);
-  };
-  const float result = parts.fraction * power(half) * power(parts.exponent - half);
+  const float result = parts.fraction * std::bit_cast<float>((parts.exponent + 127) << 23);
   const float bounded = x < -87.33f ? 0.0f : result;
-  return x > 88.72f ? std::numeric_limits<float>::infinity() : bounded;
+  return x > 88.37f ? std::numeric_limits<float>::infinity() : bounded;
 }
 
 // The same for x <= 0, in fewer steps: results stay above 1e-38 instead of becoming 0.
 inline float exponential_of_nonpositive(float x) {
   const ExponentialParts parts(x > -87.0f ? x : -87.0f);
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(parts.fraction) +
-                              (static_cast<uint32_t>(parts.exponent) << 23));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(parts.fraction) + (parts.exponent << 23));
 }
 
 template <typename To, typename From>

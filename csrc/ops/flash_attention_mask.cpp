@@ -41,7 +41,11 @@ void FlashAttentionShapes::mask() const {
   if (is_packed()) {
     band_of_sequences();
   } else if (kind == MaskMode::standard || kind == MaskMode::band) {
-    band();
+    const auto queries = queries_.maybe_as_int();
+    const auto keys = keys_.maybe_as_int();
+    if (queries && keys) {
+      band({*queries, *keys});
+    }
   }
 }
 
@@ -114,14 +118,13 @@ void FlashAttentionShapes::prefix() const {
 }
 
 // A band must cross the scores.
-void FlashAttentionShapes::band() const {
-  const auto queries = queries_.maybe_as_int();
-  const auto keys = keys_.maybe_as_int();
-  if (!queries || !keys || *queries == 0 || *keys == 0) {
+void FlashAttentionShapes::band(const Lengths& lengths) const {
+  if (lengths.empty()) {
     return;
   }
+  const auto [queries, keys] = lengths;
   const bool bottom_right = options_.sparse_mode == static_cast<int64_t>(MaskMode::band);
-  const int64_t shift = bottom_right ? *keys - *queries : 0;
+  const int64_t shift = bottom_right ? keys - queries : 0;
   const int64_t pre = KeptKeys::bounded(options_.pre_tokens) - shift;
   const int64_t next = KeptKeys::bounded(options_.next_tokens) + shift;
   const auto came = [&](const char* name, int64_t given, int64_t counted) {
@@ -133,12 +136,12 @@ void FlashAttentionShapes::band() const {
               "expected pre_tokens and next_tokens not both behind the diagonal, ",
               came("pre_tokens", options_.pre_tokens, pre), " and ",
               came("next_tokens", options_.next_tokens, next));
-  check_value(pre >= 0 || (next >= -pre && -pre < *keys), op_, "pre_tokens",
-              "expected a negative pre_tokens to be smaller than Skv = ", *keys,
+  check_value(pre >= 0 || (next >= -pre && -pre < keys), op_, "pre_tokens",
+              "expected a negative pre_tokens to be smaller than Skv = ", keys,
               " and at most next_tokens in size, ", came("pre_tokens", options_.pre_tokens, pre),
               " and ", came("next_tokens", options_.next_tokens, next));
-  check_value(next >= 0 || (-next <= pre && -next < *queries), op_, "next_tokens",
-              "expected a negative next_tokens to be smaller than Sq = ", *queries,
+  check_value(next >= 0 || (-next <= pre && -next < queries), op_, "next_tokens",
+              "expected a negative next_tokens to be smaller than Sq = ", queries,
               " and at most pre_tokens in size, ", came("next_tokens", options_.next_tokens, next),
               " and ", came("pre_tokens", options_.pre_tokens, pre));
 }
@@ -158,6 +161,11 @@ void FlashAttentionShapes::band_of_sequences() const {
                     "got ",
                     options_.pre_tokens, " for Sq = ", lengths[b].queries,
                     ", Skv = ", lengths[b].keys, " at ", b);
+      }
+      break;
+    case MaskMode::band:
+      for (const auto& sequence : lengths) {
+        band(sequence);
       }
       break;
     case MaskMode::right_down_causal:

@@ -39,7 +39,7 @@ class FlashAttentionShapes {
   void full_mask() const;
   void compressed_mask() const;
   void prefix() const;
-  void band() const;
+  void band(const Lengths& lengths) const;
   void band_of_sequences() const;
 
   // Of every sequence; none while one of them is symbolic.

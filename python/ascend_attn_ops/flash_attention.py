@@ -50,6 +50,9 @@ def flash_attention_score(
     Rows that keep no key are zero. Differentiable with respect to query, key and value, and on the
     CPU with respect to the pse_shift of pse_type 0 and 1.
 
+    Where query is bfloat16 the weights are rounded to it before the product with value; on the
+    CPU rows over few keys, up to 128, carry what that loses.
+
     Args:
         query: (B, Sq, N*D) in layout BSH, (Sq, B, N*D) in SBH, (B, Sq, N, D) in BSND,
             (B, N, Sq, D) in BNSD, (T1, N, D) in TND; float16, bfloat16 or float32 (float64 as well
@@ -63,7 +66,7 @@ def flash_attention_score(
             or (B, N, 1, Skv), query's dtype; with Sq == Skv > 1024 and a causal mask also
             (B | 1, N, 1024, Skv), the last rows of values that depend on the distance alone; in
             TND flat, (N, Sq, Skv) of one sequence after another, or (N, Skv). pse_type 2 and 3:
-            float32 slopes, (N) or (B, N).
+            positive float32 slopes, (N) or (B, N).
         drop_mask: uint8, one bit per element of (B, N, Sq, Skv), the lowest first, 1 keeps. With
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
@@ -251,10 +254,10 @@ def draw_drop_mask(
     size = -(-scores // 128) * 16
     mask = torch.empty(size, dtype=torch.uint8, device=device)
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
-    chunk = 1 << 20
-    for begin in range(0, size, chunk):
-        part = mask[begin : begin + chunk]
-        keep = torch.rand((part.shape[0], 8), device=device, generator=generator) < keep_prob
+    # torch.compile would turn a number of chunks, and with it the size, into a constant.
+    for part in (mask,) if torch.compiler.is_compiling() else mask.split(1 << 20):
+        numbers = torch.empty((part.shape[0], 8), device=device)
+        keep = numbers.uniform_(generator=generator) < keep_prob
         part.copy_((keep * bit).sum(1, dtype=torch.uint8))
     return mask
 

@@ -77,19 +77,28 @@ def needs_compressed_mask(sparse_mode: int) -> bool:
     return sparse_mode in (2, 3, 4, 6, 7, 8)
 
 
-@functools.lru_cache(maxsize=8)
 def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
     """The atten_mask that a sparse_mode wants: (2048, 2048), of mode 6 (3072, 2048); True masks.
 
     One tensor per form and device, made when it is first asked for.
     """
-    if sparse_mode != 6 and sparse_mode != 3:
-        return compressed_mask(3, device)
+    return _kept_mask(_COMPRESSED_PREFIX_ROWS if sparse_mode == 6 else 0, device)
+
+
+# Compiled code would make it anew in every call.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
+    # Under FakeTensorMode all tensors are fake, and none may be kept.
+    real = type(torch.empty(0)) is Tensor
+    return (_new_mask if real else _new_mask.__wrapped__)(prefix_rows, device)
+
+
+@functools.cache
+@torch.inference_mode(False)  # what is made in inference mode could not be saved for a backward
+def _new_mask(prefix_rows: int, device: torch.device) -> Tensor:
     mask = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
-    if sparse_mode == 6:
-        right_half = torch.arange(_COMPRESSED, device=device) >= _COMPRESSED // 2
-        mask = torch.cat((mask, right_half.expand(_COMPRESSED_PREFIX_ROWS, _COMPRESSED)))
-    return mask
+    right_half = torch.arange(_COMPRESSED, device=device) >= _COMPRESSED // 2
+    return torch.cat((mask, right_half.expand(prefix_rows, _COMPRESSED)))
 
 
 def draw(mask: Tensor) -> str:

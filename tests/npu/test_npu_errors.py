@@ -13,6 +13,7 @@ from ascend_attn_ops.limits import table
 from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
 from samples import Recipe
+from samples.flash_attention import FlashCase, build
 
 each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 ATTENTION = "sparse_flash_attention"
@@ -185,3 +186,13 @@ def test_report() -> None:
     rows = [line.split() for line in result.stdout.splitlines() if " aclnn" in line]
     assert {row[0] for row in rows} == {row["operator"] for row in table()}
     assert all(row[1:5] == ["yes"] * 4 for row in rows), rows
+
+
+def test_pse_shift_has_no_gradient_on_the_device() -> None:
+    """DECISION: aclnn leaves dpse alone; zeros, or what was in memory, are no gradient."""
+    sample = build(FlashCase(pse="full"), torch.bfloat16).to("npu")
+    with pytest.raises(
+        NotImplementedError, match=r"^ascend::flash_attention_score: pse_shift: .* detach it"
+    ):
+        sample.requires_grad(("query", "pse_shift")).call(torch.ops.ascend)
+    assert sample.requires_grad(("query",)).call(torch.ops.ascend)[0].requires_grad

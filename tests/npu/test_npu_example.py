@@ -1,4 +1,4 @@
-"""The example of the README on the NPU: the losses of a run on the CPU, to the last bit.
+"""The examples on the NPU: the losses and the decoded text of a run on the CPU, to the last bit.
 
 Our operators, their gradients and autograd run on the device. What the model needs beside them
 (embeddings, matrix products, normalisation, the optimizer) the simulation does not have: each such
@@ -7,12 +7,14 @@ call computes on the CPU, on copies of its arguments (rest_on_cpu.py).
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ascend_attn_ops
 import pytest
 import torch
 from rest_on_cpu import RestOnCPU
@@ -25,15 +27,21 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def trained(device: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The metrics of a run without what it says of itself."""
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train_lightning_indexer  # type: ignore[import-not-found]
 
-    options = {**OPTIONS, "device": device, "out": out}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", [train_lightning_indexer.__file__, *arguments])
-    train_lightning_indexer.main()
+    def run(name: str, options: dict[str, Any]) -> None:
+        arguments = [f"--{option}={value}" for option, value in options.items()]
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        importlib.import_module(name).main()
+
+    return run
+
+
+def trained(run_example: Callable[..., None], device: str, out: Path) -> dict[str, Any]:
+    """The metrics of a run without what it says of itself."""
+    run_example("train_lightning_indexer", {**OPTIONS, "device": device, "out": out})
     metrics: dict[str, Any] = json.loads((out / "metrics.json").read_text())
     return {name: x for name, x in metrics.items() if name not in ("seconds", "device")}
 
@@ -46,10 +54,12 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_leak", "deterministic")
-def test_the_losses_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu = trained("cpu", tmp_path / "cpu", monkeypatch)
+def test_the_examples_do_what_they_do_on_the_cpu(
+    tmp_path: Path, run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_cpu = trained(run_example, "cpu", tmp_path / "cpu")
     with RestOnCPU() as mode:
-        on_npu = trained("npu", tmp_path / "npu", monkeypatch)
+        on_npu = trained(run_example, "npu", tmp_path / "npu")
     assert on_npu == on_cpu
     steps, losses = 6, on_npu["history"]["kl"]
     assert len(losses) == steps
@@ -62,3 +72,19 @@ def test_the_losses_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.Mon
         "sparse_lightning_indexer_grad_kl_loss.default",
     }
     assert min(mode.called.values()) >= steps
+
+    options = {
+        "checkpoint": tmp_path / "cpu" / "checkpoint.pt", "dtype": "bfloat16",
+        "sequences": 3, "prompt": 60, "new": 6,
+    }  # fmt: skip
+    texts = []
+    for device in ("cpu", "npu"):
+        capsys.readouterr()
+        # The laptop's sizes are none of the NPU's.
+        with ascend_attn_ops.limits(None), RestOnCPU() as mode:
+            run_example("paged_decode", {**options, "device": device})
+        text = capsys.readouterr().out
+        texts.append([line for line in text.splitlines() if "tokens/s" not in line])
+    assert texts[0] == texts[1]
+    assert "3 of 3 sequences equal" in texts[0][-1]
+    assert mode.called["scatter_pa_kv_cache_.default"] > 0

@@ -81,7 +81,7 @@ def flash_attention_score(
         sq, skv = sequence.lengths
         b, rows_q, rows_k = sequence.batch, sequence.queries, sequence.keys
         pse = pse_of(sequence, pse_shift, pse_type, num_heads, (q_start_idx, kv_start_idx), layout,
-                     key.shape[0])  # fmt: skip
+                     options[:2])  # fmt: skip
         s = q[b, :, rows_q] @ k[b, :, rows_k].mT
         s = (s + pse) * scale_value if pse_type == 1 else s * scale_value + pse
         keep = kept(sequence, atten_mask, sparse_mode, pre_tokens, next_tokens, prefix).to(q.device)
@@ -160,7 +160,7 @@ def flash_attention_score_grad(
             for x in (softmax_max, softmax_sum)
         )
         pse = pse_of(sequence, pse_shift, pse_type, num_heads, (q_start_idx, kv_start_idx), layout,
-                     key.shape[0])  # fmt: skip
+                     options[:2])  # fmt: skip
         s = q[b, :, rows_q] @ k[b, :, rows_k].mT
         s = (s + pse) * scale_value if pse_type == 1 else s * scale_value + pse
         keep = kept(sequence, atten_mask, sparse_mode, pre_tokens, next_tokens, prefix).to(q.device)
@@ -284,7 +284,7 @@ def pse_of(
     heads: int,
     start: tuple[Sequence[int] | None, Sequence[int] | None],
     layout: str,
-    key_tokens: int,
+    ends: tuple[Sequence[int] | None, Sequence[int] | None],
 ) -> Tensor | float:
     """What is added to the scores, (N, Sq, Skv) or what broadcasts to it: section 3."""
     if pse is None:
@@ -299,10 +299,12 @@ def pse_of(
         distance = (torch.arange(skv) + shift - torch.arange(sq)[:, None]).abs().to(pse)
         return -slope[:, None, None] * (distance if pse_type == 2 else distance.sqrt())
     if layout == "TND":
-        pairs, begin = heads * sequence.pairs_before, sequence.keys.start * heads
-        if pse.numel() == heads * key_tokens:
-            return pse[begin : begin + heads * skv].view(heads, 1, skv)
-        return pse[pairs : pairs + heads * sq * skv].view(heads, sq, skv)
+        spans = [[b - a for a, b in pairwise([0, *(x or [])])] for x in ends]
+        if pse.numel() == heads * sum(a * b for a, b in zip(*spans, strict=True)):
+            begin = heads * sequence.pairs_before
+            return pse[begin : begin + heads * sq * skv].view(heads, sq, skv)
+        begin = heads * sequence.keys.start
+        return pse[begin : begin + heads * skv].view(heads, 1, skv)
     pse = pse[sequence.number if pse.shape[0] > 1 else 0]
     if pse.shape[1] == 1024 and sq == skv and sq > 1024:
         r, c = torch.arange(sq)[:, None], torch.arange(skv)
