@@ -237,6 +237,17 @@ def test_the_unchanged_calls_are_good(case: PromptCase) -> None:
     call(case, {})
 
 
+@pytest.mark.parametrize(
+    "argument", ["key", "value", "atten_mask", *SCALES, "quant_scale2", "quant_offset2"]
+)
+@pytest.mark.usefixtures("no_limits")
+def test_devices(argument: str) -> None:
+    case = replace(BOTH, mask="S", offset=True)
+    elsewhere = build(case, torch.bfloat16).arguments[argument].to("meta")
+    with pytest.raises(ValueError, match=rf"{argument}: expected device cpu \(query's\), got meta"):
+        call(case, {argument: elsewhere})
+
+
 # What looks like a violation and is none.
 LEGAL = [
     (PLAIN, {"pre_tokens": -3, "next_tokens": -3}),  # without a mask they do not count
