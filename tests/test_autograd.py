@@ -10,9 +10,11 @@ from ascend_attn_ops import reference
 from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, RECIPES, Recipe, Sample
 from tolerance import TOLERANCES, assert_close, assert_same_bits
 from torch import Tensor
+from torch.autograd import forward_ad
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
+PROMPT = "prompt_flash_attention"
 KL_LOSS = "sparse_lightning_indexer_grad_kl_loss"
 ALL = [r for r in RECIPES if r.operator in DIFFERENTIABLE and r.differentiable]
 FIRST = [next(r for r in ALL if r.operator == operator) for operator in DIFFERENTIABLE]
@@ -231,3 +233,19 @@ def test_deterministic_algorithms(recipe: Recipe) -> None:
         assert_same_bits(gradients(sample, names), expected)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+ANY = [next(r for r in RECIPES if r.operator == x) for x in (*DIFFERENTIABLE, PROMPT)]
+
+
+@pytest.mark.parametrize("recipe", ANY, ids=lambda recipe: recipe.operator)
+def test_forward_mode_is_refused(recipe: Recipe) -> None:
+    """Or else the outputs would be constants to it."""
+    sample = recipe.make(torch.float32)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=r"gradient: .* forward-mode .* got a dual tensor"),
+    ):
+        sample.map(lambda x: forward_ad.make_dual(x, x) if x.is_floating_point() else x).call(
+            torch.ops.ascend
+        )

@@ -38,6 +38,25 @@ bool requires_grad(const T&) {
   return false;
 }
 
+inline bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+inline bool has_tangent(const std::optional<at::Tensor>& tensor) {
+  return tensor && has_tangent(*tensor);
+}
+template <typename T>
+bool has_tangent(const T&) {
+  return false;
+}
+
+// Forward-mode differentiation would take the outputs for constants, without a word.
+template <typename Op, typename... Args>
+void check_no_tangent(const Args&... args) {
+  check_implemented(!(has_tangent(args) || ...), Op::name, "gradient",
+                    "expected tensors without forward-mode tangents, which this operator has no "
+                    "rule for, got a dual tensor");
+}
+
 // `Derived` supplies
 //   static void save(AutogradContext*, const Op&, const Outputs&)
 //   static variable_list gradients(AutogradContext*, const variable_list& incoming)
@@ -53,6 +72,7 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
   static bool differentiable(const Op&) { return true; }
 
   static Outputs kernel(Args... args) {
+    check_no_tangent<Op>(args...);
     const bool wanted = at::GradMode::is_enabled() && (requires_grad(args) || ...) &&
                         Derived::differentiable(Op{args...});
     if (!wanted) {
