@@ -45,6 +45,14 @@ BITS = torch.tensor([0x3F800000], dtype=torch.uint64)  # 1.0
 
 # A good case, what is changed, the exception, the argument named, and words of the message.
 RULES: list[tuple[PromptCase, dict[str, Any], type[Exception], str, str]] = [
+    *(
+        (PLAIN, {name: None}, ValueError, name, "a tensor, got None.*161001")
+        for name in ("query", "key", "value")
+    ),
+    *(
+        (PLAIN, {"scale_value": x}, ValueError, "scale_value", f"finite number, got {x}")
+        for x in (float("nan"), float("inf"), float("-inf"))
+    ),
     # Layouts, dtypes, heads, sizes.
     (PLAIN, {"layout": "SBH"}, ValueError, "layout", "BSH, BSND, BNSD, BNSD_BSND, got 'SBH'"),
     (PLAIN, {"query": normal(2, 6, 32)}, ValueError, "query", "rank 4"),
@@ -119,6 +127,7 @@ RULES: list[tuple[PromptCase, dict[str, Any], type[Exception], str, str]] = [
     *((TO_INT8, {name: ONE}, ValueError, name, "alone, got a tensor") for name in SCALES),
     *((EQUAL, {name: ONE}, ValueError, name, "alone, got a tensor") for name in SCALES),
     (EQUAL, {"quant_offset2": ONE}, ValueError, "quant_offset2", "without quant_scale2"),
+    (INT8, {"scale_value": -65520.0}, ValueError, "scale_value", "float16 can represent .*-65520"),
     # Dtypes and sizes of the scales.
     (INT8, {"deq_scale1": ONE.long()}, TypeError, "deq_scale1", "uint64 or float32, got int64"),
     (INT8, {"deq_scale1": BITS}, TypeError, "deq_scale2", "uint64"),
@@ -277,6 +286,34 @@ def test_content_of_compressed_masks(mask: Tensor, leading: tuple[int, ...]) -> 
         call(BAND, {"atten_mask": mask.view(*leading, 2048, 2048)})
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("argument", [*SCALES, "quant_scale2", "quant_offset2"])
+@pytest.mark.usefixtures("no_limits")
+def test_scales_that_are_no_numbers(argument: str, bad: float) -> None:
+    """Their saturated outputs would look plausible."""
+    case = OFFSET if argument == "quant_offset2" else BOTH
+    with pytest.raises(ValueError, match=rf"{argument}: expected .*finite .*\[ACLNN_ERR"):
+        call(case, {argument: torch.tensor([bad])})
+
+
+# 1 and 127 converted, the bits of the smallest numbers, of infinity and of NaN.
+@pytest.mark.parametrize("bits", [0, 1, 127, 0x2000, 0x7F800000, 0x7FC00000, 1 << 32])
+@pytest.mark.parametrize("argument", ["deq_scale1", "deq_scale2"])
+@pytest.mark.usefixtures("no_limits")
+def test_integers_that_are_no_scale(argument: str, bits: int) -> None:
+    scales = {"deq_scale1": BITS, "deq_scale2": BITS}
+    call(INT8, scales)
+    with pytest.raises(ValueError, match=f"{argument}: .* the bits of .*, got the integer {bits} "):
+        call(INT8, {**scales, argument: torch.tensor([bits], dtype=torch.uint64)})
+
+
+@pytest.mark.parametrize("operator", ["prompt_flash_attention", "flash_attention_score"])
+def test_a_query_without_axes(operator: str) -> None:
+    x = torch.tensor(1.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"ascend::{operator}: query: expected rank 4"):
+        getattr(ascend_attn_ops, operator)(x, x, x, num_heads=1, layout="BNSD")
+
+
 @pytest.mark.parametrize("argument", ["query", "key", "value"])
 def test_no_gradient(argument: str) -> None:
     sample = build(EQUAL, torch.bfloat16).requires_grad((argument,))
@@ -289,7 +326,7 @@ def test_no_gradient(argument: str) -> None:
 
 def test_no_gradient_of_a_scale() -> None:
     sample = build(TO_INT8, torch.bfloat16).requires_grad(("quant_scale2",))
-    with pytest.raises(NotImplementedError, match="flash_attention_score"):
+    with pytest.raises(NotImplementedError, match=r"quant_scale2: .* flash_attention_score"):
         sample.call(torch.ops.ascend)
 
 

@@ -164,6 +164,14 @@ def test_values_beyond_what_their_product_can_represent() -> None:
         quantize_attention_inputs(*huge)
 
 
+def test_a_scale_that_uint64_would_round_to_infinity() -> None:
+    """The product is below the largest float32, and above the largest of 19 bits."""
+    largest = torch.full((1,), 127 * 1.8446743e19)
+    assert number(quantize_attention_inputs(largest, largest, largest).deq_scale1) < torch.inf
+    with pytest.raises(ValueError, match=r"finite in torch.uint64, got a product of 3.4e\+38"):
+        quantize_attention_inputs(largest, largest, largest, scale_dtype=torch.uint64)
+
+
 def test_empty_tensors() -> None:
     inputs = quantize_attention_inputs(*qkv((2, 4, 0, 32)))
     assert inputs.query.shape == (2, 4, 0, 32)
@@ -181,10 +189,17 @@ def test_elements_that_are_not_finite(index: int, bad: float) -> None:
 
 def test_dtypes() -> None:
     q, k, v = qkv()
-    with pytest.raises(TypeError, match=r"key: expected a floating-point dtype, got torch.int8"):
-        quantize_attention_inputs(q, k.to(torch.int8), v)
+    for dtype in (torch.int8, torch.float64, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match=f"key: expected dtype float16, .*, got {dtype}"):
+            quantize_attention_inputs(q, k.to(dtype), v)
     with pytest.raises(TypeError, match=r"scale_dtype: expected torch.float32 or torch.uint64"):
         quantize_attention_inputs(q, k, v, scale_dtype=torch.bfloat16)
+
+
+def test_devices() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"value: expected device cpu \(query's\), got meta"):
+        quantize_attention_inputs(q, k, v.to("meta"))
 
 
 def test_tensors_that_require_a_gradient() -> None:

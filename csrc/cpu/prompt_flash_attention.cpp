@@ -1,12 +1,16 @@
 #include "ops/prompt_flash_attention.h"
 
+#include <ATen/ops/isfinite.h>
+
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "cpu/attention_rows.h"
 #include "cpu/int8.h"
 #include "cpu/kernels.h"
 #include "cpu/quantized_attention.h"
+#include "ops/error.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -36,6 +40,26 @@ void attend(const DenseAttention& attention, const at::Tensor& out, const Conver
   });
 }
 
+// Saturation turns scales that are no numbers into plausible outputs. An integer that someone has
+// converted to uint64 instead of its bits is a float32 of almost 0.
+float checked_scale(const char* argument, const at::Tensor& scale) {
+  const float value = read_scale(scale);
+  if (scale.scalar_type() == at::kUInt64) {
+    check_value(std::isnormal(value), PromptFlashAttention::name, argument,
+                "expected the bits of a float32, finite and not 0, got the integer ",
+                *scale.const_data_ptr<uint64_t>());
+  } else {
+    check_value(std::isfinite(value), PromptFlashAttention::name, argument,
+                "expected a finite number, got ", value);
+  }
+  return value;
+}
+
+void check_finite(const char* argument, const std::optional<at::Tensor>& values) {
+  check_value(!values || at::isfinite(*values).all().item<bool>(), PromptFlashAttention::name,
+              argument, "expected finite numbers, got infinity or NaN among them");
+}
+
 }  // namespace
 
 void prompt_flash_attention(const PromptFlashAttention& op,
@@ -43,6 +67,14 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   if (op.query.numel() == 0) {
     return;
   }
+  std::optional<Int8Scales> scales;
+  if (op.query.scalar_type() == at::kChar) {
+    scales.emplace(checked_scale("deq_scale1", *op.deq_scale1),
+                   checked_scale("quant_scale1", *op.quant_scale1),
+                   checked_scale("deq_scale2", *op.deq_scale2));
+  }
+  check_finite("quant_scale2", op.quant_scale2);
+  check_finite("quant_offset2", op.quant_offset2);
   const DenseAttention attention(op);
   const auto& output = std::get<0>(outputs);
   const auto out = op.layout == layout_name(Layout::BNSD_BSND)
@@ -53,10 +85,8 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   if (op.quant_scale2) {
     quantization.emplace(*op.quant_scale2, op.quant_offset2, attention.heads * attention.size);
   }
-  if (op.query.scalar_type() == at::kChar) {
-    const Int8Scales scales{read_scale(*op.deq_scale1), read_scale(*op.quant_scale1),
-                            read_scale(*op.deq_scale2)};
-    quantized_attention(attention, scales, quantization, out);
+  if (scales) {
+    quantized_attention(attention, *scales, quantization, out);
     return;
   }
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {

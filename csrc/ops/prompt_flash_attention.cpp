@@ -1,5 +1,7 @@
 #include "ops/prompt_flash_attention.h"
 
+#include <array>
+#include <cmath>
 #include <utility>
 
 #include "ops/error.h"
@@ -34,14 +36,19 @@ PromptAttentionRules::PromptAttentionRules(const PromptFlashAttention& op)
   check_actual_lengths(kName, "actual_seq_lengths_query", op.actual_seq_lengths_query, batch_,
                        queries_);
   check_actual_lengths(kName, "actual_seq_lengths_key", op.actual_seq_lengths_key, batch_, keys_);
+  check_value(std::isfinite(op.scale_value), kName, "scale_value", "expected a finite number, got ",
+              op.scale_value);
 }
 
 void PromptAttentionRules::tensors() const {
+  const std::array<TensorArgument, 3> inputs{{query(), {"key", op_.key}, {"value", op_.value}}};
+  for (const auto& argument : inputs) {
+    check_present(argument.tensor.defined(), kName, argument.name, "expected a tensor, got None");
+  }
   check_attention_dtype(kName, query(), /*or_int8=*/true);
   limits_.dtype("query", op_.query.scalar_type());
   const int64_t rank = layout_ == Layout::BSH ? 3 : 4;
-  for (const auto& argument :
-       {query(), TensorArgument{"key", op_.key}, TensorArgument{"value", op_.value}}) {
+  for (const auto& argument : inputs) {
     check_value(argument.tensor.dim() == rank, kName, argument.name, "expected rank ", rank,
                 " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
     check_device(kName, argument, query());

@@ -1,5 +1,8 @@
 // The rules about the scales and the offset of int8 inputs and outputs.
+#include <c10/util/Half.h>
+
 #include <array>
+#include <cmath>
 #include <span>
 
 #include "ops/attention_mask.h"
@@ -58,6 +61,11 @@ void PromptAttentionRules::scales_of_inputs() const {
     check_value(same(argument.tensor.sym_numel(), 1), kName, argument.name,
                 "expected one value for the whole tensor, got shape ", argument.tensor.sym_sizes());
   }
+  const auto scale =
+      static_cast<float>(static_cast<c10::Half>(static_cast<float>(op_.scale_value)));
+  check_value(std::isfinite(scale), kName, "scale_value",
+              "expected what float16 can represent for int8 inputs, whose scores are float16, got ",
+              op_.scale_value);
 }
 
 void PromptAttentionRules::scales_of_output() const {

@@ -236,7 +236,7 @@ def flash_attention_score_grad(
 
 def default_scale_value(query: Tensor, num_heads: int, layout: str) -> float:
     """1 / sqrt(D). What has no D, the operator will say."""
-    width = query.shape[-1]
+    width = query.shape[-1] if query.dim() else 0
     size = width // max(num_heads, 1) if layout in ("BSH", "SBH") else width
     return max(size, 1) ** -0.5
 

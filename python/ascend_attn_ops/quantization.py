@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
 _LARGEST = 127.0
 _SMALLEST_SCALE = 2.0**-126
 # What the device uses of a float32 that is given as a uint64: its upper 19 bits.
@@ -57,9 +58,9 @@ def quantize_attention_inputs(
         arguments, so that `_asdict()` gives its keyword arguments.
 
     Raises:
-        TypeError: a tensor has no floating-point dtype, or scale_dtype is neither of the two.
-        ValueError: a tensor has infinite or NaN elements, or elements so large that the product of
-            two scales is infinite.
+        TypeError: a tensor has another dtype, or scale_dtype is neither of the two.
+        ValueError: a tensor is on another device than query, has infinite or NaN elements, or
+            elements so large that the product of two scales is infinite.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -95,10 +96,15 @@ def quantize_attention_inputs(
 def _largest(tensors: dict[str, Tensor]) -> list[float]:
     """The largest absolute value of each tensor, 0 of an empty one."""
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _DTYPES:
             raise TypeError(
-                f"ascend::quantize_attention_inputs: {name}: expected a floating-point dtype, got "
-                f"{tensor.dtype}"
+                f"ascend::quantize_attention_inputs: {name}: expected dtype float16, bfloat16 or "
+                f"float32, got {tensor.dtype}"
+            )
+        if tensor.device != tensors["query"].device:
+            raise ValueError(
+                f"ascend::quantize_attention_inputs: {name}: expected device "
+                f"{tensors['query'].device} (query's), got {tensor.device}"
             )
     values = [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors.values()]
     largest: list[float] = torch.stack([x.float() for x in values]).tolist()
@@ -116,17 +122,20 @@ def _to_int8(x: Tensor, scale: float) -> Tensor:
 
 def _rounded_up(scale: float, dtype: torch.dtype) -> float:
     """The smallest number that is not less, among those that the operator reads from `dtype`."""
+    unused = (1 << _UNUSED_BITS[dtype]) - 1
     try:
         bits = _bits(max(scale, _SMALLEST_SCALE))
+        if _float(bits) < scale:
+            bits += 1
+        rounded = _float((bits + unused) & ~unused)
     except OverflowError:
+        rounded = math.inf
+    if not math.isfinite(rounded):
         raise ValueError(
             "ascend::quantize_attention_inputs: key: expected elements whose scale times query's "
-            f"is a float32, got a product of {scale:.3g}"
-        ) from None
-    if _float(bits) < scale:
-        bits += 1
-    unused = (1 << _UNUSED_BITS[dtype]) - 1
-    return _float((bits + unused) & ~unused)
+            f"is finite in {dtype}, got a product of {scale:.3g}"
+        )
+    return rounded
 
 
 def _bits(x: float) -> int:
