@@ -12,6 +12,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from tolerance import TOLERANCES, assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -150,4 +151,4 @@ def test_other_processors(instructions: str, tmp_path: Path) -> None:
     expected = reference.prompt_flash_attention(
         q.double(), k.double(), v.double(), num_heads=2, layout="BNSD", scale_value=0.25
     )
-    torch.testing.assert_close(half.double(), expected, rtol=2**-6, atol=1e-2)
+    assert_close("bfloat16", half, expected, TOLERANCES[torch.bfloat16])

@@ -143,3 +143,17 @@ def test_values_are_empty_unless_asked_for(dtype: torch.dtype) -> None:
     indices, values = sample.call(torch.ops.ascend)
     assert (values.shape, values.dtype) == ((0,), dtype)
     assert torch.equal(indices, sample.replace(return_values=True).call(torch.ops.ascend)[0])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_share_outside_has_no_room_for_what_is_not_finite(
+    dtype: torch.dtype, bad: float
+) -> None:
+    expected = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+    actual = expected.to(dtype)
+    actual[7] = 0
+    assert_close("within the share", actual, expected, TOLERANCES[dtype])
+    actual[7] = bad
+    with pytest.raises(AssertionError, match=r"1 of 1000 elements outside"):
+        assert_close("not finite", actual, expected, TOLERANCES[dtype])

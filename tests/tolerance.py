@@ -17,8 +17,8 @@ class Tolerance:
     # cancels to zero keeps the rounding of terms of that size.
     unit_scale: bool = True
     share_outside: float = 0.0
-    # What none of those outside may differ by.
-    farthest: float = torch.inf
+    # What none of those outside may differ by: never by infinity, nor may they be NaN.
+    farthest: float = torch.finfo(torch.float64).max
 
     def allowed(self, expected: Tensor) -> Tensor:
         finite = expected[expected.isfinite()].abs()
