@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -50,8 +51,8 @@ RULES: list[tuple[PromptCase, dict[str, Any], type[Exception], str, str]] = [
         for name in ("query", "key", "value")
     ),
     *(
-        (PLAIN, {"scale_value": x}, ValueError, "scale_value", f"finite number, got {x}")
-        for x in (float("nan"), float("inf"), float("-inf"))
+        (PLAIN, {"scale_value": x}, ValueError, "scale_value", f"finite number of .*, got {words}")
+        for x, words in [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1e39, "1e.39")]
     ),
     # Layouts, dtypes, heads, sizes.
     (PLAIN, {"layout": "SBH"}, ValueError, "layout", "BSH, BSND, BNSD, BNSD_BSND, got 'SBH'"),

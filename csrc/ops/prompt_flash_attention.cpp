@@ -36,8 +36,8 @@ PromptAttentionRules::PromptAttentionRules(const PromptFlashAttention& op)
   check_actual_lengths(kName, "actual_seq_lengths_query", op.actual_seq_lengths_query, batch_,
                        queries_);
   check_actual_lengths(kName, "actual_seq_lengths_key", op.actual_seq_lengths_key, batch_, keys_);
-  check_value(std::isfinite(op.scale_value), kName, "scale_value", "expected a finite number, got ",
-              op.scale_value);
+  check_value(std::isfinite(static_cast<float>(op.scale_value)), kName, "scale_value",
+              "expected a finite number of float32, got ", op.scale_value);
 }
 
 void PromptAttentionRules::tensors() const {
