@@ -40,7 +40,6 @@ struct Control {
   std::atomic<bool> logging{false};
   std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
-  std::atomic<bool> keeping_executors{false};
 };
 
 Control& control() {
@@ -51,86 +50,8 @@ Control& control() {
 }  // namespace
 }  // namespace cann_sim
 
-struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
-  aclOpExecutor(const cann_sim::Function& function, std::vector<cann_sim::Value> values,
-                uint64_t workspace_size)
-      : function(function), values(std::move(values)), workspace_size(workspace_size) {}
-
-  const cann_sim::Function& function;
-  std::vector<cann_sim::Value> values;
-  uint64_t workspace_size;
-};
-
 namespace cann_sim {
 namespace {
-
-// Executors that first phases have left for later calls with the same key. Addresses are no part of
-// a key: every call lists those of its own tensors.
-class ExecutorCache {
- public:
-  // What the call of this thread has announced.
-  struct Call {
-    uint64_t key = 0;
-    std::vector<void*> addresses;
-  };
-  static Call& call() {
-    static thread_local Call instance;
-    return instance;
-  }
-
-  static ExecutorCache& instance() {
-    static auto* cache = new ExecutorCache;
-    return *cache;
-  }
-
-  void clear() {
-    const std::lock_guard lock(mutex_);
-    executors_.clear();
-  }
-
-  void store(const aclOpExecutor& executor) {
-    if (call().key != 0) {
-      const std::lock_guard lock(mutex_);
-      executors_.insert_or_assign(
-          call().key, Entry{&executor.function, executor.values, executor.workspace_size});
-    }
-  }
-
-  aclOpExecutor* find(uint64_t key) {
-    const std::lock_guard lock(mutex_);
-    const auto found = executors_.find(key);
-    if (found == executors_.end()) {
-      return nullptr;
-    }
-    auto values = found->second.values;
-    const auto& addresses = call().addresses;
-    size_t next = 0;
-    for (auto& value : values) {
-      if (auto* view = std::get_if<TensorView>(&value)) {
-        view->data = next < addresses.size() ? addresses[next] : nullptr;
-        ++next;
-      }
-    }
-    // Another number of tensors than the call had that left the executor: a caller's mistake.
-    TORCH_CHECK(next == addresses.size(), "an executor of ", next, " tensors is given ",
-                addresses.size(), " addresses");
-    return new aclOpExecutor(*found->second.function, std::move(values),
-                             found->second.workspace_size);
-  }
-
- private:
-  struct Entry {
-    const Function* function;
-    std::vector<Value> values;
-    uint64_t workspace_size;
-  };
-  std::mutex mutex_;
-  std::map<uint64_t, Entry> executors_;
-};
-
-uint64_t hash_of(const uint8_t* key, size_t size) {
-  return size ? std::hash<std::string_view>()({reinterpret_cast<const char*>(key), size}) : 0;
-}
 
 at::ScalarType scalar_type(aclDataType dtype) {
   switch (dtype) {
@@ -192,15 +113,6 @@ void log(Entry entry) {
     const std::lock_guard lock(control().mutex);
     control().log.push_back(entry().text());
   }
-}
-
-template <typename... Values>
-void log_step(const char* name, const Values&... values) {
-  log([&] {
-    std::string step = name;
-    ((step += " " + std::to_string(values)), ...);
-    return Json::object({{"step", step}});
-  });
 }
 
 // The fault that a test planted for this call, counted down.
@@ -330,6 +242,10 @@ int run(const aclOpExecutor& executor, void* workspace) {
 
 }  // namespace
 
+void log_step(const std::string& step) {
+  log([&] { return Json::object({{"step", step}}); });
+}
+
 at::Tensor TensorView::tensor() const {
   // With all that lies around it: there are kernels that read more of the buffer than the view.
   const auto elements = c10::multiply_integers(storage_sizes);
@@ -387,7 +303,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   }
   *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
   *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
-  ExecutorCache::instance().store(**executor);
+  keep_executor(**executor);
   return ACL_SUCCESS;
 }
 
@@ -463,9 +379,8 @@ int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
   return ACL_SUCCESS;
 }
 
-// What torch_npu does around a call: memory for executors, and the executors that CANN keeps. Here
-// it keeps those of attention, while a test wants that, and none of the functions behind tensor
-// methods.
+// What torch_npu does around a call: memory for executors. Those that CANN keeps:
+// opapi_executors.cpp.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");
@@ -473,47 +388,6 @@ int InitHugeMemThreadLocal(void*, bool) {
 }
 void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
 void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
-
-bool CanUsePTACache(const char* function) {
-  return control().keeping_executors &&
-         std::string_view(function).find("Attention") != std::string_view::npos;
-}
-void InitPTACacheThreadLocal() {
-  log_step("InitPTACacheThreadLocal");
-  ExecutorCache::call() = {};
-}
-void AddTensorAddrToCachedList(void* address) {
-  ExecutorCache::call().addresses.push_back(address);
-}
-// Keys differ from caller to caller: the log says whether there is one.
-void SetPTAHashKey(uint64_t hash) {
-  log_step("SetPTAHashKey", hash != 0);
-  ExecutorCache::call().key = hash;
-}
-void SetPTACacheHashKey(const uint8_t* key, size_t size) {
-  log_step("SetPTACacheHashKey", size != 0);
-  ExecutorCache::call().key = hash_of(key, size);
-}
-aclOpExecutor* PTAGetExecCache(uint64_t hash, uint64_t* workspace_size) {
-  auto* executor = ExecutorCache::instance().find(hash);
-  log_step("PTAGetExecCache", executor != nullptr, ExecutorCache::call().addresses.size());
-  if (executor) {
-    *workspace_size = executor->workspace_size;
-  }
-  return executor;
-}
-aclOpExecutor* PTAFindExecCache(const uint8_t* key, size_t size, uint64_t* workspace_size) {
-  auto* executor = ExecutorCache::instance().find(hash_of(key, size));
-  log_step("PTAFindExecCache", executor != nullptr, ExecutorCache::call().addresses.size());
-  if (executor) {
-    *workspace_size = executor->workspace_size;
-  }
-  return executor;
-}
-void UnInitPTACacheThreadLocal() {
-  log_step("UnInitPTACacheThreadLocal");
-  ExecutorCache::call() = {};
-}
 
 // Controls: tests/cann_sim/__init__.py.
 
@@ -555,10 +429,4 @@ void cann_sim_no_faults() {
   control().faults.clear();
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }
-// On or off, whatever was kept is gone.
-void cann_sim_set_keeping_executors(bool on) {
-  ExecutorCache::instance().clear();
-  control().keeping_executors = on;
-}
-
 }  // extern "C"

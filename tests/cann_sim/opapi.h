@@ -121,6 +121,23 @@ struct Function {
 using Value = std::variant<std::nullptr_t, TensorView, std::vector<int64_t>, Scalar, double,
                            int64_t, bool, std::string>;
 
+}  // namespace cann_sim
+
+struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
+  aclOpExecutor(const cann_sim::Function& function, std::vector<cann_sim::Value> values,
+                uint64_t workspace_size)
+      : function(function), values(std::move(values)), workspace_size(workspace_size) {}
+
+  const cann_sim::Function& function;
+  std::vector<cann_sim::Value> values;
+  uint64_t workspace_size;
+};
+
+namespace cann_sim {
+
+// Leaves a copy of the executor of a first phase for later calls, if this one has announced a key.
+void keep_executor(const aclOpExecutor& executor);
+
 Value value_of(const aclTensor* tensor);
 Value value_of(const aclIntArray* array);
 Value value_of(const aclScalar* scalar);
@@ -131,6 +148,9 @@ inline Value value_of(bool flag) { return flag; }
 
 // Whether anybody looks at the arguments of calls: a test that listens, or the computation.
 bool watched();
+
+// Appends a step to the log, while a test listens.
+void log_step(const std::string& step);
 
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor);
