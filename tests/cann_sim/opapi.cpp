@@ -242,8 +242,8 @@ int run(const aclOpExecutor& executor, void* workspace) {
 
 }  // namespace
 
-void log_step(const std::string& step) {
-  log([&] { return Json::object({{"step", step}}); });
+void log_step(std::string_view step) {
+  log([&] { return Json::object({{"step", std::string(step)}}); });
 }
 
 at::Tensor TensorView::tensor() const {

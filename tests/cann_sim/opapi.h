@@ -150,7 +150,7 @@ inline Value value_of(bool flag) { return flag; }
 bool watched();
 
 // Appends a step to the log, while a test listens.
-void log_step(const std::string& step);
+void log_step(std::string_view step);
 
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor);
