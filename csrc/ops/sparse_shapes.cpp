@@ -2,6 +2,7 @@
 
 #include "ops/error.h"
 #include "ops/sequence_lengths.h"
+#include "ops/symbolic.h"
 
 namespace ascend_attn {
 SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgument query,
@@ -148,7 +149,7 @@ void SparseShapes::lengths_present(const Lengths& query_lengths, const Lengths& 
                   "requires, got None");
     const auto query_count = count(query_name, *query_lengths);
     const auto key_count = count(key_name, *key_lengths);
-    check_value(query_count.sym_eq(key_count).expect_true(__FILE__, __LINE__), op_, key_name,
+    check_value(same(query_count, key_count), op_, key_name,
                 "expected as many lengths as actual_seq_lengths_query, ", query_count, ", got ",
                 key_count);
     limits_.size(query_name, "B", query_count);
@@ -163,8 +164,8 @@ void SparseShapes::lengths_present(const Lengths& query_lengths, const Lengths& 
                 "expected None in layout BSND, where the device ignores lengths, got ", given,
                 " lengths; use layout TND for sequences of different lengths");
     const auto& batch = query_.tensor.sym_size(0);
-    check_value(given.sym_eq(batch).expect_true(__FILE__, __LINE__), op_, name,
-                "expected one length per batch, ", batch, ", got ", given);
+    check_value(same(given, batch), op_, name, "expected one length per batch, ", batch, ", got ",
+                given);
   };
   bsnd(query_name, query_lengths);
   bsnd(key_name, key_lengths);

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "ops/error.h"
+#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {
@@ -50,15 +51,11 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
 void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
                  std::string_view meaning) {
   const auto sizes = argument.tensor.sym_sizes();
-  bool same = sizes.size() == expected.size();
-  for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
-    const auto size = sizes[axis].maybe_as_int();
-    const auto wanted = expected[axis].maybe_as_int();
-    // The shortcut of a call with concrete sizes, which has a dozen shapes to check.
-    same = size && wanted ? *size == *wanted
-                          : sizes[axis].sym_eq(expected[axis]).expect_true(__FILE__, __LINE__);
+  bool fits = sizes.size() == expected.size();
+  for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
+    fits = same(sizes[axis], expected[axis]);
   }
-  check_value(same, op, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
+  check_value(fits, op, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
               sizes);
 }
 
