@@ -11,11 +11,11 @@ namespace ascend_attn {
 
 // An argument and the name that messages give it.
 struct TensorArgument {
-  const char* name;
+  std::string_view name;
   const at::Tensor& tensor;
 };
 struct OptionalTensorArgument {
-  const char* name;
+  std::string_view name;
   const std::optional<at::Tensor>& tensor;
 };
 
