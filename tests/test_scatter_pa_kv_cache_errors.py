@@ -12,6 +12,7 @@ import torch
 from samples.sample import Sample
 from samples.scatter_pa_kv_cache import CacheCase, build
 from torch import Tensor
+from torch.autograd import forward_ad
 
 NORM = CacheCase()
 INT64 = CacheCase(index=torch.int64)
@@ -341,3 +342,16 @@ ON_META = [row for row in TABLE if row.on_meta and row.rule != "on another devic
 @pytest.mark.parametrize("row", ON_META, ids=lambda row: row.id)
 def test_fake_tensors_are_checked_too(row: Bad) -> None:
     call(row, row.change(build(row.case, row.dtype).to("meta")))
+
+
+def test_forward_mode_is_refused() -> None:
+    """Or else the tangent of the rows would end in the cache, without a word."""
+    key, key_cache = torch.ones(2, 1, 16).half(), torch.zeros(1, 4, 1, 16).half()
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=r"scatter_pa_kv_cache_: gradient: .* dual tensor"),
+    ):
+        torch.ops.ascend.scatter_pa_kv_cache_(
+            forward_ad.make_dual(key, key), key_cache, torch.tensor([0, 1])
+        )
+    assert not key_cache.any()

@@ -21,6 +21,7 @@ struct Inference;
 template <typename... Args>
 struct Inference<ScatterPaKvCache::Outputs(Args...)> {
   static ScatterPaKvCache::Outputs kernel(Args... args) {
+    check_no_tangent<ScatterPaKvCache>(args...);
     const ScatterPaKvCache op{args...};
     if (at::GradMode::is_enabled()) {
       check_no_gradient("key", op.key);

@@ -53,8 +53,6 @@ void FlashAttentionShapes::full_mask() const {
   const auto& mask = *options_.atten_mask;
   const auto mode = options_.sparse_mode;
   if (is_packed()) {
-    c10::SymInt queries = 0;
-    c10::SymInt keys = 0;
     const auto longest = [](c10::SymIntArrayRef ends) {
       c10::SymInt length = ends[0];
       for (size_t b = 1; b < ends.size(); ++b) {
@@ -62,8 +60,8 @@ void FlashAttentionShapes::full_mask() const {
       }
       return length;
     };
-    queries = longest(*options_.actual_seq_lengths_query);
-    keys = longest(*options_.actual_seq_lengths_key);
+    const auto queries = longest(*options_.actual_seq_lengths_query);
+    const auto keys = longest(*options_.actual_seq_lengths_key);
     check_value(has_shape(mask, {{queries, keys}}), op_, "atten_mask",
                 "expected shape (maxSq, maxSkv) = [", queries, ", ", keys, "] for sparse_mode ",
                 mode, " in layout TND, got ", mask.sym_sizes());

@@ -7,6 +7,7 @@
 
 #include "ops/error.h"
 #include "ops/limits.h"
+#include "ops/symbolic.h"
 #include "ops/tensor_argument.h"
 
 namespace ascend_attn {
@@ -15,8 +16,6 @@ namespace {
 constexpr const char* kName = ScatterPaKvCache::name;
 
 bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
-
-bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
 
 void check_name(const char* argument, std::string_view given,
                 std::initializer_list<std::string_view> names) {
@@ -170,7 +169,7 @@ void Rules::side(TensorArgument source, TensorArgument cache) const {
   const auto& block_size = op_.key_cache.sym_size(block_size_axis());
   const auto itemsize = static_cast<int64_t>(source.tensor.itemsize());
   const auto whole_fractals = [&] {
-    return holds((size * itemsize % ScatterPaKvCache::kFractalBytes).sym_eq(0));
+    return divides(ScatterPaKvCache::kFractalBytes, size * itemsize);
   };
   if (scatter_ == Scatter::nz_rows) {
     check_value(whole_fractals(), kName, source.name,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops/error.h"
+#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {
@@ -102,7 +103,7 @@ void check_actual_lengths(std::string_view op, std::string_view argument,
     return;
   }
   const auto count = static_cast<int64_t>(lengths->size());
-  check_value(count == 1 || batch.sym_le(count).expect_true(__FILE__, __LINE__), op, argument,
+  check_value(count == 1 || at_most(batch, count), op, argument,
               "expected one length, or at least one per batch, ", batch, ", got ", count);
   const int64_t read = std::min(count, batch.maybe_as_int().value_or(count));
   check_sequence_lengths(op, argument, Layout::BSND, lengths->slice(0, read), tokens);
