@@ -1,12 +1,20 @@
 // What Python asks of the build and of the run time.
 #include <torch/extension.h>
 
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "direct_call.h"
 #include "ops/attention_mask.h"
 #include "ops/error.h"
+#include "ops/flash_attention.h"
+#include "ops/lightning_indexer.h"
+#include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
+#include "ops/prompt_flash_attention.h"
+#include "ops/scatter_pa_kv_cache.h"
+#include "ops/sparse_flash_attention.h"
 
 namespace ascend_attn {
 namespace {
@@ -71,11 +79,28 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
   return rows;
 }
 
+// The way to call each, and which have no gradient.
+template <typename... Ops>
+void add_operators(py::module_& m) {
+  (add_direct_call<Ops>(m), ...);
+  py::set inference;
+  const auto add = [&]<typename Op>(std::type_identity<Op>) {
+    if constexpr (requires { Op::no_gradient; }) {
+      inference.add(Op::name);
+    }
+  };
+  (add(std::type_identity<Ops>()), ...);
+  m.attr("inference_operators") = inference;
+}
+
 }  // namespace
 }  // namespace ascend_attn
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;
+  add_operators<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
+                SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
+                FlashAttentionScoreGrad, PromptFlashAttention, ScatterPaKvCache>(m);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", &limits_of_operators);
   m.def("limits_override", &limits_override);

@@ -11,9 +11,11 @@ import ascend_attn_ops
 import pytest
 import torch
 from samples import (
+    ALL_OPERATORS,
     DIFFERENTIABLE,
     Sample,
     lightning_indexer,
+    small_sample,
     sparse_flash_attention,
     sparse_lightning_indexer_grad_kl_loss,
 )
@@ -328,6 +330,18 @@ def test_bad_call(bad: Bad) -> None:
 )
 def test_bad_call_on_meta_tensors(bad: Bad) -> None:
     check(bad, bad.sample().to("meta"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("operator", ALL_OPERATORS)
+@pytest.mark.usefixtures("no_limits")
+def test_none_where_a_tensor_must_be(operator: str, device: str) -> None:
+    sample = small_sample(operator).to(device).requires_grad(DIFFERENTIABLE.get(operator, ()))
+    arguments = getattr(torch.ops.ascend, operator).default._schema.arguments
+    for name in (a.name for a in arguments if str(a.type) == "Tensor"):
+        expected = rf"ascend::{operator}: {name}: expected a tensor, got None \[.*NULLPTR 161001\]"
+        with pytest.raises(ValueError, match=expected):
+            sample.replace(**{name: None}).call(torch.ops.ascend)
 
 
 @pytest.mark.parametrize("operator", BUILD)

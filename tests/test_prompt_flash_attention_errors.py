@@ -47,10 +47,6 @@ BITS = torch.tensor([0x3F800000], dtype=torch.uint64)  # 1.0
 # A good case, what is changed, the exception, the argument named, and words of the message.
 RULES: list[tuple[PromptCase, dict[str, Any], type[Exception], str, str]] = [
     *(
-        (PLAIN, {name: None}, ValueError, name, "a tensor, got None.*161001")
-        for name in ("query", "key", "value")
-    ),
-    *(
         (PLAIN, {"scale_value": x}, ValueError, "scale_value", f"finite number of .*, got {words}")
         for x, words in [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1e39, "1e.39")]
     ),

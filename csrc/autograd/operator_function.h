@@ -2,32 +2,21 @@
 // unless a gradient is wanted; then it records a torch::autograd::Function.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
-#include <string>
 #include <tuple>
 #include <utility>
 
 #include "ops/error.h"
 #include "ops/limits.h"
+#include "ops/operator.h"
 
 namespace ascend_attn {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Calls an operator through the dispatcher.
-template <typename Op, typename... Args>
-typename Op::Outputs call(Args&&... args) {
-  using Signature = typename Op::Signature;
-  static const auto handle =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow((std::string("ascend::") + Op::name).c_str(), "")
-          .template typed<Signature>();
-  return handle.call(std::forward<Args>(args)...);
-}
 
 inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
 inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
@@ -52,7 +41,10 @@ bool has_tangent(const T&) {
 // Forward-mode differentiation would take the outputs for constants, without a word.
 template <typename Op, typename... Args>
 void check_no_tangent(const Args&... args) {
-  check_implemented(!(has_tangent(args) || ...), Op::name, "gradient",
+  // Without a level nobody has tangents.
+  const bool dual =
+      torch::autograd::ForwardADLevel::try_get_by_idx(0) && (has_tangent(args) || ...);
+  check_implemented(!dual, Op::name, "gradient",
                     "expected tensors without forward-mode tangents, which this operator has no "
                     "rule for, got a dual tensor");
 }
@@ -79,6 +71,8 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       return call<Op>(args...);
     }
+    // torch asks every tensor that it records for its device.
+    check_tensors_given(Op::name, args...);
     return as_outputs(Derived::apply(args...),
                       std::make_index_sequence<std::tuple_size_v<Outputs>>());
   }
@@ -123,6 +117,39 @@ struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
   static void save(AutogradContext*, const Op&, const typename Op::Outputs&) {}
   static variable_list gradients(AutogradContext*, const variable_list&) {
     raise_second_derivative(Op::name);
+  }
+};
+
+// An operator for inference: a gradient that is wanted of an argument is an error. `after` is
+// called when the operator has run.
+template <typename Op, auto after = [](const Op&) {}, typename Signature = typename Op::Signature>
+struct InferenceOnly;
+
+template <typename Op, auto after, typename... Args>
+struct InferenceOnly<Op, after, typename Op::Outputs(Args...)> {
+  static typename Op::Outputs kernel(Args... args) {
+    check_no_tangent<Op>(args...);
+    if (at::GradMode::is_enabled()) {
+      size_t position = 0;
+      (check_no_gradient(position++, args), ...);
+    }
+    const auto outputs = [&] {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<Op>(args...);
+    }();
+    after(Op{args...});
+    return outputs;
+  }
+
+ private:
+  template <typename Argument>
+  static void check_no_gradient(size_t position, const Argument& argument) {
+    if (requires_grad(argument)) [[unlikely]] {
+      raise(Violation::not_implemented, Op::name, argument_name(Op::name, position),
+            c10::str("expected a tensor without gradient, since ", Op::no_gradient,
+                     ", got one that requires grad; call it under torch.no_grad(), or detach the "
+                     "tensor"));
+    }
   }
 };
 

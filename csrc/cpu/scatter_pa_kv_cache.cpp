@@ -4,6 +4,8 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/MaybeOwned.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +24,8 @@
 namespace ascend_attn::cpu {
 namespace {
 
-using Indices = std::vector<int64_t>;
+// Those of a decoding step need no heap.
+using Indices = c10::SmallVector<int64_t, 64>;
 
 Indices read(const at::Tensor& tensor) {
   Indices values(tensor.numel());
@@ -41,18 +44,23 @@ struct Side {
   // `row_stride` and `row_offset` count elements: how "Nct" finds its rows.
   Side(const at::Tensor& source, const at::Tensor& cache, std::optional<int64_t> row_stride,
        int64_t row_offset)
-      : owner(source.stride(-1) == 1 || source.size(-1) == 1 ? source : source.contiguous()),
-        from(static_cast<const char*>(owner.const_data_ptr()) + row_offset * owner.itemsize()),
+      : rows(source.stride(-1) == 1 || source.size(-1) == 1
+                 ? c10::MaybeOwned<at::Tensor>::borrowed(source)
+                 : c10::MaybeOwned<at::Tensor>::owned(source.contiguous())),
+        itemsize(static_cast<int64_t>(rows->itemsize())),
+        from(static_cast<const char*>(rows->const_data_ptr()) + row_offset * itemsize),
         to(static_cast<char*>(cache.mutable_data_ptr())),
-        heads(owner.size(-2)),
-        head_bytes(owner.size(-1) * owner.itemsize()),
-        head_stride(owner.stride(-2) * owner.itemsize()),
-        row_stride(row_stride.value_or(owner.stride(-3)) * owner.itemsize()),
-        batch_stride(owner.dim() == 4 ? owner.stride(0) * owner.itemsize() : 0) {}
+        heads(rows->size(-2)),
+        head_bytes(rows->size(-1) * itemsize),
+        head_stride(rows->stride(-2) * itemsize),
+        row_stride(row_stride.value_or(rows->stride(-3)) * itemsize),
+        batch_stride(rows->dim() == 4 ? rows->stride(0) * itemsize : 0) {}
 
   int64_t row_bytes() const { return heads * head_bytes; }
 
-  at::Tensor owner;
+  // Borrowed where it can be: a reference of its own makes torch ask for Python's lock.
+  c10::MaybeOwned<at::Tensor> rows;
+  int64_t itemsize;
   const char* from;
   char* to;
   int64_t heads;
@@ -62,7 +70,7 @@ struct Side {
   int64_t batch_stride;
 };
 
-using Sides = std::vector<Side>;
+using Sides = c10::SmallVector<Side, 2>;
 
 Sides sides_of(const ScatterPaKvCache& op, Scatter scatter) {
   const auto side = [&](const at::Tensor& source, const at::Tensor& cache, size_t index) {
@@ -70,7 +78,8 @@ Sides sides_of(const ScatterPaKvCache& op, Scatter scatter) {
                ? Side(source, cache, op.strides[index], op.offsets[index])
                : Side(source, cache, std::nullopt, 0);
   };
-  Sides sides{side(op.key, op.key_cache, 0)};
+  Sides sides;
+  sides.push_back(side(op.key, op.key_cache, 0));
   if (op.value) {
     sides.push_back(side(*op.value, *op.value_cache, 1));
   }
@@ -291,7 +300,7 @@ WriteMean mean_of(at::ScalarType dtype) {
 void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean) {
   at::parallel_for(0, runs.size(), 1, [&](int64_t begin, int64_t end) {
     for (const auto& side : sides) {
-      const auto mean = mean_of(side.owner.scalar_type());
+      const auto mean = mean_of(side.rows->scalar_type());
       const auto bytes = side.head_bytes;
       for (int64_t index = begin; index < end; ++index) {
         const auto& run = runs[index];
@@ -306,7 +315,7 @@ void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean
         copy(0, run.window);
         if (with_mean && run.width > 0) {
           mean(from + run.window * side.row_stride, side.row_stride, run.width, to,
-               bytes / side.owner.itemsize());
+               bytes / side.itemsize);
           to += bytes;
         }
         copy(run.window + run.width, run.length);

@@ -124,8 +124,9 @@ void compute(const FlashAttentionScore& op, FlashAttentionScore::Outputs& output
   const auto softmax_out = new_tensor({0}, op.query.options());
   launch_attention<aclnn::FlashAttentionScore, aclnn::FlashAttentionVarLenScore>(
       o,
-      std::tuple(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, o.atten_mask),
-      std::tuple(softmax_max, softmax_sum, softmax_out, out));
+      std::forward_as_tuple(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt,
+                            o.atten_mask),
+      std::forward_as_tuple(softmax_max, softmax_sum, softmax_out, out));
 }
 
 void compute(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs& outputs) {
@@ -135,9 +136,10 @@ void compute(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs
   const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
   launch_attention<aclnn::FlashAttentionScoreGrad, aclnn::FlashAttentionUnpaddingScoreGrad>(
       o,
-      std::tuple(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt,
-                 o.atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in),
-      std::tuple(dq, dk, dv, dpse));
+      std::forward_as_tuple(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask,
+                            std::nullopt, o.atten_mask, op.softmax_max, op.softmax_sum,
+                            std::nullopt, op.attention_in),
+      std::forward_as_tuple(dq, dk, dv, dpse));
 }
 
 void compute(const PromptFlashAttention& op, PromptFlashAttention::Outputs& outputs) {
@@ -165,9 +167,10 @@ void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   // A null pointer is an error: a tensor without axes says that there are no values.
   const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
   launch<aclnn::ScatterPaKvCache>(
-      op.key, op.key_cache, op.slot_mapping, op.value.value_or(none), op.value_cache.value_or(none),
-      op.compress_lens, op.compress_seq_offset, op.seq_lens, op.cache_mode, op.scatter_mode,
-      std::optional(op.strides), std::optional(op.offsets));
+      op.key, op.key_cache, op.slot_mapping, op.value ? *op.value : none,
+      op.value_cache ? *op.value_cache : none, op.compress_lens, op.compress_seq_offset,
+      op.seq_lens, op.cache_mode, op.scatter_mode, std::optional(op.strides),
+      std::optional(op.offsets));
 }
 
 template <typename... Ops>

@@ -42,9 +42,6 @@ PromptAttentionRules::PromptAttentionRules(const PromptFlashAttention& op)
 
 void PromptAttentionRules::tensors() const {
   const std::array<TensorArgument, 3> inputs{{query(), {"key", op_.key}, {"value", op_.value}}};
-  for (const auto& argument : inputs) {
-    check_present(argument.tensor.defined(), kName, argument.name, "expected a tensor, got None");
-  }
   check_attention_dtype(kName, query(), /*or_int8=*/true);
   limits_.dtype("query", op_.query.scalar_type());
   const int64_t rank = layout_ == Layout::BSH ? 3 : 4;

@@ -15,6 +15,8 @@ namespace ascend_attn {
 
 struct PromptFlashAttention {
   static constexpr const char* name = "prompt_flash_attention";
+  static constexpr const char* no_gradient =
+      "this is an operator for inference; flash_attention_score trains";
   using Outputs = std::tuple<at::Tensor>;
   using OptionalTensor = const std::optional<at::Tensor>&;
   using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,

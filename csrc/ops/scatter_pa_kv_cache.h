@@ -23,6 +23,7 @@ enum class Scatter {
 
 struct ScatterPaKvCache {
   static constexpr const char* name = "scatter_pa_kv_cache_";
+  static constexpr const char* no_gradient = "none flows through a cache";
   using Outputs = std::tuple<>;
   using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                             const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,

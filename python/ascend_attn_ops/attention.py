@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from ascend_attn_ops import _operators
 
 # pre_tokens and next_tokens are ignored by the sparse modes 0 and 3; these are the values that the
 # device's forward and gradient functions want to see.
@@ -87,22 +88,22 @@ def sparse_flash_attention(
     Source: SparseFlashAttention, the forward of the seed SparseFlashAttentionGrad
     (001_9b762d6b62fa1de6), section "功能说明".
     """
-    return torch.ops.ascend.sparse_flash_attention.default(
+    return _operators.sparse_flash_attention(
         query,
         key,
         value,
         sparse_indices,
-        scale_value=scale_value,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        sparse_block_size=sparse_block_size,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        deterministic=deterministic,
+        scale_value,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        query_rope,
+        key_rope,
+        sparse_block_size,
+        layout,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        deterministic,
     )
 
 
@@ -159,7 +160,7 @@ def sparse_flash_attention_grad(
 
     Source: seed SparseFlashAttentionGrad (001_9b762d6b62fa1de6).
     """
-    return torch.ops.ascend.sparse_flash_attention_grad.default(
+    return _operators.sparse_flash_attention_grad(
         query,
         key,
         value,
@@ -168,15 +169,15 @@ def sparse_flash_attention_grad(
         out,
         softmax_max,
         softmax_sum,
-        scale_value=scale_value,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        sparse_block_size=sparse_block_size,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        deterministic=deterministic,
+        scale_value,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        query_rope,
+        key_rope,
+        sparse_block_size,
+        layout,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        deterministic,
     )

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _operators
 from ascend_attn_ops.masks import compressed_mask, needs_compressed_mask
 
 _ALL_TOKENS = 2147483647
@@ -130,27 +131,27 @@ def flash_attention_score(
         lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
         scores = _score_count(query, key, num_heads, layout, *lengths)
         drop_mask = draw_drop_mask(scores, keep_prob, query.device, generator)
-    return torch.ops.ascend.flash_attention_score.default(
+    return _operators.flash_attention_score(
         query,
         key,
         value,
-        num_heads=num_heads,
-        layout=layout,
-        pse_shift=pse_shift,
-        drop_mask=drop_mask,
-        atten_mask=atten_mask,
-        prefix=prefix,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        q_start_idx=q_start_idx,
-        kv_start_idx=kv_start_idx,
-        scale_value=scale_value,
-        keep_prob=keep_prob,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        inner_precise=inner_precise,
-        sparse_mode=sparse_mode,
-        pse_type=pse_type,
+        num_heads,
+        layout,
+        pse_shift,
+        drop_mask,
+        atten_mask,
+        prefix,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        q_start_idx,
+        kv_start_idx,
+        scale_value,
+        keep_prob,
+        pre_tokens,
+        next_tokens,
+        inner_precise,
+        sparse_mode,
+        pse_type,
     )
 
 
@@ -206,7 +207,7 @@ def flash_attention_score_grad(
 
     Source: seed FlashAttentionScoreGradV2 (002_e7d31711fa8f234d).
     """
-    return torch.ops.ascend.flash_attention_score_grad.default(
+    return _operators.flash_attention_score_grad(
         query,
         key,
         value,
@@ -214,29 +215,29 @@ def flash_attention_score_grad(
         softmax_max,
         softmax_sum,
         attention_in,
-        num_heads=num_heads,
-        layout=layout,
-        pse_shift=pse_shift,
-        drop_mask=drop_mask,
-        atten_mask=atten_mask,
-        prefix=prefix,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        q_start_idx=q_start_idx,
-        kv_start_idx=kv_start_idx,
-        scale_value=scale_value,
-        keep_prob=keep_prob,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        inner_precise=inner_precise,
-        sparse_mode=sparse_mode,
-        pse_type=pse_type,
+        num_heads,
+        layout,
+        pse_shift,
+        drop_mask,
+        atten_mask,
+        prefix,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        q_start_idx,
+        kv_start_idx,
+        scale_value,
+        keep_prob,
+        pre_tokens,
+        next_tokens,
+        inner_precise,
+        sparse_mode,
+        pse_type,
     )
 
 
 def default_scale_value(query: Tensor, num_heads: int, layout: str) -> float:
-    """1 / sqrt(D). What has no D, the operator will say."""
-    width = query.shape[-1] if query.dim() else 0
+    """1 / sqrt(D). What has no D, or is no tensor, the operator will say."""
+    width = query.shape[-1] if isinstance(query, Tensor) and query.dim() else 0
     size = width // max(num_heads, 1) if layout in ("BSH", "SBH") else width
     return max(size, 1) ** -0.5
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
+
+from ascend_attn_ops import _operators
 
 # Ignored by the sparse modes 0 and 3.
 _ALL_TOKENS = 9223372036854775807
@@ -73,18 +74,18 @@ def lightning_indexer(
     Source: LightningIndexer, as the seed SparseLightningIndexerGradKLLoss
     (000_7e7b0f625029119b), section "功能说明", defines it.
     """
-    return torch.ops.ascend.lightning_indexer.default(
+    return _operators.lightning_indexer(
         query,
         key,
         weights,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout,
-        sparse_count=sparse_count,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        return_values=return_values,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        layout,
+        sparse_count,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        return_values,
     )
 
 
@@ -122,19 +123,19 @@ def lightning_indexer_grad(
     Source: LightningIndexerGrad; the formulas are those of the seed
     SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b) with d_values for dI.
     """
-    return torch.ops.ascend.lightning_indexer_grad.default(
+    return _operators.lightning_indexer_grad(
         query,
         key,
         d_values,
         sparse_indices,
         weights,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        deterministic=deterministic,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        layout,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        deterministic,
     )
 
 
@@ -205,7 +206,7 @@ def sparse_lightning_indexer_grad_kl_loss(
 
     Source: seed SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b).
     """
-    return torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss.default(
+    return _operators.sparse_lightning_indexer_grad_kl_loss(
         query,
         key,
         query_index,
@@ -214,16 +215,16 @@ def sparse_lightning_indexer_grad_kl_loss(
         sparse_indices,
         softmax_max,
         softmax_sum,
-        scale_value=scale_value,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        deterministic=deterministic,
+        scale_value,
+        query_rope,
+        key_rope,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        layout,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        deterministic,
     )
 
 

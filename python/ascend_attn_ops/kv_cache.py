@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _operators
+
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
 
@@ -99,29 +101,19 @@ def scatter_pa_kv_cache_(
 
     Source: seed ScatterPaKvCache (004_f6ea9718d54643c0).
     """
-    operator = torch.ops.ascend.scatter_pa_kv_cache_.default
-    if (
-        scatter_mode == "None"
-        and compress_lens is compress_seq_offset is seq_lens is None
-        and (*strides, *offsets) == (1, 1, 0, 0)
-    ):
-        # A decoding step: to hand over the defaults as well takes as long as all the rest.
-        mode = {} if cache_mode == "Norm" else {"cache_mode": cache_mode}
-        operator(key, key_cache, slot_mapping, value, value_cache, **mode)
-        return
-    operator(
+    _operators.scatter_pa_kv_cache_(
         key,
         key_cache,
         slot_mapping,
         value,
         value_cache,
-        compress_lens=compress_lens,
-        compress_seq_offset=compress_seq_offset,
-        seq_lens=seq_lens,
-        cache_mode=cache_mode,
-        scatter_mode=scatter_mode,
-        strides=strides,
-        offsets=offsets,
+        compress_lens,
+        compress_seq_offset,
+        seq_lens,
+        cache_mode,
+        scatter_mode,
+        strides,
+        offsets,
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from ascend_attn_ops import _operators
 from ascend_attn_ops.flash_attention import default_scale_value
 from ascend_attn_ops.masks import compressed_mask, needs_compressed_mask
 
@@ -110,23 +110,23 @@ def prompt_flash_attention(
         atten_mask = compressed_mask(sparse_mode, query.device)
     if scale_value is None:
         scale_value = default_scale_value(query, num_heads, layout)
-    return torch.ops.ascend.prompt_flash_attention.default(
+    return _operators.prompt_flash_attention(
         query,
         key,
         value,
-        num_heads=num_heads,
-        atten_mask=atten_mask,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        deq_scale1=deq_scale1,
-        quant_scale1=quant_scale1,
-        deq_scale2=deq_scale2,
-        quant_scale2=quant_scale2,
-        quant_offset2=quant_offset2,
-        scale_value=scale_value,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        layout=layout,
-        num_key_value_heads=num_key_value_heads,
-        sparse_mode=sparse_mode,
+        num_heads,
+        atten_mask,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        deq_scale1,
+        quant_scale1,
+        deq_scale2,
+        quant_scale2,
+        quant_offset2,
+        scale_value,
+        pre_tokens,
+        next_tokens,
+        layout,
+        num_key_value_heads,
+        sparse_mode,
     )

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 import ascend_attn_ops
-from ascend_attn_ops import _library
+from ascend_attn_ops import _C, _library
 from ascend_attn_ops.limits import product_in_force, table
 
 
@@ -29,8 +29,10 @@ def print_report() -> int:
     rows = [("torch.ops.ascend.", "CPU", "Meta", "autograd", "NPU", "needs")]
     for row in table():
         name = row["operator"]
-        backends = [_registered(name, key) for key in ("CPU", "Meta", "Autograd")]
-        rows.append((name, *backends, _npu_state(npu, name, row["aclnn"]), row["aclnn"]))
+        backends = [_registered(name, key) for key in ("CPU", "Meta")]
+        autograd = "no" if name in _C.inference_operators else _registered(name, "Autograd")
+        npu_state = _npu_state(npu, name, row["aclnn"])
+        rows.append((name, *backends, autograd, npu_state, row["aclnn"]))
     _print_table(rows)
 
     print("\nDevice limits")

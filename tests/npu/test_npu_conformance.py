@@ -275,13 +275,19 @@ def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
 
 def test_another_argument_has_an_executor_of_its_own() -> None:
     sample: Sample = FLASH_RECIPES[0].make(torch.bfloat16).to("npu")
-    with cann_sim.computing(False), cann_sim.keeping_executors(), cann_sim.recorded_calls() as log:
+
+    def call() -> None:
         sample.call(torch.ops.ascend)
+        # Or the queue's second phase comes after the first phase of the next call.
+        torch.npu.synchronize()
+
+    with cann_sim.computing(False), cann_sim.keeping_executors(), cann_sim.recorded_calls() as log:
+        call()
         for change in ({"scale_value": 0.375}, {"pre_tokens": 2147483646}):
             sample = sample.replace(**change)
-            sample.call(torch.ops.ascend)
+            call()
         other_stream = torch.npu.Stream()
         with torch.npu.stream(other_stream):
-            sample.call(torch.ops.ascend)
-        sample.call(torch.ops.ascend)
+            call()
+        call()
     assert [x["phase"] for x in attention_calls(log)] == [1, 2] * 4 + [2]

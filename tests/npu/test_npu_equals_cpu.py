@@ -6,10 +6,19 @@ equal bits mean that every argument arrived as it should.
 
 from __future__ import annotations
 
+import ascend_attn_ops
 import pytest
 import torch
 from cann_sim import computing
-from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, RECIPES, Recipe, Sample
+from samples import (
+    DIFFERENTIABLE,
+    DIFFERENTIABLE_OUTPUT,
+    OPERATORS,
+    RECIPES,
+    Recipe,
+    Sample,
+    small_sample,
+)
 from tolerance import assert_same_bits
 from torch import Tensor
 
@@ -51,6 +60,13 @@ def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
     expected = sample.call(torch.ops.ascend)
     for place in (on_npu, strided_on_npu):
         assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_public_functions(operator: str) -> None:
+    """They reach the dispatcher by a way of their own."""
+    sample = small_sample(operator)
+    assert_same_bits(cpu(on_npu(sample).call(ascend_attn_ops)), sample.call(torch.ops.ascend))
 
 
 def gradients(sample: Sample) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from . import (
     flash_attention,
     lightning_indexer,
     prompt_flash_attention,
+    scatter_pa_kv_cache,
     sparse_flash_attention,
     sparse_lightning_indexer_grad_kl_loss,
 )
@@ -24,6 +25,9 @@ RECIPES: list[Recipe] = [
 ]
 
 OPERATORS = list(dict.fromkeys(recipe.operator for recipe in RECIPES))
+
+# Those of RECIPES, which return what they compute, and those that work in place.
+ALL_OPERATORS = [*OPERATORS, scatter_pa_kv_cache.OPERATOR]
 
 # What autograd differentiates, and with respect to what.
 DIFFERENTIABLE: dict[str, tuple[str, ...]] = {
@@ -46,7 +50,15 @@ def samples(operator: str, dtype: torch.dtype) -> Iterator[Sample]:
     return (recipe.make(dtype) for recipe in RECIPES if recipe.operator == operator)
 
 
+def small_sample(operator: str) -> Sample:
+    """A call in bfloat16."""
+    if operator == scatter_pa_kv_cache.OPERATOR:
+        return scatter_pa_kv_cache.build(scatter_pa_kv_cache.CASES[0], torch.bfloat16)
+    return next(samples(operator, torch.bfloat16))
+
+
 __all__ = [
+    "ALL_OPERATORS",
     "DIFFERENTIABLE",
     "DIFFERENTIABLE_OUTPUT",
     "OPERATORS",
@@ -54,4 +66,5 @@ __all__ = [
     "Recipe",
     "Sample",
     "as_tuple",
+    "small_sample",
 ]

@@ -31,9 +31,12 @@ using IntArrayHandle = std::unique_ptr<const aclIntArray, Destroy>;
 class TensorArgument {
  public:
   TensorArgument(const at::Tensor& tensor);
-  TensorArgument(const std::optional<at::Tensor>& tensor)
-      : TensorArgument(tensor ? *tensor : at::Tensor()) {}
-  TensorArgument(std::nullopt_t) : TensorArgument(at::Tensor()) {}
+  TensorArgument(const std::optional<at::Tensor>& tensor) {
+    if (tensor) {
+      *this = TensorArgument(*tensor);
+    }
+  }
+  TensorArgument(std::nullopt_t) {}
 
   TensorHandle create() const;
   void add_to(ExecutorKey& key) const;

@@ -1,10 +1,10 @@
 #include "npu/aclnn/launcher.h"
 
 #include <ATen/Context.h>
-#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
+#include <torch_npu/csrc/core/npu/NPUCachingAllocator.h>
 #include <torch_npu/csrc/core/npu/NPUException.h>
 #include <torch_npu/csrc/core/npu/NPUWorkspaceAllocator.h>
 
@@ -198,6 +198,12 @@ int execute(const Function& function, Prepared& prepared, void* workspace, aclrt
   return status;
 }
 
+// Memory of the stream's own, freed in its order: whoever gets it next comes later on the stream.
+struct FreeInStreamOrder {
+  void operator()(void* memory) const { c10_npu::NPUCachingAllocator::raw_delete(memory); }
+};
+using Workspace = std::unique_ptr<void, FreeInStreamOrder>;
+
 // Whether tensors of an aclFormat have their elements in blocks that strides do not tell of.
 bool is_private(int format) {
   constexpr std::array kPlain{ACL_FORMAT_ND,    ACL_FORMAT_NCHW, ACL_FORMAT_NCL,
@@ -274,11 +280,11 @@ void enqueue(const Function& function, c10::Device device, Arguments& arguments)
   Prepared prepared;
   prepare(function, arguments, context, /*on_queue_thread=*/false, prepared);
   // From the caching allocator, which survives a request that is too large, where the block of the
-  // stream does not. Freed at the end of this function: whoever gets the memory next on this stream
-  // comes after this call in the queue.
-  c10::DataPtr workspace;
+  // stream does not. Freed at the end of this function, when the call is in the queue.
+  Workspace workspace;
   if (prepared.workspace_size != 0) {
-    workspace = c10::GetAllocator(device.type())->allocate(prepared.workspace_size);
+    workspace.reset(
+        c10_npu::NPUCachingAllocator::raw_alloc_with_stream(prepared.workspace_size, stream));
   }
   const auto second_phase = [&function, address = workspace.get(), stream](Prepared& prepared) {
     InitExecSubTheadCtx(stream);

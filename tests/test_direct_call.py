@@ -1,0 +1,223 @@
+"""Public functions reach the dispatcher without torch.ops: only a clock can tell the difference."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ascend_attn_ops
+import numpy as np
+import pytest
+import torch
+from ascend_attn_ops import _C, _operators
+from samples import (
+    ALL_OPERATORS,
+    DIFFERENTIABLE,
+    DIFFERENTIABLE_OUTPUT,
+    RECIPES,
+    Recipe,
+    Sample,
+    as_tuple,
+    small_sample,
+)
+from samples.scatter_pa_kv_cache import CASES, build
+from tolerance import assert_same_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+SCATTER = "scatter_pa_kv_cache_"
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
+each_operator = pytest.mark.parametrize("operator", ALL_OPERATORS)
+
+
+def overload(operator: str) -> Any:
+    return getattr(torch.ops.ascend, operator).default
+
+
+def values(sample: Sample) -> list[Any]:
+    """Every argument of the schema, in its order."""
+    given = sample.arguments
+    return [
+        given.get(argument.name, argument.default_value)
+        for argument in overload(sample.operator)._schema.arguments
+    ]
+
+
+def is_left_to_torch(operator: str, arguments: list[Any]) -> bool:
+    return getattr(_C, operator)(*arguments) is NotImplemented
+
+
+def differentiated(sample: Sample, operator: Callable[..., Any]) -> tuple[Tensor, ...]:
+    wanted = DIFFERENTIABLE[sample.operator]
+    leaves = sample.requires_grad(wanted)
+    out = as_tuple(operator(leaves))[DIFFERENTIABLE_OUTPUT[sample.operator]]
+    inputs = [x for name, x in leaves.tensors.items() if name in wanted]
+    return torch.autograd.grad(out.sum(), inputs)
+
+
+@each_recipe
+def test_results_are_those_of_torch_ops(recipe: Recipe) -> None:
+    sample = recipe.make(torch.bfloat16)
+    direct = getattr(_C, sample.operator)(*values(sample))
+    assert type(direct) is type(overload(sample.operator)(*sample.args, **sample.options))
+    assert_same_bits(as_tuple(direct), sample.call(torch.ops.ascend))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_caches_are_written_as_by_torch_ops(case: Any) -> None:
+    direct, through_torch = (build(case, torch.float16) for _ in range(2))
+    assert _C.scatter_pa_kv_cache_(*values(direct)) is None
+    through_torch.call(torch.ops.ascend)
+    for x, y in zip(direct.tensors.values(), through_torch.tensors.values(), strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize("operator", list(DIFFERENTIABLE))
+def test_gradients_are_those_of_torch_ops(operator: str) -> None:
+    sample = small_sample(operator)
+    if operator == "lightning_indexer":
+        sample = sample.replace(return_values=True)
+    direct = differentiated(sample, lambda leaves: getattr(_C, operator)(*values(leaves)))
+    through_torch = differentiated(sample, lambda leaves: leaves.call(torch.ops.ascend))
+    assert_same_bits(direct, through_torch)
+
+
+@each_operator
+def test_public_functions_pass_every_argument_in_its_place(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(ascend_attn_ops, operator)
+    names = [argument.name for argument in overload(operator)._schema.arguments]
+    received: list[Any] = []
+    monkeypatch.setattr(_operators, operator, lambda *arguments: received.extend(arguments))
+    # Anything will do: what a public function computes by itself, it computes where there is None.
+    given = {name: object() for name in names}
+    own = inspect.signature(function).parameters.keys() - given.keys()
+    assert own <= {"attn_mask", "dropout_p", "generator"}
+    function(**given)
+    assert received == list(given.values())
+
+
+@each_operator
+def test_every_wrong_type_is_left_to_torch_ops(operator: str) -> None:
+    """Which has an error for it, or a conversion."""
+    arguments = values(small_sample(operator))
+    types = [str(a.type) for a in overload(operator)._schema.arguments]
+    wrong: dict[str, list[Any]] = {
+        "Tensor": [None, 1, "a", np.zeros(3)],
+        "Optional[Tensor]": [1, "a", np.zeros(3)],
+        "int": [None, 1.0, True, "1", np.int64(1), 2**63, -(2**63) - 1],
+        "SymInt": [None, 1.0, True, "1", np.int64(1), 2**63],
+        "float": [None, 1, True, "1.0", np.float64(1.0)],
+        "bool": [None, 0, 1, "True", np.True_],
+        "str": [None, b"Norm", 1, "\ud800"],
+        "List[int]": [None, 1, [1.0, 1.0], [True, True], "11", [2**63, 1]],
+        "Optional[List[int]]": [1, [1.0], [None], torch.ones(1, dtype=torch.int64), "1"],
+    }
+    for position, name in enumerate(types):
+        for value in wrong[name]:
+            changed = [*arguments[:position], value, *arguments[position + 1 :]]
+            assert is_left_to_torch(operator, changed), f"argument {position}: {value!r}"
+    assert is_left_to_torch(operator, arguments[:-1])
+    assert is_left_to_torch(operator, [*arguments, None])
+    assert is_left_to_torch(operator, [])
+
+
+def test_conversions_of_torch_ops_stay() -> None:
+    """An integer for a float, numpy's numbers."""
+    sample = small_sample("sparse_flash_attention").replace(scale_value=1.0)
+    expected = sample.call(torch.ops.ascend)
+    for scale in (1, np.float32(1.0), np.float64(1.0), torch.tensor(1.0)):
+        assert_same_bits(sample.replace(scale_value=scale).call(ascend_attn_ops), expected)
+
+
+@pytest.mark.parametrize(
+    ("operator", "change", "kind"),
+    [
+        ("sparse_flash_attention", {"layout": "BNSD"}, ValueError),
+        ("sparse_flash_attention", {"key": torch.ones(3)}, ValueError),
+        ("sparse_flash_attention", {"key": None}, ValueError),
+        ("sparse_flash_attention", {"scale_value": "1"}, RuntimeError),
+        ("lightning_indexer", {"key": torch.ones(1, 1, 1, 1, dtype=torch.int32)}, TypeError),
+        (SCATTER, {"slot_mapping": torch.full((7,), 10**6, dtype=torch.int32)}, ValueError),
+        (SCATTER, {"strides": [1]}, ValueError),
+        (SCATTER, {"value": None, "cache_mode": "PA_NZ"}, ValueError),
+    ],
+)
+def test_errors_are_those_of_torch_ops(
+    operator: str, change: dict[str, Any], kind: type[Exception]
+) -> None:
+    sample = small_sample(operator).replace(**change)
+    messages = []
+    for namespace in (torch.ops.ascend, ascend_attn_ops):
+        with pytest.raises(kind) as caught:
+            sample.call(namespace)
+        assert caught.type is kind
+        messages.append(str(caught.value).splitlines()[0])
+    assert messages[0] == messages[1]
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@each_operator
+def test_modes_see_the_operator(operator: str) -> None:
+    sample = small_sample(operator)
+    for mode in (Seen(), Dispatched()):
+        with mode:
+            getattr(_operators, operator)(*values(sample))
+        assert overload(operator) in mode.operators
+
+
+def test_subclasses_are_asked() -> None:
+    class Asked(Tensor):
+        operators: list[Any] = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            cls.operators.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    sample = small_sample("sparse_flash_attention")
+    subclass = sample.replace(query=sample.inputs["query"].as_subclass(Asked))
+    assert_same_bits(subclass.call(ascend_attn_ops), sample.call(torch.ops.ascend))
+    assert overload("sparse_flash_attention") in Asked.operators
+
+
+def test_parameters_and_fake_tensors() -> None:
+    sample = small_sample("sparse_flash_attention")
+    parameter = torch.nn.Parameter(sample.inputs["query"])
+    out, *_ = sample.replace(query=parameter).call(ascend_attn_ops)
+    assert out.requires_grad
+    shapes = [x.shape for x in sample.call(torch.ops.ascend)]
+    with FakeTensorMode() as mode:
+        fake = sample.map(mode.from_tensor)
+        assert [x.shape for x in fake.call(ascend_attn_ops)] == shapes
