@@ -8,6 +8,8 @@
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/MaybeOwned.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -43,19 +45,31 @@ class Read<const at::Tensor&> {
 template <>
 class Read<const std::optional<at::Tensor>&> {
  public:
+  Read() = default;
+  Read(const Read&) = delete;
+  Read& operator=(const Read&) = delete;
+  ~Read() {
+    if (tensor_) {
+      Borrow::destroyBorrow(*tensor_);
+    }
+  }
+
   bool from(PyObject* object) {
     if (object == Py_None) {
       return true;
     }
     const bool plain = THPVariable_CheckExact(object);
     if (plain) {
-      tensor_ = THPVariable_Unpack(object);
+      tensor_ = Borrow::createBorrow(THPVariable_Unpack(object));
     }
     return plain;
   }
   const std::optional<at::Tensor>& value() const { return tensor_; }
 
  private:
+  using Borrow = c10::MaybeOwnedTraits<at::Tensor>;
+
+  // The caller's, without a reference of its own, which would ask for Python's lock twice.
   std::optional<at::Tensor> tensor_;
 };
 

@@ -264,13 +264,17 @@ VALUE_RULES = [
         "key_cache again", NORM, "value_cache",
         lambda s: s.replace(value_cache=s.inputs["key_cache"]), on_meta=False,
     ),
-    Bad(
-        "of the cache", NORM, "key",
-        lambda s: s.replace(key=s.inputs["key_cache"].flatten(0, 1)[:7]), on_meta=False,
-    ),
-    Bad(
-        "of the cache", NORM, "value",
-        lambda s: s.replace(value=s.inputs["value_cache"].flatten(0, 1)[:7]), on_meta=False,
+    *(
+        Bad(
+            f"{'with gaps, ' if step > 1 else ''}in {cache}", NORM, source,
+            lambda s, source=source, cache=cache, step=step: s.replace(
+                **{source: s.inputs[cache].flatten(0, 1)[: 7 * step : step]}
+            ),
+            on_meta=False,
+        )
+        for source in ("key", "value")
+        for cache in ("key_cache", "value_cache")
+        for step in (1, 2)
     ),
 ]  # fmt: skip
 

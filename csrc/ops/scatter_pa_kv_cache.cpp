@@ -1,9 +1,8 @@
 #include "ops/scatter_pa_kv_cache.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "ops/error.h"
 #include "ops/limits.h"
@@ -266,6 +265,29 @@ const at::Tensor& Rules::required(OptionalTensorArgument argument) const {
   return *argument.tensor;
 }
 
+// Where the bytes of a tensor begin in its storage, and where they end. Not empty.
+std::pair<int64_t, int64_t> bytes_of(const at::Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const auto first = tensor.storage_offset();
+  auto last = first;
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    last += (sizes[axis] - 1) * strides[axis];
+  }
+  const auto itemsize = static_cast<int64_t>(tensor.itemsize());
+  return {first * itemsize, (last + 1) * itemsize};
+}
+
+// Whether two tensors meet in one storage. Gaps between elements count as elements.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_alias_of(b) || a.numel() == 0 || b.numel() == 0) {
+    return false;
+  }
+  const auto [a_begin, a_end] = bytes_of(a);
+  const auto [b_begin, b_end] = bytes_of(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
 // From the first element of the tensor to the end of its storage.
 int64_t reachable_elements(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
@@ -303,12 +325,13 @@ ScatterPaKvCache::Outputs ScatterPaKvCache::check_and_allocate() const {
 
 void ScatterPaKvCache::check_memory() const {
   const auto separate = [](TensorArgument argument, TensorArgument cache) {
-    const auto overlap = at::get_overlap_status(cache.tensor, argument.tensor);
-    check_value(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                name, argument.name, "expected memory of its own, got some of ", cache.name, "'s");
+    check_value(!overlap(argument.tensor, cache.tensor), name, argument.name,
+                "expected memory of its own, got some of ", cache.name, "'s");
   };
   separate({"key", key}, {"key_cache", key_cache});
   if (value) {
+    separate({"key", key}, {"value_cache", *value_cache});
+    separate({"value", *value}, {"key_cache", key_cache});
     separate({"value", *value}, {"value_cache", *value_cache});
     separate({"value_cache", *value_cache}, {"key_cache", key_cache});
   }

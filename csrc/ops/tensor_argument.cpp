@@ -5,7 +5,6 @@
 #include <atomic>
 
 #include "ops/error.h"
-#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {
@@ -22,21 +21,25 @@ void check_attention_dtype(std::string_view op, TensorArgument argument, bool or
              "float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
 }
 
-void check_device(std::string_view op, TensorArgument argument, TensorArgument like) {
-  check_value(argument.tensor.device() == like.tensor.device(), op, argument.name,
-              "expected device ", like.tensor.device(), " (", like.name, "'s), got ",
-              argument.tensor.device());
+void raise_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+  raise(Violation::value, op, argument.name,
+        c10::str("expected device ", like.tensor.device(), " (", like.name, "'s), got ",
+                 argument.tensor.device()));
 }
 
-void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like) {
-  check_type(argument.tensor.scalar_type() == like.tensor.scalar_type(), op, argument.name,
-             "expected dtype ", dtype_name(like.tensor.scalar_type()), " (", like.name, "'s), got ",
-             dtype_name(argument.tensor.scalar_type()));
+void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType expected,
+                 std::string_view whose) {
+  const auto owner = whose.empty() ? std::string() : c10::str(" (", whose, "'s)");
+  raise(Violation::type, op, argument.name,
+        c10::str("expected dtype ", dtype_name(expected), owner, ", got ",
+                 dtype_name(argument.tensor.scalar_type())));
 }
 
-void check_dtype(std::string_view op, TensorArgument argument, at::ScalarType dtype) {
-  check_type(argument.tensor.scalar_type() == dtype, op, argument.name, "expected dtype ",
-             dtype_name(dtype), ", got ", dtype_name(argument.tensor.scalar_type()));
+void raise_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+                 std::string_view meaning) {
+  raise(
+      Violation::value, op, argument.name,
+      c10::str("expected shape ", meaning, " = ", expected, ", got ", argument.tensor.sym_sizes()));
 }
 
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
@@ -46,17 +49,6 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
     same = sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
   }
   return same;
-}
-
-void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
-                 std::string_view meaning) {
-  const auto sizes = argument.tensor.sym_sizes();
-  bool fits = sizes.size() == expected.size();
-  for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
-    fits = same(sizes[axis], expected[axis]);
-  }
-  check_value(fits, op, argument.name, "expected shape ", meaning, " = ", expected, ", got ",
-              sizes);
 }
 
 at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {

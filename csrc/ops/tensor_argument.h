@@ -7,6 +7,8 @@
 #include <optional>
 #include <string_view>
 
+#include "ops/symbolic.h"
+
 namespace ascend_attn {
 
 // An argument and the name that messages give it.
@@ -21,15 +23,44 @@ struct OptionalTensorArgument {
 
 // float16, bfloat16, float32 or float64.
 void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8 = false);
+
+// What the checks below raise. They are inline, since every call makes dozens of them.
+[[noreturn]] void raise_device(std::string_view op, TensorArgument argument, TensorArgument like);
+[[noreturn]] void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType expected,
+                              std::string_view whose = "");
+[[noreturn]] void raise_shape(std::string_view op, TensorArgument argument,
+                              c10::SymIntArrayRef expected, std::string_view meaning);
+
 // The device, or the dtype, of `like`.
-void check_device(std::string_view op, TensorArgument argument, TensorArgument like);
-void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like);
-void check_dtype(std::string_view op, TensorArgument argument, at::ScalarType dtype);
+inline void check_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+  if (argument.tensor.device() != like.tensor.device()) [[unlikely]] {
+    raise_device(op, argument, like);
+  }
+}
+inline void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like) {
+  if (argument.tensor.dtype() != like.tensor.dtype()) [[unlikely]] {
+    raise_dtype(op, argument, like.tensor.scalar_type(), like.name);
+  }
+}
+inline void check_dtype(std::string_view op, TensorArgument argument, at::ScalarType dtype) {
+  if (argument.tensor.scalar_type() != dtype) [[unlikely]] {
+    raise_dtype(op, argument, dtype);
+  }
+}
 
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 // `meaning` names the axes: "(B, S1, N, D)".
-void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
-                 std::string_view meaning);
+inline void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+                        std::string_view meaning) {
+  const auto sizes = argument.tensor.sym_sizes();
+  bool fits = sizes.size() == expected.size();
+  for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
+    fits = same(sizes[axis], expected[axis]);
+  }
+  if (!fits) [[unlikely]] {
+    raise_shape(op, argument, expected, meaning);
+  }
+}
 
 // A dense tensor, not initialised.
 at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
