@@ -8,13 +8,8 @@
 #include "direct_call.h"
 #include "ops/attention_mask.h"
 #include "ops/error.h"
-#include "ops/flash_attention.h"
-#include "ops/lightning_indexer.h"
-#include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
-#include "ops/prompt_flash_attention.h"
-#include "ops/scatter_pa_kv_cache.h"
-#include "ops/sparse_flash_attention.h"
+#include "ops/operators.h"
 
 namespace ascend_attn {
 namespace {
@@ -81,7 +76,7 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
 
 // The way to call each, and which have no gradient.
 template <typename... Ops>
-void add_operators(py::module_& m) {
+void add_operators(OperatorList<Ops...>, py::module_& m) {
   (add_direct_call<Ops>(m), ...);
   py::set inference;
   const auto add = [&]<typename Op>(std::type_identity<Op>) {
@@ -98,9 +93,7 @@ void add_operators(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;
-  add_operators<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-                SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                FlashAttentionScoreGrad, PromptFlashAttention, ScatterPaKvCache>(m);
+  add_operators(Operators(), m);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", &limits_of_operators);
   m.def("limits_override", &limits_override);

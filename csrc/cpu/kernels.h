@@ -2,12 +2,7 @@
 // initialised; a kernel checks the values of sparse_indices and lengths, which only it can read.
 #pragma once
 
-#include "ops/flash_attention.h"
-#include "ops/lightning_indexer.h"
-#include "ops/lightning_indexer_kl_loss.h"
-#include "ops/prompt_flash_attention.h"
-#include "ops/scatter_pa_kv_cache.h"
-#include "ops/sparse_flash_attention.h"
+#include "ops/operators.h"
 
 namespace ascend_attn::cpu {
 

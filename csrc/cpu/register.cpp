@@ -1,7 +1,6 @@
 #include <torch/library.h>
 
 #include "cpu/kernels.h"
-#include "ops/operator.h"
 
 namespace ascend_attn {
 

@@ -139,6 +139,8 @@ void check_slots(const Indices& slots, int64_t capacity) {
 }
 
 void write_rows(const Sides& sides, const Indices& slots) {
+  // Rows go to pages in any order: the address of one is looked up while others are copied.
+  constexpr int64_t kAhead = 4;
   at::parallel_for(0, slots.size(), grain(sides), [&](int64_t begin, int64_t end) {
     for (const auto& side : sides) {
       const bool dense = side.heads == 1 || side.head_stride == side.head_bytes;
@@ -148,6 +150,9 @@ void write_rows(const Sides& sides, const Indices& slots) {
       for (int64_t row = begin; row < end; ++row) {
         if (slots[row] < 0) {
           continue;
+        }
+        if (row + kAhead < end && slots[row + kAhead] >= 0) {
+          __builtin_prefetch(side.to + slots[row + kAhead] * side.row_bytes(), /*write=*/1);
         }
         const auto* from = side.from + row * side.row_stride;
         auto* to = side.to + slots[row] * side.row_bytes();

@@ -5,15 +5,9 @@
 
 #include "npu/aclnn/launcher.h"
 #include "ops/error.h"
-#include "ops/flash_attention.h"
 #include "ops/layout.h"
-#include "ops/lightning_indexer.h"
-#include "ops/lightning_indexer_kl_loss.h"
 #include "ops/limits.h"
-#include "ops/operator.h"
-#include "ops/prompt_flash_attention.h"
-#include "ops/scatter_pa_kv_cache.h"
-#include "ops/sparse_flash_attention.h"
+#include "ops/operators.h"
 #include "ops/tensor_argument.h"
 
 namespace ascend_attn {
@@ -174,17 +168,13 @@ void compute(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
 }
 
 template <typename... Ops>
-void register_npu(torch::Library& library) {
+void register_npu(OperatorList<Ops...>, torch::Library& library) {
   (register_kernel<Ops, static_cast<void (*)(const Ops&, typename Ops::Outputs&)>(&compute)>(
        library),
    ...);
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_npu<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-               FlashAttentionScoreGrad, PromptFlashAttention, ScatterPaKvCache>(m);
-}
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) { register_npu(Operators(), m); }
 
 }  // namespace
 }  // namespace ascend_attn
