@@ -3,18 +3,19 @@
 // torch.ops.ascend.x(...) matches its arguments with the schema, boxes them and unboxes them again,
 // which for a dozen of them takes longer than a small operator does. The public functions have all
 // arguments, in the order of the schema: here each is read as what the signature has in its place,
-// and the dispatcher is called unboxed. What is not plainly that (a subclass of Tensor, a symbolic
-// number, a wrong type) is left to torch.ops, for which NotImplemented asks.
+// and the dispatcher is called unboxed. A call with anything that is not plainly that (a subclass
+// of Tensor, a symbolic number, a wrong type) is left to a function that goes through torch.ops.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
-#include <c10/util/MaybeOwned.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
+#include <new>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -28,48 +29,40 @@ namespace ascend_attn {
 template <typename Parameter>
 class Read;
 
+// With a reference of its own: torch.utils.swap_tensors asks whether there is one, while other
+// threads run.
 template <>
 class Read<const at::Tensor&> {
  public:
   bool from(PyObject* object) {
     const bool plain = THPVariable_CheckExact(object);
-    tensor_ = plain ? &THPVariable_Unpack(object) : nullptr;
+    if (plain) {
+      tensor_ = THPVariable_Unpack(object);
+    }
     return plain;
   }
-  const at::Tensor& value() const { return *tensor_; }
+  const at::Tensor& value() const { return tensor_; }
 
  private:
-  const at::Tensor* tensor_ = nullptr;
+  at::Tensor tensor_;
 };
 
 template <>
 class Read<const std::optional<at::Tensor>&> {
  public:
-  Read() = default;
-  Read(const Read&) = delete;
-  Read& operator=(const Read&) = delete;
-  ~Read() {
-    if (tensor_) {
-      Borrow::destroyBorrow(*tensor_);
-    }
-  }
-
   bool from(PyObject* object) {
     if (object == Py_None) {
       return true;
     }
     const bool plain = THPVariable_CheckExact(object);
     if (plain) {
-      tensor_ = Borrow::createBorrow(THPVariable_Unpack(object));
+      tensor_ = THPVariable_Unpack(object);
     }
     return plain;
   }
   const std::optional<at::Tensor>& value() const { return tensor_; }
 
  private:
-  using Borrow = c10::MaybeOwnedTraits<at::Tensor>;
-
-  // The caller's, without a reference of its own, which would ask for Python's lock twice.
   std::optional<at::Tensor> tensor_;
 };
 
@@ -77,14 +70,17 @@ template <>
 class Read<std::string_view> {
  public:
   bool from(PyObject* object) {
+    if (!PyUnicode_CheckExact(object)) {
+      return false;
+    }
     Py_ssize_t size = 0;
-    const char* text = PyUnicode_CheckExact(object) ? PyUnicode_AsUTF8AndSize(object, &size) : "";
+    const char* text = PyUnicode_AsUTF8AndSize(object, &size);
     if (!text) {
       PyErr_Clear();
       return false;
     }
     text_ = {text, static_cast<size_t>(size)};
-    return PyUnicode_CheckExact(object);
+    return true;
   }
   std::string_view value() const { return text_; }
 
@@ -202,26 +198,46 @@ PyObject* to_python(const std::tuple<Tensors...>& outputs) {
   }
 }
 
+// The exception that is being handled, as torch.ops raises it.
+inline void raise_in_python() {
+  try {
+    throw;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::bad_alloc& error) {
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+}
+
 template <typename Op, typename Signature = typename Op::Signature>
 struct DirectCall;
 
 template <typename Op, typename... Parameters>
 struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
-  static PyObject* run(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    std::tuple<Read<Parameters>...> arguments;
-    const auto read = [&](auto&... argument) { return (argument.from(*objects++) && ...); };
-    if (count != sizeof...(Parameters) || at::impl::torch_function_mode_enabled() ||
-        !std::apply(read, arguments)) {
-      Py_RETURN_NOTIMPLEMENTED;
+  // A function of Python whose `self` is the function for all other calls.
+  static PyObject* run(PyObject* otherwise, PyObject* const* objects, Py_ssize_t count) {
+    try {
+      std::tuple<Read<Parameters>...> arguments;
+      auto next = objects;
+      const auto read = [&](auto&... argument) { return (argument.from(*next++) && ...); };
+      if (count != sizeof...(Parameters) || at::impl::torch_function_mode_enabled() ||
+          !std::apply(read, arguments)) {
+        return PyObject_Vectorcall(otherwise, objects, count, nullptr);
+      }
+      const auto outputs = [&] {
+        const py::gil_scoped_release no_gil;
+        return std::apply([](const auto&... argument) { return call<Op>(argument.value()...); },
+                          arguments);
+      }();
+      return to_python(outputs);
+    } catch (...) {
+      raise_in_python();
+      return nullptr;
     }
-    const auto outputs = [&] {
-      const py::gil_scoped_release no_gil;
-      return std::apply([](const auto&... argument) { return call<Op>(argument.value()...); },
-                        arguments);
-    }();
-    return to_python(outputs);
-    END_HANDLE_TH_ERRORS
   }
 
   // Python keeps a pointer to it.
@@ -230,10 +246,9 @@ struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
 };
 
 template <typename Op>
-void add_direct_call(py::module_& m) {
-  auto& method = DirectCall<Op>::method;
-  m.add_object(method.ml_name,
-               py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+py::object direct_call(const py::function& otherwise, const py::str& module_name) {
+  return py::reinterpret_steal<py::object>(
+      PyCFunction_NewEx(&DirectCall<Op>::method, otherwise.ptr(), module_name.ptr()));
 }
 
 }  // namespace ascend_attn

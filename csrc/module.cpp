@@ -74,17 +74,18 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
   return rows;
 }
 
-// The way to call each, and which have no gradient.
 template <typename... Ops>
 void add_operators(OperatorList<Ops...>, py::module_& m) {
-  (add_direct_call<Ops>(m), ...);
+  py::dict direct_calls;
   py::set inference;
   const auto add = [&]<typename Op>(std::type_identity<Op>) {
+    direct_calls[Op::name] = py::cpp_function(&direct_call<Op>);
     if constexpr (requires { Op::no_gradient; }) {
       inference.add(Op::name);
     }
   };
   (add(std::type_identity<Ops>()), ...);
+  m.attr("direct_calls") = direct_calls;
   m.attr("inference_operators") = inference;
 }
 

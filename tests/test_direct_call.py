@@ -1,4 +1,4 @@
-"""Public functions reach the dispatcher without torch.ops: only a clock can tell the difference."""
+"""Public functions reach the dispatcher without torch.ops: a clock can tell the difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import ascend_attn_ops
 import numpy as np
 import pytest
 import torch
-from ascend_attn_ops import _C, _operators
+from ascend_attn_ops import _C
+from ascend_attn_ops._operators import operators
 from samples import (
     ALL_OPERATORS,
     DIFFERENTIABLE,
@@ -48,8 +49,13 @@ def values(sample: Sample) -> list[Any]:
     ]
 
 
+def direct(operator: str) -> Callable[..., Any]:
+    """Where it is left to torch.ops, NotImplemented."""
+    return _C.direct_calls[operator](lambda *arguments: NotImplemented, __name__)
+
+
 def is_left_to_torch(operator: str, arguments: list[Any]) -> bool:
-    return getattr(_C, operator)(*arguments) is NotImplemented
+    return direct(operator)(*arguments) is NotImplemented
 
 
 def differentiated(sample: Sample, operator: Callable[..., Any]) -> tuple[Tensor, ...]:
@@ -63,17 +69,17 @@ def differentiated(sample: Sample, operator: Callable[..., Any]) -> tuple[Tensor
 @each_recipe
 def test_results_are_those_of_torch_ops(recipe: Recipe) -> None:
     sample = recipe.make(torch.bfloat16)
-    direct = getattr(_C, sample.operator)(*values(sample))
-    assert type(direct) is type(overload(sample.operator)(*sample.args, **sample.options))
-    assert_same_bits(as_tuple(direct), sample.call(torch.ops.ascend))
+    results = direct(sample.operator)(*values(sample))
+    assert type(results) is type(overload(sample.operator)(*sample.args, **sample.options))
+    assert_same_bits(as_tuple(results), sample.call(torch.ops.ascend))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_caches_are_written_as_by_torch_ops(case: Any) -> None:
-    direct, through_torch = (build(case, torch.float16) for _ in range(2))
-    assert _C.scatter_pa_kv_cache_(*values(direct)) is None
+    sample, through_torch = (build(case, torch.float16) for _ in range(2))
+    assert direct(SCATTER)(*values(sample)) is None
     through_torch.call(torch.ops.ascend)
-    for x, y in zip(direct.tensors.values(), through_torch.tensors.values(), strict=True):
+    for x, y in zip(sample.tensors.values(), through_torch.tensors.values(), strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
@@ -82,9 +88,9 @@ def test_gradients_are_those_of_torch_ops(operator: str) -> None:
     sample = small_sample(operator)
     if operator == "lightning_indexer":
         sample = sample.replace(return_values=True)
-    direct = differentiated(sample, lambda leaves: getattr(_C, operator)(*values(leaves)))
+    gradients = differentiated(sample, lambda leaves: direct(operator)(*values(leaves)))
     through_torch = differentiated(sample, lambda leaves: leaves.call(torch.ops.ascend))
-    assert_same_bits(direct, through_torch)
+    assert_same_bits(gradients, through_torch)
 
 
 @each_operator
@@ -94,7 +100,7 @@ def test_public_functions_pass_every_argument_in_its_place(
     function = getattr(ascend_attn_ops, operator)
     names = [argument.name for argument in overload(operator)._schema.arguments]
     received: list[Any] = []
-    monkeypatch.setattr(_operators, operator, lambda *arguments: received.extend(arguments))
+    monkeypatch.setattr(operators(), operator, lambda *arguments: received.extend(arguments))
     # Anything will do: what a public function computes by itself, it computes where there is None.
     given = {name: object() for name in names}
     own = inspect.signature(function).parameters.keys() - given.keys()
@@ -191,8 +197,34 @@ def test_modes_see_the_operator(operator: str) -> None:
     sample = small_sample(operator)
     for mode in (Seen(), Dispatched()):
         with mode:
-            getattr(_operators, operator)(*values(sample))
+            getattr(operators(), operator)(*values(sample))
         assert overload(operator) in mode.operators
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("namespace", [torch.ops.ascend, ascend_attn_ops])
+def test_a_mode_that_returns_something_else(namespace: Any) -> None:
+    with Nothing(), pytest.raises(TypeError, match="sequence"):
+        small_sample("flash_attention_score").call(namespace)
+
+
+@each_operator
+def test_torch_compile_sees_the_operator(operator: str) -> None:
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(getattr(ascend_attn_ops, operator), backend=backend, fullgraph=True)
+    compiled(**small_sample(operator).clone().arguments)
+    assert overload(operator) in seen
 
 
 def test_subclasses_are_asked() -> None:

@@ -120,24 +120,30 @@ struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
   }
 };
 
-// An operator for inference: a gradient that is wanted of an argument is an error. `after` is
-// called when the operator has run.
-template <typename Op, auto after = [](const Op&) {}, typename Signature = typename Op::Signature>
+template <typename Op>
+void nothing(const Op&) {}
+
+// An operator for inference: a gradient that is wanted of an argument is an error. `before` and
+// `after` are called around it.
+template <typename Op, auto before = nothing<Op>, auto after = nothing<Op>,
+          typename Signature = typename Op::Signature>
 struct InferenceOnly;
 
-template <typename Op, auto after, typename... Args>
-struct InferenceOnly<Op, after, typename Op::Outputs(Args...)> {
+template <typename Op, auto before, auto after, typename... Args>
+struct InferenceOnly<Op, before, after, typename Op::Outputs(Args...)> {
   static typename Op::Outputs kernel(Args... args) {
+    const Op op{args...};
     check_no_tangent<Op>(args...);
     if (at::GradMode::is_enabled()) {
       size_t position = 0;
       (check_no_gradient(position++, args), ...);
     }
+    before(op);
     const auto outputs = [&] {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       return call<Op>(args...);
     }();
-    after(Op{args...});
+    after(op);
     return outputs;
   }
 

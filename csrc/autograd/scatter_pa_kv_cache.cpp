@@ -1,5 +1,6 @@
 #include "ops/scatter_pa_kv_cache.h"
 
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include "autograd/operator_function.h"
@@ -7,16 +8,62 @@
 namespace ascend_attn {
 namespace {
 
-// Autograd is told of the writes, so that it refuses a backward through a cache that has changed.
-void bump_versions(const ScatterPaKvCache& op) {
-  op.key_cache.unsafeGetTensorImpl()->bump_version();
+template <typename Function>
+void for_each_cache(const ScatterPaKvCache& op, Function function) {
+  function("key_cache", op.key_cache);
   if (op.value_cache) {
-    op.value_cache->unsafeGetTensorImpl()->bump_version();
+    function("value_cache", *op.value_cache);
   }
 }
 
+// torch would find out after the write.
+void check_versions(const ScatterPaKvCache& op) {
+  for_each_cache(op, [](const char* name, const at::Tensor& cache) {
+    check_value(!cache.defined() || !cache.is_inference() || c10::InferenceMode::is_enabled(),
+                ScatterPaKvCache::name, name,
+                "expected a tensor that may be written to here, got one made in inference mode; "
+                "call it under torch.inference_mode(), or make the cache outside of it");
+  });
+}
+
+// Autograd is told of the writes, so that it refuses a backward through a cache that has changed.
+void bump_versions(const ScatterPaKvCache& op) {
+  for_each_cache(op, [](const char*, const at::Tensor& cache) {
+    cache.unsafeGetTensorImpl()->bump_version();
+  });
+}
+
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(ScatterPaKvCache::name, &InferenceOnly<ScatterPaKvCache, &bump_versions>::kernel);
+  m.impl(ScatterPaKvCache::name,
+         &InferenceOnly<ScatterPaKvCache, &check_versions, &bump_versions>::kernel);
+}
+
+at::Tensor stored(const at::Tensor& tensor) { return tensor.resolve_neg(); }
+std::optional<at::Tensor> stored(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional(tensor->resolve_neg()) : std::nullopt;
+}
+template <typename T>
+const T& stored(const T& other) {
+  return other;
+}
+
+template <typename Signature>
+struct Negative;
+
+// Views that negate. torch's own way with them wants the operator to return what it has written to.
+template <typename... Args>
+struct Negative<ScatterPaKvCache::Outputs(Args...)> {
+  static ScatterPaKvCache::Outputs kernel(Args... args) {
+    for_each_cache({args...}, [](const char* name, const at::Tensor& cache) {
+      check_value(!cache.is_neg(), ScatterPaKvCache::name, name,
+                  "expected a tensor that holds its values, got a view that negates them");
+    });
+    return call<ScatterPaKvCache>(stored(args)...);
+  }
+};
+
+TORCH_LIBRARY_IMPL(ascend, Negative, m) {
+  m.impl(ScatterPaKvCache::name, &Negative<ScatterPaKvCache::Signature>::kernel);
 }
 
 }  // namespace

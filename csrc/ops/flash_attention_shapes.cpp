@@ -40,7 +40,7 @@ std::vector<Lengths> FlashAttentionShapes::sequence_lengths() const {
   return lengths;
 }
 
-FlashAttentionShapes::FlashAttentionShapes(const char* op, const at::Tensor& query,
+FlashAttentionShapes::FlashAttentionShapes(std::string_view op, const at::Tensor& query,
                                            const at::Tensor& key, const at::Tensor& value,
                                            const FlashAttentionOptions& options)
     : op_(op),

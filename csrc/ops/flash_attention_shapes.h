@@ -19,7 +19,7 @@ namespace ascend_attn {
 class FlashAttentionShapes {
  public:
   // `query`, `key`, `value`, num_heads, layout and the lengths.
-  FlashAttentionShapes(const char* op, const at::Tensor& query, const at::Tensor& key,
+  FlashAttentionShapes(std::string_view op, const at::Tensor& query, const at::Tensor& key,
                        const at::Tensor& value, const FlashAttentionOptions& options);
 
   void scores() const;   // pse_shift, pse_type, scale_value and the start indices
@@ -50,7 +50,7 @@ class FlashAttentionShapes {
   c10::SymDimVector out_sizes() const;
   c10::SymDimVector statistics_sizes() const;
 
-  const char* op_;
+  std::string_view op_;
   const at::Tensor& query_;
   const at::Tensor& key_;
   const at::Tensor& value_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <utility>
 
 #include "ops/error.h"
 #include "ops/limits.h"
@@ -162,10 +161,12 @@ void Rules::sides() const {
 void Rules::side(TensorArgument source, TensorArgument cache) const {
   check_device(kName, source, key_);
   check_device(kName, cache, key_);
-  const auto& heads = source.tensor.sym_size(-2);
-  const auto& size = source.tensor.sym_size(-1);
-  const auto& num_blocks = op_.key_cache.sym_size(0);
-  const auto& block_size = op_.key_cache.sym_size(block_size_axis());
+  const auto sizes = source.tensor.sym_sizes();
+  const auto& heads = sizes[sizes.size() - 2];
+  const auto& size = sizes.back();
+  const auto blocks = op_.key_cache.sym_sizes();
+  const auto& num_blocks = blocks[0];
+  const auto& block_size = blocks[block_size_axis()];
   const auto itemsize = static_cast<int64_t>(source.tensor.itemsize());
   const auto whole_fractals = [&] {
     return divides(ScatterPaKvCache::kFractalBytes, size * itemsize);
@@ -265,35 +266,6 @@ const at::Tensor& Rules::required(OptionalTensorArgument argument) const {
   return *argument.tensor;
 }
 
-// Where the bytes of a tensor begin in its storage, and where they end. Not empty.
-std::pair<int64_t, int64_t> bytes_of(const at::Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  const auto first = tensor.storage_offset();
-  auto last = first;
-  for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    last += (sizes[axis] - 1) * strides[axis];
-  }
-  const auto itemsize = static_cast<int64_t>(tensor.itemsize());
-  return {first * itemsize, (last + 1) * itemsize};
-}
-
-// Whether two tensors meet in one storage. Gaps between elements count as elements.
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_alias_of(b) || a.numel() == 0 || b.numel() == 0) {
-    return false;
-  }
-  const auto [a_begin, a_end] = bytes_of(a);
-  const auto [b_begin, b_end] = bytes_of(b);
-  return a_begin < b_end && b_begin < a_end;
-}
-
-// From the first element of the tensor to the end of its storage.
-int64_t reachable_elements(const at::Tensor& tensor) {
-  return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
-         tensor.storage_offset();
-}
-
 }  // namespace
 
 Scatter ScatterPaKvCache::scatter() const {
@@ -321,37 +293,6 @@ ScatterPaKvCache::Outputs ScatterPaKvCache::check_and_allocate() const {
   rules.sides();
   rules.indices();
   return {};
-}
-
-void ScatterPaKvCache::check_memory() const {
-  const auto separate = [](TensorArgument argument, TensorArgument cache) {
-    check_value(!overlap(argument.tensor, cache.tensor), name, argument.name,
-                "expected memory of its own, got some of ", cache.name, "'s");
-  };
-  separate({"key", key}, {"key_cache", key_cache});
-  if (value) {
-    separate({"key", key}, {"value_cache", *value_cache});
-    separate({"value", *value}, {"key_cache", key_cache});
-    separate({"value", *value}, {"value_cache", *value_cache});
-    separate({"value_cache", *value_cache}, {"key_cache", key_cache});
-  }
-  if (scatter() != Scatter::strided_rows || key.numel() == 0) {
-    return;
-  }
-  const auto inside = [this](TensorArgument source, int64_t stride, int64_t offset) {
-    const auto rows = source.tensor.size(0);
-    const auto row = source.tensor.numel() / rows;
-    const auto available = reachable_elements(source.tensor);
-    // Compared without products that could overflow.
-    const bool fits = offset <= available - row &&
-                      (rows == 1 || stride <= (available - row - offset) / (rows - 1));
-    check_value(fits, name, source.name, "expected a buffer that holds ", rows, " rows of ", row,
-                " elements at ", offset, " + t * ", stride, ", got one of ", available);
-  };
-  inside({"key", key}, strides[0], offsets[0]);
-  if (value) {
-    inside({"value", *value}, strides[1], offsets[1]);
-  }
 }
 
 }  // namespace ascend_attn

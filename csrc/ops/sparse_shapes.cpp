@@ -5,7 +5,7 @@
 #include "ops/symbolic.h"
 
 namespace ascend_attn {
-SparseShapes::SparseShapes(const char* op, std::string_view layout, TensorArgument query,
+SparseShapes::SparseShapes(std::string_view op, std::string_view layout, TensorArgument query,
                            TensorArgument key)
     : op_(op),
       layout_(parse_layout(op, layout, {Layout::BSND, Layout::TND})),

@@ -23,7 +23,8 @@ class SparseShapes {
  public:
   // `query` and `key` give the device, the dtype, the token axes and the number of heads that the
   // other arguments are measured against.
-  SparseShapes(const char* op, std::string_view layout, TensorArgument query, TensorArgument key);
+  SparseShapes(std::string_view op, std::string_view layout, TensorArgument query,
+               TensorArgument key);
 
   Layout layout() const { return layout_; }
   const LimitsCheck& limits() const { return limits_; }
@@ -68,7 +69,7 @@ class SparseShapes {
                        bool allowed_in_bsnd, Count count) const;
   c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
 
-  const char* op_;
+  std::string_view op_;
   Layout layout_;
   TensorArgument query_;
   TensorArgument key_;

@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any
 
+# Of every operator: a function of the one that calls it otherwise, and of a module's name.
+direct_calls: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]]
 # The operators without a gradient.
 inference_operators: set[str]
 
@@ -9,7 +11,6 @@ def limits_override() -> int: ...
 def restore_limits(value: int) -> None: ...
 def set_limits(product: str | None) -> None: ...
 def product_in_force() -> str | None: ...
-def __getattr__(operator: str) -> Callable[..., Any]: ...  # the direct calls
 def kept_keys(
     sparse_mode: int,
     queries: int,

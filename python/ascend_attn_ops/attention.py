@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ascend_attn_ops import _operators
+from ascend_attn_ops._operators import operators
 
 # pre_tokens and next_tokens are ignored by the sparse modes 0 and 3; these are the values that the
 # device's forward and gradient functions want to see.
@@ -88,7 +88,7 @@ def sparse_flash_attention(
     Source: SparseFlashAttention, the forward of the seed SparseFlashAttentionGrad
     (001_9b762d6b62fa1de6), section "功能说明".
     """
-    return _operators.sparse_flash_attention(
+    return operators().sparse_flash_attention(
         query,
         key,
         value,
@@ -160,7 +160,7 @@ def sparse_flash_attention_grad(
 
     Source: seed SparseFlashAttentionGrad (001_9b762d6b62fa1de6).
     """
-    return _operators.sparse_flash_attention_grad(
+    return operators().sparse_flash_attention_grad(
         query,
         key,
         value,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import _operators
+from ascend_attn_ops._operators import operators
 from ascend_attn_ops.masks import compressed_mask, needs_compressed_mask
 
 _ALL_TOKENS = 2147483647
@@ -131,7 +131,7 @@ def flash_attention_score(
         lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
         scores = _score_count(query, key, num_heads, layout, *lengths)
         drop_mask = draw_drop_mask(scores, keep_prob, query.device, generator)
-    return _operators.flash_attention_score(
+    return operators().flash_attention_score(
         query,
         key,
         value,
@@ -207,7 +207,7 @@ def flash_attention_score_grad(
 
     Source: seed FlashAttentionScoreGradV2 (002_e7d31711fa8f234d).
     """
-    return _operators.flash_attention_score_grad(
+    return operators().flash_attention_score_grad(
         query,
         key,
         value,

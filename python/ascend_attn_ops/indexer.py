@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ascend_attn_ops import _operators
+from ascend_attn_ops._operators import operators
 
 # Ignored by the sparse modes 0 and 3.
 _ALL_TOKENS = 9223372036854775807
@@ -74,7 +74,7 @@ def lightning_indexer(
     Source: LightningIndexer, as the seed SparseLightningIndexerGradKLLoss
     (000_7e7b0f625029119b), section "功能说明", defines it.
     """
-    return _operators.lightning_indexer(
+    return operators().lightning_indexer(
         query,
         key,
         weights,
@@ -123,7 +123,7 @@ def lightning_indexer_grad(
     Source: LightningIndexerGrad; the formulas are those of the seed
     SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b) with d_values for dI.
     """
-    return _operators.lightning_indexer_grad(
+    return operators().lightning_indexer_grad(
         query,
         key,
         d_values,
@@ -206,7 +206,7 @@ def sparse_lightning_indexer_grad_kl_loss(
 
     Source: seed SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b).
     """
-    return _operators.sparse_lightning_indexer_grad_kl_loss(
+    return operators().sparse_lightning_indexer_grad_kl_loss(
         query,
         key,
         query_index,

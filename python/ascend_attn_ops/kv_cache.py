@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import _operators
+from ascend_attn_ops._operators import operators
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
@@ -86,7 +86,8 @@ def scatter_pa_kv_cache_(
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, index, mode or device limit is violated; a cache is not contiguous.
+        ValueError: a shape, index, mode or device limit is violated; a cache is not contiguous, or
+            holds elements of another argument; a cache made in inference mode outside of it.
         NotImplementedError: a gradient would be lost; no value where a mode needs one; the product
             in force has no such operator.
 
@@ -101,7 +102,7 @@ def scatter_pa_kv_cache_(
 
     Source: seed ScatterPaKvCache (004_f6ea9718d54643c0).
     """
-    _operators.scatter_pa_kv_cache_(
+    operators().scatter_pa_kv_cache_(
         key,
         key_cache,
         slot_mapping,

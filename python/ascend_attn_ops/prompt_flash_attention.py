@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ascend_attn_ops import _operators
+from ascend_attn_ops._operators import operators
 from ascend_attn_ops.flash_attention import default_scale_value
 from ascend_attn_ops.masks import compressed_mask, needs_compressed_mask
 
@@ -110,7 +110,7 @@ def prompt_flash_attention(
         atten_mask = compressed_mask(sparse_mode, query.device)
     if scale_value is None:
         scale_value = default_scale_value(query, num_heads, layout)
-    return _operators.prompt_flash_attention(
+    return operators().prompt_flash_attention(
         query,
         key,
         value,

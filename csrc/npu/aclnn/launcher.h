@@ -11,6 +11,7 @@
 // thread meets it, by torch_npu at the next synchronisation.
 #pragma once
 
+#include <concepts>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -85,7 +86,9 @@ class HandlesOf final : public Handles {
 template <typename... Parameters>
 class ArgumentsOf final : public Arguments {
  public:
-  explicit ArgumentsOf(Argument<Parameters>&&... arguments) : arguments_(std::move(arguments)...) {}
+  // Each is made in its place: two dozen of them would be three kilobytes to move.
+  template <typename... Given>
+  explicit ArgumentsOf(const Given&... given) : arguments_(given...) {}
 
   std::unique_ptr<Handles> create() const override {
     return std::make_unique<HandlesOf<Parameters...>>(arguments_);
@@ -132,9 +135,12 @@ struct Launcher;
 
 template <typename F, typename... Parameters>
 struct Launcher<F, int(Parameters...)> {
-  void operator()(Argument<Parameters>... arguments) const {
+  template <typename... Given>
+    requires(sizeof...(Given) == sizeof...(Parameters)) &&
+            (std::convertible_to<const Given&, Argument<Parameters>> && ...)
+  void operator()(const Given&... given) const {
     static const Function function(F::op, F::name, requires { F::reuses_executor; });
-    ArgumentsOf<Parameters...> all(std::move(arguments)...);
+    ArgumentsOf<Parameters...> all(given...);
     enqueue(function, all.device(function), all);
   }
 };

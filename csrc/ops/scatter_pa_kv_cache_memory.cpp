@@ -1,0 +1,154 @@
+// Where the bytes are that a call reads and writes.
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <optional>
+
+#include "ops/error.h"
+#include "ops/scatter_pa_kv_cache.h"
+#include "ops/tensor_argument.h"
+
+namespace ascend_attn {
+namespace {
+
+constexpr const char* kName = ScatterPaKvCache::name;
+
+// In elements, from the first of the tensor to the end of its storage.
+int64_t reachable_elements(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
+         tensor.storage_offset();
+}
+
+// From the first byte to behind the last. Empty spans meet nothing.
+struct Span {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+};
+
+// Where the elements of a tensor are; none of the sizes is 0.
+class Elements {
+ public:
+  Elements(const char* first, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t itemsize)
+      : sizes_(sizes), strides_(strides), itemsize_(itemsize) {
+    int64_t last = 0;
+    for (size_t axis = 0; axis < sizes.size(); ++axis) {
+      last += (sizes[axis] - 1) * strides[axis];
+    }
+    span_ = {first, first + (last + 1) * itemsize};
+  }
+
+  const Span& span() const { return span_; }
+
+  // Whether any of them is in `other`. Where they leave gaps, their span says too much.
+  bool any_in(const Span& other) const {
+    bool found = span_.meets(other);
+    if (found && !sizes_.empty()) {
+      found = false;
+      for (int64_t i = 0; !found && i < sizes_[0]; ++i) {
+        const auto* first = span_.begin + i * strides_[0] * itemsize_;
+        found = Elements(first, sizes_.slice(1), strides_.slice(1), itemsize_).any_in(other);
+      }
+    }
+    return found;
+  }
+
+ private:
+  at::IntArrayRef sizes_;
+  at::IntArrayRef strides_;
+  int64_t itemsize_;
+  Span span_;
+};
+
+std::optional<Elements> elements_of(TensorArgument argument) {
+  const auto& tensor = argument.tensor;
+  if (tensor.numel() == 0) {
+    return std::nullopt;
+  }
+  const auto& storage = tensor.storage();
+  const auto* begin = static_cast<const char*>(storage.data());
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  const auto itemsize = static_cast<int64_t>(tensor.itemsize());
+  const Elements elements(begin + tensor.storage_offset() * itemsize, tensor.sizes(),
+                          tensor.strides(), itemsize);
+  check_value(elements.span().end - begin <= bytes, kName, argument.name,
+              "expected a storage that holds every element, got one of ", bytes, " bytes");
+  return elements;
+}
+
+// The caches of a call, from which everything that is read must be apart.
+class Caches {
+ public:
+  void add(TensorArgument cache) {
+    const auto elements = elements_of(cache);
+    check_apart(cache.name, elements);
+    caches_.push_back({cache.name, elements ? elements->span() : Span()});
+  }
+
+  void check_apart(std::string_view argument, const std::optional<Elements>& elements) const {
+    for (const auto& cache : caches_) {
+      check_value(!elements || !elements->any_in(cache.span), kName, argument,
+                  "expected memory of its own, got some of ", cache.name, "'s");
+    }
+  }
+  void check_apart(std::string_view argument, const at::Tensor& tensor) const {
+    check_apart(argument, elements_of({argument, tensor}));
+  }
+  void check_apart(std::string_view argument, const std::optional<at::Tensor>& tensor) const {
+    if (tensor) {
+      check_apart(argument, *tensor);
+    }
+  }
+
+  // The rows of "Nct", somewhere in the buffer that `source` begins.
+  void check_rows_apart(TensorArgument source, int64_t stride, int64_t offset) const {
+    const auto& tensor = source.tensor;
+    const std::array sizes{tensor.size(0), tensor.numel() / tensor.size(0)};
+    const auto [rows, row] = sizes;
+    const auto available = reachable_elements(tensor);
+    // Compared without products that could overflow.
+    const bool fits = offset <= available - row &&
+                      (rows == 1 || stride <= (available - row - offset) / (rows - 1));
+    check_value(fits, kName, source.name, "expected a buffer that holds ", rows, " rows of ", row,
+                " elements at ", offset, " + t * ", stride, ", got one of ", available);
+    const std::array<int64_t, 2> strides{stride, 1};
+    const auto itemsize = static_cast<int64_t>(tensor.itemsize());
+    const auto* first = static_cast<const char*>(tensor.storage().data()) +
+                        (tensor.storage_offset() + offset) * itemsize;
+    check_apart(source.name, Elements(first, sizes, strides, itemsize));
+  }
+
+ private:
+  struct Cache {
+    std::string_view name;
+    Span span;
+  };
+  c10::SmallVector<Cache, 2> caches_;
+};
+
+}  // namespace
+
+void ScatterPaKvCache::check_memory() const {
+  Caches caches;
+  caches.add({"key_cache", key_cache});
+  if (value_cache) {
+    caches.add({"value_cache", *value_cache});
+  }
+  if (scatter() == Scatter::strided_rows && key.numel() != 0) {
+    caches.check_rows_apart({"key", key}, strides[0], offsets[0]);
+    if (value) {
+      caches.check_rows_apart({"value", *value}, strides[1], offsets[1]);
+    }
+  } else {
+    caches.check_apart("key", key);
+    caches.check_apart("value", value);
+  }
+  // A device may read them while it writes.
+  caches.check_apart("slot_mapping", slot_mapping);
+  caches.check_apart("compress_lens", compress_lens);
+  caches.check_apart("compress_seq_offset", compress_seq_offset);
+  caches.check_apart("seq_lens", seq_lens);
+}
+
+}  // namespace ascend_attn
