@@ -41,20 +41,24 @@ Indices read(const at::Tensor& tensor) {
 
 // key on its way into key_cache, or value into value_cache. Sizes and strides are in bytes.
 struct Side {
-  // `row_stride` and `row_offset` count elements: how "Nct" finds its rows.
-  Side(const at::Tensor& source, const at::Tensor& cache, std::optional<int64_t> row_stride,
-       int64_t row_offset)
-      : rows(source.stride(-1) == 1 || source.size(-1) == 1
+  // `stride` and `offset` count elements: how "Nct" finds its rows.
+  Side(const at::Tensor& source, const at::Tensor& cache, std::optional<int64_t> stride,
+       int64_t offset)
+      : rows(source.strides().back() == 1 || source.sizes().back() == 1
                  ? c10::MaybeOwned<at::Tensor>::borrowed(source)
                  : c10::MaybeOwned<at::Tensor>::owned(source.contiguous())),
         itemsize(static_cast<int64_t>(rows->itemsize())),
-        from(static_cast<const char*>(rows->const_data_ptr()) + row_offset * itemsize),
-        to(static_cast<char*>(cache.mutable_data_ptr())),
-        heads(rows->size(-2)),
-        head_bytes(rows->size(-1) * itemsize),
-        head_stride(rows->stride(-2) * itemsize),
-        row_stride(row_stride.value_or(rows->stride(-3)) * itemsize),
-        batch_stride(rows->dim() == 4 ? rows->stride(0) * itemsize : 0) {}
+        from(static_cast<const char*>(rows->const_data_ptr()) + offset * itemsize),
+        to(static_cast<char*>(cache.mutable_data_ptr())) {
+    const auto sizes = rows->sizes();
+    const auto strides = rows->strides();
+    const auto last = sizes.size() - 1;
+    heads = sizes[last - 1];
+    head_bytes = sizes[last] * itemsize;
+    head_stride = strides[last - 1] * itemsize;
+    row_stride = stride.value_or(strides[last - 2]) * itemsize;
+    batch_stride = last == 3 ? strides[0] * itemsize : 0;
+  }
 
   int64_t row_bytes() const { return heads * head_bytes; }
 

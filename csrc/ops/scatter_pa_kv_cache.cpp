@@ -98,9 +98,12 @@ void Rules::dtypes() const {
   check_cache_dtype(key_);
   limits_.dtype("key", op_.key.scalar_type());
   check_dtype(kName, {"key_cache", op_.key_cache}, key_);
-  if (op_.value) {
-    const TensorArgument value{"value", *op_.value};
-    const auto dtype = value.tensor.scalar_type();
+  if (!op_.value) {
+    return;
+  }
+  const TensorArgument value{"value", *op_.value};
+  const auto dtype = value.tensor.scalar_type();
+  if (dtype != op_.key.scalar_type()) {
     const bool beside_int8_key = scatter_ == Scatter::nz_rows &&
                                  op_.key.scalar_type() == at::kChar &&
                                  (dtype == at::kHalf || dtype == at::kBFloat16);
@@ -109,8 +112,8 @@ void Rules::dtypes() const {
     if (!beside_int8_key) {
       check_dtype(kName, value, key_);
     }
-    check_dtype(kName, {"value_cache", *op_.value_cache}, value);
   }
+  check_dtype(kName, {"value_cache", *op_.value_cache}, value);
 }
 
 void Rules::modes() const {
@@ -148,9 +151,18 @@ void Rules::sides() const {
     return;
   }
   const auto& value = *op_.value;
-  auto expected = c10::SymDimVector(op_.key.sym_sizes());
-  expected.back() = value.sym_size(-1);
-  check_shape(kName, {"value", value}, expected, value.dim() == 3 ? "(T, N, Dv)" : "(B, S, N, Dv)");
+  const auto key_sizes = op_.key.sym_sizes();
+  const auto value_sizes = value.sym_sizes();
+  bool same_rows = true;
+  for (size_t axis = 0; axis + 1 < key_sizes.size(); ++axis) {
+    same_rows = same_rows && same(key_sizes[axis], value_sizes[axis]);
+  }
+  if (!same_rows) [[unlikely]] {
+    auto expected = c10::SymDimVector(key_sizes);
+    expected.back() = value_sizes.back();
+    raise_shape(kName, {"value", value}, expected,
+                value.dim() == 3 ? "(T, N, Dv)" : "(B, S, N, Dv)");
+  }
   side({"value", value}, {"value_cache", *op_.value_cache});
   if (scatter_ == Scatter::rope || scatter_ == Scatter::omni) {
     check_shape(kName, {"value", value}, op_.key.sym_sizes(),
