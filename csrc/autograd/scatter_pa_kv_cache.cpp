@@ -38,12 +38,12 @@ TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
          &InferenceOnly<ScatterPaKvCache, &check_versions, &bump_versions>::kernel);
 }
 
-at::Tensor stored(const at::Tensor& tensor) { return tensor.resolve_neg(); }
-std::optional<at::Tensor> stored(const std::optional<at::Tensor>& tensor) {
+at::Tensor without_negation(const at::Tensor& tensor) { return tensor.resolve_neg(); }
+std::optional<at::Tensor> without_negation(const std::optional<at::Tensor>& tensor) {
   return tensor ? std::optional(tensor->resolve_neg()) : std::nullopt;
 }
 template <typename T>
-const T& stored(const T& other) {
+const T& without_negation(const T& other) {
   return other;
 }
 
@@ -54,11 +54,12 @@ struct Negative;
 template <typename... Args>
 struct Negative<ScatterPaKvCache::Outputs(Args...)> {
   static ScatterPaKvCache::Outputs kernel(Args... args) {
+    check_tensors_given(ScatterPaKvCache::name, args...);
     for_each_cache({args...}, [](const char* name, const at::Tensor& cache) {
       check_value(!cache.is_neg(), ScatterPaKvCache::name, name,
                   "expected a tensor that holds its values, got a view that negates them");
     });
-    return call<ScatterPaKvCache>(stored(args)...);
+    return call<ScatterPaKvCache>(without_negation(args)...);
   }
 };
 

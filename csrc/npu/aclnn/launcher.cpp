@@ -279,8 +279,9 @@ void enqueue(const Function& function, c10::Device device, Arguments& arguments)
   }
   Prepared prepared;
   prepare(function, arguments, context, /*on_queue_thread=*/false, prepared);
-  // From the caching allocator, which survives a request that is too large, where the block of the
-  // stream does not. Freed at the end of this function, when the call is in the queue.
+  // From the caching allocator, as torch_npu does at these levels: the block of the stream does not
+  // survive a request that is too large. Freed at the end of this function, when the call is in the
+  // queue.
   Workspace workspace;
   if (prepared.workspace_size != 0) {
     workspace.reset(
