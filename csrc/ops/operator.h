@@ -23,6 +23,8 @@
 
 namespace ascend_attn {
 
+// What the dispatcher has under the operator's name.
+c10::OperatorHandle find_operator(const char* op);
 // The argument of that position in the schema.
 const std::string& argument_name(const char* op, size_t position);
 
@@ -59,11 +61,7 @@ struct Kernel<Op, compute, typename Op::Outputs(Args...)> {
 // Calls an operator through the dispatcher.
 template <typename Op, typename... Args>
 typename Op::Outputs call(Args&&... args) {
-  using Signature = typename Op::Signature;
-  static const auto handle =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow((std::string("ascend::") + Op::name).c_str(), "")
-          .template typed<Signature>();
+  static const auto handle = find_operator(Op::name).template typed<typename Op::Signature>();
   return handle.call(std::forward<Args>(args)...);
 }
 
