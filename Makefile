@@ -33,9 +33,9 @@ test-npu: build-npu
 	$(NPU) tests/npu/run.py $(PYTEST_ARGS)
 
 bench: build-npu
-	$(CPU) benchmarks/sparse_attention.py
-	$(CPU) benchmarks/indexer.py
-	$(CPU) benchmarks/flash_attention.py
+	$(CPU) benchmarks/sparse_flash_attention.py
+	$(CPU) benchmarks/lightning_indexer.py
+	$(CPU) benchmarks/flash_attention_score.py
 	$(CPU) benchmarks/prompt_flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py
 	$(CPU) benchmarks/call_overhead.py

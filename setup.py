@@ -30,7 +30,7 @@ def core_extension() -> CppExtension:
     """Schemas, checks, CPU, Meta and autograd: needs torch alone."""
     return CppExtension(
         "ascend_attn_ops._C",
-        sources("", "ops/", "cpu/", "autograd/"),
+        sources("", "core/", "ops/", "cpu/", "cpu/common/", "autograd/", "python/"),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=COMPILE_ARGS,
     )

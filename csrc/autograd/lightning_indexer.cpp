@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "autograd/operator_function.h"
-#include "ops/sequence_lengths.h"
+#include "core/sequence_lengths.h"
 
 namespace ascend_attn {
 namespace {

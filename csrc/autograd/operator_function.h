@@ -9,9 +9,9 @@
 #include <tuple>
 #include <utility>
 
-#include "ops/error.h"
-#include "ops/limits.h"
-#include "ops/operator.h"
+#include "core/error.h"
+#include "core/limits.h"
+#include "core/operator.h"
 
 namespace ascend_attn {
 

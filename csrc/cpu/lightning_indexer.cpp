@@ -1,17 +1,21 @@
 // Scores are products of a few query tokens with tiles of keys that are packed once for all of
 // them; what is kept of a row is chosen as soon as its block of rows is complete.
+#include "ops/lightning_indexer.h"
+
+#include <torch/library.h>
+
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "cpu/indexer.h"
-#include "cpu/kernels.h"
-#include "cpu/parallel_scatter_add.h"
-#include "cpu/tile_gemm.h"
-#include "cpu/token_rows.h"
-#include "cpu/top_k.h"
-#include "ops/sequence_lengths.h"
-#include "ops/sparse_mode.h"
+#include "core/operator.h"
+#include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
+#include "cpu/common/indexer.h"
+#include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/token_rows.h"
+#include "cpu/common/top_k.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -172,12 +176,13 @@ void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   }
 }
 
-}  // namespace
-
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     compute<Input, Operand>(op, outputs);
   });
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<LightningIndexer, lightning_indexer>(m); }
+
+}  // namespace
 }  // namespace ascend_attn::cpu

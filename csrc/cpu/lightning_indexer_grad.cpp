@@ -1,12 +1,16 @@
+#include "ops/lightning_indexer.h"
+
+#include <torch/library.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <vector>
 
-#include "cpu/indexer_gradient.h"
-#include "cpu/kernels.h"
-#include "cpu/sparse_indices.h"
-#include "ops/sparse_mode.h"
+#include "core/operator.h"
+#include "core/sparse_mode.h"
+#include "cpu/common/indexer_gradient.h"
+#include "cpu/common/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -76,8 +80,6 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
   }
 }
 
-}  // namespace
-
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
   const auto sequences = sequences_of(op);
@@ -89,4 +91,9 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   });
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+  register_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
+}
+
+}  // namespace
 }  // namespace ascend_attn::cpu

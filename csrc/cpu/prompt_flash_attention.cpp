@@ -1,16 +1,18 @@
 #include "ops/prompt_flash_attention.h"
 
+#include <torch/library.h>
+
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
 
-#include "cpu/attention_rows.h"
-#include "cpu/int8.h"
-#include "cpu/kernels.h"
-#include "cpu/quantized_attention.h"
-#include "ops/error.h"
+#include "core/error.h"
+#include "core/operator.h"
+#include "cpu/common/attention_rows.h"
+#include "cpu/common/int8.h"
+#include "cpu/prompt_flash_attention_int8.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -60,8 +62,6 @@ void check_finite(const char* argument, const std::optional<at::Tensor>& values)
               argument, "expected finite numbers, got infinity or NaN among them");
 }
 
-}  // namespace
-
 void prompt_flash_attention(const PromptFlashAttention& op,
                             PromptFlashAttention::Outputs& outputs) {
   if (op.query.numel() == 0) {
@@ -105,4 +105,9 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   });
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+  register_kernel<PromptFlashAttention, prompt_flash_attention>(m);
+}
+
+}  // namespace
 }  // namespace ascend_attn::cpu

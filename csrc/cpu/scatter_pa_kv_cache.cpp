@@ -1,6 +1,8 @@
 // Row copies into a paged cache. Every index is checked before the first byte is written.
 #include "ops/scatter_pa_kv_cache.h"
 
+#include <torch/library.h>
+
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -18,8 +20,8 @@
 #include <emmintrin.h>
 #endif
 
-#include "cpu/kernels.h"
-#include "ops/error.h"
+#include "core/error.h"
+#include "core/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -333,8 +335,6 @@ void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean
   });
 }
 
-}  // namespace
-
 void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   op.check_memory();
   const auto scatter = op.scatter();
@@ -364,4 +364,7 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   }
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m); }
+
+}  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,19 +1,21 @@
 // Online softmax over tiles of the selected keys: a token's scores are never held as a whole.
 #include "ops/sparse_flash_attention.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <array>
 #include <limits>
 #include <memory>
 #include <vector>
 
-#include "cpu/kernels.h"
-#include "cpu/parallel_scatter_add.h"
-#include "cpu/query_key_product.h"
-#include "cpu/sparse_attention_inputs.h"
-#include "cpu/tile_gemm.h"
-#include "cpu/token_rows.h"
-#include "cpu/vectorized.h"
+#include "core/operator.h"
+#include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/query_key_product.h"
+#include "cpu/common/sparse_attention_inputs.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/token_rows.h"
+#include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -179,8 +181,6 @@ void attend(const SparseAttentionInputs& inputs, double scale,
   }
 }
 
-}  // namespace
-
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
   const SparseAttentionInputs inputs(op);
@@ -197,4 +197,9 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   }
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+  register_kernel<SparseFlashAttention, sparse_flash_attention>(m);
+}
+
+}  // namespace
 }  // namespace ascend_attn::cpu

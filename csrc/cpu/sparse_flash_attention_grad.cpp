@@ -1,18 +1,20 @@
 // The probabilities are computed again, tile by tile, from the statistics of the forward operator.
 #include "ops/sparse_flash_attention.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <vector>
 
-#include "cpu/kernels.h"
-#include "cpu/parallel_scatter_add.h"
-#include "cpu/query_key_product.h"
-#include "cpu/sparse_attention_inputs.h"
-#include "cpu/tile_gemm.h"
-#include "cpu/token_rows.h"
-#include "cpu/vectorized.h"
+#include "core/operator.h"
+#include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/query_key_product.h"
+#include "cpu/common/sparse_attention_inputs.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/token_rows.h"
+#include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -253,8 +255,6 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
   }
 }
 
-}  // namespace
-
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
   const SparseAttentionInputs inputs(op);
@@ -274,4 +274,9 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
   });
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+  register_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
+}
+
+}  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,16 +1,20 @@
 // The target and the indexer's scores of a token are computed tile by tile; of its selected keys
 // only the logits (K, Nidx) are kept between the softmax and the gradients.
+#include "ops/sparse_lightning_indexer_grad_kl_loss.h"
+
+#include <torch/library.h>
+
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <numeric>
 #include <vector>
 
-#include "cpu/indexer_gradient.h"
-#include "cpu/kernels.h"
-#include "cpu/query_key_product.h"
-#include "cpu/sparse_indices.h"
-#include "ops/sparse_mode.h"
+#include "core/operator.h"
+#include "core/sparse_mode.h"
+#include "cpu/common/indexer_gradient.h"
+#include "cpu/common/query_key_product.h"
+#include "cpu/common/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -232,8 +236,6 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
   return loss;
 }
 
-}  // namespace
-
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   const auto sequences = sequences_of(op);
   check_sparse_indices(op.name, parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND}),
@@ -244,4 +246,9 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   });
 }
 
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+  register_kernel<SparseLightningIndexerGradKLLoss, sparse_lightning_indexer_grad_kl_loss>(m);
+}
+
+}  // namespace
 }  // namespace ascend_attn::cpu

@@ -6,8 +6,8 @@
 
 #include <string>
 
+#include "core/tensor_checks.h"
 #include "npu/product.h"
-#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
 namespace {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "ops/limits.h"
+#include "core/limits.h"
 
 namespace ascend_attn {
 

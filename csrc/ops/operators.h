@@ -1,13 +1,13 @@
 // Every operator that users call.
 #pragma once
 
-#include "ops/flash_attention.h"
+#include "core/operator.h"
+#include "ops/flash_attention_score.h"
 #include "ops/lightning_indexer.h"
-#include "ops/lightning_indexer_kl_loss.h"
-#include "ops/operator.h"
 #include "ops/prompt_flash_attention.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
+#include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 namespace ascend_attn {
 

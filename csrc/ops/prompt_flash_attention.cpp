@@ -4,9 +4,9 @@
 #include <cmath>
 #include <utility>
 
-#include "ops/error.h"
+#include "core/error.h"
+#include "core/symbolic.h"
 #include "ops/prompt_flash_attention_rules.h"
-#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {

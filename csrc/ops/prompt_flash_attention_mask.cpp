@@ -1,10 +1,10 @@
 // The rules about atten_mask, sparse_mode, pre_tokens and next_tokens.
 #include <cstdint>
 
-#include "ops/attention_mask.h"
-#include "ops/error.h"
+#include "core/attention_mask.h"
+#include "core/error.h"
+#include "core/symbolic.h"
 #include "ops/prompt_flash_attention_rules.h"
-#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {

@@ -5,10 +5,10 @@
 #include <cmath>
 #include <span>
 
-#include "ops/attention_mask.h"
-#include "ops/error.h"
+#include "core/attention_mask.h"
+#include "core/error.h"
+#include "core/symbolic.h"
 #include "ops/prompt_flash_attention_rules.h"
-#include "ops/symbolic.h"
 
 namespace ascend_attn {
 namespace {

@@ -5,11 +5,11 @@
 
 #include <vector>
 
-#include "ops/layout.h"
-#include "ops/limits.h"
+#include "core/layout.h"
+#include "core/limits.h"
+#include "core/sequence_lengths.h"
+#include "core/tensor_checks.h"
 #include "ops/prompt_flash_attention.h"
-#include "ops/sequence_lengths.h"
-#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
 

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 
-#include "ops/error.h"
-#include "ops/limits.h"
-#include "ops/symbolic.h"
-#include "ops/tensor_argument.h"
+#include "core/error.h"
+#include "core/limits.h"
+#include "core/symbolic.h"
+#include "core/tensor_checks.h"
 
 namespace ascend_attn {
 namespace {

@@ -4,9 +4,9 @@
 #include <array>
 #include <optional>
 
-#include "ops/error.h"
+#include "core/error.h"
+#include "core/tensor_checks.h"
 #include "ops/scatter_pa_kv_cache.h"
-#include "ops/tensor_argument.h"
 
 namespace ascend_attn {
 namespace {

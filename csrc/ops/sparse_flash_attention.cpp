@@ -1,7 +1,7 @@
 #include "ops/sparse_flash_attention.h"
 
-#include "ops/error.h"
-#include "ops/sparse_shapes.h"
+#include "core/error.h"
+#include "core/sparse_rules.h"
 
 namespace ascend_attn {
 namespace {

@@ -5,26 +5,28 @@ with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and
 """
 
 from ascend_attn_ops import _library
-from ascend_attn_ops.attention import sparse_flash_attention, sparse_flash_attention_grad
-from ascend_attn_ops.flash_attention import flash_attention_score, flash_attention_score_grad
-from ascend_attn_ops.indexer import (
-    lightning_indexer,
-    lightning_indexer_grad,
-    lightning_indexer_kl_loss,
-    sparse_lightning_indexer_grad_kl_loss,
-)
-from ascend_attn_ops.kv_cache import (
+from ascend_attn_ops.flash_attention_score import flash_attention_score, flash_attention_score_grad
+from ascend_attn_ops.lightning_indexer import lightning_indexer, lightning_indexer_grad
+from ascend_attn_ops.limits import limits
+from ascend_attn_ops.masks import sparse_mode_mask
+from ascend_attn_ops.modules import LightningIndexer
+from ascend_attn_ops.prompt_flash_attention import prompt_flash_attention
+from ascend_attn_ops.quantization import quantize_attention_inputs
+from ascend_attn_ops.scatter_pa_kv_cache import (
     nd_to_nz,
     nz_cache_shape,
     nz_to_nd,
     scatter_pa_kv_cache_,
     slot_mapping,
 )
-from ascend_attn_ops.limits import limits
-from ascend_attn_ops.masks import sparse_mode_mask
-from ascend_attn_ops.modules import LightningIndexer
-from ascend_attn_ops.prompt_flash_attention import prompt_flash_attention
-from ascend_attn_ops.quantization import quantize_attention_inputs
+from ascend_attn_ops.sparse_flash_attention import (
+    sparse_flash_attention,
+    sparse_flash_attention_grad,
+)
+from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
+    lightning_indexer_kl_loss,
+    sparse_lightning_indexer_grad_kl_loss,
+)
 
 _library.load()
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ascend_attn_ops.indexer import lightning_indexer
+from ascend_attn_ops.lightning_indexer import lightning_indexer
 
 
 class IndexerProjections(NamedTuple):

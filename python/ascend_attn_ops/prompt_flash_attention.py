@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ascend_attn_ops._operators import operators
-from ascend_attn_ops.flash_attention import default_scale_value
+from ascend_attn_ops.flash_attention_score import default_scale_value
 from ascend_attn_ops.masks import compressed_mask, needs_compressed_mask
 
 

@@ -13,7 +13,7 @@
 #include <mutex>
 
 #include "json.h"
-#include "ops/limits.h"
+#include "core/limits.h"
 #include "runtime.h"
 
 namespace cann_sim {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samples import RECIPES, Recipe, Sample, flash_attention, prompt_flash_attention
+from samples import RECIPES, Recipe, Sample, flash_attention_score, prompt_flash_attention
 
 
 def on_device(recipe: Recipe) -> bool:
@@ -17,7 +17,7 @@ def on_device(recipe: Recipe) -> bool:
 # Not too many: all of them are in test_npu_equals_cpu.py and test_npu_conformance.py.
 FLASH_ATTENTION = [
     case
-    for case in flash_attention.CASES
+    for case in flash_attention_score.CASES
     if case.keep_prob == 1 and all(all(pair) for pair in case.sequences) and max(case.s) < 1000
 ][::2]
 

@@ -13,7 +13,7 @@ from ascend_attn_ops.limits import table
 from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
 from samples import Recipe
-from samples.flash_attention import FlashCase, build
+from samples.flash_attention_score import FlashCase, build
 
 each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 ATTENTION = "sparse_flash_attention"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from . import (
-    flash_attention,
+    flash_attention_score,
     lightning_indexer,
     prompt_flash_attention,
     scatter_pa_kv_cache,
@@ -20,7 +20,7 @@ RECIPES: list[Recipe] = [
     *lightning_indexer.RECIPES,
     *sparse_flash_attention.RECIPES,
     *sparse_lightning_indexer_grad_kl_loss.RECIPES,
-    *flash_attention.RECIPES,
+    *flash_attention_score.RECIPES,
     *prompt_flash_attention.RECIPES,
 ]
 

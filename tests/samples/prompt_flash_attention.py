@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flash_attention import compressed_mask
+from .flash_attention_score import compressed_mask
 from .sample import Recipe, Sample
 from .sparse import Random
 

@@ -17,10 +17,10 @@
 #include <string>
 #include <string_view>
 
+#include "core/error.h"
 #include "npu/aclnn/executor_cache.h"
 #include "npu/aclnn/library.h"
 #include "npu/product.h"
-#include "ops/error.h"
 
 namespace ascend_attn::aclnn {
 namespace {

@@ -5,7 +5,7 @@ arguments other than the range of `sparse_indices`. They compute in fp64 when th
 and in fp32 otherwise. The functions have the signatures of the operators.
 """
 
-from .flash_attention import flash_attention_score, flash_attention_score_grad
+from .flash_attention_score import flash_attention_score, flash_attention_score_grad
 from .lightning_indexer import lightning_indexer, lightning_indexer_grad
 from .prompt_flash_attention import prompt_flash_attention
 from .scatter_pa_kv_cache import scatter_pa_kv_cache_

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .flash_attention import from_heads, to_heads
+from .flash_attention_score import from_heads, to_heads
 from .sequences import compute_dtype
 
 INT32_MAX = 2**31 - 1

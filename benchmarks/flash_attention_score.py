@@ -1,0 +1,153 @@
+"""flash_attention_score, forward and with its gradients, against torch.
+
+    python benchmarks/flash_attention_score.py
+
+The peers are scaled_dot_product_attention, called as its users would (is_causal where that is the
+mask, the matrix of kept keys otherwise), and the formula in plain torch. Products are counted for
+the pairs that the mask keeps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import ascend_attn_ops
+import torch
+from ascend_attn_ops.masks import sparse_mode_mask
+from harness import Call, Row, extra_memory, measure, print_table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+ALL_TOKENS = 2147483647
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: tuple[int, int] = (16, 16)
+    d: int = 128
+    tokens: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+    sparse_mode: int | None = 3
+    pre_tokens: int = ALL_TOKENS
+    next_tokens: int = ALL_TOKENS
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        mask = {None: "full", 3: "causal"}.get(self.sparse_mode, f"band of {self.pre_tokens}")
+        heads = self.heads[0] if len(set(self.heads)) == 1 else f"{self.heads[0]}/{self.heads[1]}"
+        return f"S={self.tokens} N={heads} D={self.d} {dtype} {mask}"
+
+    def kept(self) -> Tensor | None:
+        if self.sparse_mode is None:
+            return None
+        return sparse_mode_mask(
+            self.sparse_mode,
+            self.tokens,
+            self.tokens,
+            pre_tokens=self.pre_tokens,
+            next_tokens=self.next_tokens,
+        )
+
+    def flops(self, products: int) -> int:
+        kept = self.kept()
+        pairs = self.tokens**2 if kept is None else int(kept.sum())
+        return 2 * products * self.heads[0] * self.d * pairs
+
+    def inputs(self, requires_grad: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        heads = (self.heads[0], self.heads[1], self.heads[1])
+        return [
+            torch.randn(1, n, self.tokens, self.d).to(self.dtype).requires_grad_(requires_grad)
+            for n in heads
+        ]
+
+
+def ours(shape: Shape) -> Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ascend_attn_ops.flash_attention_score(
+            q,
+            k,
+            v,
+            num_heads=shape.heads[0],
+            layout="BNSD",
+            sparse_mode=shape.sparse_mode or 0,
+            pre_tokens=shape.pre_tokens,
+            next_tokens=shape.next_tokens,
+        )[0]
+
+    return attention
+
+
+def torch_sdpa(shape: Shape) -> Attention:
+    gqa = shape.heads[0] != shape.heads[1]
+    if shape.sparse_mode == 3:
+        return partial(scaled_dot_product_attention, is_causal=True, enable_gqa=gqa)
+    return partial(scaled_dot_product_attention, attn_mask=shape.kept(), enable_gqa=gqa)
+
+
+def formula(shape: Shape) -> Attention:
+    kept = shape.kept()
+    group = shape.heads[0] // shape.heads[1]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = q @ k.mT * shape.d**-0.5
+        if kept is not None:
+            scores = scores.masked_fill(~kept, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    return attention
+
+
+def call_of(make: Callable[[Shape], Attention], shape: Shape, backward: bool) -> Call:
+    inputs = shape.inputs(requires_grad=backward)
+    attention = make(shape)
+    if not backward:
+        return lambda: attention(*inputs)
+    torch.manual_seed(1)
+    d_out = torch.randn(inputs[0].shape).to(shape.dtype)
+    return lambda: torch.autograd.grad(attention(*inputs), inputs, d_out)
+
+
+SHAPES = [
+    Shape(),
+    Shape(sparse_mode=None),
+    Shape(sparse_mode=4, pre_tokens=256, next_tokens=0),
+    Shape(heads=(32, 8), d=64),
+    Shape(dtype=torch.float32),
+    Shape(dtype=torch.float32, sparse_mode=None),
+]
+
+
+def rows(shape: Shape, rounds: int) -> list[Row]:
+    result = []
+    for backward, name, products in ((False, "forward", 2), (True, "forward+backward", 7)):
+        peers = {"torch SDPA": torch_sdpa, "torch formula": formula}
+        result += measure(
+            f"{shape} {name}",
+            call_of(ours, shape, backward),
+            {peer: call_of(make, shape, backward) for peer, make in peers.items()},
+            shape.flops(products),
+            rounds,
+        )
+    return result
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    print_table([row for shape in SHAPES for row in rows(shape, rounds)])
+    print("\nExtra memory at the peak of one call, outputs included (MiB)")
+    for backward in (False, True):
+        for make in (ours, torch_sdpa, formula):
+            extra = extra_memory(partial(call_of, make, Shape(), backward))
+            name = f"{Shape()} {'forward+backward' if backward else 'forward'}, {make.__name__}"
+            print(f"{name:64} {extra / 2**20:9.1f}")
+
+
+if __name__ == "__main__":
+    main()

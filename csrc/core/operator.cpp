@@ -1,0 +1,14 @@
+#include "core/operator.h"
+
+namespace ascend_attn {
+
+c10::OperatorHandle find_operator(const char* op) {
+  const auto name = std::string("ascend::") + op;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+}
+
+const std::string& argument_name(const char* op, size_t position) {
+  return find_operator(op).schema().arguments()[position].name();
+}
+
+}  // namespace ascend_attn

@@ -1,0 +1,143 @@
+#include "core/sequence_lengths.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "core/symbolic.h"
+
+namespace ascend_attn {
+namespace {
+
+constexpr const char* kQueryLengths = "actual_seq_lengths_query";
+constexpr const char* kKeyLengths = "actual_seq_lengths_key";
+
+void check_length(std::string_view op, std::string_view argument, Layout layout, size_t batch,
+                  int64_t length, int64_t previous, int64_t tokens) {
+  if (layout == Layout::TND) {
+    check_value(length >= previous, op, argument,
+                "expected inclusive prefix sums that never decrease, got ", length, " after ",
+                previous, " at ", batch);
+    check_value(length <= tokens, op, argument, "expected prefix sums of at most T = ", tokens,
+                ", got ", length, " at ", batch);
+  } else {
+    check_value(length >= 0 && length <= tokens, op, argument, "expected counts in 0..S = ", tokens,
+                ", got ", length, " at ", batch);
+  }
+}
+
+std::vector<int64_t> read_lengths(std::string_view op, std::string_view argument, Layout layout,
+                                  const std::optional<at::Tensor>& lengths, int64_t tokens) {
+  std::vector<int64_t> values;
+  if (lengths) {
+    const auto dense = lengths->contiguous();
+    const auto* data = dense.const_data_ptr<int32_t>();
+    values.assign(data, data + dense.numel());
+    for (size_t batch = 0; batch < values.size(); ++batch) {
+      check_length(op, argument, layout, batch, values[batch], batch ? values[batch - 1] : 0,
+                   tokens);
+    }
+  }
+  return values;
+}
+
+std::vector<int64_t> read_lengths(std::string_view, std::string_view, Layout,
+                                  at::OptionalSymIntArrayRef lengths, int64_t) {
+  std::vector<int64_t> values;
+  if (lengths) {
+    for (const auto& length : *lengths) {
+      values.push_back(length.expect_int());
+    }
+  }
+  return values;
+}
+
+template <typename Lengths>
+std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const at::Tensor& query,
+                                     const at::Tensor& key, const Lengths& lengths_query,
+                                     const Lengths& lengths_key) {
+  const int64_t token_axis = layout == Layout::TND ? 0 : 1;
+  const auto query_tokens = query.size(token_axis);
+  const auto key_tokens = key.size(token_axis);
+  const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
+  const auto key_values = read_lengths(op, kKeyLengths, layout, lengths_key, key_tokens);
+
+  std::vector<Sequence> sequences;
+  if (layout == Layout::TND) {
+    int64_t query_begin = 0;
+    int64_t key_begin = 0;
+    for (size_t b = 0; b < query_values.size(); ++b) {
+      sequences.push_back(
+          {query_begin, query_values[b] - query_begin, key_begin, key_values[b] - key_begin});
+      query_begin = query_values[b];
+      key_begin = key_values[b];
+    }
+  } else {
+    for (int64_t b = 0; b < query.size(0); ++b) {
+      sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
+                           b * key_tokens, lengths_key ? key_values[b] : key_tokens});
+    }
+  }
+  return sequences;
+}
+
+}  // namespace
+
+void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
+                            c10::SymIntArrayRef lengths, const c10::SymInt& tokens) {
+  const auto known_tokens = tokens.maybe_as_int();
+  int64_t previous = 0;
+  for (size_t batch = 0; batch < lengths.size(); ++batch) {
+    const auto length = lengths[batch].maybe_as_int();
+    if (!length || !known_tokens) {
+      return;
+    }
+    check_length(op, argument, layout, batch, *length, previous, *known_tokens);
+    previous = *length;
+  }
+}
+
+void check_actual_lengths(std::string_view op, std::string_view argument,
+                          at::OptionalSymIntArrayRef lengths, const c10::SymInt& batch,
+                          const c10::SymInt& tokens) {
+  if (!given(lengths)) {
+    return;
+  }
+  const auto count = static_cast<int64_t>(lengths->size());
+  check_value(count == 1 || at_most(batch, count), op, argument,
+              "expected one length, or at least one per batch, ", batch, ", got ", count);
+  const int64_t read = std::min(count, batch.maybe_as_int().value_or(count));
+  check_sequence_lengths(op, argument, Layout::BSND, lengths->slice(0, read), tokens);
+}
+
+c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
+                          const c10::SymInt& tokens) {
+  return !given(lengths) ? tokens : (*lengths)[lengths->size() == 1 ? 0 : batch];
+}
+
+void check_lengths_have_gradient(std::string_view op, std::string_view layout,
+                                 const std::optional<at::Tensor>& lengths_query,
+                                 const std::optional<at::Tensor>& lengths_key) {
+  const auto& given = lengths_query ? lengths_query : lengths_key;
+  if (layout == "BSND" && given) {
+    raise(Violation::value, op, lengths_query ? kQueryLengths : kKeyLengths,
+          c10::str("expected None in layout BSND when a gradient is wanted, because the gradient "
+                   "ignores lengths there, got a tensor of shape ",
+                   given->sym_sizes(), "; use layout TND for sequences of different lengths"));
+  }
+}
+
+std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
+                                     const at::Tensor& key,
+                                     const std::optional<at::Tensor>& lengths_query,
+                                     const std::optional<at::Tensor>& lengths_key) {
+  return make_sequences(op, layout, query, key, lengths_query, lengths_key);
+}
+
+std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
+                                     const at::Tensor& key,
+                                     at::OptionalSymIntArrayRef lengths_query,
+                                     at::OptionalSymIntArrayRef lengths_key) {
+  return make_sequences(op, layout, query, key, lengths_query, lengths_key);
+}
+
+}  // namespace ascend_attn

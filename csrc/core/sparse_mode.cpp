@@ -1,0 +1,40 @@
+#include "core/attention_mask.h"
+
+namespace ascend_attn {
+namespace {
+
+KeptKeys band(int64_t keys, int64_t shift, int64_t pre_tokens, int64_t next_tokens) {
+  return {keys, shift - KeptKeys::bounded(pre_tokens), shift + KeptKeys::bounded(next_tokens) + 1};
+}
+
+}  // namespace
+
+KeptKeys kept_keys(MaskMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
+                   int64_t next_tokens, int64_t prefix, bool is_band) {
+  // The distance between the two anchors: the last query and the last key.
+  const int64_t shift = keys - queries;
+  const KeptKeys left_up{keys, -KeptKeys::kUnbounded, 1};
+  const KeptKeys right_down{keys, -KeptKeys::kUnbounded, shift + 1};
+  switch (mode) {
+    case MaskMode::standard:
+      return band(keys, 0, pre_tokens, next_tokens);
+    case MaskMode::all_mask:
+      return {keys};
+    case MaskMode::left_up_causal:
+      return left_up;
+    case MaskMode::right_down_causal:
+      return right_down;
+    case MaskMode::band:
+      return band(keys, shift, pre_tokens, next_tokens);
+    case MaskMode::prefix:
+    case MaskMode::prefix_compressed:
+      return {keys, right_down.from, right_down.until, prefix};
+    case MaskMode::right_down_causal_band:
+      return is_band ? band(keys, shift, pre_tokens, next_tokens) : right_down;
+    case MaskMode::band_left_up_causal:
+      return is_band ? band(keys, shift, pre_tokens, next_tokens) : left_up;
+  }
+  return {keys};
+}
+
+}  // namespace ascend_attn

@@ -1,0 +1,81 @@
+// The rules that the sparse operators share: tensors of BSND or TND layout over one batch of
+// sequences, with one key/value head.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/DimVector.h>
+#include <c10/util/OptionalArrayRef.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+
+#include "core/layout.h"
+#include "core/limits.h"
+#include "core/tensor_checks.h"
+
+namespace ascend_attn {
+
+// Checks one call of a sparse operator. Every method raises on the first rule that is violated.
+class SparseShapes {
+ public:
+  // `query` and `key` give the device, the dtype, the token axes and the number of heads that the
+  // other arguments are measured against.
+  SparseShapes(std::string_view op, std::string_view layout, TensorArgument query,
+               TensorArgument key);
+
+  Layout layout() const { return layout_; }
+  const LimitsCheck& limits() const { return limits_; }
+  const c10::SymInt& heads() const { return heads_; }
+  // The last axis of query.
+  const c10::SymInt& head_size() const { return head_size_; }
+
+  void same_device(TensorArgument argument) const;
+  // query's dtype.
+  void same_dtype(TensorArgument argument) const;
+  // query's dtype, or fp32.
+  void weights_dtype(TensorArgument argument) const;
+  // (B, S1, heads, size) or (T1, heads, size).
+  void query_like(TensorArgument argument, const c10::SymInt& heads, const c10::SymInt& size) const;
+  // (B, S2, 1, size) or (T2, 1, size).
+  void key_like(TensorArgument argument, const c10::SymInt& size) const;
+  // (B, S1, heads) or (T1, heads).
+  void weights_like(TensorArgument argument, const c10::SymInt& heads) const;
+  // int32 (B, S1, 1, K) or (T1, 1, K).
+  void sparse_indices(TensorArgument argument) const;
+  // (B, S1, 1, K) or (T1, 1, K), as sparse_indices.
+  void values_like(TensorArgument argument, const at::Tensor& sparse_indices) const;
+  // The softmax statistics: (B, 1, S1, N1) or (1, T1, N1), fp32, fp64 beside fp64 inputs.
+  void statistics(TensorArgument argument) const;
+  // Both ropes or neither; (.., N1, Dr) beside query and (.., 1, Dr) beside key.
+  void ropes(OptionalTensorArgument query_rope, OptionalTensorArgument key_rope) const;
+  // Lengths in an int32 tensor (B), or on the host. In TND both are required; some operators take
+  // them in TND only.
+  void lengths(const std::optional<at::Tensor>& query_lengths,
+               const std::optional<at::Tensor>& key_lengths, bool allowed_in_bsnd) const;
+  void lengths(at::OptionalSymIntArrayRef query_lengths, at::OptionalSymIntArrayRef key_lengths,
+               bool allowed_in_bsnd) const;
+  void sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
+
+  at::Tensor new_statistics() const;
+  // (B, S1, 1, count) or (T1, 1, count).
+  at::Tensor new_selection(const c10::SymInt& count, at::ScalarType dtype) const;
+
+ private:
+  template <typename Lengths, typename Count>
+  void lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
+                       bool allowed_in_bsnd, Count count) const;
+  c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
+
+  std::string_view op_;
+  Layout layout_;
+  TensorArgument query_;
+  TensorArgument key_;
+  LimitsCheck limits_;
+  c10::SymInt heads_;
+  c10::SymInt head_size_;
+};
+
+}  // namespace ascend_attn

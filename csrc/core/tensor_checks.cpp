@@ -1,0 +1,67 @@
+#include "core/tensor_checks.h"
+
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+
+#include "core/error.h"
+
+namespace ascend_attn {
+namespace {
+
+std::atomic<Allocation> npu_allocation = nullptr;
+
+}  // namespace
+
+void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8) {
+  const auto dtype = argument.tensor.scalar_type();
+  check_type(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
+                 dtype == at::kDouble || (or_int8 && dtype == at::kChar),
+             op, argument.name, "expected dtype ", or_int8 ? "int8, " : "",
+             "float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
+}
+
+void raise_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+  raise(Violation::value, op, argument.name,
+        c10::str("expected device ", like.tensor.device(), " (", like.name, "'s), got ",
+                 argument.tensor.device()));
+}
+
+void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType expected,
+                 std::string_view whose) {
+  const auto owner = whose.empty() ? std::string() : c10::str(" (", whose, "'s)");
+  raise(Violation::type, op, argument.name,
+        c10::str("expected dtype ", dtype_name(expected), owner, ", got ",
+                 dtype_name(argument.tensor.scalar_type())));
+}
+
+void raise_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+                 std::string_view meaning) {
+  raise(
+      Violation::value, op, argument.name,
+      c10::str("expected shape ", meaning, " = ", expected, ", got ", argument.tensor.sym_sizes()));
+}
+
+bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
+  const auto sizes = tensor.sym_sizes();
+  bool same = sizes.size() == expected.size();
+  for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
+    same = sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
+  }
+  return same;
+}
+
+at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  if (npu_allocation && options.device().is_privateuseone()) {
+    if (const auto known = c10::asIntArrayRefSlowOpt(sizes)) {
+      return npu_allocation(*known, options);
+    }
+  }
+  return at::empty_symint(sizes, options);
+}
+
+at::Tensor new_like(const at::Tensor& like) { return new_tensor(like.sym_sizes(), like.options()); }
+
+void set_npu_allocation(Allocation allocation) { npu_allocation = allocation; }
+
+}  // namespace ascend_attn

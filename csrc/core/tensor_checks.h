@@ -1,0 +1,79 @@
+// Rules about one tensor argument.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <optional>
+#include <string_view>
+
+#include "core/symbolic.h"
+
+namespace ascend_attn {
+
+// An argument and the name that messages give it.
+struct TensorArgument {
+  std::string_view name;
+  const at::Tensor& tensor;
+};
+struct OptionalTensorArgument {
+  std::string_view name;
+  const std::optional<at::Tensor>& tensor;
+};
+
+// float16, bfloat16, float32 or float64.
+void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8 = false);
+
+// What the checks below raise. They are inline, since every call makes dozens of them.
+[[noreturn]] void raise_device(std::string_view op, TensorArgument argument, TensorArgument like);
+[[noreturn]] void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType expected,
+                              std::string_view whose = "");
+[[noreturn]] void raise_shape(std::string_view op, TensorArgument argument,
+                              c10::SymIntArrayRef expected, std::string_view meaning);
+
+// The device, or the dtype, of `like`.
+inline void check_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+  if (argument.tensor.device() != like.tensor.device()) [[unlikely]] {
+    raise_device(op, argument, like);
+  }
+}
+inline void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like) {
+  if (argument.tensor.dtype() != like.tensor.dtype()) [[unlikely]] {
+    raise_dtype(op, argument, like.tensor.scalar_type(), like.name);
+  }
+}
+inline void check_dtype(std::string_view op, TensorArgument argument, at::ScalarType dtype) {
+  if (argument.tensor.scalar_type() != dtype) [[unlikely]] {
+    raise_dtype(op, argument, dtype);
+  }
+}
+
+bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
+// `meaning` names the axes: "(B, S1, N, D)".
+inline void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+                        std::string_view meaning) {
+  const auto sizes = argument.tensor.sym_sizes();
+  bool fits = sizes.size() == expected.size();
+  for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
+    fits = same(sizes[axis], expected[axis]);
+  }
+  if (!fits) [[unlikely]] {
+    raise_shape(op, argument, expected, meaning);
+  }
+}
+
+// A dense tensor, not initialised.
+at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+// Of the sizes of `like`, whatever its strides.
+at::Tensor new_like(const at::Tensor& like);
+
+// torch_npu's own way to allocate, which costs the host less than at::empty. `_npu` sets it.
+using Allocation = at::Tensor (*)(at::IntArrayRef sizes, const at::TensorOptions& options);
+void set_npu_allocation(Allocation allocation);
+
+// Softmax statistics are fp32, and fp64 beside fp64 inputs.
+inline at::ScalarType statistics_dtype(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace ascend_attn

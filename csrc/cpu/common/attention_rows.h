@@ -1,0 +1,270 @@
+// The forward of dense attention, as the operators share it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "cpu/common/attention_scores.h"
+#include "cpu/common/attention_tiles.h"
+#include "cpu/common/dense_attention.h"
+#include "cpu/common/parallel_tasks.h"
+#include "cpu/common/rounding.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/vectorized.h"
+
+namespace ascend_attn::cpu {
+
+// Rows that share the packing of a block of keys.
+inline constexpr int64_t kMaxRows = 8 * kRowBlock;
+
+// Where a row without keys starts and ends: any score is larger, and its exponential is finite.
+template <typename T>
+inline constexpr T kLowest = static_cast<T>(std::numeric_limits<float>::lowest());
+
+// What a row of scores gives. The output is still to be divided by the sum, which is 0 where there
+// was no key.
+template <typename T>
+struct RowResult {
+  const T* out;
+  T max;
+  T sum;
+};
+
+struct RowsTask {
+  const AttentionSequence* sequence;
+  int64_t key_head;
+  int64_t first_row;
+  int64_t rows;
+  int64_t cost;
+};
+
+// Attention of blocks of rows, by online softmax over blocks of keys: of the scores, a thread holds
+// one tile at a time.
+template <typename Input, typename Operand>
+class AttentionRows {
+ public:
+  using T = Accumulator<Operand>;
+
+  explicit AttentionRows(const DenseAttention& attention)
+      : attention_(attention),
+        scores_of_(attention),
+        keys_(attention.size, /*by_rows=*/false, /*transposed=*/true),
+        values_(attention.value_size, /*by_rows=*/true, /*transposed=*/false),
+        query_(kMaxRows, keys_.size()),
+        out_(kMaxRows, values_.size()),
+        scores_(kRowBlock, kKeyBlock),
+        probabilities_(std::is_same_v<Operand, T> ? 0 : kRowBlock, kKeyBlock),
+        statistics_(3, kMaxRows) {}
+
+  // Calls store(head, query, RowResult<T>) for every row of the task.
+  template <typename Store>
+  void run(const RowsTask& task, const Store& store) {
+    const auto& sequence = *task.sequence;
+    const int64_t group = attention_.group();
+    load_rows(query_rows<Input>(attention_.query, sequence, task.key_head * group), group,
+              task.first_row, task.rows, attention_.size, query_);
+    std::fill_n(max(), kMaxRows, kLowest<T>);
+    std::fill_n(sum(), kMaxRows, T(0));
+    std::array<bool, kMaxRows / kRowBlock> started{};
+
+    const auto key = key_rows<Input>(attention_.key, sequence, task.key_head);
+    const auto value = key_rows<Input>(attention_.value, sequence, task.key_head);
+    const auto& kept = sequence.kept;
+    const int64_t last = kept.end((task.first_row + task.rows - 1) / group);
+    for (int64_t begin = kept.begin(task.first_row / group); begin < last; begin += kKeyBlock) {
+      const int64_t count = std::min(kKeyBlock, last - begin);
+      keys_.load(key, begin, count);
+      values_.load(value, begin, count);
+      for (int64_t row = 0; row < task.rows; row += kRowBlock) {
+        const int64_t rows = std::min(kRowBlock, task.rows - row);
+        const TileColumns columns(sequence, group, task.first_row + row, rows, begin, count);
+        if (!columns.empty()) {
+          add_keys(task, row, rows, begin, columns, started[row / kRowBlock]);
+          started[row / kRowBlock] = true;
+        }
+      }
+    }
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t row = task.first_row + r;
+      store(task.key_head * group + row % group, row / group,
+            RowResult<T>{out_.row(r), max()[r], sum()[r]});
+    }
+  }
+
+ private:
+  // The part of one block of keys in `rows` rows from `row` on.
+  void add_keys(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
+                const TileColumns& columns, bool started) {
+    const int64_t padded_rows = round_up(rows, kRowStep);
+    const auto keys = keys_.transposed(columns.begin);
+    T* scores = scores_.data() + columns.begin;
+    tile_gemm(padded_rows, columns.width(), keys_.size(), query_.row(row), query_.stride(),
+              keys.data, keys.stride, scores, scores_.stride(), /*accumulate=*/false);
+    if (scores_of_.has_terms()) {
+      for_each_row(task, row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
+        scores_of_.finish(*task.sequence, head, query, key_begin + columns.row_begin[r],
+                          key_begin + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
+      });
+    }
+    update_softmax(row, rows, columns);
+    if (scores_of_.has_dropout()) {
+      for_each_row(task, row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
+        scores_of_.drop(*task.sequence, head, query, key_begin + columns.row_begin[r],
+                        key_begin + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
+      });
+    }
+    if (started) {
+      for (int64_t r = row; r < row + rows; ++r) {
+        if (factor()[r] != T(1)) {
+          scale(out_.row(r), factor()[r], out_.row(r), attention_.value_size);
+        }
+      }
+    }
+    const auto probabilities = rounded(padded_rows, columns);
+    add_values(row, padded_rows, columns, probabilities, started);
+    const auto& kept = task.sequence->kept;
+    const int64_t first = (task.first_row + row) / attention_.group();
+    const int64_t last = (task.first_row + row + rows - 1) / attention_.group();
+    if (carries_remainders<Operand>(kept.end(last) - kept.begin(first), attention_.few_keys)) {
+      add_values(row, padded_rows, columns, remainders(padded_rows, columns), true);
+    }
+  }
+
+  void add_values(int64_t row, int64_t rows, const TileColumns& columns,
+                  const OperandB<Operand>& probabilities, bool accumulate) {
+    const auto values = values_.by_rows(columns.begin);
+    tile_gemm(rows, values_.size(), columns.width(), probabilities.data, probabilities.stride,
+              values.data, values.stride, out_.row(row), out_.stride(), accumulate);
+  }
+
+  template <typename Function>
+  void for_each_row(const RowsTask& task, int64_t row, int64_t rows, const TileColumns& columns,
+                    const Function& function) {
+    const int64_t group = attention_.group();
+    for (int64_t r = 0; r < rows; ++r) {
+      if (columns.row_begin[r] < columns.row_end[r]) {
+        const int64_t at = task.first_row + row + r;
+        function(task.key_head * group + at % group, at / group, r);
+      }
+    }
+  }
+
+  // Turns scores into exp(score - max), with the maximum of all keys so far, and into 0 where a row
+  // keeps no key. factor() is what earlier results are to be multiplied with.
+  void update_softmax(int64_t row, int64_t rows, const TileColumns& columns) {
+    vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
+                max = max() + row, sum = sum() + row, factor = factor() + row] {
+      for (int64_t r = 0; r < rows; ++r) {
+        T* s = scores + r * kKeyBlock;
+        const int64_t begin = columns.row_begin[r];
+        const int64_t end = columns.row_end[r];
+        T largest = kLowest<T>;
+#pragma omp simd reduction(max : largest)
+        for (int64_t j = begin; j < end; ++j) {
+          const T scaled = s[j] * scale;
+          largest = scaled > largest ? scaled : largest;
+        }
+        largest = largest > max[r] ? largest : max[r];
+        factor[r] = exponential(max[r] - largest);
+        max[r] = largest;
+        for (int64_t j = columns.begin; j < begin; ++j) {
+          s[j] = 0;
+        }
+        T total = 0;
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = begin; j < end; ++j) {
+          s[j] = exponential(s[j] * scale - largest);
+          total += s[j];
+        }
+        for (int64_t j = end; j < columns.end; ++j) {
+          s[j] = 0;
+        }
+        sum[r] = sum[r] * factor[r] + total;
+      }
+    });
+  }
+
+  // The tile of scores as operand A.
+  OperandB<Operand> rounded(int64_t rows, const TileColumns& columns) {
+    if constexpr (std::is_same_v<Operand, T>) {
+      return {scores_.data() + columns.begin, scores_.stride()};
+    } else {
+      for (int64_t r = 0; r < rows; ++r) {
+        convert(scores_.row(r) + columns.begin, probabilities_.row(r) + columns.begin,
+                columns.width());
+      }
+      return {probabilities_.data() + columns.begin, probabilities_.stride()};
+    }
+  }
+
+  // What rounded() lost, in its place.
+  OperandB<Operand> remainders(int64_t rows, const TileColumns& columns) {
+    for (int64_t r = 0; r < rows; ++r) {
+      vectorized([count = columns.width(), exact = scores_.row(r) + columns.begin,
+                  nearest = probabilities_.row(r) + columns.begin] {
+        for (int64_t j = 0; j < count; ++j) {
+          nearest[j] = static_cast<Operand>(exact[j] - static_cast<T>(nearest[j]));
+        }
+      });
+    }
+    return {probabilities_.data() + columns.begin, probabilities_.stride()};
+  }
+
+  T* max() const { return statistics_.row(0); }
+  T* sum() const { return statistics_.row(1); }
+  T* factor() const { return statistics_.row(2); }
+
+  const DenseAttention& attention_;
+  AttentionScores<Input, T> scores_of_;
+  KeyTile<Operand> keys_;
+  KeyTile<Operand> values_;
+  Tile<Operand> query_;
+  Tile<T> out_;
+  Tile<T> scores_;
+  Tile<Operand> probabilities_;
+  Tile<T> statistics_;
+};
+
+// Blocks of rows, small enough for every thread to get several.
+inline std::vector<RowsTask> divide(const DenseAttention& attention) {
+  int64_t all_rows = 0;
+  for (const auto& sequence : attention.sequences) {
+    all_rows += sequence.queries * attention.heads;
+  }
+  constexpr int64_t kTasksPerThread = 8;
+  const int64_t share = all_rows / (kTasksPerThread * at::get_num_threads());
+  const int64_t block = std::clamp(round_up(share, kRowBlock), kRowBlock, kMaxRows);
+  std::vector<RowsTask> tasks;
+  for (const auto& sequence : attention.sequences) {
+    const int64_t rows = sequence.queries * attention.group();
+    for (int64_t head = 0; head < attention.key_heads; ++head) {
+      for (int64_t row = 0; row < rows; row += block) {
+        const int64_t count = std::min(block, rows - row);
+        const int64_t middle = (row + count / 2) / attention.group();
+        const auto& kept = sequence.kept;
+        tasks.push_back(
+            {&sequence, head, row, count, count * (kept.end(middle) - kept.begin(middle))});
+      }
+    }
+  }
+  return tasks;
+}
+
+// Calls store(sequence, head, query, result) for every row of every sequence.
+template <typename Input, typename Operand, typename Store>
+void for_each_row(const DenseAttention& attention, const Store& store) {
+  using Worker = AttentionRows<Input, Operand>;
+  for_each_task(
+      divide(attention), [&] { return std::make_unique<Worker>(attention); },
+      [&](Worker& worker, const RowsTask& task) {
+        worker.run(task, [&](int64_t head, int64_t query, const auto& result) {
+          store(*task.sequence, head, query, result);
+        });
+      });
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,311 @@
+#include "cpu/common/dense_attention.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+
+#include "core/error.h"
+#include "core/sequence_lengths.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// How far keys are ahead of queries at index 0. Without kv_start_idx, q_start_idx does not count.
+int64_t start_distance(const FlashAttentionOptions& options) {
+  const auto first = [](at::OptionalSymIntArrayRef list) {
+    return list.has_value() && !list->empty() ? std::optional((*list)[0].expect_int())
+                                              : std::nullopt;
+  };
+  const auto key_start = first(options.kv_start_idx);
+  return key_start ? *key_start - first(options.q_start_idx).value_or(0) : 0;
+}
+
+const uint8_t* bytes_of(const at::Tensor& mask) {
+  return static_cast<const uint8_t*>(mask.const_data_ptr());
+}
+
+// The number of columns in [begin, end) whose byte is zero, that is, which the mask keeps.
+int64_t kept_in(const uint8_t* row, int64_t begin, int64_t end) {
+  int64_t kept = 0;
+  vectorized([row, begin, end, &kept] {
+    int64_t count = 0;
+    for (int64_t j = begin; j < end; ++j) {
+      count += row[j] == 0;
+    }
+    kept = count;
+  });
+  return kept;
+}
+
+// Calls is_right(row pointer, batch, head, row) for every row of a mask of any rank.
+template <typename IsRight>
+bool all_rows(const at::Tensor& mask, const IsRight& is_right) {
+  const auto dense = with_dense_rows(mask);
+  auto rows = dense;
+  while (rows.dim() < 4) {
+    rows = rows.unsqueeze(0);
+  }
+  const auto* data = bytes_of(rows);
+  const int64_t heads = rows.size(1);
+  const int64_t queries = rows.size(2);
+  std::atomic<bool> right{true};
+  at::parallel_for(0, rows.size(0) * heads * queries, 128, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end && right.load(std::memory_order_relaxed); ++at) {
+      const int64_t batch = at / (heads * queries);
+      const int64_t head = at / queries % heads;
+      const int64_t row = at % queries;
+      if (!is_right(data + batch * rows.stride(0) + head * rows.stride(1) + row * rows.stride(2),
+                    batch, head, row)) {
+        right = false;
+      }
+    }
+  });
+  return right;
+}
+
+// The device reads the compressed mask, while the CPU knows what it says.
+void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode) {
+  constexpr int64_t size = 2048;
+  const auto is_right = [](const uint8_t* row, int64_t, int64_t, int64_t at) {
+    const int64_t kept = at < size ? at + 1 : size / 2;
+    return kept_in(row, 0, kept) == kept && kept_in(row, kept, size) == 0;
+  };
+  check_value(all_rows(mask, is_right), op, "atten_mask", "expected ",
+              mask.size(-2) == size
+                  ? "1 above the diagonal and 0 elsewhere, torch.triu(torch.ones(2048, 2048), 1),"
+                  : "torch.triu(torch.ones(2048, 2048), 1) and below it 1024 rows of 1024 zeros "
+                    "and 1024 ones",
+              " for sparse_mode ", mode, ", got other values; True (1) masks a key out");
+}
+
+}  // namespace
+
+DenseAttention::DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
+                               const at::Tensor& key, const at::Tensor& value)
+    : layout(layout), heads(heads), scale(scale) {
+  const bool merged = layout == Layout::BSH || layout == Layout::SBH;
+  size = merged ? query.size(2) / heads : query.size(-1);
+  key_heads = merged                                            ? key.size(2) / size
+              : layout == Layout::BNSD || layout == Layout::TND ? key.size(1)
+                                                                : key.size(2);
+  value_size = merged ? value.size(2) / key_heads : value.size(-1);
+  this->query = by_head(with_dense_rows(query), heads);
+  this->key = by_head(with_dense_rows(key), key_heads);
+  this->value = by_head(with_dense_rows(value), key_heads);
+}
+
+DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const FlashAttentionOptions& options)
+    : DenseAttention(
+          parse_layout(op, options.layout,
+                       {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND}),
+          options.num_heads.expect_int(), options.scale_value, query, key, value) {
+  pse_type = options.pse_type;
+  distance_shift = start_distance(options);
+  keep_prob = options.keep_prob;
+  read_sequences(options);
+  if (options.pse_shift) {
+    read_pse(op, options);
+  }
+  if (options.atten_mask) {
+    read_mask(op, options);
+  }
+  if (options.drop_mask) {
+    drop_mask = options.drop_mask->contiguous();
+  }
+}
+
+DenseAttention::DenseAttention(const PromptFlashAttention& op)
+    : DenseAttention(
+          op.layout == layout_name(Layout::BNSD_BSND)
+              ? Layout::BNSD
+              : parse_layout(op.name, op.layout, {Layout::BSH, Layout::BSND, Layout::BNSD}),
+          op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
+  // Its outputs are held to 2^-7 of themselves, and weights of bfloat16 reach that where a sum over
+  // more keys than these hides their rounding.
+  few_keys = 3072;
+  const auto mode = static_cast<MaskMode>(op.sparse_mode);
+  AttentionSequence sequence{};
+  for (int64_t b = 0; b < query.size(0); ++b) {
+    sequence.index = b;
+    sequence.batch = b;
+    sequence.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)).expect_int();
+    sequence.keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)).expect_int();
+    sequence.kept = {sequence.keys};
+    if (op.atten_mask) {
+      sequence.kept = kept_keys(mode, sequence.queries, sequence.keys, op.pre_tokens,
+                                op.next_tokens, /*prefix=*/0, /*is_band=*/false);
+    }
+    sequences.push_back(sequence);
+  }
+  if (op.atten_mask && (mode == MaskMode::standard || mode == MaskMode::all_mask)) {
+    use_full_mask(*op.atten_mask);
+  } else if (op.atten_mask) {
+    check_compressed_mask(op.name, *op.atten_mask, op.sparse_mode);
+  }
+}
+
+at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) const {
+  switch (layout) {
+    case Layout::BSH:
+      return tensor.unflatten(2, {heads, tensor.size(2) / heads}).transpose(1, 2);
+    case Layout::SBH:
+      return tensor.unflatten(2, {heads, tensor.size(2) / heads}).permute({1, 2, 0, 3});
+    case Layout::BSND:
+      return tensor.transpose(1, 2);
+    case Layout::BNSD:
+    case Layout::BNSD_BSND:
+      return tensor;
+    case Layout::TND:
+      break;
+  }
+  return tensor.transpose(0, 1).unsqueeze(0);
+}
+
+void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
+  const bool packed = layout == Layout::TND;
+  const auto& query_ends = options.actual_seq_lengths_query;
+  const auto& key_ends = options.actual_seq_lengths_key;
+  const auto count = packed ? static_cast<int64_t>(query_ends->size()) : query.size(0);
+  AttentionSequence sequence{};
+  int64_t first_filled = -1;
+  int64_t last_filled = -1;
+  for (int64_t b = 0; b < count; ++b) {
+    sequence.index = b;
+    sequence.batch = packed ? 0 : b;
+    sequence.query_begin += packed ? sequence.queries : 0;
+    sequence.key_begin += packed ? sequence.keys : 0;
+    sequence.rows_before += sequence.queries;
+    sequence.pairs_before += sequence.queries * sequence.keys;
+    sequence.queries =
+        packed ? (*query_ends)[b].expect_int() - sequence.query_begin : query.size(2);
+    sequence.keys = packed ? (*key_ends)[b].expect_int() - sequence.key_begin : key.size(2);
+    sequence.kept = {sequence.keys};
+    sequences.push_back(sequence);
+    if (sequence.queries > 0 && sequence.keys > 0) {
+      first_filled = first_filled < 0 ? b : first_filled;
+      last_filled = b;
+    }
+  }
+  if (!options.atten_mask) {
+    return;
+  }
+  const auto mode = static_cast<MaskMode>(options.sparse_mode);
+  const bool has_prefix = mode == MaskMode::prefix || mode == MaskMode::prefix_compressed;
+  const int64_t band = mode == MaskMode::band_left_up_causal ? first_filled : last_filled;
+  for (auto& each : sequences) {
+    each.kept =
+        kept_keys(mode, each.queries, each.keys, options.pre_tokens, options.next_tokens,
+                  has_prefix ? (*options.prefix)[each.index].expect_int() : 0, each.index == band);
+  }
+}
+
+void DenseAttention::read_pse(const char* op, const FlashAttentionOptions& options) {
+  pse = with_dense_rows(*options.pse_shift);
+  if (pse_type <= 1) {
+    pse_address = PseAddress::of(pse, query, key, layout == Layout::TND, sequences);
+  } else {
+    check_value(pse.gt(0).all().item<bool>(), op, "pse_shift",
+                "expected positive slopes, minus which times the distance is added, for pse_type ",
+                pse_type, ", got others");
+    pse_address.heads = heads;
+    pse_address.batch_stride = pse.dim() == 2 && pse.size(0) > 1 ? pse.stride(0) : 0;
+    pse_address.head_stride = 1;
+  }
+}
+
+void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& options) {
+  const auto& given = *options.atten_mask;
+  const auto mode = static_cast<MaskMode>(options.sparse_mode);
+  if (mode == MaskMode::prefix) {
+    const auto follows_the_rule = [this](const uint8_t* row, int64_t batch, int64_t, int64_t at) {
+      const auto& kept = sequences[batch].kept;
+      const int64_t end = kept.end(at);
+      return kept_in(row, 0, end) == end && kept_in(row, end, kept.keys) == 0;
+    };
+    check_value(all_rows(given, follows_the_rule), op, "atten_mask",
+                "expected 0 where j < prefix or j <= i + Skv - Sq and 1 elsewhere for sparse_mode "
+                "5, got other values; True (1) masks a key out");
+    return;
+  }
+  if (mode != MaskMode::standard && mode != MaskMode::all_mask) {
+    check_compressed_mask(op, given, options.sparse_mode);
+    return;
+  }
+  if (pse.defined() && pse_type <= 1 && pse_address.form == PseAddress::Form::compressed) {
+    const auto is_causal = [this](const uint8_t* row, int64_t, int64_t, int64_t at) {
+      const auto& kept = sequences[0].kept;
+      return kept_in(row, at + 1, std::max(at + 1, kept.end(at))) == 0;
+    };
+    check_value(all_rows(given, is_causal), op, "atten_mask",
+                "expected every key behind the query to be masked out, because the pse_shift of "
+                "1024 rows has no values there, got a mask that keeps some");
+    for (auto& sequence : sequences) {
+      sequence.kept.until = std::min<int64_t>(sequence.kept.until, 1);
+    }
+  }
+  use_full_mask(given);
+}
+
+void DenseAttention::use_full_mask(const at::Tensor& given) {
+  mask = with_dense_rows(given);
+  if (mask.dim() == 3) {
+    mask = mask.unsqueeze(1);
+  }
+  while (mask.dim() < 4) {
+    mask = mask.unsqueeze(0);
+  }
+  mask = mask.expand({static_cast<int64_t>(sequences.size()), heads, mask.size(2), mask.size(3)});
+}
+
+PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const at::Tensor& key,
+                          bool is_packed, const std::vector<AttentionSequence>& sequences) {
+  PseAddress address;
+  address.heads = query.size(1);
+  if (is_packed) {
+    int64_t pairs = 0;
+    for (const auto& sequence : sequences) {
+      pairs += sequence.queries * sequence.keys;
+    }
+    // Where both forms have as many elements, it is the full one.
+    address.form = pse.numel() == address.heads * pairs ? Form::packed : Form::packed_per_key;
+    return address;
+  }
+  address.form =
+      is_compressed_pse(pse, query.size(2), key.size(2)) ? Form::compressed : Form::strided;
+  address.batch_stride = pse.size(0) == 1 ? 0 : pse.stride(0);
+  address.head_stride = pse.stride(1);
+  address.query_stride = pse.size(2) == 1 ? 0 : pse.stride(2);
+  return address;
+}
+
+int64_t PseAddress::row(const AttentionSequence& sequence, int64_t head, int64_t query) const {
+  constexpr int64_t kRows = 1024;
+  const int64_t of_head = sequence.index * batch_stride + head * head_stride;
+  switch (form) {
+    case Form::strided:
+      return of_head + query * query_stride;
+    case Form::compressed: {
+      // The last rows are stored; an earlier one reads, at the same distance, a stored row.
+      const int64_t first = sequence.queries - kRows;
+      const int64_t row = query >= first ? query - first : query % kRows;
+      return of_head + row * query_stride + (first + row - query);
+    }
+    case Form::packed:
+      return heads * sequence.pairs_before + (head * sequence.queries + query) * sequence.keys;
+    case Form::packed_per_key:
+      return heads * sequence.key_begin + head * sequence.keys;
+  }
+  return 0;
+}
+
+void zero_tail(const at::Tensor& tensor, int64_t end) {
+  if (end < tensor.size(0)) {
+    tensor.narrow(0, end, tensor.size(0) - end).zero_();
+  }
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,57 @@
+// What the kernels of the indexer share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/sequence_lengths.h"
+#include "cpu/common/token_rows.h"
+
+namespace ascend_attn::cpu {
+
+// max(x, 0), and NaN for NaN.
+template <typename T>
+T relu(T x) {
+  return x < 0 ? T(0) : x;
+}
+
+template <typename Op>
+std::vector<Sequence> sequences_of(const Op& op) {
+  return read_sequences(Op::name, parse_layout(Op::name, op.layout, {Layout::BSND, Layout::TND}),
+                        op.query, op.key, op.actual_seq_lengths_query, op.actual_seq_lengths_key);
+}
+
+inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* length) {
+  int64_t result = 0;
+  for (const auto& sequence : sequences) {
+    result = std::max(result, sequence.*length);
+  }
+  return result;
+}
+
+// The weights of the heads, (B, S, heads) or (T, heads), in the dtype of query or in fp32.
+template <typename Input>
+class HeadWeights {
+ public:
+  explicit HeadWeights(const at::Tensor& weights)
+      : weights_(with_dense_rows(weights.unsqueeze(-2))) {}
+
+  // `token` counts over the flattened token axes.
+  template <typename T>
+  void load(int64_t token, T* to) const {
+    if (weights_.scalar_type() == at::kFloat) {
+      load_row(TokenRows<float>(weights_, token).row(0), to, weights_.size(-1));
+    } else {
+      load_row(TokenRows<Input>(weights_, token).row(0), to, weights_.size(-1));
+    }
+  }
+
+ private:
+  at::Tensor weights_;
+};
+
+}  // namespace ascend_attn::cpu

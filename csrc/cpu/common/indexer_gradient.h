@@ -1,0 +1,209 @@
+// Gradients of the indexer's scores over selected keys, sum over heads of w * r with
+//   S = q @ k^T,  r = relu(S)
+// for scores whose own gradient is d:
+//   dw = sum over keys of r * d;   dS = d * w * (S > 0);   dq = dS @ k;   dk = dS^T @ q
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "cpu/common/indexer.h"
+#include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/query_key_product.h"
+#include "cpu/common/tile_gemm.h"
+
+namespace ascend_attn::cpu {
+
+// The leading bits of x: the difference from x is exact. Without the branch for NaN that rounding
+// takes, and which compilers do not vectorise.
+template <typename Operand, typename T>
+Operand leading_part(T x) {
+  if constexpr (std::is_same_v<Operand, at::BFloat16>) {
+    return {static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16), at::BFloat16::from_bits()};
+  } else {
+    return static_cast<Operand>(x);
+  }
+}
+
+// One query token at a time, a tile of its keys at a time.
+template <typename Input, typename Operand>
+class IndexerGradient {
+ public:
+  using T = Accumulator<Operand>;
+  static constexpr int64_t kMaxKeys = 128;  // in a tile
+  // A gradient of a logit enters the products as the sum of so many operands: from one bfloat16,
+  // sums whose terms cancel would keep errors above the tolerance of the result.
+  static constexpr int64_t kParts = std::is_same_v<Operand, at::BFloat16> ? 2 : 1;
+
+  IndexerGradient(int64_t heads, int64_t size)
+      : heads_(heads),
+        padded_heads_(round_up(heads, kTileStep)),
+        size_(size),
+        product_(padded_heads_, {size, 0}, kMaxKeys),
+        repeated_query_(kParts * padded_heads_, size),
+        packed_keys_(kMaxKeys, size),
+        d_logits_(kMaxKeys, kParts * padded_heads_),
+        d_logits_transposed_(kParts * padded_heads_, kMaxKeys),
+        d_query_(kParts * padded_heads_, size),
+        d_key_(kMaxKeys, size),
+        weights_(1, padded_heads_),
+        d_weights_(1, padded_heads_) {}
+
+  // Room for the logits S of a tile, (keys, heads).
+  Tile<T> new_logits() const { return {kMaxKeys, padded_heads_}; }
+
+  // `token` of the sequence is `row` of all tokens.
+  void load_query(const TokenRows<Input>& query, const HeadWeights<Input>& weights, int64_t token,
+                  int64_t row) {
+    product_.load_query(query, {}, token, heads_);
+    if constexpr (kParts > 1) {
+      for (int64_t part = 0; part < kParts; ++part) {
+        pack_rows(padded_heads_, size_, product_.query().data(), product_.query().stride(),
+                  repeated_query_.row(part * padded_heads_));
+      }
+      query_operand_ = {repeated_query_.data(), size_};
+    } else {
+      query_operand_ = {product_.query().data(), product_.query().stride()};
+    }
+    weights.load(row, weights_.data());
+    zero_rows(d_weights_, 0, 1);
+    zero_rows(d_query_, 0, kParts * padded_heads_);
+  }
+
+  void load_keys(const TokenRows<Input>& key, const int32_t* positions, int64_t count) {
+    count_ = count;
+    rows_ = product_.load_keys(key, {}, positions, count);
+  }
+
+  void logits(const Tile<T>& logits) const { product_.multiply(rows_, logits); }
+
+  // scores (keys) of the tile.
+  void scores(const Tile<T>& logits, T* scores) const {
+    vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
+                weights = weights_.data()] {
+      for (int64_t i = 0; i < count; ++i) {
+        const T* row = logits + i * heads;
+        T sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t h = 0; h < heads; ++h) {
+          sum += weights[h] * relu(row[h]);
+        }
+        scores[i] = sum;
+      }
+    });
+  }
+
+  // Adds the gradients of the tile to those of the token and to rows of `d_keys`. Uses up `logits`.
+  void add(const Tile<T>& logits, const T* d_scores, ParallelScatterAdd<T>& d_keys, int64_t worker,
+           const int32_t* positions) {
+    differentiate(logits, d_scores);
+    zero_rows(d_logits_, count_, rows_);
+    tile_gemm(rows_, size_, kParts * padded_heads_, d_logits_.data(), d_logits_.stride(),
+              query_operand_.data, query_operand_.stride, d_key_.data(), d_key_.stride(),
+              /*accumulate=*/false);
+    d_keys.add(worker, positions, count_, d_key_.data(), d_key_.stride(), size_, 0);
+
+    transpose(d_logits_, rows_, kParts * padded_heads_, d_logits_transposed_);
+    const auto& keys = product_.keys();
+    const auto keys_operand =
+        operand_b(rows_, size_, keys.data(), keys.stride(), packed_keys_.data());
+    tile_gemm(kParts * padded_heads_, size_, rows_, d_logits_transposed_.data(),
+              d_logits_transposed_.stride(), keys_operand.data, keys_operand.stride,
+              d_query_.data(), d_query_.stride(), /*accumulate=*/true);
+  }
+
+  // The gradients of the token into row `row` of the dense outputs.
+  void store(int64_t row, const at::Tensor& d_query, const at::Tensor& d_weights) const {
+    auto* query = d_query.mutable_data_ptr<Input>() + row * heads_ * size_;
+    for (int64_t h = 0; h < heads_; ++h) {
+      for (int64_t part = 1; part < kParts; ++part) {
+        cpu::add(d_query_.row(part * padded_heads_ + h), d_query_.row(h), size_);
+      }
+      convert(d_query_.row(h), query + h * size_, size_);
+    }
+    if (d_weights.scalar_type() == at::kFloat) {
+      convert(d_weights_.data(), d_weights.mutable_data_ptr<float>() + row * heads_, heads_);
+    } else {
+      convert(d_weights_.data(), d_weights.mutable_data_ptr<Input>() + row * heads_, heads_);
+    }
+  }
+
+ private:
+  // Leaves d_logits_, and in `logits` what its parts leave out.
+  void differentiate(const Tile<T>& logits, const T* d_scores) const {
+    vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
+                weights = weights_.data(), d_weights = d_weights_.data(),
+                d_logits = d_logits_.data()] {
+      for (int64_t i = 0; i < count; ++i) {
+        const T d_score = d_scores[i];
+        T* row = logits + i * heads;
+#pragma omp simd
+        for (int64_t h = 0; h < heads; ++h) {
+          d_weights[h] += relu(row[h]) * d_score;
+          row[h] = row[h] > 0 ? d_score * weights[h] : T(0);
+        }
+        for (int64_t part = 0; part < kParts; ++part) {
+          Operand* leading = d_logits + (i * kParts + part) * heads;
+#pragma omp simd
+          for (int64_t h = 0; h < heads; ++h) {
+            leading[h] = leading_part<Operand>(row[h]);
+            row[h] -= static_cast<T>(leading_part<Operand>(row[h]));
+          }
+        }
+      }
+    });
+  }
+
+  int64_t heads_;
+  int64_t padded_heads_;
+  int64_t size_;
+  int64_t count_ = 0;  // keys in the tile,
+  int64_t rows_ = 0;   // and its rows
+  QueryKeyProduct<Input, Operand> product_;
+  OperandB<Operand> query_operand_{};
+  Tile<Operand> repeated_query_;  // an operand B, once per part
+  Tile<Operand> packed_keys_;
+  Tile<Operand> d_logits_;             // (keys, parts * heads)
+  Tile<Operand> d_logits_transposed_;  // (parts * heads, keys)
+  Tile<T> d_query_;                    // (parts * heads, size)
+  Tile<T> d_key_;
+  Tile<T> weights_;
+  Tile<T> d_weights_;
+};
+
+// Calls function(worker, token) for every token of the sequence, divided among threads, and stores
+// what the calls have added to `d_keys` as the gradient of its keys.
+template <typename Input, typename T, typename Function>
+void accumulate_key_gradient(const Sequence& sequence, ParallelScatterAdd<T>& d_keys,
+                             const at::Tensor& d_key, const Function& function) {
+  const int64_t workers = worker_count(sequence.query_length);
+  for_each_worker(workers, [&](int64_t worker) {
+    d_keys.clear(worker, sequence.key_length);
+    for (int64_t token = worker; token < sequence.query_length; token += workers) {
+      function(worker, token);
+    }
+  });
+  const int64_t size = d_key.size(-1);
+  auto* rows = d_key.mutable_data_ptr<Input>() + sequence.key_begin * size;
+  d_keys.reduce(workers, sequence.key_length,
+                [=](int64_t index, const T* sum) { convert(sum, rows + index * size, size); });
+}
+
+// Zeroes the gradients of the tokens that belong to no sequence. `outputs` begin with d_query,
+// d_key and d_weights.
+template <typename Outputs>
+void zero_tail(const Outputs& outputs, const std::vector<Sequence>& sequences) {
+  const auto& d_query = std::get<0>(outputs);
+  const auto& d_key = std::get<1>(outputs);
+  const int64_t tokens = token_count(d_query);
+  for (const auto& output : {d_query, std::get<2>(outputs)}) {
+    zero_tokens_outside(output, tokens, sequences, &Sequence::query_begin, &Sequence::query_length);
+  }
+  zero_tokens_outside(d_key, token_count(d_key), sequences, &Sequence::key_begin,
+                      &Sequence::key_length);
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,32 @@
+// Tasks of different cost, divided among threads. A free thread takes the next task, so that the
+// threads end together; results must not depend on who runs a task, or when.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "cpu/common/parallel_scatter_add.h"
+
+namespace ascend_attn::cpu {
+
+// Calls run(worker, task) for every task, the costliest first. Every thread makes a worker of its
+// own, make_worker() -> std::unique_ptr, when it has a task.
+template <typename Task, typename MakeWorker, typename Run>
+void for_each_task(std::vector<Task> tasks, const MakeWorker& make_worker, const Run& run) {
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [](const Task& a, const Task& b) { return a.cost > b.cost; });
+  std::atomic<size_t> next{0};
+  for_each_worker(worker_count(static_cast<int64_t>(tasks.size())), [&](int64_t) {
+    decltype(make_worker()) worker;
+    for (size_t task = next++; task < tasks.size(); task = next++) {
+      if (!worker) {
+        worker = make_worker();
+      }
+      run(*worker, tasks[task]);
+    }
+  });
+}
+
+}  // namespace ascend_attn::cpu

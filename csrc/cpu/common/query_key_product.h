@@ -1,0 +1,89 @@
+// Scores of one query token against a tile of selected keys.
+#pragma once
+
+#include "cpu/common/rounding.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/token_rows.h"
+
+namespace ascend_attn::cpu {
+
+// The number of keys in a tile is rounded up to this, with zero rows: few sizes, little generated
+// code.
+inline constexpr int64_t kTileStep = 16;
+
+// The head axis of a row with a rope part: `nope` columns, then the rope's, each a multiple of what
+// tile_gemm takes as depth.
+template <typename Operand>
+struct HeadColumns {
+  int64_t nope;
+  int64_t rope;
+
+  int64_t rope_begin() const { return round_up(nope, depth_step<Operand>); }
+  int64_t width() const { return rope_begin() + round_up(rope, depth_step<Operand>); }
+};
+
+// Scores are computed as keys * query^T, (keys, heads): the gathered keys are then used as they
+// are, the query is packed once for all its keys, and softmax runs along the heads.
+template <typename Input, typename Operand>
+class QueryKeyProduct {
+ public:
+  // `heads` a multiple of depth_step; heads that the query does not have stay zero.
+  QueryKeyProduct(int64_t heads, HeadColumns<Operand> columns, int64_t max_keys)
+      : heads_(heads),
+        columns_(columns),
+        query_(heads, columns.width()),
+        packed_query_(columns.width(), heads),
+        keys_(max_keys, columns.width()) {}
+
+  void load_query(const TokenRows<Input>& query, const TokenRows<Input>& rope, int64_t token,
+                  int64_t heads) {
+    load_heads(query, token, heads, columns_.nope, query_);
+    if (columns_.rope > 0) {
+      load_heads(rope, token, heads, columns_.rope, query_, columns_.rope_begin());
+    }
+    pack_transposed(columns_.width(), heads_, query_.data(), query_.stride(), packed_query_.data());
+  }
+
+  // Returns the rows of the tile: `count` and the zero rows behind it.
+  int64_t load_keys(const TokenRows<Input>& key, const TokenRows<Input>& rope,
+                    const int32_t* positions, int64_t count) {
+    const int64_t rows = round_up(count, kTileStep);
+    gather_rows(key, positions, count, columns_.nope, keys_);
+    if (columns_.rope > 0) {
+      gather_rows(rope, positions, count, columns_.rope, keys_, columns_.rope_begin());
+    }
+    zero_rows(keys_, count, rows);
+    return rows;
+  }
+
+  // scores (rows, heads) = keys * query^T
+  void multiply(int64_t rows, const Tile<Accumulator<Operand>>& scores) const {
+    tile_gemm(rows, heads_, columns_.width(), keys_.data(), keys_.stride(), packed_query_.data(),
+              heads_, scores.data(), scores.stride(), /*accumulate=*/false);
+  }
+
+  const Tile<Operand>& query() const { return query_; }
+  const Tile<Operand>& keys() const { return keys_; }
+
+ private:
+  int64_t heads_;
+  HeadColumns<Operand> columns_;
+  Tile<Operand> query_;
+  Tile<Operand> packed_query_;
+  Tile<Operand> keys_;
+};
+
+// to (columns, rows) = transpose of from (rows, columns).
+template <typename From, typename To>
+void transpose(const Tile<From>& from, int64_t rows, int64_t columns, const Tile<To>& to) {
+  vectorized([rows, columns, source = from.data(), source_stride = from.stride(),
+              target = to.data(), target_stride = to.stride()] {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) {
+        target[j * target_stride + i] = static_cast<To>(source[i * source_stride + j]);
+      }
+    }
+  });
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,121 @@
+// What the CPU kernels of SparseFlashAttention and its gradient read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
+#include "cpu/common/query_key_product.h"
+#include "cpu/common/sparse_indices.h"
+#include "cpu/common/token_rows.h"
+
+namespace ascend_attn::cpu {
+
+// The arguments of one call, with their values checked.
+struct SparseAttentionInputs {
+  template <typename Op>
+  explicit SparseAttentionInputs(const Op& op)
+      : sequences(read_sequences(op.name, layout_of(op), op.query, op.key,
+                                 op.actual_seq_lengths_query, op.actual_seq_lengths_key)),
+        query(with_dense_rows(op.query)),
+        key(with_dense_rows(op.key)),
+        value(same_rows(op.key, op.value) ? key : with_dense_rows(op.value)),
+        query_rope(op.query_rope ? with_dense_rows(*op.query_rope) : at::Tensor()),
+        key_rope(op.key_rope ? with_dense_rows(*op.key_rope) : at::Tensor()),
+        sparse_indices(with_dense_rows(op.sparse_indices)),
+        heads(query.size(-2)),
+        size(query.size(-1)),
+        rope_size(query_rope.defined() ? query_rope.size(-1) : 0),
+        block_size(op.sparse_block_size),
+        mode(static_cast<SparseMode>(op.sparse_mode)) {
+    check_sparse_indices(op.name, layout_of(op), sparse_indices, op.key, sequences, block_size);
+  }
+
+  bool value_is_key() const { return value.is_same(key); }
+
+  int64_t longest(int64_t Sequence::* length) const {
+    int64_t longest = 0;
+    for (const auto& sequence : sequences) {
+      longest = std::max(longest, sequence.*length);
+    }
+    return longest;
+  }
+
+  std::vector<Sequence> sequences;
+  at::Tensor query, key, value;
+  at::Tensor query_rope, key_rope;  // undefined if absent
+  at::Tensor sparse_indices;
+  int64_t heads, size, rope_size, block_size;
+  SparseMode mode;
+
+ private:
+  template <typename Op>
+  static Layout layout_of(const Op& op) {
+    return parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND});
+  }
+
+  // Absorbed multi-head latent attention passes one tensor as key and as value.
+  static bool same_rows(const at::Tensor& a, const at::Tensor& b) {
+    return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
+           a.strides() == b.strides();
+  }
+};
+
+// The same, for one sequence: tokens are counted from its first.
+template <typename Input>
+struct SequenceInputs {
+  SequenceInputs(const SparseAttentionInputs& inputs, const Sequence& of)
+      : sequence(of),
+        query(inputs.query, of.query_begin),
+        query_rope(rows_or_none(inputs.query_rope, of.query_begin)),
+        key(inputs.key, of.key_begin),
+        key_rope(rows_or_none(inputs.key_rope, of.key_begin)),
+        value(inputs.value, of.key_begin),
+        sparse_indices(inputs.sparse_indices, of.query_begin),
+        count(inputs.sparse_indices.size(-1)),
+        block_size(inputs.block_size),
+        mode(inputs.mode) {}
+
+  SelectedKeys selected(int64_t token) const {
+    return {sparse_indices.row(token), count, block_size, visible_keys(sequence, mode, token)};
+  }
+
+  Sequence sequence;
+  TokenRows<Input> query, query_rope, key, key_rope, value;
+  TokenRows<int32_t> sparse_indices;
+  int64_t count, block_size;
+  SparseMode mode;
+
+ private:
+  static TokenRows<Input> rows_or_none(const at::Tensor& tensor, int64_t begin) {
+    return tensor.defined() ? TokenRows<Input>(tensor, begin) : TokenRows<Input>();
+  }
+};
+
+// The tile of values that belongs to a tile of keys: the same one, if value is key.
+template <typename Input, typename Operand>
+class ValueTile {
+ public:
+  ValueTile(bool value_is_key, int64_t max_keys, int64_t size)
+      : size_(size), values_(value_is_key ? 0 : max_keys, round_up(size, depth_step<Operand>)) {}
+
+  const Tile<Operand>& load(const TokenRows<Input>& value, const Tile<Operand>& keys,
+                            const int32_t* positions, int64_t count, int64_t tile_rows) const {
+    if (values_.data() == nullptr) {
+      return keys;
+    }
+    gather_rows(value, positions, count, size_, values_);
+    zero_rows(values_, count, tile_rows);
+    return values_;
+  }
+
+ private:
+  int64_t size_;
+  Tile<Operand> values_;
+};
+
+}  // namespace ascend_attn::cpu

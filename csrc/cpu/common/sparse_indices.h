@@ -1,0 +1,66 @@
+// What sparse_indices selects.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/sequence_lengths.h"
+
+namespace ascend_attn::cpu {
+
+// Every index of every sequence in [-1, number of blocks of keys). `key` gives the number of keys
+// in BSND, where it does not depend on the lengths; `sequences` gives it in TND.
+void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
+                          const at::Tensor& key, const std::vector<Sequence>& sequences,
+                          int64_t block_size = 1);
+
+// The keys that one row of sparse_indices selects, in order and with repetitions, some at a time.
+class SelectedKeys {
+ public:
+  // `row` has `count` indices of blocks; keys from `visible` on are not selected.
+  SelectedKeys(const int32_t* row, int64_t count, int64_t block_size, int64_t visible)
+      : block_(row),
+        end_(row + std::min(count, (visible + block_size - 1) / block_size)),
+        block_size_(block_size),
+        visible_(visible) {
+    end_ = std::find(block_, end_, -1);
+  }
+
+  // Writes the next positions, counted inside the sequence, and returns how many: 0 at the end.
+  int64_t next(int32_t* positions, int64_t capacity) {
+    int64_t written = 0;
+    while (block_ != end_ && written < capacity) {
+      const int64_t begin = int64_t{*block_} * block_size_;
+      const int64_t end = std::min(begin + block_size_, visible_);
+      const int64_t position = begin + offset_;
+      const int64_t count = std::clamp<int64_t>(end - position, 0, capacity - written);
+      for (int64_t i = 0; i < count; ++i) {
+        positions[written + i] = static_cast<int32_t>(position + i);
+      }
+      written += count;
+      offset_ += count;
+      if (position + count >= end) {
+        ++block_;
+        offset_ = 0;
+      }
+    }
+    return written;
+  }
+
+  // No more positions than this are left.
+  int64_t bound() const { return (end_ - block_) * block_size_; }
+
+ private:
+  const int32_t* block_;
+  const int32_t* end_;
+  int64_t block_size_;
+  int64_t visible_;
+  int64_t offset_ = 0;  // inside the current block
+};
+
+}  // namespace ascend_attn::cpu

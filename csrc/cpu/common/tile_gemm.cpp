@@ -1,0 +1,179 @@
+#include "cpu/common/tile_gemm.h"
+
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+
+namespace ascend_attn::cpu {
+namespace {
+
+bool multiply_bfloat16() {
+  constexpr int64_t size = 16;
+  std::array<at::BFloat16, size * size> a;
+  std::array<at::BFloat16, size * size> b;
+  std::array<at::BFloat16, size * size> packed;
+  for (int64_t i = 0; i < size * size; ++i) {
+    // Small integers: every product and sum is exact.
+    a[i] = static_cast<float>(i % 7 - 3);
+    b[i] = static_cast<float>(i % 5 - 2);
+  }
+  pack_rows(size, size, b.data(), size, packed.data());
+  std::array<float, size * size> c{};
+  try {
+    const TileGemmScope scope;
+    tile_gemm(size, size, size, a.data(), size, packed.data(), size, c.data(), size, false);
+  } catch (const std::exception&) {
+    // Of torch, or of oneDNN, where the processor has AVX512 but no bfloat16 products.
+    return false;
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    for (int64_t j = 0; j < size; ++j) {
+      float expected = 0;
+      for (int64_t k = 0; k < size; ++k) {
+        expected += static_cast<float>(a[i * size + k]) * static_cast<float>(b[k * size + j]);
+      }
+      if (c[i * size + j] != expected) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// brgemm exists on x86-64 only; elsewhere it raises.
+bool multiplies_float() {
+  const float one = 1;
+  float product = 0;
+  try {
+    at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, /*add_C=*/false, &one, &one, &product,
+                                /*is_vnni=*/false);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return product == one;
+}
+
+// brgemm asks for AVX512 with VNNI. Its product of a signed A would want a correction that it
+// leaves to the caller, except with AMX; that of an unsigned A is exact. The largest values are
+// multiplied: products of pairs that are added in 16 bits would saturate.
+bool multiplies_int8() {
+  constexpr int64_t size = 16;
+  std::array<uint8_t, size * size> a;
+  std::array<int8_t, size * size> b;
+  a.fill(255);
+  b.fill(-128);
+  std::array<int32_t, size * size> c{};
+  try {
+    const TileGemmScope scope;
+    at::native::cpublas::brgemm(size, size, size, size, size, size, /*add_C=*/false, a.data(),
+                                b.data(), c.data(), /*is_vnni=*/true);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return std::all_of(c.begin(), c.end(),
+                     [](int32_t product) { return product == size * 255 * -128; });
+}
+
+template <typename T>
+void multiply_plainly(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_stride, const T* b,
+                      int64_t b_stride, T* c, int64_t c_stride, bool accumulate) {
+  vectorized([=] {
+    for (int64_t i = 0; i < m; ++i) {
+      T* out = c + i * c_stride;
+      for (int64_t j = 0; !accumulate && j < n; ++j) {
+        out[j] = 0;
+      }
+      for (int64_t l = 0; l < k; ++l) {
+        const T factor = a[i * a_stride + l];
+        const T* row = b + l * b_stride;
+        for (int64_t j = 0; j < n; ++j) {
+          out[j] += factor * row[j];
+        }
+      }
+    }
+  });
+}
+
+// Floats add integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
+void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
+                        const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
+                        bool accumulate) {
+  constexpr int64_t exact_depth = 512;
+  constexpr int64_t step = depth_step<int8_t>;
+  const Tile<float> left(m, std::min(k, exact_depth));
+  const Tile<float> right(std::min(k, exact_depth), n);
+  const Tile<float> product(m, n);
+  for (int64_t first = 0; first < k; first += exact_depth) {
+    const int64_t depth = std::min(exact_depth, k - first);
+    for (int64_t i = 0; i < m; ++i) {
+      convert(a + i * a_stride + first, left.row(i), depth);
+    }
+    vectorized([=, from = b + first * b_stride, to = right.data()] {
+      for (int64_t l = 0; l < depth; l += step) {
+        for (int64_t j = 0; j < n; ++j) {
+          for (int64_t x = 0; x < step; ++x) {
+            to[(l + x) * n + j] = from[l * b_stride + step * j + x];
+          }
+        }
+      }
+    });
+    tile_gemm(m, n, depth, left.data(), left.stride(), right.data(), n, product.data(), n, false);
+    vectorized([=, keep = accumulate || first > 0, from = product.data()] {
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          const int32_t before = keep ? c[i * c_stride + j] : 0;
+          c[i * c_stride + j] = before + static_cast<int32_t>(from[i * n + j]);
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+
+// cpublas::could_pack(kBFloat16) asks for AMX, while brgemm also serves AVX512 with bfloat16.
+bool has_bfloat16_products() {
+  static const bool has = multiply_bfloat16();
+  return has;
+}
+
+TileGemmScope::~TileGemmScope() { at::native::cpublas::brgemm_release(); }
+
+void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a_stride,
+               const at::BFloat16* b, int64_t b_stride, float* c, int64_t c_stride,
+               bool accumulate) {
+  at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
+                              /*is_vnni=*/true);
+}
+
+void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
+               int64_t b_stride, float* c, int64_t c_stride, bool accumulate) {
+  static const bool has_brgemm = multiplies_float();
+  if (has_brgemm) {
+    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
+                                /*is_vnni=*/false);
+  } else {
+    multiply_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+  }
+}
+
+// ATen exports no product of double matrices below the level of tensors.
+void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
+               int64_t b_stride, double* c, int64_t c_stride, bool accumulate) {
+  multiply_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+}
+
+void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
+               int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate) {
+  static const bool has_brgemm = multiplies_int8();
+  if (has_brgemm) {
+    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
+                                /*is_vnni=*/true);
+  } else {
+    multiply_as_floats(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+  }
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,167 @@
+// Products of small matrices, C = A * B or C += A * B, that several threads compute at a time, each
+// its own. All matrices are row-major.
+//
+// A kernel is written for three types:
+//   Input        of the tensors: at::Half, at::BFloat16, float or double
+//   Operand      of A and B: bfloat16 where the processor multiplies it, otherwise float; or double
+//   Accumulator  of C: float, or double
+// Products of 8-bit integers have an unsigned A, a signed B and an exact int32 C.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "cpu/common/vectorized.h"
+
+namespace ascend_attn::cpu {
+
+template <typename Operand>
+using Accumulator = std::conditional_t<std::is_same_v<Operand, double>, double, float>;
+
+constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// The products of 16-bit operands take B with pairs of rows interleaved, (K / 2, N, 2), so that the
+// depth K has to be even. Those of 8-bit operands take four rows at a time, (K / 4, N, 4).
+template <typename Operand>
+inline constexpr int64_t depth_step = sizeof(Operand) < 4 ? 4 / sizeof(Operand) : 1;
+
+// Zero-initialised scratch memory of one thread: a row-major matrix, or an operand B of as many
+// elements. Rows start where vector loads are aligned when `columns` is a multiple of 32.
+template <typename T>
+class Tile {
+ public:
+  Tile() = default;
+  Tile(int64_t rows, int64_t columns)
+      : stride_(columns), data_(c10::GetCPUAllocator()->allocate(bytes(rows, columns))) {
+    if (data_) {
+      std::memset(data_.get(), 0, bytes(rows, columns));
+    }
+  }
+
+  T* data() const { return static_cast<T*>(data_.get()); }
+  T* row(int64_t index) const { return data() + index * stride_; }
+  int64_t stride() const { return stride_; }
+
+ private:
+  static size_t bytes(int64_t rows, int64_t columns) {
+    return static_cast<size_t>(rows * columns) * sizeof(T);
+  }
+
+  int64_t stride_ = 0;
+  at::DataPtr data_;
+};
+
+// Whether the processor multiplies bfloat16 matrices; found out once, by multiplying two.
+bool has_bfloat16_products();
+
+// C (m, n) = A (m, k) * B (k, n), or C += A * B. B as pack_rows or pack_transposed leave it, k a
+// multiple of depth_step. Code is generated for every new combination of sizes and strides: keep
+// those few.
+void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a_stride,
+               const at::BFloat16* b, int64_t b_stride, float* c, int64_t c_stride,
+               bool accumulate);
+void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
+               int64_t b_stride, float* c, int64_t c_stride, bool accumulate);
+void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
+               int64_t b_stride, double* c, int64_t c_stride, bool accumulate);
+void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
+               int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate);
+
+// Every thread that has called tile_gemm on 8 or 16-bit operands holds one of these around its
+// calls: tile registers are configured per thread, and have to be given back.
+class TileGemmScope {
+ public:
+  TileGemmScope() = default;
+  ~TileGemmScope();
+  TileGemmScope(const TileGemmScope&) = delete;
+  TileGemmScope& operator=(const TileGemmScope&) = delete;
+};
+
+// The bits of an operand, because compilers do not vectorise copies of objects.
+inline uint16_t& bits_of(at::BFloat16& operand) { return operand.x; }
+inline uint16_t bits_of(const at::BFloat16& operand) { return operand.x; }
+inline int8_t& bits_of(int8_t& operand) { return operand; }
+inline int8_t bits_of(const int8_t& operand) { return operand; }
+
+// B (k, n) = rows (k, n). `packed` has room for round_up(k, depth_step) * n elements.
+template <typename T>
+void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+  constexpr int64_t step = depth_step<T>;
+  static_assert(step > 1);
+  vectorized([=] {
+    const int64_t whole = k / step * step;
+    for (int64_t i = 0; i < whole; i += step) {
+      const T* from = rows + i * stride;
+      T* to = packed + i * n;
+      for (int64_t j = 0; j < n; ++j) {
+        for (int64_t l = 0; l < step; ++l) {
+          bits_of(to[step * j + l]) = bits_of(from[l * stride + j]);
+        }
+      }
+    }
+    for (int64_t j = 0; whole < k && j < n; ++j) {
+      for (int64_t l = 0; l < step; ++l) {
+        bits_of(packed[whole * n + step * j + l]) =
+            whole + l < k ? bits_of(rows[(whole + l) * stride + j]) : 0;
+      }
+    }
+  });
+}
+
+// B (k, n) = transpose of rows (n, k), k a multiple of depth_step. `packed` has room for k * n
+// elements.
+template <typename T>
+void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+  // As many elements of a row of `rows` as stand side by side in B.
+  using Group = std::conditional_t<(depth_step<T> > 1), uint32_t, T>;
+  constexpr int64_t step = depth_step<T>;
+  vectorized([=] {
+    for (int64_t i = 0; i < k; i += step) {
+      for (int64_t j = 0; j < n; ++j) {
+        std::memcpy(packed + i * n + j * step, rows + j * stride + i, sizeof(Group));
+      }
+    }
+  });
+}
+
+// Where B (k, n) = rows (k, n) stands: in `rows` itself if that is already the form of an operand
+// B, otherwise packed into `packed`.
+template <typename T>
+struct OperandB {
+  const T* data;
+  int64_t stride;
+};
+template <typename T>
+OperandB<T> operand_b(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+  if constexpr (depth_step<T> == 1) {
+    return {rows, stride};
+  } else {
+    pack_rows(k, n, rows, stride, packed);
+    return {packed, n};
+  }
+}
+
+// Calls function.template operator()<Input, Operand>() for tensors of `dtype`.
+template <typename Function>
+void dispatch_operand(at::ScalarType dtype, Function&& function) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return has_bfloat16_products() ? function.template operator()<at::BFloat16, at::BFloat16>()
+                                     : function.template operator()<at::BFloat16, float>();
+    case at::kHalf:
+      return function.template operator()<at::Half, float>();
+    case at::kDouble:
+      return function.template operator()<double, double>();
+    default:
+      return function.template operator()<float, float>();
+  }
+}
+
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,120 @@
+// Rows of a BSND or TND tensor, read through its strides.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "core/sequence_lengths.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/vectorized.h"
+
+namespace ascend_attn::cpu {
+
+// The number of tokens of a (B, S, heads, D) or (T, heads, D) tensor.
+inline int64_t token_count(const at::Tensor& tensor) {
+  return tensor.dim() == 4 ? tensor.size(0) * tensor.size(1) : tensor.size(0);
+}
+
+// `tensor` itself when its rows are dense, otherwise a dense copy.
+inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
+  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+// The rows of the tokens of one sequence. The axes of the tensor are (B, S, heads, D) or
+// (T, heads, D); `begin` counts over the flattened token axes, and the sequence stays in one batch.
+template <typename T>
+class TokenRows {
+ public:
+  TokenRows() = default;
+  TokenRows(const at::Tensor& tensor, int64_t begin)
+      : data_(tensor.const_data_ptr<T>()),
+        token_stride_(tensor.stride(-3)),
+        head_stride_(tensor.stride(-2)) {
+    if (tensor.dim() == 4 && tensor.size(1) > 0) {
+      data_ += begin / tensor.size(1) * tensor.stride(0);
+      begin %= tensor.size(1);
+    }
+    data_ += begin * token_stride_;
+  }
+
+  const T* row(int64_t token, int64_t head = 0) const {
+    return data_ + token * token_stride_ + head * head_stride_;
+  }
+
+ private:
+  const T* data_ = nullptr;
+  int64_t token_stride_ = 0;
+  int64_t head_stride_ = 0;
+};
+
+template <typename Operand, typename Input>
+void load_row(const Input* from, Operand* to, int64_t width) {
+  if constexpr (std::is_same_v<Operand, Input>) {
+    std::memcpy(to, from, static_cast<size_t>(width) * sizeof(Input));
+  } else {
+    convert(from, to, width);
+  }
+}
+
+// Row h of `tile`, from `column` on, becomes head h of `token`.
+template <typename Operand, typename Input>
+void load_heads(const TokenRows<Input>& rows, int64_t token, int64_t heads, int64_t width,
+                const Tile<Operand>& tile, int64_t column = 0) {
+  for (int64_t head = 0; head < heads; ++head) {
+    load_row(rows.row(token, head), tile.row(head) + column, width);
+  }
+}
+
+// Row i of `tile`, from `column` on, becomes the row of token positions[i].
+template <typename Operand, typename Input>
+void gather_rows(const TokenRows<Input>& rows, const int32_t* positions, int64_t count,
+                 int64_t width, const Tile<Operand>& tile, int64_t column = 0) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kRowsAhead < count) {
+      prefetch(rows.row(positions[i + kRowsAhead]), width);
+    }
+    load_row(rows.row(positions[i]), tile.row(i) + column, width);
+  }
+}
+
+// The inverse of load_heads, into a dense (tokens, heads, width) tensor: `factor(h)` times row h.
+template <typename T, typename Output, typename Factor>
+void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t width,
+                 const Factor& factor, Output* to) {
+  for (int64_t head = 0; head < heads; ++head) {
+    scale(tile.row(head) + column, factor(head), to + head * width, width);
+  }
+}
+
+// Rows [begin, end) of `tile` become zero.
+template <typename T>
+void zero_rows(const Tile<T>& tile, int64_t begin, int64_t end) {
+  std::memset(tile.row(begin), 0, static_cast<size_t>((end - begin) * tile.stride()) * sizeof(T));
+}
+
+// Zeroes the tokens of a dense tensor that belong to no sequence. `begin` and `length` say which
+// tokens do: of the query or of the key.
+inline void zero_tokens_outside(const at::Tensor& tensor, int64_t tokens,
+                                const std::vector<Sequence>& sequences, int64_t Sequence::* begin,
+                                int64_t Sequence::* length) {
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto bytes_per_token = static_cast<int64_t>(tensor.nbytes()) / tokens;
+  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
+  const auto zero = [&](int64_t from, int64_t to) {
+    std::memset(data + from * bytes_per_token, 0,
+                static_cast<size_t>((to - from) * bytes_per_token));
+  };
+  int64_t end = 0;
+  for (const auto& sequence : sequences) {
+    zero(end, sequence.*begin);
+    end = sequence.*begin + sequence.*length;
+  }
+  zero(end, tokens);
+}
+
+}  // namespace ascend_attn::cpu

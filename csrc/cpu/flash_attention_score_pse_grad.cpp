@@ -1,0 +1,97 @@
+// The gradient of pse_shift, summed up over the axes along which it is broadcast.
+#include "ops/flash_attention_score.h"
+
+#include <torch/library.h>
+
+#include <ATen/ops/zeros.h>
+
+#include <memory>
+#include <vector>
+
+#include "core/operator.h"
+#include "core/tensor_checks.h"
+#include "cpu/common/dense_attention_grad.h"
+#include "cpu/common/parallel_tasks.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// All rows of one key head in all sequences: its heads are rows of pse_shift of their own.
+struct HeadTask {
+  int64_t key_head;
+  int64_t cost;
+};
+
+template <typename Input, typename Operand>
+class PseGrad {
+ public:
+  using T = Accumulator<Operand>;
+
+  PseGrad(const DenseAttentionGrad& attention, const PseAddress& address, T* sum)
+      : attention_(attention.forward), address_(address), sum_(sum), tile_(attention) {}
+
+  void run(const HeadTask& task) {
+    for (const auto& sequence : attention_.sequences) {
+      tile_.start(sequence, task.key_head);
+      const int64_t all_rows = sequence.queries * attention_.group();
+      for (int64_t begin = 0; begin < sequence.keys; begin += kKeyBlock) {
+        const int64_t count = std::min(kKeyBlock, sequence.keys - begin);
+        tile_.load_keys(begin, count);
+        for (int64_t row = 0; row < all_rows; row += kRowBlock) {
+          const int64_t rows = std::min(kRowBlock, all_rows - row);
+          const TileColumns columns(sequence, attention_.group(), row, rows, begin, count);
+          if (!columns.empty()) {
+            tile_.run(row, rows, columns);
+            add_rows(sequence, begin, row, rows, columns);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  void add_rows(const AttentionSequence& sequence, int64_t key_begin, int64_t row, int64_t rows,
+                const TileColumns& columns) {
+    tile_.for_each_row(row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
+      T* to = sum_ + address_.row(sequence, head, query) + key_begin;
+      add(tile_.d_scores().row(r) + columns.row_begin[r], to + columns.row_begin[r],
+          columns.row_end[r] - columns.row_begin[r]);
+    });
+  }
+
+  const DenseAttention& attention_;
+  const PseAddress& address_;
+  T* sum_;
+  ScoreGradient<Input, Operand> tile_;
+};
+
+void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
+                              FlashAttentionPseGrad::Outputs& outputs) {
+  const DenseAttentionGrad attention(op.name, op);
+  const auto& forward = attention.forward;
+  const auto& pse = *op.options.pse_shift;
+  const auto sum = at::zeros(pse.sizes(), pse.options().dtype(statistics_dtype(op.query)));
+  const auto address = PseAddress::of(sum, forward.query, forward.key,
+                                      forward.layout == Layout::TND, forward.sequences);
+  dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
+    using Worker = PseGrad<Input, Operand>;
+    auto* data = sum.template mutable_data_ptr<Accumulator<Operand>>();
+    std::vector<HeadTask> tasks;
+    for (int64_t head = 0; head < forward.key_heads; ++head) {
+      tasks.push_back({head, 0});
+    }
+    for_each_task(
+        tasks, [&] { return std::make_unique<Worker>(attention, address, data); },
+        [](Worker& worker, const HeadTask& task) { worker.run(task); });
+  });
+  // Inside the factor, the gradient has it too.
+  const double factor = forward.pse_type == 1 ? forward.scale : 1.0;
+  std::get<0>(outputs).copy_(sum.mul(factor));
+}
+
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+  register_kernel<FlashAttentionPseGrad, flash_attention_pse_grad>(m);
+}
+
+}  // namespace
+}  // namespace ascend_attn::cpu

@@ -1,0 +1,380 @@
+// Two passes over the keys, because the exponentials are rounded to 8 bits relative to the largest
+// score of the WHOLE row: an online softmax would round them relative to another one. The first
+// pass finds the largest score, the second one rounds and multiplies.
+#include "cpu/prompt_flash_attention_int8.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "cpu/common/attention_rows.h"
+#include "cpu/common/attention_tiles.h"
+#include "cpu/common/parallel_tasks.h"
+#include "cpu/common/tile_gemm.h"
+#include "cpu/common/vectorized.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// Tiles, of 16 MB in all, in which a thread keeps the products of query and key from the first pass
+// for the second. Where they do not suffice, the second pass multiplies again.
+constexpr int64_t kKeptTiles = (int64_t{16} << 20) / (kRowBlock * kKeyBlock * 4);
+// tile_gemm wants an unsigned A: query + 128.
+constexpr int32_t kQueryOffset = 128;
+// An int32 adds up so many products of exponential and value, of 128 * 128 at most.
+constexpr int64_t kExactKeys = (int64_t{1} << 31) / (128 * 128) - 1;
+
+constexpr int32_t kNoScore = std::numeric_limits<int32_t>::min();
+constexpr float kLargestHalf = 65504.0f;
+// Added to a small number, leaves the nearest integer in the low bits; ties to even.
+constexpr float kRounder = 12582912.0f;
+
+// The nearest number that a half can represent, in float; ties to even. What is too large for a
+// half stays finite.
+inline float round_to_half(float x) {
+  // Behind a sum with 1.5 * 2^13 times the power of two in x stands as much as half has: 10 bits of
+  // x's fraction. Halves below 2^-14 have the spacing of those above.
+  const float power = std::bit_cast<float>(std::bit_cast<uint32_t>(x) & uint32_t{0x7f800000});
+  const float rounder = 12288.0f * (power > 0x1p-14f ? power : 0x1p-14f);
+  return (x + rounder) - rounder;
+}
+
+// The score of an integer product: fp16(saturate(product * deq_scale1)) * fp16(scale), in fp16.
+struct Score {
+  float deq_scale;
+  float scale;
+
+  float operator()(int32_t product) const {
+    float x = static_cast<float>(product) * deq_scale;
+    x = x > kLargestHalf ? kLargestHalf : x;
+    x = x < -kLargestHalf ? -kLargestHalf : x;
+    return round_to_half(round_to_half(x) * scale);
+  }
+  // Scores grow with the products, or fall.
+  bool falls() const { return (deq_scale < 0) != (scale < 0); }
+};
+
+// How much of everything a thread has room for.
+struct Capacity {
+  explicit Capacity(const std::vector<RowsTask>& tasks) {
+    for (const auto& task : tasks) {
+      rows = std::max(rows, round_up(task.rows, kRowBlock));
+      keys = std::max(keys, round_up(task.sequence->keys, kKeyBlock));
+    }
+    tiles = std::clamp<int64_t>(rows / kRowBlock * (keys / kKeyBlock), 1, kKeptTiles);
+  }
+
+  int64_t rows = 0;
+  int64_t keys = 0;
+  int64_t tiles;  // of products
+};
+
+class QuantizedAttention {
+ public:
+  QuantizedAttention(const DenseAttention& attention, const Int8Scales& scales,
+                     const Capacity& capacity)
+      : attention_(attention),
+        scales_(scales),
+        score_{scales.deq_scale1, static_cast<at::Half>(static_cast<float>(attention.scale))},
+        mask_(attention.mask.defined()
+                  ? static_cast<const uint8_t*>(attention.mask.const_data_ptr())
+                  : nullptr),
+        tiles_(capacity.tiles),
+        keys_(attention.size, /*by_rows=*/false, /*transposed=*/true),
+        values_(attention.value_size, /*by_rows=*/true, /*transposed=*/false),
+        query_(capacity.rows, keys_.size()),
+        key_terms_(tiles_, kKeyBlock),
+        products_(tiles_ * kRowBlock, kKeyBlock),
+        exponentials_(kRowBlock, kKeyBlock),
+        sums_(capacity.rows, values_.size()),
+        out_(capacity.rows, values_.size()),
+        largest_(1, capacity.rows),
+        statistics_(2, capacity.rows) {}
+
+  // Calls store(head, query, row of the output or nullptr) for every row of the task: nullptr where
+  // a row keeps no key.
+  template <typename Store>
+  void run(const RowsTask& task, const Store& store) {
+    const auto& sequence = *task.sequence;
+    const int64_t group = attention_.group();
+    load_query(task);
+    std::fill_n(largest_.data(), task.rows, kNoScore);
+    std::fill_n(sum(), task.rows, 0.0f);
+    zero_rows(out_, 0, task.rows);
+    zero_rows(sums_, 0, task.rows);
+
+    const auto key = key_rows<int8_t>(attention_.key, sequence, task.key_head);
+    const auto value = key_rows<int8_t>(attention_.value, sequence, task.key_head);
+    const auto& kept = sequence.kept;
+    const int64_t first = kept.begin(task.first_row / group);
+    const int64_t last = kept.end((task.first_row + task.rows - 1) / group);
+    const int64_t row_blocks = (task.rows + kRowBlock - 1) / kRowBlock;
+    const bool keeps = row_blocks * ((last - first + kKeyBlock - 1) / kKeyBlock) <= tiles_;
+    const auto for_each_tile = [&](const auto& load, const auto& function) {
+      int64_t tile = 0;
+      int64_t block = 0;
+      for (int64_t begin = first; begin < last; begin += kKeyBlock) {
+        const int64_t count = std::min(kKeyBlock, last - begin);
+        int32_t* terms = key_terms_.row(keeps ? block++ : 0);
+        load(begin, count, terms);
+        for (int64_t row = 0; row < task.rows; row += kRowBlock) {
+          const int64_t rows = std::min(kRowBlock, task.rows - row);
+          const TileColumns columns(sequence, group, task.first_row + row, rows, begin, count);
+          if (!columns.empty()) {
+            function(row, rows, begin, columns, terms,
+                     products_.row(keeps ? kRowBlock * tile++ : 0));
+          }
+        }
+      }
+    };
+    for_each_tile(
+        [&](int64_t begin, int64_t count, int32_t* terms) { load_keys(key, begin, count, terms); },
+        [&](int64_t row, int64_t rows, int64_t begin, const TileColumns& columns,
+            const int32_t* terms, int32_t* products) {
+          multiply(row, rows, columns, products);
+          update_largest(task, row, rows, begin, columns, terms, products);
+        });
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int32_t largest = largest_.data()[r];
+      max()[r] = largest == kNoScore ? 0.0f : score_(score_.falls() ? ~largest : largest);
+    }
+    int64_t added = 0;
+    for_each_tile(
+        [&](int64_t begin, int64_t count, int32_t* terms) {
+          if (!keeps) {
+            load_keys(key, begin, count, terms);
+          }
+          values_.load(value, begin, count);
+          if (added + count > kExactKeys) {
+            add_up(task.rows);
+            added = 0;
+          }
+          added += count;
+        },
+        [&](int64_t row, int64_t rows, int64_t begin, const TileColumns& columns,
+            const int32_t* terms, int32_t* products) {
+          if (!keeps) {
+            multiply(row, rows, columns, products);
+          }
+          exponentiate(task, row, rows, begin, columns, terms, products);
+          const auto values = values_.by_rows(columns.begin);
+          tile_gemm(round_up(rows, kRowStep), values_.size(), columns.width(),
+                    exponentials_.data() + columns.begin, exponentials_.stride(), values.data,
+                    values.stride, sums_.row(row), sums_.stride(), /*accumulate=*/true);
+        });
+    add_up(task.rows);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t row = task.first_row + r;
+      store(task.key_head * group + row % group, row / group, finished(r));
+    }
+  }
+
+ private:
+  void load_query(const RowsTask& task) {
+    const int64_t group = attention_.group();
+    const auto rows = query_rows<int8_t>(attention_.query, *task.sequence, task.key_head * group);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t at = task.first_row + r;
+      vectorized(
+          [from = rows.row(at / group, at % group), to = query_.row(r), size = attention_.size] {
+            for (int64_t d = 0; d < size; ++d) {
+              to[d] = static_cast<uint8_t>(from[d] + kQueryOffset);
+            }
+          });
+    }
+    zero_rows(query_, task.rows, round_up(task.rows, kRowStep));
+  }
+
+  void load_keys(const HeadRows<const int8_t>& rows, int64_t begin, int64_t count, int32_t* terms) {
+    keys_.load(rows, begin, count);
+    // What query + 128 adds to the products, taken away.
+    for (int64_t j = 0; j < count; ++j) {
+      vectorized([row = rows.row(begin + j), term = terms + j, size = attention_.size] {
+        int32_t sum = 0;
+        for (int64_t d = 0; d < size; ++d) {
+          sum += row[d];
+        }
+        *term = -kQueryOffset * sum;
+      });
+    }
+  }
+
+  void multiply(int64_t row, int64_t rows, const TileColumns& columns, int32_t* products) {
+    const auto keys = keys_.transposed(columns.begin);
+    const int64_t padded_rows = round_up(rows, kRowStep);
+    tile_gemm(padded_rows, columns.width(), keys_.size(), query_.row(row), query_.stride(),
+              keys.data, keys.stride, products + columns.begin, kKeyBlock, /*accumulate=*/false);
+  }
+
+  // Of the rows of a tile; nothing without a mask.
+  const std::array<const uint8_t*, kRowBlock>& mask_rows(const RowsTask& task, int64_t row,
+                                                         int64_t rows, int64_t key_begin) {
+    const int64_t group = attention_.group();
+    for (int64_t r = 0; mask_ != nullptr && r < rows; ++r) {
+      const int64_t at = task.first_row + row + r;
+      const auto& mask = attention_.mask;
+      mask_rows_[r] = mask_ + task.sequence->index * mask.stride(0) +
+                      (task.key_head * group + at % group) * mask.stride(1) +
+                      at / group * mask.stride(2) + key_begin;
+    }
+    return mask_rows_;
+  }
+
+  void update_largest(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
+                      const TileColumns& columns, const int32_t* terms, const int32_t* products) {
+    vectorized([&columns, &masks = mask_rows(task, row, rows, key_begin), rows, terms, products,
+                flip = score_.falls() ? -1 : 0, result = largest_.data() + row] {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int32_t* p = products + r * kKeyBlock;
+        const uint8_t* mask = masks[r];
+        const int64_t end = columns.row_end[r];
+        int32_t largest = result[r];
+        if (mask != nullptr) {
+          for (int64_t j = columns.row_begin[r]; j < end; ++j) {
+            const int32_t x = mask[j] == 0 ? (p[j] + terms[j]) ^ flip : kNoScore;
+            largest = x > largest ? x : largest;
+          }
+        } else {
+          for (int64_t j = columns.row_begin[r]; j < end; ++j) {
+            const int32_t x = (p[j] + terms[j]) ^ flip;
+            largest = x > largest ? x : largest;
+          }
+        }
+        result[r] = largest;
+      }
+    });
+  }
+
+  // Turns products into exp(score - max) rounded to 8 bits, without the sign of quant_scale1, and
+  // into 0 where a row keeps no key: exp(-65504 - max), as far as fp32 is concerned.
+  void exponentiate(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
+                    const TileColumns& columns, const int32_t* terms, const int32_t* products) {
+    const float quant = std::abs(scales_.quant_scale1);
+    const float limit = scales_.quant_scale1 < 0 ? 128.0f : 127.0f;
+    vectorized([=, &columns, &masks = mask_rows(task, row, rows, key_begin), score = score_,
+                max = max() + row, sum = sum() + row, exponentials = exponentials_.data()] {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int32_t* p = products + r * kKeyBlock;
+        const uint8_t* mask = masks[r];
+        uint8_t* to = exponentials + r * kKeyBlock;
+        const int64_t begin = columns.row_begin[r];
+        const int64_t end = columns.row_end[r];
+        const float largest = max[r];
+        // Loops of one width each: those that narrow to bytes as well vectorise badly.
+        float x[kKeyBlock];
+        for (int64_t j = begin; j < end; ++j) {
+          x[j] = exponential_of_nonpositive(score(p[j] + terms[j]) - largest);
+        }
+        if (mask != nullptr) {
+          for (int64_t j = begin; j < end; ++j) {
+            x[j] = mask[j] == 0 ? x[j] : 0.0f;
+          }
+        }
+        float total = 0;
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = begin; j < end; ++j) {
+          total += x[j];
+        }
+        sum[r] += total;
+        for (int64_t j = columns.begin; j < begin; ++j) {
+          to[j] = 0;
+        }
+        for (int64_t j = begin; j < end; ++j) {
+          const float scaled = quant * x[j];
+          const float bounded = scaled < limit ? scaled : limit;
+          to[j] = static_cast<uint8_t>(std::bit_cast<uint32_t>(bounded + kRounder));
+        }
+        for (int64_t j = end; j < columns.end; ++j) {
+          to[j] = 0;
+        }
+      }
+    });
+  }
+
+  // Moves what int32 has summed to float, which in all but the longest sequences happens once.
+  void add_up(int64_t rows) {
+    vectorized([count = rows * sums_.stride(), from = sums_.data(), to = out_.data()] {
+      for (int64_t i = 0; i < count; ++i) {
+        to[i] += static_cast<float>(from[i]);
+        from[i] = 0;
+      }
+    });
+  }
+
+  const float* finished(int64_t r) {
+    if (largest_.data()[r] == kNoScore) {
+      return nullptr;
+    }
+    // A score that fp16 cannot represent is infinite, and inf - inf is not a number.
+    const bool overflows = !(std::abs(max()[r]) <= kLargestHalf);
+    // The exponentials were multiplied without their sign.
+    const float deq = scales_.quant_scale1 < 0 ? -scales_.deq_scale2 : scales_.deq_scale2;
+    const float total = overflows ? std::numeric_limits<float>::quiet_NaN() : sum()[r];
+    vectorized([=, out = out_.row(r), size = attention_.value_size] {
+      for (int64_t d = 0; d < size; ++d) {
+        out[d] = out[d] * deq / total;
+      }
+    });
+    return out_.row(r);
+  }
+
+  float* max() const { return statistics_.row(0); }
+  float* sum() const { return statistics_.row(1); }
+
+  const DenseAttention& attention_;
+  const Int8Scales& scales_;
+  Score score_;
+  const uint8_t* mask_;
+  int64_t tiles_;
+  KeyTile<int8_t> keys_;
+  KeyTile<int8_t> values_;
+  Tile<uint8_t> query_;
+  Tile<int32_t> key_terms_;
+  Tile<int32_t> products_;
+  Tile<uint8_t> exponentials_;
+  Tile<int32_t> sums_;
+  Tile<float> out_;
+  Tile<int32_t> largest_;
+  Tile<float> statistics_;
+  std::array<const uint8_t*, kRowBlock> mask_rows_{};
+};
+
+}  // namespace
+
+void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
+                         const std::optional<OutputQuantization>& quantization,
+                         const at::Tensor& out) {
+  const auto tasks = divide(attention);
+  const Capacity capacity(tasks);
+  const auto attend = [&]<typename Output>(const auto& convert) {
+    auto* data = out.mutable_data_ptr<Output>();
+    for_each_task(
+        tasks, [&] { return std::make_unique<QuantizedAttention>(attention, scales, capacity); },
+        [&](QuantizedAttention& worker, const RowsTask& task) {
+          worker.run(task, [&](int64_t head, int64_t query, const float* from) {
+            auto* row = HeadRows<Output>(data, out, task.sequence->batch, head, 0).row(query);
+            if (from == nullptr) {
+              std::fill_n(row, attention.value_size, Output(0));
+            } else {
+              convert(from, head, row);
+            }
+          });
+        });
+  };
+  if (quantization) {
+    attend.template operator()<int8_t>([&](const float* from, int64_t head, int8_t* to) {
+      quantization->store(from, 1.0f, head, attention.value_size, to);
+    });
+  } else {
+    attend.template operator()<at::Half>([&](const float* from, int64_t, at::Half* to) {
+      ascend_attn::cpu::convert(from, to, attention.value_size);
+    });
+  }
+}
+
+}  // namespace ascend_attn::cpu

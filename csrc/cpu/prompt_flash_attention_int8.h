@@ -1,0 +1,17 @@
+// PromptFlashAttention of int8 query, key and value.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "cpu/common/dense_attention.h"
+#include "cpu/common/int8.h"
+
+namespace ascend_attn::cpu {
+
+// Writes the rows of every sequence to `out`, (B, N, Sq, D) by strides: half, or int8 where
+// `quantization` is given. Rows without keys are zero, in int8 as well (and not their offset).
+void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
+                         const std::optional<OutputQuantization>& quantization,
+                         const at::Tensor& out);
+
+}  // namespace ascend_attn::cpu

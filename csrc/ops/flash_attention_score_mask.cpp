@@ -1,0 +1,205 @@
+// The rules about atten_mask, sparse_mode, prefix, pre_tokens and next_tokens.
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "core/attention_mask.h"
+#include "core/error.h"
+#include "ops/flash_attention_score_rules.h"
+
+namespace ascend_attn {
+void FlashAttentionShapes::mask() const {
+  const int64_t mode = options_.sparse_mode;
+  if (is_packed()) {
+    check_value(mode >= 0 && mode <= kLastMaskMode && mode != 5, op_, "sparse_mode",
+                "expected one of 0, 1, 2, 3, 4, 6, 7, 8 in layout TND, got ", mode);
+  } else {
+    check_value(mode >= 0 && mode <= 6, op_, "sparse_mode",
+                "expected one of 0, 1, 2, 3, 4, 5, 6 in layout ", layout_name(layout_), ", got ",
+                mode, mode == 7 || mode == 8 ? ", which needs layout TND" : "");
+  }
+  if (!options_.atten_mask) {
+    return;  // all keys are kept, whatever the mode says
+  }
+  const TensorArgument argument{"atten_mask", *options_.atten_mask};
+  const auto dtype = argument.tensor.scalar_type();
+  check_device(op_, argument, query());
+  check_type(dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
+             "expected dtype bool or uint8, where True (1) masks a key out, got ",
+             dtype_name(dtype),
+             c10::isFloatingType(dtype) ? "; pse_shift takes what is added to "
+                                          "the scores"
+                                        : "");
+  const auto kind = static_cast<MaskMode>(mode);
+  const bool full =
+      kind == MaskMode::standard || kind == MaskMode::all_mask || kind == MaskMode::prefix;
+  full ? full_mask() : compressed_mask();
+  if (kind == MaskMode::prefix || kind == MaskMode::prefix_compressed) {
+    prefix();
+  }
+  if (is_packed()) {
+    band_of_sequences();
+  } else if (kind == MaskMode::standard || kind == MaskMode::band) {
+    const auto queries = queries_.maybe_as_int();
+    const auto keys = keys_.maybe_as_int();
+    if (queries && keys) {
+      band({*queries, *keys});
+    }
+  }
+}
+
+void FlashAttentionShapes::full_mask() const {
+  const auto& mask = *options_.atten_mask;
+  const auto mode = options_.sparse_mode;
+  if (is_packed()) {
+    const auto longest = [](c10::SymIntArrayRef ends) {
+      c10::SymInt length = ends[0];
+      for (size_t b = 1; b < ends.size(); ++b) {
+        length = length.max(ends[b] - ends[b - 1]);
+      }
+      return length;
+    };
+    const auto queries = longest(*options_.actual_seq_lengths_query);
+    const auto keys = longest(*options_.actual_seq_lengths_key);
+    check_value(has_shape(mask, {{queries, keys}}), op_, "atten_mask",
+                "expected shape (maxSq, maxSkv) = [", queries, ", ", keys, "] for sparse_mode ",
+                mode, " in layout TND, got ", mask.sym_sizes());
+    return;
+  }
+  const bool per_batch = has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
+                         has_shape(mask, {{batch_, 1, queries_, keys_}});
+  if (options_.sparse_mode == static_cast<int64_t>(MaskMode::prefix)) {
+    check_value(per_batch, op_, "atten_mask",
+                "expected shape (B, N, Sq, Skv) or (B, 1, Sq, Skv) for sparse_mode 5, with B, N, "
+                "Sq, Skv = ",
+                batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got ", mask.sym_sizes());
+    return;
+  }
+  check_value(per_batch || has_shape(mask, {{1, 1, queries_, keys_}}) ||
+                  has_shape(mask, {{queries_, keys_}}),
+              op_, "atten_mask",
+              "expected shape (B, N, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv) for "
+              "sparse_mode ",
+              mode, ", with B, N, Sq, Skv = ", batch_, ", ", heads_, ", ", queries_, ", ", keys_,
+              ", got ", mask.sym_sizes(), "; other shapes are not broadcast, expand them");
+}
+
+void FlashAttentionShapes::compressed_mask() const {
+  const auto& mask = *options_.atten_mask;
+  const bool with_prefix =
+      options_.sparse_mode == static_cast<int64_t>(MaskMode::prefix_compressed);
+  check_value(has_shape(mask, {{with_prefix ? 3072 : 2048, 2048}}), op_, "atten_mask",
+              "expected the compressed mask of shape ",
+              with_prefix ? "(3072, 2048)" : "(2048, 2048)", " for sparse_mode ",
+              options_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
+              "; ascend_attn_ops.flash_attention_score builds it when atten_mask is None");
+}
+
+void FlashAttentionShapes::prefix() const {
+  const auto& list = options_.prefix;
+  check_present(list.has_value() && !list->empty(), op_, "prefix",
+                "expected one number of keys per batch for sparse_mode ", options_.sparse_mode,
+                ", got none");
+  check_value(batch_ == static_cast<int64_t>(list->size()), op_, "prefix",
+              "expected one number of keys per batch, ", batch_, ", got ", list->size());
+  limits_.size("prefix", "prefix", batch_);
+  const auto lengths = sequence_lengths();
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    const auto value = (*list)[b].maybe_as_int();
+    const auto [queries, keys] = lengths[b];
+    const int64_t least = std::max<int64_t>(keys - queries, 0);
+    check_value(!value || (*value >= least && *value <= keys), op_, "prefix",
+                "expected a value in ", least, "..", keys, " for Sq = ", queries, ", Skv = ", keys,
+                ", got ", value.value_or(0), " at ", b);
+  }
+}
+
+// A band must cross the scores.
+void FlashAttentionShapes::band(const Lengths& lengths) const {
+  if (lengths.empty()) {
+    return;
+  }
+  const auto [queries, keys] = lengths;
+  const bool bottom_right = options_.sparse_mode == static_cast<int64_t>(MaskMode::band);
+  const int64_t shift = bottom_right ? keys - queries : 0;
+  const int64_t pre = KeptKeys::bounded(options_.pre_tokens) - shift;
+  const int64_t next = KeptKeys::bounded(options_.next_tokens) + shift;
+  const auto came = [&](const char* name, int64_t given, int64_t counted) {
+    return bottom_right ? c10::str("got ", name, " ", given, ", which is ", counted,
+                                   " counted from the top-left corner")
+                        : c10::str("got ", name, " ", given);
+  };
+  check_value(pre >= 0 || next >= 0, op_, "pre_tokens",
+              "expected pre_tokens and next_tokens not both behind the diagonal, ",
+              came("pre_tokens", options_.pre_tokens, pre), " and ",
+              came("next_tokens", options_.next_tokens, next));
+  check_value(pre >= 0 || (next >= -pre && -pre < keys), op_, "pre_tokens",
+              "expected a negative pre_tokens to be smaller than Skv = ", keys,
+              " and at most next_tokens in size, ", came("pre_tokens", options_.pre_tokens, pre),
+              " and ", came("next_tokens", options_.next_tokens, next));
+  check_value(next >= 0 || (-next <= pre && -next < queries), op_, "next_tokens",
+              "expected a negative next_tokens to be smaller than Sq = ", queries,
+              " and at most pre_tokens in size, ", came("next_tokens", options_.next_tokens, next),
+              " and ", came("pre_tokens", options_.pre_tokens, pre));
+}
+
+void FlashAttentionShapes::band_of_sequences() const {
+  const auto lengths = sequence_lengths();
+  const int64_t pre = KeptKeys::bounded(options_.pre_tokens);
+  const int64_t next = options_.next_tokens;
+  const auto empty = [](const Lengths& sequence) { return sequence.empty(); };
+  switch (static_cast<MaskMode>(options_.sparse_mode)) {
+    case MaskMode::standard:
+      check_value(next >= 0, op_, "next_tokens",
+                  "expected at least 0 for sparse_mode 0 in layout TND, got ", next);
+      for (size_t b = 0; b < lengths.size(); ++b) {
+        check_value(lengths[b].keys + pre >= lengths[b].queries, op_, "pre_tokens",
+                    "expected at least Sq - Skv of every sequence for sparse_mode 0 in layout TND, "
+                    "got ",
+                    options_.pre_tokens, " for Sq = ", lengths[b].queries,
+                    ", Skv = ", lengths[b].keys, " at ", b);
+      }
+      break;
+    case MaskMode::band:
+      for (const auto& sequence : lengths) {
+        band(sequence);
+      }
+      break;
+    case MaskMode::right_down_causal:
+      for (size_t b = 0; b < lengths.size(); ++b) {
+        check_value(lengths[b].queries <= lengths[b].keys, op_, "sparse_mode",
+                    "expected no sequence with more queries than keys for sparse_mode 3 in layout "
+                    "TND, got Sq = ",
+                    lengths[b].queries, ", Skv = ", lengths[b].keys, " at ", b);
+      }
+      break;
+    case MaskMode::right_down_causal_band: {
+      const auto last = std::find_if_not(lengths.rbegin(), lengths.rend(), empty);
+      if (last != lengths.rend()) {
+        check_value(pre >= last->keys, op_, "pre_tokens",
+                    "expected at least the keys of the last sequence, ", last->keys,
+                    ", for sparse_mode 7, got ", options_.pre_tokens);
+      }
+      check_value(next <= 0, op_, "next_tokens", "expected at most 0 for sparse_mode 7, got ",
+                  next);
+      break;
+    }
+    case MaskMode::band_left_up_causal: {
+      const auto first = std::find_if_not(lengths.begin(), lengths.end(), empty);
+      if (first != lengths.end()) {
+        check_value(pre >= first->keys, op_, "pre_tokens",
+                    "expected at least the keys of the first sequence, ", first->keys,
+                    ", for sparse_mode 8, got ", options_.pre_tokens);
+        check_value(next >= first->queries - first->keys, op_, "next_tokens",
+                    "expected at least Sq - Skv of the first sequence, ",
+                    first->queries - first->keys, ", for sparse_mode 8, got ", next);
+      }
+      break;
+    }
+    default:
+      break;
+  }
+}
+
+}  // namespace ascend_attn

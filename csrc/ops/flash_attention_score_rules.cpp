@@ -1,0 +1,292 @@
+#include "ops/flash_attention_score_rules.h"
+
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/sequence_lengths.h"
+#include "core/symbolic.h"
+
+namespace ascend_attn {
+namespace {
+
+constexpr int64_t kStatisticsLanes = 8;
+
+}  // namespace
+
+std::vector<Lengths> FlashAttentionShapes::sequence_lengths() const {
+  std::vector<Lengths> lengths;
+  if (!is_packed()) {
+    const auto batch = batch_.maybe_as_int();
+    const auto queries = queries_.maybe_as_int();
+    const auto keys = keys_.maybe_as_int();
+    if (batch && queries && keys) {
+      lengths.assign(*batch, {*queries, *keys});
+    }
+    return lengths;
+  }
+  int64_t queries = 0;
+  int64_t keys = 0;
+  for (size_t b = 0; b < options_.actual_seq_lengths_query->size(); ++b) {
+    const auto query_end = (*options_.actual_seq_lengths_query)[b].maybe_as_int();
+    const auto key_end = (*options_.actual_seq_lengths_key)[b].maybe_as_int();
+    if (!query_end || !key_end) {
+      return {};
+    }
+    lengths.push_back({*query_end - queries, *key_end - keys});
+    queries = *query_end;
+    keys = *key_end;
+  }
+  return lengths;
+}
+
+FlashAttentionShapes::FlashAttentionShapes(std::string_view op, const at::Tensor& query,
+                                           const at::Tensor& key, const at::Tensor& value,
+                                           const FlashAttentionOptions& options)
+    : op_(op),
+      query_(query),
+      key_(key),
+      value_(value),
+      options_(options),
+      layout_(parse_layout(op, options.layout,
+                           {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND})),
+      limits_(op) {
+  check_attention_dtype(op, this->query());
+  limits_.dtype("query", query.scalar_type());
+  const int64_t rank = layout_ == Layout::BSND || layout_ == Layout::BNSD ? 4 : 3;
+  for (const auto& argument :
+       {this->query(), TensorArgument{"key", key}, TensorArgument{"value", value}}) {
+    check_value(argument.tensor.dim() == rank, op, argument.name, "expected rank ", rank,
+                " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
+    check_device(op, argument, this->query());
+    check_dtype(op, argument, this->query());
+  }
+  layout_and_heads();
+  lengths();
+  limits_.size("query", "N", heads_);
+  limits_.size("query", "D", size_);
+  limits_.size("query", is_packed() ? "T" : "S", queries_);
+  limits_.size("key", is_packed() ? "T" : "S", keys_);
+  limits_.size("query", is_packed() ? "sequences" : "B", batch_);
+}
+
+// Sizes of the axes, and that the three tensors agree about them.
+void FlashAttentionShapes::layout_and_heads() {
+  const auto& heads = options_.num_heads;
+  check_value(heads > 0, op_, "num_heads", "expected the positive number of query heads, got ",
+              heads);
+  const bool merged = layout_ == Layout::BSH || layout_ == Layout::SBH;
+  const int64_t token_axis = layout_ == Layout::BNSD                             ? 2
+                             : layout_ == Layout::BSND || layout_ == Layout::BSH ? 1
+                                                                                 : 0;
+  queries_ = query_.sym_size(token_axis);
+  keys_ = key_.sym_size(token_axis);
+  heads_ = heads;
+  if (merged) {
+    const auto& width = query_.sym_size(2);
+    check_value(divides(heads, width), op_, "query",
+                "expected H to be a multiple of num_heads = ", heads, ", got shape ",
+                query_.sym_sizes());
+    size_ = width / heads;
+    check_value(size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
+                query_.sym_sizes());
+    check_value(divides(size_, key_.sym_size(2)), op_, "key",
+                "expected H to be a multiple of D = ", size_, ", got shape ", key_.sym_sizes());
+    key_heads_ = key_.sym_size(2) / size_;
+    check_value(key_heads_ > 0, op_, "key", "expected at least one head of D = ", size_,
+                ", got shape ", key_.sym_sizes());
+    check_value(divides(key_heads_, value_.sym_size(2)), op_, "value",
+                "expected H to be a multiple of key's heads, ", key_heads_, ", got shape ",
+                value_.sym_sizes());
+    value_size_ = value_.sym_size(2) / key_heads_;
+  } else {
+    const int64_t head_axis = layout_ == Layout::BSND ? 2 : 1;
+    check_value(same(query_.sym_size(head_axis), heads), op_, "num_heads",
+                "expected the number of query heads, N = ", query_.sym_size(head_axis), ", got ",
+                heads);
+    size_ = query_.sym_size(-1);
+    key_heads_ = key_.sym_size(head_axis);
+    check_value(same(key_.sym_size(-1), size_), op_, "key", "expected query's D = ", size_,
+                ", got shape ", key_.sym_sizes());
+    check_value(same(value_.sym_size(head_axis), key_heads_), op_, "value",
+                "expected key's number of heads, ", key_heads_, ", got shape ", value_.sym_sizes());
+    value_size_ = value_.sym_size(-1);
+  }
+  check_value(key_heads_ > 0 && divides(key_heads_, heads), op_, "key",
+              "expected a number of heads that divides query's, ", heads, ", got ", key_heads_,
+              " of shape ", key_.sym_sizes());
+  check_value(size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
+              query_.sym_sizes());
+  check_value(value_size_ > 0 && value_size_ <= size_, op_, "value",
+              "expected a head size of at least 1 and at most query's, ", size_, ", got ",
+              value_size_, " of shape ", value_.sym_sizes());
+  check_value(same(value_.sym_size(token_axis), keys_), op_, "value",
+              "expected as many tokens as key, ", keys_, ", got shape ", value_.sym_sizes());
+  if (is_packed()) {
+    return;
+  }
+  const int64_t batch_axis = layout_ == Layout::SBH ? 1 : 0;
+  batch_ = query_.sym_size(batch_axis);
+  for (const auto& argument : {TensorArgument{"key", key_}, TensorArgument{"value", value_}}) {
+    check_value(same(argument.tensor.sym_size(batch_axis), batch_), op_, argument.name,
+                "expected query's batch size ", batch_, ", got shape ",
+                argument.tensor.sym_sizes());
+  }
+}
+
+void FlashAttentionShapes::lengths() {
+  const auto& query_lengths = options_.actual_seq_lengths_query;
+  const auto& key_lengths = options_.actual_seq_lengths_key;
+  constexpr const char* query_name = "actual_seq_lengths_query";
+  constexpr const char* key_name = "actual_seq_lengths_key";
+  if (!is_packed()) {
+    for (const auto& [name, list] :
+         {std::pair(query_name, query_lengths), std::pair(key_name, key_lengths)}) {
+      check_value(!given(list), op_, name, "expected None in layout ", layout_name(layout_),
+                  ", got a list; layout TND takes sequences of different lengths");
+    }
+    return;
+  }
+  for (const auto& [name, list] :
+       {std::pair(query_name, query_lengths), std::pair(key_name, key_lengths)}) {
+    check_present(given(list), op_, name,
+                  "expected the inclusive prefix sums of the sequence lengths (lengths 2, 3, 4 are "
+                  "given as 2, 5, 9), which layout TND requires, got none");
+  }
+  check_value(query_lengths->size() == key_lengths->size(), op_, key_name,
+              "expected as many lengths as actual_seq_lengths_query, ", query_lengths->size(),
+              ", got ", key_lengths->size());
+  check_sequence_lengths(op_, query_name, layout_, *query_lengths, queries_);
+  check_sequence_lengths(op_, key_name, layout_, *key_lengths, keys_);
+  batch_ = static_cast<int64_t>(query_lengths->size());
+}
+
+void FlashAttentionShapes::scores() const {
+  check_value(options_.pse_type >= 0 && options_.pse_type <= 3, op_, "pse_type",
+              "expected 0 (scores * scale + pse), 1 ((scores + pse) * scale), 2 (slopes times "
+              "distance) or 3 (slopes times the root of the distance), got ",
+              options_.pse_type);
+  check_value(options_.inner_precise >= 0 && options_.inner_precise <= 2, op_, "inner_precise",
+              "expected 0, 1 or 2 (rows without keys), got ", options_.inner_precise);
+  if (!options_.pse_shift) {
+    check_value(options_.pse_type == 1, op_, "pse_shift", "expected a tensor for pse_type ",
+                options_.pse_type, ", got None; without one pse_type is 1");
+    return;
+  }
+  const TensorArgument pse{"pse_shift", *options_.pse_shift};
+  check_device(op_, pse, query());
+  options_.pse_type <= 1 ? pse_of_tensor() : pse_of_slopes();
+}
+
+void FlashAttentionShapes::pse_of_tensor() const {
+  const TensorArgument argument{"pse_shift", *options_.pse_shift};
+  const auto& pse = argument.tensor;
+  check_dtype(op_, argument, query());
+  if (is_packed()) {
+    const auto lengths = sequence_lengths();
+    int64_t pairs = 0;
+    for (const auto& sequence : lengths) {
+      pairs += sequence.queries * sequence.keys;
+    }
+    const auto full = heads_ * pairs;
+    const auto per_key = heads_ * keys_;
+    check_value(pse.dim() == 1 &&
+                    (lengths.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
+                op_, "pse_shift",
+                "expected one axis in layout TND, of the sum of N * Sq * Skv over the sequences = ",
+                full, " or N * T2 = ", per_key, " elements, got shape ", pse.sym_sizes());
+    return;
+  }
+  const bool compressed = is_compressed_pse(pse, queries_, keys_);
+  const bool full = has_shape(pse, {{batch_, heads_, queries_, keys_}}) ||
+                    has_shape(pse, {{1, heads_, queries_, keys_}}) ||
+                    has_shape(pse, {{batch_, heads_, 1, keys_}});
+  check_value(full || (compressed && (has_shape(pse, {{batch_, heads_, 1024, keys_}}) ||
+                                      has_shape(pse, {{1, heads_, 1024, keys_}}))),
+              op_, "pse_shift",
+              "expected (B, N, Sq, Skv), (1, N, Sq, Skv), (B, N, 1, Skv) or, when Sq = Skv > 1024, "
+              "(B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
+              batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got shape ", pse.sym_sizes());
+  const auto mode = options_.sparse_mode;
+  check_value(full || (options_.atten_mask && (mode == 0 || mode == 2 || mode == 3)), op_,
+              "pse_shift",
+              "expected an atten_mask with sparse_mode 0, 2 or 3 beside the form of 1024 rows, "
+              "which has values for causal attention only, got ",
+              options_.atten_mask ? c10::str("sparse_mode ", mode) : "no atten_mask");
+}
+
+void FlashAttentionShapes::pse_of_slopes() const {
+  const TensorArgument argument{"pse_shift", *options_.pse_shift};
+  check_dtype(op_, argument, at::kFloat);
+  check_value(
+      has_shape(argument.tensor, {{heads_}}) || has_shape(argument.tensor, {{batch_, heads_}}), op_,
+      "pse_shift", "expected slopes of shape (N) or (B, N) for pse_type ", options_.pse_type,
+      ", with B, N = ", batch_, ", ", heads_, ", got shape ", argument.tensor.sym_sizes());
+  check_value(is_packed() || same(queries_, keys_), op_, "pse_type",
+              "expected Sq = Skv for slopes (pse_type 2 and 3) outside layout TND, got Sq = ",
+              queries_, ", Skv = ", keys_);
+}
+
+void FlashAttentionShapes::dropout() const {
+  const double keep = options_.keep_prob;
+  check_value(keep > 0 && keep <= 1, op_, "keep_prob", "expected a probability in (0, 1], got ",
+              keep);
+  if (!options_.drop_mask) {
+    check_present(keep == 1, op_, "drop_mask", "expected a tensor for keep_prob ", keep,
+                  ", got None; ascend_attn_ops.flash_attention_score(dropout_p=...) draws one");
+    return;
+  }
+  const TensorArgument argument{"drop_mask", *options_.drop_mask};
+  check_device(op_, argument, query());
+  check_dtype(op_, argument, at::kByte);
+  check_value(keep < 1, op_, "drop_mask", "expected None for keep_prob 1, got shape ",
+              argument.tensor.sym_sizes());
+  c10::SymInt bits = batch_ * heads_ * queries_ * keys_;
+  if (is_packed()) {
+    int64_t pairs = 0;
+    for (const auto& sequence : sequence_lengths()) {
+      pairs += sequence.queries * sequence.keys;
+    }
+    bits = heads_ * pairs;
+  }
+  const auto bytes = (bits + 7) / 8;
+  check_value(at_most(bytes, argument.tensor.sym_numel()), op_, "drop_mask",
+              "expected one bit per score, at least ", bytes, " bytes, got shape ",
+              argument.tensor.sym_sizes());
+}
+
+c10::SymDimVector FlashAttentionShapes::out_sizes() const {
+  c10::SymDimVector sizes(query_.sym_sizes());
+  const bool merged = layout_ == Layout::BSH || layout_ == Layout::SBH;
+  sizes.back() = merged ? heads_ * value_size_ : value_size_;
+  return sizes;
+}
+
+c10::SymDimVector FlashAttentionShapes::statistics_sizes() const {
+  if (is_packed()) {
+    return {queries_, heads_, kStatisticsLanes};
+  }
+  return {batch_, heads_, queries_, kStatisticsLanes};
+}
+
+void FlashAttentionShapes::out_like(TensorArgument argument) const {
+  check_device(op_, argument, query());
+  check_dtype(op_, argument, query());
+  check_shape(op_, argument, out_sizes(), "of the forward's out");
+}
+
+void FlashAttentionShapes::statistics(TensorArgument argument) const {
+  check_device(op_, argument, query());
+  check_dtype(op_, argument, statistics_dtype(query_));
+  check_shape(op_, argument, statistics_sizes(), is_packed() ? "(T1, N, 8)" : "(B, N, Sq, 8)");
+}
+
+at::Tensor FlashAttentionShapes::new_out() const {
+  return new_tensor(out_sizes(), query_.options());
+}
+
+at::Tensor FlashAttentionShapes::new_statistics() const {
+  return new_tensor(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
+}
+
+}  // namespace ascend_attn
