@@ -9,14 +9,12 @@
 #include <tuple>
 #include <utility>
 
+#include "autograd/saved_call.h"
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/operator.h"
 
 namespace ascend_attn {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
 inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
@@ -51,9 +49,9 @@ void check_no_tangent(const Args&... args) {
 
 // `Derived` supplies
 //   static void save(AutogradContext*, const Op&, const Outputs&)
-//   static variable_list gradients(AutogradContext*, const variable_list& incoming)
+//   static variable_list gradients(AutogradContext*, const variable_list& d_outputs)
 // and hides `differentiable` where a call may have nothing to differentiate, or no gradient.
-template <typename Derived, typename Op, typename Signature = typename Op::Signature>
+template <typename Derived, typename Op, typename Signature = SignatureOf<Op>>
 struct OperatorFunction;
 
 template <typename Derived, typename Op, typename... Args>
@@ -89,14 +87,10 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
     return std::apply([](const auto&... tensors) { return variable_list{tensors...}; }, outputs);
   }
 
-  static variable_list backward(AutogradContext* context, const variable_list& incoming) {
+  static variable_list backward(AutogradContext* context, const variable_list& d_outputs) {
     const LimitsScope limits(context->saved_data["limits"].toInt());
-    return Derived::gradients(context, incoming);
+    return Derived::gradients(context, d_outputs);
   }
-
- protected:
-  // One undefined gradient for every argument of the schema.
-  static variable_list no_gradients() { return variable_list(sizeof...(Args)); }
 
  private:
   template <size_t... index>
@@ -126,7 +120,7 @@ void nothing(const Op&) {}
 // An operator for inference: a gradient that is wanted of an argument is an error. `before` and
 // `after` are called around it.
 template <typename Op, auto before = nothing<Op>, auto after = nothing<Op>,
-          typename Signature = typename Op::Signature>
+          typename Signature = SignatureOf<Op>>
 struct InferenceOnly;
 
 template <typename Op, auto before, auto after, typename... Args>

@@ -64,7 +64,7 @@ struct Negative<ScatterPaKvCache::Outputs(Args...)> {
 };
 
 TORCH_LIBRARY_IMPL(ascend, Negative, m) {
-  m.impl(ScatterPaKvCache::name, &Negative<ScatterPaKvCache::Signature>::kernel);
+  m.impl(ScatterPaKvCache::name, &Negative<SignatureOf<ScatterPaKvCache>>::kernel);
 }
 
 }  // namespace

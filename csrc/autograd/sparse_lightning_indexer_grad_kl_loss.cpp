@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <array>
+
 #include "autograd/operator_function.h"
 
 namespace ascend_attn {
@@ -10,6 +12,9 @@ namespace {
 // The operator computes the loss and its gradients together. To autograd it is a loss: what it
 // computed is scaled by the incoming gradient, on the device, without a look at its value.
 struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerGradKLLoss> {
+  // The arguments that the saved gradients belong to.
+  static constexpr std::array kTrained{"query_index", "key_index", "weights"};
+
   // The attention that the indexer imitates is a fixed target.
   static bool differentiable(const SparseLightningIndexerGradKLLoss& op) {
     return op.query_index.requires_grad() || op.key_index.requires_grad() ||
@@ -19,25 +24,26 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
   static void save(AutogradContext* context, const SparseLightningIndexerGradKLLoss&,
                    const Outputs& outputs) {
     const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
+    // Not the arguments: the backward reads none of them.
     context->save_for_backward({d_query_index, d_key_index, d_weights});
     context->mark_non_differentiable({d_query_index, d_key_index, d_weights});
   }
 
-  static variable_list gradients(AutogradContext* context, const variable_list& incoming) {
+  static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
     // The gradients are constants by now: a second derivative would come out as zero, silently.
     if (at::GradMode::is_enabled()) {
       raise_second_derivative(SparseLightningIndexerGradKLLoss::name);
     }
-    auto gradients = no_gradients();
-    const auto& d_loss = incoming[3];
+    const auto& d_loss = d_outputs[3];
+    variable_list gradients(argument_count(SparseLightningIndexerGradKLLoss::name));
     if (!d_loss.defined()) {
       return gradients;
     }
-    constexpr size_t first = 2;  // query_index, key_index, weights
     const auto saved = context->get_saved_variables();
     for (size_t i = 0; i < saved.size(); ++i) {
+      const auto position = argument_position(SparseLightningIndexerGradKLLoss::name, kTrained[i]);
       // The product is formed in fp32: a mean over many tokens is a small factor.
-      gradients[first + i] = saved[i].mul(d_loss).to(saved[i].scalar_type());
+      gradients[position] = saved[i].mul(d_loss).to(saved[i].scalar_type());
     }
     return gradients;
   }

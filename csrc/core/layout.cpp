@@ -1,6 +1,6 @@
 #include "core/layout.h"
 
-#include <array>
+#include <algorithm>
 #include <string>
 
 #include "core/error.h"
@@ -8,21 +8,41 @@
 namespace ascend_attn {
 
 std::string_view layout_name(Layout layout) {
-  constexpr std::array<std::string_view, 6> names{"BSND", "TND", "BNSD", "BSH", "SBH", "BNSD_BSND"};
-  return names[static_cast<size_t>(layout)];
+  switch (layout) {
+    case Layout::BSND:
+      return "BSND";
+    case Layout::TND:
+      return "TND";
+    case Layout::BNSD:
+      return "BNSD";
+    case Layout::BSH:
+      return "BSH";
+    case Layout::SBH:
+      return "SBH";
+    case Layout::BNSD_BSND:
+      return "BNSD_BSND";
+  }
+  return "unknown";
 }
 
-Layout parse_layout(std::string_view op, std::string_view name,
+LayoutArgument::LayoutArgument(std::string_view text) : text_(text) {
+  const auto* found = std::ranges::find(kLayouts, text, layout_name);
+  if (found != kLayouts.end()) {
+    layout_ = *found;
+  }
+}
+
+Layout check_layout(std::string_view op, const LayoutArgument& layout,
                     std::initializer_list<Layout> allowed) {
   std::string expected;
-  for (const auto layout : allowed) {
-    if (layout_name(layout) == name) {
-      return layout;
+  for (const auto each : allowed) {
+    if (layout == each) {
+      return each;
     }
-    expected += (expected.empty() ? "" : ", ") + std::string(layout_name(layout));
+    expected += (expected.empty() ? "" : ", ") + std::string(layout_name(each));
   }
   raise(Violation::value, op, "layout",
-        c10::str("expected one of ", expected, ", got '", name, "'"));
+        c10::str("expected one of ", expected, ", got '", layout.text(), "'"));
 }
 
 }  // namespace ascend_attn

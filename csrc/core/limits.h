@@ -1,11 +1,15 @@
-// What each operator accepts on each product: data. The checks, the documentation and
-// `python -m ascend_attn_ops` read this one table.
+// What each operator accepts on each product: data, beside the rules of the operator in
+// csrc/ops/<operator>.cpp. The checks, the documentation and `python -m ascend_attn_ops` read it.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 #include <c10/core/SymInt.h>
 
+#include <algorithm>
+#include <array>
+#include <concepts>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,27 +22,47 @@ namespace ascend_attn {
 
 enum class Product : uint8_t { A2 = 1, A3 = 2, P950 = 4, P310 = 8 };
 
-constexpr uint8_t operator|(Product a, Product b) {
-  return static_cast<uint8_t>(static_cast<uint8_t>(a) | static_cast<uint8_t>(b));
+inline constexpr std::array kProducts{Product::A2, Product::A3, Product::P950, Product::P310};
+
+// A set of products.
+template <std::same_as<Product>... Products>
+constexpr uint8_t products(Products... each) {
+  return (static_cast<uint8_t>(each) | ...);
 }
 
 std::string_view product_name(Product product);
 // The product of that name, or an error that lists the names.
 Product product_of(std::string_view name);
 
+// Numbers in a fixed place, so that limits are constants.
+class NumberList {
+ public:
+  constexpr NumberList() = default;
+  constexpr NumberList(std::initializer_list<int64_t> numbers) : size_(numbers.size()) {
+    std::ranges::copy(numbers, numbers_.begin());
+  }
+  constexpr size_t size() const { return size_; }
+  constexpr const int64_t* begin() const { return numbers_.data(); }
+  constexpr const int64_t* end() const { return numbers_.data() + size_; }
+
+ private:
+  std::array<int64_t, 16> numbers_{};
+  size_t size_ = 0;
+};
+
 // A set of integers: those listed in `one_of`, and the multiples of `multiple_of` in [min, max].
 struct Allowed {
   int64_t min = 1;
   int64_t max = 0;
   int64_t multiple_of = 1;
-  std::vector<int64_t> one_of = {};
+  NumberList one_of = {};
 
   bool contains(int64_t value) const;
   std::string text() const;
 };
 
 struct Limit {
-  std::string_view quantity;  // as in the operator's document: "D", "N1", "K", ...
+  std::string_view quantity;  // as in CANN's document of the function: "D", "N1", "K", ...
   std::string_view meaning;
   Allowed allowed;
 };
@@ -48,18 +72,18 @@ struct ProductLimits {
   uint8_t products;
   std::vector<c10::ScalarType> dtypes;
   std::vector<Limit> limits;
+
+  const Limit* find(std::string_view quantity) const;
 };
 
 struct OperatorLimits {
-  std::string_view op;
-  std::string_view aclnn;  // the function of CANN that it calls
+  const char* op;
+  std::span<const char* const> functions;  // the aclnn functions that it calls
   std::vector<ProductLimits> variants;
 
   // None on products that do not have the function.
   const ProductLimits* on(Product product) const;
 };
-
-std::span<const OperatorLimits> limits_table();
 
 // The product that calls on this thread are checked for; nothing while limits are switched off.
 std::optional<Product> product_in_force();
@@ -90,12 +114,13 @@ void set_device_product(Product product);
 // check sees them with their values when the kernel runs.
 class LimitsCheck {
  public:
-  explicit LimitsCheck(std::string_view op);
+  explicit LimitsCheck(const OperatorLimits& table);
 
   explicit operator bool() const { return limits_ != nullptr; }
   // None while limits are switched off.
   std::optional<Product> product() const { return product_; }
   void dtype(std::string_view argument, c10::ScalarType dtype) const;
+  // A quantity of the operator's table, where this product limits it.
   void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value) const;
   // A rule that is more than a set of numbers.
   template <typename... Got>
@@ -110,7 +135,7 @@ class LimitsCheck {
   [[noreturn]] void reject(Violation violation, std::string_view argument,
                            const std::string& expected, const std::string& got) const;
 
-  std::string_view op_;
+  const OperatorLimits& table_;
   const ProductLimits* limits_ = nullptr;
   std::optional<Product> product_;
 };

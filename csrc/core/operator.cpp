@@ -11,4 +11,10 @@ const std::string& argument_name(const char* op, size_t position) {
   return find_operator(op).schema().arguments()[position].name();
 }
 
+size_t argument_position(const char* op, const char* name) {
+  return find_operator(op).schema().argumentIndexWithName(name).value();
+}
+
+size_t argument_count(const char* op) { return find_operator(op).schema().arguments().size(); }
+
 }  // namespace ascend_attn

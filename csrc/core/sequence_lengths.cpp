@@ -55,27 +55,18 @@ template <typename Lengths>
 std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key, const Lengths& lengths_query,
                                      const Lengths& lengths_key) {
-  const int64_t token_axis = layout == Layout::TND ? 0 : 1;
-  const auto query_tokens = query.size(token_axis);
-  const auto key_tokens = key.size(token_axis);
+  const auto axes = axes_of(layout);
+  const auto query_tokens = query.size(axes.tokens);
+  const auto key_tokens = key.size(axes.tokens);
   const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
   const auto key_values = read_lengths(op, kKeyLengths, layout, lengths_key, key_tokens);
-
+  if (axes.packed()) {
+    return packed_sequences(query_values, key_values);
+  }
   std::vector<Sequence> sequences;
-  if (layout == Layout::TND) {
-    int64_t query_begin = 0;
-    int64_t key_begin = 0;
-    for (size_t b = 0; b < query_values.size(); ++b) {
-      sequences.push_back(
-          {query_begin, query_values[b] - query_begin, key_begin, key_values[b] - key_begin});
-      query_begin = query_values[b];
-      key_begin = key_values[b];
-    }
-  } else {
-    for (int64_t b = 0; b < query.size(0); ++b) {
-      sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
-                           b * key_tokens, lengths_key ? key_values[b] : key_tokens});
-    }
+  for (int64_t b = 0; b < query.size(axes.batch); ++b) {
+    sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
+                         b * key_tokens, lengths_key ? key_values[b] : key_tokens});
   }
   return sequences;
 }
@@ -114,16 +105,50 @@ c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
   return !given(lengths) ? tokens : (*lengths)[lengths->size() == 1 ? 0 : batch];
 }
 
-void check_lengths_have_gradient(std::string_view op, std::string_view layout,
+void check_lengths_have_gradient(std::string_view op, const LayoutArgument& layout,
                                  const std::optional<at::Tensor>& lengths_query,
                                  const std::optional<at::Tensor>& lengths_key) {
   const auto& given = lengths_query ? lengths_query : lengths_key;
-  if (layout == "BSND" && given) {
+  if (layout == Layout::BSND && given) {
     raise(Violation::value, op, lengths_query ? kQueryLengths : kKeyLengths,
           c10::str("expected None in layout BSND when a gradient is wanted, because the gradient "
                    "ignores lengths there, got a tensor of shape ",
                    given->sym_sizes(), "; use layout TND for sequences of different lengths"));
   }
+}
+
+std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
+                                       c10::ArrayRef<int64_t> key_ends) {
+  std::vector<Sequence> sequences;
+  Sequence next;
+  for (size_t b = 0; b < query_ends.size(); ++b) {
+    next.queries = query_ends[b] - next.query_begin;
+    next.keys = key_ends[b] - next.key_begin;
+    sequences.push_back(next);
+    next.query_begin = query_ends[b];
+    next.key_begin = key_ends[b];
+  }
+  return sequences;
+}
+
+int64_t pair_count(c10::ArrayRef<Sequence> sequences) {
+  int64_t pairs = 0;
+  for (const auto& sequence : sequences) {
+    pairs += sequence.queries * sequence.keys;
+  }
+  return pairs;
+}
+
+std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list) {
+  std::vector<int64_t> values;
+  for (const auto& each : list) {
+    const auto value = each.maybe_as_int();
+    if (!value) {
+      return std::nullopt;
+    }
+    values.push_back(*value);
+  }
+  return values;
 }
 
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,

@@ -21,19 +21,14 @@ namespace ascend_attn {
 // A missing list of integers may also be an empty one: torch_npu passes those to aclnn.
 inline bool given(at::OptionalSymIntArrayRef list) { return list.has_value() && !list->empty(); }
 
-// The lengths of one sequence.
-struct Lengths {
-  int64_t queries;
-  int64_t keys;
-  bool empty() const { return queries == 0 || keys == 0; }
-};
-
-// One sequence. Tokens are counted over the flattened (batch, sequence) axes of the tensor.
+// One sequence: a span of query tokens and a span of key tokens.
 struct Sequence {
-  int64_t query_begin;
-  int64_t query_length;
-  int64_t key_begin;
-  int64_t key_length;
+  int64_t query_begin = 0;
+  int64_t queries = 0;
+  int64_t key_begin = 0;
+  int64_t keys = 0;
+
+  bool empty() const { return queries == 0 || keys == 0; }
 };
 
 // The rules for a list of lengths on the host. Symbolic lengths are checked when they are known.
@@ -48,14 +43,25 @@ void check_actual_lengths(std::string_view op, std::string_view argument,
 c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
                           const c10::SymInt& tokens);
 
-// The gradients of the sparse operators ignore lengths in BSND on the device, so a forward call
-// that wants a gradient must not have any there.
-void check_lengths_have_gradient(std::string_view op, std::string_view layout,
+// In BSND the gradients of the sparse operators ignore lengths on the device, so a forward call
+// that wants a gradient must not have any.
+void check_lengths_have_gradient(std::string_view op, const LayoutArgument& layout,
                                  const std::optional<at::Tensor>& lengths_query,
                                  const std::optional<at::Tensor>& lengths_key);
 
-// The sequences of a call whose tensors are on the CPU; `lengths` as the operator takes them, as an
-// int32 tensor or as a list. The values of a tensor are checked here, where they can be read.
+// The sequences that inclusive prefix sums describe.
+std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
+                                       c10::ArrayRef<int64_t> key_ends);
+
+// The sum of queries * keys.
+int64_t pair_count(c10::ArrayRef<Sequence> sequences);
+
+// The values of a list, unless one of them is symbolic.
+std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list);
+
+// The sequences of a call whose tensors are on the CPU, their tokens counted over the flattened
+// (batch, sequence) axes; `lengths` as the operator takes them, as an int32 tensor or as a list.
+// The values of a tensor are checked here, where they can be read.
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      const std::optional<at::Tensor>& lengths_query,

@@ -1,4 +1,4 @@
-#include "core/attention_mask.h"
+#include "core/sparse_mode.h"
 
 namespace ascend_attn {
 namespace {
@@ -9,32 +9,37 @@ KeptKeys band(int64_t keys, int64_t shift, int64_t pre_tokens, int64_t next_toke
 
 }  // namespace
 
-KeptKeys kept_keys(MaskMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
+KeptKeys kept_keys(SparseMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
                    int64_t next_tokens, int64_t prefix, bool is_band) {
   // The distance between the two anchors: the last query and the last key.
   const int64_t shift = keys - queries;
   const KeptKeys left_up{keys, -KeptKeys::kUnbounded, 1};
   const KeptKeys right_down{keys, -KeptKeys::kUnbounded, shift + 1};
   switch (mode) {
-    case MaskMode::standard:
+    case SparseMode::standard:
       return band(keys, 0, pre_tokens, next_tokens);
-    case MaskMode::all_mask:
+    case SparseMode::all_mask:
       return {keys};
-    case MaskMode::left_up_causal:
+    case SparseMode::left_up_causal:
       return left_up;
-    case MaskMode::right_down_causal:
+    case SparseMode::right_down_causal:
       return right_down;
-    case MaskMode::band:
+    case SparseMode::band:
       return band(keys, shift, pre_tokens, next_tokens);
-    case MaskMode::prefix:
-    case MaskMode::prefix_compressed:
+    case SparseMode::prefix:
+    case SparseMode::prefix_compressed:
       return {keys, right_down.from, right_down.until, prefix};
-    case MaskMode::right_down_causal_band:
+    case SparseMode::right_down_causal_band:
       return is_band ? band(keys, shift, pre_tokens, next_tokens) : right_down;
-    case MaskMode::band_left_up_causal:
+    case SparseMode::band_left_up_causal:
       return is_band ? band(keys, shift, pre_tokens, next_tokens) : left_up;
   }
   return {keys};
+}
+
+KeptKeys visible_keys(SparseMode mode, int64_t queries, int64_t keys) {
+  return kept_keys(mode, queries, keys, KeptKeys::kUnbounded, KeptKeys::kUnbounded, /*prefix=*/0,
+                   /*is_band=*/false);
 }
 
 }  // namespace ascend_attn

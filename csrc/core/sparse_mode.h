@@ -1,5 +1,5 @@
-// The mask rule of the dense attention operators: which keys a query row keeps, for every
-// sparse_mode. Kernels skip tiles by it, and sparse_mode_mask in Python draws it.
+// The mask rule: which keys a query keeps, for every sparse_mode. Kernels skip tiles by it, and
+// sparse_mode_mask in Python draws it.
 //
 // All modes have one form. With i the query and j the key, both counted inside their sequence, row
 // i keeps one interval of keys:
@@ -12,7 +12,7 @@
 namespace ascend_attn {
 
 // The values of sparse_mode.
-enum class MaskMode : int64_t {
+enum class SparseMode : int64_t {
   standard = 0,                // a full mask, inside a band that is anchored top-left
   all_mask = 1,                // a full mask
   left_up_causal = 2,          // j <= i
@@ -23,7 +23,7 @@ enum class MaskMode : int64_t {
   right_down_causal_band = 7,  // TND: the last non-empty sequence a band, the others causal
   band_left_up_causal = 8      // TND: the first non-empty sequence a band, the others causal
 };
-inline constexpr int64_t kLastMaskMode = 8;
+inline constexpr int64_t kLastSparseMode = 8;
 
 struct KeptKeys {
   // Offsets beyond any length: sums with them do not overflow.
@@ -44,7 +44,18 @@ struct KeptKeys {
 
 // What one sequence of `queries` and `keys` tokens keeps. In the modes 7 and 8 `is_band` says
 // whether this is the sequence that has the band.
-KeptKeys kept_keys(MaskMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
+KeptKeys kept_keys(SparseMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
                    int64_t next_tokens, int64_t prefix, bool is_band);
+
+// The same for the sparse operators, which ignore pre_tokens and next_tokens.
+KeptKeys visible_keys(SparseMode mode, int64_t queries, int64_t keys);
+
+// Modes whose rule stands in a compressed mask of fixed size, whatever Sq and Skv are; the prefix
+// of mode 6 has rows of its own behind it.
+constexpr bool has_compressed_mask(SparseMode mode) {
+  return mode != SparseMode::standard && mode != SparseMode::all_mask && mode != SparseMode::prefix;
+}
+inline constexpr int64_t kCompressedMaskSize = 2048;
+inline constexpr int64_t kCompressedMaskPrefixRows = 1024;
 
 }  // namespace ascend_attn

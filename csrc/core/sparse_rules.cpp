@@ -5,25 +5,25 @@
 #include "core/symbolic.h"
 
 namespace ascend_attn {
-SparseShapes::SparseShapes(std::string_view op, std::string_view layout, TensorArgument query,
-                           TensorArgument key)
-    : op_(op),
-      layout_(parse_layout(op, layout, {Layout::BSND, Layout::TND})),
+SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& layout,
+                         NamedTensor query, NamedTensor key)
+    : op_(limits.op),
+      layout_(check_layout(op_, layout, {Layout::BSND, Layout::TND})),
       query_(query),
       key_(key),
-      limits_(op) {
-  const int64_t rank = layout_ == Layout::TND ? 3 : 4;
+      limits_(limits) {
+  const auto rank = axes_of(layout_).rank;
   for (const auto& argument : {query, key}) {
-    check_value(argument.tensor.dim() == rank, op, argument.name, "expected rank ", rank,
+    check_value(argument.tensor.dim() == rank, op_, argument.name, "expected rank ", rank,
                 " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
   }
-  check_attention_dtype(op, query);
+  check_attention_dtype(op_, query);
   limits_.dtype(query.name, query.tensor.scalar_type());
   heads_ = query.tensor.sym_size(-2);
   head_size_ = query.tensor.sym_size(-1);
-  same_device(key);
-  same_dtype(key);
-  key_like(key, head_size_);
+  check_same_device(key);
+  check_same_dtype(key);
+  check_like_key(key, head_size_);
 
   if (limits_) {
     if (layout_ == Layout::BSND) {
@@ -34,20 +34,22 @@ SparseShapes::SparseShapes(std::string_view op, std::string_view layout, TensorA
   }
 }
 
-void SparseShapes::same_device(TensorArgument argument) const {
+void SparseRules::check_same_device(NamedTensor argument) const {
   check_device(op_, argument, query_);
 }
 
-void SparseShapes::same_dtype(TensorArgument argument) const { check_dtype(op_, argument, query_); }
+void SparseRules::check_same_dtype(NamedTensor argument) const {
+  check_dtype(op_, argument, query_);
+}
 
-void SparseShapes::weights_dtype(TensorArgument argument) const {
+void SparseRules::check_weights_dtype(NamedTensor argument) const {
   const auto dtype = argument.tensor.scalar_type();
   check_type(dtype == query_.tensor.scalar_type() || dtype == at::kFloat, op_, argument.name,
              "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
              "'s) or float32, got ", dtype_name(dtype));
 }
 
-c10::SymDimVector SparseShapes::query_tokens_and(std::initializer_list<c10::SymInt> rest) const {
+c10::SymDimVector SparseRules::query_tokens_and(std::initializer_list<c10::SymInt> rest) const {
   c10::SymDimVector sizes{query_.tensor.sym_size(0)};
   if (layout_ == Layout::BSND) {
     sizes.push_back(query_.tensor.sym_size(1));
@@ -56,15 +58,15 @@ c10::SymDimVector SparseShapes::query_tokens_and(std::initializer_list<c10::SymI
   return sizes;
 }
 
-void SparseShapes::query_like(TensorArgument argument, const c10::SymInt& heads,
-                              const c10::SymInt& size) const {
-  same_device(argument);
+void SparseRules::check_like_query(NamedTensor argument, const c10::SymInt& heads,
+                                   const c10::SymInt& size) const {
+  check_same_device(argument);
   check_shape(op_, argument, query_tokens_and({heads, size}),
               layout_ == Layout::TND ? "(T1, N, D)" : "(B, S1, N, D)");
 }
 
-void SparseShapes::key_like(TensorArgument argument, const c10::SymInt& size) const {
-  same_device(argument);
+void SparseRules::check_like_key(NamedTensor argument, const c10::SymInt& size) const {
+  check_same_device(argument);
   const auto& key = key_.tensor;
   if (layout_ == Layout::TND) {
     check_shape(op_, argument, {{key.sym_size(0), 1, size}}, "(T2, 1, D)");
@@ -74,15 +76,15 @@ void SparseShapes::key_like(TensorArgument argument, const c10::SymInt& size) co
   }
 }
 
-void SparseShapes::weights_like(TensorArgument argument, const c10::SymInt& heads) const {
-  same_device(argument);
-  weights_dtype(argument);
+void SparseRules::check_weights(NamedTensor argument, const c10::SymInt& heads) const {
+  check_same_device(argument);
+  check_weights_dtype(argument);
   check_shape(op_, argument, query_tokens_and({heads}),
               layout_ == Layout::TND ? "(T1, Nidx)" : "(B, S1, Nidx)");
 }
 
-void SparseShapes::sparse_indices(TensorArgument argument) const {
-  same_device(argument);
+void SparseRules::check_sparse_indices(NamedTensor argument) const {
+  check_same_device(argument);
   const auto& indices = argument.tensor;
   check_dtype(op_, argument, at::kInt);
   const int64_t rank = query_.tensor.dim();
@@ -93,14 +95,14 @@ void SparseShapes::sparse_indices(TensorArgument argument) const {
   limits_.size(argument.name, "K", indices.sym_size(-1));
 }
 
-void SparseShapes::values_like(TensorArgument argument, const at::Tensor& sparse_indices) const {
-  same_device(argument);
+void SparseRules::check_values(NamedTensor argument, const at::Tensor& sparse_indices) const {
+  check_same_device(argument);
   check_shape(op_, argument, sparse_indices.sym_sizes(),
               layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
 }
 
-void SparseShapes::statistics(TensorArgument argument) const {
-  same_device(argument);
+void SparseRules::check_statistics(NamedTensor argument) const {
+  check_same_device(argument);
   const auto& query = query_.tensor;
   check_dtype(op_, argument, statistics_dtype(query));
   if (layout_ == Layout::TND) {
@@ -111,7 +113,7 @@ void SparseShapes::statistics(TensorArgument argument) const {
   }
 }
 
-void SparseShapes::ropes(OptionalTensorArgument query_rope, OptionalTensorArgument key_rope) const {
+void SparseRules::check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const {
   check_present(query_rope.tensor || !key_rope.tensor, op_, query_rope.name,
                 "expected a tensor because key_rope is given, got None");
   check_present(key_rope.tensor || !query_rope.tensor, op_, key_rope.name,
@@ -119,25 +121,25 @@ void SparseShapes::ropes(OptionalTensorArgument query_rope, OptionalTensorArgume
   if (!query_rope.tensor) {
     return;
   }
-  const TensorArgument query_part{query_rope.name, *query_rope.tensor};
-  const TensorArgument key_part{key_rope.name, *key_rope.tensor};
-  same_device(query_part);
-  same_device(key_part);
-  same_dtype(query_part);
-  same_dtype(key_part);
+  const NamedTensor query_part{query_rope.name, *query_rope.tensor};
+  const NamedTensor key_part{key_rope.name, *key_rope.tensor};
+  check_same_device(query_part);
+  check_same_device(key_part);
+  check_same_dtype(query_part);
+  check_same_dtype(key_part);
   check_value(query_part.tensor.dim() == query_.tensor.dim(), op_, query_part.name,
               "expected rank ", query_.tensor.dim(), " for layout ", layout_name(layout_),
               ", got shape ", query_part.tensor.sym_sizes());
   const auto rope_size = query_part.tensor.sym_size(-1);
-  query_like(query_part, heads_, rope_size);
-  key_like(key_part, rope_size);
+  check_like_query(query_part, heads_, rope_size);
+  check_like_key(key_part, rope_size);
   limits_.size(query_part.name, "Dr", rope_size);
 }
 
 // `count` gives the number of lengths of one argument.
 template <typename Lengths, typename Count>
-void SparseShapes::lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
-                                   bool allowed_in_bsnd, Count count) const {
+void SparseRules::check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
+                                        bool allowed_in_bsnd, Count count) const {
   constexpr const char* query_name = "actual_seq_lengths_query";
   constexpr const char* key_name = "actual_seq_lengths_key";
   if (layout_ == Layout::TND) {
@@ -171,26 +173,28 @@ void SparseShapes::lengths_present(const Lengths& query_lengths, const Lengths& 
   bsnd(key_name, key_lengths);
 }
 
-void SparseShapes::lengths(const std::optional<at::Tensor>& query_lengths,
-                           const std::optional<at::Tensor>& key_lengths,
-                           bool allowed_in_bsnd) const {
-  lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
-                  [this](const char* name, const at::Tensor& lengths) {
-                    same_device({name, lengths});
-                    check_type(lengths.scalar_type() == at::kInt, op_, name,
-                               "expected dtype int32, got ", dtype_name(lengths.scalar_type()));
-                    check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
-                                lengths.sym_sizes());
-                    return lengths.sym_numel();
-                  });
+void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
+                                const std::optional<at::Tensor>& key_lengths,
+                                bool allowed_in_bsnd) const {
+  check_lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
+                        [this](const char* name, const at::Tensor& lengths) {
+                          check_same_device({name, lengths});
+                          check_type(lengths.scalar_type() == at::kInt, op_, name,
+                                     "expected dtype int32, got ",
+                                     dtype_name(lengths.scalar_type()));
+                          check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
+                                      lengths.sym_sizes());
+                          return lengths.sym_numel();
+                        });
 }
 
-void SparseShapes::lengths(at::OptionalSymIntArrayRef query_lengths,
-                           at::OptionalSymIntArrayRef key_lengths, bool allowed_in_bsnd) const {
-  lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
-                  [this](const char*, c10::SymIntArrayRef lengths) {
-                    return c10::SymInt(static_cast<int64_t>(lengths.size()));
-                  });
+void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,
+                                at::OptionalSymIntArrayRef key_lengths,
+                                bool allowed_in_bsnd) const {
+  check_lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
+                        [this](const char*, c10::SymIntArrayRef lengths) {
+                          return c10::SymInt(static_cast<int64_t>(lengths.size()));
+                        });
   const auto values = [this](const char* name, at::OptionalSymIntArrayRef lengths,
                              const at::Tensor& tensor) {
     if (lengths.has_value()) {
@@ -201,7 +205,7 @@ void SparseShapes::lengths(at::OptionalSymIntArrayRef query_lengths,
   values("actual_seq_lengths_key", key_lengths, key_.tensor);
 }
 
-void SparseShapes::sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const {
+void SparseRules::check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const {
   std::string expected;
   for (const auto value : allowed) {
     if (value == mode) {
@@ -212,7 +216,7 @@ void SparseShapes::sparse_mode(int64_t mode, std::initializer_list<int64_t> allo
   raise(Violation::value, op_, "sparse_mode", c10::str("expected ", expected, ", got ", mode));
 }
 
-at::Tensor SparseShapes::new_statistics() const {
+at::Tensor SparseRules::new_statistics() const {
   const auto& query = query_.tensor;
   const auto options = query.options().dtype(statistics_dtype(query));
   if (layout_ == Layout::TND) {
@@ -221,7 +225,7 @@ at::Tensor SparseShapes::new_statistics() const {
   return new_tensor({query.sym_size(0), 1, query.sym_size(1), heads_}, options);
 }
 
-at::Tensor SparseShapes::new_selection(const c10::SymInt& count, at::ScalarType dtype) const {
+at::Tensor SparseRules::new_selection(const c10::SymInt& count, at::ScalarType dtype) const {
   return new_tensor(query_tokens_and({1, count}), query_.tensor.options().dtype(dtype));
 }
 

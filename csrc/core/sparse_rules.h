@@ -18,13 +18,26 @@
 
 namespace ascend_attn {
 
+// The limits that the sparse operators share.
+inline constexpr Limit kBatch{"B", "batch size", {.min = 1, .max = 256}};
+inline constexpr Limit kQueryLength{
+    "S1", "query tokens per sequence", {.min = 1, .max = 128 * 1024}};
+inline constexpr Limit kKeyLength{"S2", "key tokens per sequence", {.min = 1, .max = 128 * 1024}};
+inline constexpr Limit kHeadDim{"D", "head size without rope", {.one_of = {512}}};
+inline constexpr Limit kRopeDim{"Dr", "head size of the rope part", {.one_of = {64}}};
+inline constexpr Limit kIndexDim{"Didx", "head size of the indexer", {.one_of = {128}}};
+inline constexpr Limit kIndexHeads{
+    "Nidx", "query heads of the indexer", {.one_of = {8, 16, 32, 64}}};
+inline constexpr Limit kTrainingCount{
+    "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
+
 // Checks one call of a sparse operator. Every method raises on the first rule that is violated.
-class SparseShapes {
+class SparseRules {
  public:
   // `query` and `key` give the device, the dtype, the token axes and the number of heads that the
   // other arguments are measured against.
-  SparseShapes(std::string_view op, std::string_view layout, TensorArgument query,
-               TensorArgument key);
+  SparseRules(const OperatorLimits& limits, const LayoutArgument& layout, NamedTensor query,
+              NamedTensor key);
 
   Layout layout() const { return layout_; }
   const LimitsCheck& limits() const { return limits_; }
@@ -32,32 +45,33 @@ class SparseShapes {
   // The last axis of query.
   const c10::SymInt& head_size() const { return head_size_; }
 
-  void same_device(TensorArgument argument) const;
+  void check_same_device(NamedTensor argument) const;
   // query's dtype.
-  void same_dtype(TensorArgument argument) const;
+  void check_same_dtype(NamedTensor argument) const;
   // query's dtype, or fp32.
-  void weights_dtype(TensorArgument argument) const;
+  void check_weights_dtype(NamedTensor argument) const;
   // (B, S1, heads, size) or (T1, heads, size).
-  void query_like(TensorArgument argument, const c10::SymInt& heads, const c10::SymInt& size) const;
+  void check_like_query(NamedTensor argument, const c10::SymInt& heads,
+                        const c10::SymInt& size) const;
   // (B, S2, 1, size) or (T2, 1, size).
-  void key_like(TensorArgument argument, const c10::SymInt& size) const;
+  void check_like_key(NamedTensor argument, const c10::SymInt& size) const;
   // (B, S1, heads) or (T1, heads).
-  void weights_like(TensorArgument argument, const c10::SymInt& heads) const;
+  void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
   // int32 (B, S1, 1, K) or (T1, 1, K).
-  void sparse_indices(TensorArgument argument) const;
+  void check_sparse_indices(NamedTensor argument) const;
   // (B, S1, 1, K) or (T1, 1, K), as sparse_indices.
-  void values_like(TensorArgument argument, const at::Tensor& sparse_indices) const;
+  void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
   // The softmax statistics: (B, 1, S1, N1) or (1, T1, N1), fp32, fp64 beside fp64 inputs.
-  void statistics(TensorArgument argument) const;
+  void check_statistics(NamedTensor argument) const;
   // Both ropes or neither; (.., N1, Dr) beside query and (.., 1, Dr) beside key.
-  void ropes(OptionalTensorArgument query_rope, OptionalTensorArgument key_rope) const;
+  void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
   // Lengths in an int32 tensor (B), or on the host. In TND both are required; some operators take
   // them in TND only.
-  void lengths(const std::optional<at::Tensor>& query_lengths,
-               const std::optional<at::Tensor>& key_lengths, bool allowed_in_bsnd) const;
-  void lengths(at::OptionalSymIntArrayRef query_lengths, at::OptionalSymIntArrayRef key_lengths,
-               bool allowed_in_bsnd) const;
-  void sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
+  void check_lengths(const std::optional<at::Tensor>& query_lengths,
+                     const std::optional<at::Tensor>& key_lengths, bool allowed_in_bsnd) const;
+  void check_lengths(at::OptionalSymIntArrayRef query_lengths,
+                     at::OptionalSymIntArrayRef key_lengths, bool allowed_in_bsnd) const;
+  void check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
 
   at::Tensor new_statistics() const;
   // (B, S1, 1, count) or (T1, 1, count).
@@ -65,14 +79,14 @@ class SparseShapes {
 
  private:
   template <typename Lengths, typename Count>
-  void lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
-                       bool allowed_in_bsnd, Count count) const;
+  void check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
+                             bool allowed_in_bsnd, Count count) const;
   c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
 
   std::string_view op_;
   Layout layout_;
-  TensorArgument query_;
-  TensorArgument key_;
+  NamedTensor query_;
+  NamedTensor key_;
   LimitsCheck limits_;
   c10::SymInt heads_;
   c10::SymInt head_size_;

@@ -13,7 +13,7 @@ std::atomic<Allocation> npu_allocation = nullptr;
 
 }  // namespace
 
-void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8) {
+void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8) {
   const auto dtype = argument.tensor.scalar_type();
   check_type(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
                  dtype == at::kDouble || (or_int8 && dtype == at::kChar),
@@ -21,13 +21,13 @@ void check_attention_dtype(std::string_view op, TensorArgument argument, bool or
              "float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
 }
 
-void raise_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+void raise_device(std::string_view op, NamedTensor argument, NamedTensor like) {
   raise(Violation::value, op, argument.name,
         c10::str("expected device ", like.tensor.device(), " (", like.name, "'s), got ",
                  argument.tensor.device()));
 }
 
-void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType expected,
+void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expected,
                  std::string_view whose) {
   const auto owner = whose.empty() ? std::string() : c10::str(" (", whose, "'s)");
   raise(Violation::type, op, argument.name,
@@ -35,7 +35,7 @@ void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType ex
                  dtype_name(argument.tensor.scalar_type())));
 }
 
-void raise_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,
                  std::string_view meaning) {
   raise(
       Violation::value, op, argument.name,

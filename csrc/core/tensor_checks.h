@@ -12,37 +12,37 @@
 namespace ascend_attn {
 
 // An argument and the name that messages give it.
-struct TensorArgument {
+struct NamedTensor {
   std::string_view name;
   const at::Tensor& tensor;
 };
-struct OptionalTensorArgument {
+struct NamedOptionalTensor {
   std::string_view name;
   const std::optional<at::Tensor>& tensor;
 };
 
 // float16, bfloat16, float32 or float64.
-void check_attention_dtype(std::string_view op, TensorArgument argument, bool or_int8 = false);
+void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8 = false);
 
 // What the checks below raise. They are inline, since every call makes dozens of them.
-[[noreturn]] void raise_device(std::string_view op, TensorArgument argument, TensorArgument like);
-[[noreturn]] void raise_dtype(std::string_view op, TensorArgument argument, at::ScalarType expected,
+[[noreturn]] void raise_device(std::string_view op, NamedTensor argument, NamedTensor like);
+[[noreturn]] void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expected,
                               std::string_view whose = "");
-[[noreturn]] void raise_shape(std::string_view op, TensorArgument argument,
+[[noreturn]] void raise_shape(std::string_view op, NamedTensor argument,
                               c10::SymIntArrayRef expected, std::string_view meaning);
 
 // The device, or the dtype, of `like`.
-inline void check_device(std::string_view op, TensorArgument argument, TensorArgument like) {
+inline void check_device(std::string_view op, NamedTensor argument, NamedTensor like) {
   if (argument.tensor.device() != like.tensor.device()) [[unlikely]] {
     raise_device(op, argument, like);
   }
 }
-inline void check_dtype(std::string_view op, TensorArgument argument, TensorArgument like) {
+inline void check_dtype(std::string_view op, NamedTensor argument, NamedTensor like) {
   if (argument.tensor.dtype() != like.tensor.dtype()) [[unlikely]] {
     raise_dtype(op, argument, like.tensor.scalar_type(), like.name);
   }
 }
-inline void check_dtype(std::string_view op, TensorArgument argument, at::ScalarType dtype) {
+inline void check_dtype(std::string_view op, NamedTensor argument, at::ScalarType dtype) {
   if (argument.tensor.scalar_type() != dtype) [[unlikely]] {
     raise_dtype(op, argument, dtype);
   }
@@ -50,7 +50,7 @@ inline void check_dtype(std::string_view op, TensorArgument argument, at::Scalar
 
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 // `meaning` names the axes: "(B, S1, N, D)".
-inline void check_shape(std::string_view op, TensorArgument argument, c10::SymIntArrayRef expected,
+inline void check_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,
                         std::string_view meaning) {
   const auto sizes = argument.tensor.sym_sizes();
   bool fits = sizes.size() == expected.size();

@@ -20,7 +20,7 @@ class ScoreOutputs {
         max_data_(std::get<1>(outputs).template mutable_data_ptr<T>()),
         sum_data_(std::get<2>(outputs).template mutable_data_ptr<T>()) {}
 
-  void store(const AttentionSequence& sequence, int64_t head, int64_t query,
+  void store(const DenseSequence& sequence, int64_t head, int64_t query,
              const RowResult<T>& result) const {
     const HeadRows<Input> out(out_data_, out_, sequence.batch, head, sequence.query_begin);
     T row_max = result.max;
@@ -33,10 +33,9 @@ class ScoreOutputs {
     } else {
       scale(result.out, T(1) / row_sum, out.row(query), attention_.value_size);
     }
-    constexpr int64_t lanes = 8;
-    const int64_t at = lanes * attention_.statistics_row(sequence, head, query);
-    std::fill_n(max_data_ + at, lanes, row_max);
-    std::fill_n(sum_data_ + at, lanes, row_sum);
+    const int64_t at = kStatisticsLanes * attention_.statistics_row(sequence, head, query);
+    std::fill_n(max_data_ + at, kStatisticsLanes, row_max);
+    std::fill_n(sum_data_ + at, kStatisticsLanes, row_sum);
   }
 
  private:
@@ -48,17 +47,16 @@ class ScoreOutputs {
 };
 
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
-  const DenseAttention attention(op.name, op.query, op.key, op.value, op.options);
+  const DenseAttention attention(op);
   if (attention.layout == Layout::TND) {
-    const auto& last = attention.sequences.back();
     for (const auto& output : {std::get<0>(outputs), std::get<1>(outputs), std::get<2>(outputs)}) {
-      zero_tail(output, last.query_begin + last.queries);
+      zero_unused_queries(output, output.size(0), attention.sequences);
     }
   }
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     const ScoreOutputs<Input, Accumulator<Operand>> rows(attention, outputs);
-    for_each_row<Input, Operand>(attention,
-                                 [&rows](const auto&... arguments) { rows.store(arguments...); });
+    attend_rows<Input, Operand>(attention,
+                                [&rows](const auto&... arguments) { rows.store(arguments...); });
   });
 }
 

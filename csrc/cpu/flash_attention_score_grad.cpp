@@ -33,7 +33,7 @@ void transpose_tile(const Tile<T>& from, int64_t rows, int64_t columns, T* to) {
 // Key heads are divided further where they are fewer than threads: a part takes every parts-th
 // block of keys.
 struct KeysTask {
-  const AttentionSequence* sequence;
+  const DenseSequence* sequence;
   int64_t key_head;
   int64_t part;
   int64_t head_index;  // of (sequence, key head)
@@ -231,13 +231,13 @@ void differentiate(const DenseAttentionGrad& attention,
 
 void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs) {
-  const DenseAttentionGrad attention(op.name, op);
+  const DenseAttentionGrad attention(op);
   const auto& [dq, dk, dv] = outputs;
   if (attention.forward.layout == Layout::TND) {
-    const auto& last = attention.forward.sequences.back();
-    zero_tail(dq, last.query_begin + last.queries);
-    zero_tail(dk, last.key_begin + last.keys);
-    zero_tail(dv, last.key_begin + last.keys);
+    const auto& sequences = attention.forward.sequences;
+    zero_unused_queries(dq, dq.size(0), sequences);
+    zero_unused_keys(dk, dk.size(0), sequences);
+    zero_unused_keys(dv, dv.size(0), sequences);
   }
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     differentiate<Input, Operand>(attention, outputs);

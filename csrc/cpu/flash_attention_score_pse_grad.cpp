@@ -50,7 +50,7 @@ class PseGrad {
   }
 
  private:
-  void add_rows(const AttentionSequence& sequence, int64_t key_begin, int64_t row, int64_t rows,
+  void add_rows(const DenseSequence& sequence, int64_t key_begin, int64_t row, int64_t rows,
                 const TileColumns& columns) {
     tile_.for_each_row(row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
       T* to = sum_ + address_.row(sequence, head, query) + key_begin;
@@ -67,7 +67,7 @@ class PseGrad {
 
 void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
                               FlashAttentionPseGrad::Outputs& outputs) {
-  const DenseAttentionGrad attention(op.name, op);
+  const DenseAttentionGrad attention(op);
   const auto& forward = attention.forward;
   const auto& pse = *op.options.pse_shift;
   const auto sum = at::zeros(pse.sizes(), pse.options().dtype(statistics_dtype(op.query)));

@@ -13,6 +13,7 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer.h"
 #include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/sparse_indices.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/top_k.h"
@@ -124,10 +125,9 @@ void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const int64_t heads = query.size(-2);
   const int64_t size = query.size(-1);
   const int64_t count = indices.size(-1);
-  const auto mode = static_cast<SparseMode>(op.sparse_mode);
   const HeadWeights<Input> weights(op.weights);
   const auto sequences = sequences_of(op);
-  const int64_t max_keys = longest(sequences, &Sequence::key_length);
+  const int64_t max_keys = longest(sequences, &Sequence::keys);
 
   // The scores of a block of tokens stay in the cache until the best are chosen.
   constexpr int64_t score_bytes = 1 << 20;
@@ -136,24 +136,24 @@ void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
 
   PackedKeys<Input, Operand> keys(max_keys, size);
   for (const auto& sequence : sequences) {
-    keys.pack(TokenRows<Input>(key, sequence.key_begin), sequence.key_length);
+    keys.pack(TokenRows<Input>(key, sequence.key_begin), sequence.keys);
     const TokenRows<Input> queries(query, sequence.query_begin);
-    const int64_t blocks = (sequence.query_length + block - 1) / block;
+    const auto visible = visible_keys_of(op, sequence);
+    const int64_t blocks = (sequence.queries + block - 1) / block;
     const int64_t workers = worker_count(blocks);
     for_each_worker(workers, [&](int64_t worker) {
-      Scorer<Input, Operand> scorer(block, heads, size, sequence.key_length);
-      TopK<Sum> top_k(sequence.key_length);
-      for (int64_t begin = worker * block; begin < sequence.query_length;
-           begin += workers * block) {
-        const int64_t tokens = std::min(block, sequence.query_length - begin);
+      Scorer<Input, Operand> scorer(block, heads, size, sequence.keys);
+      TopK<Sum> top_k(sequence.keys);
+      for (int64_t begin = worker * block; begin < sequence.queries; begin += workers * block) {
+        const int64_t tokens = std::min(block, sequence.queries - begin);
         for (int64_t slot = 0; slot < tokens; ++slot) {
           scorer.load(slot, queries, weights, begin + slot, sequence.query_begin + begin + slot);
         }
         // In both modes the last token of a block sees the most keys.
-        const int64_t end = visible_keys(sequence, mode, begin + tokens - 1);
+        const int64_t end = visible.end(begin + tokens - 1);
         for (int64_t tile = 0; tile < end; tile += kKeyTile) {
           for (int64_t slot = 0; slot < tokens; ++slot) {
-            if (tile < visible_keys(sequence, mode, begin + slot)) {
+            if (tile < visible.end(begin + slot)) {
               scorer.score(slot, keys, tile);
             }
           }
@@ -162,8 +162,7 @@ void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
           const int64_t row = (sequence.query_begin + begin + slot) * count;
           const Sum* scores = scorer.scores(slot);
           auto* best = indices.template mutable_data_ptr<int32_t>() + row;
-          const int64_t kept =
-              top_k(scores, visible_keys(sequence, mode, begin + slot), count, best);
+          const int64_t kept = top_k(scores, visible.end(begin + slot), count, best);
           if (op.return_values) {
             auto* value = values.template mutable_data_ptr<Input>() + row;
             for (int64_t i = 0; i < kept; ++i) {

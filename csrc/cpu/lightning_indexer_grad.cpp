@@ -54,17 +54,16 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
   const auto d_values = with_dense_rows(op.d_values);
   const auto indices = with_dense_rows(op.sparse_indices);
   const HeadWeights<Input> weights(op.weights);
-  const auto mode = static_cast<SparseMode>(op.sparse_mode);
 
-  const int64_t max_workers = worker_count(longest(sequences, &Sequence::query_length));
-  ParallelScatterAdd<T> d_keys(max_workers, longest(sequences, &Sequence::key_length),
-                               key.size(-1));
+  const int64_t max_workers = worker_count(longest(sequences, &Sequence::queries));
+  ParallelScatterAdd<T> d_keys(max_workers, longest(sequences, &Sequence::keys), key.size(-1));
   std::vector<std::unique_ptr<Gradient<Input, Operand>>> gradients(max_workers);
   for (const auto& sequence : sequences) {
     const TokenRows<Input> queries(query, sequence.query_begin);
     const TokenRows<Input> keys(key, sequence.key_begin);
     const TokenRows<Input> d_value_rows(d_values, sequence.query_begin);
     const TokenRows<int32_t> index_rows(indices, sequence.query_begin);
+    const auto visible = visible_keys_of(op, sequence);
     accumulate_key_gradient<Input>(sequence, d_keys, d_key, [&](int64_t worker, int64_t token) {
       auto& own = gradients[worker];
       if (!own) {
@@ -73,8 +72,7 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
       const int64_t row = sequence.query_begin + token;
       own->of_token().load_query(queries, weights, token, row);
       own->add_keys(keys, index_rows.row(token), d_value_rows.row(token),
-                    std::min(indices.size(-1), visible_keys(sequence, mode, token)), d_keys,
-                    worker);
+                    std::min(indices.size(-1), visible.end(token)), d_keys, worker);
       own->of_token().store(row, d_query, d_weights);
     });
   }
@@ -83,9 +81,8 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
   const auto sequences = sequences_of(op);
-  check_sparse_indices(op.name, parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND}),
-                       op.sparse_indices, op.key, sequences);
-  zero_tail(outputs, sequences);
+  check_sparse_indices(op.name, op.layout.value(), op.sparse_indices, op.key, sequences);
+  zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     compute<Input, Operand>(op, sequences, outputs);
   });

@@ -31,8 +31,8 @@ template <typename Input, typename Operand, typename Output, typename Convert>
 void attend(const DenseAttention& attention, const at::Tensor& out, const Convert& convert) {
   using T = Accumulator<Operand>;
   auto* data = out.mutable_data_ptr<Output>();
-  for_each_row<Input, Operand>(attention, [&](const AttentionSequence& sequence, int64_t head,
-                                              int64_t query, const RowResult<T>& result) {
+  attend_rows<Input, Operand>(attention, [&](const DenseSequence& sequence, int64_t head,
+                                             int64_t query, const RowResult<T>& result) {
     auto* row = HeadRows<Output>(data, out, sequence.batch, head, 0).row(query);
     if (result.sum == 0) {
       std::fill_n(row, attention.size, Output(0));

@@ -160,20 +160,20 @@ void attend(const SparseAttentionInputs& inputs, double scale,
             const SparseFlashAttention::Outputs& outputs) {
   using T = Accumulator<Operand>;
   const int64_t heads = inputs.heads;
-  const int64_t max_workers = worker_count(inputs.longest(&Sequence::query_length));
+  const int64_t max_workers = worker_count(longest(inputs.sequences, &Sequence::queries));
   std::vector<std::unique_ptr<Attention<Input, Operand>>> attention(max_workers);
   auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
   auto* softmax_max = std::get<1>(outputs).template mutable_data_ptr<T>();
   auto* softmax_sum = std::get<2>(outputs).template mutable_data_ptr<T>();
   for (const auto& sequence : inputs.sequences) {
     const SequenceInputs<Input> rows(inputs, sequence);
-    const int64_t workers = worker_count(sequence.query_length);
+    const int64_t workers = worker_count(sequence.queries);
     for_each_worker(workers, [&](int64_t worker) {
       auto& own = attention[worker];
       if (!own) {
         own = std::make_unique<Attention<Input, Operand>>(inputs, scale);
       }
-      for (int64_t token = worker; token < sequence.query_length; token += workers) {
+      for (int64_t token = worker; token < sequence.queries; token += workers) {
         const int64_t row = (sequence.query_begin + token) * heads;
         own->token(rows, token, out + row * inputs.size, softmax_max + row, softmax_sum + row);
       }
@@ -187,8 +187,7 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   const int64_t tokens = token_count(inputs.query);
   const auto& [out, softmax_max, softmax_sum] = outputs;
   for (const auto& output : {out, softmax_max, softmax_sum}) {
-    zero_tokens_outside(output, tokens, inputs.sequences, &Sequence::query_begin,
-                        &Sequence::query_length);
+    zero_unused_queries(output, tokens, inputs.sequences);
   }
   if (out.numel() > 0) {
     dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {

@@ -213,8 +213,8 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
   const int64_t heads = inputs.heads;
   const int64_t size = inputs.size;
   const int64_t rope_size = inputs.rope_size;
-  const int64_t max_workers = worker_count(inputs.longest(&Sequence::query_length));
-  ParallelScatterAdd<T> sums(max_workers, inputs.longest(&Sequence::key_length),
+  const int64_t max_workers = worker_count(longest(inputs.sequences, &Sequence::queries));
+  ParallelScatterAdd<T> sums(max_workers, longest(inputs.sequences, &Sequence::keys),
                              2 * size + rope_size);
   std::vector<std::unique_ptr<Worker>> grads(max_workers);
   const auto data = [](const at::Tensor& tensor) {
@@ -232,21 +232,21 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
     const SequenceInputs<Input> rows(inputs, sequence);
     const TokenRows<Input> d_out(forward.d_out, sequence.query_begin);
     const TokenRows<Input> out(forward.out, sequence.query_begin);
-    const int64_t workers = worker_count(sequence.query_length);
+    const int64_t workers = worker_count(sequence.queries);
     for_each_worker(workers, [&](int64_t worker) {
       auto& own = grads[worker];
       if (!own) {
         own = std::make_unique<Worker>(inputs, scale, sums, worker);
       }
-      sums.clear(worker, sequence.key_length);
-      for (int64_t token = worker; token < sequence.query_length; token += workers) {
+      sums.clear(worker, sequence.keys);
+      for (int64_t token = worker; token < sequence.queries; token += workers) {
         const int64_t row = (sequence.query_begin + token) * heads;
         own->token(rows, d_out, out, softmax_max + row, softmax_sum + row, token,
                    d_query + row * size, d_query_rope + row * rope_size);
       }
     });
     const auto factor = static_cast<T>(scale);
-    sums.reduce(workers, sequence.key_length, [&](int64_t position, const T* sum) {
+    sums.reduce(workers, sequence.keys, [&](int64_t position, const T* sum) {
       const int64_t row = sequence.key_begin + position;
       cpu::scale(sum, T(1), d_value + row * size, size);
       cpu::scale(sum + size, factor, d_key + row * size, size);
@@ -262,12 +262,10 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                op.softmax_max.contiguous(), op.softmax_sum.contiguous()};
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
   for (const auto& output : {d_query, d_query_rope}) {
-    zero_tokens_outside(output, token_count(inputs.query), inputs.sequences, &Sequence::query_begin,
-                        &Sequence::query_length);
+    zero_unused_queries(output, token_count(inputs.query), inputs.sequences);
   }
   for (const auto& output : {d_key, d_value, d_key_rope}) {
-    zero_tokens_outside(output, token_count(inputs.key), inputs.sequences, &Sequence::key_begin,
-                        &Sequence::key_length);
+    zero_unused_keys(output, token_count(inputs.key), inputs.sequences);
   }
   dispatch_operand(d_query.scalar_type(), [&]<typename Input, typename Operand>() {
     differentiate<Input, Operand>(inputs, forward, op.scale_value, outputs);

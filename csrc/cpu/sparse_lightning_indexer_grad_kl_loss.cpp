@@ -208,8 +208,8 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
   const Inputs inputs(op);
   const HeadWeights<Input> weights(op.weights);
   const int64_t slots = inputs.sparse_indices.size(-1);
-  const int64_t max_keys = longest(sequences, &Sequence::key_length);
-  const int64_t max_tokens = longest(sequences, &Sequence::query_length);
+  const int64_t max_keys = longest(sequences, &Sequence::keys);
+  const int64_t max_tokens = longest(sequences, &Sequence::queries);
   const int64_t max_workers = worker_count(max_tokens);
 
   ParallelScatterAdd<T> d_keys(max_workers, max_keys, inputs.key_index.size(-1));
@@ -219,6 +219,7 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
   double loss = 0;
   for (const auto& sequence : sequences) {
     const SequenceRows<Input, T> rows(inputs, sequence);
+    const auto visible = visible_keys_of(op, sequence);
     accumulate_key_gradient<Input>(
         sequence, d_keys, std::get<1>(outputs), [&](int64_t worker, int64_t token) {
           auto& own = token_loss[worker];
@@ -226,21 +227,18 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
             own = std::make_unique<TokenLoss<Input, Operand>>(inputs, op.scale_value,
                                                               std::min(slots, max_keys));
           }
-          const auto mode = static_cast<SparseMode>(op.sparse_mode);
-          losses[token] =
-              (*own)(rows, weights, token, sequence.query_begin + token,
-                     std::min(slots, visible_keys(sequence, mode, token)), d_keys, worker, outputs);
+          losses[token] = (*own)(rows, weights, token, sequence.query_begin + token,
+                                 std::min(slots, visible.end(token)), d_keys, worker, outputs);
         });
-    loss = std::accumulate(losses.begin(), losses.begin() + sequence.query_length, loss);
+    loss = std::accumulate(losses.begin(), losses.begin() + sequence.queries, loss);
   }
   return loss;
 }
 
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   const auto sequences = sequences_of(op);
-  check_sparse_indices(op.name, parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND}),
-                       op.sparse_indices, op.key, sequences);
-  zero_tail(outputs, sequences);
+  check_sparse_indices(op.name, op.layout.value(), op.sparse_indices, op.key, sequences);
+  zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     std::get<3>(outputs).fill_(compute<Input, Operand>(op, sequences, outputs));
   });

@@ -6,29 +6,44 @@
 namespace ascend_attn {
 namespace {
 
+// Of tokens, 0 is allowed: sequences without tokens have their own rules.
+const std::vector<ProductLimits> kLimits{
+    {products(Product::A2, Product::A3, Product::P950),
+     {at::kHalf, at::kBFloat16, at::kFloat},
+     {{"B", "batch size", {.min = 1, .max = 2 * 1024 * 1024}},
+      {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
+      {"N", "query heads", {.min = 1, .max = 256}},
+      {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
+      {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}},
+      {"sequences", "sequences in layout TND", {.min = 1, .max = 2048}},
+      {"D", "head size", {.min = 1, .max = 512}}}}};
+
 template <typename Op>
-FlashAttentionShapes check_common(const Op& op) {
-  FlashAttentionShapes shapes(Op::name, op.query, op.key, op.value, op.options);
-  shapes.scores();
-  shapes.mask();
-  shapes.dropout();
-  return shapes;
+FlashAttentionRules check_common(const Op& op) {
+  FlashAttentionRules rules(op);
+  rules.check_scores();
+  rules.check_mask();
+  rules.check_dropout();
+  return rules;
 }
 
 template <typename Op>
 void check_grad(const Op& op) {
-  const auto shapes = check_common(op);
-  shapes.out_like({"dy", op.dy});
-  shapes.statistics({"softmax_max", op.softmax_max});
-  shapes.statistics({"softmax_sum", op.softmax_sum});
-  shapes.out_like({"attention_in", op.attention_in});
+  const auto rules = check_common(op);
+  rules.check_like_out({"dy", op.dy});
+  rules.check_statistics({"softmax_max", op.softmax_max});
+  rules.check_statistics({"softmax_sum", op.softmax_sum});
+  rules.check_like_out({"attention_in", op.attention_in});
 }
 
 }  // namespace
 
+const OperatorLimits FlashAttentionScore::limits{name, functions, kLimits};
+const OperatorLimits FlashAttentionScoreGrad::limits{name, functions, kLimits};
+
 FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate() const {
-  const auto shapes = check_common(*this);
-  return {shapes.new_out(), shapes.new_statistics(), shapes.new_statistics()};
+  const auto rules = check_common(*this);
+  return {rules.new_out(), rules.new_statistics(), rules.new_statistics()};
 }
 
 FlashAttentionScoreGrad::Outputs FlashAttentionScoreGrad::check_and_allocate() const {
@@ -45,8 +60,8 @@ FlashAttentionPseGrad::Outputs FlashAttentionPseGrad::check_and_allocate() const
 
 bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
                        const c10::SymInt& keys) {
-  return pse_shift.dim() == 4 && pse_shift.sym_size(2) == 1024 && queries != 1024 &&
-         queries == keys && queries > 1024;
+  return pse_shift.dim() == 4 && pse_shift.sym_size(2) == kCompressedPseRows && queries == keys &&
+         queries > kCompressedPseRows;
 }
 
 }  // namespace ascend_attn

@@ -2,81 +2,69 @@
 // for training.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/SymInt.h>
-#include <c10/core/SymIntArrayRef.h>
-#include <c10/util/OptionalArrayRef.h>
-
-#include <optional>
-#include <string_view>
+#include <array>
 #include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
+#include "core/text.h"
 
 namespace ascend_attn {
 
-// The keyword arguments, which both operators share.
+// The keyword arguments, which all its operators share.
 struct FlashAttentionOptions {
-  c10::SymInt num_heads;
-  std::string_view layout;
-  const std::optional<at::Tensor>& pse_shift;
-  const std::optional<at::Tensor>& drop_mask;
-  const std::optional<at::Tensor>& atten_mask;
-  at::OptionalSymIntArrayRef prefix;
-  at::OptionalSymIntArrayRef actual_seq_lengths_query;
-  at::OptionalSymIntArrayRef actual_seq_lengths_key;
-  at::OptionalSymIntArrayRef q_start_idx;
-  at::OptionalSymIntArrayRef kv_start_idx;
-  double scale_value;
-  double keep_prob;
-  int64_t pre_tokens;
-  int64_t next_tokens;
-  int64_t inner_precise;
-  int64_t sparse_mode;
-  int64_t pse_type;
+  static constexpr bool is_argument_group = true;
+
+  SymInt num_heads;
+  LayoutArgument layout;
+  OptionalTensor pse_shift, drop_mask, atten_mask;
+  OptionalIntList prefix, actual_seq_lengths_query, actual_seq_lengths_key;
+  OptionalIntList q_start_idx, kv_start_idx;
+  double scale_value, keep_prob;
+  int64_t pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type;
 };
 
-template <typename Outputs, typename... Tensors>
-using FlashAttentionSignature = Outputs(
-    Tensors..., c10::SymInt, std::string_view, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, at::OptionalSymIntArrayRef,
-    at::OptionalSymIntArrayRef, at::OptionalSymIntArrayRef, at::OptionalSymIntArrayRef,
-    at::OptionalSymIntArrayRef, double, double, int64_t, int64_t, int64_t, int64_t, int64_t);
+inline constexpr char kFlashAttentionKeywords[] =
+    "SymInt num_heads, str layout, Tensor? pse_shift=None, Tensor? drop_mask=None, "
+    "Tensor? atten_mask=None, SymInt[]? prefix=None, SymInt[]? actual_seq_lengths_query=None, "
+    "SymInt[]? actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, "
+    "SymInt[]? kv_start_idx=None, float scale_value=1.0, float keep_prob=1.0, "
+    "int pre_tokens=2147483647, int next_tokens=2147483647, int inner_precise=0, "
+    "int sparse_mode=0, int pse_type=1";
 
 struct FlashAttentionScore {
   static constexpr const char* name = "flash_attention_score";
+  static constexpr auto schema =
+      join("(Tensor query, Tensor key, Tensor value, *, ", kFlashAttentionKeywords,
+           ") -> (Tensor out, Tensor softmax_max, Tensor softmax_sum)");
+  static constexpr std::array functions{"aclnnFlashAttentionScoreV2",
+                                        "aclnnFlashAttentionVarLenScoreV2"};
+  static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
-  using Signature =
-      FlashAttentionSignature<Outputs, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& value;
+  Tensor query, key, value;
   FlashAttentionOptions options;
 
   Outputs check_and_allocate() const;
 };
 
-// The arguments of both gradient operators.
-template <typename Outputs>
-using FlashAttentionGradSignature =
-    FlashAttentionSignature<Outputs, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&>;
-
+// What both gradient operators take.
 struct FlashAttentionGradArguments {
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& value;
-  const at::Tensor& dy;
-  const at::Tensor& softmax_max;
-  const at::Tensor& softmax_sum;
-  const at::Tensor& attention_in;
+  Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
 };
 
 struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "flash_attention_score_grad";
+  static constexpr auto schema = join(
+      "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
+      "Tensor softmax_sum, Tensor attention_in, *, ",
+      kFlashAttentionKeywords, ") -> (Tensor dq, Tensor dk, Tensor dv)");
+  static constexpr std::array functions{"aclnnFlashAttentionScoreGradV2",
+                                        "aclnnFlashAttentionUnpaddingScoreGradV2"};
+  static const OperatorLimits limits;
+  using Fields = FlashAttentionGradArguments;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
-  using Signature = FlashAttentionGradSignature<Outputs>;
 
   Outputs check_and_allocate() const;
 };
@@ -85,14 +73,26 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
 // alone.
 struct FlashAttentionPseGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "_flash_attention_score_pse_grad";
-  using Outputs = std::tuple<at::Tensor>;
-  using Signature = FlashAttentionGradSignature<Outputs>;
+  static constexpr auto schema = join(
+      "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
+      "Tensor softmax_sum, Tensor attention_in, *, ",
+      kFlashAttentionKeywords, ") -> Tensor dpse");
+  // Checked as the operator whose gradient it completes.
+  static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
+  using Fields = FlashAttentionGradArguments;
+  using Outputs = std::tuple<at::Tensor>;  // dpse
 
   Outputs check_and_allocate() const;
 };
 
-// Whether `pse_shift`, of queries and keys of these lengths, has the form of 1024 rows that stands
-// for values which depend on the distance alone.
+// Every row of the softmax statistics has its value this many times, as the device stores it.
+inline constexpr int64_t kStatisticsLanes = 8;
+
+// The compressed form of pse_shift has this many rows.
+inline constexpr int64_t kCompressedPseRows = 1024;
+
+// Whether `pse_shift`, of queries and keys of these lengths, has the compressed form, which stands
+// for values that depend on the distance alone.
 bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
                        const c10::SymInt& keys);
 

@@ -4,15 +4,15 @@
 #include <string>
 #include <vector>
 
-#include "core/attention_mask.h"
 #include "core/error.h"
+#include "core/sparse_mode.h"
 #include "ops/flash_attention_score_rules.h"
 
 namespace ascend_attn {
-void FlashAttentionShapes::mask() const {
+void FlashAttentionRules::check_mask() const {
   const int64_t mode = options_.sparse_mode;
   if (is_packed()) {
-    check_value(mode >= 0 && mode <= kLastMaskMode && mode != 5, op_, "sparse_mode",
+    check_value(mode >= 0 && mode <= kLastSparseMode && mode != 5, op_, "sparse_mode",
                 "expected one of 0, 1, 2, 3, 4, 6, 7, 8 in layout TND, got ", mode);
   } else {
     check_value(mode >= 0 && mode <= 6, op_, "sparse_mode",
@@ -20,9 +20,16 @@ void FlashAttentionShapes::mask() const {
                 mode, mode == 7 || mode == 8 ? ", which needs layout TND" : "");
   }
   if (!options_.atten_mask) {
-    return;  // all keys are kept, whatever the mode says
+    check_present(
+        mode == 0, op_, "atten_mask", "expected ",
+        has_compressed_mask(static_cast<SparseMode>(mode)) ? "the compressed mask" : "a full mask",
+        " for sparse_mode ", mode, ", got None",
+        has_compressed_mask(static_cast<SparseMode>(mode))
+            ? "; ascend_attn_ops.flash_attention_score builds it"
+            : "");
+    return;  // all keys are kept
   }
-  const TensorArgument argument{"atten_mask", *options_.atten_mask};
+  const NamedTensor argument{"atten_mask", *options_.atten_mask};
   const auto dtype = argument.tensor.scalar_type();
   check_device(op_, argument, query());
   check_type(dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
@@ -31,25 +38,23 @@ void FlashAttentionShapes::mask() const {
              c10::isFloatingType(dtype) ? "; pse_shift takes what is added to "
                                           "the scores"
                                         : "");
-  const auto kind = static_cast<MaskMode>(mode);
-  const bool full =
-      kind == MaskMode::standard || kind == MaskMode::all_mask || kind == MaskMode::prefix;
-  full ? full_mask() : compressed_mask();
-  if (kind == MaskMode::prefix || kind == MaskMode::prefix_compressed) {
-    prefix();
+  const auto kind = static_cast<SparseMode>(mode);
+  has_compressed_mask(kind) ? check_compressed_mask() : check_full_mask();
+  if (kind == SparseMode::prefix || kind == SparseMode::prefix_compressed) {
+    check_prefix();
   }
   if (is_packed()) {
-    band_of_sequences();
-  } else if (kind == MaskMode::standard || kind == MaskMode::band) {
+    check_bands_of_sequences();
+  } else if (kind == SparseMode::standard || kind == SparseMode::band) {
     const auto queries = queries_.maybe_as_int();
     const auto keys = keys_.maybe_as_int();
     if (queries && keys) {
-      band({*queries, *keys});
+      check_band({.queries = *queries, .keys = *keys});
     }
   }
 }
 
-void FlashAttentionShapes::full_mask() const {
+void FlashAttentionRules::check_full_mask() const {
   const auto& mask = *options_.atten_mask;
   const auto mode = options_.sparse_mode;
   if (is_packed()) {
@@ -69,7 +74,7 @@ void FlashAttentionShapes::full_mask() const {
   }
   const bool per_batch = has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
                          has_shape(mask, {{batch_, 1, queries_, keys_}});
-  if (options_.sparse_mode == static_cast<int64_t>(MaskMode::prefix)) {
+  if (options_.sparse_mode == static_cast<int64_t>(SparseMode::prefix)) {
     check_value(per_batch, op_, "atten_mask",
                 "expected shape (B, N, Sq, Skv) or (B, 1, Sq, Skv) for sparse_mode 5, with B, N, "
                 "Sq, Skv = ",
@@ -82,21 +87,23 @@ void FlashAttentionShapes::full_mask() const {
               "expected shape (B, N, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv) for "
               "sparse_mode ",
               mode, ", with B, N, Sq, Skv = ", batch_, ", ", heads_, ", ", queries_, ", ", keys_,
-              ", got ", mask.sym_sizes(), "; other shapes are not broadcast, expand them");
+              ", got ", mask.sym_sizes(), "; other rules are not broadcast, expand them");
 }
 
-void FlashAttentionShapes::compressed_mask() const {
+void FlashAttentionRules::check_compressed_mask() const {
   const auto& mask = *options_.atten_mask;
   const bool with_prefix =
-      options_.sparse_mode == static_cast<int64_t>(MaskMode::prefix_compressed);
-  check_value(has_shape(mask, {{with_prefix ? 3072 : 2048, 2048}}), op_, "atten_mask",
-              "expected the compressed mask of shape ",
-              with_prefix ? "(3072, 2048)" : "(2048, 2048)", " for sparse_mode ",
-              options_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
+      options_.sparse_mode == static_cast<int64_t>(SparseMode::prefix_compressed);
+  constexpr int64_t size = kCompressedMaskSize;
+  check_value(has_shape(mask, {{with_prefix ? size + kCompressedMaskPrefixRows : size, size}}), op_,
+              "atten_mask", "expected the compressed mask of shape (",
+              with_prefix ? size + kCompressedMaskPrefixRows : size, ", ", size,
+              ") for sparse_mode ", options_.sparse_mode, ", whatever Sq and Skv are, got ",
+              mask.sym_sizes(),
               "; ascend_attn_ops.flash_attention_score builds it when atten_mask is None");
 }
 
-void FlashAttentionShapes::prefix() const {
+void FlashAttentionRules::check_prefix() const {
   const auto& list = options_.prefix;
   check_present(list.has_value() && !list->empty(), op_, "prefix",
                 "expected one number of keys per batch for sparse_mode ", options_.sparse_mode,
@@ -104,10 +111,10 @@ void FlashAttentionShapes::prefix() const {
   check_value(batch_ == static_cast<int64_t>(list->size()), op_, "prefix",
               "expected one number of keys per batch, ", batch_, ", got ", list->size());
   limits_.size("prefix", "prefix", batch_);
-  const auto lengths = sequence_lengths();
-  for (size_t b = 0; b < lengths.size(); ++b) {
+  const auto sequences = this->sequences();
+  for (size_t b = 0; b < sequences.size(); ++b) {
     const auto value = (*list)[b].maybe_as_int();
-    const auto [queries, keys] = lengths[b];
+    const auto& [query_begin, queries, key_begin, keys] = sequences[b];
     const int64_t least = std::max<int64_t>(keys - queries, 0);
     check_value(!value || (*value >= least && *value <= keys), op_, "prefix",
                 "expected a value in ", least, "..", keys, " for Sq = ", queries, ", Skv = ", keys,
@@ -116,12 +123,12 @@ void FlashAttentionShapes::prefix() const {
 }
 
 // A band must cross the scores.
-void FlashAttentionShapes::band(const Lengths& lengths) const {
-  if (lengths.empty()) {
+void FlashAttentionRules::check_band(const Sequence& sequence) const {
+  if (sequence.empty()) {
     return;
   }
-  const auto [queries, keys] = lengths;
-  const bool bottom_right = options_.sparse_mode == static_cast<int64_t>(MaskMode::band);
+  const auto [query_begin, queries, key_begin, keys] = sequence;
+  const bool bottom_right = options_.sparse_mode == static_cast<int64_t>(SparseMode::band);
   const int64_t shift = bottom_right ? keys - queries : 0;
   const int64_t pre = KeptKeys::bounded(options_.pre_tokens) - shift;
   const int64_t next = KeptKeys::bounded(options_.next_tokens) + shift;
@@ -144,39 +151,39 @@ void FlashAttentionShapes::band(const Lengths& lengths) const {
               " and ", came("pre_tokens", options_.pre_tokens, pre));
 }
 
-void FlashAttentionShapes::band_of_sequences() const {
-  const auto lengths = sequence_lengths();
+void FlashAttentionRules::check_bands_of_sequences() const {
+  const auto sequences = this->sequences();
   const int64_t pre = KeptKeys::bounded(options_.pre_tokens);
   const int64_t next = options_.next_tokens;
-  const auto empty = [](const Lengths& sequence) { return sequence.empty(); };
-  switch (static_cast<MaskMode>(options_.sparse_mode)) {
-    case MaskMode::standard:
+  const auto empty = [](const Sequence& sequence) { return sequence.empty(); };
+  switch (static_cast<SparseMode>(options_.sparse_mode)) {
+    case SparseMode::standard:
       check_value(next >= 0, op_, "next_tokens",
                   "expected at least 0 for sparse_mode 0 in layout TND, got ", next);
-      for (size_t b = 0; b < lengths.size(); ++b) {
-        check_value(lengths[b].keys + pre >= lengths[b].queries, op_, "pre_tokens",
+      for (size_t b = 0; b < sequences.size(); ++b) {
+        check_value(sequences[b].keys + pre >= sequences[b].queries, op_, "pre_tokens",
                     "expected at least Sq - Skv of every sequence for sparse_mode 0 in layout TND, "
                     "got ",
-                    options_.pre_tokens, " for Sq = ", lengths[b].queries,
-                    ", Skv = ", lengths[b].keys, " at ", b);
+                    options_.pre_tokens, " for Sq = ", sequences[b].queries,
+                    ", Skv = ", sequences[b].keys, " at ", b);
       }
       break;
-    case MaskMode::band:
-      for (const auto& sequence : lengths) {
-        band(sequence);
+    case SparseMode::band:
+      for (const auto& sequence : sequences) {
+        check_band(sequence);
       }
       break;
-    case MaskMode::right_down_causal:
-      for (size_t b = 0; b < lengths.size(); ++b) {
-        check_value(lengths[b].queries <= lengths[b].keys, op_, "sparse_mode",
+    case SparseMode::right_down_causal:
+      for (size_t b = 0; b < sequences.size(); ++b) {
+        check_value(sequences[b].queries <= sequences[b].keys, op_, "sparse_mode",
                     "expected no sequence with more queries than keys for sparse_mode 3 in layout "
                     "TND, got Sq = ",
-                    lengths[b].queries, ", Skv = ", lengths[b].keys, " at ", b);
+                    sequences[b].queries, ", Skv = ", sequences[b].keys, " at ", b);
       }
       break;
-    case MaskMode::right_down_causal_band: {
-      const auto last = std::find_if_not(lengths.rbegin(), lengths.rend(), empty);
-      if (last != lengths.rend()) {
+    case SparseMode::right_down_causal_band: {
+      const auto last = std::find_if_not(sequences.rbegin(), sequences.rend(), empty);
+      if (last != sequences.rend()) {
         check_value(pre >= last->keys, op_, "pre_tokens",
                     "expected at least the keys of the last sequence, ", last->keys,
                     ", for sparse_mode 7, got ", options_.pre_tokens);
@@ -185,9 +192,9 @@ void FlashAttentionShapes::band_of_sequences() const {
                   next);
       break;
     }
-    case MaskMode::band_left_up_causal: {
-      const auto first = std::find_if_not(lengths.begin(), lengths.end(), empty);
-      if (first != lengths.end()) {
+    case SparseMode::band_left_up_causal: {
+      const auto first = std::find_if_not(sequences.begin(), sequences.end(), empty);
+      if (first != sequences.end()) {
         check_value(pre >= first->keys, op_, "pre_tokens",
                     "expected at least the keys of the first sequence, ", first->keys,
                     ", for sparse_mode 8, got ", options_.pre_tokens);

@@ -8,133 +8,114 @@
 #include "core/symbolic.h"
 
 namespace ascend_attn {
-namespace {
-
-constexpr int64_t kStatisticsLanes = 8;
-
-}  // namespace
-
-std::vector<Lengths> FlashAttentionShapes::sequence_lengths() const {
-  std::vector<Lengths> lengths;
-  if (!is_packed()) {
-    const auto batch = batch_.maybe_as_int();
-    const auto queries = queries_.maybe_as_int();
-    const auto keys = keys_.maybe_as_int();
-    if (batch && queries && keys) {
-      lengths.assign(*batch, {*queries, *keys});
-    }
-    return lengths;
+std::vector<Sequence> FlashAttentionRules::sequences() const {
+  if (is_packed()) {
+    const auto query_ends = known_values(*options_.actual_seq_lengths_query);
+    const auto key_ends = known_values(*options_.actual_seq_lengths_key);
+    return query_ends && key_ends ? packed_sequences(*query_ends, *key_ends)
+                                  : std::vector<Sequence>();
   }
-  int64_t queries = 0;
-  int64_t keys = 0;
-  for (size_t b = 0; b < options_.actual_seq_lengths_query->size(); ++b) {
-    const auto query_end = (*options_.actual_seq_lengths_query)[b].maybe_as_int();
-    const auto key_end = (*options_.actual_seq_lengths_key)[b].maybe_as_int();
-    if (!query_end || !key_end) {
-      return {};
-    }
-    lengths.push_back({*query_end - queries, *key_end - keys});
-    queries = *query_end;
-    keys = *key_end;
+  const auto batch = batch_.maybe_as_int();
+  const auto queries = queries_.maybe_as_int();
+  const auto keys = keys_.maybe_as_int();
+  if (!batch || !queries || !keys) {
+    return {};
   }
-  return lengths;
+  return std::vector<Sequence>(*batch, {.queries = *queries, .keys = *keys});
 }
 
-FlashAttentionShapes::FlashAttentionShapes(std::string_view op, const at::Tensor& query,
-                                           const at::Tensor& key, const at::Tensor& value,
-                                           const FlashAttentionOptions& options)
+FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimits& limits,
+                                         const at::Tensor& query, const at::Tensor& key,
+                                         const at::Tensor& value,
+                                         const FlashAttentionOptions& options)
     : op_(op),
       query_(query),
       key_(key),
       value_(value),
       options_(options),
-      layout_(parse_layout(op, options.layout,
+      layout_(check_layout(op, options.layout,
                            {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND})),
-      limits_(op) {
+      axes_(axes_of(layout_)),
+      limits_(limits) {
   check_attention_dtype(op, this->query());
   limits_.dtype("query", query.scalar_type());
-  const int64_t rank = layout_ == Layout::BSND || layout_ == Layout::BNSD ? 4 : 3;
   for (const auto& argument :
-       {this->query(), TensorArgument{"key", key}, TensorArgument{"value", value}}) {
-    check_value(argument.tensor.dim() == rank, op, argument.name, "expected rank ", rank,
-                " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
+       {this->query(), NamedTensor{"key", key}, NamedTensor{"value", value}}) {
+    check_value(argument.tensor.dim() == axes_.rank, op, argument.name, "expected rank ",
+                axes_.rank, " for layout ", layout_name(layout_), ", got shape ",
+                argument.tensor.sym_sizes());
     check_device(op, argument, this->query());
     check_dtype(op, argument, this->query());
   }
-  layout_and_heads();
-  lengths();
+  read_axes();
+  check_lengths();
   limits_.size("query", "N", heads_);
-  limits_.size("query", "D", size_);
+  limits_.size("query", "D", head_size_);
   limits_.size("query", is_packed() ? "T" : "S", queries_);
   limits_.size("key", is_packed() ? "T" : "S", keys_);
   limits_.size("query", is_packed() ? "sequences" : "B", batch_);
 }
 
 // Sizes of the axes, and that the three tensors agree about them.
-void FlashAttentionShapes::layout_and_heads() {
+void FlashAttentionRules::read_axes() {
   const auto& heads = options_.num_heads;
   check_value(heads > 0, op_, "num_heads", "expected the positive number of query heads, got ",
               heads);
-  const bool merged = layout_ == Layout::BSH || layout_ == Layout::SBH;
-  const int64_t token_axis = layout_ == Layout::BNSD                             ? 2
-                             : layout_ == Layout::BSND || layout_ == Layout::BSH ? 1
-                                                                                 : 0;
-  queries_ = query_.sym_size(token_axis);
-  keys_ = key_.sym_size(token_axis);
+  queries_ = query_.sym_size(axes_.tokens);
+  keys_ = key_.sym_size(axes_.tokens);
   heads_ = heads;
-  if (merged) {
-    const auto& width = query_.sym_size(2);
+  if (axes_.merged()) {
+    const auto& width = query_.sym_size(-1);
     check_value(divides(heads, width), op_, "query",
                 "expected H to be a multiple of num_heads = ", heads, ", got shape ",
                 query_.sym_sizes());
-    size_ = width / heads;
-    check_value(size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
+    head_size_ = width / heads;
+    check_value(head_size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
                 query_.sym_sizes());
-    check_value(divides(size_, key_.sym_size(2)), op_, "key",
-                "expected H to be a multiple of D = ", size_, ", got shape ", key_.sym_sizes());
-    key_heads_ = key_.sym_size(2) / size_;
-    check_value(key_heads_ > 0, op_, "key", "expected at least one head of D = ", size_,
+    check_value(divides(head_size_, key_.sym_size(-1)), op_, "key",
+                "expected H to be a multiple of D = ", head_size_, ", got shape ",
+                key_.sym_sizes());
+    key_heads_ = key_.sym_size(-1) / head_size_;
+    check_value(key_heads_ > 0, op_, "key", "expected at least one head of D = ", head_size_,
                 ", got shape ", key_.sym_sizes());
-    check_value(divides(key_heads_, value_.sym_size(2)), op_, "value",
+    check_value(divides(key_heads_, value_.sym_size(-1)), op_, "value",
                 "expected H to be a multiple of key's heads, ", key_heads_, ", got shape ",
                 value_.sym_sizes());
-    value_size_ = value_.sym_size(2) / key_heads_;
+    value_head_size_ = value_.sym_size(-1) / key_heads_;
   } else {
-    const int64_t head_axis = layout_ == Layout::BSND ? 2 : 1;
-    check_value(same(query_.sym_size(head_axis), heads), op_, "num_heads",
-                "expected the number of query heads, N = ", query_.sym_size(head_axis), ", got ",
+    check_value(same(query_.sym_size(axes_.heads), heads), op_, "num_heads",
+                "expected the number of query heads, N = ", query_.sym_size(axes_.heads), ", got ",
                 heads);
-    size_ = query_.sym_size(-1);
-    key_heads_ = key_.sym_size(head_axis);
-    check_value(same(key_.sym_size(-1), size_), op_, "key", "expected query's D = ", size_,
-                ", got shape ", key_.sym_sizes());
-    check_value(same(value_.sym_size(head_axis), key_heads_), op_, "value",
+    head_size_ = query_.sym_size(-1);
+    key_heads_ = key_.sym_size(axes_.heads);
+    check_value(same(key_.sym_size(-1), head_size_), op_, "key",
+                "expected query's D = ", head_size_, ", got shape ", key_.sym_sizes());
+    check_value(same(value_.sym_size(axes_.heads), key_heads_), op_, "value",
                 "expected key's number of heads, ", key_heads_, ", got shape ", value_.sym_sizes());
-    value_size_ = value_.sym_size(-1);
+    value_head_size_ = value_.sym_size(-1);
   }
   check_value(key_heads_ > 0 && divides(key_heads_, heads), op_, "key",
               "expected a number of heads that divides query's, ", heads, ", got ", key_heads_,
               " of shape ", key_.sym_sizes());
-  check_value(size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
+  check_value(head_size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
               query_.sym_sizes());
-  check_value(value_size_ > 0 && value_size_ <= size_, op_, "value",
-              "expected a head size of at least 1 and at most query's, ", size_, ", got ",
-              value_size_, " of shape ", value_.sym_sizes());
-  check_value(same(value_.sym_size(token_axis), keys_), op_, "value",
+  check_value(value_head_size_ > 0 && value_head_size_ <= head_size_, op_, "value",
+              "expected a head size of at least 1 and at most query's, ", head_size_, ", got ",
+              value_head_size_, " of shape ", value_.sym_sizes());
+  check_value(same(value_.sym_size(axes_.tokens), keys_), op_, "value",
               "expected as many tokens as key, ", keys_, ", got shape ", value_.sym_sizes());
   if (is_packed()) {
     return;
   }
-  const int64_t batch_axis = layout_ == Layout::SBH ? 1 : 0;
-  batch_ = query_.sym_size(batch_axis);
-  for (const auto& argument : {TensorArgument{"key", key_}, TensorArgument{"value", value_}}) {
-    check_value(same(argument.tensor.sym_size(batch_axis), batch_), op_, argument.name,
+  batch_ = query_.sym_size(axes_.batch);
+  for (const auto& argument : {NamedTensor{"key", key_}, NamedTensor{"value", value_}}) {
+    check_value(same(argument.tensor.sym_size(axes_.batch), batch_), op_, argument.name,
                 "expected query's batch size ", batch_, ", got shape ",
                 argument.tensor.sym_sizes());
   }
 }
 
-void FlashAttentionShapes::lengths() {
+void FlashAttentionRules::check_lengths() {
   const auto& query_lengths = options_.actual_seq_lengths_query;
   const auto& key_lengths = options_.actual_seq_lengths_key;
   constexpr const char* query_name = "actual_seq_lengths_query";
@@ -161,7 +142,7 @@ void FlashAttentionShapes::lengths() {
   batch_ = static_cast<int64_t>(query_lengths->size());
 }
 
-void FlashAttentionShapes::scores() const {
+void FlashAttentionRules::check_scores() const {
   check_value(options_.pse_type >= 0 && options_.pse_type <= 3, op_, "pse_type",
               "expected 0 (scores * scale + pse), 1 ((scores + pse) * scale), 2 (slopes times "
               "distance) or 3 (slopes times the root of the distance), got ",
@@ -173,25 +154,21 @@ void FlashAttentionShapes::scores() const {
                 options_.pse_type, ", got None; without one pse_type is 1");
     return;
   }
-  const TensorArgument pse{"pse_shift", *options_.pse_shift};
+  const NamedTensor pse{"pse_shift", *options_.pse_shift};
   check_device(op_, pse, query());
-  options_.pse_type <= 1 ? pse_of_tensor() : pse_of_slopes();
+  options_.pse_type <= 1 ? check_pse_tensor() : check_pse_slopes();
 }
 
-void FlashAttentionShapes::pse_of_tensor() const {
-  const TensorArgument argument{"pse_shift", *options_.pse_shift};
+void FlashAttentionRules::check_pse_tensor() const {
+  const NamedTensor argument{"pse_shift", *options_.pse_shift};
   const auto& pse = argument.tensor;
   check_dtype(op_, argument, query());
   if (is_packed()) {
-    const auto lengths = sequence_lengths();
-    int64_t pairs = 0;
-    for (const auto& sequence : lengths) {
-      pairs += sequence.queries * sequence.keys;
-    }
-    const auto full = heads_ * pairs;
+    const auto sequences = this->sequences();
+    const auto full = heads_ * pair_count(sequences);
     const auto per_key = heads_ * keys_;
     check_value(pse.dim() == 1 &&
-                    (lengths.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
+                    (sequences.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
                 op_, "pse_shift",
                 "expected one axis in layout TND, of the sum of N * Sq * Skv over the sequences = ",
                 full, " or N * T2 = ", per_key, " elements, got shape ", pse.sym_sizes());
@@ -201,12 +178,13 @@ void FlashAttentionShapes::pse_of_tensor() const {
   const bool full = has_shape(pse, {{batch_, heads_, queries_, keys_}}) ||
                     has_shape(pse, {{1, heads_, queries_, keys_}}) ||
                     has_shape(pse, {{batch_, heads_, 1, keys_}});
-  check_value(full || (compressed && (has_shape(pse, {{batch_, heads_, 1024, keys_}}) ||
-                                      has_shape(pse, {{1, heads_, 1024, keys_}}))),
-              op_, "pse_shift",
-              "expected (B, N, Sq, Skv), (1, N, Sq, Skv), (B, N, 1, Skv) or, when Sq = Skv > 1024, "
-              "(B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
-              batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got shape ", pse.sym_sizes());
+  check_value(
+      full || (compressed && (has_shape(pse, {{batch_, heads_, kCompressedPseRows, keys_}}) ||
+                              has_shape(pse, {{1, heads_, kCompressedPseRows, keys_}}))),
+      op_, "pse_shift",
+      "expected (B, N, Sq, Skv), (1, N, Sq, Skv), (B, N, 1, Skv) or, when Sq = Skv > 1024, "
+      "(B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
+      batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got shape ", pse.sym_sizes());
   const auto mode = options_.sparse_mode;
   check_value(full || (options_.atten_mask && (mode == 0 || mode == 2 || mode == 3)), op_,
               "pse_shift",
@@ -215,8 +193,8 @@ void FlashAttentionShapes::pse_of_tensor() const {
               options_.atten_mask ? c10::str("sparse_mode ", mode) : "no atten_mask");
 }
 
-void FlashAttentionShapes::pse_of_slopes() const {
-  const TensorArgument argument{"pse_shift", *options_.pse_shift};
+void FlashAttentionRules::check_pse_slopes() const {
+  const NamedTensor argument{"pse_shift", *options_.pse_shift};
   check_dtype(op_, argument, at::kFloat);
   check_value(
       has_shape(argument.tensor, {{heads_}}) || has_shape(argument.tensor, {{batch_, heads_}}), op_,
@@ -227,7 +205,7 @@ void FlashAttentionShapes::pse_of_slopes() const {
               queries_, ", Skv = ", keys_);
 }
 
-void FlashAttentionShapes::dropout() const {
+void FlashAttentionRules::check_dropout() const {
   const double keep = options_.keep_prob;
   check_value(keep > 0 && keep <= 1, op_, "keep_prob", "expected a probability in (0, 1], got ",
               keep);
@@ -236,56 +214,49 @@ void FlashAttentionShapes::dropout() const {
                   ", got None; ascend_attn_ops.flash_attention_score(dropout_p=...) draws one");
     return;
   }
-  const TensorArgument argument{"drop_mask", *options_.drop_mask};
+  const NamedTensor argument{"drop_mask", *options_.drop_mask};
   check_device(op_, argument, query());
   check_dtype(op_, argument, at::kByte);
   check_value(keep < 1, op_, "drop_mask", "expected None for keep_prob 1, got shape ",
               argument.tensor.sym_sizes());
-  c10::SymInt bits = batch_ * heads_ * queries_ * keys_;
-  if (is_packed()) {
-    int64_t pairs = 0;
-    for (const auto& sequence : sequence_lengths()) {
-      pairs += sequence.queries * sequence.keys;
-    }
-    bits = heads_ * pairs;
-  }
+  const auto bits =
+      is_packed() ? heads_ * pair_count(sequences()) : batch_ * heads_ * queries_ * keys_;
   const auto bytes = (bits + 7) / 8;
   check_value(at_most(bytes, argument.tensor.sym_numel()), op_, "drop_mask",
               "expected one bit per score, at least ", bytes, " bytes, got shape ",
               argument.tensor.sym_sizes());
 }
 
-c10::SymDimVector FlashAttentionShapes::out_sizes() const {
+c10::SymDimVector FlashAttentionRules::out_sizes() const {
   c10::SymDimVector sizes(query_.sym_sizes());
-  const bool merged = layout_ == Layout::BSH || layout_ == Layout::SBH;
-  sizes.back() = merged ? heads_ * value_size_ : value_size_;
+  sizes.back() = axes_.merged() ? heads_ * value_head_size_ : value_head_size_;
   return sizes;
 }
 
-c10::SymDimVector FlashAttentionShapes::statistics_sizes() const {
+c10::SymDimVector FlashAttentionRules::statistics_sizes() const {
   if (is_packed()) {
     return {queries_, heads_, kStatisticsLanes};
   }
   return {batch_, heads_, queries_, kStatisticsLanes};
 }
 
-void FlashAttentionShapes::out_like(TensorArgument argument) const {
+void FlashAttentionRules::check_like_out(NamedTensor argument) const {
   check_device(op_, argument, query());
   check_dtype(op_, argument, query());
   check_shape(op_, argument, out_sizes(), "of the forward's out");
 }
 
-void FlashAttentionShapes::statistics(TensorArgument argument) const {
+void FlashAttentionRules::check_statistics(NamedTensor argument) const {
   check_device(op_, argument, query());
   check_dtype(op_, argument, statistics_dtype(query_));
   check_shape(op_, argument, statistics_sizes(), is_packed() ? "(T1, N, 8)" : "(B, N, Sq, 8)");
 }
 
-at::Tensor FlashAttentionShapes::new_out() const {
+at::Tensor FlashAttentionRules::new_out() const {
   return new_tensor(out_sizes(), query_.options());
 }
 
-at::Tensor FlashAttentionShapes::new_statistics() const {
+at::Tensor FlashAttentionRules::new_statistics() const {
   return new_tensor(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
 }
 

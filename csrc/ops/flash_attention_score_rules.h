@@ -16,37 +16,42 @@
 namespace ascend_attn {
 
 // Checks one call. Every method raises on the first rule that is violated.
-class FlashAttentionShapes {
+class FlashAttentionRules {
  public:
   // `query`, `key`, `value`, num_heads, layout and the lengths.
-  FlashAttentionShapes(std::string_view op, const at::Tensor& query, const at::Tensor& key,
-                       const at::Tensor& value, const FlashAttentionOptions& options);
+  template <typename Op>
+  explicit FlashAttentionRules(const Op& op)
+      : FlashAttentionRules(Op::name, Op::limits, op.query, op.key, op.value, op.options) {}
 
-  void scores() const;   // pse_shift, pse_type, scale_value and the start indices
-  void mask() const;     // atten_mask, sparse_mode, prefix, pre_tokens, next_tokens
-  void dropout() const;  // drop_mask, keep_prob
-  void out_like(TensorArgument argument) const;
-  void statistics(TensorArgument argument) const;
+  void check_scores() const;   // pse_shift, pse_type, scale_value and the start indices
+  void check_mask() const;     // atten_mask, sparse_mode, prefix, pre_tokens, next_tokens
+  void check_dropout() const;  // drop_mask, keep_prob
+  void check_like_out(NamedTensor argument) const;
+  void check_statistics(NamedTensor argument) const;
 
   at::Tensor new_out() const;
   at::Tensor new_statistics() const;
 
  private:
-  void layout_and_heads();
-  void lengths();
-  void pse_of_tensor() const;
-  void pse_of_slopes() const;
-  void full_mask() const;
-  void compressed_mask() const;
-  void prefix() const;
-  void band(const Lengths& lengths) const;
-  void band_of_sequences() const;
+  FlashAttentionRules(std::string_view op, const OperatorLimits& limits, const at::Tensor& query,
+                      const at::Tensor& key, const at::Tensor& value,
+                      const FlashAttentionOptions& options);
 
-  // Of every sequence; none while one of them is symbolic.
-  std::vector<Lengths> sequence_lengths() const;
+  void read_axes();
+  void check_lengths();
+  void check_pse_tensor() const;
+  void check_pse_slopes() const;
+  void check_full_mask() const;
+  void check_compressed_mask() const;
+  void check_prefix() const;
+  void check_band(const Sequence& sequence) const;
+  void check_bands_of_sequences() const;
 
-  bool is_packed() const { return layout_ == Layout::TND; }
-  TensorArgument query() const { return {"query", query_}; }
+  // None while a length is symbolic.
+  std::vector<Sequence> sequences() const;
+
+  bool is_packed() const { return axes_.packed(); }
+  NamedTensor query() const { return {"query", query_}; }
   c10::SymDimVector out_sizes() const;
   c10::SymDimVector statistics_sizes() const;
 
@@ -56,10 +61,11 @@ class FlashAttentionShapes {
   const at::Tensor& value_;
   const FlashAttentionOptions& options_;
   Layout layout_;
+  LayoutAxes axes_;
   LimitsCheck limits_;
   // In layout TND: the number of sequences, and all tokens of all sequences.
   c10::SymInt batch_, queries_, keys_;
-  c10::SymInt heads_, key_heads_, size_, value_size_;
+  c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
 };
 
 }  // namespace ascend_attn

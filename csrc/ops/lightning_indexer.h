@@ -2,32 +2,31 @@
 // best sparse_count of them.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/SymInt.h>
-
-#include <optional>
-#include <string_view>
+#include <array>
 #include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
 
 namespace ascend_attn {
 
 struct LightningIndexer {
   static constexpr const char* name = "lightning_indexer";
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+      "Tensor? actual_seq_lengths_key=None, str layout=\"BSND\", SymInt sparse_count=2048, "
+      "int sparse_mode=3, int pre_tokens=9223372036854775807, "
+      "int next_tokens=9223372036854775807, "
+      "bool return_values=False) -> (Tensor sparse_indices, Tensor sparse_values)";
+  static constexpr std::array functions{"aclnnLightningIndexer"};
+  static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // sparse_indices, sparse_values
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            std::string_view, c10::SymInt, int64_t, int64_t, int64_t, bool);
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& weights;
-  const std::optional<at::Tensor>& actual_seq_lengths_query;
-  const std::optional<at::Tensor>& actual_seq_lengths_key;
-  std::string_view layout;
-  c10::SymInt sparse_count;
-  int64_t sparse_mode;
-  int64_t pre_tokens;
-  int64_t next_tokens;
+  Tensor query, key, weights;
+  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key;
+  LayoutArgument layout;
+  SymInt sparse_count;
+  int64_t sparse_mode, pre_tokens, next_tokens;
   bool return_values;
 
   Outputs check_and_allocate() const;
@@ -35,23 +34,20 @@ struct LightningIndexer {
 
 struct LightningIndexerGrad {
   static constexpr const char* name = "lightning_indexer_grad";
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor d_values, Tensor sparse_indices, Tensor weights, *, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
+      "int next_tokens=9223372036854775807, bool deterministic=False) -> (Tensor d_query, "
+      "Tensor d_key, Tensor d_weights)";
+  static constexpr std::array functions{"aclnnLightningIndexerGrad"};
+  static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // d_query, d_key, d_weights
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&, std::string_view, int64_t, int64_t,
-                            int64_t, bool);
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& d_values;
-  const at::Tensor& sparse_indices;
-  const at::Tensor& weights;
-  const std::optional<at::Tensor>& actual_seq_lengths_query;
-  const std::optional<at::Tensor>& actual_seq_lengths_key;
-  std::string_view layout;
-  int64_t sparse_mode;
-  int64_t pre_tokens;
-  int64_t next_tokens;
+  Tensor query, key, d_values, sparse_indices, weights;
+  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key;
+  LayoutArgument layout;
+  int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;
 
   Outputs check_and_allocate() const;

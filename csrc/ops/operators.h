@@ -1,4 +1,5 @@
-// Every operator that users call.
+// The list of operators: who is on it has a schema, fake tensors, a fast call from Python, and a
+// row in the tables of limits.
 #pragma once
 
 #include "core/operator.h"
@@ -17,6 +18,9 @@ struct OperatorList {};
 using Operators =
     OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
                  SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                 FlashAttentionScoreGrad, PromptFlashAttention, ScatterPaKvCache>;
+                 FlashAttentionScoreGrad, ScatterPaKvCache, PromptFlashAttention>;
+
+// Those that only autograd calls.
+using PrivateOperators = OperatorList<FlashAttentionPseGrad>;
 
 }  // namespace ascend_attn

@@ -13,26 +13,41 @@ namespace {
 
 constexpr const char* kName = PromptFlashAttention::name;
 
-struct Axes {
-  int64_t tokens;
-  int64_t heads;  // 2 in layout BSH, where they share it with D
-};
-Axes axes_of(Layout layout) {
-  const bool heads_first = layout == Layout::BNSD || layout == Layout::BNSD_BSND;
-  return heads_first ? Axes{2, 1} : Axes{1, 2};
-}
+constexpr Limit kHeads{"N", "query heads", {.min = 1, .max = 256}};
+constexpr Limit kHeadSize{"D", "head size", {.min = 1, .max = 512}};
 
 }  // namespace
 
-PromptAttentionRules::PromptAttentionRules(const PromptFlashAttention& op)
+const OperatorLimits PromptFlashAttention::limits{
+    name,
+    functions,
+    {{products(Product::A2),
+      {at::kHalf, at::kBFloat16, at::kChar},
+      {{"B", "batch size", {.min = 0, .max = 65536}},
+       {"unaligned B",
+        "batch size when D is not a multiple of 16, in int8 of 32",
+        {.min = 0, .max = 128}},
+       kHeads,
+       {"S", "tokens per sequence", {.min = 0, .max = 20 * 1024 * 1024}},
+       kHeadSize,
+       {"N*D", "size of a token in layouts BSH and BSND", {.min = 1, .max = 65534}}}},
+     {products(Product::P310),
+      {at::kHalf},
+      {{"B", "batch size", {.min = 0, .max = 128}},
+       kHeads,
+       {"S", "tokens per sequence", {.min = 0, .max = 65535}},
+       kHeadSize}}}};
+
+PromptFlashAttentionRules::PromptFlashAttentionRules(const PromptFlashAttention& op)
     : op_(op),
-      layout_(parse_layout(kName, op.layout,
+      layout_(check_layout(kName, op.layout,
                            {Layout::BSH, Layout::BSND, Layout::BNSD, Layout::BNSD_BSND})),
-      limits_(kName) {
-  tensors();
-  heads();
-  sizes();
-  limits();
+      axes_(axes_of(layout_)),
+      limits_(PromptFlashAttention::limits) {
+  check_tensors();
+  check_heads();
+  check_sizes();
+  check_limits();
   check_actual_lengths(kName, "actual_seq_lengths_query", op.actual_seq_lengths_query, batch_,
                        queries_);
   check_actual_lengths(kName, "actual_seq_lengths_key", op.actual_seq_lengths_key, batch_, keys_);
@@ -40,20 +55,20 @@ PromptAttentionRules::PromptAttentionRules(const PromptFlashAttention& op)
               "expected a finite number of float32, got ", op.scale_value);
 }
 
-void PromptAttentionRules::tensors() const {
-  const std::array<TensorArgument, 3> inputs{{query(), {"key", op_.key}, {"value", op_.value}}};
+void PromptFlashAttentionRules::check_tensors() const {
+  const std::array<NamedTensor, 3> inputs{{query(), {"key", op_.key}, {"value", op_.value}}};
   check_attention_dtype(kName, query(), /*or_int8=*/true);
   limits_.dtype("query", op_.query.scalar_type());
-  const int64_t rank = layout_ == Layout::BSH ? 3 : 4;
   for (const auto& argument : inputs) {
-    check_value(argument.tensor.dim() == rank, kName, argument.name, "expected rank ", rank,
-                " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
+    check_value(argument.tensor.dim() == axes_.rank, kName, argument.name, "expected rank ",
+                axes_.rank, " for layout ", layout_name(layout_), ", got shape ",
+                argument.tensor.sym_sizes());
     check_device(kName, argument, query());
     check_dtype(kName, argument, query());
   }
 }
 
-void PromptAttentionRules::heads() {
+void PromptFlashAttentionRules::check_heads() {
   const auto& heads = op_.num_heads;
   const auto& key_heads = op_.num_key_value_heads;
   constexpr int64_t kMostQueryHeads = 64;
@@ -70,60 +85,58 @@ void PromptAttentionRules::heads() {
 }
 
 // Sizes of the axes, and that the three tensors agree about them.
-void PromptAttentionRules::sizes() {
-  const auto axes = axes_of(layout_);
-  batch_ = op_.query.sym_size(0);
-  queries_ = op_.query.sym_size(axes.tokens);
-  keys_ = op_.key.sym_size(axes.tokens);
-  size_ = op_.query.sym_size(-1);
-  if (layout_ == Layout::BSH) {
-    check_value(divides(op_.num_heads, size_), kName, "query",
+void PromptFlashAttentionRules::check_sizes() {
+  batch_ = op_.query.sym_size(axes_.batch);
+  queries_ = op_.query.sym_size(axes_.tokens);
+  keys_ = op_.key.sym_size(axes_.tokens);
+  head_size_ = op_.query.sym_size(-1);
+  if (axes_.merged()) {
+    check_value(divides(op_.num_heads, head_size_), kName, "query",
                 "expected H to be a multiple of num_heads = ", op_.num_heads, ", got shape ",
                 op_.query.sym_sizes());
-    size_ = size_ / op_.num_heads;
+    head_size_ = head_size_ / op_.num_heads;
   }
-  check_value(size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
+  check_value(head_size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
               op_.query.sym_sizes());
-  agrees(query(), "num_heads", op_.num_heads);
-  for (const auto& argument :
-       {TensorArgument{"key", op_.key}, TensorArgument{"value", op_.value}}) {
-    agrees(argument, "num_key_value_heads", key_heads_);
-    check_value(same(argument.tensor.sym_size(0), batch_), kName, argument.name,
+  check_heads_and_size(query(), "num_heads", op_.num_heads);
+  for (const auto& argument : {NamedTensor{"key", op_.key}, NamedTensor{"value", op_.value}}) {
+    check_heads_and_size(argument, "num_key_value_heads", key_heads_);
+    check_value(same(argument.tensor.sym_size(axes_.batch), batch_), kName, argument.name,
                 "expected query's batch size ", batch_, ", got shape ",
                 argument.tensor.sym_sizes());
   }
-  check_value(same(op_.value.sym_size(axes.tokens), keys_), kName, "value",
+  check_value(same(op_.value.sym_size(axes_.tokens), keys_), kName, "value",
               "expected as many tokens as key, ", keys_, ", got shape ", op_.value.sym_sizes());
 }
 
-void PromptAttentionRules::agrees(TensorArgument argument, const char* number,
-                                  const c10::SymInt& heads) const {
+void PromptFlashAttentionRules::check_heads_and_size(NamedTensor argument, const char* number,
+                                                     const c10::SymInt& heads) const {
   const auto& tensor = argument.tensor;
-  if (layout_ == Layout::BSH) {
-    check_value(same(tensor.sym_size(2), heads * size_), kName, argument.name,
-                "expected H = ", number, " * D = ", heads, " * ", size_, ", got shape ",
+  if (axes_.merged()) {
+    check_value(same(tensor.sym_size(2), heads * head_size_), kName, argument.name,
+                "expected H = ", number, " * D = ", heads, " * ", head_size_, ", got shape ",
                 tensor.sym_sizes());
     return;
   }
-  check_value(same(tensor.sym_size(axes_of(layout_).heads), heads), kName, argument.name,
-              "expected ", number, " = ", heads, " heads, got shape ", tensor.sym_sizes());
-  check_value(same(tensor.sym_size(3), size_), kName, argument.name, "expected query's D = ", size_,
-              ", got shape ", tensor.sym_sizes());
+  check_value(same(tensor.sym_size(axes_.heads), heads), kName, argument.name, "expected ", number,
+              " = ", heads, " heads, got shape ", tensor.sym_sizes());
+  check_value(same(tensor.sym_size(3), head_size_), kName, argument.name,
+              "expected query's D = ", head_size_, ", got shape ", tensor.sym_sizes());
 }
 
-void PromptAttentionRules::limits() const {
+void PromptFlashAttentionRules::check_limits() const {
   limits_.size("query", "N", op_.num_heads);
-  limits_.size("query", "D", size_);
+  limits_.size("query", "D", head_size_);
   limits_.size("query", "S", queries_);
   limits_.size("key", "S", keys_);
   const int64_t aligned = is_int8() ? 32 : 16;
-  const auto size = size_.maybe_as_int();
+  const auto size = head_size_.maybe_as_int();
   limits_.size("query", "B", batch_);
   if (size && *size % aligned != 0) {
     limits_.size("query", "unaligned B", batch_);
   }
   if (layout_ == Layout::BSH || layout_ == Layout::BSND) {
-    limits_.size("query", "N*D", op_.num_heads * size_);
+    limits_.size("query", "N*D", op_.num_heads * head_size_);
   }
   if (!is_310p()) {
     return;
@@ -133,20 +146,20 @@ void PromptAttentionRules::limits() const {
   limits_.rule("actual_seq_lengths_key", !given(op_.actual_seq_lengths_key), "None", "a list");
 }
 
-std::vector<Lengths> PromptAttentionRules::sequence_lengths() const {
-  std::vector<Lengths> lengths;
+std::vector<Sequence> PromptFlashAttentionRules::sequences() const {
+  std::vector<Sequence> sequences;
   for (int64_t b = 0; b < batch_.maybe_as_int().value_or(0); ++b) {
     const auto queries = actual_length(op_.actual_seq_lengths_query, b, queries_).maybe_as_int();
     const auto keys = actual_length(op_.actual_seq_lengths_key, b, keys_).maybe_as_int();
     if (!queries || !keys) {
       return {};
     }
-    lengths.push_back({*queries, *keys});
+    sequences.push_back({.queries = *queries, .keys = *keys});
   }
-  return lengths;
+  return sequences;
 }
 
-at::Tensor PromptAttentionRules::new_out() const {
+at::Tensor PromptFlashAttentionRules::new_out() const {
   const auto dtype = op_.quant_scale2 ? at::kChar : is_int8() ? at::kHalf : op_.query.scalar_type();
   c10::SymDimVector sizes(op_.query.sym_sizes());
   if (layout_ == Layout::BNSD_BSND) {
@@ -156,9 +169,9 @@ at::Tensor PromptAttentionRules::new_out() const {
 }
 
 PromptFlashAttention::Outputs PromptFlashAttention::check_and_allocate() const {
-  const PromptAttentionRules rules(*this);
-  rules.mask();
-  rules.quantization();
+  const PromptFlashAttentionRules rules(*this);
+  rules.check_mask();
+  rules.check_quantization();
   return {rules.new_out()};
 }
 

@@ -2,46 +2,38 @@
 // with int8 on either side.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/SymInt.h>
-#include <c10/core/SymIntArrayRef.h>
-#include <c10/util/OptionalArrayRef.h>
-
-#include <optional>
-#include <string_view>
+#include <array>
 #include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
 
 namespace ascend_attn {
 
 struct PromptFlashAttention {
   static constexpr const char* name = "prompt_flash_attention";
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor value, *, SymInt num_heads, Tensor? atten_mask=None, "
+      "SymInt[]? actual_seq_lengths_query=None, SymInt[]? actual_seq_lengths_key=None, "
+      "Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? deq_scale2=None, "
+      "Tensor? quant_scale2=None, Tensor? quant_offset2=None, float scale_value=1.0, "
+      "int pre_tokens=2147483647, int next_tokens=0, str layout=\"BSH\", "
+      "SymInt num_key_value_heads=0, int sparse_mode=0) -> Tensor";
+  static constexpr std::array functions{"aclnnPromptFlashAttentionV2"};
+  static const OperatorLimits limits;
   static constexpr const char* no_gradient =
       "this is an operator for inference; flash_attention_score trains";
   using Outputs = std::tuple<at::Tensor>;
-  using OptionalTensor = const std::optional<at::Tensor>&;
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
-                            OptionalTensor, at::OptionalSymIntArrayRef, at::OptionalSymIntArrayRef,
-                            OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                            OptionalTensor, double, int64_t, int64_t, std::string_view, c10::SymInt,
-                            int64_t);
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& value;
-  c10::SymInt num_heads;
+  Tensor query, key, value;
+  SymInt num_heads;
   OptionalTensor atten_mask;
-  at::OptionalSymIntArrayRef actual_seq_lengths_query;
-  at::OptionalSymIntArrayRef actual_seq_lengths_key;
-  OptionalTensor deq_scale1;
-  OptionalTensor quant_scale1;
-  OptionalTensor deq_scale2;
-  OptionalTensor quant_scale2;
-  OptionalTensor quant_offset2;
+  OptionalIntList actual_seq_lengths_query, actual_seq_lengths_key;
+  OptionalTensor deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2;
   double scale_value;
-  int64_t pre_tokens;
-  int64_t next_tokens;
-  std::string_view layout;
-  c10::SymInt num_key_value_heads;
+  int64_t pre_tokens, next_tokens;
+  LayoutArgument layout;
+  SymInt num_key_value_heads;
   int64_t sparse_mode;
 
   Outputs check_and_allocate() const;

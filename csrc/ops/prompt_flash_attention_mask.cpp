@@ -1,8 +1,8 @@
 // The rules about atten_mask, sparse_mode, pre_tokens and next_tokens.
 #include <cstdint>
 
-#include "core/attention_mask.h"
 #include "core/error.h"
+#include "core/sparse_mode.h"
 #include "core/symbolic.h"
 #include "ops/prompt_flash_attention_rules.h"
 
@@ -13,7 +13,7 @@ constexpr const char* kName = PromptFlashAttention::name;
 
 }  // namespace
 
-void PromptAttentionRules::mask() const {
+void PromptFlashAttentionRules::check_mask() const {
   const int64_t mode = op_.sparse_mode;
   check_value(mode >= 0 && mode <= 4, kName, "sparse_mode",
               "expected 0, 1, 2 (causal from the top left), 3 (causal to the bottom right) or 4 "
@@ -32,7 +32,7 @@ void PromptAttentionRules::mask() const {
                   mode == 1 ? "" : "; ascend_attn_ops.prompt_flash_attention builds it");
     return;
   }
-  const TensorArgument argument{"atten_mask", *op_.atten_mask};
+  const NamedTensor argument{"atten_mask", *op_.atten_mask};
   const auto dtype = argument.tensor.scalar_type();
   check_device(kName, argument, query());
   check_type(dtype == at::kBool || dtype == at::kChar || dtype == at::kByte, kName, "atten_mask",
@@ -44,11 +44,11 @@ void PromptAttentionRules::mask() const {
                  "None unless Sq = Skv, a multiple of 128,", "a mask for Sq = ", queries_,
                  ", Skv = ", keys_);
   }
-  mode <= 1 ? full_mask() : compressed_mask();
-  band();
+  mode <= 1 ? check_full_mask() : check_compressed_mask();
+  check_band();
 }
 
-void PromptAttentionRules::full_mask() const {
+void PromptFlashAttentionRules::check_full_mask() const {
   const auto& mask = *op_.atten_mask;
   const int64_t rank = mask.dim();
   const auto one_or_batch = [&] {
@@ -65,9 +65,9 @@ void PromptAttentionRules::full_mask() const {
               ", got ", mask.sym_sizes());
 }
 
-void PromptAttentionRules::compressed_mask() const {
+void PromptFlashAttentionRules::check_compressed_mask() const {
   const auto& mask = *op_.atten_mask;
-  constexpr int64_t size = 2048;
+  constexpr int64_t size = kCompressedMaskSize;
   check_value(has_shape(mask, {{size, size}}) || has_shape(mask, {{1, size, size}}) ||
                   has_shape(mask, {{1, 1, size, size}}),
               kName, "atten_mask",
@@ -78,9 +78,9 @@ void PromptAttentionRules::compressed_mask() const {
 }
 
 // A band must cross the scores of every batch that has some.
-void PromptAttentionRules::band() const {
-  const auto mode = static_cast<MaskMode>(op_.sparse_mode);
-  if (mode != MaskMode::standard && mode != MaskMode::band) {
+void PromptFlashAttentionRules::check_band() const {
+  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
+  if (mode != SparseMode::standard && mode != SparseMode::band) {
     return;
   }
   const int64_t pre = KeptKeys::bounded(op_.pre_tokens);
@@ -98,11 +98,11 @@ void PromptAttentionRules::band() const {
   const int64_t behind = pre < 0 ? pre : next;
   // Counted from the top left, next_tokens skips queries and pre_tokens keys; in a band, which is
   // counted from the bottom right, it is the other way round.
-  const bool skips_queries = (behind == next) == (mode == MaskMode::standard);
-  const auto lengths = sequence_lengths();
-  for (size_t b = 0; b < lengths.size(); ++b) {
-    const int64_t length = skips_queries ? lengths[b].queries : lengths[b].keys;
-    check_value(lengths[b].empty() || -behind < length, kName, argument, "expected more than -",
+  const bool skips_queries = (behind == next) == (mode == SparseMode::standard);
+  const auto sequences = this->sequences();
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const int64_t length = skips_queries ? sequences[b].queries : sequences[b].keys;
+    check_value(sequences[b].empty() || -behind < length, kName, argument, "expected more than -",
                 length, ", the ", skips_queries ? "queries" : "keys", " of batch ", b,
                 ", for sparse_mode ", op_.sparse_mode, ", got ", behind);
   }

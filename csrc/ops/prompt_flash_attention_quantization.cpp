@@ -5,8 +5,8 @@
 #include <cmath>
 #include <span>
 
-#include "core/attention_mask.h"
 #include "core/error.h"
+#include "core/sparse_mode.h"
 #include "core/symbolic.h"
 #include "ops/prompt_flash_attention_rules.h"
 
@@ -17,12 +17,12 @@ constexpr const char* kName = PromptFlashAttention::name;
 
 }  // namespace
 
-void PromptAttentionRules::quantization() const {
-  const std::array<OptionalTensorArgument, 5> all{{{"deq_scale1", op_.deq_scale1},
-                                                   {"quant_scale1", op_.quant_scale1},
-                                                   {"deq_scale2", op_.deq_scale2},
-                                                   {"quant_scale2", op_.quant_scale2},
-                                                   {"quant_offset2", op_.quant_offset2}}};
+void PromptFlashAttentionRules::check_quantization() const {
+  const std::array<NamedOptionalTensor, 5> all{{{"deq_scale1", op_.deq_scale1},
+                                                {"quant_scale1", op_.quant_scale1},
+                                                {"deq_scale2", op_.deq_scale2},
+                                                {"quant_scale2", op_.quant_scale2},
+                                                {"quant_offset2", op_.quant_offset2}}};
   for (const auto& [argument, tensor] : all) {
     if (tensor) {
       limits_.rule(argument, !is_310p(), "None", "a tensor");
@@ -40,18 +40,18 @@ void PromptAttentionRules::quantization() const {
   check_value(op_.quant_scale2 || !op_.quant_offset2, kName, "quant_offset2",
               "expected None without quant_scale2, which makes the output int8, got a tensor");
   if (is_int8()) {
-    scales_of_inputs();
+    check_scales_of_inputs();
   }
   if (op_.quant_scale2) {
-    scales_of_output();
-    every_row_has_keys();
+    check_scales_of_output();
+    check_every_row_has_keys();
   }
 }
 
-void PromptAttentionRules::scales_of_inputs() const {
-  const TensorArgument first{"deq_scale1", *op_.deq_scale1};
-  const TensorArgument second{"deq_scale2", *op_.deq_scale2};
-  const TensorArgument middle{"quant_scale1", *op_.quant_scale1};
+void PromptFlashAttentionRules::check_scales_of_inputs() const {
+  const NamedTensor first{"deq_scale1", *op_.deq_scale1};
+  const NamedTensor second{"deq_scale2", *op_.deq_scale2};
+  const NamedTensor middle{"quant_scale1", *op_.quant_scale1};
   const auto dtype = first.tensor.scalar_type();
   check_type(dtype == at::kUInt64 || dtype == at::kFloat, kName, first.name,
              "expected dtype uint64 or float32, got ", dtype_name(dtype));
@@ -68,57 +68,57 @@ void PromptAttentionRules::scales_of_inputs() const {
               op_.scale_value);
 }
 
-void PromptAttentionRules::scales_of_output() const {
-  const TensorArgument scale{"quant_scale2", *op_.quant_scale2};
+void PromptFlashAttentionRules::check_scales_of_output() const {
+  const NamedTensor scale{"quant_scale2", *op_.quant_scale2};
   const auto dtype = scale.tensor.scalar_type();
   const bool from_bfloat16 = op_.query.scalar_type() == at::kBFloat16;
   check_type(dtype == at::kFloat || (from_bfloat16 && dtype == at::kBFloat16), kName, scale.name,
              "expected dtype float32", from_bfloat16 ? " or bfloat16" : "", ", got ",
              dtype_name(dtype));
-  const auto channels = op_.num_heads * size_;
+  const auto channels = op_.num_heads * head_size_;
   const auto count = scale.tensor.sym_numel();
   const bool per_tensor = count.sym_eq(1).guard_bool(__FILE__, __LINE__);
   check_value(per_tensor || same(count, channels), kName, scale.name,
               "expected one value, or one per channel, N * D = ", channels, ", got shape ",
               scale.tensor.sym_sizes());
-  check_value(per_tensor || divides(32, size_), kName, scale.name,
+  check_value(per_tensor || divides(32, head_size_), kName, scale.name,
               "expected one value unless D is a multiple of 32, got shape ",
-              scale.tensor.sym_sizes(), " for D = ", size_);
+              scale.tensor.sym_sizes(), " for D = ", head_size_);
   if (op_.quant_offset2) {
-    const TensorArgument offset{"quant_offset2", *op_.quant_offset2};
+    const NamedTensor offset{"quant_offset2", *op_.quant_offset2};
     check_dtype(kName, offset, scale);
     check_shape(kName, offset, scale.tensor.sym_sizes(), "of quant_scale2");
   }
 }
 
-void PromptAttentionRules::every_row_has_keys() const {
-  const auto mode = static_cast<MaskMode>(op_.sparse_mode);
+void PromptFlashAttentionRules::check_every_row_has_keys() const {
+  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
   const int64_t pre = KeptKeys::bounded(op_.pre_tokens);
   const int64_t next = KeptKeys::bounded(op_.next_tokens);
-  if (mode == MaskMode::band) {
+  if (mode == SparseMode::band) {
     check_value(pre >= 0, kName, "pre_tokens",
                 "expected at least 0 for sparse_mode 4 with an int8 output, got ", op_.pre_tokens);
     check_value(next >= 0, kName, "next_tokens",
                 "expected at least 0 for sparse_mode 4 with an int8 output, got ", op_.next_tokens);
   }
-  if (!op_.quant_offset2 || (mode == MaskMode::standard && !op_.atten_mask)) {
+  if (!op_.quant_offset2 || (mode == SparseMode::standard && !op_.atten_mask)) {
     return;
   }
-  if (mode == MaskMode::standard) {
+  if (mode == SparseMode::standard) {
     check_value(next >= 0, kName, "quant_offset2",
                 "expected None where rows have no keys, got a tensor for sparse_mode 0 and "
                 "next_tokens ",
                 op_.next_tokens, "; quantise the float output instead");
   }
-  const auto lengths = sequence_lengths();
-  for (size_t b = 0; b < lengths.size(); ++b) {
-    const int64_t shift = lengths[b].keys - lengths[b].queries;
-    const bool without_keys = (mode == MaskMode::standard && -shift - pre > 0) ||
-                              (mode == MaskMode::right_down_causal && shift < 0) ||
-                              (mode == MaskMode::band && next + shift < 0);
+  const auto sequences = this->sequences();
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const int64_t shift = sequences[b].keys - sequences[b].queries;
+    const bool without_keys = (mode == SparseMode::standard && -shift - pre > 0) ||
+                              (mode == SparseMode::right_down_causal && shift < 0) ||
+                              (mode == SparseMode::band && next + shift < 0);
     check_value(!without_keys, kName, "quant_offset2",
                 "expected None where rows have no keys, got a tensor for sparse_mode ",
-                op_.sparse_mode, ", Sq = ", lengths[b].queries, ", Skv = ", lengths[b].keys,
+                op_.sparse_mode, ", Sq = ", sequences[b].queries, ", Skv = ", sequences[b].keys,
                 " of batch ", b, "; quantise the float output instead");
   }
 }

@@ -14,43 +14,45 @@
 namespace ascend_attn {
 
 // Checks one call. Every method raises on the first rule that is violated.
-class PromptAttentionRules {
+class PromptFlashAttentionRules {
  public:
   // `query`, `key`, `value`, their layout and heads, and the lengths.
-  explicit PromptAttentionRules(const PromptFlashAttention& op);
+  explicit PromptFlashAttentionRules(const PromptFlashAttention& op);
 
-  void mask() const;          // atten_mask, sparse_mode, pre_tokens, next_tokens
-  void quantization() const;  // the scales and the offset
+  void check_mask() const;          // atten_mask, sparse_mode, pre_tokens, next_tokens
+  void check_quantization() const;  // the scales and the offset
   at::Tensor new_out() const;
 
  private:
-  void tensors() const;
-  void heads();
-  void sizes();
+  void check_tensors() const;
+  void check_heads();
+  void check_sizes();
   // Its number of heads, which the argument `number` gives, and their size.
-  void agrees(TensorArgument argument, const char* number, const c10::SymInt& heads) const;
-  void limits() const;
+  void check_heads_and_size(NamedTensor argument, const char* number,
+                            const c10::SymInt& heads) const;
+  void check_limits() const;
 
-  void full_mask() const;
-  void compressed_mask() const;
-  void band() const;
+  void check_full_mask() const;
+  void check_compressed_mask() const;
+  void check_band() const;
 
-  void scales_of_inputs() const;
-  void scales_of_output() const;
+  void check_scales_of_inputs() const;
+  void check_scales_of_output() const;
   // A row without keys is zero, and not its offset.
-  void every_row_has_keys() const;
+  void check_every_row_has_keys() const;
 
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
   bool is_310p() const { return limits_.product() == Product::P310; }
-  TensorArgument query() const { return {"query", op_.query}; }
-  // Of every batch; none while one of them is symbolic.
-  std::vector<Lengths> sequence_lengths() const;
+  NamedTensor query() const { return {"query", op_.query}; }
+  // One per batch; none while a length is symbolic.
+  std::vector<Sequence> sequences() const;
 
   const PromptFlashAttention& op_;
   Layout layout_;
+  LayoutAxes axes_;
   LimitsCheck limits_;
   c10::SymInt batch_, queries_, keys_;
-  c10::SymInt key_heads_, size_;
+  c10::SymInt key_heads_, head_size_;
 };
 
 }  // namespace ascend_attn

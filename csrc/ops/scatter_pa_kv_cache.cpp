@@ -28,7 +28,7 @@ void check_name(const char* argument, std::string_view given,
         c10::str("expected one of ", expected, ", got '", given, "'"));
 }
 
-void check_rank(TensorArgument argument, int64_t rank) {
+void check_rank(NamedTensor argument, int64_t rank) {
   if (argument.tensor.dim() != rank) [[unlikely]] {
     raise(Violation::value, kName, argument.name,
           c10::str("expected rank ", rank, ", got shape ", argument.tensor.sym_sizes()),
@@ -36,7 +36,7 @@ void check_rank(TensorArgument argument, int64_t rank) {
   }
 }
 
-void check_cache_dtype(TensorArgument argument) {
+void check_cache_dtype(NamedTensor argument) {
   constexpr std::array kDtypes{at::kHalf,   at::kBFloat16, at::kChar,        at::kFloat,
                                at::kByte,   at::kShort,    at::kUInt16,      at::kInt,
                                at::kUInt32, at::kDouble,   at::kFloat8_e5m2, at::kFloat8_e4m3fn};
@@ -49,33 +49,34 @@ void check_cache_dtype(TensorArgument argument) {
 }
 
 // The rules of one call; each raises on the first violation.
-class Rules {
+class ScatterRules {
  public:
-  explicit Rules(const ScatterPaKvCache& op)
-      : op_(op), scatter_(op.scatter()), limits_(kName), key_{"key", op.key} {}
+  explicit ScatterRules(const ScatterPaKvCache& op)
+      : op_(op), scatter_(op.scatter()), limits_(ScatterPaKvCache::limits), key_{"key", op.key} {}
 
-  void ranks() const;
-  void dtypes() const;
-  void modes() const;
-  void sides() const;
-  void indices() const;
+  void check_ranks() const;
+  void check_dtypes() const;
+  void check_modes() const;
+  void check_sides() const;
+  void check_indices() const;
 
  private:
-  void side(TensorArgument source, TensorArgument cache) const;
-  void index(TensorArgument argument, c10::SymIntArrayRef expected, std::string_view meaning) const;
-  void absent(OptionalTensorArgument argument, std::string_view when) const;
+  void check_side(NamedTensor source, NamedTensor cache) const;
+  void check_index(NamedTensor argument, c10::SymIntArrayRef expected,
+                   std::string_view meaning) const;
+  void check_absent(NamedOptionalTensor argument, std::string_view when) const;
   // Given and of slot_mapping's dtype.
-  const at::Tensor& required(OptionalTensorArgument argument) const;
+  const at::Tensor& checked(NamedOptionalTensor argument) const;
 
   int64_t block_size_axis() const { return scatter_ == Scatter::nz_rows ? 2 : 1; }
 
   const ScatterPaKvCache& op_;
   Scatter scatter_;
   LimitsCheck limits_;
-  TensorArgument key_;
+  NamedTensor key_;
 };
 
-void Rules::ranks() const {
+void ScatterRules::check_ranks() const {
   if (op_.key.dim() != 3 && op_.key.dim() != 4) [[unlikely]] {
     raise(Violation::value, kName, "key",
           c10::str("expected rank 3 or 4, got shape ", op_.key.sym_sizes()),
@@ -94,14 +95,14 @@ void Rules::ranks() const {
   }
 }
 
-void Rules::dtypes() const {
+void ScatterRules::check_dtypes() const {
   check_cache_dtype(key_);
   limits_.dtype("key", op_.key.scalar_type());
   check_dtype(kName, {"key_cache", op_.key_cache}, key_);
   if (!op_.value) {
     return;
   }
-  const TensorArgument value{"value", *op_.value};
+  const NamedTensor value{"value", *op_.value};
   const auto dtype = value.tensor.scalar_type();
   if (dtype != op_.key.scalar_type()) {
     const bool beside_int8_key = scatter_ == Scatter::nz_rows &&
@@ -116,7 +117,7 @@ void Rules::dtypes() const {
   check_dtype(kName, {"value_cache", *op_.value_cache}, value);
 }
 
-void Rules::modes() const {
+void ScatterRules::check_modes() const {
   check_name("cache_mode", op_.cache_mode, {"Norm", "PA_NZ"});
   check_name("scatter_mode", op_.scatter_mode, {"None", "Nct", "Alibi", "Rope", "Omni"});
   if (!op_.value) {
@@ -145,8 +146,8 @@ void Rules::modes() const {
   }
 }
 
-void Rules::sides() const {
-  side(key_, {"key_cache", op_.key_cache});
+void ScatterRules::check_sides() const {
+  check_side(key_, {"key_cache", op_.key_cache});
   if (!op_.value) {
     return;
   }
@@ -163,14 +164,14 @@ void Rules::sides() const {
     raise_shape(kName, {"value", value}, expected,
                 value.dim() == 3 ? "(T, N, Dv)" : "(B, S, N, Dv)");
   }
-  side({"value", value}, {"value_cache", *op_.value_cache});
+  check_side({"value", value}, {"value_cache", *op_.value_cache});
   if (scatter_ == Scatter::rope || scatter_ == Scatter::omni) {
     check_shape(kName, {"value", value}, op_.key.sym_sizes(),
                 value.dim() == 3 ? "(T, N, D), key's," : "(B, S, N, D), key's,");
   }
 }
 
-void Rules::side(TensorArgument source, TensorArgument cache) const {
+void ScatterRules::check_side(NamedTensor source, NamedTensor cache) const {
   check_device(kName, source, key_);
   check_device(kName, cache, key_);
   const auto sizes = source.tensor.sym_sizes();
@@ -211,20 +212,20 @@ void Rules::side(TensorArgument source, TensorArgument cache) const {
   }
 }
 
-void Rules::indices() const {
+void ScatterRules::check_indices() const {
   const auto& slots = op_.slot_mapping;
-  const OptionalTensorArgument lens{"compress_lens", op_.compress_lens};
-  const OptionalTensorArgument offset{"compress_seq_offset", op_.compress_seq_offset};
-  const OptionalTensorArgument seq_lens{"seq_lens", op_.seq_lens};
+  const NamedOptionalTensor lens{"compress_lens", op_.compress_lens};
+  const NamedOptionalTensor offset{"compress_seq_offset", op_.compress_seq_offset};
+  const NamedOptionalTensor seq_lens{"seq_lens", op_.seq_lens};
   check_type(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, kName,
              "slot_mapping", "expected dtype int32 or int64, got ",
              dtype_name(slots.scalar_type()));
 
   if (!is_run(scatter_)) {
     for (const auto& argument : {lens, offset, seq_lens}) {
-      absent(argument, "with uncompressed rows");
+      check_absent(argument, "with uncompressed rows");
     }
-    index({"slot_mapping", slots}, {op_.key.sym_size(0)}, "(T)");
+    check_index({"slot_mapping", slots}, {op_.key.sym_size(0)}, "(T)");
     return;
   }
 
@@ -233,45 +234,45 @@ void Rules::indices() const {
                  "dtype int32, which the kernel reads whatever is declared",
                  dtype_name(slots.scalar_type()));
   }
-  required(lens);
-  required(seq_lens);
+  checked(lens);
+  checked(seq_lens);
   if (scatter_ == Scatter::alibi) {
-    absent(offset, "in scatter mode 'Alibi'");
+    check_absent(offset, "in scatter mode 'Alibi'");
   } else {
-    required(offset);
+    checked(offset);
   }
   const auto& heads = op_.key.sym_size(-2);
   c10::SymInt batch;
   if (op_.key.dim() == 4) {
     batch = op_.key.sym_size(0);
-    index({"slot_mapping", slots}, {batch, heads}, "(B, N)");
-    index({"compress_lens", *op_.compress_lens}, {batch, heads}, "(B, N)");
+    check_index({"slot_mapping", slots}, {batch, heads}, "(B, N)");
+    check_index({"compress_lens", *op_.compress_lens}, {batch, heads}, "(B, N)");
   } else {
     check_value(op_.seq_lens->dim() == 1, kName, "seq_lens", "expected shape (B), got ",
                 op_.seq_lens->sym_sizes());
     batch = op_.seq_lens->sym_size(0);
-    index({"slot_mapping", slots}, {batch * heads}, "(B * N)");
-    index({"compress_lens", *op_.compress_lens}, {batch * heads}, "(B * N)");
+    check_index({"slot_mapping", slots}, {batch * heads}, "(B * N)");
+    check_index({"compress_lens", *op_.compress_lens}, {batch * heads}, "(B * N)");
   }
-  index({"seq_lens", *op_.seq_lens}, {batch}, "(B)");
+  check_index({"seq_lens", *op_.seq_lens}, {batch}, "(B)");
   if (op_.compress_seq_offset) {
-    index({"compress_seq_offset", *op_.compress_seq_offset}, {batch * heads}, "(B * N)");
+    check_index({"compress_seq_offset", *op_.compress_seq_offset}, {batch * heads}, "(B * N)");
   }
 }
 
-void Rules::index(TensorArgument argument, c10::SymIntArrayRef expected,
-                  std::string_view meaning) const {
+void ScatterRules::check_index(NamedTensor argument, c10::SymIntArrayRef expected,
+                               std::string_view meaning) const {
   check_device(kName, argument, key_);
   check_shape(kName, argument, expected, meaning);
   check_value(argument.tensor.is_contiguous(), kName, argument.name,
               "expected a contiguous tensor, got strides ", argument.tensor.sym_strides());
 }
 
-void Rules::absent(OptionalTensorArgument argument, std::string_view when) const {
+void ScatterRules::check_absent(NamedOptionalTensor argument, std::string_view when) const {
   check_value(!argument.tensor, kName, argument.name, "expected None ", when, ", got a tensor");
 }
 
-const at::Tensor& Rules::required(OptionalTensorArgument argument) const {
+const at::Tensor& ScatterRules::checked(NamedOptionalTensor argument) const {
   check_present(argument.tensor.has_value(), kName, argument.name,
                 "expected a tensor because the rows are compressed, got None");
   check_dtype(kName, {argument.name, *argument.tensor}, {"slot_mapping", op_.slot_mapping});
@@ -279,6 +280,15 @@ const at::Tensor& Rules::required(OptionalTensorArgument argument) const {
 }
 
 }  // namespace
+
+const OperatorLimits ScatterPaKvCache::limits{
+    name,
+    functions,
+    {{products(Product::A2, Product::A3), {at::kHalf, at::kBFloat16, at::kChar}, {}},
+     {products(Product::P950),
+      {at::kHalf, at::kBFloat16, at::kChar, at::kFloat, at::kByte, at::kShort, at::kUInt16,
+       at::kInt, at::kUInt32, at::kFloat8_e5m2, at::kFloat8_e4m3fn},
+      {}}}};
 
 Scatter ScatterPaKvCache::scatter() const {
   if (key.dim() == 4) {
@@ -298,12 +308,12 @@ Scatter ScatterPaKvCache::scatter() const {
 }
 
 ScatterPaKvCache::Outputs ScatterPaKvCache::check_and_allocate() const {
-  const Rules rules(*this);
-  rules.ranks();
-  rules.modes();
-  rules.dtypes();
-  rules.sides();
-  rules.indices();
+  const ScatterRules rules(*this);
+  rules.check_ranks();
+  rules.check_modes();
+  rules.check_dtypes();
+  rules.check_sides();
+  rules.check_indices();
   return {};
 }
 

@@ -1,12 +1,11 @@
 // ScatterPaKvCache: writes new rows of key and value into a paged cache, in place.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
-
-#include <optional>
-#include <string_view>
+#include <array>
 #include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
 
 namespace ascend_attn {
 
@@ -23,26 +22,20 @@ enum class Scatter {
 
 struct ScatterPaKvCache {
   static constexpr const char* name = "scatter_pa_kv_cache_";
+  static constexpr const char* schema =
+      "(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, Tensor? value=None, "
+      "Tensor(b!)? value_cache=None, *, Tensor? compress_lens=None, "
+      "Tensor? compress_seq_offset=None, Tensor? seq_lens=None, str cache_mode=\"Norm\", "
+      "str scatter_mode=\"None\", int[2] strides=[1, 1], int[2] offsets=[0, 0]) -> ()";
+  static constexpr std::array functions{"aclnnScatterPaKvCache"};
+  static const OperatorLimits limits;
   static constexpr const char* no_gradient = "none flows through a cache";
   using Outputs = std::tuple<>;
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&, std::string_view, std::string_view,
-                            at::IntArrayRef, at::IntArrayRef);
 
-  const at::Tensor& key;
-  const at::Tensor& key_cache;
-  const at::Tensor& slot_mapping;
-  const std::optional<at::Tensor>& value;
-  const std::optional<at::Tensor>& value_cache;
-  const std::optional<at::Tensor>& compress_lens;
-  const std::optional<at::Tensor>& compress_seq_offset;
-  const std::optional<at::Tensor>& seq_lens;
-  std::string_view cache_mode;
-  std::string_view scatter_mode;
-  at::IntArrayRef strides;
-  at::IntArrayRef offsets;
+  Tensor key, key_cache, slot_mapping;
+  OptionalTensor value, value_cache, compress_lens, compress_seq_offset, seq_lens;
+  std::string_view cache_mode, scatter_mode;
+  IntList strides, offsets;
 
   Outputs check_and_allocate() const;
   // Rules about memory, which fake tensors do not have. Every backend that writes asks for them.

@@ -61,7 +61,7 @@ class Elements {
   Span span_;
 };
 
-std::optional<Elements> elements_of(TensorArgument argument) {
+std::optional<Elements> elements_of(NamedTensor argument) {
   const auto& tensor = argument.tensor;
   if (tensor.numel() == 0) {
     return std::nullopt;
@@ -80,7 +80,7 @@ std::optional<Elements> elements_of(TensorArgument argument) {
 // The caches of a call, from which everything that is read must be apart.
 class Caches {
  public:
-  void add(TensorArgument cache) {
+  void add(NamedTensor cache) {
     const auto elements = elements_of(cache);
     check_apart(cache.name, elements);
     caches_.push_back({cache.name, elements ? elements->span() : Span()});
@@ -102,7 +102,7 @@ class Caches {
   }
 
   // The rows of "Nct", somewhere in the buffer that `source` begins.
-  void check_rows_apart(TensorArgument source, int64_t stride, int64_t offset) const {
+  void check_rows_apart(NamedTensor source, int64_t stride, int64_t offset) const {
     const auto& tensor = source.tensor;
     const std::array sizes{tensor.size(0), tensor.numel() / tensor.size(0)};
     const auto [rows, row] = sizes;

@@ -2,37 +2,33 @@
 // that sparse_indices selects, in the absorbed form of multi-head latent attention.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
-#include <string_view>
+#include <array>
 #include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
 
 namespace ascend_attn {
 
 struct SparseFlashAttention {
   static constexpr const char* name = "sparse_flash_attention";
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, *, float scale_value, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+      "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
+      "int next_tokens=9223372036854775807, bool deterministic=False) -> (Tensor out, "
+      "Tensor softmax_max, Tensor softmax_sum)";
+  static constexpr std::array functions{"aclnnSparseFlashAttention"};
+  static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, double, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&, int64_t, std::string_view, int64_t,
-                            int64_t, int64_t, bool);
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& value;
-  const at::Tensor& sparse_indices;
+  Tensor query, key, value, sparse_indices;
   double scale_value;
-  const std::optional<at::Tensor>& actual_seq_lengths_query;
-  const std::optional<at::Tensor>& actual_seq_lengths_key;
-  const std::optional<at::Tensor>& query_rope;
-  const std::optional<at::Tensor>& key_rope;
+  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
   int64_t sparse_block_size;
-  std::string_view layout;
-  int64_t sparse_mode;
-  int64_t pre_tokens;
-  int64_t next_tokens;
+  LayoutArgument layout;
+  int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;
 
   Outputs check_and_allocate() const;
@@ -40,33 +36,25 @@ struct SparseFlashAttention {
 
 struct SparseFlashAttentionGrad {
   static constexpr const char* name = "sparse_flash_attention_grad";
-  // d_query, d_key, d_value, d_query_rope, d_key_rope
-  using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, double,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            int64_t, std::string_view, int64_t, int64_t, int64_t, bool);
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, Tensor d_out, "
+      "Tensor out, Tensor softmax_max, Tensor softmax_sum, *, float scale_value, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+      "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=2147483647, "
+      "int next_tokens=2147483647, bool deterministic=False) -> (Tensor d_query, "
+      "Tensor d_key, Tensor d_value, Tensor d_query_rope, Tensor d_key_rope)";
+  static constexpr std::array functions{"aclnnSparseFlashAttentionGrad"};
+  static const OperatorLimits limits;
+  using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                             at::Tensor>;  // d_query, d_key, d_value, d_query_rope, d_key_rope
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& value;
-  const at::Tensor& sparse_indices;
-  const at::Tensor& d_out;
-  const at::Tensor& out;
-  const at::Tensor& softmax_max;
-  const at::Tensor& softmax_sum;
+  Tensor query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum;
   double scale_value;
-  const std::optional<at::Tensor>& actual_seq_lengths_query;
-  const std::optional<at::Tensor>& actual_seq_lengths_key;
-  const std::optional<at::Tensor>& query_rope;
-  const std::optional<at::Tensor>& key_rope;
+  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
   int64_t sparse_block_size;
-  std::string_view layout;
-  int64_t sparse_mode;
-  int64_t pre_tokens;
-  int64_t next_tokens;
+  LayoutArgument layout;
+  int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;
 
   Outputs check_and_allocate() const;

@@ -1,44 +1,36 @@
 // SparseLightningIndexerGradKLLoss: the KL loss that trains the indexer, and its gradients.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/SymIntArrayRef.h>
-#include <c10/util/OptionalArrayRef.h>
-
-#include <optional>
-#include <string_view>
+#include <array>
 #include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
 
 namespace ascend_attn {
 
 struct SparseLightningIndexerGradKLLoss {
   static constexpr const char* name = "sparse_lightning_indexer_grad_kl_loss";
-  // d_query_index, d_key_index, d_weights, loss
-  using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-  using Signature = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&, double,
-                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                            at::OptionalSymIntArrayRef, at::OptionalSymIntArrayRef,
-                            std::string_view, int64_t, int64_t, int64_t, bool);
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, "
+      "Tensor sparse_indices, Tensor softmax_max, Tensor softmax_sum, *, float scale_value, "
+      "Tensor? query_rope=None, Tensor? key_rope=None, "
+      "SymInt[]? actual_seq_lengths_query=None, SymInt[]? actual_seq_lengths_key=None, "
+      "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
+      "int next_tokens=9223372036854775807, "
+      "bool deterministic=False) -> (Tensor d_query_index, Tensor d_key_index, "
+      "Tensor d_weights, Tensor loss)";
+  static constexpr std::array functions{"aclnnSparseLightningIndexerGradKLLoss"};
+  static const OperatorLimits limits;
+  using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor,
+                             at::Tensor>;  // d_query_index, d_key_index, d_weights, loss
 
-  const at::Tensor& query;
-  const at::Tensor& key;
-  const at::Tensor& query_index;
-  const at::Tensor& key_index;
-  const at::Tensor& weights;
-  const at::Tensor& sparse_indices;
-  const at::Tensor& softmax_max;
-  const at::Tensor& softmax_sum;
+  Tensor query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum;
   double scale_value;
-  const std::optional<at::Tensor>& query_rope;
-  const std::optional<at::Tensor>& key_rope;
-  at::OptionalSymIntArrayRef actual_seq_lengths_query;
-  at::OptionalSymIntArrayRef actual_seq_lengths_key;
-  std::string_view layout;
-  int64_t sparse_mode;
-  int64_t pre_tokens;
-  int64_t next_tokens;
+  OptionalTensor query_rope, key_rope;
+  OptionalIntList actual_seq_lengths_query, actual_seq_lengths_key;
+  LayoutArgument layout;
+  int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;
 
   Outputs check_and_allocate() const;

@@ -1,10 +1,10 @@
-// The way from Python to an operator that costs least.
+// The fast path from Python to an operator.
 //
 // torch.ops.ascend.x(...) matches its arguments with the schema, boxes them and unboxes them again,
-// which for a dozen of them takes longer than a small operator does. The public functions have all
-// arguments, in the order of the schema: here each is read as what the signature has in its place,
-// and the dispatcher is called unboxed. A call with anything that is not plainly that (a subclass
-// of Tensor, a symbolic number, a wrong type) is left to a function that goes through torch.ops.
+// which for a dozen of them takes longer than a small operator does. The public functions pass all
+// arguments in the order of the schema: each is read here as the type that the signature has in its
+// place, and the dispatcher is called unboxed. A call with anything else (a subclass of Tensor, a
+// symbolic number, a wrong type) is left to a function that goes through torch.ops.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -20,158 +20,109 @@
 #include <string_view>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "core/operator.h"
 
 namespace ascend_attn {
 
-// What a Python object says, kept while the call lasts.
+// What owns the value of a parameter while the call lasts. Tensors have a reference of their own:
+// torch.utils.swap_tensors counts references, while other threads run.
 template <typename Parameter>
-class Read;
-
-// With a reference of its own: torch.utils.swap_tensors asks whether there is one, while other
-// threads run.
+struct Argument {
+  using type = std::remove_cvref_t<Parameter>;
+};
 template <>
-class Read<const at::Tensor&> {
- public:
-  bool from(PyObject* object) {
-    const bool plain = THPVariable_CheckExact(object);
-    if (plain) {
-      tensor_ = THPVariable_Unpack(object);
-    }
-    return plain;
-  }
-  const at::Tensor& value() const { return tensor_; }
-
- private:
-  at::Tensor tensor_;
+struct Argument<at::TensorList> {
+  using type = std::vector<at::Tensor>;
+};
+template <>
+struct Argument<at::IntArrayRef> {
+  using type = c10::SmallVector<int64_t, 4>;
+};
+template <>
+struct Argument<at::OptionalSymIntArrayRef> {
+  using type = std::optional<c10::SmallVector<c10::SymInt, 4>>;
 };
 
-template <>
-class Read<const std::optional<at::Tensor>&> {
- public:
-  bool from(PyObject* object) {
-    if (object == Py_None) {
-      return true;
-    }
-    const bool plain = THPVariable_CheckExact(object);
-    if (plain) {
-      tensor_ = THPVariable_Unpack(object);
-    }
-    return plain;
+template <typename T>
+const T& as_parameter(const T& argument) {
+  return argument;
+}
+inline at::OptionalSymIntArrayRef as_parameter(
+    const std::optional<c10::SmallVector<c10::SymInt, 4>>& list) {
+  return list ? at::OptionalSymIntArrayRef(*list) : std::nullopt;
+}
+
+// read(object, to) is false where the object is not plainly what the parameter takes.
+inline bool read(PyObject* object, at::Tensor& to) {
+  const bool plain = THPVariable_CheckExact(object);
+  if (plain) {
+    to = THPVariable_Unpack(object);
   }
-  const std::optional<at::Tensor>& value() const { return tensor_; }
+  return plain;
+}
 
- private:
-  std::optional<at::Tensor> tensor_;
-};
+inline bool read(PyObject* object, std::string_view& to) {
+  if (!PyUnicode_CheckExact(object)) {
+    return false;
+  }
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (!text) {
+    PyErr_Clear();
+    return false;
+  }
+  to = {text, static_cast<size_t>(size)};
+  return true;
+}
 
-template <>
-class Read<std::string_view> {
- public:
-  bool from(PyObject* object) {
-    if (!PyUnicode_CheckExact(object)) {
+inline bool read(PyObject* object, bool& to) {
+  to = object == Py_True;
+  return PyBool_Check(object);
+}
+
+inline bool read(PyObject* object, int64_t& to) {
+  int overflow = 0;
+  const bool plain = PyLong_CheckExact(object);
+  to = plain ? PyLong_AsLongLongAndOverflow(object, &overflow) : 0;
+  return plain && overflow == 0;
+}
+
+inline bool read(PyObject* object, c10::SymInt& to) {
+  int64_t number = 0;
+  const bool plain = read(object, number);
+  to = number;
+  return plain;
+}
+
+inline bool read(PyObject* object, double& to) {
+  const bool plain = PyFloat_CheckExact(object);
+  to = plain ? PyFloat_AS_DOUBLE(object) : 0;
+  return plain;
+}
+
+// A tuple or a list.
+template <typename List>
+  requires requires(List list) { list.emplace_back(); }
+bool read(PyObject* object, List& to) {
+  if (!PyTuple_CheckExact(object) && !PyList_CheckExact(object)) {
+    return false;
+  }
+  const auto size = PySequence_Fast_GET_SIZE(object);
+  to.reserve(size);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    if (!read(PySequence_Fast_GET_ITEM(object, i), to.emplace_back())) {
       return false;
     }
-    Py_ssize_t size = 0;
-    const char* text = PyUnicode_AsUTF8AndSize(object, &size);
-    if (!text) {
-      PyErr_Clear();
-      return false;
-    }
-    text_ = {text, static_cast<size_t>(size)};
-    return true;
   }
-  std::string_view value() const { return text_; }
+  return true;
+}
 
- private:
-  std::string_view text_;
-};
-
-template <>
-class Read<bool> {
- public:
-  bool from(PyObject* object) {
-    value_ = object == Py_True;
-    return PyBool_Check(object);
-  }
-  bool value() const { return value_; }
-
- private:
-  bool value_ = false;
-};
-
-template <>
-class Read<int64_t> {
- public:
-  bool from(PyObject* object) {
-    int overflow = 0;
-    const bool plain = PyLong_CheckExact(object);
-    value_ = plain ? PyLong_AsLongLongAndOverflow(object, &overflow) : 0;
-    return plain && overflow == 0;
-  }
-  int64_t value() const { return value_; }
-
- private:
-  int64_t value_ = 0;
-};
-
-template <>
-class Read<c10::SymInt> : public Read<int64_t> {};
-
-template <>
-class Read<double> {
- public:
-  bool from(PyObject* object) {
-    const bool plain = PyFloat_CheckExact(object);
-    value_ = plain ? PyFloat_AS_DOUBLE(object) : 0;
-    return plain;
-  }
-  double value() const { return value_; }
-
- private:
-  double value_ = 0;
-};
-
-// A tuple or a list of integers.
-template <typename Number>
-class ReadList {
- public:
-  bool from(PyObject* object) {
-    if (!PyTuple_CheckExact(object) && !PyList_CheckExact(object)) {
-      return false;
-    }
-    const auto size = PySequence_Fast_GET_SIZE(object);
-    numbers_.emplace();
-    numbers_->reserve(size);
-    Read<int64_t> number;
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      if (!number.from(PySequence_Fast_GET_ITEM(object, i))) {
-        return false;
-      }
-      numbers_->push_back(number.value());
-    }
-    return true;
-  }
-
- protected:
-  std::optional<c10::SmallVector<Number, 4>> numbers_;
-};
-
-template <>
-class Read<at::IntArrayRef> : public ReadList<int64_t> {
- public:
-  at::IntArrayRef value() const { return *numbers_; }
-};
-
-template <>
-class Read<at::OptionalSymIntArrayRef> : public ReadList<c10::SymInt> {
- public:
-  bool from(PyObject* object) { return object == Py_None || ReadList::from(object); }
-  at::OptionalSymIntArrayRef value() const {
-    return numbers_ ? at::OptionalSymIntArrayRef(*numbers_) : std::nullopt;
-  }
-};
+template <typename T>
+bool read(PyObject* object, std::optional<T>& to) {
+  return object == Py_None || read(object, to.emplace());
+}
 
 // As torch.ops returns them: None, a tensor, or a tuple of tensors.
 template <typename... Tensors>
@@ -198,7 +149,7 @@ PyObject* to_python(const std::tuple<Tensors...>& outputs) {
   }
 }
 
-// The exception that is being handled, as torch.ops raises it.
+// Raises the exception that is being handled as torch.ops would.
 inline void raise_in_python() {
   try {
     throw;
@@ -213,7 +164,7 @@ inline void raise_in_python() {
   }
 }
 
-template <typename Op, typename Signature = typename Op::Signature>
+template <typename Op, typename Signature = SignatureOf<Op>>
 struct DirectCall;
 
 template <typename Op, typename... Parameters>
@@ -221,17 +172,17 @@ struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
   // A function of Python whose `self` is the function for all other calls.
   static PyObject* run(PyObject* otherwise, PyObject* const* objects, Py_ssize_t count) {
     try {
-      std::tuple<Read<Parameters>...> arguments;
+      std::tuple<typename Argument<Parameters>::type...> arguments;
       auto next = objects;
-      const auto read = [&](auto&... argument) { return (argument.from(*next++) && ...); };
+      const auto read_all = [&](auto&... argument) { return (read(*next++, argument) && ...); };
       if (count != sizeof...(Parameters) || at::impl::torch_function_mode_enabled() ||
-          !std::apply(read, arguments)) {
+          !std::apply(read_all, arguments)) {
         return PyObject_Vectorcall(otherwise, objects, count, nullptr);
       }
       const auto outputs = [&] {
         const py::gil_scoped_release no_gil;
-        return std::apply([](const auto&... argument) { return call<Op>(argument.value()...); },
-                          arguments);
+        return std::apply(
+            [](const auto&... argument) { return call<Op>(as_parameter(argument)...); }, arguments);
       }();
       return to_python(outputs);
     } catch (...) {

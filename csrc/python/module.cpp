@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/attention_mask.h"
 #include "core/error.h"
 #include "core/limits.h"
+#include "core/sparse_mode.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
 
@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 py::dict limits_of(const ProductLimits& variant) {
   py::list products;
-  for (const auto product : {Product::A2, Product::A3, Product::P950, Product::P310}) {
+  for (const auto product : kProducts) {
     if (variant.products & static_cast<uint8_t>(product)) {
       products.append(std::string(product_name(product)));
     }
@@ -39,20 +39,37 @@ py::dict limits_of(const ProductLimits& variant) {
   return row;
 }
 
-py::list limits_of_operators() {
-  py::list table;
-  for (const auto& entry : limits_table()) {
-    py::list variants;
-    for (const auto& variant : entry.variants) {
-      variants.append(limits_of(variant));
-    }
-    py::dict row;
-    row["operator"] = std::string(entry.op);
-    row["aclnn"] = std::string(entry.aclnn);
-    row["variants"] = variants;
-    table.append(row);
+py::dict limits_of(const OperatorLimits& limits) {
+  py::list functions;
+  for (const auto* function : limits.functions) {
+    functions.append(function);
   }
+  py::list variants;
+  for (const auto& variant : limits.variants) {
+    variants.append(limits_of(variant));
+  }
+  py::dict row;
+  row["operator"] = limits.op;
+  row["aclnn"] = functions;
+  row["variants"] = variants;
+  return row;
+}
+
+template <typename... Ops>
+py::list limits_of_operators(OperatorList<Ops...>) {
+  py::list table;
+  (table.append(limits_of(Ops::limits)), ...);
   return table;
+}
+
+// The axes of batch, tokens and heads of every layout; -1 for none.
+py::dict layout_axes() {
+  py::dict axes;
+  for (const auto layout : kLayouts) {
+    const auto [rank, batch, tokens, heads] = axes_of(layout);
+    axes[py::str(std::string(layout_name(layout)))] = py::make_tuple(batch, tokens, heads);
+  }
+  return axes;
 }
 
 // The interval of keys that each query keeps.
@@ -61,11 +78,11 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
                                                            int64_t next_tokens, int64_t prefix,
                                                            bool is_band) {
   constexpr const char* op = "sparse_mode_mask";
-  check_value(sparse_mode >= 0 && sparse_mode <= kLastMaskMode, op, "sparse_mode",
+  check_value(sparse_mode >= 0 && sparse_mode <= kLastSparseMode, op, "sparse_mode",
               "expected 0 to 8, got ", sparse_mode);
   check_value(queries >= 0, op, "sq", "expected at least 0, got ", queries);
   check_value(keys >= 0, op, "skv", "expected at least 0, got ", keys);
-  const auto kept = kept_keys(static_cast<MaskMode>(sparse_mode), queries, keys, pre_tokens,
+  const auto kept = kept_keys(static_cast<SparseMode>(sparse_mode), queries, keys, pre_tokens,
                               next_tokens, prefix, is_band);
   std::vector<std::pair<int64_t, int64_t>> rows;
   for (int64_t i = 0; i < queries; ++i) {
@@ -96,7 +113,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;
   add_operators(Operators(), m);
   m.def("kept_keys", &kept_keys_of_rows);
-  m.def("limits_table", &limits_of_operators);
+  m.def("limits_table", [] { return limits_of_operators(Operators()); });
+  m.attr("layout_axes") = layout_axes();
+  m.attr("compressed_mask_size") = kCompressedMaskSize;
+  m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);
   m.def("restore_limits", &set_limits_override);
   m.def("set_limits", [](std::optional<std::string> product) {

@@ -35,7 +35,7 @@ struct RowResult {
 };
 
 struct RowsTask {
-  const AttentionSequence* sequence;
+  const DenseSequence* sequence;
   int64_t key_head;
   int64_t first_row;
   int64_t rows;
@@ -99,23 +99,30 @@ class AttentionRows {
   // The part of one block of keys in `rows` rows from `row` on.
   void add_keys(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
                 const TileColumns& columns, bool started) {
+    const int64_t group = attention_.group();
+    const int64_t first_head = task.key_head * group;
     const int64_t padded_rows = round_up(rows, kRowStep);
     const auto keys = keys_.transposed(columns.begin);
     T* scores = scores_.data() + columns.begin;
     tile_gemm(padded_rows, columns.width(), keys_.size(), query_.row(row), query_.stride(),
               keys.data, keys.stride, scores, scores_.stride(), /*accumulate=*/false);
     if (scores_of_.has_terms()) {
-      for_each_row(task, row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
-        scores_of_.finish(*task.sequence, head, query, key_begin + columns.row_begin[r],
-                          key_begin + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
-      });
+      for_each_kept_row(columns, task.first_row + row, rows, first_head, group,
+                        [&](int64_t head, int64_t query, int64_t r) {
+                          scores_of_.finish(*task.sequence, head, query,
+                                            key_begin + columns.row_begin[r],
+                                            key_begin + columns.row_end[r],
+                                            scores_.row(r) + columns.row_begin[r]);
+                        });
     }
     update_softmax(row, rows, columns);
     if (scores_of_.has_dropout()) {
-      for_each_row(task, row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
-        scores_of_.drop(*task.sequence, head, query, key_begin + columns.row_begin[r],
-                        key_begin + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
-      });
+      for_each_kept_row(
+          columns, task.first_row + row, rows, first_head, group,
+          [&](int64_t head, int64_t query, int64_t r) {
+            scores_of_.drop(*task.sequence, head, query, key_begin + columns.row_begin[r],
+                            key_begin + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
+          });
     }
     if (started) {
       for (int64_t r = row; r < row + rows; ++r) {
@@ -127,8 +134,8 @@ class AttentionRows {
     const auto probabilities = rounded(padded_rows, columns);
     add_values(row, padded_rows, columns, probabilities, started);
     const auto& kept = task.sequence->kept;
-    const int64_t first = (task.first_row + row) / attention_.group();
-    const int64_t last = (task.first_row + row + rows - 1) / attention_.group();
+    const int64_t first = (task.first_row + row) / group;
+    const int64_t last = (task.first_row + row + rows - 1) / group;
     if (carries_remainders<Operand>(kept.end(last) - kept.begin(first), attention_.few_keys)) {
       add_values(row, padded_rows, columns, remainders(padded_rows, columns), true);
     }
@@ -139,18 +146,6 @@ class AttentionRows {
     const auto values = values_.by_rows(columns.begin);
     tile_gemm(rows, values_.size(), columns.width(), probabilities.data, probabilities.stride,
               values.data, values.stride, out_.row(row), out_.stride(), accumulate);
-  }
-
-  template <typename Function>
-  void for_each_row(const RowsTask& task, int64_t row, int64_t rows, const TileColumns& columns,
-                    const Function& function) {
-    const int64_t group = attention_.group();
-    for (int64_t r = 0; r < rows; ++r) {
-      if (columns.row_begin[r] < columns.row_end[r]) {
-        const int64_t at = task.first_row + row + r;
-        function(task.key_head * group + at % group, at / group, r);
-      }
-    }
   }
 
   // Turns scores into exp(score - max), with the maximum of all keys so far, and into 0 where a row
@@ -256,7 +251,7 @@ inline std::vector<RowsTask> divide(const DenseAttention& attention) {
 
 // Calls store(sequence, head, query, result) for every row of every sequence.
 template <typename Input, typename Operand, typename Store>
-void for_each_row(const DenseAttention& attention, const Store& store) {
+void attend_rows(const DenseAttention& attention, const Store& store) {
   using Worker = AttentionRows<Input, Operand>;
   for_each_task(
       divide(attention), [&] { return std::make_unique<Worker>(attention); },

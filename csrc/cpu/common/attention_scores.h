@@ -34,7 +34,7 @@ class AttentionScores {
   T factor() const { return has_terms() ? T(1) : scale_; }
 
   // Makes the products q * k of keys [begin, end) of a row its scores: -inf where the mask says so.
-  void finish(const AttentionSequence& sequence, int64_t head, int64_t query, int64_t begin,
+  void finish(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
               int64_t end, T* scores) const {
     if (has_tensor_) {
       add_tensor(pse_ + attention_.pse_address.row(sequence, head, query) + begin, end - begin,
@@ -54,8 +54,8 @@ class AttentionScores {
   }
 
   // values *= keep / keep_prob, for keys [begin, end) of a row.
-  void drop(const AttentionSequence& sequence, int64_t head, int64_t query, int64_t begin,
-            int64_t end, T* values) const {
+  void drop(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin, int64_t end,
+            T* values) const {
     const int64_t first = attention_.heads * sequence.pairs_before +
                           (head * sequence.queries + query) * sequence.keys + begin;
     const T kept = T(1) / static_cast<T>(attention_.keep_prob);

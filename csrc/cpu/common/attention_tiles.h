@@ -23,7 +23,7 @@ inline constexpr int64_t kKeyStep = 64;
 // The keys [begin, end) of one block of keys that some row of one block of rows keeps, and those
 // that each row keeps. Columns are counted from the first key of the block.
 struct TileColumns {
-  TileColumns(const AttentionSequence& sequence, int64_t group, int64_t first_row, int64_t rows,
+  TileColumns(const DenseSequence& sequence, int64_t group, int64_t first_row, int64_t rows,
               int64_t key_begin, int64_t keys) {
     const auto column = [&](int64_t key) { return std::clamp<int64_t>(key - key_begin, 0, keys); };
     const auto& kept = sequence.kept;
@@ -119,5 +119,17 @@ class KeyTile {
   Tile<Operand> transposed_;
   OperandB<Operand> by_rows_{};
 };
+
+// Calls function(head, query, row of the tile) for those of `rows` rows that keep a key of the
+// tile. Rows are counted as query * group + head within the group.
+template <typename Function>
+void for_each_kept_row(const TileColumns& columns, int64_t first_row, int64_t rows,
+                       int64_t first_head, int64_t group, const Function& function) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (columns.row_begin[r] < columns.row_end[r]) {
+      function(first_head + (first_row + r) % group, (first_row + r) / group, r);
+    }
+  }
+}
 
 }  // namespace ascend_attn::cpu

@@ -68,7 +68,7 @@ bool all_rows(const at::Tensor& mask, const IsRight& is_right) {
 
 // The device reads the compressed mask, while the CPU knows what it says.
 void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode) {
-  constexpr int64_t size = 2048;
+  constexpr int64_t size = kCompressedMaskSize;
   const auto is_right = [](const uint8_t* row, int64_t, int64_t, int64_t at) {
     const int64_t kept = at < size ? at + 1 : size / 2;
     return kept_in(row, 0, kept) == kept && kept_in(row, kept, size) == 0;
@@ -86,12 +86,10 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
 DenseAttention::DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                                const at::Tensor& key, const at::Tensor& value)
     : layout(layout), heads(heads), scale(scale) {
-  const bool merged = layout == Layout::BSH || layout == Layout::SBH;
-  size = merged ? query.size(2) / heads : query.size(-1);
-  key_heads = merged                                            ? key.size(2) / size
-              : layout == Layout::BNSD || layout == Layout::TND ? key.size(1)
-                                                                : key.size(2);
-  value_size = merged ? value.size(2) / key_heads : value.size(-1);
+  const auto axes = axes_of(layout);
+  size = axes.merged() ? query.size(-1) / heads : query.size(-1);
+  key_heads = axes.merged() ? key.size(-1) / size : key.size(axes.heads);
+  value_size = axes.merged() ? value.size(-1) / key_heads : value.size(-1);
   this->query = by_head(with_dense_rows(query), heads);
   this->key = by_head(with_dense_rows(key), key_heads);
   this->value = by_head(with_dense_rows(value), key_heads);
@@ -99,10 +97,8 @@ DenseAttention::DenseAttention(Layout layout, int64_t heads, double scale, const
 
 DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
                                const at::Tensor& value, const FlashAttentionOptions& options)
-    : DenseAttention(
-          parse_layout(op, options.layout,
-                       {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND}),
-          options.num_heads.expect_int(), options.scale_value, query, key, value) {
+    : DenseAttention(options.layout.value(), options.num_heads.expect_int(), options.scale_value,
+                     query, key, value) {
   pse_type = options.pse_type;
   distance_shift = start_distance(options);
   keep_prob = options.keep_prob;
@@ -119,16 +115,13 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
 }
 
 DenseAttention::DenseAttention(const PromptFlashAttention& op)
-    : DenseAttention(
-          op.layout == layout_name(Layout::BNSD_BSND)
-              ? Layout::BNSD
-              : parse_layout(op.name, op.layout, {Layout::BSH, Layout::BSND, Layout::BNSD}),
-          op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
+    : DenseAttention(op.layout == Layout::BNSD_BSND ? Layout::BNSD : op.layout.value(),
+                     op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
   // Its outputs are held to 2^-7 of themselves, and weights of bfloat16 reach that where a sum over
   // more keys than these hides their rounding.
   few_keys = 3072;
-  const auto mode = static_cast<MaskMode>(op.sparse_mode);
-  AttentionSequence sequence{};
+  const auto mode = static_cast<SparseMode>(op.sparse_mode);
+  DenseSequence sequence;
   for (int64_t b = 0; b < query.size(0); ++b) {
     sequence.index = b;
     sequence.batch = b;
@@ -141,7 +134,7 @@ DenseAttention::DenseAttention(const PromptFlashAttention& op)
     }
     sequences.push_back(sequence);
   }
-  if (op.atten_mask && (mode == MaskMode::standard || mode == MaskMode::all_mask)) {
+  if (op.atten_mask && (mode == SparseMode::standard || mode == SparseMode::all_mask)) {
     use_full_mask(*op.atten_mask);
   } else if (op.atten_mask) {
     check_compressed_mask(op.name, *op.atten_mask, op.sparse_mode);
@@ -149,53 +142,41 @@ DenseAttention::DenseAttention(const PromptFlashAttention& op)
 }
 
 at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) const {
-  switch (layout) {
-    case Layout::BSH:
-      return tensor.unflatten(2, {heads, tensor.size(2) / heads}).transpose(1, 2);
-    case Layout::SBH:
-      return tensor.unflatten(2, {heads, tensor.size(2) / heads}).permute({1, 2, 0, 3});
-    case Layout::BSND:
-      return tensor.transpose(1, 2);
-    case Layout::BNSD:
-    case Layout::BNSD_BSND:
-      return tensor;
-    case Layout::TND:
-      break;
+  const auto axes = axes_of(layout);
+  if (axes.packed()) {
+    return tensor.transpose(axes.tokens, axes.heads).unsqueeze(0);
   }
-  return tensor.transpose(0, 1).unsqueeze(0);
+  // The head size comes last in every layout.
+  return (axes.merged() ? tensor.unflatten(-1, {heads, -1}) : tensor)
+      .permute({axes.batch, axes.heads, axes.tokens, 3});
 }
 
 void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   const bool packed = layout == Layout::TND;
-  const auto& query_ends = options.actual_seq_lengths_query;
-  const auto& key_ends = options.actual_seq_lengths_key;
-  const auto count = packed ? static_cast<int64_t>(query_ends->size()) : query.size(0);
-  AttentionSequence sequence{};
-  int64_t first_filled = -1;
-  int64_t last_filled = -1;
-  for (int64_t b = 0; b < count; ++b) {
-    sequence.index = b;
-    sequence.batch = packed ? 0 : b;
-    sequence.query_begin += packed ? sequence.queries : 0;
-    sequence.key_begin += packed ? sequence.keys : 0;
-    sequence.rows_before += sequence.queries;
-    sequence.pairs_before += sequence.queries * sequence.keys;
-    sequence.queries =
-        packed ? (*query_ends)[b].expect_int() - sequence.query_begin : query.size(2);
-    sequence.keys = packed ? (*key_ends)[b].expect_int() - sequence.key_begin : key.size(2);
-    sequence.kept = {sequence.keys};
-    sequences.push_back(sequence);
-    if (sequence.queries > 0 && sequence.keys > 0) {
-      first_filled = first_filled < 0 ? b : first_filled;
-      last_filled = b;
-    }
+  const auto spans = packed ? packed_sequences(*known_values(*options.actual_seq_lengths_query),
+                                               *known_values(*options.actual_seq_lengths_key))
+                            : std::vector<Sequence>(
+                                  query.size(0), {.queries = query.size(2), .keys = key.size(2)});
+  int64_t rows = 0;
+  int64_t pairs = 0;
+  for (const auto& span : spans) {
+    const auto index = static_cast<int64_t>(sequences.size());
+    sequences.push_back({span, index, packed ? 0 : index, rows, pairs, {span.keys}});
+    rows += span.queries;
+    pairs += span.queries * span.keys;
   }
   if (!options.atten_mask) {
     return;
   }
-  const auto mode = static_cast<MaskMode>(options.sparse_mode);
-  const bool has_prefix = mode == MaskMode::prefix || mode == MaskMode::prefix_compressed;
-  const int64_t band = mode == MaskMode::band_left_up_causal ? first_filled : last_filled;
+  const auto mode = static_cast<SparseMode>(options.sparse_mode);
+  const bool has_prefix = mode == SparseMode::prefix || mode == SparseMode::prefix_compressed;
+  // The modes 7 and 8 have a band in the last or the first sequence that is not empty.
+  const auto filled = [](const DenseSequence& sequence) { return !sequence.empty(); };
+  const auto first = std::find_if(sequences.begin(), sequences.end(), filled);
+  const auto last = std::find_if(sequences.rbegin(), sequences.rend(), filled);
+  const int64_t band = first == sequences.end()                  ? -1
+                       : mode == SparseMode::band_left_up_causal ? first->index
+                                                                 : last->index;
   for (auto& each : sequences) {
     each.kept =
         kept_keys(mode, each.queries, each.keys, options.pre_tokens, options.next_tokens,
@@ -219,8 +200,8 @@ void DenseAttention::read_pse(const char* op, const FlashAttentionOptions& optio
 
 void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& options) {
   const auto& given = *options.atten_mask;
-  const auto mode = static_cast<MaskMode>(options.sparse_mode);
-  if (mode == MaskMode::prefix) {
+  const auto mode = static_cast<SparseMode>(options.sparse_mode);
+  if (mode == SparseMode::prefix) {
     const auto follows_the_rule = [this](const uint8_t* row, int64_t batch, int64_t, int64_t at) {
       const auto& kept = sequences[batch].kept;
       const int64_t end = kept.end(at);
@@ -231,7 +212,7 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
                 "5, got other values; True (1) masks a key out");
     return;
   }
-  if (mode != MaskMode::standard && mode != MaskMode::all_mask) {
+  if (has_compressed_mask(mode)) {
     check_compressed_mask(op, given, options.sparse_mode);
     return;
   }
@@ -262,14 +243,13 @@ void DenseAttention::use_full_mask(const at::Tensor& given) {
 }
 
 PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const at::Tensor& key,
-                          bool is_packed, const std::vector<AttentionSequence>& sequences) {
+                          bool is_packed, const std::vector<DenseSequence>& sequences) {
   PseAddress address;
   address.heads = query.size(1);
   if (is_packed) {
-    int64_t pairs = 0;
-    for (const auto& sequence : sequences) {
-      pairs += sequence.queries * sequence.keys;
-    }
+    const int64_t pairs = sequences.empty() ? 0
+                                            : sequences.back().pairs_before +
+                                                  sequences.back().queries * sequences.back().keys;
     // Where both forms have as many elements, it is the full one.
     address.form = pse.numel() == address.heads * pairs ? Form::packed : Form::packed_per_key;
     return address;
@@ -282,16 +262,15 @@ PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const 
   return address;
 }
 
-int64_t PseAddress::row(const AttentionSequence& sequence, int64_t head, int64_t query) const {
-  constexpr int64_t kRows = 1024;
+int64_t PseAddress::row(const DenseSequence& sequence, int64_t head, int64_t query) const {
   const int64_t of_head = sequence.index * batch_stride + head * head_stride;
   switch (form) {
     case Form::strided:
       return of_head + query * query_stride;
     case Form::compressed: {
       // The last rows are stored; an earlier one reads, at the same distance, a stored row.
-      const int64_t first = sequence.queries - kRows;
-      const int64_t row = query >= first ? query - first : query % kRows;
+      const int64_t first = sequence.queries - kCompressedPseRows;
+      const int64_t row = query >= first ? query - first : query % kCompressedPseRows;
       return of_head + row * query_stride + (first + row - query);
     }
     case Form::packed:
@@ -300,12 +279,6 @@ int64_t PseAddress::row(const AttentionSequence& sequence, int64_t head, int64_t
       return heads * sequence.key_begin + head * sequence.keys;
   }
   return 0;
-}
-
-void zero_tail(const at::Tensor& tensor, int64_t end) {
-  if (end < tensor.size(0)) {
-    tensor.narrow(0, end, tensor.size(0) - end).zero_();
-  }
 }
 
 }  // namespace ascend_attn::cpu

@@ -5,8 +5,9 @@
 
 #include <vector>
 
-#include "core/attention_mask.h"
 #include "core/layout.h"
+#include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
 #include "cpu/common/rounding.h"
 #include "cpu/common/token_rows.h"
 #include "ops/flash_attention_score.h"
@@ -14,27 +15,23 @@
 
 namespace ascend_attn::cpu {
 
-// One sequence: tokens [query_begin, query_begin + queries) of one batch of query, and so on.
-struct AttentionSequence {
-  int64_t index;  // among the sequences
-  int64_t batch;  // of the tensors; 0 in layout TND, where all sequences share one
-  int64_t query_begin;
-  int64_t queries;
-  int64_t key_begin;
-  int64_t keys;
-  int64_t rows_before;   // queries of the sequences before this one
-  int64_t pairs_before;  // the sum of their queries * keys
+// One sequence of one batch of the tensors, in which its tokens are counted.
+struct DenseSequence : Sequence {
+  int64_t index = 0;         // among the sequences
+  int64_t batch = 0;         // of the tensors; 0 in layout TND, where all sequences share one
+  int64_t rows_before = 0;   // queries of the sequences before this one
+  int64_t pairs_before = 0;  // the sum of their queries * keys
   KeptKeys kept;
 };
 
-// Where pse_shift has the values of a row. The compressed form is that of 1024 rows.
+// Where pse_shift has the values of a row.
 struct PseAddress {
   enum class Form { strided, compressed, packed, packed_per_key };
   static PseAddress of(const at::Tensor& pse, const at::Tensor& query, const at::Tensor& key,
-                       bool is_packed, const std::vector<AttentionSequence>& sequences);
+                       bool is_packed, const std::vector<DenseSequence>& sequences);
 
   // The offset of key 0 in the row of a query.
-  int64_t row(const AttentionSequence& sequence, int64_t head, int64_t query) const;
+  int64_t row(const DenseSequence& sequence, int64_t head, int64_t query) const;
 
   Form form = Form::strided;
   int64_t heads = 0;
@@ -44,8 +41,10 @@ struct PseAddress {
 };
 
 struct DenseAttention {
-  DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
-                 const at::Tensor& value, const FlashAttentionOptions& options);
+  // Of FlashAttentionScore, or of the forward of one of its gradients.
+  template <typename Op>
+  explicit DenseAttention(const Op& op)
+      : DenseAttention(Op::name, op.query, op.key, op.value, op.options) {}
   explicit DenseAttention(const PromptFlashAttention& op);
 
   // A tensor of `heads` heads as (B, N, S, D), or (1, N, T, D).
@@ -53,7 +52,7 @@ struct DenseAttention {
   // Query heads of a key head. Its rows are counted as token * group + head within the group.
   int64_t group() const { return heads / key_heads; }
   // Row (head, query) of what is stored as (B, N, Sq), or per sequence as (N, Sq).
-  int64_t statistics_row(const AttentionSequence& sequence, int64_t head, int64_t query) const {
+  int64_t statistics_row(const DenseSequence& sequence, int64_t head, int64_t query) const {
     return sequence.rows_before * heads + head * sequence.queries + query;
   }
 
@@ -63,7 +62,7 @@ struct DenseAttention {
   // Rows over as many keys, or fewer, keep what rounding their weights to 16 bits would lose.
   int64_t few_keys = kFewKeys;
   at::Tensor query, key, value;  // by head, with dense rows
-  std::vector<AttentionSequence> sequences;
+  std::vector<DenseSequence> sequences;
 
   int64_t pse_type = 1;
   at::Tensor pse;  // dense rows, or (B | 1, N) slopes; undefined if absent
@@ -77,6 +76,8 @@ struct DenseAttention {
   double keep_prob = 1;
 
  private:
+  DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
+                 const at::Tensor& value, const FlashAttentionOptions& options);
   DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value);
   void read_sequences(const FlashAttentionOptions& options);
@@ -106,17 +107,13 @@ class HeadRows {
 };
 
 template <typename T>
-HeadRows<const T> query_rows(const at::Tensor& tensor, const AttentionSequence& sequence,
+HeadRows<const T> query_rows(const at::Tensor& tensor, const DenseSequence& sequence,
                              int64_t head) {
   return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.query_begin};
 }
 template <typename T>
-HeadRows<const T> key_rows(const at::Tensor& tensor, const AttentionSequence& sequence,
-                           int64_t head) {
+HeadRows<const T> key_rows(const at::Tensor& tensor, const DenseSequence& sequence, int64_t head) {
   return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.key_begin};
 }
-
-// Zeroes what no sequence of layout TND owns: the tokens of `tensor` (T, ...) from `end` on.
-void zero_tail(const at::Tensor& tensor, int64_t end);
 
 }  // namespace ascend_attn::cpu

@@ -15,8 +15,9 @@ namespace ascend_attn::cpu {
 
 // The arguments of the gradient operators, every layout by head.
 struct DenseAttentionGrad {
-  explicit DenseAttentionGrad(const char* op, const FlashAttentionGradArguments& arguments)
-      : forward(op, arguments.query, arguments.key, arguments.value, arguments.options),
+  template <typename Op>
+  explicit DenseAttentionGrad(const Op& arguments)
+      : forward(arguments),
         d_out(forward.by_head(with_dense_rows(arguments.dy), forward.heads)),
         out(forward.by_head(with_dense_rows(arguments.attention_in), forward.heads)),
         softmax_max(arguments.softmax_max.contiguous()),
@@ -44,7 +45,7 @@ class ScoreGradient {
         d_scores_(kRowBlock, kKeyBlock) {}
 
   // Chooses the head, and reads its statistics.
-  void start(const AttentionSequence& sequence, int64_t key_head) {
+  void start(const DenseSequence& sequence, int64_t key_head) {
     sequence_ = &sequence;
     key_head_ = key_head;
     const int64_t group = attention_.group();
@@ -53,10 +54,10 @@ class ScoreGradient {
     const auto d_out = query_rows<Input>(grad_.d_out, sequence, first_head());
     const auto out = query_rows<Input>(grad_.out, sequence, first_head());
     for (int64_t row = 0; row < rows; ++row) {
-      constexpr int64_t lanes = 8;
       const int64_t query = row / group;
       const int64_t head = row % group;
-      const int64_t at = lanes * attention_.statistics_row(sequence, first_head() + head, query);
+      const int64_t at =
+          kStatisticsLanes * attention_.statistics_row(sequence, first_head() + head, query);
       max()[row] = grad_.softmax_max.const_data_ptr<T>()[at];
       inverse_sum()[row] = T(1) / grad_.softmax_sum.const_data_ptr<T>()[at];
       delta()[row] = dot(d_out.row(query, head), out.row(query, head), attention_.value_size);
@@ -107,12 +108,7 @@ class ScoreGradient {
   template <typename Function>
   void for_each_row(int64_t first, int64_t rows, const TileColumns& columns,
                     const Function& function) const {
-    const int64_t group = attention_.group();
-    for (int64_t r = 0; r < rows; ++r) {
-      if (columns.row_begin[r] < columns.row_end[r]) {
-        function(first_head() + (first + r) % group, (first + r) / group, r);
-      }
-    }
+    for_each_kept_row(columns, first, rows, first_head(), attention_.group(), function);
   }
 
   const Tile<Operand>& query() const { return query_; }
@@ -168,7 +164,7 @@ class ScoreGradient {
   const DenseAttentionGrad& grad_;
   const DenseAttention& attention_;
   AttentionScores<Input, T> scores_of_;
-  const AttentionSequence* sequence_ = nullptr;
+  const DenseSequence* sequence_ = nullptr;
   int64_t key_head_ = 0;
   int64_t key_begin_ = 0;
   KeyTile<Operand> keys_;

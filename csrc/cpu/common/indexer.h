@@ -21,16 +21,8 @@ T relu(T x) {
 
 template <typename Op>
 std::vector<Sequence> sequences_of(const Op& op) {
-  return read_sequences(Op::name, parse_layout(Op::name, op.layout, {Layout::BSND, Layout::TND}),
-                        op.query, op.key, op.actual_seq_lengths_query, op.actual_seq_lengths_key);
-}
-
-inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* length) {
-  int64_t result = 0;
-  for (const auto& sequence : sequences) {
-    result = std::max(result, sequence.*length);
-  }
-  return result;
+  return read_sequences(Op::name, op.layout.value(), op.query, op.key, op.actual_seq_lengths_query,
+                        op.actual_seq_lengths_key);
 }
 
 // The weights of the heads, (B, S, heads) or (T, heads), in the dtype of query or in fp32.

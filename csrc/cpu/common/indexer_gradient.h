@@ -179,31 +179,29 @@ class IndexerGradient {
 template <typename Input, typename T, typename Function>
 void accumulate_key_gradient(const Sequence& sequence, ParallelScatterAdd<T>& d_keys,
                              const at::Tensor& d_key, const Function& function) {
-  const int64_t workers = worker_count(sequence.query_length);
+  const int64_t workers = worker_count(sequence.queries);
   for_each_worker(workers, [&](int64_t worker) {
-    d_keys.clear(worker, sequence.key_length);
-    for (int64_t token = worker; token < sequence.query_length; token += workers) {
+    d_keys.clear(worker, sequence.keys);
+    for (int64_t token = worker; token < sequence.queries; token += workers) {
       function(worker, token);
     }
   });
   const int64_t size = d_key.size(-1);
   auto* rows = d_key.mutable_data_ptr<Input>() + sequence.key_begin * size;
-  d_keys.reduce(workers, sequence.key_length,
+  d_keys.reduce(workers, sequence.keys,
                 [=](int64_t index, const T* sum) { convert(sum, rows + index * size, size); });
 }
 
-// Zeroes the gradients of the tokens that belong to no sequence. `outputs` begin with d_query,
-// d_key and d_weights.
+// Zeroes the gradients of tokens that belong to no sequence. `outputs` begin with d_query, d_key
+// and d_weights.
 template <typename Outputs>
-void zero_tail(const Outputs& outputs, const std::vector<Sequence>& sequences) {
+void zero_unused_gradients(const Outputs& outputs, const std::vector<Sequence>& sequences) {
   const auto& d_query = std::get<0>(outputs);
   const auto& d_key = std::get<1>(outputs);
-  const int64_t tokens = token_count(d_query);
-  for (const auto& output : {d_query, std::get<2>(outputs)}) {
-    zero_tokens_outside(output, tokens, sequences, &Sequence::query_begin, &Sequence::query_length);
-  }
-  zero_tokens_outside(d_key, token_count(d_key), sequences, &Sequence::key_begin,
-                      &Sequence::key_length);
+  const auto& d_weights = std::get<2>(outputs);
+  zero_unused_queries(d_query, token_count(d_query), sequences);
+  zero_unused_queries(d_weights, token_count(d_query), sequences);
+  zero_unused_keys(d_key, token_count(d_key), sequences);
 }
 
 }  // namespace ascend_attn::cpu

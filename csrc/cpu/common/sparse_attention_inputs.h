@@ -19,7 +19,7 @@ namespace ascend_attn::cpu {
 struct SparseAttentionInputs {
   template <typename Op>
   explicit SparseAttentionInputs(const Op& op)
-      : sequences(read_sequences(op.name, layout_of(op), op.query, op.key,
+      : sequences(read_sequences(op.name, op.layout.value(), op.query, op.key,
                                  op.actual_seq_lengths_query, op.actual_seq_lengths_key)),
         query(with_dense_rows(op.query)),
         key(with_dense_rows(op.key)),
@@ -32,18 +32,10 @@ struct SparseAttentionInputs {
         rope_size(query_rope.defined() ? query_rope.size(-1) : 0),
         block_size(op.sparse_block_size),
         mode(static_cast<SparseMode>(op.sparse_mode)) {
-    check_sparse_indices(op.name, layout_of(op), sparse_indices, op.key, sequences, block_size);
+    check_sparse_indices(op.name, op.layout.value(), sparse_indices, op.key, sequences, block_size);
   }
 
   bool value_is_key() const { return value.is_same(key); }
-
-  int64_t longest(int64_t Sequence::* length) const {
-    int64_t longest = 0;
-    for (const auto& sequence : sequences) {
-      longest = std::max(longest, sequence.*length);
-    }
-    return longest;
-  }
 
   std::vector<Sequence> sequences;
   at::Tensor query, key, value;
@@ -53,11 +45,6 @@ struct SparseAttentionInputs {
   SparseMode mode;
 
  private:
-  template <typename Op>
-  static Layout layout_of(const Op& op) {
-    return parse_layout(op.name, op.layout, {Layout::BSND, Layout::TND});
-  }
-
   // Absorbed multi-head latent attention passes one tensor as key and as value.
   static bool same_rows(const at::Tensor& a, const at::Tensor& b) {
     return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
@@ -78,17 +65,17 @@ struct SequenceInputs {
         sparse_indices(inputs.sparse_indices, of.query_begin),
         count(inputs.sparse_indices.size(-1)),
         block_size(inputs.block_size),
-        mode(inputs.mode) {}
+        visible(visible_keys(inputs.mode, of.queries, of.keys)) {}
 
   SelectedKeys selected(int64_t token) const {
-    return {sparse_indices.row(token), count, block_size, visible_keys(sequence, mode, token)};
+    return {sparse_indices.row(token), count, block_size, visible.end(token)};
   }
 
   Sequence sequence;
   TokenRows<Input> query, query_rope, key, key_rope, value;
   TokenRows<int32_t> sparse_indices;
   int64_t count, block_size;
-  SparseMode mode;
+  KeptKeys visible;
 
  private:
   static TokenRows<Input> rows_or_none(const at::Tensor& tensor, int64_t begin) {

@@ -32,9 +32,9 @@ void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& 
   const int64_t count = indices.size(-1);
   const bool bsnd = layout == Layout::BSND;
   for (const auto& sequence : sequences) {
-    const int64_t keys = bsnd ? key.size(1) : sequence.key_length;
+    const int64_t keys = bsnd ? key.size(1) : sequence.keys;
     const int64_t blocks = (keys + block_size - 1) / block_size;
-    const int64_t tokens = bsnd ? indices.size(1) : sequence.query_length;
+    const int64_t tokens = bsnd ? indices.size(1) : sequence.queries;
     const TokenRows<int32_t> rows(indices, sequence.query_begin);
     for (int64_t token = 0; token < tokens; ++token) {
       const int32_t* row = rows.row(token);

@@ -10,8 +10,24 @@
 
 #include "core/layout.h"
 #include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
 
 namespace ascend_attn::cpu {
+
+// The keys that the tokens of a sequence see.
+template <typename Op>
+KeptKeys visible_keys_of(const Op& op, const Sequence& sequence) {
+  return visible_keys(static_cast<SparseMode>(op.sparse_mode), sequence.queries, sequence.keys);
+}
+
+// The largest of their numbers of queries, or of keys.
+inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* count) {
+  int64_t result = 0;
+  for (const auto& sequence : sequences) {
+    result = std::max(result, sequence.*count);
+  }
+  return result;
+}
 
 // Every index of every sequence in [-1, number of blocks of keys). `key` gives the number of keys
 // in BSND, where it does not depend on the lengths; `sequences` gives it in TND.

@@ -95,11 +95,10 @@ void zero_rows(const Tile<T>& tile, int64_t begin, int64_t end) {
   std::memset(tile.row(begin), 0, static_cast<size_t>((end - begin) * tile.stride()) * sizeof(T));
 }
 
-// Zeroes the tokens of a dense tensor that belong to no sequence. `begin` and `length` say which
-// tokens do: of the query or of the key.
-inline void zero_tokens_outside(const at::Tensor& tensor, int64_t tokens,
-                                const std::vector<Sequence>& sequences, int64_t Sequence::* begin,
-                                int64_t Sequence::* length) {
+// Zeroes what no sequence owns of a dense tensor of `tokens` tokens, in order of `begin`.
+template <typename Sequences>
+void zero_unused_tokens(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences,
+                        int64_t Sequence::* begin, int64_t Sequence::* count) {
   if (tensor.numel() == 0) {
     return;
   }
@@ -112,9 +111,17 @@ inline void zero_tokens_outside(const at::Tensor& tensor, int64_t tokens,
   int64_t end = 0;
   for (const auto& sequence : sequences) {
     zero(end, sequence.*begin);
-    end = sequence.*begin + sequence.*length;
+    end = sequence.*begin + sequence.*count;
   }
   zero(end, tokens);
+}
+template <typename Sequences>
+void zero_unused_queries(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences) {
+  zero_unused_tokens(tensor, tokens, sequences, &Sequence::query_begin, &Sequence::queries);
+}
+template <typename Sequences>
+void zero_unused_keys(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences) {
+  zero_unused_tokens(tensor, tokens, sequences, &Sequence::key_begin, &Sequence::keys);
 }
 
 }  // namespace ascend_attn::cpu

@@ -16,9 +16,16 @@
 #include <string_view>
 
 #include "npu/aclnn/executor_cache.h"
-#include "npu/aclnn/prototypes.h"
+
+struct aclTensor;
+struct aclIntArray;
 
 namespace ascend_attn::aclnn {
+
+// The C types of prototypes.
+using Tensor = const aclTensor*;
+using IntArray = const aclIntArray*;
+using Text = char*;
 
 struct Destroy {
   void operator()(Tensor tensor) const;

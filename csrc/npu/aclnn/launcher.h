@@ -1,6 +1,6 @@
 // The one way to call aclnn:
 //
-//   launch<aclnn::LightningIndexer>(op.query, op.key, op.weights, ...);
+//   launch<LightningIndexerFunction>(op.query, op.key, op.weights, ...);
 //
 // takes the arguments of the prototype in its order: tensors (optional ones become null pointers),
 // lists of integers, texts and numbers. A wrong number of arguments or a wrong type does not
@@ -18,7 +18,6 @@
 
 #include "npu/aclnn/arguments.h"
 #include "npu/aclnn/executor_cache.h"
-#include "npu/aclnn/prototypes.h"
 
 namespace ascend_attn::aclnn {
 

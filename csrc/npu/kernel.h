@@ -1,0 +1,48 @@
+// What the NPU kernels share. Each launches one aclnn function, whose C prototype stands beside it:
+// the prototype of the first phase, without the tail (uint64_t* workspaceSize, aclOpExecutor**
+// executor) that all have. The second phase is (void* workspace, uint64_t workspaceSize,
+// aclOpExecutor*, aclrtStream) for all.
+//
+// CANN's headers are not needed to build and its libraries not to load: functions are found by
+// name.
+#pragma once
+
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/OptionalArrayRef.h>
+
+#include "core/determinism.h"
+#include "core/error.h"
+#include "core/limits.h"
+#include "core/operator.h"
+#include "core/tensor_checks.h"
+#include "npu/aclnn/launcher.h"
+
+namespace ascend_attn {
+
+// The function of that index among those that the operator declares. `reuses_executor = true` marks
+// those whose executors torch_npu reuses as well; for the others it switches that off, and so do we
+// (tests/npu/test_npu_conformance.py records both).
+template <typename Op, size_t index = 0>
+struct FunctionOf {
+  static constexpr const char* name = Op::functions[index];
+  static constexpr const char* op = Op::name;
+};
+
+// A missing list is passed as an empty one, as torch_npu does.
+inline c10::SymIntArrayRef list_or_empty(at::OptionalSymIntArrayRef list) {
+  return list ? *list : c10::SymIntArrayRef();
+}
+
+// The device reads the keys in place of the values, as in absorbed multi-head latent attention:
+// other values would give wrong numbers without a word.
+template <typename Op>
+void check_value_is_key(const Op& op) {
+  const bool same = op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&
+                    op.value.strides() == op.key.strides() &&
+                    op.value.storage_offset() == op.key.storage_offset();
+  check_implemented(same || !product_in_force(), Op::name, "value",
+                    "expected key itself (absorbed multi-head latent attention), got a tensor of "
+                    "its own; the CPU accepts any value");
+}
+
+}  // namespace ascend_attn

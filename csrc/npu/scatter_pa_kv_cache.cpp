@@ -1,0 +1,34 @@
+#include "ops/scatter_pa_kv_cache.h"
+
+#include "npu/kernel.h"
+
+namespace ascend_attn::aclnn {
+namespace {
+
+struct ScatterPaKvCacheFunction : FunctionOf<ScatterPaKvCache> {
+  using Prototype = int(Tensor key, Tensor key_cache, Tensor slot_mapping, Tensor value,
+                        Tensor value_cache, Tensor compress_lens, Tensor compress_seq_offset,
+                        Tensor seq_lens, Text cache_mode, Text scatter_mode, IntArray strides,
+                        IntArray offsets);
+};
+
+void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
+  op.check_memory();
+  if (op.key.numel() == 0) {
+    return;
+  }
+  // A null pointer is an error: a tensor without axes says that there are no values.
+  const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
+  launch<ScatterPaKvCacheFunction>(
+      op.key, op.key_cache, op.slot_mapping, op.value ? *op.value : none,
+      op.value_cache ? *op.value_cache : none, op.compress_lens, op.compress_seq_offset,
+      op.seq_lens, op.cache_mode, op.scatter_mode, std::optional(op.strides),
+      std::optional(op.offsets));
+}
+
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
+}
+
+}  // namespace
+}  // namespace ascend_attn::aclnn
