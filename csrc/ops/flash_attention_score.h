@@ -28,7 +28,7 @@ inline constexpr char kFlashAttentionKeywords[] =
     "SymInt num_heads, str layout, Tensor? pse_shift=None, Tensor? drop_mask=None, "
     "Tensor? atten_mask=None, SymInt[]? prefix=None, SymInt[]? actual_seq_lengths_query=None, "
     "SymInt[]? actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, "
-    "SymInt[]? kv_start_idx=None, float scale_value=1.0, float keep_prob=1.0, "
+    "SymInt[]? kv_start_idx=None, float scale_value, float keep_prob=1.0, "
     "int pre_tokens=2147483647, int next_tokens=2147483647, int inner_precise=0, "
     "int sparse_mode=0, int pse_type=1";
 

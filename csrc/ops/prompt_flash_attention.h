@@ -16,7 +16,7 @@ struct PromptFlashAttention {
       "(Tensor query, Tensor key, Tensor value, *, SymInt num_heads, Tensor? atten_mask=None, "
       "SymInt[]? actual_seq_lengths_query=None, SymInt[]? actual_seq_lengths_key=None, "
       "Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? deq_scale2=None, "
-      "Tensor? quant_scale2=None, Tensor? quant_offset2=None, float scale_value=1.0, "
+      "Tensor? quant_scale2=None, Tensor? quant_offset2=None, float scale_value, "
       "int pre_tokens=2147483647, int next_tokens=0, str layout=\"BSH\", "
       "SymInt num_key_value_heads=0, int sparse_mode=0) -> Tensor";
   static constexpr std::array functions{"aclnnPromptFlashAttentionV2"};
