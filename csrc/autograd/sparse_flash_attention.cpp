@@ -15,8 +15,8 @@ constexpr int64_t kIgnoredTokens = INT32_MAX;
 struct SparseFlashAttentionFunction
     : OperatorFunction<SparseFlashAttentionFunction, SparseFlashAttention> {
   static bool differentiable(const SparseFlashAttention& op) {
-    check_lengths_have_gradient(op.name, op.layout, op.actual_seq_lengths_query,
-                                op.actual_seq_lengths_key);
+    check_lengths_have_gradient(op.name, op.options.layout, op.options.actual_seq_lengths_query,
+                                op.options.actual_seq_lengths_key);
     return true;
   }
 
@@ -25,7 +25,7 @@ struct SparseFlashAttentionFunction
     const auto& [out, softmax_max, softmax_sum] = outputs;
     context->mark_non_differentiable({softmax_max, softmax_sum});
     SavedCall<SparseFlashAttention>::save(context, op, {out, softmax_max, softmax_sum});
-    context->saved_data["deterministic"] = is_deterministic(op.deterministic);
+    context->saved_data["deterministic"] = is_deterministic(op.options.deterministic);
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
@@ -35,32 +35,25 @@ struct SparseFlashAttentionFunction
     if (!d_outputs[0].defined()) {
       return std::move(gradients);
     }
-    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value),
-             gradients.of(op.query_rope), gradients.of(op.key_rope)) =
-        call(SparseFlashAttentionGrad{
-            .query = op.query,
-            .key = op.key,
-            .value = op.value,
-            .sparse_indices = op.sparse_indices,
-            .d_out = d_outputs[0],
-            .out = saved.output(0),
-            .softmax_max = saved.output(1),
-            .softmax_sum = saved.output(2),
-            .scale_value = op.scale_value,
-            .actual_seq_lengths_query = op.actual_seq_lengths_query,
-            .actual_seq_lengths_key = op.actual_seq_lengths_key,
-            .query_rope = op.query_rope,
-            .key_rope = op.key_rope,
-            .sparse_block_size = op.sparse_block_size,
-            .layout = op.layout,
-            .sparse_mode = op.sparse_mode,
-            .pre_tokens = kIgnoredTokens,
-            .next_tokens = kIgnoredTokens,
-            .deterministic = context->saved_data["deterministic"].toBool()});
-    if (!op.query_rope) {
-      // Empty ones, which no argument has asked for.
-      gradients.of(op.query_rope) = at::Tensor();
-      gradients.of(op.key_rope) = at::Tensor();
+    auto options = op.options;
+    options.pre_tokens = options.next_tokens = kIgnoredTokens;
+    options.deterministic = context->saved_data["deterministic"].toBool();
+    auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
+        call(SparseFlashAttentionGrad{.query = op.query,
+                                      .key = op.key,
+                                      .value = op.value,
+                                      .sparse_indices = op.sparse_indices,
+                                      .d_out = d_outputs[0],
+                                      .out = saved.output(0),
+                                      .softmax_max = saved.output(1),
+                                      .softmax_sum = saved.output(2),
+                                      .options = options});
+    gradients.of(op.query) = std::move(d_query);
+    gradients.of(op.key) = std::move(d_key);
+    gradients.of(op.value) = std::move(d_value);
+    if (options.query_rope) {
+      gradients.of(op.options.query_rope) = std::move(d_query_rope);
+      gradients.of(op.options.key_rope) = std::move(d_key_rope);
     }
     return std::move(gradients);
   }

@@ -191,7 +191,7 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   }
   if (out.numel() > 0) {
     dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {
-      attend<Input, Operand>(inputs, op.scale_value, outputs);
+      attend<Input, Operand>(inputs, op.options.scale_value, outputs);
     });
   }
 }

@@ -268,7 +268,7 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
     zero_unused_keys(output, token_count(inputs.key), inputs.sequences);
   }
   dispatch_operand(d_query.scalar_type(), [&]<typename Input, typename Operand>() {
-    differentiate<Input, Operand>(inputs, forward, op.scale_value, outputs);
+    differentiate<Input, Operand>(inputs, forward, op.options.scale_value, outputs);
   });
 }
 

@@ -22,10 +22,12 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   constexpr bool kReturnSoftmaxLse = true;
   const auto& [out, softmax_max, softmax_sum] = outputs;
   launch<SparseFlashAttentionFunction>(
-      op.query, op.key, op.value, op.sparse_indices, std::nullopt, op.actual_seq_lengths_query,
-      op.actual_seq_lengths_key, op.query_rope, op.key_rope, op.scale_value, op.sparse_block_size,
-      op.layout.text(), op.layout.text(), op.sparse_mode, op.pre_tokens, op.next_tokens, kAbsorbed,
-      kReturnSoftmaxLse, out, softmax_max, softmax_sum);
+      op.query, op.key, op.value, op.sparse_indices, std::nullopt,
+      op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
+      op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
+      op.options.layout.text(), op.options.layout.text(), op.options.sparse_mode,
+      op.options.pre_tokens, op.options.next_tokens, kAbsorbed, kReturnSoftmaxLse, out, softmax_max,
+      softmax_sum);
 }
 
 struct SparseFlashAttentionGradFunction : FunctionOf<SparseFlashAttentionGrad> {
@@ -44,10 +46,11 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
   launch<SparseFlashAttentionGradFunction>(
       op.query, op.key, op.value, op.sparse_indices, op.d_out, op.out, op.softmax_max,
-      op.softmax_sum, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.query_rope,
-      op.key_rope, op.scale_value, op.sparse_block_size, op.layout.text(), op.sparse_mode,
-      op.pre_tokens, op.next_tokens, is_deterministic(op.deterministic), d_query, d_key, d_value,
-      d_query_rope, d_key_rope);
+      op.softmax_sum, op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key,
+      op.options.query_rope, op.options.key_rope, op.options.scale_value,
+      op.options.sparse_block_size, op.options.layout.text(), op.options.sparse_mode,
+      op.options.pre_tokens, op.options.next_tokens, is_deterministic(op.options.deterministic),
+      d_query, d_key, d_value, d_query_rope, d_key_rope);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

@@ -54,12 +54,14 @@ struct FlashAttentionGradArguments {
   FlashAttentionOptions options;
 };
 
+inline constexpr char kFlashAttentionGradTensors[] =
+    "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
+    "Tensor softmax_sum, Tensor attention_in, *, ";
+
 struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "flash_attention_score_grad";
-  static constexpr auto schema = join(
-      "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
-      "Tensor softmax_sum, Tensor attention_in, *, ",
-      kFlashAttentionKeywords, ") -> (Tensor dq, Tensor dk, Tensor dv)");
+  static constexpr auto schema = join(kFlashAttentionGradTensors, kFlashAttentionKeywords,
+                                      ") -> (Tensor dq, Tensor dk, Tensor dv)");
   static constexpr std::array functions{"aclnnFlashAttentionScoreGradV2",
                                         "aclnnFlashAttentionUnpaddingScoreGradV2"};
   static const OperatorLimits limits;
@@ -73,10 +75,8 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
 // alone.
 struct FlashAttentionPseGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "_flash_attention_score_pse_grad";
-  static constexpr auto schema = join(
-      "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
-      "Tensor softmax_sum, Tensor attention_in, *, ",
-      kFlashAttentionKeywords, ") -> Tensor dpse");
+  static constexpr auto schema =
+      join(kFlashAttentionGradTensors, kFlashAttentionKeywords, ") -> Tensor dpse");
   // Checked as the operator whose gradient it completes.
   static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
   using Fields = FlashAttentionGradArguments;

@@ -15,20 +15,20 @@ at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Te
 // What the forward operator and its gradient have in common.
 template <typename Op>
 SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
-  SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key});
+  SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key});
   rules.check_same_dtype({"value", op.value});
   rules.check_like_key({"value", op.value}, rules.head_size());
   rules.check_sparse_indices({"sparse_indices", op.sparse_indices});
-  rules.check_ropes({"query_rope", op.query_rope}, {"key_rope", op.key_rope});
-  rules.check_lengths(op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+  rules.check_ropes({"query_rope", op.options.query_rope}, {"key_rope", op.options.key_rope});
+  rules.check_lengths(op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key,
                       lengths_allowed_in_bsnd);
-  rules.check_sparse_mode(op.sparse_mode, {0, 3});
-  check_value(op.sparse_block_size >= 1, Op::name, "sparse_block_size",
-              "expected a positive number of keys per block, got ", op.sparse_block_size);
+  rules.check_sparse_mode(op.options.sparse_mode, {0, 3});
+  check_value(op.options.sparse_block_size >= 1, Op::name, "sparse_block_size",
+              "expected a positive number of keys per block, got ", op.options.sparse_block_size);
   const auto& limits = rules.limits();
   limits.size("query", "N1", rules.heads());
   limits.size("query", "D", rules.head_size());
-  limits.size("sparse_block_size", "sparse_block_size", op.sparse_block_size);
+  limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
   return rules;
 }
 
@@ -75,8 +75,8 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   }
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
-  return {new_like(query), new_like(key), new_like(value), new_like_or_empty(query_rope, query),
-          new_like_or_empty(key_rope, query)};
+  return {new_like(query), new_like(key), new_like(value),
+          new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }
 
 }  // namespace ascend_attn

@@ -10,6 +10,18 @@
 
 namespace ascend_attn {
 
+// The keyword arguments, which both operators share.
+struct SparseAttentionOptions {
+  static constexpr bool is_argument_group = true;
+
+  double scale_value;
+  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
+  int64_t sparse_block_size;
+  LayoutArgument layout;
+  int64_t sparse_mode, pre_tokens, next_tokens;
+  bool deterministic;
+};
+
 struct SparseFlashAttention {
   static constexpr const char* name = "sparse_flash_attention";
   static constexpr const char* schema =
@@ -24,12 +36,7 @@ struct SparseFlashAttention {
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
 
   Tensor query, key, value, sparse_indices;
-  double scale_value;
-  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
-  int64_t sparse_block_size;
-  LayoutArgument layout;
-  int64_t sparse_mode, pre_tokens, next_tokens;
-  bool deterministic;
+  SparseAttentionOptions options;
 
   Outputs check_and_allocate() const;
 };
@@ -50,12 +57,7 @@ struct SparseFlashAttentionGrad {
                              at::Tensor>;  // d_query, d_key, d_value, d_query_rope, d_key_rope
 
   Tensor query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum;
-  double scale_value;
-  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
-  int64_t sparse_block_size;
-  LayoutArgument layout;
-  int64_t sparse_mode, pre_tokens, next_tokens;
-  bool deterministic;
+  SparseAttentionOptions options;
 
   Outputs check_and_allocate() const;
 };

@@ -19,20 +19,22 @@ namespace ascend_attn::cpu {
 struct SparseAttentionInputs {
   template <typename Op>
   explicit SparseAttentionInputs(const Op& op)
-      : sequences(read_sequences(op.name, op.layout.value(), op.query, op.key,
-                                 op.actual_seq_lengths_query, op.actual_seq_lengths_key)),
+      : sequences(read_sequences(op.name, op.options.layout.value(), op.query, op.key,
+                                 op.options.actual_seq_lengths_query,
+                                 op.options.actual_seq_lengths_key)),
         query(with_dense_rows(op.query)),
         key(with_dense_rows(op.key)),
         value(same_rows(op.key, op.value) ? key : with_dense_rows(op.value)),
-        query_rope(op.query_rope ? with_dense_rows(*op.query_rope) : at::Tensor()),
-        key_rope(op.key_rope ? with_dense_rows(*op.key_rope) : at::Tensor()),
+        query_rope(op.options.query_rope ? with_dense_rows(*op.options.query_rope) : at::Tensor()),
+        key_rope(op.options.key_rope ? with_dense_rows(*op.options.key_rope) : at::Tensor()),
         sparse_indices(with_dense_rows(op.sparse_indices)),
         heads(query.size(-2)),
         size(query.size(-1)),
         rope_size(query_rope.defined() ? query_rope.size(-1) : 0),
-        block_size(op.sparse_block_size),
-        mode(static_cast<SparseMode>(op.sparse_mode)) {
-    check_sparse_indices(op.name, op.layout.value(), sparse_indices, op.key, sequences, block_size);
+        block_size(op.options.sparse_block_size),
+        mode(static_cast<SparseMode>(op.options.sparse_mode)) {
+    check_sparse_indices(op.name, op.options.layout.value(), sparse_indices, op.key, sequences,
+                         block_size);
   }
 
   bool value_is_key() const { return value.is_same(key); }
