@@ -14,7 +14,7 @@ import pytest
 import torch
 from ascend_attn_ops import reference, sparse_mode_mask
 from ascend_attn_ops.__main__ import main
-from ascend_attn_ops.flash_attention_score import draw_drop_mask
+from ascend_attn_ops._dense_attention import draw_drop_mask
 from ascend_attn_ops.masks import _new_mask, compressed_mask
 from samples.flash_attention_score import CASES, FlashCase, build
 from samples.flash_attention_score import compressed_mask as sample_mask

@@ -1,10 +1,15 @@
 from collections.abc import Callable
 from typing import Any
 
-# Of every operator: a function of the one that calls it otherwise, and of a module's name.
+# For each operator, a function of the one that calls it otherwise and of a module's name.
 direct_calls: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]]
 # The operators without a gradient.
 inference_operators: set[str]
+# For each layout, the axes of batch, tokens and heads; -1 for none. BSH and SBH: the axis H.
+layout_axes: dict[str, tuple[int, int, int]]
+# A compressed mask is square; that of sparse_mode 6 has more rows, for the prefix.
+compressed_mask_size: int
+compressed_mask_prefix_rows: int
 
 def limits_table() -> list[dict[str, Any]]: ...
 def limits_override() -> int: ...

@@ -1,5 +1,5 @@
-"""`python -m ascend_attn_ops`: what works here; `python -m ascend_attn_ops mask`: which keys a
-sparse_mode keeps."""
+"""`python -m ascend_attn_ops`: what is installed and what works; `python -m ascend_attn_ops mask`:
+which keys a sparse_mode keeps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from ascend_attn_ops import masks, report
-
-_ALL_TOKENS = 2147483647
+from ascend_attn_ops._operators import ALL_TOKENS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,8 +28,8 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sq", type=_lengths, required=True, help="queries; in the modes 7 and 8 "
                         "of every sequence, as 4,6")  # fmt: skip
     parser.add_argument("--skv", type=_lengths, required=True, help="keys, as --sq")
-    parser.add_argument("--pre", type=int, default=_ALL_TOKENS, help="pre_tokens")
-    parser.add_argument("--next", type=int, default=_ALL_TOKENS, help="next_tokens")
+    parser.add_argument("--pre", type=int, default=ALL_TOKENS, help="pre_tokens")
+    parser.add_argument("--next", type=int, default=ALL_TOKENS, help="next_tokens")
     parser.add_argument("--prefix", type=int, default=0, help="for the modes 5 and 6")
     parser.add_argument("--out", type=Path, help="write a PNG instead of text")
 

@@ -1,4 +1,4 @@
-"""Loads the NPU kernels where torch_npu can be imported; importing `_C` registered all others."""
+"""Loads the NPU kernels where torch_npu can be imported; importing `_C` registers all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ascend_attn_ops import _C
 
-# The kernels that stand in for those of the NPU.
+# Stands in for the NPU kernels where they cannot be loaded.
 _without_npu = torch.library.Library("ascend", "IMPL", "PrivateUse1")
 
 # Why the NPU kernels are not loaded; None when they are.
@@ -19,7 +19,7 @@ npu_unavailable: str | None = "not loaded yet"
 
 
 def load() -> None:
-    """Register the NPU kernels; say in `npu_unavailable` why they are missing."""
+    """Register the NPU kernels, or set `npu_unavailable`."""
     global npu_unavailable
     npu_unavailable = _load_npu()
     if npu_unavailable:
@@ -27,12 +27,12 @@ def load() -> None:
 
 
 def npu_module() -> ModuleType | None:
-    """The NPU kernels' module, when it is loaded."""
+    """The module with the NPU kernels, if it is loaded."""
     return None if npu_unavailable else importlib.import_module("ascend_attn_ops._npu")
 
 
 def _explain_on_npu_tensors(reason: str) -> None:
-    """Let a call with NPU tensors say what is missing, instead of falling back to the CPU."""
+    """Make calls with NPU tensors say what is missing, instead of falling back to the CPU."""
     for row in _C.limits_table():
         operator = row["operator"]
 

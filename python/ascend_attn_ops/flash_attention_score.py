@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._operators import operators
-from ascend_attn_ops.masks import compressed_mask, needs_compressed_mask
+from ascend_attn_ops._dense_attention import (
+    default_scale,
+    given_or_drawn_mask,
+    keep_prob_of,
+    mask_of_either_polarity,
+)
+from ascend_attn_ops._operators import ALL_TOKENS, operator
 
-_ALL_TOKENS = 2147483647
 
-
+@operator(
+    drop_mask=given_or_drawn_mask,
+    atten_mask=mask_of_either_polarity,
+    scale_value=default_scale,
+    keep_prob=keep_prob_of,
+)
 def flash_attention_score(
     query: Tensor,
     key: Tensor,
@@ -34,8 +43,8 @@ def flash_attention_score(
     keep_prob: float = 1.0,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
-    pre_tokens: int = _ALL_TOKENS,
-    next_tokens: int = _ALL_TOKENS,
+    pre_tokens: int = ALL_TOKENS,
+    next_tokens: int = ALL_TOKENS,
     inner_precise: int = 0,
     sparse_mode: int = 0,
     pse_type: int = 1,
@@ -48,11 +57,11 @@ def flash_attention_score(
         S   = query @ key^T * scale_value + pse           pse_type 0, 2 and 3
         out = (softmax(S[kept]) * keep / keep_prob) @ value[kept]
 
-    Rows that keep no key are zero. Differentiable with respect to query, key and value, and on the
-    CPU with respect to the pse_shift of pse_type 0 and 1.
+    Rows that keep no key are zero. Differentiable with respect to query, key and value; on the CPU
+    also with respect to pse_shift with pse_type 0 or 1.
 
-    Where query is bfloat16 the weights are rounded to it before the product with value; on the
-    CPU rows over few keys, up to 128, carry what that loses.
+    A bfloat16 call rounds the weights to bfloat16 before the product with value; on the CPU, rows
+    over at most 128 keys compensate for the rounding.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (Sq, B, N*D) in SBH, (B, Sq, N, D) in BSND,
@@ -63,45 +72,46 @@ def flash_attention_score(
         value: as key, with a head size Dv of at most D.
         num_heads: N.
         layout: "BSH", "SBH", "BSND", "BNSD" or "TND".
-        pse_shift: what is added to the scores. pse_type 0 and 1: (B, N, Sq, Skv), (1, N, Sq, Skv)
-            or (B, N, 1, Skv), query's dtype; with Sq == Skv > 1024 and a causal mask also
-            (B | 1, N, 1024, Skv), the last rows of values that depend on the distance alone; in
-            TND flat, (N, Sq, Skv) of one sequence after another, or (N, Skv). pse_type 2 and 3:
+        pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv),
+            (1, N, Sq, Skv) or (B, N, 1, Skv); with Sq == Skv > 1024 and a causal mask also
+            (B | 1, N, 1024, Skv), the last 1024 rows of a bias that depends on the distance alone;
+            in TND flat, (N, Sq, Skv) or (N, Skv) of one sequence after another. pse_type 2 and 3:
             positive float32 slopes, (N) or (B, N).
-        drop_mask: uint8, one bit per element of (B, N, Sq, Skv), the lowest first, 1 keeps. With
+        drop_mask: uint8, one bit per element of (B, N, Sq, Skv), lowest bit first, 1 keeps. Needs
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
             (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv); (max Sq, max Skv) in TND. Mode 5:
-            (B, N, Sq, Skv) or (B, 1, Sq, Skv). All others read the rule from a compressed mask,
-            (2048, 2048), in mode 6 (3072, 2048), which is built and kept when None.
-        attn_mask: atten_mask with the polarity of scaled_dot_product_attention, True keeps a key.
-        prefix: sparse_mode 5 and 6: per batch, the number of keys that all queries keep.
+            (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes take a compressed mask, (2048, 2048)
+            or in mode 6 (3072, 2048); None builds it once and keeps it.
+        attn_mask: the polarity of scaled_dot_product_attention, True keeps a key. Instead of
+            atten_mask.
+        prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
+            queries keep.
         actual_seq_lengths_query: TND: inclusive prefix sums of the lengths of the sequences
             (lengths 3, 2, 4 are given as 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
-        q_start_idx: pse_type 2 and 3: the position of the first query, counted when kv_start_idx
-            is given.
-        kv_start_idx: pse_type 2 and 3: the position of the first key.
-        scale_value: None for 1 / sqrt(D).
-        keep_prob: the share of weights that drop_mask keeps.
-        dropout_p: the share of weights to drop. The mask is drawn from `generator`, on the device,
-            and kept for the backward.
-        generator: of query's device; None for the default one.
-        pre_tokens: sparse_mode 0, 4, 7 and 8: keys before the diagonal that are kept.
-        next_tokens: the same, behind it. `python -m ascend_attn_ops mask` draws every mode.
-        inner_precise: how the device treats precision and rows without keys, 0 to 2; the CPU
-            computes as for 2.
+        q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
+        kv_start_idx: pse_type 2 and 3: position of the first key.
+        scale_value: factor of the scores; None for 1 / sqrt(D). torch.ops requires a number.
+        keep_prob: probability with which drop_mask keeps a weight.
+        dropout_p: probability of dropping a weight. The mask is drawn on query's device and saved
+            for the backward.
+        generator: draws the mask of dropout_p, on query's device; None for the default generator.
+        pre_tokens: sparse_mode 0, 4, 7 and 8: how many keys before the diagonal are kept.
+        next_tokens: how many after it. `python -m ascend_attn_ops mask` draws every mode.
+        inner_precise: 0 to 2, how the device trades precision and treats rows without keys; the
+            CPU always computes as with 2.
         sparse_mode: which keys are kept. 0: those of atten_mask within pre_tokens and next_tokens;
             1: those of atten_mask; 2: causal from the top left; 3: causal to the bottom right;
             4: a band to the bottom right; 5 and 6: mode 3 and a prefix; 7 and 8, for TND: mode 3
             with a band in the last sequence, mode 2 with a band in the first.
-        pse_type: 0, 1: pse_shift is added behind, or before the scale. 2, 3: what is added is minus
-            the slope times the distance of query and key, or times its square root.
+        pse_type: 0 adds pse_shift after the scale, 1 before it. 2 adds -slope * distance between
+            query and key, 3 adds -slope * sqrt(distance).
 
     Returns:
-        out, in query's layout with head size Dv, and the maximum and the sum of exp(S - maximum)
-        of each row, float32 (float64 for float64 inputs), eight times each: (B, N, Sq, 8). In TND
-        (T1, N, 8), for the backward to read.
+        out, in query's layout with head size Dv, and the statistics that the backward reads:
+        softmax_max, the maximum of each row, and softmax_sum, its sum of exp(S - maximum); float32
+        (float64 for float64 inputs), each value eight times: (B, N, Sq, 8), in TND (T1, N, 8).
 
     Raises:
         TypeError: a dtype is not supported or disagrees; a float mask.
@@ -118,43 +128,12 @@ def flash_attention_score(
         >>> out.shape, softmax_max.shape
         (torch.Size([1, 6, 4, 64]), torch.Size([1, 4, 6, 8]))
 
-    Source: the forward of the seed FlashAttentionScoreGradV2 (002_e7d31711fa8f234d).
+    Source: docs/specification/flash_attention_score.md; CANN's documents of
+    aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.
     """
-    if attn_mask is not None:
-        atten_mask = _inverted(attn_mask, atten_mask)
-    elif atten_mask is None and needs_compressed_mask(sparse_mode):
-        atten_mask = compressed_mask(sparse_mode, query.device)
-    if scale_value is None:
-        scale_value = default_scale_value(query, num_heads, layout)
-    if dropout_p != 0:
-        keep_prob = _keep_prob(dropout_p, keep_prob, drop_mask)
-        lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-        scores = _score_count(query, key, num_heads, layout, *lengths)
-        drop_mask = draw_drop_mask(scores, keep_prob, query.device, generator)
-    return operators().flash_attention_score(
-        query,
-        key,
-        value,
-        num_heads,
-        layout,
-        pse_shift,
-        drop_mask,
-        atten_mask,
-        prefix,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        q_start_idx,
-        kv_start_idx,
-        scale_value,
-        keep_prob,
-        pre_tokens,
-        next_tokens,
-        inner_precise,
-        sparse_mode,
-        pse_type,
-    )
 
 
+@operator()
 def flash_attention_score_grad(
     query: Tensor,
     key: Tensor,
@@ -163,153 +142,33 @@ def flash_attention_score_grad(
     softmax_max: Tensor,
     softmax_sum: Tensor,
     attention_in: Tensor,
-    *,
-    num_heads: int,
-    layout: str,
-    pse_shift: Tensor | None = None,
-    drop_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    prefix: Sequence[int] | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
-    q_start_idx: Sequence[int] | None = None,
-    kv_start_idx: Sequence[int] | None = None,
-    scale_value: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tokens: int = _ALL_TOKENS,
-    next_tokens: int = _ALL_TOKENS,
-    inner_precise: int = 0,
-    sparse_mode: int = 0,
-    pse_type: int = 1,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`flash_attention_score`; autograd calls this by itself.
+    """The gradients of :func:`flash_attention_score`, which autograd calls by itself.
 
-    With P the attention weights of a row, rebuilt from the statistics::
+    With P the attention weights of a row, recomputed from the statistics::
 
         dV = (P * keep / keep_prob)^T @ dy
         dS = P * (dy @ value^T * keep / keep_prob - rowsum(dy * attention_in))
         dQ = scale_value * dS @ key;   dK = scale_value * dS^T @ query
 
-    P and dS are rounded to bfloat16 before the products where query is bfloat16; sums are float32
+    Where query is bfloat16, P and dS are rounded to it before the products. Sums are float32
     (float64 for float64 inputs).
 
     Args:
-        query, key, value and all keywords: what the operator of the forward was given. Here
-            scale_value is 1.0 unless given, and no mask is built.
+        query, key, value: as in the forward.
         dy: gradient of out; out's shape and dtype.
-        softmax_max, softmax_sum, attention_in: what the forward returned, attention_in its out.
+        softmax_max, softmax_sum: statistics from the forward.
+        attention_in: out from the forward.
+        options: the keywords of torch.ops.ascend.flash_attention_score, with the values that the
+            forward had: num_heads, layout and scale_value are required, and no mask is built.
 
     Returns:
-        dq, dk, dv, each of the shape and dtype of what it belongs to.
+        dq, dk, dv, each with the shape and dtype of its tensor.
 
     Raises:
         As :func:`flash_attention_score`.
 
-    Source: seed FlashAttentionScoreGradV2 (002_e7d31711fa8f234d).
+    Source: docs/specification/flash_attention_score.md; CANN's documents of
+    aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
-    return operators().flash_attention_score_grad(
-        query,
-        key,
-        value,
-        dy,
-        softmax_max,
-        softmax_sum,
-        attention_in,
-        num_heads,
-        layout,
-        pse_shift,
-        drop_mask,
-        atten_mask,
-        prefix,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        q_start_idx,
-        kv_start_idx,
-        scale_value,
-        keep_prob,
-        pre_tokens,
-        next_tokens,
-        inner_precise,
-        sparse_mode,
-        pse_type,
-    )
-
-
-def default_scale_value(query: Tensor, num_heads: int, layout: str) -> float:
-    """1 / sqrt(D). What has no D, or is no tensor, the operator will say."""
-    width = query.shape[-1] if isinstance(query, Tensor) and query.dim() else 0
-    size = width // max(num_heads, 1) if layout in ("BSH", "SBH") else width
-    return max(size, 1) ** -0.5
-
-
-def draw_drop_mask(
-    scores: int,
-    keep_prob: float,
-    device: torch.device,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One bit per score, 1 with probability keep_prob, in a whole number of 16 bytes.
-
-    The memory is that of the mask and of a chunk of random numbers.
-    """
-    size = -(-scores // 128) * 16
-    mask = torch.empty(size, dtype=torch.uint8, device=device)
-    bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
-    # torch.compile would turn a number of chunks, and with it the size, into a constant.
-    for part in (mask,) if torch.compiler.is_compiling() else mask.split(1 << 20):
-        numbers = torch.empty((part.shape[0], 8), device=device)
-        keep = numbers.uniform_(generator=generator) < keep_prob
-        part.copy_((keep * bit).sum(1, dtype=torch.uint8))
-    return mask
-
-
-_NAME = "ascend::flash_attention_score"
-_INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
-
-
-def _inverted(attn_mask: Tensor, atten_mask: Tensor | None) -> Tensor:
-    if atten_mask is not None:
-        raise ValueError(
-            f"{_NAME}: attn_mask: expected None beside atten_mask (True masks a key out), "
-            f"got both {_INVALID}"
-        )
-    if attn_mask.dtype != torch.bool:
-        advice = (
-            "; pse_shift takes what is added to the scores" if attn_mask.is_floating_point() else ""
-        )
-        raise TypeError(
-            f"{_NAME}: attn_mask: expected dtype bool, where True keeps a key, "
-            f"got {str(attn_mask.dtype).removeprefix('torch.')}{advice} {_INVALID}"
-        )
-    return ~attn_mask
-
-
-def _keep_prob(dropout_p: float, keep_prob: float, drop_mask: Tensor | None) -> float:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(
-            f"{_NAME}: dropout_p: expected a probability in [0, 1), got {dropout_p} {_INVALID}"
-        )
-    if drop_mask is not None or keep_prob != 1:
-        raise ValueError(
-            f"{_NAME}: dropout_p: expected 0 beside drop_mask and keep_prob, "
-            f"got {dropout_p} {_INVALID}"
-        )
-    return 1 - dropout_p
-
-
-def _score_count(
-    query: Tensor,
-    key: Tensor,
-    num_heads: int,
-    layout: str,
-    query_ends: Sequence[int] | None,
-    key_ends: Sequence[int] | None,
-) -> int:
-    if layout == "TND":
-        ends = [[0, *(x or [])] for x in (query_ends, key_ends)]
-        spans = [[b - a for a, b in pairwise(x)] for x in ends]
-        return num_heads * sum(a * b for a, b in zip(*spans, strict=False))
-    batch_axis = 1 if layout == "SBH" else 0
-    token_axis = {"SBH": 0, "BNSD": 2}.get(layout, 1)
-    pairs = query.shape[token_axis] * key.shape[token_axis]
-    return query.shape[batch_axis] * num_heads * pairs

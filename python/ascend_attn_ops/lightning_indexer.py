@@ -1,15 +1,15 @@
-"""The LightningIndexer of DeepSeek Sparse Attention: scoring and selection."""
+"""The LightningIndexer of DeepSeek Sparse Attention: which keys each query attends to."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ascend_attn_ops._operators import operators
-
-# Ignored by the sparse modes 0 and 3.
-_ALL_TOKENS = 9223372036854775807
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, operator
 
 
+@operator()
 def lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -20,11 +20,11 @@ def lightning_indexer(
     layout: str = "BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
-    pre_tokens: int = _ALL_TOKENS,
-    next_tokens: int = _ALL_TOKENS,
+    pre_tokens: int = ALL_TOKENS_SPARSE,
+    next_tokens: int = ALL_TOKENS_SPARSE,
     return_values: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Score every key for each query token and keep the `sparse_count` best.
+    """Score the keys for each query token and select the `sparse_count` best.
 
     ::
 
@@ -41,18 +41,18 @@ def lightning_indexer(
             gradient only. TND: required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
-        sparse_count: K, the number of keys to keep.
-        sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query token sees
+        sparse_count: K, how many keys to select.
+        sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
             the last key.
-        pre_tokens: ignored by modes 0 and 3.
-        next_tokens: ignored by modes 0 and 3.
-        return_values: also return the scores of the kept keys.
+        pre_tokens: ignored in modes 0 and 3.
+        next_tokens: ignored in modes 0 and 3.
+        return_values: also return the scores of the selected keys.
 
     Returns:
-        sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): keys relative to the first of their
+        sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): keys, counted from the first of their
         sequence, best first, equal scores in the order of the keys, padded with -1; and
-        sparse_values, query's dtype, of the same shape, padded with -inf; (0,) without
-        return_values.
+        sparse_values, their scores in query's dtype and the same shape, padded with -inf; (0,)
+        without return_values.
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
@@ -68,69 +68,40 @@ def lightning_indexer(
         >>> indices[0, 0, 0].tolist()  # the first token sees itself only
         [0, -1, -1, -1]
 
-    Source: LightningIndexer, as the seed SparseLightningIndexerGradKLLoss
-    (000_7e7b0f625029119b), section "功能说明", defines it.
+    Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexer.
     """
-    return operators().lightning_indexer(
-        query,
-        key,
-        weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        layout,
-        sparse_count,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        return_values,
-    )
 
 
+@operator()
 def lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
     d_values: Tensor,
     sparse_indices: Tensor,
     weights: Tensor,
-    *,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = _ALL_TOKENS,
-    next_tokens: int = _ALL_TOKENS,
-    deterministic: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`lightning_indexer` through its values; autograd calls this itself.
+    """The gradients of :func:`lightning_indexer` through its values; autograd calls this by itself.
+
+    With S = query @ key[pos]^T over the keys `pos` that a row selects::
+
+        d_weights = rowsum(relu(S) * d_values)
+        dS = d_values * weights * (S > 0)
+        d_query = dS @ key[pos];   d_key[pos] += dS^T @ query
 
     Args:
         query, key, weights: as in the forward.
         d_values: gradient of sparse_values; (B, S1, 1, K) or (T1, 1, K), query's dtype.
-        sparse_indices: what the forward returned; the leading min(K, visible keys) are read.
-        actual_seq_lengths_query, actual_seq_lengths_key: TND only, as in the forward.
-        layout, sparse_mode, pre_tokens, next_tokens: as in the forward.
-        deterministic: as torch.use_deterministic_algorithms; the CPU always is.
+        sparse_indices: from the forward; the first min(K, visible keys) slots are read.
+        options: the keywords of the forward that select keys (layout, sparse_mode and, for TND
+            only, the sequence lengths), with the same values; and `deterministic`, as in
+            :func:`sparse_flash_attention`.
 
     Returns:
-        d_query, d_key, d_weights, each of the shape and dtype of what it belongs to.
+        d_query, d_key, d_weights, each with the shape and dtype of its tensor.
 
     Raises:
         As :func:`lightning_indexer`; ValueError also for lengths in layout BSND.
 
-    Source: LightningIndexerGrad; the formulas are those of the seed
-    SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b) with d_values for dI.
+    Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """
-    return operators().lightning_indexer_grad(
-        query,
-        key,
-        d_values,
-        sparse_indices,
-        weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        layout,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        deterministic,
-    )

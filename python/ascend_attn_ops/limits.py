@@ -1,4 +1,4 @@
-"""Device limits: for which product calls are checked, and the switch."""
+"""Device limits: which product calls are checked for, and how to change it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Product = Literal["A2", "A3", "950", "310P"]
 
 @contextmanager
 def limits(product: Product | None) -> Iterator[None]:
-    """Check calls in this block, on this thread, for another product, or for none.
+    """Check the calls in this block, on this thread, for another product, or for none.
 
-    Sizes and dtypes that the NPU would reject are rejected on the CPU too, so that CI without a
-    device predicts the device. The product is that of the NPU in use, and Atlas A2 without one.
+    The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
+    predicts the device. The default product is that of the NPU in use, or Atlas A2 without one.
 
     Args:
-        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``; None switches the limits off, for
-            research shapes, float32, float64 and gradcheck. What is wrong in itself (shapes that
-            disagree, lengths that decrease, indices out of range) stays an error.
+        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``. None switches the limits off, for
+            research shapes, float32, float64 and gradcheck; shapes that disagree, lengths that
+            decrease and indices out of range stay errors.
 
     Raises:
         ValueError: for an unknown product.
@@ -55,8 +55,8 @@ def table() -> list[dict[str, Any]]:
     """The limits of every operator.
 
     Returns:
-        One row per operator with the keys ``operator``, ``aclnn`` (the CANN function it calls) and
-        ``variants``: per group of ``products`` that agree, their ``dtypes`` and ``limits``, a list
-        of (quantity, meaning, allowed values).
+        One row per operator with the keys ``operator``, ``aclnn`` (the CANN functions it calls) and
+        ``variants``. Each variant has the ``products`` that agree, their ``dtypes``, and their
+        ``limits``: a list of (quantity, meaning, allowed values).
     """
     return _C.limits_table()

@@ -1,4 +1,4 @@
-"""The masks of sparse_mode: the rule as a matrix, the compressed masks, and a drawing."""
+"""The masks of sparse_mode: as a matrix, in the compressed form, and drawn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
-
-_ALL_TOKENS = 2147483647
-_COMPRESSED = 2048
-_COMPRESSED_PREFIX_ROWS = 1024
+from ascend_attn_ops._operators import ALL_TOKENS
 
 # What each sparse_mode keeps; i is the query and j the key, both counted from 0.
 MODES: dict[int, str] = {
@@ -30,32 +27,35 @@ MODES: dict[int, str] = {
     8: "TND: the first sequence as mode 4, the others as mode 2",
 }
 
+# The modes whose atten_mask is compressed.
+COMPRESSED_MODES = (2, 3, 4, 6, 7, 8)
+
 
 def sparse_mode_mask(
     sparse_mode: int,
     sq: int,
     skv: int,
     *,
-    pre_tokens: int = _ALL_TOKENS,
-    next_tokens: int = _ALL_TOKENS,
+    pre_tokens: int = ALL_TOKENS,
+    next_tokens: int = ALL_TOKENS,
     prefix: int = 0,
     band: bool = True,
 ) -> Tensor:
-    """The keys that each query keeps under a sparse_mode, by the rule that the kernels use.
+    """The keys that each query keeps in a sparse_mode, by the rule that the kernels use.
 
     Args:
-        sparse_mode: 0 to 8. What the atten_mask of the modes 0 and 1 masks out comes on top.
+        sparse_mode: 0 to 8. In modes 0 and 1, atten_mask masks out further keys.
         sq: number of queries of the sequence.
         skv: number of keys of the sequence.
-        pre_tokens: read by the modes 0 and 4, and by 7 and 8 for the sequence that has the band.
+        pre_tokens: used in modes 0 and 4, and in 7 and 8 for the sequence with the band.
         next_tokens: as pre_tokens.
-        prefix: leading keys that all queries keep, in the modes 5 and 6.
-        band: in the modes 7 and 8, whether this is the sequence that has the band: the last of
-            those that have queries and keys, and the first.
+        prefix: modes 5 and 6: how many leading keys all queries keep.
+        band: modes 7 and 8: whether this is the sequence with the band. Of the sequences that have
+            queries and keys, that is the last one in mode 7 and the first one in mode 8.
 
     Returns:
-        bool (sq, skv), True where a key is kept: the polarity of scaled_dot_product_attention,
-        and the opposite of atten_mask's.
+        bool (sq, skv), True where a key is kept: the polarity of scaled_dot_product_attention, the
+        opposite of atten_mask's.
 
     Raises:
         ValueError: for an unknown mode or a negative length.
@@ -73,19 +73,15 @@ def sparse_mode_mask(
     return mask
 
 
-def needs_compressed_mask(sparse_mode: int) -> bool:
-    return sparse_mode in (2, 3, 4, 6, 7, 8)
-
-
 def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
-    """The atten_mask that a sparse_mode wants: (2048, 2048), of mode 6 (3072, 2048); True masks.
+    """The atten_mask of one of COMPRESSED_MODES, True masks a key out.
 
-    One tensor per form and device, made when it is first asked for.
+    Built once for each device: a square, of mode 6 with further rows for the prefix.
     """
-    return _kept_mask(_COMPRESSED_PREFIX_ROWS if sparse_mode == 6 else 0, device)
+    return _kept_mask(_C.compressed_mask_prefix_rows if sparse_mode == 6 else 0, device)
 
 
-# Compiled code would make it anew in every call.
+# Compiled code would build it in every call.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
     # Under FakeTensorMode all tensors are fake, and none may be kept.
@@ -94,15 +90,16 @@ def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
 
 
 @functools.cache
-@torch.inference_mode(False)  # what is made in inference mode could not be saved for a backward
+@torch.inference_mode(False)  # a tensor made in inference mode cannot be saved for a backward
 def _new_mask(prefix_rows: int, device: torch.device) -> Tensor:
-    mask = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
-    right_half = torch.arange(_COMPRESSED, device=device) >= _COMPRESSED // 2
-    return torch.cat((mask, right_half.expand(prefix_rows, _COMPRESSED)))
+    size = _C.compressed_mask_size
+    mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
+    right_half = torch.arange(size, device=device) >= size // 2
+    return torch.cat((mask, right_half.expand(prefix_rows, size)))
 
 
 def draw(mask: Tensor) -> str:
-    """A mask as text: a row of marks per query, the keys above it."""
+    """A mask as text: one line per query, one column per key."""
     sq, skv = mask.shape
     margin = len(str(max(sq - 1, 0))) + 1
     digits = len(str(max(skv - 1, 0)))
@@ -120,7 +117,7 @@ _KEPT, _MASKED, _LINE = (38, 100, 171), (236, 239, 244), (255, 255, 255)
 
 
 def write_png(masks: Sequence[Tensor], path: Path) -> None:
-    """Masks side by side as an image: kept keys dark, one cell per pair of query and key."""
+    """Draw masks side by side: one cell per query and key, dark where the key is kept."""
     cells = [_image(mask) for mask in masks]
     height = max(x.shape[0] for x in cells)
     padded = []

@@ -11,12 +11,12 @@ from ascend_attn_ops.lightning_indexer import lightning_indexer
 
 
 class IndexerProjections(NamedTuple):
-    """What the indexer operators take, for BSND (TND has one dimension T instead of B, S).
+    """Inputs of the indexer operators, in layout BSND (TND: one axis T instead of B and S).
 
     Attributes:
         query_index: (B, S, Nidx, Didx).
         key_index: (B, S, 1, Didx), same dtype.
-        weights: (B, S, Nidx), same dtype; they carry the scale, since the operators apply none.
+        weights: (B, S, Nidx), same dtype. They include the scale: the operators have none.
     """
 
     query_index: Tensor
@@ -25,15 +25,15 @@ class IndexerProjections(NamedTuple):
 
 
 def rotary_embedding(x: Tensor, positions: Tensor | None = None, *, theta: float = 1e4) -> Tensor:
-    """Rotate each head of ``x`` by its position (halves paired: element d with d + D/2).
+    """Rotary position embedding in the split-half form, which rotates elements d and d + D/2.
 
     Args:
-        x: (..., S, N, D) with D even, any float dtype; the rotation itself is done in fp32.
-        positions: (S,) or (..., S), integer; default 0..S-1.
-        theta: the base of the geometric sequence of wavelengths.
+        x: (..., S, N, D), D even; any floating dtype, computed in float32.
+        positions: (S,) or (..., S), integers; default 0, 1, ..., S - 1.
+        theta: base of the wavelengths.
 
     Returns:
-        The shape and dtype of ``x``.
+        A tensor with the shape and dtype of ``x``.
     """
     half = x.shape[-1] // 2
     if positions is None:
@@ -47,23 +47,28 @@ def rotary_embedding(x: Tensor, positions: Tensor | None = None, *, theta: float
 
 
 class LightningIndexer(nn.Module):
-    """The small scorer of DeepSeek Sparse Attention: which keys deserve attention?
+    """The indexer of DeepSeek Sparse Attention, which selects the keys that a query attends to.
 
     ::
 
         score[i, s] = sum over heads h of weights[i, h] * relu(query_index[i, h] . key_index[s])
 
-    Many small query heads over one shared key: :meth:`forward` makes the three tensors,
-    :meth:`select` picks the best keys, and :func:`ascend_attn_ops.lightning_indexer_kl_loss` trains
-    the projections to rank keys as the attention itself does. Give it detached hidden states: the
-    indexer is to imitate the attention, and not to change what it imitates.
+    Many small query heads share one key. :meth:`forward` computes the three tensors, :meth:`select`
+    takes the best keys, and :func:`ascend_attn_ops.lightning_indexer_kl_loss` trains the
+    projections to rank keys as the attention does. Pass detached hidden states: the indexer should
+    imitate the attention without changing it.
 
     Args:
         hidden_size: size of the hidden states.
-        num_heads: Nidx; the NPU takes 8, 16, 32 or 64.
-        head_dim: Didx; the NPU takes 128.
-        rope_dim: how many leading elements of each head are rotated by position; 0 for none.
+        num_heads: Nidx; the NPU accepts 8, 16, 32 and 64.
+        head_dim: Didx; the NPU accepts 128.
+        rope_dim: number of leading elements of each head that get a rotary embedding; 0 for none.
         rope_theta: base of the rotary embedding.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: rope_dim is odd or not in 0..head_dim.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class LightningIndexer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = nn.Linear(hidden_size, num_heads * head_dim, bias=False, **factory)
         self.key = nn.Linear(hidden_size, head_dim, bias=False, **factory)
-        # One key serves every head: normalised, its length cannot swamp what the heads select.
+        # One key serves all heads: without the norm, its length would dominate the ranking.
         self.key_norm = nn.LayerNorm(head_dim, **factory)
         self.weights = nn.Linear(hidden_size, num_heads, bias=False, **factory)
 
@@ -97,12 +102,12 @@ class LightningIndexer(nn.Module):
 
         Args:
             hidden: (B, S, hidden_size), or (T, hidden_size) for layout TND.
-            positions: (S,) or (B, S); (T,) for TND. Default: 0, 1, 2, ... (only differences of
-                positions matter, so that this serves packed sequences as well).
+            positions: (S,) or (B, S); (T,) for TND. Default: 0, 1, 2, ...; that suits packed
+                sequences too, since only differences of positions matter.
 
         Returns:
-            query_index (B, S, Nidx, Didx), key_index (B, S, 1, Didx), weights (B, S, Nidx), all
-            of the dtype that the projections compute in (under autocast, the autocast dtype).
+            query_index (B, S, Nidx, Didx), key_index (B, S, 1, Didx), weights (B, S, Nidx), in the
+            dtype of the projections (under autocast, the autocast dtype).
         """
         query = self.query(hidden).unflatten(-1, (self.num_heads, self.head_dim))
         key = self.key(hidden).to(self.key_norm.weight.dtype)
@@ -114,16 +119,16 @@ class LightningIndexer(nn.Module):
         )
 
     def select(self, projections: IndexerProjections, sparse_count: int, **options: Any) -> Tensor:
-        """The keys each query attends to: :func:`lightning_indexer` on the projections.
+        """Select the keys that each query attends to, with :func:`lightning_indexer`.
 
         Args:
-            projections: what :meth:`forward` returned.
-            sparse_count: K, how many keys to keep.
+            projections: from :meth:`forward`.
+            sparse_count: K, how many keys to select.
             options: keywords of :func:`lightning_indexer` (layout, sequence lengths, ...).
 
         Returns:
-            sparse_indices (B, S, 1, K) int32, best first, padded with -1. They carry no gradient:
-            the KL loss is what trains the indexer.
+            sparse_indices (B, S, 1, K), int32, best first, padded with -1. No gradient flows
+            through them: the KL loss trains the indexer.
         """
         query, key, weights = (x.detach() for x in projections)
         return lightning_indexer(query, key, weights, sparse_count=sparse_count, **options)[0]

@@ -1,4 +1,4 @@
-"""From floating-point tensors to the int8 path of prompt_flash_attention."""
+"""Quantisation for the int8 path of prompt_flash_attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
 
 
 class QuantizedAttentionInputs(NamedTuple):
-    """Arguments of prompt_flash_attention, by their names."""
+    """Arguments of prompt_flash_attention."""
 
     query: Tensor
     key: Tensor
@@ -31,31 +31,31 @@ class QuantizedAttentionInputs(NamedTuple):
 def quantize_attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, *, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedAttentionInputs:
-    """int8 tensors and the scales with which prompt_flash_attention computes from them.
+    """Quantise query, key and value to int8, with the scales that prompt_flash_attention takes.
 
-    Symmetric, with one scale per tensor. With a the largest absolute value of a tensor::
+    Symmetric, with one scale per tensor. With a the largest absolute value of a tensor x::
 
         x8 = round(x / s),  s = a / 127
 
-        deq_scale1   = s_query * s_key        of the integer products of query and key
-        quant_scale1 = 127                    of the exponentials, which are at most 1
-        deq_scale2   = s_value / 127          of their integer products with value
+        deq_scale1   = s_query * s_key        for the integer products of query and key
+        quant_scale1 = 127                    for the exponentials, which are at most 1
+        deq_scale2   = s_value / 127          for their integer products with value
 
-    A scale that its dtype cannot represent is rounded up, and key or value are quantised with what
-    the operator will use: the dtype costs no accuracy beyond its own spacing. All-zero tensors
-    become zeros. Waits for the device once, to read the three largest values.
+    A scale that its dtype cannot represent is rounded up, and key and value are quantised with the
+    rounded scale, so that rounding it costs no accuracy. All-zero tensors become zeros. Waits for
+    the device once, to read the three largest values.
 
     Args:
         query: any shape and layout; float16, bfloat16 or float32.
-        key: the same.
-        value: the same.
-        scale_dtype: of deq_scale1 and deq_scale2, torch.float32 or torch.uint64, which holds the
-            bits of a float32 of which the device uses the upper 19.
+        key: as query.
+        value: as query.
+        scale_dtype: dtype of deq_scale1 and deq_scale2: torch.float32, or torch.uint64, which holds
+            the bits of a float32, of which the device uses the upper 19.
 
     Returns:
-        query, key, value: int8, of the same shapes, on the same device; deq_scale1, deq_scale2: (1)
-        of scale_dtype; quant_scale1: (1) float32. The names are those of prompt_flash_attention's
-        arguments, so that `_asdict()` gives its keyword arguments.
+        query, key, value: int8, same shapes and device; deq_scale1, deq_scale2: (1,) of
+        scale_dtype; quant_scale1: (1,), float32. They have the names of prompt_flash_attention's
+        arguments: pass them as `**inputs._asdict()`.
 
     Raises:
         TypeError: a tensor has another dtype, or scale_dtype is neither of the two.
@@ -121,7 +121,7 @@ def _to_int8(x: Tensor, scale: float) -> Tensor:
 
 
 def _rounded_up(scale: float, dtype: torch.dtype) -> float:
-    """The smallest number that is not less, among those that the operator reads from `dtype`."""
+    """The smallest scale of at least `scale` that the operator can read from `dtype`."""
     unused = (1 << _UNUSED_BITS[dtype]) - 1
     try:
         bits = _bits(max(scale, _SMALLEST_SCALE))

@@ -31,8 +31,9 @@ def print_report() -> int:
         name = row["operator"]
         backends = [_registered(name, key) for key in ("CPU", "Meta")]
         autograd = "no" if name in _C.inference_operators else _registered(name, "Autograd")
-        npu_state = _npu_state(npu, name, row["aclnn"])
-        rows.append((name, *backends, autograd, npu_state, row["aclnn"]))
+        for function in row["aclnn"]:
+            npu_state = _npu_state(npu, name, function)
+            rows.append((name, *backends, autograd, npu_state, function))
     _print_table(rows)
 
     print("\nDevice limits")

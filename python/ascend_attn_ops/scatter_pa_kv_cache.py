@@ -1,4 +1,4 @@
-"""Writing into paged KV caches, and the arithmetic of their slots and layouts."""
+"""Writes to paged KV caches, and the arithmetic of their slots and layouts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._operators import operators
+from ascend_attn_ops._operators import operator
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
 
 
+@operator()
 def scatter_pa_kv_cache_(
     key: Tensor,
     key_cache: Tensor,
@@ -30,66 +31,66 @@ def scatter_pa_kv_cache_(
 ) -> None:
     """Write new rows of key and value into a paged cache, in place.
 
-    A cache is num_blocks blocks of block_size positions. Slot s is position s % block_size of block
-    s // block_size. With the defaults::
+    A cache consists of num_blocks blocks of block_size positions. Slot s is position
+    s % block_size of block s // block_size. With the defaults::
 
         key_cache.flatten(0, 1)[slot_mapping] = key
         value_cache.flatten(0, 1)[slot_mapping] = value
 
-    except that rows whose slot is negative are skipped. Copies are bit-exact, and everything that
-    no row is written to keeps its bytes. On the CPU an error leaves the caches as they were.
+    except that rows with a negative slot are skipped. Copies are bit-exact, and positions that no
+    row is written to keep their bytes. On the CPU, an error leaves the caches unchanged.
 
     ===============  ===============================================================================
-    "Norm", "None"   row t of key to slot_mapping[t]; without value and value_cache, of key alone
+    "Norm", "None"   row t of key goes to slot_mapping[t], and row t of value, where it is given.
+                     Both may be strided, for instance column slices of a wider tensor
     "PA_NZ"          the same into caches of fractal layout, (num_blocks, N * D / L, block_size, L)
                      with L = 32 bytes: see :func:`nz_cache_shape`. scatter_mode has no effect
-    "Norm", "Nct"    the same, row t of key read from element offsets[0] + t * strides[0] (of value:
-                     [1]) of the buffer that key begins. "None" takes a column slice of a wider
-                     tensor as it is: key and value need not be contiguous there
-    "Norm", "Alibi"  of batch b and head h, the last compress_lens rows of the sequence, as a run
-                     from slot_mapping[b * N + h] on
-    "Norm", "Rope"   all rows, with those of the window [o, o + compress_lens) replaced by their
-                     mean (accumulated in float32); o is compress_seq_offset
-    "Norm", "Omni"   all rows but those of the window. As in "Rope", a compress_seq_offset of -1
-                     or compress_lens of 0 asks for all rows
+    "Norm", "Nct"    as "None", with row t of key read at element offsets[0] + t * strides[0] of the
+                     buffer that starts with key (offsets[1] and strides[1] for value)
+    "Norm", "Alibi"  for batch b and head h, the last compress_lens rows of the sequence, to
+                     consecutive slots from slot_mapping[b * N + h] on
+    "Norm", "Rope"   as "Alibi", with all rows, those of the window [o, o + compress_lens) replaced
+                     by their mean (accumulated in float32); o is compress_seq_offset
+    "Norm", "Omni"   as "Rope", with the rows of the window left out. In both, a compress_seq_offset
+                     of -1 or a compress_lens of 0 means no window
     key of rank 4    Ascend 950: as "Rope", or without compress_seq_offset as "Alibi", for
-                     sequences that are padded to S
+                     sequences padded to S
     ===============  ===============================================================================
 
-    The last four write each head as a run of its own into caches (num_blocks, block_size, 1, D). On
+    The last four write every head to slots of its own, in caches (num_blocks, block_size, 1, D). On
     Ascend 950, and under limits("950"), cache_mode and scatter_mode have no effect.
 
-    Under torch.compile(dynamic=True), inductor of torch 2.13 mistakes two mutated views of one
-    buffer for each other, in this as in any operator: there, write key_cache and value_cache in two
-    calls if they share a buffer, or give each a buffer of its own.
+    Under torch.compile(dynamic=True), the inductor of torch 2.13 confuses two mutated views of one
+    buffer, for any operator. If key_cache and value_cache share a buffer, write them in two calls.
 
-    An operator for inference: no gradient flows through a cache. Where grad mode is on, an argument
-    that requires grad is an error; call it under torch.no_grad() or detach the argument.
+    For inference only: no gradient flows through a cache. While grad mode is on, an argument that
+    requires grad is an error; call the function under torch.no_grad(), or detach the argument.
 
     Args:
         key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides. float16, bfloat16 or int8;
             on Ascend 950 also float32, uint8, int16, uint16, int32, uint32, float8_e5m2 and
             float8_e4m3fn.
         key_cache: (num_blocks, block_size, N, Dk), or as above; contiguous, key's dtype.
-        slot_mapping: (T,); or one entry per run, (B * N,), for rank 4 (B, N). int32 or int64 (the
-            runs of A2 and A3: int32). Below num_blocks * block_size, no slot twice.
-        value: (T, N, Dv) or (B, S, N, Dv); key's dtype. Beside an int8 key "PA_NZ" also takes
+        slot_mapping: (T,); for Alibi, Rope and Omni (B * N,), for rank 4 (B, N). int32 or int64
+            (these modes on A2 and A3: int32). Below num_blocks * block_size, no slot twice.
+        value: (T, N, Dv) or (B, S, N, Dv); key's dtype. With an int8 key, "PA_NZ" also takes
             float16 and bfloat16. Rope and Omni: Dv is Dk.
         value_cache: as key_cache, with Dv.
-        compress_lens: (B * N,), for rank 4 (B, N); rows kept ("Alibi") or rows of the window.
+        compress_lens: (B * N,), for rank 4 (B, N); how many rows to keep ("Alibi"), or the length
+            of the window.
         compress_seq_offset: (B * N,); first row of the window.
-        seq_lens: (B,); rows of each sequence. Packed, their sum is T.
+        seq_lens: (B,); rows of each sequence. The sum is T for packed sequences.
         cache_mode: "Norm" or "PA_NZ".
         scatter_mode: "None", "Nct", "Alibi", "Rope" or "Omni".
-        strides: elements from row to row, of key and of value: "Nct" only.
-        offsets: elements before the first row, of key and of value: "Nct" only.
+        strides: "Nct" only: elements from row to row, of key and of value.
+        offsets: "Nct" only: elements before the first row, of key and of value.
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
         ValueError: a shape, index, mode or device limit is violated; a cache is not contiguous, or
             holds elements of another argument; a cache made in inference mode outside of it.
-        NotImplementedError: a gradient would be lost; no value where a mode needs one; the product
-            in force has no such operator.
+        NotImplementedError: an argument requires grad; a mode needs a value and there is none; the
+            product in force has no such operator.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -100,37 +101,23 @@ def scatter_pa_kv_cache_(
         >>> torch.equal(key_cache[1, 1], key[0])
         True
 
-    Source: seed ScatterPaKvCache (004_f6ea9718d54643c0).
+    Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """
-    operators().scatter_pa_kv_cache_(
-        key,
-        key_cache,
-        slot_mapping,
-        value,
-        value_cache,
-        compress_lens,
-        compress_seq_offset,
-        seq_lens,
-        cache_mode,
-        scatter_mode,
-        strides,
-        offsets,
-    )
 
 
 def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """The slots of tokens, given the blocks of their sequences.
+    """The slots of tokens in a paged cache.
 
     Args:
-        block_table: (..., M); entry i is the block that holds the positions [i * block_size,
-            (i + 1) * block_size) of a sequence. Negative entries are blocks not allocated.
+        block_table: (..., M); entry i is the block with the positions [i * block_size,
+            (i + 1) * block_size) of a sequence; negative where none is allocated.
         positions: (..., S) for S tokens of each sequence, or (...) for one. Negative ones are
             padding.
         block_size: positions per block.
 
     Returns:
-        A tensor like positions, of block_table's dtype; -1, which
-        :func:`scatter_pa_kv_cache_` skips, for padding and for blocks not allocated.
+        The shape of positions, the dtype of block_table; -1, which :func:`scatter_pa_kv_cache_`
+        skips, for padding and for blocks that are not allocated.
 
     Example:
         >>> import torch

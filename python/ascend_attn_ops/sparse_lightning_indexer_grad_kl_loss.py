@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from ascend_attn_ops._operators import operators
-
-# Ignored by the sparse mode 3.
-_ALL_TOKENS = 9223372036854775807
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, operator
 
 
+@operator()
 def sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -30,163 +29,125 @@ def sparse_lightning_indexer_grad_kl_loss(
     actual_seq_lengths_key: Sequence[int] | None = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = _ALL_TOKENS,
-    next_tokens: int = _ALL_TOKENS,
+    pre_tokens: int = ALL_TOKENS_SPARSE,
+    next_tokens: int = ALL_TOKENS_SPARSE,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The KL loss that trains the indexer, with its gradients, in one pass.
+    """The KL loss that trains the indexer and its gradients, in one pass.
 
-    For each query token, over its selected keys, p is the attention averaged over the heads (the
+    Over the keys selected for a query token, p is the attention averaged over the heads (the
     target) and y the softmax of the indexer's scores::
 
         loss = sum over tokens of sum p * (log p - log y);   gradients from y - p
 
     To autograd this is a loss: ``loss`` is differentiable with respect to query_index, key_index
-    and weights, and the three gradient outputs are not differentiable. Most users want
-    :func:`lightning_indexer_kl_loss`, which returns the loss alone.
+    and weights; the three gradient outputs are not differentiable. Most users want
+    :func:`lightning_indexer_kl_loss`, which returns only the loss.
 
     Args:
-        query: (B, S1, N1, D), or (T1, N1, D) in layout TND; of the main attention. float16 or
+        query: of the main attention, (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or
             bfloat16 (float32 and float64 as well when the device limits are off).
         key: (B, S2, 1, D) or (T2, 1, D); query's dtype.
         query_index: (B, S1, Nidx, Didx) or (T1, Nidx, Didx); query's dtype.
         key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K); int32, the keys selected for each token,
-            relative to the first key of the sequence, padded with -1.
-        softmax_max, softmax_sum: float32 (B, 1, S1, N1) or (1, T1, N1), from
-            :func:`sparse_flash_attention` over the same keys. Nothing is renormalised: with other
-            statistics p does not sum to one.
-        scale_value: factor of the main attention's scores; the indexer's are not scaled.
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K); int32. The keys selected for each token,
+            counted from the first key of the sequence, padded with -1.
+        softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
+            :func:`sparse_flash_attention` over the same keys: p is not renormalised, and with other
+            statistics it does not sum to one.
+        scale_value: factor of the main attention's scores; the indexer's scores have none.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. The NPU requires both ropes.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
-        actual_seq_lengths_query: TND only, required there: inclusive prefix sums as Python
-            integers (lengths 3, 2, 4 are given as 3, 5, 9).
-        actual_seq_lengths_key: the same for key.
+        actual_seq_lengths_query: TND only and required there: inclusive prefix sums as Python
+            integers (lengths 3, 2, 4 are 3, 5, 9).
+        actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
-        sparse_mode: 3, causal; the last query token sees the last key.
-        pre_tokens: ignored by mode 3.
-        next_tokens: ignored by mode 3.
-        deterministic: as torch.use_deterministic_algorithms; the CPU always is.
+        sparse_mode: 3, causal, the last query sees up to the last key.
+        pre_tokens: ignored in mode 3.
+        next_tokens: ignored in mode 3.
+        deterministic: as in :func:`sparse_flash_attention`.
 
     Returns:
-        d_query_index, d_key_index, d_weights, each of the shape and dtype of what it belongs to;
-        loss, (1,), float32: the sum over all tokens, in nats.
+        d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor; and
+        loss, (1,), float32 (float64 for float64 inputs): the sum over all tokens, in nats.
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
         ValueError: a shape, length, index, layout, mode or device limit is violated.
         NotImplementedError: the product in force has no such operator.
 
-    Source: seed SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b).
+    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
+    aclnnSparseLightningIndexerGradKLLoss.
     """
-    return operators().sparse_lightning_indexer_grad_kl_loss(
-        query,
-        key,
-        query_index,
-        key_index,
-        weights,
-        sparse_indices,
-        softmax_max,
-        softmax_sum,
-        scale_value,
-        query_rope,
-        key_rope,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        layout,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        deterministic,
-    )
 
 
 def lightning_indexer_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    *,
-    scale_value: float,
-    query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    deterministic: bool = False,
-    reduction: Literal["sum", "mean"] = "sum",
+    *tensors: Tensor, reduction: Literal["sum", "mean"] = "sum", **options: Any
 ) -> Tensor:
-    """The KL loss between the main attention and the indexer, differentiable, as one number.
+    """The KL loss between the main attention and the indexer, a differentiable scalar.
+
+    Gradients flow to query_index, key_index and weights; the attention is a fixed target.
 
     Args:
-        reduction: "sum" over the valid query tokens, or "mean" over them: divided by B * S1 in
-            BSND and by the last prefix sum in TND.
-        Everything else: as in :func:`sparse_lightning_indexer_grad_kl_loss`.
+        tensors: query, key, query_index, key_index, weights, sparse_indices, softmax_max and
+            softmax_sum of :func:`sparse_lightning_indexer_grad_kl_loss`, by position or by name.
+        reduction: "sum" over the query tokens, or their "mean": the sum divided by B * S1 in BSND,
+            by the last prefix sum in TND.
+        options: the keywords of :func:`sparse_lightning_indexer_grad_kl_loss`; scale_value is
+            required.
 
     Returns:
-        The loss in nats, a scalar of shape (), float32 (float64 for float64 inputs). Gradients
-        flow to query_index, key_index and weights; the attention is a fixed target.
+        The loss in nats, shape (), float32 (float64 for float64 inputs).
 
     Raises:
         As :func:`sparse_lightning_indexer_grad_kl_loss`; ValueError for another reduction.
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> def tensor(*shape):
+        >>> def bfloat16(*shape):
         ...     return torch.randn(*shape, dtype=torch.bfloat16)
-        >>> latent, rope = tensor(1, 4, 1, 512), tensor(1, 4, 1, 64)
-        >>> query, query_rope = tensor(1, 4, 8, 512), tensor(1, 4, 8, 64)
-        >>> query_index = tensor(1, 4, 8, 128).requires_grad_()
-        >>> key_index, weights = tensor(1, 4, 1, 128), tensor(1, 4, 8)
-        >>> indices, _ = ascend_attn_ops.lightning_indexer(
-        ...     query_index, key_index, weights, sparse_count=1024)
+        >>> query, query_rope = bfloat16(1, 4, 32, 512), bfloat16(1, 4, 32, 64)
+        >>> latent, key_rope = bfloat16(1, 4, 1, 512), bfloat16(1, 4, 1, 64)
+        >>> attention = {"scale_value": 192**-0.5, "query_rope": query_rope, "key_rope": key_rope}
+        >>> query_index = bfloat16(1, 4, 64, 128).requires_grad_()
+        >>> key_index, weights = bfloat16(1, 4, 1, 128), bfloat16(1, 4, 64)
+        >>> indices, _ = ascend_attn_ops.lightning_indexer(query_index, key_index, weights)
         >>> _, softmax_max, softmax_sum = ascend_attn_ops.sparse_flash_attention(
-        ...     query, latent, latent, indices, scale_value=0.1,
-        ...     query_rope=query_rope, key_rope=rope)
+        ...     query, latent, latent, indices, **attention)
         >>> loss = ascend_attn_ops.lightning_indexer_kl_loss(
         ...     query, latent, query_index, key_index, weights, indices, softmax_max, softmax_sum,
-        ...     scale_value=0.1, query_rope=query_rope, key_rope=rope, reduction="mean")
+        ...     **attention, reduction="mean")
         >>> loss.backward()
         >>> query_index.grad.shape
-        torch.Size([1, 4, 8, 128])
+        torch.Size([1, 4, 64, 128])
 
-    Source: seed SparseLightningIndexerGradKLLoss (000_7e7b0f625029119b).
+    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(
             "ascend::lightning_indexer_kl_loss: reduction: expected 'sum' or 'mean', "
             f"got {reduction!r}"
         )
-    *_, loss = sparse_lightning_indexer_grad_kl_loss(
-        query,
-        key,
-        query_index,
-        key_index,
-        weights,
-        sparse_indices,
-        softmax_max,
-        softmax_sum,
-        scale_value=scale_value,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        deterministic=deterministic,
-    )
+    d_query_index, _, _, loss = sparse_lightning_indexer_grad_kl_loss(*tensors, **options)
     loss = loss.squeeze(0)
     if reduction == "sum":
         return loss
-    if actual_seq_lengths_query is None:
-        tokens = query.shape[0] * query.shape[1]
+    ends = options.get("actual_seq_lengths_query")
+    if ends is None:
+        tokens = d_query_index.shape[0] * d_query_index.shape[1]
     else:
-        tokens = actual_seq_lengths_query[-1] if len(actual_seq_lengths_query) else 0
+        tokens = ends[-1] if len(ends) else 0
     # Without tokens the sum is zero, and so is its mean.
     return loss / max(tokens, 1)
+
+
+# What help() shows: the arguments of the operator, and the reduction.
+_operator_signature = inspect.signature(sparse_lightning_indexer_grad_kl_loss)
+_own_signature = inspect.signature(lightning_indexer_kl_loss)
+vars(lightning_indexer_kl_loss)["__signature__"] = _own_signature.replace(
+    parameters=[
+        *_operator_signature.parameters.values(),
+        _own_signature.parameters["reduction"],
+    ]
+)

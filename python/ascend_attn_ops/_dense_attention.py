@@ -1,0 +1,118 @@
+"""What the dense attention functions compute for their callers: scale, masks and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops import _C
+from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
+
+_NAME = "ascend::flash_attention_score"
+_INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
+# The axes of batch, tokens and heads, -1 for none. BSH and SBH share that of the heads with D.
+_AXES = _C.layout_axes
+
+
+def default_scale(query: Tensor, num_heads: int, layout: str) -> float:
+    """1 / sqrt(D). Arguments that have no D are left to the operator's errors."""
+    shape = query.shape if isinstance(query, Tensor) else ()
+    if not shape or layout not in _AXES:
+        return 1.0
+    size = shape[-1]
+    if _AXES[layout][2] == len(shape) - 1:
+        size = size // num_heads if num_heads > 0 else 1
+    return (size or 1) ** -0.5
+
+
+def default_mask(sparse_mode: int, query: Tensor) -> Tensor | None:
+    """The compressed mask, in the modes that read one."""
+    if sparse_mode in COMPRESSED_MODES:
+        return compressed_mask(sparse_mode, query.device)
+    return None
+
+
+def mask_of_either_polarity(
+    atten_mask: Tensor | None, attn_mask: Tensor | None, sparse_mode: int, query: Tensor
+) -> Tensor | None:
+    """`atten_mask`, `attn_mask` inverted, or without either the default."""
+    if attn_mask is None:
+        if atten_mask is not None or sparse_mode not in COMPRESSED_MODES:
+            return atten_mask
+        return compressed_mask(sparse_mode, query.device)
+    if atten_mask is not None:
+        raise ValueError(
+            f"{_NAME}: attn_mask: expected None beside atten_mask (True masks a key out), "
+            f"got both {_INVALID}"
+        )
+    if attn_mask.dtype != torch.bool:
+        advice = (
+            "; pse_shift takes what is added to the scores" if attn_mask.is_floating_point() else ""
+        )
+        raise TypeError(
+            f"{_NAME}: attn_mask: expected dtype bool, where True keeps a key, "
+            f"got {str(attn_mask.dtype).removeprefix('torch.')}{advice} {_INVALID}"
+        )
+    return ~attn_mask
+
+
+def keep_prob_of(keep_prob: float, dropout_p: float) -> float:
+    return 1 - dropout_p if dropout_p != 0 else keep_prob
+
+
+def given_or_drawn_mask(
+    drop_mask: Tensor | None,
+    keep_prob: float,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    query: Tensor,
+    key: Tensor,
+    num_heads: int,
+    layout: str,
+    actual_seq_lengths_query: Sequence[int] | None,
+    actual_seq_lengths_key: Sequence[int] | None,
+) -> Tensor | None:
+    """`drop_mask`, or with `dropout_p` one bit for each score."""
+    if dropout_p == 0:
+        return drop_mask
+    if not 0 <= dropout_p < 1:
+        raise ValueError(
+            f"{_NAME}: dropout_p: expected a probability in [0, 1), got {dropout_p} {_INVALID}"
+        )
+    if drop_mask is not None or keep_prob != 1:
+        raise ValueError(
+            f"{_NAME}: dropout_p: expected 0 beside drop_mask and keep_prob, "
+            f"got {dropout_p} {_INVALID}"
+        )
+    if layout == "TND":
+        ends = (actual_seq_lengths_query, actual_seq_lengths_key)
+        lengths = [[b - a for a, b in pairwise([0, *(x or [])])] for x in ends]
+        pairs = sum(a * b for a, b in zip(*lengths, strict=False))
+    else:
+        batch, tokens, _ = _AXES.get(layout, (0, 1, 2))  # another name is an error of the operator
+        pairs = query.shape[batch] * query.shape[tokens] * key.shape[tokens]
+    return draw_drop_mask(num_heads * pairs, 1 - dropout_p, query.device, generator)
+
+
+def draw_drop_mask(
+    scores: int,
+    keep_prob: float,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One bit per score, 1 with probability `keep_prob`, padded to a multiple of 16 bytes.
+
+    Needs memory for the mask and one chunk of random numbers.
+    """
+    size = -(-scores // 128) * 16
+    mask = torch.empty(size, dtype=torch.uint8, device=device)
+    bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+    # torch.compile would turn a number of chunks, and with it the size, into a constant.
+    for part in (mask,) if torch.compiler.is_compiling() else mask.split(1 << 20):
+        numbers = torch.empty((part.shape[0], 8), device=device)
+        keep = numbers.uniform_(generator=generator) < keep_prob
+        part.copy_((keep * bit).sum(1, dtype=torch.uint8))
+    return mask
