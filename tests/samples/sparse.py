@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import Row, rows
 from torch import Tensor
 
@@ -111,7 +112,15 @@ def indices(case: SparseCase, random: Random) -> Tensor:
     """
     query, key = (torch.empty(case.tokens(side)) for side in (0, 1))
     result = torch.full((query.numel(), case.k), -1, dtype=torch.int32)
-    for row in rows(query, key, case.layout, case.mode, case.length_list(0), case.length_list(1)):
+    arguments = Arguments(
+        query=query,
+        key=key,
+        layout=case.layout,
+        sparse_mode=case.mode,
+        actual_seq_lengths_query=case.length_list(0),
+        actual_seq_lengths_key=case.length_list(1),
+    )
+    for row in rows(arguments):
         result[row.token] = torch.tensor(_row_indices(case, row, random), dtype=torch.int32)
     return result.view(*query.shape, 1, case.k)
 

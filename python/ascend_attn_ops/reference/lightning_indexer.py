@@ -1,10 +1,11 @@
-"""LightningIndexer and its gradient: spec/sparse_attention.md, section 5."""
+"""LightningIndexer and its gradient: docs/specification/lightning_indexer.md."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .declaration import Arguments, reference
 from .sequences import (
     compute_dtype,
     index_lists,
@@ -14,23 +15,9 @@ from .sequences import (
     until_padding,
 )
 
-INT64_MAX = 2**63 - 1
 
-
-def lightning_indexer(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    *,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    layout: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = INT64_MAX,
-    next_tokens: int = INT64_MAX,
-    return_values: bool = False,
-) -> tuple[Tensor, Tensor]:
+@reference
+def lightning_indexer(a: Arguments) -> tuple[Tensor, Tensor]:
     """The `sparse_count` keys with the highest scores for each query, descending:
 
         I[i, s] = sum_h weights[i, h] * relu(query[i, h] . key[s])
@@ -41,42 +28,28 @@ def lightning_indexer(
     Returns sparse_indices (B,S1,1,K) or (T1,1,K), int32, and sparse_values, the same shape in the
     dtype of query; without `return_values` the values are an empty tensor.
     """
-    dtype = compute_dtype(query)
-    q, k, w = (to_tokens(x, layout, dtype) for x in (query, key.squeeze(-2), weights))
-    indices = torch.full((len(q), sparse_count), -1, dtype=torch.int32, device=q.device)
-    values = torch.full((len(q), sparse_count), -torch.inf, dtype=dtype, device=q.device)
+    dtype = compute_dtype(a.query)
+    q, k, w = (to_tokens(x, a.layout, dtype) for x in (a.query, a.key.squeeze(-2), a.weights))
+    indices = torch.full((len(q), a.sparse_count), -1, dtype=torch.int32, device=q.device)
+    values = torch.full((len(q), a.sparse_count), -torch.inf, dtype=dtype, device=q.device)
 
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    for row in rows(query, key, layout, sparse_mode, *lengths):
+    for row in rows(a):
         i, visible = row.token, k[row.first_key : row.first_key + row.limit]
         scores = w[i] @ torch.relu(q[i] @ visible.T)
         # A stable sort keeps equal scores in the order of their indices.
         ordered, order = scores.sort(descending=True, stable=True)
-        n = min(sparse_count, row.limit)
+        n = min(a.sparse_count, row.limit)
         indices[i, :n] = order[:n].int()
         values[i, :n] = ordered[:n]
 
-    shape = (*query.shape[:-2], 1, sparse_count)
-    kept = values.view(shape) if return_values else values.new_empty(0)
-    return indices.view(shape), kept.to(query.dtype)
+    shape = (*a.query.shape[:-2], 1, a.sparse_count)
+    kept = values.view(shape) if a.return_values else values.new_empty(0)
+    return indices.view(shape), kept.to(a.query.dtype)
 
 
+@reference
 @torch.no_grad()
-def lightning_indexer_grad(
-    query: Tensor,
-    key: Tensor,
-    d_values: Tensor,
-    sparse_indices: Tensor,
-    weights: Tensor,
-    *,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = INT64_MAX,
-    next_tokens: int = INT64_MAX,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def lightning_indexer_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `lightning_indexer` through its values.
 
     With j the n = min(K, limit) leading indices of a row, up to the first -1, S = query @ key[j]^T
@@ -89,14 +62,13 @@ def lightning_indexer_grad(
 
     Returns d_query, d_key and d_weights with the shapes and dtypes of query, key and weights.
     """
-    dtype = compute_dtype(query)
-    q, k, w = (to_tokens(x, layout, dtype) for x in (query, key.squeeze(-2), weights))
-    d_y = to_tokens(d_values.squeeze(-2), layout, dtype)
-    selected = index_lists(sparse_indices, layout)
+    dtype = compute_dtype(a.query)
+    q, k, w = (to_tokens(x, a.layout, dtype) for x in (a.query, a.key.squeeze(-2), a.weights))
+    d_y = to_tokens(a.d_values.squeeze(-2), a.layout, dtype)
+    selected = index_lists(a.sparse_indices, a.layout)
     d_q, d_k, d_w = (torch.zeros_like(x) for x in (q, k, w))
 
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    for row in rows(query, key, layout, sparse_mode, *lengths):
+    for row in rows(a):
         i = row.token
         leading = until_padding(leading_indices(selected[i], row))
         j = row.first_key + torch.tensor(leading, dtype=torch.long, device=q.device)
@@ -108,7 +80,7 @@ def lightning_indexer_grad(
         d_k.index_add_(0, j, d_s.T @ q[i])
 
     return (
-        d_q.view(query.shape).to(query.dtype),
-        d_k.view(key.shape).to(key.dtype),
-        d_w.view(weights.shape).to(weights.dtype),
+        d_q.view(a.query.shape).to(a.query.dtype),
+        d_k.view(a.key.shape).to(a.key.dtype),
+        d_w.view(a.weights.shape).to(a.weights.dtype),
     )

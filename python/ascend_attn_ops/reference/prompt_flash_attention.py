@@ -1,4 +1,4 @@
-"""PromptFlashAttentionV2: spec/prompt_flash_attention.md. Seed: 003_65e2a14407c8df3c.txt."""
+"""PromptFlashAttention: docs/specification/prompt_flash_attention.md."""
 
 from __future__ import annotations
 
@@ -8,71 +8,52 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .declaration import Arguments, reference
 from .flash_attention_score import from_heads, to_heads
 from .sequences import compute_dtype
 
-INT32_MAX = 2**31 - 1
 HALF_MAX = 65504.0
 # Larger than any length.
 _INFINITE = 2**40
 
 
-def prompt_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    num_heads: int,
-    atten_mask: Tensor | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
-    deq_scale1: Tensor | None = None,
-    quant_scale1: Tensor | None = None,
-    deq_scale2: Tensor | None = None,
-    quant_scale2: Tensor | None = None,
-    quant_offset2: Tensor | None = None,
-    scale_value: float = 1.0,
-    pre_tokens: int = INT32_MAX,
-    next_tokens: int = 0,
-    layout: str = "BSH",
-    num_key_value_heads: int = 0,
-    sparse_mode: int = 0,
-) -> Tensor:
+@reference
+def prompt_flash_attention(a: Arguments) -> Tensor:
     """Attention of every query over the keys that its mask keeps, per batch and head.
 
         s = (q @ k^T) * scale_value;  p = exp(s - s.max());  out = (p @ v) / p.sum()
 
-    Rows behind the valid length and rows that keep no key are zero, in int8 as well.
+    Rows after the valid length and rows that keep no key are zero, in int8 as well.
     """
-    inner = "BNSD" if layout == "BNSD_BSND" else layout
-    q = to_heads(query, num_heads, inner)
-    k, v = (to_heads(x, num_key_value_heads or num_heads, inner) for x in (key, value))
-    group = num_heads // k.shape[1]
+    inner = "BNSD" if a.layout == "BNSD_BSND" else a.layout
+    q = to_heads(a.query, a.num_heads, inner)
+    k, v = (to_heads(x, a.num_key_value_heads or a.num_heads, inner) for x in (a.key, a.value))
+    group = a.num_heads // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    is_int8 = query.dtype == torch.int8
-    out = torch.zeros(q.shape, dtype=torch.float32 if is_int8 else compute_dtype(query))
+    is_int8 = a.query.dtype == torch.int8
+    out = torch.zeros(q.shape, dtype=torch.float32 if is_int8 else compute_dtype(a.query))
     has_keys = torch.zeros(*q.shape[:3], 1, dtype=torch.bool)
 
     for b in range(q.shape[0]):
-        sq = actual_length(actual_seq_lengths_query, b, q.shape[2])
-        skv = actual_length(actual_seq_lengths_key, b, k.shape[2])
-        keep = kept(b, sq, skv, atten_mask, sparse_mode, pre_tokens, next_tokens)
+        sq = actual_length(a.actual_seq_lengths_query, b, q.shape[2])
+        skv = actual_length(a.actual_seq_lengths_key, b, k.shape[2])
+        keep = kept(b, sq, skv, a)
         if skv == 0:
             continue
         rows = [q[b, :, :sq], k[b, :, :skv], v[b, :, :skv]]
         if is_int8:
-            scales = [read_scale(x) for x in (deq_scale1, quant_scale1, deq_scale2)]
-            out[b, :, :sq] = attend_int8(rows, keep, scale_value, scales)
+            scales = [read_scale(x) for x in (a.deq_scale1, a.quant_scale1, a.deq_scale2)]
+            out[b, :, :sq] = attend_int8(rows, keep, a.scale_value, scales)
         else:
-            out[b, :, :sq] = attend([x.to(out.dtype) for x in rows], keep, scale_value)
+            out[b, :, :sq] = attend([x.to(out.dtype) for x in rows], keep, a.scale_value)
         has_keys[b, :, :sq] = keep.any(-1, keepdim=True)
 
     out = out.masked_fill(~has_keys, 0)
-    dtype = torch.float16 if is_int8 else query.dtype
-    if quant_scale2 is not None:
-        out = quantized(out, quant_scale2, quant_offset2).masked_fill(~has_keys, 0)
+    dtype = torch.float16 if is_int8 else a.query.dtype
+    if a.quant_scale2 is not None:
+        out = quantized(out, a.quant_scale2, a.quant_offset2).masked_fill(~has_keys, 0)
         dtype = torch.int8
-    return from_heads(out, "BSND" if layout == "BNSD_BSND" else layout).to(dtype)
+    return from_heads(out, "BSND" if a.layout == "BNSD_BSND" else a.layout).to(dtype)
 
 
 def attend(rows: list[Tensor], keep: Tensor, scale: float) -> Tensor:
@@ -84,7 +65,7 @@ def attend(rows: list[Tensor], keep: Tensor, scale: float) -> Tensor:
 
 
 def attend_int8(rows: list[Tensor], keep: Tensor, scale: float, scales: list[float]) -> Tensor:
-    """Section 5, in its order. s is float16; p, its sum and the output are float32."""
+    """In the order of the specification. s is float16; p, its sum and the output are float32."""
     (q, k, v), (deq_scale1, quant_scale1, deq_scale2) = rows, scales
     acc1 = q.long() @ k.long().mT
     s = (acc1.float() * deq_scale1).clamp(-HALF_MAX, HALF_MAX).half()
@@ -108,7 +89,7 @@ def quantized(out: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 
 
 def saturated(x: Tensor) -> Tensor:
-    """To the nearest value of int8, of two the even one."""
+    """Rounded half to even, and clamped to int8."""
     return x.round().clamp(-128, 127)
 
 
@@ -127,29 +108,21 @@ def actual_length(lengths: Sequence[int] | None, batch: int, tokens: int) -> int
     return lengths[0] if len(lengths) == 1 else lengths[batch]
 
 
-def kept(
-    batch: int,
-    sq: int,
-    skv: int,
-    atten_mask: Tensor | None,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-) -> Tensor:
-    """(Sq,Skv), True where a key is kept: the table of section 4."""
-    if atten_mask is None:
+def kept(batch: int, sq: int, skv: int, a: Arguments) -> Tensor:
+    """(Sq,Skv), True where a key is kept: the table of the sparse modes."""
+    if a.atten_mask is None:
         return torch.ones(sq, skv, dtype=torch.bool)
-    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (pre_tokens, next_tokens))
+    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
     pre, following = {
         0: (pre, following),
         1: (_INFINITE, _INFINITE),
         2: (_INFINITE, 0),
         3: (_INFINITE, skv - sq),
         4: (pre - skv + sq, following + skv - sq),
-    }[sparse_mode]
+    }[a.sparse_mode]
     i, j = torch.arange(sq)[:, None], torch.arange(skv)
     band = (i - pre <= j) & (j <= i + following)
-    if sparse_mode > 1:  # what the compressed mask says is the band
+    if a.sparse_mode > 1:  # what the compressed mask says is the band
         return band
-    mask = atten_mask.view(-1, *atten_mask.shape[-2:])
+    mask = a.atten_mask.view(-1, *a.atten_mask.shape[-2:])
     return band & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)

@@ -1,48 +1,31 @@
-"""scatter_pa_kv_cache_ in plain torch: spec/scatter_pa_kv_cache.md."""
+"""ScatterPaKvCache: docs/specification/scatter_pa_kv_cache.md."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .declaration import Arguments, reference
 
-def scatter_pa_kv_cache_(
-    key: Tensor,
-    key_cache: Tensor,
-    slot_mapping: Tensor,
-    value: Tensor | None = None,
-    value_cache: Tensor | None = None,
-    *,
-    compress_lens: Tensor | None = None,
-    compress_seq_offset: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    cache_mode: str = "Norm",
-    scatter_mode: str = "None",
-    strides: Sequence[int] = (1, 1),
-    offsets: Sequence[int] = (0, 0),
-) -> None:
-    """Scenario 3 for keys of rank 4, otherwise what the modes select (section 2)."""
-    if key.dim() == 4:
-        scatter_mode = "Alibi" if compress_seq_offset is None else "Rope"
-    pairs = [(key, key_cache), (value, value_cache)]
-    for (source, cache), stride, offset in zip(pairs, strides, offsets, strict=True):
+
+@reference
+def scatter_pa_kv_cache_(a: Arguments) -> None:
+    """Scenario 3 for keys of rank 4, otherwise the one that the modes select."""
+    scatter_mode = a.scatter_mode
+    if a.key.dim() == 4:
+        scatter_mode = "Alibi" if a.compress_seq_offset is None else "Rope"
+    pairs = [(a.key, a.key_cache), (a.value, a.value_cache)]
+    for (source, cache), stride, offset in zip(pairs, a.strides, a.offsets, strict=True):
         if source is None or cache is None:
             continue
-        if key.dim() == 3 and cache_mode == "PA_NZ":
-            _scatter_nz(source, cache, slot_mapping)
-        elif scatter_mode in ("None", "Nct"):
-            if scatter_mode == "Nct":
-                source = _rows_of_buffer(source, stride, offset)
-            _scatter(source, cache, slot_mapping)
+        if a.key.dim() == 3 and a.cache_mode == "PA_NZ":
+            _scatter_nz(source, cache, a.slot_mapping)
+        elif scatter_mode == "None":
+            _scatter(source, cache, a.slot_mapping)
+        elif scatter_mode == "Nct":
+            _scatter(_rows_of_buffer(source, stride, offset), cache, a.slot_mapping)
         else:
-            assert compress_lens is not None
-            assert seq_lens is not None
-            _scatter_runs(
-                source, cache, slot_mapping, compress_lens, compress_seq_offset, seq_lens,
-                scatter_mode,
-            )  # fmt: skip
+            _scatter_runs(source, cache, scatter_mode, a)
 
 
 def _scatter(source: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -67,18 +50,11 @@ def _rows_of_buffer(source: Tensor, stride: int, offset: int) -> Tensor:
     )
 
 
-def _scatter_runs(
-    source: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-    compress_lens: Tensor,
-    compress_seq_offset: Tensor | None,
-    seq_lens: Tensor,
-    scatter_mode: str,
-) -> None:
-    slots, lens = slot_mapping.flatten().tolist(), compress_lens.flatten().tolist()
-    starts = compress_seq_offset.tolist() if compress_seq_offset is not None else None
-    lengths = seq_lens.tolist()
+def _scatter_runs(source: Tensor, cache: Tensor, scatter_mode: str, a: Arguments) -> None:
+    """Each head of each sequence to consecutive slots."""
+    slots, lens = a.slot_mapping.flatten().tolist(), a.compress_lens.flatten().tolist()
+    starts = a.compress_seq_offset.tolist() if a.compress_seq_offset is not None else None
+    lengths = a.seq_lens.tolist()
     sequences = source.split(lengths) if source.dim() == 3 else list(source)
     heads = source.shape[-2]
     for b, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):

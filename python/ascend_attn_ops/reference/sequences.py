@@ -1,4 +1,4 @@
-"""What the sparse operators share: tokens, their sequences, and the keys that a query may see."""
+"""Shared by the sparse operators: tokens, their sequences, and the keys that a query may see."""
 
 from __future__ import annotations
 
@@ -9,40 +9,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .declaration import Arguments
+
 Lengths = Tensor | Sequence[int] | None
 
 
 class Row(NamedTuple):
     """One query token that belongs to a sequence."""
 
-    token: int  # its place among all query tokens
-    first_key: int  # where the keys of its sequence begin among all key tokens
+    token: int  # its index among all query tokens
+    first_key: int  # the index of its sequence's first key among all key tokens
     limit: int  # it sees the first `limit` keys of its sequence
     capacity: int  # sparse_indices may name the first `capacity` keys: S2 in BSND, Lk in TND
 
 
-def rows(
-    query: Tensor,
-    key: Tensor,
-    layout: str,
-    sparse_mode: int,
-    query_lengths: Lengths,
-    key_lengths: Lengths,
-) -> Iterator[Row]:
-    """Every query token that has a sequence (spec, section 4); tail rows have none.
+def rows(a: Arguments) -> Iterator[Row]:
+    """Every query token that belongs to a sequence; tokens after the last sequence do not.
 
     BSND: lengths are counts, all of S when absent. TND: inclusive prefix sums.
-    The query at position i of its sequence sees (section 6)
+    The query at position i of its sequence sees
 
         limit = Lk                         sparse_mode 0
         limit = max(Lk - Lq + i + 1, 0)    sparse_mode 3, aligned to the lower right corner
     """
-    query_spans = _spans(query, layout, query_lengths)
-    key_spans = _spans(key, layout, key_lengths)
+    query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
+    key_spans = _spans(a.key, a.layout, a.actual_seq_lengths_key)
     for (first_query, lq), (first_key, lk) in zip(query_spans, key_spans, strict=True):
-        capacity = key.shape[1] if layout == "BSND" else lk
+        capacity = a.key.shape[1] if a.layout == "BSND" else lk
         for i in range(lq):
-            limit = lk if sparse_mode == 0 else max(lk - lq + i + 1, 0)
+            limit = lk if a.sparse_mode == 0 else max(lk - lq + i + 1, 0)
             yield Row(first_query + i, first_key, limit, capacity)
 
 
@@ -56,7 +51,7 @@ def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
 
 
 def leading_indices(indices: list[int], row: Row, sparse_block_size: int = 1) -> list[int]:
-    """The slots that a row uses: min(K, ceil(limit / sparse_block_size)), once all are checked."""
+    """The slots that a row reads: min(K, ceil(limit / sparse_block_size)). Checks all of them."""
     blocks = -(-row.capacity // sparse_block_size)
     for index in indices:
         if not -1 <= index < blocks:

@@ -1,13 +1,11 @@
-"""SparseFlashAttention and its gradient: spec/sparse_attention.md, sections 6 and 7.
-
-Seed of the gradient: 001_9b762d6b62fa1de6.txt.
-"""
+"""SparseFlashAttention and its gradient: docs/specification/sparse_flash_attention.md."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .declaration import Arguments, reference
 from .sequences import (
     Row,
     compute_dtype,
@@ -20,28 +18,9 @@ from .sequences import (
     until_padding,
 )
 
-INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
 
-
-def sparse_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    *,
-    scale_value: float,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None,
-    sparse_block_size: int = 1,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = INT64_MAX,
-    next_tokens: int = INT64_MAX,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@reference
+def sparse_flash_attention(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query over the keys it selects; every query head shares the one key head.
 
         s   = scale_value * (query @ key[pos]^T + query_rope @ key_rope[pos]^T)
@@ -55,54 +34,33 @@ def sparse_flash_attention(
     Returns out (query's shape and dtype, value's D), and softmax_max and softmax_sum, (B,1,S1,G) or
     (1,T1,G), fp32, or fp64 for fp64 inputs.
     """
-    dtype = compute_dtype(query)
-    q = to_tokens(join_rope(query, query_rope), layout, dtype)
-    k = to_tokens(join_rope(key, key_rope).squeeze(-2), layout, dtype)
-    v = to_tokens(value.squeeze(-2), layout, dtype)
-    selected = index_lists(sparse_indices, layout)
+    dtype = compute_dtype(a.query)
+    q = to_tokens(join_rope(a.query, a.query_rope), a.layout, dtype)
+    k = to_tokens(join_rope(a.key, a.key_rope).squeeze(-2), a.layout, dtype)
+    v = to_tokens(a.value.squeeze(-2), a.layout, dtype)
+    selected = index_lists(a.sparse_indices, a.layout)
     out = q.new_zeros((*q.shape[:2], v.shape[-1]))
     softmax_max, softmax_sum = (q.new_zeros(q.shape[:2]) for _ in range(2))
 
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    for row in rows(query, key, layout, sparse_mode, *lengths):
-        i, pos = row.token, positions(selected[row.token], row, sparse_block_size).to(q.device)
+    for row in rows(a):
+        i, pos = row.token, positions(selected[row.token], row, a.sparse_block_size).to(q.device)
         if len(pos) > 0:
-            s = scale_value * (q[i] @ k[pos].T)
+            s = a.scale_value * (q[i] @ k[pos].T)
             maximum = s.detach().amax(-1)
             e = torch.exp(s - maximum[:, None])
             out[i] = e / e.sum(-1, keepdim=True) @ v[pos]
             softmax_max[i], softmax_sum[i] = maximum, e.detach().sum(-1)
 
     return (
-        out.view(*query.shape[:-1], v.shape[-1]).to(query.dtype),
-        statistics_from_tokens(softmax_max, query),
-        statistics_from_tokens(softmax_sum, query),
+        out.view(*a.query.shape[:-1], v.shape[-1]).to(a.query.dtype),
+        statistics_from_tokens(softmax_max, a.query),
+        statistics_from_tokens(softmax_sum, a.query),
     )
 
 
+@reference
 @torch.no_grad()
-def sparse_flash_attention_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    *,
-    scale_value: float,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None,
-    sparse_block_size: int = 1,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = INT32_MAX,
-    next_tokens: int = INT32_MAX,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `sparse_flash_attention`, from its output and statistics.
 
         P  = exp(s - max) / sum;  dP = d_out @ value[pos]^T;  delta = (d_out * out).sum(-1)
@@ -114,35 +72,34 @@ def sparse_flash_attention_grad(
     Returns d_query, d_key, d_value, d_query_rope, d_key_rope with the shapes and dtypes of what
     they belong to; without ropes the last two are empty tensors.
     """
-    dtype = compute_dtype(query)
-    q = to_tokens(join_rope(query, query_rope), layout, dtype)
-    k = to_tokens(join_rope(key, key_rope).squeeze(-2), layout, dtype)
-    v = to_tokens(value.squeeze(-2), layout, dtype)
-    o, d_o = (to_tokens(x, layout, dtype) for x in (out, d_out))
+    dtype = compute_dtype(a.query)
+    q = to_tokens(join_rope(a.query, a.query_rope), a.layout, dtype)
+    k = to_tokens(join_rope(a.key, a.key_rope).squeeze(-2), a.layout, dtype)
+    v = to_tokens(a.value.squeeze(-2), a.layout, dtype)
+    o, d_o = (to_tokens(x, a.layout, dtype) for x in (a.out, a.d_out))
     maximum, total = (
-        statistics_to_tokens(x, layout, dtype)[..., None] for x in (softmax_max, softmax_sum)
+        statistics_to_tokens(x, a.layout, dtype)[..., None] for x in (a.softmax_max, a.softmax_sum)
     )
-    selected = index_lists(sparse_indices, layout)
+    selected = index_lists(a.sparse_indices, a.layout)
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
 
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    for row in rows(query, key, layout, sparse_mode, *lengths):
-        i, pos = row.token, positions(selected[row.token], row, sparse_block_size).to(q.device)
+    for row in rows(a):
+        i, pos = row.token, positions(selected[row.token], row, a.sparse_block_size).to(q.device)
         if len(pos) > 0:
-            p = torch.exp(scale_value * (q[i] @ k[pos].T) - maximum[i]) / total[i]
+            p = torch.exp(a.scale_value * (q[i] @ k[pos].T) - maximum[i]) / total[i]
             delta = (d_o[i] * o[i]).sum(-1, keepdim=True)
             d_s = p * (d_o[i] @ v[pos].T - delta)
-            d_q[i] = scale_value * (d_s @ k[pos])
-            d_k.index_add_(0, pos, scale_value * (d_s.T @ q[i]))
+            d_q[i] = a.scale_value * (d_s @ k[pos])
+            d_k.index_add_(0, pos, a.scale_value * (d_s.T @ q[i]))
             d_v.index_add_(0, pos, p.T @ d_o[i])
 
-    d_query, d_query_rope = split_rope(d_q, query, query_rope)
-    d_key, d_key_rope = split_rope(d_k, key, key_rope)
-    return d_query, d_key, d_v.view(value.shape).to(value.dtype), d_query_rope, d_key_rope
+    d_query, d_query_rope = split_rope(d_q, a.query, a.query_rope)
+    d_key, d_key_rope = split_rope(d_k, a.key, a.key_rope)
+    return d_query, d_key, d_v.view(a.value.shape).to(a.value.dtype), d_query_rope, d_key_rope
 
 
 def positions(indices: list[int], row: Row, sparse_block_size: int) -> Tensor:
-    """The key tokens of the blocks that a row selects: the `pos` of section 6."""
+    """The key tokens of the blocks that a row selects: the `pos` of its formulas."""
     blocks = until_padding(leading_indices(indices, row, sparse_block_size))
     keys = [
         row.first_key + key

@@ -1,15 +1,12 @@
-"""SparseLightningIndexerGradKLLoss: spec/sparse_attention.md, section 8.
-
-Seed: 000_7e7b0f625029119b.txt.
-"""
+"""SparseLightningIndexerGradKLLoss, the indexer's loss and its gradients:
+docs/specification/sparse_lightning_indexer_grad_kl_loss.md."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .declaration import Arguments, reference
 from .sequences import (
     compute_dtype,
     index_lists,
@@ -18,31 +15,12 @@ from .sequences import (
     statistics_to_tokens,
     to_tokens,
 )
-from .sparse_flash_attention import INT64_MAX, join_rope
+from .sparse_flash_attention import join_rope
 
 
+@reference
 @torch.no_grad()
-def sparse_lightning_indexer_grad_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    *,
-    scale_value: float,
-    query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = INT64_MAX,
-    next_tokens: int = INT64_MAX,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """KL(p || y) between attention, averaged over its heads, and the indexer, and its gradients.
 
     With j the n = min(K, limit) leading indices of a row, -1 left out:
@@ -63,26 +41,25 @@ def sparse_lightning_indexer_grad_kl_loss(
     Returns d_query_index, d_key_index and d_weights with the shapes and dtypes of what they belong
     to, and loss (1,), fp32, or fp64 for fp64 inputs.
     """
-    dtype = compute_dtype(query)
-    q = to_tokens(join_rope(query, query_rope), layout, dtype)
-    k = to_tokens(join_rope(key, key_rope).squeeze(-2), layout, dtype)
-    q_index, w = (to_tokens(x, layout, dtype) for x in (query_index, weights))
-    k_index = to_tokens(key_index.squeeze(-2), layout, dtype)
+    dtype = compute_dtype(a.query)
+    q = to_tokens(join_rope(a.query, a.query_rope), a.layout, dtype)
+    k = to_tokens(join_rope(a.key, a.key_rope).squeeze(-2), a.layout, dtype)
+    q_index, w = (to_tokens(x, a.layout, dtype) for x in (a.query_index, a.weights))
+    k_index = to_tokens(a.key_index.squeeze(-2), a.layout, dtype)
     maximum, total = (
-        statistics_to_tokens(x, layout, dtype)[..., None] for x in (softmax_max, softmax_sum)
+        statistics_to_tokens(x, a.layout, dtype)[..., None] for x in (a.softmax_max, a.softmax_sum)
     )
-    selected = index_lists(sparse_indices, layout)
+    selected = index_lists(a.sparse_indices, a.layout)
     d_q, d_k, d_w = (torch.zeros_like(x) for x in (q_index, k_index, w))
     loss = q.new_zeros(1)
 
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    for row in rows(query, key, layout, sparse_mode, *lengths):
+    for row in rows(a):
         i = row.token
         kept = [index for index in leading_indices(selected[i], row) if index != -1]
         if not kept:
             continue
         j = row.first_key + torch.tensor(kept, device=q.device)
-        s = scale_value * (q[i] @ k[j].T)
+        s = a.scale_value * (q[i] @ k[j].T)
         p = (torch.exp(s - maximum[i]) / total[i]).mean(0)
         s_index = q_index[i] @ k_index[j].T
         r = torch.relu(s_index)
@@ -97,8 +74,8 @@ def sparse_lightning_indexer_grad_kl_loss(
         d_k.index_add_(0, j, d_s.T @ q_index[i])
 
     return (
-        d_q.view(query_index.shape).to(query_index.dtype),
-        d_k.view(key_index.shape).to(key_index.dtype),
-        d_w.view(weights.shape).to(weights.dtype),
+        d_q.view(a.query_index.shape).to(a.query_index.dtype),
+        d_k.view(a.key_index.shape).to(a.key_index.dtype),
+        d_w.view(a.weights.shape).to(a.weights.dtype),
         loss,
     )
