@@ -10,6 +10,7 @@ from .sequences import (
     compute_dtype,
     index_lists,
     leading_indices,
+    like,
     rows,
     to_tokens,
     until_padding,
@@ -79,8 +80,4 @@ def lightning_indexer_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         d_q[i] = d_s @ k[j]
         d_k.index_add_(0, j, d_s.T @ q[i])
 
-    return (
-        d_q.view(a.query.shape).to(a.query.dtype),
-        d_k.view(a.key.shape).to(a.key.dtype),
-        d_w.view(a.weights.shape).to(a.weights.dtype),
-    )
+    return like(d_q, a.query), like(d_k, a.key), like(d_w, a.weights)

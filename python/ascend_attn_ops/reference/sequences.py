@@ -76,6 +76,11 @@ def to_tokens(x: Tensor, layout: str, dtype: torch.dtype | None = None) -> Tenso
     return (x.flatten(0, 1) if layout == "BSND" else x).to(dtype or x.dtype)
 
 
+def like(gradient: Tensor, x: Tensor) -> Tensor:
+    """In the shape and dtype of what it is the gradient of."""
+    return gradient.reshape(x.shape).to(x.dtype)
+
+
 def statistics_to_tokens(x: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
     """(B,1,S1,G) or (1,T1,G) to (tokens,G)."""
     return to_tokens(x.squeeze(-3), layout, dtype)

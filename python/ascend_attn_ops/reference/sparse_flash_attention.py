@@ -11,6 +11,7 @@ from .sequences import (
     compute_dtype,
     index_lists,
     leading_indices,
+    like,
     rows,
     statistics_from_tokens,
     statistics_to_tokens,
@@ -95,7 +96,7 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
 
     d_query, d_query_rope = split_rope(d_q, a.query, a.query_rope)
     d_key, d_key_rope = split_rope(d_k, a.key, a.key_rope)
-    return d_query, d_key, d_v.view(a.value.shape).to(a.value.dtype), d_query_rope, d_key_rope
+    return d_query, d_key, like(d_v, a.value), d_query_rope, d_key_rope
 
 
 def positions(indices: list[int], row: Row, sparse_block_size: int) -> Tensor:
@@ -116,7 +117,4 @@ def join_rope(x: Tensor, rope: Tensor | None) -> Tensor:
 
 def split_rope(gradient: Tensor, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
     d_x, d_rope = gradient.tensor_split([x.shape[-1]], -1)
-    return (
-        d_x.reshape(x.shape).to(x.dtype),
-        x.new_empty(0) if rope is None else d_rope.reshape(rope.shape).to(rope.dtype),
-    )
+    return like(d_x, x), x.new_empty(0) if rope is None else like(d_rope, rope)

@@ -11,6 +11,7 @@ from .sequences import (
     compute_dtype,
     index_lists,
     leading_indices,
+    like,
     rows,
     statistics_to_tokens,
     to_tokens,
@@ -73,9 +74,4 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
         d_q[i] = d_s @ k_index[j]
         d_k.index_add_(0, j, d_s.T @ q_index[i])
 
-    return (
-        d_q.view(a.query_index.shape).to(a.query_index.dtype),
-        d_k.view(a.key_index.shape).to(a.key_index.dtype),
-        d_w.view(a.weights.shape).to(a.weights.dtype),
-        loss,
-    )
+    return like(d_q, a.query_index), like(d_k, a.key_index), like(d_w, a.weights), loss
