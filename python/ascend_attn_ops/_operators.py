@@ -32,8 +32,8 @@ def operator(**computed: Callable[..., Any]) -> Callable[[Callable[P, R]], Calla
 
     Each argument of the schema is the parameter of its name. `computed` has functions of parameters
     for some of them: one that reads the argument itself gives its value, any other gives the value
-    of an argument that is None. ``**options`` in a declaration stands for all arguments of the
-    schema that it does not list.
+    of an argument that is None. ``*tensors`` and ``**options`` in a declaration stand for all
+    arguments of the schema that it does not list.
     """
 
     def make(declaration: Callable[P, R]) -> Callable[P, R]:
@@ -74,6 +74,7 @@ def _with_options(
     signature: inspect.Signature, schema: dict[str, inspect.Parameter]
 ) -> inspect.Signature:
     listed = dict(signature.parameters)
+    listed.pop("tensors", None)
     if listed.pop("options", None):
         listed |= {name: schema[name] for name in schema if name not in listed}
     return signature.replace(parameters=list(listed.values()))

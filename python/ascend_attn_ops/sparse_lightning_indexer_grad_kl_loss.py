@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, operator
+from ascend_attn_ops._operators import operator
 
 
 @operator()
 def sparse_lightning_indexer_grad_kl_loss(
+    *tensors: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The KL loss that trains the indexer and its gradients, in one pass.
+
+    To autograd this is a loss: ``loss`` is differentiable with respect to query_index, key_index
+    and weights; the three gradient outputs are not differentiable. Most users want
+    :func:`lightning_indexer_kl_loss`, which returns only the loss.
+
+    Args:
+        tensors, options: the arguments of :func:`lightning_indexer_kl_loss` except `reduction`,
+            and pre_tokens and next_tokens, which mode 3 ignores.
+
+    Returns:
+        d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor; and
+        loss, (1,), float32 (float64 for float64 inputs): the sum over all tokens, in nats.
+
+    Raises:
+        As :func:`lightning_indexer_kl_loss`.
+
+    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
+    aclnnSparseLightningIndexerGradKLLoss.
+    """
+
+
+def lightning_indexer_kl_loss(
     query: Tensor,
     key: Tensor,
     query_index: Tensor,
@@ -29,20 +53,17 @@ def sparse_lightning_indexer_grad_kl_loss(
     actual_seq_lengths_key: Sequence[int] | None = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = ALL_TOKENS_SPARSE,
-    next_tokens: int = ALL_TOKENS_SPARSE,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The KL loss that trains the indexer and its gradients, in one pass.
+    reduction: Literal["sum", "mean"] = "sum",
+) -> Tensor:
+    """The KL loss between the main attention and the indexer, a differentiable scalar.
 
     Over the keys selected for a query token, p is the attention averaged over the heads (the
     target) and y the softmax of the indexer's scores::
 
-        loss = sum over tokens of sum p * (log p - log y);   gradients from y - p
+        loss = sum over tokens of sum p * (log p - log y)
 
-    To autograd this is a loss: ``loss`` is differentiable with respect to query_index, key_index
-    and weights; the three gradient outputs are not differentiable. Most users want
-    :func:`lightning_indexer_kl_loss`, which returns only the loss.
+    Gradients flow to query_index, key_index and weights; the attention is a fixed target.
 
     Args:
         query: of the main attention, (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or
@@ -64,44 +85,17 @@ def sparse_lightning_indexer_grad_kl_loss(
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.
-        pre_tokens: ignored in mode 3.
-        next_tokens: ignored in mode 3.
         deterministic: as in :func:`sparse_flash_attention`.
-
-    Returns:
-        d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor; and
-        loss, (1,), float32 (float64 for float64 inputs): the sum over all tokens, in nats.
-
-    Raises:
-        TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, length, index, layout, mode or device limit is violated.
-        NotImplementedError: the product in force has no such operator.
-
-    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
-    aclnnSparseLightningIndexerGradKLLoss.
-    """
-
-
-def lightning_indexer_kl_loss(
-    *tensors: Tensor, reduction: Literal["sum", "mean"] = "sum", **options: Any
-) -> Tensor:
-    """The KL loss between the main attention and the indexer, a differentiable scalar.
-
-    Gradients flow to query_index, key_index and weights; the attention is a fixed target.
-
-    Args:
-        tensors: query, key, query_index, key_index, weights, sparse_indices, softmax_max and
-            softmax_sum of :func:`sparse_lightning_indexer_grad_kl_loss`, by position or by name.
         reduction: "sum" over the query tokens, or their "mean": the sum divided by B * S1 in BSND,
             by the last prefix sum in TND.
-        options: the keywords of :func:`sparse_lightning_indexer_grad_kl_loss`; scale_value is
-            required.
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).
 
     Raises:
-        As :func:`sparse_lightning_indexer_grad_kl_loss`; ValueError for another reduction.
+        TypeError: a dtype is not supported or disagrees.
+        ValueError: a shape, length, index, layout, mode, reduction or device limit is violated.
+        NotImplementedError: the product in force has no such operator.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -129,25 +123,30 @@ def lightning_indexer_kl_loss(
             "ascend::lightning_indexer_kl_loss: reduction: expected 'sum' or 'mean', "
             f"got {reduction!r}"
         )
-    d_query_index, _, _, loss = sparse_lightning_indexer_grad_kl_loss(*tensors, **options)
+    *_, loss = sparse_lightning_indexer_grad_kl_loss(
+        query,
+        key,
+        query_index,
+        key_index,
+        weights,
+        sparse_indices,
+        softmax_max,
+        softmax_sum,
+        scale_value=scale_value,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
+        layout=layout,
+        sparse_mode=sparse_mode,
+        deterministic=deterministic,
+    )
     loss = loss.squeeze(0)
     if reduction == "sum":
         return loss
-    ends = options.get("actual_seq_lengths_query")
-    if ends is None:
-        tokens = d_query_index.shape[0] * d_query_index.shape[1]
+    if actual_seq_lengths_query is None:
+        tokens = query.shape[0] * query.shape[1]
     else:
-        tokens = ends[-1] if len(ends) else 0
+        tokens = actual_seq_lengths_query[-1] if len(actual_seq_lengths_query) else 0
     # Without tokens the sum is zero, and so is its mean.
     return loss / max(tokens, 1)
-
-
-# What help() shows: the arguments of the operator, and the reduction.
-_operator_signature = inspect.signature(sparse_lightning_indexer_grad_kl_loss)
-_own_signature = inspect.signature(lightning_indexer_kl_loss)
-vars(lightning_indexer_kl_loss)["__signature__"] = _own_signature.replace(
-    parameters=[
-        *_operator_signature.parameters.values(),
-        _own_signature.parameters["reduction"],
-    ]
-)

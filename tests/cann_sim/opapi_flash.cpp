@@ -1,4 +1,4 @@
-// FlashAttentionScore and its gradient. Prototypes: spec/flash_attention.md, section 1.
+// FlashAttentionScore and its gradient. Prototypes: docs/specification/flash_attention_score.md.
 #include "opapi.h"
 
 using namespace cann_sim;

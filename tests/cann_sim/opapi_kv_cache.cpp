@@ -1,4 +1,4 @@
-// Paged KV caches. Prototype: spec/scatter_pa_kv_cache.md, section 1.
+// Paged KV caches. Prototype: docs/specification/scatter_pa_kv_cache.md.
 #include "opapi.h"
 
 using namespace cann_sim;

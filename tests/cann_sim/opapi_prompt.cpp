@@ -1,4 +1,4 @@
-// PromptFlashAttention. Prototype: spec/prompt_flash_attention.md, section 1. V3 is what torch_npu
+// PromptFlashAttention. Prototype: docs/specification/prompt_flash_attention.md. V3 is what torch_npu
 // calls: the same, and innerPrecise.
 #include "opapi.h"
 
