@@ -2,6 +2,7 @@
 # make test    build everything and run the tests, on the CPU and on the simulated NPU
 # make bench   the benchmarks: ours, the peer and the physical limit side by side
 # make lint    ruff, clang-format, mypy
+# make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make clean   remove what was built
 #
 # Every target sets up what it needs in .venv and .venv-npu under this checkout; a second run reuses
@@ -14,12 +15,13 @@ BUILD_TOOLS := 'setuptools>=77,<82' wheel 'ninja>=1.11' 'pybind11>=2.12,<4'
 
 CPU := .venv/bin/python
 NPU := .venv-npu/bin/python
+SPHINX := $(CPU) -m sphinx --quiet --fail-on-warning --keep-going -d out/docs/doctrees
 PIP_INSTALL := -m pip install --disable-pip-version-check
 
 # Git sees no difference, but clang-format is given every file that is ours.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu bench lint format clean build build-npu
+.PHONY: demo test test-cpu test-npu bench lint format docs clean build build-npu
 
 demo: build
 	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
@@ -52,8 +54,14 @@ format: .venv/ready
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(CPP_FILES)
 
+# Warnings are errors, and unresolved references are warnings. Pages are read once for all three.
+docs: build
+	$(SPHINX) -b html docs out/docs/html
+	$(SPHINX) -b doctest docs out/docs/doctest
+	$(SPHINX) -b linkcheck docs out/docs/linkcheck
+
 clean:
-	rm -rf build build-npu .venv .venv-npu out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build build-npu .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
 	find python -name '*.so' -delete
 
 # The compiler runs only for what has changed.
@@ -71,7 +79,7 @@ build-npu: build .venv-npu/ready
 .venv/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	$(CPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS)
-	ASCEND_ATTN_OPS_BUILD=none $(CPU) $(PIP_INSTALL) --no-build-isolation -e '.[test,lint,examples]'
+	ASCEND_ATTN_OPS_BUILD=none $(CPU) $(PIP_INSTALL) --no-build-isolation -e '.[test,lint,examples,docs]'
 	touch $@
 
 # torch_npu lives in an environment of its own: where it is installed, `import torch` loads it.

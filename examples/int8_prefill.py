@@ -6,7 +6,7 @@ Trains the language model of train_lightning_indexer.py with dense attention (or
 `--checkpoint` names), captures what the attention of each layer reads on held-out text, and
 compares prompt_flash_attention with attention in float64: once with the bfloat16 tensors as they
 are, once with the same tensors in int8. Then the whole model runs on each of them. The output
-directory receives errors.png and errors.md, which docs/int8_prefill.md explains.
+directory receives errors.png and errors.md, which docs/tutorials/int8_prefill.md explains.
 """
 
 from __future__ import annotations

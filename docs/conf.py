@@ -1,0 +1,77 @@
+"""Sphinx configuration. `make docs` builds the site from this checkout alone, without a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parents[1] / "python")]
+
+import ascend_attn_ops  # noqa: E402
+
+project = "ascend_attn_ops"
+author = "the ascend_attn_ops authors"
+project_copyright = author
+release = version = ascend_attn_ops.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "docstrings",
+    "mathml",
+    "operator_pages",
+    "public_names",
+    "python_blocks",
+]
+
+html_theme = "furo"
+html_title = f"ascend_attn_ops {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_copy_source = False
+html_theme_options = {"navigation_with_keys": True}
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+# A formula in a table cell or a sentence is written with dollars; a price is not to be expected.
+myst_dmath_double_inline = True
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
+# One parameter a line: the signatures have up to 24.
+maximum_signature_line_length = 80
+# `code` in a docstring is code.
+default_role = "literal"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# Several arguments may share an entry ("query, key: ..."), and what is returned is said in prose.
+napoleon_use_param = False
+napoleon_use_keyword = False
+napoleon_custom_sections = ["Returns", "Errors"]
+
+# Every reference must resolve, but for the names of other projects: their inventories would have to
+# be fetched.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|typing|nn)\..*|Tensor|Sequence|Any")]
+
+# What examples may take for granted. They run under the default device limits.
+doctest_global_setup = """
+import torch
+import ascend_attn_ops  # noqa: E402
+import ascend_attn_ops as ops
+from ascend_attn_ops import *
+torch.manual_seed(0)
+"""
+
+# Internal links only: nothing is fetched.
+linkcheck_ignore = [r"https?://.*"]
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
