@@ -2,68 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from ascend_attn_ops import reference
-from samples import DIFFERENTIABLE, DIFFERENTIABLE_OUTPUT, RECIPES, Recipe, Sample
+from gradients import differentiable_names, gradients, incoming_gradient
+from samples import (
+    DIFFERENTIABLE_RECIPES,
+    FIRST_DIFFERENTIABLE,
+    OPERATORS,
+    Gradient,
+    Recipe,
+    Sample,
+    named_tensors,
+)
 from tolerance import TOLERANCES, assert_close, assert_same_bits
 from torch import Tensor
 from torch.autograd import forward_ad
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-PROMPT = "prompt_flash_attention"
-KL_LOSS = "sparse_lightning_indexer_grad_kl_loss"
-ALL = [r for r in RECIPES if r.operator in DIFFERENTIABLE and r.differentiable]
-FIRST = [next(r for r in ALL if r.operator == operator) for operator in DIFFERENTIABLE]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-each_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.id)
-each_operator = pytest.mark.parametrize("recipe", FIRST, ids=lambda recipe: recipe.operator)
+each_recipe = pytest.mark.parametrize("recipe", DIFFERENTIABLE_RECIPES, ids=lambda r: r.id)
+each_operator = pytest.mark.parametrize(
+    "recipe", FIRST_DIFFERENTIABLE, ids=lambda recipe: recipe.operator.name
+)
 
 
-def differentiable_names(sample: Sample) -> tuple[str, ...]:
-    return tuple(name for name in DIFFERENTIABLE[sample.operator] if name in sample.tensors)
+def gradient_of(sample: Sample) -> Gradient:
+    gradient = OPERATORS[sample.operator].gradient
+    assert gradient is not None
+    return gradient
 
 
-def differentiable_output(sample: Sample, outputs: Sequence[Tensor]) -> Tensor:
-    return outputs[DIFFERENTIABLE_OUTPUT[sample.operator]]
+def differentiable_output(sample: Sample, outputs: tuple[Tensor, ...]) -> Tensor:
+    return OPERATORS[sample.operator].gradient_output(outputs)
 
 
-def incoming_gradient(sample: Sample, outputs: Sequence[Tensor]) -> Tensor:
-    """Random. Of the loss a power of two: to scale by it is exact.
-
-    Of the indexer's values, the same for a key in whatever slot it stands: rounding may exchange
-    two of them.
-    """
-    output = differentiable_output(sample, outputs)
-    if sample.operator == KL_LOSS:
-        return torch.full_like(output, -2)
-    generator = torch.Generator().manual_seed(0)
-    if sample.operator != "lightning_indexer":
-        return torch.randn(output.shape, generator=generator).to(output.dtype)
-    keys = max(1, sample.inputs["key"].shape[-3])
-    of_key = torch.randn((*output.shape[:-1], keys), generator=generator).to(output.dtype)
-    return of_key.gather(-1, outputs[0].clamp(min=0).long())
-
-
-def gradients(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    leaf = sample.requires_grad(names)
-    outputs = leaf.call(torch.ops.ascend)
-    d_output = incoming_gradient(sample, outputs)
-    leaves = [leaf.tensors[name] for name in names]
-    return torch.autograd.grad(differentiable_output(sample, outputs), leaves, d_output)
+def by_name(sample: Sample, results: Sequence[Any]) -> dict[str, Tensor]:
+    """Results that a record states, one per differentiable argument, by the names of tensors."""
+    return named_tensors(dict(zip(gradient_of(sample).inputs, results, strict=True)))
 
 
 def reference_gradients(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """In fp64. The reference of the loss states its gradients."""
+    """In fp64."""
     leaf = sample.double().requires_grad(names)
     outputs = leaf.call(reference)
     d_output = incoming_gradient(leaf, outputs)
-    if sample.operator == KL_LOSS:
-        return tuple(d_output * gradient for gradient in outputs[:3])
+    stated = gradient_of(sample).stated
+    if stated is not None:
+        results = by_name(sample, stated(leaf, outputs, d_output))
+        return tuple(results[name] for name in names)
     leaves = [leaf.tensors[name] for name in names]
     output = differentiable_output(sample, outputs)
     if not output.requires_grad:  # no query of this sample sees a key
@@ -84,69 +76,52 @@ def test_gradients_are_those_of_the_reference(recipe: Recipe, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@each_recipe
+@pytest.mark.parametrize(
+    "recipe",
+    [r for r in DIFFERENTIABLE_RECIPES if r.operator.gradient and r.operator.gradient.backward],
+    ids=lambda recipe: recipe.id,
+)
 def test_backward_is_the_grad_operator(recipe: Recipe, dtype: torch.dtype) -> None:
     sample = recipe.make(dtype)
     outputs = sample.call(torch.ops.ascend)
-    d_output = incoming_gradient(sample, outputs)
-    inputs, options = sample.inputs, dict(sample.options)
-    if sample.operator == KL_LOSS:
-        results = tuple((d_output * gradient).to(gradient.dtype) for gradient in outputs[:3])
-    elif sample.operator == "lightning_indexer":
-        del options["sparse_count"], options["return_values"]
-        q, k, w = sample.args
-        results = torch.ops.ascend.lightning_indexer_grad(q, k, d_output, outputs[0], w, **options)
-    elif sample.operator == "flash_attention_score":
-        out, *statistics = outputs
-        results = torch.ops.ascend.flash_attention_score_grad(
-            *sample.args, d_output, *statistics, out, **options
-        )
-    else:
-        results = torch.ops.ascend.sparse_flash_attention_grad(
-            *sample.args, d_output, *outputs, **options
-        )
-    expected = dict(zip(DIFFERENTIABLE[sample.operator], results, strict=True))
-    if inputs.get("value") is not None and inputs["value"] is inputs["key"]:
-        expected["key"] = expected["value"] = expected["key"] + expected["value"]
+    backward = gradient_of(sample).backward
+    assert backward is not None
+    expected = by_name(sample, backward(sample, outputs, incoming_gradient(sample, outputs)))
     names = differentiable_names(sample)
     assert_same_bits(gradients(sample, names), tuple(expected[name] for name in names))
 
 
-@each_recipe
-def test_gradcheck(recipe: Recipe) -> None:
-    if not recipe.gradcheck:
-        pytest.skip("the stated gradient is not that of the loss: spec, section 8")
-    sample = recipe.make(torch.float64)
-    if any(x.numel() == 0 for x in sample.tensors.values()):
-        pytest.skip("nothing to perturb")
-    names = differentiable_names(sample)
-    leaf = sample.requires_grad(names)
-
-    def function(*leaves: Tensor) -> Tensor:
-        call = leaf.replace(**dict(zip(names, leaves, strict=True)))
-        outputs = call.call(torch.ops.ascend)
-        # The padding of the indexer's values is -inf, which has no difference.
-        return differentiable_output(sample, outputs).masked_fill(
-            differentiable_output(sample, outputs) == -torch.inf, 0
-        )
-
-    leaves = tuple(leaf.tensors[name] for name in names)
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6)
-
-
-@each_operator
-def test_gradcheck_of_every_element(recipe: Recipe) -> None:
-    sample = recipe.make(torch.float64)
+def differentiable_function(
+    sample: Sample,
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The operator as gradcheck wants it, and the leaves it is a function of."""
     names = differentiable_names(sample)
     leaf = sample.requires_grad(names)
 
     def function(*leaves: Tensor) -> Tensor:
         call = leaf.replace(**dict(zip(names, leaves, strict=True)))
         output = differentiable_output(sample, call.call(torch.ops.ascend))
-        return output.masked_fill(output == -torch.inf, 0).sum(-1)
+        # Padding of -inf, as the indexer's values have, has no difference.
+        return output.masked_fill(output == -torch.inf, 0)
 
-    leaves = tuple(leaf.tensors[name] for name in names)
-    assert torch.autograd.gradcheck(function, leaves)
+    return function, tuple(leaf.tensors[name] for name in names)
+
+
+@each_recipe
+def test_gradcheck(recipe: Recipe) -> None:
+    sample = recipe.make(torch.float64)
+    if not gradient_of(sample).has_differences(recipe.case):
+        pytest.skip("the specification states another gradient than that of the function")
+    if any(x.numel() == 0 for x in sample.tensors.values()):
+        pytest.skip("nothing to perturb")
+    function, leaves = differentiable_function(sample)
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6)
+
+
+@each_operator
+def test_gradcheck_of_every_element(recipe: Recipe) -> None:
+    function, leaves = differentiable_function(recipe.make(torch.float64))
+    assert torch.autograd.gradcheck(lambda *x: function(*x).sum(-1), leaves)
 
 
 @each_operator
@@ -162,19 +137,15 @@ def test_one_input_alone(recipe: Recipe) -> None:
 def test_what_carries_no_gradient(recipe: Recipe) -> None:
     sample = recipe.make(torch.float32)
     leaf = sample.requires_grad(differentiable_names(sample))
-    carried = DIFFERENTIABLE_OUTPUT[sample.operator]
     outputs = leaf.call(torch.ops.ascend)
-    assert [x.requires_grad for x in outputs] == [i == carried for i in range(len(outputs))]
+    carries = [name == gradient_of(sample).output for name in recipe.operator.output_names]
+    assert [x.requires_grad for x in outputs] == carries
     assert not any(x.requires_grad for x in sample.call(torch.ops.ascend))
     with torch.no_grad():
         assert not any(x.requires_grad for x in leaf.call(torch.ops.ascend))
 
-    others = [
-        name
-        for name, x in sample.tensors.items()
-        if x.is_floating_point() and name not in DIFFERENTIABLE[sample.operator]
-    ]
-    for name in others:
+    others = sample.tensors.keys() - set(differentiable_names(sample))
+    for name in (name for name in others if sample.tensors[name].is_floating_point()):
         outputs = sample.requires_grad((name,)).call(torch.ops.ascend)
         assert not any(x.requires_grad for x in outputs), name
 
@@ -193,9 +164,12 @@ def test_undefined_gradient(recipe: Recipe) -> None:
 @each_operator
 def test_expanded_gradient(recipe: Recipe) -> None:
     """The gradient of a sum has no memory of its own."""
-    sample = recipe.make(torch.float32)
-    if sample.operator == "lightning_indexer":
-        sample = sample.replace(sparse_count=1, sparse_mode=0)  # no padding
+    # Of a sample without padding of -inf, whose sum has a gradient.
+    sample = next(
+        sample
+        for sample in (r.make(torch.float32) for r in recipe.operator.recipes if r.differentiable)
+        if differentiable_output(sample, sample.call(torch.ops.ascend)).isfinite().all()
+    )
     results = []
     for ones in (Tensor.sum, lambda x: (x * torch.ones_like(x)).sum()):
         leaf = sample.requires_grad(differentiable_names(sample))
@@ -235,10 +209,15 @@ def test_deterministic_algorithms(recipe: Recipe) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-ANY = [next(r for r in RECIPES if r.operator == x) for x in (*DIFFERENTIABLE, PROMPT)]
-
-
-@pytest.mark.parametrize("recipe", ANY, ids=lambda recipe: recipe.operator)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        operator.recipes[0]
+        for operator in OPERATORS.values()
+        if not operator.in_place and (operator.gradient or operator.inference_only)
+    ],
+    ids=lambda recipe: recipe.operator.name,
+)
 def test_forward_mode_is_refused(recipe: Recipe) -> None:
     """Or else the outputs would be constants to it."""
     sample = recipe.make(torch.float32)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from samples import (
-    DIFFERENTIABLE,
-    DIFFERENTIABLE_OUTPUT,
-    OPERATORS,
-    RECIPES,
-    Recipe,
-    Sample,
-    as_tuple,
-)
+from gradients import outputs_and_gradients
+from samples import OPERATORS, RECIPES, Recipe, Sample, as_tuple
 from tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,31 +15,17 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 # Every seventh: all operators, and among them every layout, mode and kind of emptiness.
 SOME = [
     recipe
-    for operator in OPERATORS
-    for recipe in [r for r in RECIPES if r.operator == operator][::7]
+    for operator in OPERATORS.values()
+    if not operator.in_place
+    for recipe in operator.recipes[::7]
 ]
-# The first of each operator in each layout.
-BY_LAYOUT = list({(r.operator, r.case.layout): r for r in reversed(RECIPES)}.values())
-BSND = [recipe for recipe in BY_LAYOUT if recipe.case.layout == "BSND"]
+# The first of each operator in each layout, and of these one per operator.
+BY_LAYOUT = list({(r.operator.name, r.layout): r for r in reversed(RECIPES)}.values())
+BSND = [recipe for recipe in BY_LAYOUT if recipe.layout in ("BSND", "")]
 
 
 def name_of(recipe: Recipe) -> str:
     return recipe.id
-
-
-def with_gradients(sample: Sample) -> Sample:
-    return sample.requires_grad(DIFFERENTIABLE.get(sample.operator, ()))
-
-
-def call_and_gradients(function: Any, sample: Sample) -> tuple[Tensor, ...]:
-    sample = with_gradients(sample)
-    outputs = as_tuple(function(*sample.args, **sample.options))
-    if sample.operator not in DIFFERENTIABLE:
-        return outputs
-    leaves = [x for x in sample.tensors.values() if x.requires_grad]
-    output = outputs[DIFFERENTIABLE_OUTPUT[sample.operator]]
-    d_output = torch.full_like(output, 0.5)
-    return (*outputs, *torch.autograd.grad(output, leaves, d_output))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
@@ -63,18 +40,17 @@ def test_fake_tensors(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", SOME, ids=name_of)
 def test_opcheck(recipe: Recipe) -> None:
-    sample = recipe.make(torch.float32)
-    operator = getattr(torch.ops.ascend, sample.operator).default
+    sample, operator = recipe.make(torch.float32), recipe.operator.overload
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     aot = "test_aot_dispatch_dynamic"
-    if sample.operator == "lightning_indexer":
-        # With gradients this check adds all outputs to an integer, the first one, which torch
-        # refuses. What it would show is in test_compiles_once_for_all_sizes.
+    if recipe.differentiable and not sample.call(torch.ops.ascend)[0].is_floating_point():
+        # With gradients this check adds all outputs to the first one, which torch refuses of an
+        # integer. What it would show is in test_compiles_once_for_all_sizes.
         torch.library.opcheck(operator, sample.args, sample.options, test_utils=aot)
     else:
         checks.append(aot)
     if recipe.differentiable:
-        sample = with_gradients(sample)
+        sample = sample.requires_grad(recipe.operator.differentiable)
     torch.library.opcheck(operator, sample.args, sample.options, test_utils=checks)
 
 
@@ -89,23 +65,30 @@ def test_inductor(recipe: Recipe) -> None:
 
 
 def check_compiled(recipe: Recipe, backend: str) -> None:
-    operator = getattr(torch.ops.ascend, recipe.operator).default
+    operator = recipe.operator.overload
 
-    def function(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-        return operator(*args, **options)
+    def function(sample: Sample) -> tuple[Tensor, ...]:
+        return compiled(*sample.args, **sample.options)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(
+        lambda *args, **options: operator(*args, **options),
+        fullgraph=True, dynamic=True, backend=backend,
+    )  # fmt: skip
     with torch._dynamo.config.patch(error_on_recompile=True):
         for variant in (recipe, recipe.resized()):
             sample = variant.make(torch.bfloat16)
-            actual = call_and_gradients(compiled, sample)
-            assert_same_bits(actual, call_and_gradients(operator, sample))
+            for actual, expected in zip(
+                outputs_and_gradients(sample, call=function),
+                outputs_and_gradients(sample),
+                strict=True,
+            ):
+                assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("recipe", BSND, ids=name_of)
 def test_export_with_dynamic_sizes(recipe: Recipe) -> None:
-    operator = getattr(torch.ops.ascend, recipe.operator).default
+    operator = recipe.operator.overload
     sample, other = recipe.make(torch.bfloat16), recipe.resized().make(torch.bfloat16)
 
     class Module(torch.nn.Module):

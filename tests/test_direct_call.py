@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import _C
-from samples import (
-    ALL_OPERATORS,
-    DIFFERENTIABLE,
-    DIFFERENTIABLE_OUTPUT,
-    RECIPES,
-    Recipe,
-    Sample,
-    as_tuple,
-    small_sample,
-)
-from samples.scatter_pa_kv_cache import CASES, build
+from gradients import gradients
+from samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of
 from tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,13 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
+ATTENTION = OPERATORS["sparse_flash_attention"]
 SCATTER = "scatter_pa_kv_cache_"
+
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
-each_operator = pytest.mark.parametrize("operator", ALL_OPERATORS)
-
-
-def overload(operator: str) -> Any:
-    return getattr(torch.ops.ascend, operator).default
+each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda x: x.name)
 
 
 def values(sample: Sample) -> list[Any]:
@@ -43,7 +32,7 @@ def values(sample: Sample) -> list[Any]:
     given = sample.arguments
     return [
         given.get(argument.name, argument.default_value)
-        for argument in overload(sample.operator)._schema.arguments
+        for argument in OPERATORS[sample.operator].overload._schema.arguments
     ]
 
 
@@ -56,39 +45,34 @@ def is_left_to_torch(operator: str, arguments: list[Any]) -> bool:
     return direct(operator)(*arguments) is NotImplemented
 
 
-def differentiated(sample: Sample, operator: Callable[..., Any]) -> tuple[Tensor, ...]:
-    wanted = DIFFERENTIABLE[sample.operator]
-    leaves = sample.requires_grad(wanted)
-    out = as_tuple(operator(leaves))[DIFFERENTIABLE_OUTPUT[sample.operator]]
-    inputs = [x for name, x in leaves.tensors.items() if name in wanted]
-    return torch.autograd.grad(out.sum(), inputs)
-
-
 @each_recipe
 def test_results_are_those_of_torch_ops(recipe: Recipe) -> None:
     sample = recipe.make(torch.bfloat16)
     results = direct(sample.operator)(*values(sample))
-    assert type(results) is type(overload(sample.operator)(*sample.args, **sample.options))
+    assert type(results) is type(recipe.operator.overload(*sample.args, **sample.options))
     assert_same_bits(as_tuple(results), sample.call(torch.ops.ascend))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_caches_are_written_as_by_torch_ops(case: Any) -> None:
-    sample, through_torch = (build(case, torch.float16) for _ in range(2))
-    assert direct(SCATTER)(*values(sample)) is None
+@pytest.mark.parametrize(
+    "recipe",
+    [recipe for operator in OPERATORS.values() if operator.in_place for recipe in operator.recipes],
+    ids=lambda recipe: recipe.id,
+)
+def test_tensors_are_written_as_by_torch_ops(recipe: Recipe) -> None:
+    sample, through_torch = (recipe.make(torch.float16) for _ in range(2))
+    assert direct(sample.operator)(*values(sample)) is None
     through_torch.call(torch.ops.ascend)
     for x, y in zip(sample.tensors.values(), through_torch.tensors.values(), strict=True):
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        assert torch.equal(bytes_of(x), bytes_of(y))
 
 
-@pytest.mark.parametrize("operator", list(DIFFERENTIABLE))
-def test_gradients_are_those_of_torch_ops(operator: str) -> None:
-    sample = small_sample(operator)
-    if operator == "lightning_indexer":
-        sample = sample.replace(return_values=True)
-    gradients = differentiated(sample, lambda leaves: direct(operator)(*values(leaves)))
-    through_torch = differentiated(sample, lambda leaves: leaves.call(torch.ops.ascend))
-    assert_same_bits(gradients, through_torch)
+@pytest.mark.parametrize(
+    "operator", [x for x in OPERATORS.values() if x.gradient], ids=lambda x: x.name
+)
+def test_gradients_are_those_of_torch_ops(operator: Operator) -> None:
+    sample = operator.small_sample()
+    ours = gradients(sample, call=lambda leaves: direct(operator.name)(*values(leaves)))
+    assert_same_bits(ours, gradients(sample))
 
 
 class Received(TorchFunctionMode):
@@ -102,22 +86,23 @@ class Received(TorchFunctionMode):
 
 
 @each_operator
-def test_public_functions_pass_every_argument_in_its_place(operator: str) -> None:
+def test_public_functions_pass_every_argument_in_its_place(operator: Operator) -> None:
     # Anything will do: a public function computes only what is not given.
-    given = {argument.name: object() for argument in overload(operator)._schema.arguments}
+    given = {argument.name: object() for argument in operator.overload._schema.arguments}
     with Received() as mode:
-        getattr(ascend_attn_ops, operator)(**given)
+        getattr(ascend_attn_ops, operator.name)(**given)
     assert mode.arguments == given
 
 
 @each_operator
-def test_every_wrong_type_is_left_to_torch_ops(operator: str) -> None:
+def test_every_wrong_type_is_left_to_torch_ops(operator: Operator) -> None:
     """Which has an error for it, or a conversion."""
-    arguments = values(small_sample(operator))
-    types = [str(a.type) for a in overload(operator)._schema.arguments]
+    arguments = values(operator.small_sample())
+    types = [str(a.type) for a in operator.overload._schema.arguments]
     wrong: dict[str, list[Any]] = {
         "Tensor": [None, 1, "a", np.zeros(3)],
         "Optional[Tensor]": [1, "a", np.zeros(3)],
+        "List[Tensor]": [None, 1, "a", [None], [1], torch.ones(2)],
         "int": [None, 1.0, True, "1", np.int64(1), 2**63, -(2**63) - 1],
         "SymInt": [None, 1.0, True, "1", np.int64(1), 2**63],
         "float": [None, 1, True, "1.0", np.float64(1.0)],
@@ -129,15 +114,15 @@ def test_every_wrong_type_is_left_to_torch_ops(operator: str) -> None:
     for position, name in enumerate(types):
         for value in wrong[name]:
             changed = [*arguments[:position], value, *arguments[position + 1 :]]
-            assert is_left_to_torch(operator, changed), f"argument {position}: {value!r}"
-    assert is_left_to_torch(operator, arguments[:-1])
-    assert is_left_to_torch(operator, [*arguments, None])
-    assert is_left_to_torch(operator, [])
+            assert is_left_to_torch(operator.name, changed), f"argument {position}: {value!r}"
+    assert is_left_to_torch(operator.name, arguments[:-1])
+    assert is_left_to_torch(operator.name, [*arguments, None])
+    assert is_left_to_torch(operator.name, [])
 
 
 def test_conversions_of_torch_ops_stay() -> None:
     """An integer for a float, numpy's numbers."""
-    sample = small_sample("sparse_flash_attention").replace(scale_value=1.0)
+    sample = ATTENTION.small_sample().replace(scale_value=1.0)
     expected = sample.call(torch.ops.ascend)
     for scale in (1, np.float32(1.0), np.float64(1.0), torch.tensor(1.0)):
         assert_same_bits(sample.replace(scale_value=scale).call(ascend_attn_ops), expected)
@@ -151,7 +136,11 @@ def test_conversions_of_torch_ops_stay() -> None:
         ("sparse_flash_attention", {"key": None}, ValueError),
         ("sparse_flash_attention", {"scale_value": "1"}, RuntimeError),
         ("lightning_indexer", {"key": torch.ones(1, 1, 1, 1, dtype=torch.int32)}, TypeError),
-        (SCATTER, {"slot_mapping": torch.full((7,), 10**6, dtype=torch.int32)}, ValueError),
+        (
+            "scatter_pa_kv_cache_",
+            {"slot_mapping": torch.full((7,), 10**6, dtype=torch.int32)},
+            ValueError,
+        ),
         (SCATTER, {"strides": [1]}, ValueError),
         (SCATTER, {"value": None, "cache_mode": "PA_NZ"}, ValueError),
     ],
@@ -159,7 +148,7 @@ def test_conversions_of_torch_ops_stay() -> None:
 def test_errors_are_those_of_torch_ops(
     operator: str, change: dict[str, Any], kind: type[Exception]
 ) -> None:
-    sample = small_sample(operator).replace(**change)
+    sample = OPERATORS[operator].small_sample().replace(**change)
     messages = []
     for namespace in (torch.ops.ascend, ascend_attn_ops):
         with pytest.raises(kind) as caught:
@@ -169,37 +158,35 @@ def test_errors_are_those_of_torch_ops(
     assert messages[0] == messages[1]
 
 
-class Seen(TorchFunctionMode):
+class Recording:
+    """What both kinds of modes do here: write down the operator, and run it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Any] = []
 
-    def __torch_function__(
+    def record(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators.append(func)
         return func(*args, **(kwargs or {}))
 
 
-class Dispatched(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[Any] = []
+class Seen(Recording, TorchFunctionMode):
+    __torch_function__ = Recording.record
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.operators.append(func)
-        return func(*args, **(kwargs or {}))
+
+class Dispatched(Recording, TorchDispatchMode):
+    __torch_dispatch__ = Recording.record
 
 
 @each_operator
-def test_modes_see_the_operator(operator: str) -> None:
-    sample = small_sample(operator)
+def test_modes_see_the_operator(operator: Operator) -> None:
+    sample = operator.small_sample()
     for mode in (Seen(), Dispatched()):
         with mode:
             sample.call(ascend_attn_ops)
-        assert overload(operator) in mode.operators
+        assert operator.overload in mode.operators
 
 
 class Nothing(TorchDispatchMode):
@@ -212,20 +199,21 @@ class Nothing(TorchDispatchMode):
 @pytest.mark.parametrize("namespace", [torch.ops.ascend, ascend_attn_ops])
 def test_a_mode_that_returns_something_else(namespace: Any) -> None:
     with Nothing(), pytest.raises(TypeError, match="sequence"):
-        small_sample("flash_attention_score").call(namespace)
+        ATTENTION.small_sample().call(namespace)
 
 
 @each_operator
-def test_torch_compile_sees_the_operator(operator: str) -> None:
+def test_torch_compile_sees_the_operator(operator: Operator) -> None:
     seen: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         seen.extend(node.target for node in graph.graph.nodes)
         return graph.forward
 
-    compiled = torch.compile(getattr(ascend_attn_ops, operator), backend=backend, fullgraph=True)
-    compiled(**small_sample(operator).clone().arguments)
-    assert overload(operator) in seen
+    function = getattr(ascend_attn_ops, operator.name)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    compiled(**operator.small_sample().clone().arguments)
+    assert operator.overload in seen
 
 
 def test_subclasses_are_asked() -> None:
@@ -239,14 +227,14 @@ def test_subclasses_are_asked() -> None:
             cls.operators.append(func)
             return super().__torch_function__(func, types, args, kwargs)
 
-    sample = small_sample("sparse_flash_attention")
+    sample = ATTENTION.small_sample()
     subclass = sample.replace(query=sample.inputs["query"].as_subclass(Asked))
     assert_same_bits(subclass.call(ascend_attn_ops), sample.call(torch.ops.ascend))
-    assert overload("sparse_flash_attention") in Asked.operators
+    assert ATTENTION.overload in Asked.operators
 
 
 def test_parameters_and_fake_tensors() -> None:
-    sample = small_sample("sparse_flash_attention")
+    sample = ATTENTION.small_sample()
     parameter = torch.nn.Parameter(sample.inputs["query"])
     out, *_ = sample.replace(query=parameter).call(ascend_attn_ops)
     assert out.requires_grad

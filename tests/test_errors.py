@@ -11,11 +11,9 @@ import ascend_attn_ops
 import pytest
 import torch
 from samples import (
-    ALL_OPERATORS,
-    DIFFERENTIABLE,
+    OPERATORS,
     Sample,
     lightning_indexer,
-    small_sample,
     sparse_flash_attention,
     sparse_lightning_indexer_grad_kl_loss,
 )
@@ -212,7 +210,7 @@ def length_rows(operator: str) -> Iterator[Bad]:
         "TND-fewer lengths of keys", operator, "TND", fewer, ValueError, r"actual_seq_lengths_\w+"
     )
     if operator in ("lightning_indexer", "sparse_flash_attention"):
-        names = DIFFERENTIABLE[operator]
+        names = OPERATORS[operator].differentiable
         for name in names:
             if name in good.tensors:
                 yield bad(
@@ -333,10 +331,15 @@ def test_bad_call_on_meta_tensors(bad: Bad) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("operator", ALL_OPERATORS)
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.usefixtures("no_limits")
 def test_none_where_a_tensor_must_be(operator: str, device: str) -> None:
-    sample = small_sample(operator).to(device).requires_grad(DIFFERENTIABLE.get(operator, ()))
+    sample = (
+        OPERATORS[operator]
+        .small_sample()
+        .to(device)
+        .requires_grad(OPERATORS[operator].differentiable)
+    )
     arguments = getattr(torch.ops.ascend, operator).default._schema.arguments
     for name in (a.name for a in arguments if str(a.type) == "Tensor"):
         expected = rf"ascend::{operator}: {name}: expected a tensor, got None \[.*NULLPTR 161001\]"

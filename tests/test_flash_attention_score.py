@@ -17,7 +17,7 @@ from ascend_attn_ops.__main__ import main
 from ascend_attn_ops._dense_attention import draw_drop_mask
 from ascend_attn_ops.masks import _new_mask, compressed_mask
 from samples.flash_attention_score import CASES, FlashCase, build
-from samples.flash_attention_score import compressed_mask as sample_mask
+from samples.masks import compressed_mask as sample_mask
 from tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -9,7 +9,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import flash_attention_score
-from samples.flash_attention_score import FlashCase, build, build_grad, compressed_mask
+from samples.flash_attention_score import FlashCase, build, build_grad
+from samples.masks import compressed_mask
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 PLAIN = FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8))

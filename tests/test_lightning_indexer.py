@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from ascend_attn_ops import reference
+from samples import Recipe, Sample
+from samples.lightning_indexer import LIGHTNING_INDEXER
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def select(scores: list[float], count: int, dtype: torch.dtype = torch.float32) -> list[int]:
@@ -65,3 +71,27 @@ def test_values_are_the_scores() -> None:
     torch.testing.assert_close(values[:, :, 0], scores.gather(-1, indices[:, :, 0].long()))
     assert (values.diff(dim=-1) <= 0).all()
     assert (indices.sort(-1).values == torch.arange(300)).all()
+
+
+def tied_sample(recipe: Recipe, dtype: torch.dtype) -> Sample:
+    """Small integers, exact in every dtype, so that many scores are equal."""
+    return recipe.make(dtype).map(
+        lambda x: x.sign() * (x.abs() > 1.5) if x.is_floating_point() else x
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", LIGHTNING_INDEXER.recipes, ids=lambda recipe: recipe.id)
+def test_equal_scores_go_to_the_lower_index(recipe: Recipe, dtype: torch.dtype) -> None:
+    recipe = replace(recipe, case=replace(recipe.case, d=min(recipe.case.d, 16)))
+    sample = tied_sample(recipe, dtype)
+    for x, y in zip(sample.call(torch.ops.ascend), sample.call(reference), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_empty_unless_asked_for(dtype: torch.dtype) -> None:
+    sample = LIGHTNING_INDEXER.recipes[0].make(dtype).replace(return_values=False)
+    indices, values = sample.call(torch.ops.ascend)
+    assert (values.shape, values.dtype) == ((0,), dtype)
+    assert torch.equal(indices, sample.replace(return_values=True).call(torch.ops.ascend)[0])

@@ -10,7 +10,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from samples.flash_attention_score import compressed_mask
+from samples.masks import compressed_mask
 from samples.prompt_flash_attention import PromptCase, build
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

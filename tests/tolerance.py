@@ -1,4 +1,4 @@
-"""How close a result must be to the fp64 reference: spec/sparse_attention.md, section 9."""
+"""How close a result must be to the fp64 reference: docs/specification/tolerances.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(rtol=2**-7, atol=1e-4, share_outside=0.005),
     torch.float32: Tolerance(rtol=1e-5, of_largest=1e-5),
     torch.float64: Tolerance(rtol=1e-10, of_largest=1e-10),
-    # spec/prompt_flash_attention.md, section 7.
+    # Of an int8 output: docs/specification/prompt_flash_attention.md.
     torch.int8: Tolerance(rtol=0, share_outside=0.03, farthest=1),
 }
 
@@ -65,7 +65,7 @@ def cosine_difference(x: Tensor, y: Tensor) -> float:
 
 
 def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Equal elements, a NaN equal to a NaN: the samples give none, so that one would be noticed."""
+    """Equal elements. A NaN equals nothing: no sample gives one, so that one would be noticed."""
     for index, (x, y) in enumerate(zip(actual, expected, strict=True)):
         assert x.dtype == y.dtype
         assert x.shape == y.shape

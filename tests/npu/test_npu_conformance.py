@@ -5,7 +5,6 @@ torch_npu calls the same functions of the same library: an oracle that nobody he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cann_sim
@@ -13,7 +12,7 @@ import pytest
 import torch
 from conftest import TASK_QUEUE
 from device_samples import DEVICE_RECIPES
-from samples import RECIPES, Recipe, Sample
+from samples import OPERATORS, RECIPES, Recipe, Sample
 
 ND, NCL, NCHW = 2, 47, 0
 
@@ -34,115 +33,16 @@ DELIBERATE: dict[tuple[str, str], tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
-def sparse_flash_attention(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_sparse_flash_attention(
-        x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
-        query_rope=x["query_rope"], key_rope=x["key_rope"],
-        sparse_block_size=x["sparse_block_size"], layout_query=x["layout"], layout_kv=x["layout"],
-        sparse_mode=x["sparse_mode"], attention_mode=2, return_softmax_lse=True,
-    )  # fmt: skip
+# torch_npu calls the next version of these, with an argument more: how precise it is to be.
+NEXT_VERSIONS = {"aclnnPromptFlashAttentionV3": ("aclnnPromptFlashAttentionV2", "innerPrecise")}
 
 
-def sparse_flash_attention_grad(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_sparse_flash_attention_grad(
-        x["query"], x["key"], x["value"], x["sparse_indices"], x["d_out"], x["out"],
-        x["softmax_max"], x["softmax_sum"], x["scale_value"], x["sparse_block_size"],
-        query_rope=x["query_rope"], key_rope=x["key_rope"],
-        actual_seq_qlen=x["actual_seq_lengths_query"],
-        actual_seq_kvlen=x["actual_seq_lengths_key"],
-        layout=x["layout"], sparse_mode=x["sparse_mode"],
-        pre_tokens=2147483647, next_tokens=2147483647, attention_mode=2,
-    )  # fmt: skip
-
-
-def lightning_indexer(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_lightning_indexer(
-        x["query"], x["key"], x["weights"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"],
-        layout_query=x["layout"], layout_key=x["layout"], sparse_count=x["sparse_count"],
-        sparse_mode=x["sparse_mode"], return_value=x["return_values"],
-    )  # fmt: skip
-
-
-def lightning_indexer_grad(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_lightning_indexer_grad(
-        x["query"], x["key"], x["d_values"], x["sparse_indices"], x["weights"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"],
-        layout=x["layout"], sparse_mode=x["sparse_mode"],
-    )  # fmt: skip
-
-
-def sparse_lightning_indexer_grad_kl_loss(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
-        x["query"], x["key"], x["query_index"], x["key_index"], x["weights"],
-        x["sparse_indices"], x["softmax_max"], x["softmax_sum"], x["scale_value"],
-        query_rope=x["query_rope"], key_rope=x["key_rope"],
-        actual_seq_qlen=x["actual_seq_lengths_query"],
-        actual_seq_klen=x["actual_seq_lengths_key"],
-        layout=x["layout"], sparse_mode=x["sparse_mode"],
-    )  # fmt: skip
-
-
-def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
-    """What both directions take, under torch_npu's names."""
-    names = {
-        "pse": "pse_shift", "atten_mask": "atten_mask", "keep_prob": "keep_prob",
-        "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "prefix": "prefix",
-        "actual_seq_qlen": "actual_seq_lengths_query", "actual_seq_kvlen": "actual_seq_lengths_key",
-        "sparse_mode": "sparse_mode", "pse_type": "pse_type", "q_start_idx": "q_start_idx",
-        "kv_start_idx": "kv_start_idx",
-    }  # fmt: skip
-    return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
-
-
-def flash_attention_score(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_fusion_attention_v2(
-        x["query"], x["key"], x["value"], x["num_heads"], x["layout"],
-        scale=x["scale_value"], **fusion_options(x),
-    )  # fmt: skip
-
-
-def flash_attention_score_grad(x: dict[str, Any]) -> None:
-    # It draws the dropout mask of the forward once more: of so many bits.
-    bits = 8 * x["drop_mask"].numel() if x.get("drop_mask") is not None else 0
-    torch.ops.npu.npu_fusion_attention_grad_v2(
-        x["query"], x["key"], x["value"], x["dy"], x["num_heads"], x["layout"],
-        softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"],
-        attention_in=x["attention_in"], scale_value=x["scale_value"], numels=bits,
-        **fusion_options(x),
-    )  # fmt: skip
-
-
-def prompt_flash_attention(x: dict[str, Any]) -> None:
-    scales = ("deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2", "quant_offset2")
-    torch.ops.npu.npu_prompt_flash_attention(
-        x["query"], x["key"], x["value"], atten_mask=x.get("atten_mask"),
-        actual_seq_lengths=x["actual_seq_lengths_query"],
-        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
-        **{name: x.get(name) for name in scales}, num_heads=x["num_heads"],
-        scale_value=x["scale_value"], pre_tokens=x["pre_tokens"], next_tokens=x["next_tokens"],
-        input_layout=x["layout"], num_key_value_heads=x["num_key_value_heads"],
-        sparse_mode=x["sparse_mode"],
-    )  # fmt: skip
-
-
-THEIRS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function
-    for function in (
-        sparse_flash_attention, sparse_flash_attention_grad, lightning_indexer,
-        lightning_indexer_grad, sparse_lightning_indexer_grad_kl_loss,
-        flash_attention_score, flash_attention_score_grad, prompt_flash_attention,
-    )
-}  # fmt: skip
-
-
-def named_arguments(sample: Sample) -> dict[str, Any]:
-    names = ("actual_seq_lengths_query", "actual_seq_lengths_key", "query_rope", "key_rope")
-    return {**dict.fromkeys(names), **sample.arguments}
+def call_theirs(sample: Sample) -> None:
+    """torch_npu's own operator; an argument that the sample leaves out has its default."""
+    operator = OPERATORS[sample.operator]
+    assert operator.torch_npu is not None
+    defaults = {a.name: a.default_value for a in operator.overload._schema.arguments}
+    operator.torch_npu({**defaults, **sample.arguments})
 
 
 def attention_calls(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,9 +71,10 @@ def with_its_drop_mask(sample: Sample) -> Sample:
     return sample.replace(drop_mask=drop_mask.new_zeros(-(-drop_mask.numel() // 16) * 16))
 
 
-# torch_npu calls FlashAttentionScore for every sample, empty ones among them.
 COMPARABLE = [
-    r for r in RECIPES if r in DEVICE_RECIPES or r.operator.startswith("flash_attention_score")
+    r
+    for r in RECIPES
+    if r.operator.torch_npu and (r.operator.torch_npu_takes or r.operator.on_device)(r.case)
 ]
 
 
@@ -182,17 +83,16 @@ COMPARABLE = [
 def test_our_call_is_torch_npus(recipe: Recipe) -> None:
     sample = with_its_drop_mask(recipe.make(torch.bfloat16)).to("npu")
     with cann_sim.computing(False), cann_sim.recorded_calls() as log:
-        THEIRS[sample.operator](named_arguments(sample))
+        call_theirs(sample)
     theirs = attention_calls(log)
     with cann_sim.computing(False), cann_sim.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     ours = attention_calls(log)
 
-    # torch_npu calls the next version, which asks how precise it is to be.
     for entry in theirs:
-        if entry["function"] == "aclnnPromptFlashAttentionV3":
-            entry["function"] = "aclnnPromptFlashAttentionV2"
-            entry.get("arguments", {}).pop("innerPrecise", None)
+        if entry["function"] in NEXT_VERSIONS:
+            entry["function"], new_argument = NEXT_VERSIONS[entry["function"]]
+            entry.get("arguments", {}).pop(new_argument, None)
     assert [entry["function"] for entry in ours] == [entry["function"] for entry in theirs]
     for our_entry, their_entry in zip(ours, theirs, strict=True):
         function = our_entry["function"]
@@ -230,13 +130,15 @@ def steps(log: list[dict[str, Any]]) -> list[str]:
     return [str(entry.get("step", entry.get("phase"))) for entry in log]
 
 
-@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+@pytest.mark.parametrize(
+    "recipe", [r for r in DEVICE_RECIPES if r.operator.torch_npu], ids=lambda recipe: recipe.id
+)
 def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None:
     """Around the first phase: which functions reuse executors, and which switch that off."""
     sample: Sample = recipe.make(torch.bfloat16).to("npu")
     with cann_sim.computing(False), cann_sim.keeping_executors():
         with cann_sim.recorded_calls() as log:
-            THEIRS[sample.operator](named_arguments(sample))
+            call_theirs(sample)
         theirs = steps(log)
     with cann_sim.computing(False), cann_sim.keeping_executors():
         with cann_sim.recorded_calls() as log:
@@ -245,15 +147,15 @@ def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None
     # On the caller's thread the second phase and what follows it come when the queue gets there.
     assert sorted(ours) == sorted(theirs)
     assert ours[: ours.index("1") + 1] == theirs[: theirs.index("1") + 1]
-    reuses = int(recipe.operator.startswith("flash_attention_score"))
+    reuses = int(recipe.operator.keeps_executors)
     key = f"SetPTACacheHashKey {reuses}" if TASK_QUEUE == 2 else f"SetPTAHashKey {reuses}"
     assert key in ours[: ours.index("1")]
 
 
-FLASH_RECIPES = [r for r in DEVICE_RECIPES if r.operator.startswith("flash_attention_score")]
+KEEPING_EXECUTORS = [r for r in DEVICE_RECIPES if r.operator.keeps_executors]
 
 
-@pytest.mark.parametrize("recipe", FLASH_RECIPES, ids=lambda recipe: recipe.id)
+@pytest.mark.parametrize("recipe", KEEPING_EXECUTORS, ids=lambda recipe: recipe.id)
 @pytest.mark.usefixtures("no_leak")
 def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
     """No first phase, as in torch_npu; the result is that of the tensors of this call."""
@@ -266,7 +168,7 @@ def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
             outputs = on_npu.call(torch.ops.ascend)
         with cann_sim.computing(False), cann_sim.recorded_calls() as their_log:
             for _ in range(2):
-                THEIRS[sample.operator](named_arguments(on_npu))
+                call_theirs(on_npu)
     assert [x["phase"] for x in attention_calls(log)] == [2]
     assert [x["phase"] for x in attention_calls(their_log)] == [1, 2, 2]
     for x, y in zip(outputs, sample.call(torch.ops.ascend), strict=True):
@@ -274,7 +176,7 @@ def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
 
 
 def test_another_argument_has_an_executor_of_its_own() -> None:
-    sample: Sample = FLASH_RECIPES[0].make(torch.bfloat16).to("npu")
+    sample: Sample = KEEPING_EXECUTORS[0].make(torch.bfloat16).to("npu")
 
     def call() -> None:
         sample.call(torch.ops.ascend)

@@ -10,15 +10,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from cann_sim import computing
-from samples import (
-    DIFFERENTIABLE,
-    DIFFERENTIABLE_OUTPUT,
-    OPERATORS,
-    RECIPES,
-    Recipe,
-    Sample,
-    small_sample,
-)
+from gradients import gradients
+from samples import DIFFERENTIABLE_RECIPES, OPERATORS, RECIPES, Operator, Recipe, Sample
 from tolerance import assert_same_bits
 from torch import Tensor
 
@@ -28,9 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
 each_differentiable = pytest.mark.parametrize(
-    "recipe",
-    [r for r in RECIPES if r.operator in DIFFERENTIABLE and r.differentiable],
-    ids=lambda recipe: recipe.id,
+    "recipe", DIFFERENTIABLE_RECIPES, ids=lambda recipe: recipe.id
 )
 
 
@@ -62,21 +53,13 @@ def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
         assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_public_functions(operator: str) -> None:
+@pytest.mark.parametrize(
+    "operator", [x for x in OPERATORS.values() if not x.in_place], ids=lambda x: x.name
+)
+def test_public_functions(operator: Operator) -> None:
     """They reach the dispatcher by a way of their own."""
-    sample = small_sample(operator)
+    sample = operator.small_sample()
     assert_same_bits(cpu(on_npu(sample).call(ascend_attn_ops)), sample.call(torch.ops.ascend))
-
-
-def gradients(sample: Sample) -> tuple[Tensor, ...]:
-    sample = sample.requires_grad(DIFFERENTIABLE[sample.operator])
-    outputs = sample.call(torch.ops.ascend)
-    output = outputs[DIFFERENTIABLE_OUTPUT[sample.operator]]
-    generator = torch.Generator().manual_seed(0)
-    d_output = torch.randn(output.shape, generator=generator).to(output.dtype).to(output.device)
-    leaves = list({id(x): x for x in sample.tensors.values() if x.requires_grad}.values())
-    return torch.autograd.grad(output, leaves, d_output)
 
 
 @each_dtype

@@ -12,7 +12,7 @@ import torch_npu
 from ascend_attn_ops.limits import table
 from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
 from device_samples import DEVICE_RECIPES, first
-from samples import Recipe
+from samples import OPERATORS, Recipe
 from samples.flash_attention_score import FlashCase, build
 
 each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
@@ -186,8 +186,8 @@ def test_report() -> None:
     rows = [line.split() for line in result.stdout.splitlines() if " aclnn" in line]
     assert {row[0] for row in rows} == {row["operator"] for row in table()}
     for name, *works in (row[:5] for row in rows):
-        inference = name in ("prompt_flash_attention", "scatter_pa_kv_cache_")
-        assert works == ["yes", "yes", "no" if inference else "yes", "yes"], name
+        autograd = "no" if OPERATORS[name].inference_only else "yes"
+        assert works == ["yes", "yes", autograd, "yes"], name
 
 
 def test_pse_shift_has_no_gradient_on_the_device() -> None:

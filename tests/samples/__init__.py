@@ -1,70 +1,57 @@
-"""Sample calls of every operator: one generator per family, listed in RECIPES."""
+"""Sample calls of every operator, and calls that each must refuse.
+
+A module of this package adds operators with a list OPERATORS, and wrong calls with a list
+WRONG_CALLS: there is no other list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import pkgutil
 
-import torch
+from .record import Gradient, Operator, Recipe
+from .sample import Sample, as_tuple, bytes_of, named_tensors
+from .wrong_call import WrongCall
 
-from . import (
-    flash_attention_score,
-    lightning_indexer,
-    prompt_flash_attention,
-    scatter_pa_kv_cache,
-    sparse_flash_attention,
-    sparse_lightning_indexer_grad_kl_loss,
-)
-from .sample import Recipe, Sample, as_tuple
-
-RECIPES: list[Recipe] = [
-    *lightning_indexer.RECIPES,
-    *sparse_flash_attention.RECIPES,
-    *sparse_lightning_indexer_grad_kl_loss.RECIPES,
-    *flash_attention_score.RECIPES,
-    *prompt_flash_attention.RECIPES,
+_MODULES = [
+    importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
 ]
 
-OPERATORS = list(dict.fromkeys(recipe.operator for recipe in RECIPES))
-
-# Those of RECIPES, which return what they compute, and those that work in place.
-ALL_OPERATORS = [*OPERATORS, scatter_pa_kv_cache.OPERATOR]
-
-# What autograd differentiates, and with respect to what.
-DIFFERENTIABLE: dict[str, tuple[str, ...]] = {
-    "lightning_indexer": ("query", "key", "weights"),
-    "sparse_flash_attention": ("query", "key", "value", "query_rope", "key_rope"),
-    "sparse_lightning_indexer_grad_kl_loss": ("query_index", "key_index", "weights"),
-    "flash_attention_score": ("query", "key", "value"),
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator for module in _MODULES for operator in getattr(module, "OPERATORS", ())
 }
 
-# The output that carries the gradient.
-DIFFERENTIABLE_OUTPUT: dict[str, int] = {
-    "lightning_indexer": 1,
-    "sparse_flash_attention": 0,
-    "sparse_lightning_indexer_grad_kl_loss": 3,
-    "flash_attention_score": 0,
-}
+WRONG_CALLS: list[WrongCall] = [
+    row for module in _MODULES for row in getattr(module, "WRONG_CALLS", ())
+]
 
+# The calls that return what they compute. Tests of their own run those that work in place.
+RECIPES: list[Recipe] = [
+    recipe
+    for operator in OPERATORS.values()
+    if not operator.in_place
+    for recipe in operator.recipes
+]
 
-def samples(operator: str, dtype: torch.dtype) -> Iterator[Sample]:
-    return (recipe.make(dtype) for recipe in RECIPES if recipe.operator == operator)
-
-
-def small_sample(operator: str) -> Sample:
-    """A call in bfloat16."""
-    if operator == scatter_pa_kv_cache.OPERATOR:
-        return scatter_pa_kv_cache.build(scatter_pa_kv_cache.CASES[0], torch.bfloat16)
-    return next(samples(operator, torch.bfloat16))
-
+# What autograd differentiates, and the first of each operator.
+DIFFERENTIABLE_RECIPES = [recipe for recipe in RECIPES if recipe.differentiable]
+FIRST_DIFFERENTIABLE = list(
+    {recipe.operator.name: recipe for recipe in reversed(DIFFERENTIABLE_RECIPES)}.values()
+)[::-1]
 
 __all__ = [
-    "ALL_OPERATORS",
-    "DIFFERENTIABLE",
-    "DIFFERENTIABLE_OUTPUT",
+    "DIFFERENTIABLE_RECIPES",
+    "FIRST_DIFFERENTIABLE",
     "OPERATORS",
     "RECIPES",
+    "WRONG_CALLS",
+    "Gradient",
+    "Operator",
     "Recipe",
     "Sample",
+    "WrongCall",
     "as_tuple",
-    "small_sample",
+    "bytes_of",
+    "named_tensors",
 ]

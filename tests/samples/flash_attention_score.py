@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from ascend_attn_ops import reference
+from tolerance import Tolerance
 from torch import Tensor
 
-from .sample import Recipe, Sample
-from .sparse import Random
+from .masks import compressed_mask
+from .randomness import Random
+from .record import Gradient, Operator, Outputs, every_case
+from .sample import Sample
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,6 @@ class FlashCase:
         return "-".join(parts)
 
     @property
-    def k(self) -> int:
-        """What the samples of the sparse operators call their number of selected keys."""
-        return 0
-
-    @property
     def sequences(self) -> list[tuple[int, int]]:
         """Sq, Skv of every sequence."""
         if self.layout == "TND":
@@ -81,9 +78,6 @@ class FlashCase:
             "SBH": (s, b, heads * d),
             "TND": (sum(self.lengths[side]) + self.tail[side], heads, d),
         }[self.layout]
-
-    def random(self, dtype: torch.dtype) -> Random:
-        return Random(torch.Generator().manual_seed(zlib.crc32(self.id.encode())), dtype)
 
     def resized(self) -> FlashCase:
         if self.layout == "TND":
@@ -156,13 +150,6 @@ CASES = [
 ]
 
 
-def compressed_mask(mode: int, dtype: torch.dtype) -> Tensor:
-    mask = torch.ones(2048, 2048).triu(1)
-    if mode == 6:
-        mask = torch.cat((mask, (torch.arange(2048) >= 1024).float().expand(1024, 2048)))
-    return mask.to(dtype)
-
-
 def full_mask(case: FlashCase, random: Random) -> Tensor:
     """The content: `random`; `rows`, with every third row masked out; `causal`."""
     sq, skv = (max(x) for x in zip(*case.sequences, strict=True)) if case.sequences else case.s
@@ -207,7 +194,7 @@ def pse_shift(case: FlashCase, random: Random) -> Tensor:
 
 
 def build(case: FlashCase, dtype: torch.dtype) -> Sample:
-    random = case.random(dtype)
+    random = Random(case.id, dtype)
     (n, nk), (d, dv) = case.heads, case.d
     inputs = {
         "query": random.normal(*case.shape(0, n, d)),
@@ -251,7 +238,7 @@ def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
     forward = build(case, dtype)
     out, softmax_max, softmax_sum = forward.call(reference)
     saved = {
-        "dy": case.random(dtype).normal(*out.shape),
+        "dy": Random(case.id, dtype).normal(*out.shape),
         "softmax_max": softmax_max,
         "softmax_sum": softmax_sum,
         "attention_in": out,
@@ -261,7 +248,88 @@ def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
     )
 
 
-RECIPES = [
-    *(Recipe("flash_attention_score", case, build) for case in CASES),
-    *(Recipe("flash_attention_score_grad", case, build_grad) for case in CASES),
-]
+def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
+    out, softmax_max, softmax_sum = outputs
+    return torch.ops.ascend.flash_attention_score_grad(
+        *sample.args, d_out, softmax_max, softmax_sum, out, **sample.options
+    )
+
+
+# Of outputs and of gradients, relative to the largest element of the tensor. Rounding to bfloat16
+# alone may cost 3.9e-3 of it.
+BOUNDS = {
+    torch.float16: (1e-3, 5e-3),
+    torch.bfloat16: (4e-3, 2.5e-2),
+    torch.float32: (1e-5, 1e-4),
+    torch.float64: (1e-10, 1e-10),
+}
+
+
+def tolerance(output: str, dtype: torch.dtype) -> Tolerance:
+    if output.startswith("softmax"):
+        # Not of the largest: rows without keys have +-FLT_MAX.
+        bound = 1e-10 if dtype == torch.float64 else 1e-5
+        return Tolerance(rtol=bound, atol=bound)
+    forward, gradient = BOUNDS[dtype]
+    bound = gradient if output.startswith("d") else forward
+    return Tolerance(rtol=0, of_largest=bound, unit_scale=False)
+
+
+def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
+    """What both directions take, under torch_npu's names."""
+    names = {
+        "pse": "pse_shift", "atten_mask": "atten_mask", "keep_prob": "keep_prob",
+        "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "prefix": "prefix",
+        "actual_seq_qlen": "actual_seq_lengths_query", "actual_seq_kvlen": "actual_seq_lengths_key",
+        "sparse_mode": "sparse_mode", "pse_type": "pse_type", "q_start_idx": "q_start_idx",
+        "kv_start_idx": "kv_start_idx",
+    }  # fmt: skip
+    return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
+
+
+def torch_npu(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_fusion_attention_v2(
+        x["query"], x["key"], x["value"], x["num_heads"], x["layout"],
+        scale=x["scale_value"], **fusion_options(x),
+    )  # fmt: skip
+
+
+def torch_npu_grad(x: dict[str, Any]) -> None:
+    # It draws the dropout mask of the forward once more: of so many bits.
+    bits = 8 * x["drop_mask"].numel() if x.get("drop_mask") is not None else 0
+    torch.ops.npu.npu_fusion_attention_grad_v2(
+        x["query"], x["key"], x["value"], x["dy"], x["num_heads"], x["layout"],
+        softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"],
+        attention_in=x["attention_in"], scale_value=x["scale_value"], numels=bits,
+        **fusion_options(x),
+    )  # fmt: skip
+
+
+# One call in each layout and one of each form.
+DEVICE_CASES = [
+    case
+    for case in CASES
+    if case.keep_prob == 1 and all(all(pair) for pair in case.sequences) and max(case.s) < 1000
+][::2]
+
+FLASH_ATTENTION_SCORE = Operator(
+    "flash_attention_score",
+    CASES,
+    build,
+    Gradient(("query", "key", "value"), "out", backward),
+    tolerance=tolerance,
+    on_device=DEVICE_CASES.__contains__,
+    torch_npu=torch_npu,
+    torch_npu_takes=every_case,  # empty ones too
+    keeps_executors=True,
+)
+
+FLASH_ATTENTION_SCORE_GRAD = replace(
+    FLASH_ATTENTION_SCORE,
+    name="flash_attention_score_grad",
+    build=build_grad,
+    gradient=None,
+    torch_npu=torch_npu_grad,
+)
+
+OPERATORS = [FLASH_ATTENTION_SCORE, FLASH_ATTENTION_SCORE_GRAD]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from ascend_attn_ops import reference
+from tolerance import TOLERANCES, assert_close
+from torch import Tensor
 
-from .sample import Recipe, Sample
-from .sparse import SparseCase, indices
+from .randomness import Random
+from .record import Gradient, Operator, Outputs
+from .sample import Sample
+from .sparse import SparseCase, indices, on_device, without_counts
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -50,7 +55,7 @@ GRAD_CASES = [
 
 
 def build(case: SparseCase, dtype: torch.dtype) -> Sample:
-    random = case.random(dtype)
+    random = Random(case.id, dtype)
     inputs = {
         "query": random.normal(*case.tokens(0), case.heads, case.d),
         "key": random.normal(*case.tokens(1), 1, case.d),
@@ -67,7 +72,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
 
 
 def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
-    forward, random = build(case, dtype), case.random(dtype)
+    forward, random = build(case, dtype), Random(case.id, dtype)
     chosen = forward.call(reference)[0] if case in CASES else indices(case, random)
     inputs = {
         "query": forward.inputs["query"],
@@ -84,14 +89,108 @@ def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     return Sample("lightning_indexer_grad", forward.id, inputs, options)
 
 
-RECIPES = [
-    *(
-        Recipe("lightning_indexer", case, build, differentiable=not case.has_counts)
-        for case in CASES
+def backward(sample: Sample, outputs: Outputs, d_values: Tensor) -> Outputs:
+    options = dict(sample.options)
+    del options["sparse_count"], options["return_values"]
+    query, key, weights = sample.args
+    return torch.ops.ascend.lightning_indexer_grad(
+        query, key, d_values, outputs[0], weights, **options
+    )
+
+
+def gradient_by_key(sample: Sample, outputs: Outputs, values: Tensor) -> Tensor:
+    """The same for a key in whatever slot it stands: rounding may exchange two of them."""
+    generator = torch.Generator().manual_seed(0)
+    keys = max(1, sample.inputs["key"].shape[-3])
+    of_key = torch.randn((*values.shape[:-1], keys), generator=generator)
+    d_values = of_key.gather(-1, outputs[0].cpu().clamp(min=0).long())
+    return d_values.to(values.device, values.dtype)
+
+
+def all_scores(sample: Sample) -> Tensor:
+    """(..., 1, keys): the fp64 score of every key, -inf where the query may not see it."""
+    exact = sample.double()
+    keys = sample.inputs["key"].shape[-3]
+    indices, values = exact.replace(sparse_count=keys, return_values=True).call(reference)
+    # One column more takes the padding.
+    scores = values.new_full((*values.shape[:-1], keys + 1), -torch.inf)
+    columns = torch.where(indices < 0, keys, indices).long()
+    return scores.scatter(-1, columns, values)[..., :keys]
+
+
+def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
+    """Sets of keys are compared, since rounding may exchange keys of nearly the same score."""
+    indices, values = outputs
+    scores = all_scores(sample)
+    k, keys = indices.shape[-1], scores.shape[-1]
+    counts = scores.isfinite().sum(-1, keepdim=True).clamp(max=k)
+    slots = torch.arange(k).expand(indices.shape)
+    assert torch.equal(indices >= 0, slots < counts), "the padding is not where it belongs"
+    assert (values[indices < 0] == -torch.inf).all()
+
+    columns = torch.where(indices < 0, keys, indices).long()
+    times = torch.zeros(*scores.shape[:-1], keys + 1).scatter_add(
+        -1, columns, torch.ones(columns.shape)
+    )[..., :keys]
+    assert times.amax() <= 1 if times.numel() else True, "a key is selected twice"
+    chosen = times > 0
+    assert scores[chosen].isfinite().all(), "a key is selected that the query may not see"
+
+    # The scores are accumulated in fp32 for the half-precision dtypes too.
+    exact = sample.inputs["query"].dtype == torch.float64
+    tolerance = TOLERANCES[torch.float64 if exact else torch.float32].allowed(scores)
+    lowest = torch.where(chosen, scores, torch.inf)
+    highest = torch.where(chosen, -torch.inf, scores)
+    if keys > 0:
+        slack = tolerance.nan_to_num(0, 0).amax(-1)
+        assert (highest.amax(-1) <= lowest.amin(-1) + 2 * slack).all(), "a higher score is left out"
+
+    padded = torch.cat((scores, scores.new_full((*scores.shape[:-1], 1), -torch.inf)), -1)
+    assert_close("values", values, padded.gather(-1, columns), TOLERANCES[values.dtype])
+    assert not (values[..., 1:] > values[..., :-1]).any(), "the values are not descending"
+
+
+def torch_npu(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_lightning_indexer(
+        x["query"], x["key"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        layout_query=x["layout"], layout_key=x["layout"], sparse_count=x["sparse_count"],
+        sparse_mode=x["sparse_mode"], return_value=x["return_values"],
+    )  # fmt: skip
+
+
+def torch_npu_grad(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_lightning_indexer_grad(
+        x["query"], x["key"], x["d_values"], x["sparse_indices"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        layout=x["layout"], sparse_mode=x["sparse_mode"],
+    )  # fmt: skip
+
+
+LIGHTNING_INDEXER = Operator(
+    "lightning_indexer",
+    CASES,
+    build,
+    Gradient(
+        ("query", "key", "weights"),
+        "sparse_values",
+        backward,
+        incoming=gradient_by_key,
+        takes=without_counts,
     ),
-    *(
-        Recipe("lightning_indexer_grad", case, build_grad)
-        for case in CASES + GRAD_CASES
-        if not case.has_counts  # rejected, see test_errors.py
-    ),
-]
+    compare=assert_same_selection,
+    on_device=on_device,
+    torch_npu=torch_npu,
+)
+
+LIGHTNING_INDEXER_GRAD = Operator(
+    "lightning_indexer_grad",
+    [case for case in CASES + GRAD_CASES if without_counts(case)],
+    build_grad,
+    on_device=on_device,
+    torch_npu=torch_npu_grad,
+)
+
+OPERATORS = [LIGHTNING_INDEXER, LIGHTNING_INDEXER_GRAD]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .flash_attention_score import compressed_mask
-from .sample import Recipe, Sample
-from .sparse import Random
+from .masks import compressed_mask
+from .randomness import Random
+from .record import Operator
+from .sample import Sample
 
 INT32_MAX = 2**31 - 1
 
@@ -58,11 +58,6 @@ class PromptCase:
         return "-".join(parts)
 
     @property
-    def k(self) -> int:
-        """What the samples of the sparse operators call their number of selected keys."""
-        return 0
-
-    @property
     def has_mask(self) -> bool:
         return bool(self.mask) or self.mode >= 2
 
@@ -71,9 +66,6 @@ class PromptCase:
         return {"BSH": (b, s, heads * d), "BSND": (b, s, heads, d)}.get(
             self.layout, (b, heads, s, d)
         )
-
-    def random(self, dtype: torch.dtype) -> Random:
-        return Random(torch.Generator().manual_seed(zlib.crc32(self.id.encode())), dtype)
 
     def resized(self) -> PromptCase:
         return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
@@ -188,7 +180,7 @@ def quantization(case: PromptCase, dtype: torch.dtype, random: Random) -> dict[s
 
 
 def build(case: PromptCase, dtype: torch.dtype) -> Sample:
-    random = case.random(dtype)
+    random = Random(case.id, dtype)
     inputs = {
         name: random.normal(*case.shape(side))
         for name, side in (("query", 0), ("key", 1), ("value", 1))
@@ -219,4 +211,29 @@ def build(case: PromptCase, dtype: torch.dtype) -> Sample:
     return Sample("prompt_flash_attention", f"{case.id}-{dtype}", inputs, options)
 
 
-RECIPES = [Recipe("prompt_flash_attention", case, build) for case in CASES]
+def torch_npu(x: dict[str, Any]) -> None:
+    scales = ("deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2", "quant_offset2")
+    torch.ops.npu.npu_prompt_flash_attention(
+        x["query"], x["key"], x["value"], atten_mask=x.get("atten_mask"),
+        actual_seq_lengths=x["actual_seq_lengths_query"],
+        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
+        **{name: x.get(name) for name in scales}, num_heads=x["num_heads"],
+        scale_value=x["scale_value"], pre_tokens=x["pre_tokens"], next_tokens=x["next_tokens"],
+        input_layout=x["layout"], num_key_value_heads=x["num_key_value_heads"],
+        sparse_mode=x["sparse_mode"],
+    )  # fmt: skip
+
+
+# One call in each layout and one of each form.
+DEVICE_CASES = [case for case in CASES if case.b > 0 and all(case.s) and max(case.s) < 300][::2]
+
+PROMPT_FLASH_ATTENTION = Operator(
+    "prompt_flash_attention",
+    CASES,
+    build,
+    inference_only=True,
+    on_device=DEVICE_CASES.__contains__,
+    torch_npu=torch_npu,
+)
+
+OPERATORS = [PROMPT_FLASH_ATTENTION]

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What an operator returns; one output comes as a tensor."""
-    return (outputs,) if isinstance(outputs, Tensor) else outputs
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    """The outputs of an operator: one comes as a tensor, none as None."""
+    if outputs is None:
+        return ()
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor by its argument's name; those of a list as ``name[0]``, ``name[1]``, ..."""
+    named: dict[str, Tensor] = {}
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            named[name] = x
+        elif isinstance(x, list | tuple):
+            named |= {f"{name}[{i}]": item for i, item in enumerate(x) if isinstance(item, Tensor)}
+    return named
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of the elements, for comparisons in which a NaN equals itself."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -35,18 +52,38 @@ class Sample:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.arguments.items() if isinstance(x, Tensor)}
+        return named_tensors(self.arguments)
+
+    def tensor_names(self, wanted: Iterable[str]) -> tuple[str, ...]:
+        """The names of tensors among `wanted`: a list's name stands for its tensors."""
+        names = set(wanted)
+        return tuple(name for name in self.tensors if names & {name, name.partition("[")[0]})
 
     def call(self, namespace: Any) -> tuple[Tensor, ...]:
         """Runs the operator of `namespace`: torch.ops.ascend, or the references."""
         return as_tuple(getattr(namespace, self.operator)(*self.args, **self.options))
 
     def replace(self, **changes: Any) -> Sample:
-        unknown = changes.keys() - self.arguments.keys()
-        assert not unknown, f"{self.operator} has no {unknown}"
-        inputs = {name: changes.get(name, x) for name, x in self.inputs.items()}
-        options = {name: changes.get(name, x) for name, x in self.options.items()}
-        return replace(self, inputs=inputs, options=options)
+        """Other arguments, or other tensors of a list: ``replace(**{"name[0]": tensor})``."""
+        arguments = self.arguments
+        for name, x in changes.items():
+            argument, _, index = name.partition("[")
+            assert argument in arguments, f"the sample of {self.operator} has no {argument}"
+            if index:
+                items = list(arguments[argument])
+                items[int(index.rstrip("]"))] = x
+                x = items
+            arguments[argument] = x
+        return replace(
+            self,
+            inputs={name: arguments[name] for name in self.inputs},
+            options={name: arguments[name] for name in self.options},
+        )
+
+    def given(self, **changes: Any) -> Sample:
+        """As `replace`, and also for arguments that the sample leaves at their defaults."""
+        new = {name: x for name, x in changes.items() if name not in self.arguments}
+        return replace(self, options={**self.options, **new}).replace(**changes)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
         """A tensor that is passed twice (key as value) stays one tensor."""
@@ -65,9 +102,9 @@ class Sample:
     def clone(self) -> Sample:
         return self.map(Tensor.clone)
 
-    def requires_grad(self, names: tuple[str, ...]) -> Sample:
-        """Leaves of their own for `names`; everything else is detached."""
-        wanted = [id(x) for name, x in self.tensors.items() if name in names]
+    def requires_grad(self, names: Iterable[str]) -> Sample:
+        """Leaves of their own for `tensor_names(names)`; everything else is detached."""
+        wanted = {id(self.tensors[name]) for name in self.tensor_names(names)}
         return self.map(lambda x: x.detach().clone().requires_grad_(id(x) in wanted))
 
     def strided(self) -> Sample:
@@ -76,54 +113,14 @@ class Sample:
 
     def transposed(self) -> Sample:
         """The same values with the dimensions in memory in reverse order."""
-        return self.map(
-            lambda x: (
-                x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-            )
-        )
+
+        def reversed_axes(x: Tensor) -> Tensor:
+            return x.permute(*reversed(range(x.dim())))
+
+        return self.map(lambda x: reversed_axes(reversed_axes(x).contiguous()))
 
 
 def _noticed(x: Tensor) -> float:
     if x.is_floating_point():
         return torch.nan
     return {torch.bool: 1, torch.uint8: 255, torch.int8: 127}.get(x.dtype, 2**30)
-
-
-class Case(Protocol):
-    """The sizes and options of a sample: all that distinguishes it, without its tensors."""
-
-    @property
-    def id(self) -> str: ...
-
-    def resized(self) -> Case:
-        """Other sizes along the dimensions that torch.compile may treat as dynamic."""
-        ...
-
-
-@cache
-def _make(build: Callable[[Any, torch.dtype], Sample], case: Any, dtype: torch.dtype) -> Sample:
-    """Made once: the tests leave samples as they are, which one of them checks."""
-    return build(case, dtype)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to make the sample of a case, in any dtype, when a test asks for it."""
-
-    operator: str
-    case: Any
-    build: Callable[[Any, torch.dtype], Sample]
-    # The operator refuses to differentiate what its Grad operator does not take.
-    differentiable: bool = True
-    # False where the gradient is a stated one, which finite differences do not give.
-    gradcheck: bool = True
-
-    @property
-    def id(self) -> str:
-        return f"{self.operator}-{self.case.id}"
-
-    def make(self, dtype: torch.dtype) -> Sample:
-        return _make(self.build, self.case, dtype)
-
-    def resized(self) -> Recipe:
-        return replace(self, case=self.case.resized())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from ascend_attn_ops import nz_cache_shape
 from torch import Tensor
 
+from .randomness import Random
+from .record import Operator
 from .sample import Sample
-
-OPERATOR = "scatter_pa_kv_cache_"
 
 
 @dataclass(frozen=True)
@@ -107,33 +106,8 @@ CASES = [
 ]
 
 
-class _Random:
-    def __init__(self, seed: str) -> None:
-        self.generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-
-    def integer(self, low: int, high: int) -> int:
-        """In [low, high]."""
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def bytes(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Every payload of NaN, both zeros, infinities and subnormal numbers among them."""
-        shape = (*shape[:-1], shape[-1] * dtype.itemsize)
-        x = torch.randint(256, shape, generator=self.generator, dtype=torch.uint8)
-        return x.view(dtype)
-
-    def numbers(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        if dtype.is_floating_point:
-            return (3 * torch.randn(shape, generator=self.generator)).to(dtype)
-        limits = torch.iinfo(dtype)
-        x = torch.randint(limits.min, limits.max + 1, shape, generator=self.generator)
-        return x.to(dtype)
-
-    def permutation(self, n: int) -> list[int]:
-        return torch.randperm(n, generator=self.generator).tolist()
-
-
 def build(case: CacheCase, dtype: torch.dtype) -> Sample:
-    random = _Random(f"{case.id}-{dtype}")
+    random = Random(f"{case.id}-{dtype}", dtype)
     new = random.numbers if case.averages else random.bytes
     dtypes = (torch.int8 if case.int8_key else dtype, dtype)
     tensors: list[Tensor | None] = []
@@ -167,7 +141,7 @@ def build(case: CacheCase, dtype: torch.dtype) -> Sample:
         "value": None if case.key_only else value,
         "value_cache": None if case.key_only else value_cache,
     }
-    return Sample(OPERATOR, f"{case.id}-{dtype}", inputs, options)
+    return Sample(SCATTER_PA_KV_CACHE.name, f"{case.id}-{dtype}", inputs, options)
 
 
 def _cache_shape(case: CacheCase, d: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -176,7 +150,7 @@ def _cache_shape(case: CacheCase, d: int, dtype: torch.dtype) -> tuple[int, ...]
     return (*case.blocks, 1 if case.is_run else case.heads, d)
 
 
-def _slots(case: CacheCase, random: _Random) -> list[int]:
+def _slots(case: CacheCase, random: Random) -> list[int]:
     order = random.permutation(case.capacity)
     if case.slots == "in order":
         order = list(range(case.capacity))
@@ -186,7 +160,7 @@ def _slots(case: CacheCase, random: _Random) -> list[int]:
     return [-1 - i if skipped and i % skipped == 0 else slot for i, slot in enumerate(slots)]
 
 
-def _runs(case: CacheCase, random: _Random) -> tuple[Tensor, dict[str, Any]]:
+def _runs(case: CacheCase, random: Random) -> tuple[Tensor, dict[str, Any]]:
     """Runs of every length, one behind the other in random order, across the borders of blocks."""
     tasks = [length for length in case.lengths for _ in range(case.heads)]
     slots, lens, starts = [-1] * len(tasks), [0] * len(tasks), [-1] * len(tasks)
@@ -220,3 +194,10 @@ def _runs(case: CacheCase, random: _Random) -> tuple[Tensor, dict[str, Any]]:
         "seq_lens": indices(list(case.lengths)),
     }
     return indices(slots).view(shape), options
+
+
+SCATTER_PA_KV_CACHE = Operator(
+    "scatter_pa_kv_cache_", CASES, build, inference_only=True, in_place=True
+)
+
+OPERATORS = [SCATTER_PA_KV_CACHE]

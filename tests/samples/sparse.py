@@ -1,8 +1,7 @@
-"""The sizes, lengths and selected indices that samples of the sparse operators are made of."""
+"""The sizes, lengths and selected indices of the sparse operators' samples."""
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -10,6 +9,8 @@ import torch
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import Row, rows
 from torch import Tensor
+
+from .randomness import Random
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class SparseCase:
 
     @property
     def has_counts(self) -> bool:
+        """Lengths of padded sequences, which gradient operators do not take."""
         return self.layout == "BSND" and self.lengths is not None
 
     def tokens(self, side: int) -> tuple[int, ...]:
@@ -74,33 +76,11 @@ class SparseCase:
             for name, lengths in zip(names, lists, strict=True)
         }
 
-    def random(self, dtype: torch.dtype) -> Random:
-        return Random(torch.Generator().manual_seed(zlib.crc32(self.id.encode())), dtype)
-
     def resized(self) -> SparseCase:
         if self.layout == "TND":
             return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
         b = self.b if self.lengths else self.b + 1
         return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
-
-
-@dataclass(frozen=True)
-class Random:
-    """The same numbers in every dtype, up to rounding."""
-
-    generator: torch.Generator
-    dtype: torch.dtype
-
-    def normal(self, *shape: int) -> Tensor:
-        x = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        return x.to(self.dtype)
-
-    def integer(self, low: int, high: int) -> int:
-        """In [low, high]."""
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def permutation(self, n: int) -> list[int]:
-        return torch.randperm(n, generator=self.generator).tolist()
 
 
 def indices(case: SparseCase, random: Random) -> Tensor:
@@ -145,3 +125,11 @@ def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
         case "unread" if blocks > 0:
             filler = [random.integer(0, blocks - 1) for _ in filler]
     return chosen + filler
+
+
+def without_counts(case: SparseCase) -> bool:
+    return not case.has_counts
+
+
+def on_device(case: SparseCase) -> bool:
+    return case.k >= 1024

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from ascend_attn_ops import reference
+from torch import Tensor
 
-from .sample import Recipe, Sample
-from .sparse import SparseCase, indices
+from .randomness import Random
+from .record import Gradient, Operator, Outputs
+from .sample import Sample
+from .sparse import SparseCase, indices, on_device, without_counts
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -58,7 +62,7 @@ CASES = [
 
 
 def build(case: SparseCase, dtype: torch.dtype) -> Sample:
-    random = case.random(dtype)
+    random = Random(case.id, dtype)
     inputs = {
         "query": random.normal(*case.tokens(0), case.heads, case.d),
         "key": random.normal(*case.tokens(1), 1, case.d),
@@ -86,7 +90,7 @@ def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     forward = build(case, dtype)
     out, softmax_max, softmax_sum = forward.call(reference)
     saved = {
-        "d_out": case.random(dtype).normal(*out.shape),
+        "d_out": Random(case.id, dtype).normal(*out.shape),
         "out": out,
         "softmax_max": softmax_max,
         "softmax_sum": softmax_sum,
@@ -96,14 +100,59 @@ def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     )
 
 
-RECIPES = [
-    *(
-        Recipe("sparse_flash_attention", case, build, differentiable=not case.has_counts)
-        for case in CASES
+def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
+    gradients = torch.ops.ascend.sparse_flash_attention_grad(
+        *sample.args, d_out, *outputs, **sample.options
+    )
+    d_query, d_key, d_value, *d_ropes = gradients
+    if sample.inputs["value"] is sample.inputs["key"]:
+        d_key = d_value = d_key + d_value
+    return d_query, d_key, d_value, *d_ropes
+
+
+def torch_npu(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_sparse_flash_attention(
+        x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
+        query_rope=x["query_rope"], key_rope=x["key_rope"],
+        sparse_block_size=x["sparse_block_size"], layout_query=x["layout"], layout_kv=x["layout"],
+        sparse_mode=x["sparse_mode"], attention_mode=2, return_softmax_lse=True,
+    )  # fmt: skip
+
+
+def torch_npu_grad(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_sparse_flash_attention_grad(
+        x["query"], x["key"], x["value"], x["sparse_indices"], x["d_out"], x["out"],
+        x["softmax_max"], x["softmax_sum"], x["scale_value"], x["sparse_block_size"],
+        query_rope=x["query_rope"], key_rope=x["key_rope"],
+        actual_seq_qlen=x["actual_seq_lengths_query"],
+        actual_seq_kvlen=x["actual_seq_lengths_key"],
+        layout=x["layout"], sparse_mode=x["sparse_mode"],
+        pre_tokens=2147483647, next_tokens=2147483647, attention_mode=2,
+    )  # fmt: skip
+
+
+SPARSE_FLASH_ATTENTION = Operator(
+    "sparse_flash_attention",
+    CASES,
+    build,
+    Gradient(
+        ("query", "key", "value", "query_rope", "key_rope"),
+        "out",
+        backward,
+        takes=without_counts,
     ),
-    *(
-        Recipe("sparse_flash_attention_grad", case, build_grad)
-        for case in CASES
-        if not case.has_counts  # rejected, see test_errors.py
-    ),
-]
+    on_device=on_device,
+    torch_npu=torch_npu,
+)
+
+SPARSE_FLASH_ATTENTION_GRAD = Operator(
+    "sparse_flash_attention_grad",
+    [case for case in CASES if without_counts(case)],
+    build_grad,
+    on_device=on_device,
+    torch_npu=torch_npu_grad,
+)
+
+OPERATORS = [SPARSE_FLASH_ATTENTION, SPARSE_FLASH_ATTENTION_GRAD]

@@ -1,0 +1,13 @@
+"""The compressed masks of the dense operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compressed_mask(mode: int, dtype: torch.dtype) -> Tensor:
+    mask = torch.ones(2048, 2048).triu(1)
+    if mode == 6:
+        mask = torch.cat((mask, (torch.arange(2048) >= 1024).float().expand(1024, 2048)))
+    return mask.to(dtype)

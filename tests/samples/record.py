@@ -1,0 +1,164 @@
+"""All that the generic tests know about an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from ascend_attn_ops import reference
+from tolerance import TOLERANCES, Tolerance, assert_close
+from torch import Tensor
+
+from .sample import Sample
+
+Outputs = tuple[Tensor, ...]
+
+
+class Case(Protocol):
+    """The sizes and options of a sample: all that distinguishes it, without its tensors.
+
+    One with a `layout` is compiled in each layout; all others, once.
+    """
+
+    @property
+    def id(self) -> str: ...
+
+    def resized(self) -> Case:
+        """Other sizes along the dimensions that torch.compile may treat as dynamic."""
+        ...
+
+
+def every_case(case: Any) -> bool:
+    return True
+
+
+def random_gradient(sample: Sample, outputs: Outputs, output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How an operator is differentiated."""
+
+    # The arguments, and the output that carries the gradient; the others carry none.
+    inputs: tuple[str, ...]
+    output: str
+    # The gradient operator's call, from sample, outputs and incoming gradient: one result per
+    # argument of `inputs`, a list for a list. None where there is no such operator.
+    backward: Callable[[Sample, Outputs, Tensor], Sequence[Any]] | None = None
+    # The incoming gradient, for the outputs that the last argument is one of.
+    incoming: Callable[[Sample, Outputs, Tensor], Tensor] = random_gradient
+    # The same as `backward`, for a reference that states its gradients; None: autograd's, through
+    # the reference.
+    stated: Callable[[Sample, Outputs, Tensor], Sequence[Any]] | None = None
+    # The cases that the gradient operator takes: the others are refused.
+    takes: Callable[[Any], bool] = every_case
+    # The cases of which finite differences give the gradient.
+    has_differences: Callable[[Any], bool] = every_case
+
+
+def default_tolerance(output: str, dtype: torch.dtype) -> Tolerance:
+    return TOLERANCES[dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One record per operator: a test that needs to know something of one asks here."""
+
+    name: str
+    cases: Sequence[Any]
+    build: Callable[[Any, torch.dtype], Sample]
+    gradient: Gradient | None = None
+    # It refuses to be differentiated, as what has a gradient but no operator for it must.
+    inference_only: bool = False
+    # It writes to its arguments and returns nothing.
+    in_place: bool = False
+    # Of an output, by its name and its dtype.
+    tolerance: Callable[[str, torch.dtype], Tolerance] = default_tolerance
+    # What compares outputs with the reference's, where elements one by one are not the way.
+    compare: Callable[[Sample, Outputs], None] | None = None
+    # The cases within the limits of the device, a few of each form.
+    on_device: Callable[[Any], bool] = every_case
+    # torch_npu's own operator for the same call; None where it has none.
+    torch_npu: Callable[[dict[str, Any]], Any] | None = None
+    # The cases whose aclnn calls are compared with torch_npu's; None: those of `on_device`.
+    torch_npu_takes: Callable[[Any], bool] | None = None
+    # CANN keeps the executor of a call for later calls that are alike.
+    keeps_executors: bool = False
+    recipes: list[Recipe] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipes", [Recipe(self, case) for case in self.cases])
+
+    @property
+    def overload(self) -> Any:
+        return getattr(torch.ops.ascend, self.name).default
+
+    @property
+    def output_names(self) -> list[str]:
+        return [returned.name for returned in self.overload._schema.returns]
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return self.gradient.inputs if self.gradient else ()
+
+    def gradient_output(self, outputs: Outputs) -> Tensor:
+        """The output that carries the gradient."""
+        assert self.gradient is not None
+        return outputs[self.output_names.index(self.gradient.output)]
+
+    def make(self, case: Any, dtype: torch.dtype) -> Sample:
+        """Made once, unless calls write to it: tests leave a sample as it is, which one checks."""
+        return self.build(case, dtype) if self.in_place else _make(self.build, case, dtype)
+
+    def small_sample(self) -> Sample:
+        """A call in bfloat16."""
+        return self.make(self.cases[0], torch.bfloat16)
+
+    def assert_matches_reference(self, sample: Sample, outputs: Outputs) -> None:
+        if self.compare is not None:
+            self.compare(sample, outputs)
+            return
+        expected = sample.double().call(reference)
+        for name, x, y in zip(self.output_names, outputs, expected, strict=True):
+            assert_close(name, x, y, self.tolerance(name, x.dtype))
+
+
+@cache
+def _make(build: Callable[[Any, torch.dtype], Sample], case: Any, dtype: torch.dtype) -> Sample:
+    return build(case, dtype)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make the sample of a case, in any dtype, when a test asks for it."""
+
+    operator: Operator
+    case: Any
+
+    @property
+    def id(self) -> str:
+        return f"{self.operator.name}-{self.case.id}"
+
+    @property
+    def layout(self) -> str:
+        return getattr(self.case, "layout", "")
+
+    @property
+    def differentiable(self) -> bool:
+        gradient = self.operator.gradient
+        return gradient is not None and gradient.takes(self.case)
+
+    @property
+    def on_device(self) -> bool:
+        return self.operator.on_device(self.case)
+
+    def make(self, dtype: torch.dtype) -> Sample:
+        return self.operator.make(self.case, dtype)
+
+    def resized(self) -> Recipe:
+        return replace(self, case=self.case.resized())

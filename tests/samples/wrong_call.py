@@ -1,0 +1,86 @@
+"""Calls that an operator must refuse: one form for the tables of all operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .record import Operator
+from .sample import Sample
+
+Change = Callable[[Sample], Sample]
+Product = Literal["A2", "A3", "950", "310P"]
+
+
+@dataclass(frozen=True)
+class WrongCall:
+    """A good call, what is changed in it, and the error that must name operator and argument."""
+
+    id: str
+    operator: Operator
+    case: Any  # of the good call
+    # Arguments by name, or a function. None: the limits alone make the call wrong.
+    change: Change | dict[str, Any] | None
+    argument: str  # regular expression, as `expected` and `code`
+    exception: type[Exception] = ValueError
+    expected: str = ""  # somewhere in the message
+    code: str = r"\d{6}"
+    limits: Product | None = None
+    # False where the rule is about values or memory, which fake tensors do not have.
+    on_meta: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    def good(self) -> Sample:
+        return self.operator.make(self.case, self.dtype)
+
+    @property
+    def limits_of_good(self) -> Product | None:
+        """A call that is wrong within the limits alone is good without them."""
+        return self.limits if self.change is not None else None
+
+    def wrong(self) -> Sample:
+        good = self.good()
+        if isinstance(self.change, dict):
+            return good.given(**self.change)
+        return self.change(good) if self.change else good
+
+    def check_message(self, message: str) -> None:
+        """One line: operator, argument, what was expected, what came, and aclnn's status."""
+        form = (
+            rf"ascend::{self.operator.name}: ({self.argument}): "
+            rf"expected .+, got .+ \[ACLNN_ERR_[A-Z_]+ {self.code}\]"
+        )
+        assert re.fullmatch(form, message), message
+        assert re.search(self.expected, message), message
+
+
+def put(name: str, function: Callable[[Any], object]) -> Change:
+    """Another value of an argument, made of the good one."""
+    return lambda sample: sample.replace(**{name: function(sample.arguments[name])})
+
+
+def both(*changes: Change) -> Change:
+    def apply(sample: Sample) -> Sample:
+        for change in changes:
+            sample = change(sample)
+        return sample
+
+    return apply
+
+
+def longer(axis: int) -> Callable[[Tensor], Tensor]:
+    """One more along an axis."""
+    return lambda x: torch.cat((x, x.narrow(axis, x.shape[axis] - 1, 1)), axis).contiguous()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def bools(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bool)
