@@ -105,13 +105,15 @@ def test_statistics_of_packed_sequences_are_stored_by_sequence() -> None:
     assert not rows[3 * begin_q :].any()
 
 
-def test_without_a_mask_the_mode_is_ignored() -> None:
-    """As in aclnn. The public function never calls it like this: it makes the mask."""
+def test_without_a_mask_mode_0_keeps_every_key() -> None:
+    """Whatever the tokens say, as in aclnn; modes that need a mask are refused without one."""
     q, k, v = qkv(5, 5)
-    options = {"num_heads": N, "layout": "BNSD"}
+    options = {"num_heads": N, "layout": "BNSD", "scale_value": 0.3, "sparse_mode": 0}
     expected = torch.ops.ascend.flash_attention_score(q, k, v, **options)
-    causal = torch.ops.ascend.flash_attention_score(q, k, v, sparse_mode=3, **options)
-    assert_same_bits(causal, expected)
+    band = torch.ops.ascend.flash_attention_score(q, k, v, **options, pre_tokens=1, next_tokens=0)
+    assert_same_bits(band, expected)
+    dense = scaled_dot_product_attention(q, k, v, scale=0.3)
+    torch.testing.assert_close(expected[0], dense)
 
 
 @pytest.mark.parametrize("pse_type", [0, 1])
@@ -307,3 +309,42 @@ def test_mask_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     dark = [[pixels[16 * i * stride + 1 + 48 * j] < 128 for j in range(4)] for i in range(3)]
     kept = sparse_mode_mask(4, 3, 4, pre_tokens=1, next_tokens=0)
     assert dark == kept.tolist()
+
+
+NOTHING = torch.zeros(6, 9, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "exception", "words"),
+    [
+        ({"attn_mask": torch.zeros(6, 9)}, TypeError, "attn_mask: .* pse_shift takes"),
+        ({"attn_mask": NOTHING.byte()}, TypeError, "attn_mask: expected dtype bool"),
+        (
+            {"attn_mask": NOTHING, "atten_mask": NOTHING},
+            ValueError,
+            "attn_mask: .* both",
+        ),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p: expected a probability"),
+        ({"dropout_p": 0.5, "keep_prob": 0.5}, ValueError, "dropout_p: expected 0 beside"),
+    ],
+    ids=["float", "uint8", "both", "one", "twice"],
+)
+def test_what_the_public_function_refuses(
+    options: dict[str, Any], exception: type[Exception], words: str
+) -> None:
+    q, k, v = build(FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8)), torch.bfloat16).args
+    with pytest.raises(exception, match=rf"^ascend::flash_attention_score: {words}"):
+        attend(q, k, v, **options)
+
+
+def test_the_public_function_and_a_query_without_axes() -> None:
+    """Its scale comes from the head size, which is not there."""
+    x = torch.tensor(1.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="ascend::flash_attention_score: query: expected rank 4"):
+        ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout="BNSD")
+
+
+def test_the_largest_sizes_within_the_limits() -> None:
+    x = torch.zeros(1, 256, 1, 512)
+    with ascend_attn_ops.limits("A2"):
+        assert attend(x, x, x).shape == x.shape

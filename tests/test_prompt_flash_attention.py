@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import prompt_flash_attention, sparse_mode_mask
 from ascend_attn_ops.limits import table
 from ascend_attn_ops.masks import compressed_mask
+from samples.prompt_flash_attention import PromptCase, build
+from samples.prompt_flash_attention_errors import (
+    CAUSAL,
+    EQUAL,
+    LENGTHS,
+    MASKED,
+    OFFSET,
+    THREE,
+    TO_INT8,
+    zeros,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -179,3 +194,65 @@ def test_the_products_of_the_table() -> None:
         "A2": ["float16", "bfloat16", "int8"],
         "310P": ["float16"],
     }
+
+
+# What looks like a violation and is none.
+LEGAL = [
+    (EQUAL, {"pre_tokens": -3, "next_tokens": -3}),  # without a mask they do not count
+    (CAUSAL, {"pre_tokens": -3, "next_tokens": -3}),
+    (THREE, {LENGTHS[0]: [6, 2, 0, 77]}),
+    (replace(MASKED, lengths=((6, 0), None)), {"next_tokens": -5}),  # nothing to skip in batch 1
+    (replace(OFFSET, s=(9, 6)), {"pre_tokens": 2, "next_tokens": -1}),  # no mask, no band
+    (replace(OFFSET, s=(9, 6), mode=2), {}),
+    (replace(TO_INT8, s=(9, 6), mode=3), {}),  # rows without keys, and no offset
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), LEGAL, ids=str)
+def test_legal(case: PromptCase, changes: dict[str, Any]) -> None:
+    build(case, torch.bfloat16).given(**changes).call(torch.ops.ascend)
+
+
+NOTHING_MASKED = torch.zeros(128, 128, dtype=torch.bool, device="meta")
+
+# The largest sizes, and what else is just within the limits of a product.
+WITHIN_LIMITS: list[tuple[str, PromptCase, dict[str, Any]]] = [
+    ("A2", PromptCase(b=65536, d=16), {}),
+    ("A2", PromptCase(b=128, d=15), {}),
+    ("A2", PromptCase(heads=(256, 256), d=16), {}),
+    ("A2", PromptCase(s=(20971520, 20971520), d=16), {}),
+    ("A2", PromptCase(d=512), {}),
+    ("A2", PromptCase(layout="BSH", heads=(217, 217), d=302), {}),
+    ("A2", PromptCase(layout="BNSD", heads=(128, 128), d=512), {}),
+    ("310P", PromptCase(d=17), {}),
+    ("310P", PromptCase(b=128, heads=(256, 256), d=512, s=(65535, 3)), {}),
+    ("310P", PromptCase(layout="BSH", heads=(128, 128), d=512), {}),
+    ("310P", PromptCase(), {LENGTHS[1]: []}),
+    ("310P", PromptCase(), {"next_tokens": 2147483647}),
+    ("310P", PromptCase(s=(128, 128)), {"atten_mask": NOTHING_MASKED}),
+    ("A2", PromptCase(b=129, d=32, inputs="int8"), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("product", "case", "changes"),
+    WITHIN_LIMITS,
+    ids=[f"{p}-{c.id}-{'-'.join(x)}" for p, c, x in WITHIN_LIMITS],
+)
+def test_within_the_limits(product: Any, case: PromptCase, changes: dict[str, Any]) -> None:
+    with ascend_attn_ops.limits(product):
+        zeros(case, torch.float16).given(**changes).call(torch.ops.ascend)
+
+
+def test_a_query_without_axes() -> None:
+    """The function's scale comes from the head size, which is not there."""
+    x = torch.tensor(1.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="ascend::prompt_flash_attention: query: expected rank 4"):
+        prompt_flash_attention(x, x, x, num_heads=1, layout="BNSD")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_gradient_that_nobody_wants(mode: Any) -> None:
+    sample = build(EQUAL, torch.bfloat16).requires_grad(("query", "key", "value"))
+    with mode():
+        sample.call(torch.ops.ascend)

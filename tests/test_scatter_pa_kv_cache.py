@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ascend_attn_ops as ops
+import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
-from samples.sample import Sample
+from samples.sample import Sample, bytes_of
 from samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 DTYPES = [
     torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.uint8, torch.int16,
@@ -32,7 +35,7 @@ OPERATOR = torch.ops.ascend.scatter_pa_kv_cache_.default
 
 
 def of_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    return [x.contiguous().view(torch.uint8) for x in tensors]
+    return [bytes_of(x) for x in tensors]
 
 
 def caches(sample: Sample) -> list[Tensor]:
@@ -346,3 +349,113 @@ def test_layouts_of_a_cache(dtype: torch.dtype) -> None:
     assert torch.equal(ops.nd_to_nz(cache), nz_cache)
     with pytest.raises(ValueError, match=r"^nz_cache_shape: head_size: "):
         ops.nz_cache_shape(4, 8, 3, 24, torch.int8)
+
+
+# What the call may not do to memory: see samples/scatter_pa_kv_cache_errors.py for the other rules.
+
+SLOTS = torch.tensor([1, 2, 0])
+RUNS = CacheCase("Rope", lengths=(9, 0, 5, 3), blocks=(6, 8))
+
+
+def refused(argument: str, words: str, *tensors: Tensor, **options: object) -> None:
+    """Of tensors that may lie in each other, whose bytes stay."""
+    before = [bytes_of(x.clone()) for x in tensors]
+    expected = rf"scatter_pa_kv_cache_: {argument}: expected .*{words}.* 161002"
+    with pytest.raises(ValueError, match=expected):
+        torch.ops.ascend.scatter_pa_kv_cache_(*tensors, **options)
+    assert all(torch.equal(bytes_of(x), y) for x, y in zip(tensors, before, strict=True))
+
+
+@no_limits
+def test_rows_of_nct_are_where_offsets_and_strides_say() -> None:
+    """Not where key is: that may be in the cache, and they may be behind it."""
+    buffer = torch.arange(96.0)
+    key, nct = buffer[:24].view(3, 1, 8), {"scatter_mode": "Nct", "strides": (8, 1)}
+    refused(
+        "key",
+        "some of key_cache",
+        key,
+        buffer[32:64].view(1, 4, 1, 8),
+        SLOTS,
+        **nct,
+        offsets=(24, 0),
+    )
+    cache, rows = buffer[:32].view(1, 4, 1, 8), buffer[40:64].clone().view(3, 1, 8)
+    torch.ops.ascend.scatter_pa_kv_cache_(key, cache, SLOTS, **nct, offsets=(40, 0))
+    assert torch.equal(cache[0, SLOTS], rows)
+
+
+@no_limits
+def test_a_cache_may_lie_between_the_rows() -> None:
+    buffer = torch.arange(128.0).view(2, 64)
+    key, slots = buffer[:, :8].view(2, 1, 8), SLOTS[:2]
+    cache = buffer[0, 16:48].view(1, 4, 1, 8)
+    torch.ops.ascend.scatter_pa_kv_cache_(key, cache, slots)
+    assert torch.equal(cache[0, slots], key)
+    refused("key", "some of key_cache", key, buffer[0, 4:36].view(1, 4, 1, 8), slots)
+
+
+@no_limits
+def test_indices_and_other_storages_are_not_in_a_cache() -> None:
+    numbers = torch.ones(1, 4, 1, 8, dtype=torch.int32)
+    indices = numbers.view(-1)[:2]
+    refused("slot_mapping", "some of key_cache", numbers[0, :2].clone(), numbers, indices)
+    for name in ("compress_lens", "compress_seq_offset", "seq_lens"):
+        sample = build(RUNS, torch.int32)
+        cache = sample.inputs["key_cache"]
+        given = sample.options[name]
+        inside = cache.view(-1)[: given.numel()].copy_(given)
+        with pytest.raises(ValueError, match=f"{name}: expected memory of its own"):
+            sample.replace(**{name: inside}).call(torch.ops.ascend)
+    memory = np.arange(64, dtype=np.float32)
+    key, cache = torch.from_numpy(memory)[:24], torch.from_numpy(memory)[8:40]
+    refused("key", "some of key_cache", key.view(3, 1, 8), cache.view(1, 4, 1, 8), SLOTS)
+
+
+@pytest.mark.parametrize("name", ["key", "key_cache", "value", "value_cache"])
+def test_a_storage_must_hold_the_elements(name: str) -> None:
+    sample = build(CacheCase(), torch.bfloat16).clone()
+    sample.arguments[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{name}: expected a storage that holds every element"):
+        sample.call(torch.ops.ascend)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_a_cache_is_no_view_that_negates(name: str, mode: Callable[[], Any]) -> None:
+    sample = build(CacheCase(), torch.bfloat16)
+    sample = sample.replace(**{name: torch._neg_view(sample.arguments[name])})
+    refused_before = bytes_of(sample.arguments["key_cache"].clone())
+    with mode(), pytest.raises(ValueError, match=f"{name}: expected .* a view that negates"):
+        sample.call(torch.ops.ascend)
+    assert torch.equal(bytes_of(sample.arguments["key_cache"].clone()), refused_before)
+
+
+def test_a_key_may_be_a_view_that_negates() -> None:
+    key, cache = torch.ones(3, 2, 16).half(), torch.zeros(2, 4, 2, 16).half()
+    torch.ops.ascend.scatter_pa_kv_cache_(torch._neg_view(key), cache, SLOTS)
+    assert torch.equal(cache[0, :3], -key)
+
+
+def test_a_cache_of_inference_mode_is_written_there_alone() -> None:
+    with torch.inference_mode():
+        value_cache = torch.zeros(2, 4, 2, 16).half()
+    key, key_cache = torch.ones(3, 2, 16).half(), torch.zeros(2, 4, 2, 16).half()
+    refused("value_cache", "inference mode", key, key_cache, SLOTS, key.clone(), value_cache)
+    with torch.inference_mode():
+        torch.ops.ascend.scatter_pa_kv_cache_(key, key_cache, SLOTS, key, value_cache)
+    assert torch.equal(key_cache, value_cache)
+    assert key_cache.any()
+
+
+def test_forward_mode_is_refused() -> None:
+    """Or else the tangent of the rows would end in the cache, without a word."""
+    key, key_cache = torch.ones(2, 1, 16).half(), torch.zeros(1, 4, 1, 16).half()
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=r"scatter_pa_kv_cache_: gradient: .* dual tensor"),
+    ):
+        torch.ops.ascend.scatter_pa_kv_cache_(
+            forward_ad.make_dual(key, key), key_cache, torch.tensor([0, 1])
+        )
+    assert not key_cache.any()

@@ -31,7 +31,8 @@ class WrongCall:
     expected: str = ""  # somewhere in the message
     code: str = r"\d{6}"
     limits: Product | None = None
-    # False where the rule is about values or memory, which fake tensors do not have.
+    # False where the rule is about values or memory, which fake tensors do not have, or about
+    # devices, which torch compares there by itself.
     on_meta: bool = True
     dtype: torch.dtype = torch.bfloat16
 
@@ -62,6 +63,11 @@ class WrongCall:
 def put(name: str, function: Callable[[Any], object]) -> Change:
     """Another value of an argument, made of the good one."""
     return lambda sample: sample.replace(**{name: function(sample.arguments[name])})
+
+
+def elsewhere(x: Tensor) -> Tensor:
+    """On another device."""
+    return x.to("meta")
 
 
 def both(*changes: Change) -> Change:

@@ -1,0 +1,210 @@
+"""The rules that several sparse operators share, and calls that violate them and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .record import Operator
+from .sparse import SparseCase
+from .wrong_call import WrongCall, elsewhere, longer, put
+
+LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+BSND = SparseCase(rope=8, heads=8, index_heads=8)
+TND = SparseCase(layout="TND", lengths=((3, 2, 4), (5, 3, 4)), tail=(1, 2), rope=8)
+COUNTS = SparseCase(lengths=((5, 3), (7, 4)), rope=8)
+BLOCKS = SparseCase(s=(20, 20), block=8, k=2, mode=0)
+
+# Within the device's limits.
+DEVICE = SparseCase(heads=8, d=512, rope=64, k=1024, index_heads=8, index_d=128)
+
+
+def edited(values: list[int]) -> Callable[[object], object]:
+    """Lengths of these values, in a tensor or a list as the operator takes them."""
+    return lambda x: torch.tensor(values, dtype=x.dtype) if isinstance(x, Tensor) else values
+
+
+def first_index(value: int) -> Callable[[Tensor], Tensor]:
+    """In the first slot of the last query of the first batch, which every mode lets see a key."""
+
+    def change(indices: Tensor) -> Tensor:
+        indices = indices.clone()
+        row = indices[0, -1] if indices.dim() == 4 else indices[2]
+        row[0, 0] = value
+        return indices
+
+    return change
+
+
+# An extent that several arguments share belongs to the first; this is who is found to disagree.
+NAMED = {
+    ("query_index", -2): "weights",
+    ("query_index", -1): "key_index",
+    ("query_rope", -1): "key_rope",
+    ("sparse_indices", -1): "d_values",
+}
+
+
+def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
+    """Rank, dtype, device and every extent of every tensor, in both layouts."""
+    for case in (BSND, TND):
+        good = operator.make(case, torch.bfloat16)
+        # Nothing else has the extent of the keys, or of the selection.
+        keys_alone = not {"value", "key_index"} & good.arguments.keys()
+        for name, x in good.tensors.items():
+
+            def wrong(
+                rule: str,
+                change: Callable[[Tensor], object],
+                exception: type[Exception] = ValueError,
+                argument: str = name,
+                case: SparseCase = case,
+                name: str = name,
+            ) -> WrongCall:
+                id = f"{case.layout}-{name}-{rule}"
+                return WrongCall(
+                    id, operator, case, put(name, change), argument, exception,
+                    on_meta=change is not elsewhere,
+                )  # fmt: skip
+
+            yield wrong("rank too high", lambda x: x[None])
+            yield wrong("rank too low", lambda x: x[0])
+            if x.is_floating_point():
+                yield wrong("integer", Tensor.int, TypeError)
+            else:
+                yield wrong("int64", Tensor.long, TypeError)
+                yield wrong("float", Tensor.float, TypeError)
+            if name != "query":
+                yield wrong("on another device", elsewhere)
+                if x.is_floating_point():
+                    yield wrong("float16", Tensor.half, TypeError)
+                    yield wrong("float64", Tensor.double, TypeError)
+            for axis in range(-x.dim(), 0):
+                is_keys = name == "key" and axis == -3
+                if is_keys and keys_alone:
+                    continue
+                if is_keys or name == "query" or name in LENGTHS:
+                    argument = r"\w+"
+                else:
+                    argument = NAMED.get((name, axis), name)
+                    if argument not in good.arguments:
+                        continue
+                yield wrong(f"axis {axis} too long", longer(axis), ValueError, argument)
+
+
+def option_rules(operator: Operator, modes: tuple[int, ...] = (0, 3)) -> Iterator[WrongCall]:
+    def wrong(rule: str, argument: str, **change: object) -> WrongCall:
+        return WrongCall(rule, operator, BSND, change, argument)
+
+    for layout in ("BNSD", "BSH", "bsnd", ""):
+        yield wrong(f"layout {layout!r}", "layout", layout=layout)
+    for mode in sorted({-1, 0, 1, 2, 4, 8} - set(modes)):
+        yield wrong(f"sparse_mode {mode}", "sparse_mode", sparse_mode=mode)
+    arguments = operator.make(BSND, torch.bfloat16).arguments
+    for name in ("sparse_count", "sparse_block_size"):
+        if name in arguments:
+            yield wrong(f"{name} 0", name, **{name: 0})
+            yield wrong(f"{name} negative", name, **{name: -1})
+    if "query_rope" in arguments:
+        yield wrong("query_rope alone", "key_rope", key_rope=None)
+        yield wrong("key_rope alone", "query_rope", query_rope=None)
+
+
+def length_rules(operator: Operator) -> Iterator[WrongCall]:
+    """Of prefix sums, and of the counts that operators alone take whose gradient does not."""
+
+    def wrong(
+        rule: str, case: SparseCase, name: str, change: Callable[[object], object], on_meta: bool
+    ) -> WrongCall:
+        return WrongCall(f"{rule}-{name}", operator, case, put(name, change), name, on_meta=on_meta)
+
+    good = operator.make(TND, torch.bfloat16)
+    on_host = isinstance(good.arguments[LENGTHS[0]], list)
+    for side, name in enumerate(LENGTHS):
+        given, tokens = TND.length_list(side), TND.tokens(side)[0]
+        assert given is not None
+        for rule, values in {
+            "decreasing": [given[1], given[0], given[2]],
+            "beyond T": [*given[:2], tokens + 1],
+            "negative": [-1, *given[1:]],
+        }.items():
+            yield wrong(f"TND-{rule}", TND, name, edited(values), on_host)
+        yield wrong("TND-missing", TND, name, lambda x: None, True)
+    yield WrongCall(
+        "TND-fewer lengths of keys", operator, TND, put(LENGTHS[1], lambda x: x[:2]),
+        r"actual_seq_lengths_\w+",
+    )  # fmt: skip
+
+
+def count_rules(operator: Operator) -> Iterator[WrongCall]:
+    """Where padded sequences are allowed, though not to be differentiated."""
+    for side, name in enumerate(LENGTHS):
+        for rule, values, on_meta in (
+            ("beyond S", [COUNTS.s[side] + 1, 3], False),
+            ("negative", [-1, 3], False),
+            ("too many", [3, 3, 3], True),
+        ):
+            change = put(name, edited(values))
+            id = f"BSND-{rule}-{name}"
+            yield WrongCall(id, operator, COUNTS, change, name, on_meta=on_meta)
+    for name in operator.make(COUNTS, torch.bfloat16).tensor_names(operator.differentiable):
+        yield WrongCall(
+            f"BSND-gradient of {name} wanted", operator, COUNTS,
+            lambda sample, name=name: sample.requires_grad((name,)), r"actual_seq_lengths_\w+",
+        )  # fmt: skip
+
+
+def no_count_rules(operator: Operator) -> Iterator[WrongCall]:
+    """Where padded sequences are not allowed."""
+    good = operator.make(TND, torch.bfloat16)
+    on_host = isinstance(good.arguments[LENGTHS[0]], list)
+    counts = [3, 3] if on_host else torch.full((2,), 3, dtype=torch.int32)
+    for name in LENGTHS:
+        yield WrongCall(f"BSND-given-{name}", operator, BSND, {name: counts}, name)
+
+
+def index_rules(operator: Operator) -> Iterator[WrongCall]:
+    def wrong(rule: str, case: SparseCase, value: int) -> WrongCall:
+        change = put("sparse_indices", first_index(value))
+        id = f"index-{rule}"
+        return WrongCall(id, operator, case, change, "sparse_indices", on_meta=False)
+
+    yield wrong("BSND-is S2", BSND, BSND.s[1])
+    yield wrong("BSND-below -1", BSND, -2)
+    yield wrong("BSND-huge", BSND, 2**31 - 1)
+    # The first sequence has 5 keys of the 14.
+    yield wrong("TND-is Lk", TND, 5)
+    yield wrong("TND-below -1", TND, -(2**31))
+    if "sparse_block_size" in operator.make(BSND, torch.bfloat16).arguments:
+        yield wrong("is the number of blocks", BLOCKS, 3)
+
+
+def limit_rules(
+    operator: Operator, device: SparseCase, selection: str, **own: tuple[str, dict[str, object]]
+) -> Iterator[WrongCall]:
+    """Sizes that are good in themselves. `own` has, by rule, the argument named and the sizes."""
+    rules: dict[str, tuple[str, dict[str, object]]] = {
+        "K too large": (selection, {"k": 9216}),
+        "K between": (selection, {"k": 2049}),
+        "D": ("query", {"d": 64}),
+        "N": ("query", {"heads": 3}),
+        "B": ("query", {"b": 257, "s": (1, 1)}),
+        "B 0": ("query", {"b": 0}),
+        "S1 0": ("query", {"s": (0, 5)}),
+        "S2 0": ("key", {"s": (5, 0)}),
+        **own,
+    }
+    for rule, (argument, sizes) in rules.items():
+        case = replace(device, **sizes)
+        yield WrongCall(f"limits-{rule}", operator, case, None, argument, limits="A2")
+    yield WrongCall(
+        "limits-float32", operator, device, lambda sample: operator.make(device, torch.float32),
+        "query", TypeError, limits="A2",
+    )  # fmt: skip
+    for product in ("950", "310P"):
+        yield WrongCall(
+            f"limits-{product}", operator, device, None, r"\w+", NotImplementedError, limits=product
+        )
