@@ -179,12 +179,14 @@ def test_a_private_format_is_refused() -> None:
 
 
 def test_report() -> None:
-    """`python -m ascend_attn_ops` says what it runs on and that every operator is there."""
+    """`python -m ascend_attn_ops` says what it runs on and that every function is there."""
     command = [sys.executable, "-m", "ascend_attn_ops"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Ascend910B2" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines() if " aclnn" in line]
     assert {row[0] for row in rows} == {row["operator"] for row in table()}
+    printed = sorted(row[-1] for row in rows)
+    assert printed == sorted(function for row in table() for function in row["aclnn"])
     for name, *works in (row[:5] for row in rows):
         autograd = "no" if OPERATORS[name].inference_only else "yes"
         assert works == ["yes", "yes", autograd, "yes"], name
