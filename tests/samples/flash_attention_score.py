@@ -237,14 +237,9 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
 def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
     forward = build(case, dtype)
     out, softmax_max, softmax_sum = forward.call(reference)
-    saved = {
-        "dy": Random(case.id, dtype).normal(*out.shape),
-        "softmax_max": softmax_max,
-        "softmax_sum": softmax_sum,
-        "attention_in": out,
-    }
-    return replace(
-        forward, operator="flash_attention_score_grad", inputs={**forward.inputs, **saved}
+    dy = Random(case.id, dtype).normal(*out.shape)
+    return forward.of_gradient(
+        dy=dy, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from .masks import compressed_mask
 from .prompt_flash_attention import PROMPT_FLASH_ATTENTION, PromptCase, quantization
 from .randomness import Random
-from .sample import Sample
+from .sample import Sample, named_tensors
 from .wrong_call import Change, Product, WrongCall, bools, elsewhere, normal, put
 
 PLAIN = PromptCase(s=(6, 9), heads=(4, 2), d=8)
@@ -285,9 +285,8 @@ def limits() -> Iterator[WrongCall]:
         dtype: torch.dtype = torch.float16,
     ) -> WrongCall:
         if change is not None:
-            given = change
-            masked = {n: x.to("meta") for n, x in given.items() if isinstance(x, torch.Tensor)}
-            change = {**given, **masked}
+            tensors = {name: x.to("meta") for name, x in named_tensors(change).items()}
+            change = {**change, **tensors}
         return WrongCall(
             f"{product}-{case.id}-{'-'.join(change or ())}-{expected}", WITHOUT_MEMORY, case,
             change, argument, exception, rf"^(?=.*Ascend {product}).*{expected}", limits=product,

@@ -85,6 +85,10 @@ class Sample:
         new = {name: x for name, x in changes.items() if name not in self.arguments}
         return replace(self, options={**self.options, **new}).replace(**changes)
 
+    def of_gradient(self, **saved: Tensor) -> Sample:
+        """The gradient operator's call: the same arguments, and tensors of the forward's."""
+        return replace(self, operator=f"{self.operator}_grad", inputs={**self.inputs, **saved})
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
         """A tensor that is passed twice (key as value) stays one tensor."""
         mapped: dict[int, Tensor] = {}

@@ -89,14 +89,9 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
 def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     forward = build(case, dtype)
     out, softmax_max, softmax_sum = forward.call(reference)
-    saved = {
-        "d_out": Random(case.id, dtype).normal(*out.shape),
-        "out": out,
-        "softmax_max": softmax_max,
-        "softmax_sum": softmax_sum,
-    }
-    return replace(
-        forward, operator="sparse_flash_attention_grad", inputs={**forward.inputs, **saved}
+    d_out = Random(case.id, dtype).normal(*out.shape)
+    return forward.of_gradient(
+        d_out=d_out, out=out, softmax_max=softmax_max, softmax_sum=softmax_sum
     )
 
 

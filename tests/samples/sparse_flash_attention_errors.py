@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from .sparse_errors import (
-    DEVICE,
-    count_rules,
-    index_rules,
-    length_rules,
-    limit_rules,
-    no_count_rules,
-    option_rules,
-    tensor_rules,
-)
+from . import sparse_errors as shared
 from .sparse_flash_attention import (
     OPERATORS,
     SPARSE_FLASH_ATTENTION,
@@ -24,17 +15,19 @@ WRONG_CALLS = [
     *(
         row
         for operator in OPERATORS
-        for make in (tensor_rules, option_rules, length_rules, index_rules)
+        for make in (
+            shared.tensor_rules, shared.option_rules, shared.length_rules, shared.index_rules,
+        )
         for row in make(operator)
     ),
-    *count_rules(SPARSE_FLASH_ATTENTION),
-    *no_count_rules(SPARSE_FLASH_ATTENTION_GRAD),
-    *limit_rules(
-        SPARSE_FLASH_ATTENTION, DEVICE, "sparse_indices",
+    *shared.count_rules(SPARSE_FLASH_ATTENTION),
+    *shared.no_count_rules(SPARSE_FLASH_ATTENTION_GRAD),
+    *shared.limit_rules(
+        SPARSE_FLASH_ATTENTION, shared.DEVICE, "sparse_indices",
         Dr=ROPE, block=("sparse_block_size", {"block": 3}),
     ),
-    *limit_rules(
-        SPARSE_FLASH_ATTENTION_GRAD, DEVICE, "sparse_indices",
+    *shared.limit_rules(
+        SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, "sparse_indices",
         Dr=ROPE, block=("sparse_block_size", {"block": 128}),
     ),
 ]  # fmt: skip

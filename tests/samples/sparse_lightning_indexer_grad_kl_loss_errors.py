@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from .sparse_errors import (
-    DEVICE,
-    index_rules,
-    length_rules,
-    limit_rules,
-    no_count_rules,
-    option_rules,
-    tensor_rules,
-)
+from . import sparse_errors as shared
 from .sparse_lightning_indexer_grad_kl_loss import KL_LOSS
 
 WRONG_CALLS = [
-    *tensor_rules(KL_LOSS),
-    *option_rules(KL_LOSS, modes=(3,)),
-    *length_rules(KL_LOSS),
-    *no_count_rules(KL_LOSS),
-    *index_rules(KL_LOSS),
-    *limit_rules(
-        KL_LOSS, DEVICE, "sparse_indices",
+    *shared.tensor_rules(KL_LOSS),
+    *shared.option_rules(KL_LOSS, modes=(3,)),
+    *shared.length_rules(KL_LOSS),
+    *shared.no_count_rules(KL_LOSS),
+    *shared.index_rules(KL_LOSS),
+    *shared.limit_rules(
+        KL_LOSS, shared.DEVICE, "sparse_indices",
         Dr=("query_rope", {"rope": 32}),
         Nidx=("query_index", {"index_heads": 4}),
         Didx=("query_index", {"index_d": 64}),
