@@ -50,14 +50,13 @@ class Gradient:
     # The gradient operator's call, from sample, outputs and incoming gradient: one result per
     # argument of `inputs`, a list for a list. None where there is no such operator.
     backward: Callable[[Sample, Outputs, Tensor], Sequence[Any]] | None = None
-    # The incoming gradient, for the outputs that the last argument is one of.
+    # An incoming gradient, from sample, outputs and the output that carries it.
     incoming: Callable[[Sample, Outputs, Tensor], Tensor] = random_gradient
-    # The same as `backward`, for a reference that states its gradients; None: autograd's, through
-    # the reference.
+    # As `backward`, where the reference states its gradients; None: autograd differentiates it.
     stated: Callable[[Sample, Outputs, Tensor], Sequence[Any]] | None = None
-    # The cases that the gradient operator takes: the others are refused.
+    # The cases that can be differentiated; the operator refuses the others.
     takes: Callable[[Any], bool] = every_case
-    # The cases of which finite differences give the gradient.
+    # The cases whose gradient is what finite differences give.
     has_differences: Callable[[Any], bool] = every_case
 
 
@@ -73,13 +72,13 @@ class Operator:
     cases: Sequence[Any]
     build: Callable[[Any, torch.dtype], Sample]
     gradient: Gradient | None = None
-    # It refuses to be differentiated, as what has a gradient but no operator for it must.
+    # Autograd refuses it: its outputs are no constants, and nobody computes their gradient.
     inference_only: bool = False
     # It writes to its arguments and returns nothing.
     in_place: bool = False
     # Of an output, by its name and its dtype.
     tolerance: Callable[[str, torch.dtype], Tolerance] = default_tolerance
-    # What compares outputs with the reference's, where elements one by one are not the way.
+    # Compares outputs with the reference's; None: element by element.
     compare: Callable[[Sample, Outputs], None] | None = None
     # The cases within the limits of the device, a few of each form.
     on_device: Callable[[Any], bool] = every_case
