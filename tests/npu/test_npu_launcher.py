@@ -12,7 +12,7 @@ from conftest import TASK_QUEUE
 
 pytestmark = pytest.mark.skipif(TASK_QUEUE != 1, reason="independent of the task queue: once")
 
-# The prototype of aclnnLightningIndexer.
+# The prototype of aclnnLightningIndexer, in csrc/npu/lightning_indexer.cpp.
 ARGUMENTS = [
     "Tensor", "Tensor", "Tensor", "None", "None", "None", "Text", "Text",
     "int64_t", "int64_t", "int64_t", "int64_t", "bool", "Tensor", "Tensor",
@@ -38,11 +38,11 @@ def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[
     source = folder / "call.cpp"
     source.write_text(
         f"""
-        #include "npu/aclnn/launcher.h"
+        #include "npu/lightning_indexer.cpp"
         using namespace ascend_attn::aclnn;
         template <typename... Arguments>
         concept Callable = requires(Arguments... arguments) {{
-          launch<LightningIndexer>(arguments...);
+          launch<LightningIndexerFunction>(arguments...);
         }};
         namespace types {{
         using Tensor = const at::Tensor&;
@@ -67,7 +67,7 @@ def test_only_the_prototypes_arguments_compile(tmp_path: Path) -> None:
 
 
 def test_the_compiler_says_so(tmp_path: Path) -> None:
-    call = "void call(Tensor t) { launch<LightningIndexer>(t, t, t); }"
+    call = "void call(Tensor t) { launch<LightningIndexerFunction>(t, t, t); }"
     result = compile_source(tmp_path, call)
     assert result.returncode != 0
     assert "no match for call to" in result.stderr
