@@ -9,7 +9,7 @@
 namespace ascend_attn {
 namespace {
 
-// The indexer is differentiable through the values that it returns; the selection is not.
+// The indexer is differentiable through the values it returns, not through the selection.
 struct LightningIndexerFunction : OperatorFunction<LightningIndexerFunction, LightningIndexer> {
   static bool differentiable(const LightningIndexer& op) {
     if (op.return_values) {

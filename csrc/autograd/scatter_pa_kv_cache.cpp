@@ -16,7 +16,7 @@ void for_each_cache(const ScatterPaKvCache& op, Function function) {
   }
 }
 
-// torch would find out after the write.
+// Checked before the call, because torch would raise only after the write.
 void check_versions(const ScatterPaKvCache& op) {
   for_each_cache(op, [](const char* name, const at::Tensor& cache) {
     check_value(!cache.defined() || !cache.is_inference() || c10::InferenceMode::is_enabled(),
@@ -26,7 +26,7 @@ void check_versions(const ScatterPaKvCache& op) {
   });
 }
 
-// Autograd is told of the writes, so that it refuses a backward through a cache that has changed.
+// Tells autograd about the writes, so that it refuses a backward through a cache that has changed.
 void bump_versions(const ScatterPaKvCache& op) {
   for_each_cache(op, [](const char*, const at::Tensor& cache) {
     cache.unsafeGetTensorImpl()->bump_version();
@@ -50,7 +50,8 @@ const T& without_negation(const T& other) {
 template <typename Signature>
 struct Negative;
 
-// Views that negate. torch's own way with them wants the operator to return what it has written to.
+// Handles negated views. torch's own fallback requires an operator to return what it has written
+// to.
 template <typename... Args>
 struct Negative<ScatterPaKvCache::Outputs(Args...)> {
   static ScatterPaKvCache::Outputs kernel(Args... args) {

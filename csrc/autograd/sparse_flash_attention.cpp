@@ -9,7 +9,7 @@
 namespace ascend_attn {
 namespace {
 
-// The sparse modes ignore pre_tokens and next_tokens; this is what the device's gradient wants.
+// The sparse modes ignore pre_tokens and next_tokens; the device's gradient requires this value.
 constexpr int64_t kIgnoredTokens = INT32_MAX;
 
 struct SparseFlashAttentionFunction

@@ -9,10 +9,11 @@
 namespace ascend_attn {
 namespace {
 
-// The operator computes the loss and its gradients together. To autograd it is a loss: what it
-// computed is scaled by the incoming gradient, on the device, without a look at its value.
+// The operator computes the loss and its gradients together. Autograd sees only a loss: its
+// backward scales the computed gradients by the incoming one, on the device, without reading its
+// value.
 struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerGradKLLoss> {
-  // The arguments that the saved gradients belong to.
+  // The arguments whose gradients are saved.
   static constexpr std::array kTrained{"query_index", "key_index", "weights"};
 
   // The attention that the indexer imitates is a fixed target.
@@ -24,13 +25,13 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
   static void save(AutogradContext* context, const SparseLightningIndexerGradKLLoss&,
                    const Outputs& outputs) {
     const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
-    // Not the arguments: the backward reads none of them.
+    // Saves no arguments: the backward reads none of them.
     context->save_for_backward({d_query_index, d_key_index, d_weights});
     context->mark_non_differentiable({d_query_index, d_key_index, d_weights});
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
-    // The gradients are constants by now: a second derivative would come out as zero, silently.
+    // The saved gradients are constants: a second derivative would silently be zero.
     if (at::GradMode::is_enabled()) {
       raise_second_derivative(SparseLightningIndexerGradKLLoss::name);
     }
@@ -42,7 +43,7 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
     const auto saved = context->get_saved_variables();
     for (size_t i = 0; i < saved.size(); ++i) {
       const auto position = argument_position(SparseLightningIndexerGradKLLoss::name, kTrained[i]);
-      // The product is formed in fp32: a mean over many tokens is a small factor.
+      // Multiplied in fp32: for a mean over many tokens, d_loss is small.
       gradients[position] = saved[i].mul(d_loss).to(saved[i].scalar_type());
     }
     return gradients;

@@ -1,5 +1,5 @@
-// An operator's struct is the one list of its arguments in C++. Its dispatcher signature, the
-// arguments of a call and what autograd saves are derived from the fields.
+// The struct of an operator is the only list of its arguments in C++. The dispatcher signature, the
+// arguments of a call and what autograd saves are all derived from its fields.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@
 
 namespace ascend_attn {
 
-// The types of fields, by the names of the schema's types.
+// Field types, named after the types of the schema.
 using Tensor = const at::Tensor&;
 using OptionalTensor = const std::optional<at::Tensor>&;
 using TensorList = at::TensorList;
@@ -41,7 +41,8 @@ constexpr bool is_made_of(std::index_sequence<index...>) {
   return requires { T{AnythingAt<index>()...}; };
 }
 
-// Counted from above: a struct with fewer initialisers than references is not well-formed.
+// Counts down, because an aggregate with reference members cannot be initialised from too few
+// values: counting up would stop too early.
 inline constexpr size_t kMostFields = 20;
 template <typename T, size_t count = kMostFields>
 constexpr size_t field_count() {
@@ -119,7 +120,7 @@ auto tie_fields(const T& arguments) {
   }
 }
 
-// A struct of arguments that several operators share stands for its fields.
+// A struct of arguments shared by several operators. It stands for its fields.
 template <typename T>
 concept ArgumentGroup = requires { T::is_argument_group; };
 
@@ -132,7 +133,7 @@ auto flatten(const Field& field) {
   }
 }
 
-// The struct that has the fields: an operator may inherit all of them.
+// The struct that declares the fields: the operator itself, or the base that it inherits them from.
 template <typename Op>
 struct FieldsOf {
   using type = Op;
@@ -143,7 +144,7 @@ struct FieldsOf<Op> {
   using type = typename Op::Fields;
 };
 
-// What the dispatcher passes for a field.
+// The type in which the dispatcher passes a field.
 template <typename Field>
 struct DispatcherType {
   using type = Field;
@@ -170,7 +171,7 @@ struct Signature<Outputs, std::tuple<const Fields&...>> {
 
 }  // namespace reflection
 
-// References to all arguments of a call, in the order of the schema.
+// Returns references to all arguments of a call, in schema order.
 template <typename Op>
 auto arguments_of(const Op& op) {
   using Fields = typename reflection::FieldsOf<Op>::type;
@@ -179,7 +180,7 @@ auto arguments_of(const Op& op) {
       reflection::tie_fields<Fields>(op));
 }
 
-// The dispatcher's signature of an operator.
+// The dispatcher signature of an operator.
 template <typename Op>
 using SignatureOf =
     typename reflection::Signature<typename Op::Outputs,

@@ -1,6 +1,5 @@
-// Every message a user can get from a check has one form:
-//   ascend::<operator>: <argument>: <what was expected>, got <what came> [<aclnn name> <aclnn
-//   code>]
+// Every check raises a message of the same form:
+//   ascend::<operator>: <argument>: expected <rule>, got <value> [<aclnn name> <aclnn code>]
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -12,7 +11,7 @@
 
 namespace ascend_attn {
 
-// The status codes of aclnn that the operators' documents name.
+// The aclnn status codes that the documentation of the operators names.
 enum class Status : int {
   null_pointer = 161001,    // ACLNN_ERR_PARAM_NULLPTR
   invalid = 161002,         // ACLNN_ERR_PARAM_INVALID
@@ -20,21 +19,21 @@ enum class Status : int {
   shape_inference = 561002  // ACLNN_ERR_INNER_TILING_ERROR
 };
 
-// "ACLNN_ERR_PARAM_INVALID 161002"; an unknown code is given as its number alone.
+// Returns "ACLNN_ERR_PARAM_INVALID 161002", or only the number of an unknown code.
 std::string status_text(int code);
 
-// A dtype by its Python name, "bfloat16".
+// Returns the Python name of a dtype, such as "bfloat16".
 inline std::string_view dtype_name(c10::ScalarType dtype) {
   return c10::getDtypeNames(dtype).first;
 }
 
-// What kind of Python exception a violated rule becomes.
+// The kind of Python exception that a violated rule raises.
 enum class Violation { type, value, not_implemented, runtime };
 
 [[noreturn]] void raise(Violation violation, std::string_view op, std::string_view argument,
                         const std::string& message, Status status = Status::invalid);
 
-// The parts of the message are turned into text only when the rule is violated.
+// These checks format their message only if the rule is violated.
 template <typename... Parts>
 inline void check_value(bool holds, std::string_view op, std::string_view argument,
                         const Parts&... parts) {
@@ -51,7 +50,7 @@ inline void check_type(bool holds, std::string_view op, std::string_view argumen
   }
 }
 
-// A required tensor or list that is absent: aclnn's null-pointer status.
+// Raises for a missing tensor or list, with aclnn's null-pointer status.
 template <typename... Parts>
 inline void check_present(bool present, std::string_view op, std::string_view argument,
                           const Parts&... parts) {

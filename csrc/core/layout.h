@@ -1,5 +1,5 @@
-// The axis order of tensors. B batch, S sequence, N heads, D head size, H = N * D, T all tokens of
-// all sequences, packed. BNSD_BSND: BNSD, and BSND of the output.
+// Tensor layouts, named by their axes: B batch, S sequence, N heads, D head size, H = N * D, T the
+// packed tokens of all sequences. BNSD_BSND takes BNSD inputs and returns a BSND output.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace ascend_attn {
 
 enum class Layout { BSND, TND, BNSD, BSH, SBH, BNSD_BSND };
 
-// Where a layout has its axes.
+// The position of each axis in a layout.
 struct LayoutAxes {
   int64_t rank;
   int64_t batch;  // -1 in TND, which has none
@@ -46,16 +46,16 @@ constexpr LayoutAxes axes_of(Layout layout) {
 
 std::string_view layout_name(Layout layout);
 
-// The argument `layout` of an operator, parsed when the operator's struct is made.
+// The `layout` argument of an operator, parsed when the operator's struct is constructed.
 class LayoutArgument {
  public:
   LayoutArgument(std::string_view text);
 
-  // The text as it was given.
+  // The text as the caller passed it.
   std::string_view text() const { return text_; }
   operator std::string_view() const { return text_; }
 
-  // A layout, once check_layout has accepted it.
+  // Valid only after check_layout has accepted the argument.
   Layout value() const { return *layout_; }
   bool operator==(Layout layout) const { return layout_ == layout; }
 
@@ -64,7 +64,7 @@ class LayoutArgument {
   std::optional<Layout> layout_;
 };
 
-// Raises unless the layout is one of `allowed`.
+// Returns the layout; raises unless it is one of `allowed`.
 Layout check_layout(std::string_view op, const LayoutArgument& layout,
                     std::initializer_list<Layout> allowed);
 

@@ -128,7 +128,7 @@ void LimitsCheck::size(std::string_view argument, std::string_view quantity,
   }
   const auto* limit = limits_->find(quantity);
   if (!limit) {
-    // A misspelt quantity would be a rule that nobody checks.
+    // A misspelt quantity would silently disable its rule.
     const bool elsewhere = std::ranges::any_of(
         table_.variants, [&](const ProductLimits& variant) { return variant.find(quantity); });
     TORCH_INTERNAL_ASSERT(elsewhere, table_.op, " has no limit of ", quantity);

@@ -1,5 +1,6 @@
-// What each operator accepts on each product: data, beside the rules of the operator in
-// csrc/ops/<operator>.cpp. The checks, the documentation and `python -m ascend_attn_ops` read it.
+// What each operator accepts on each product, as data. The tables stand next to the operator's
+// rules in csrc/ops/<operator>.cpp; the checks, the documentation and `python -m ascend_attn_ops`
+// read them.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -24,17 +25,17 @@ enum class Product : uint8_t { A2 = 1, A3 = 2, P950 = 4, P310 = 8 };
 
 inline constexpr std::array kProducts{Product::A2, Product::A3, Product::P950, Product::P310};
 
-// A set of products.
+// Returns a set of products as a bit mask.
 template <std::same_as<Product>... Products>
 constexpr uint8_t products(Products... each) {
   return (static_cast<uint8_t>(each) | ...);
 }
 
 std::string_view product_name(Product product);
-// The product of that name, or an error that lists the names.
+// Returns the product of that name; otherwise raises an error that lists the valid names.
 Product product_of(std::string_view name);
 
-// Numbers in a fixed place, so that limits are constants.
+// A list with a fixed capacity, so that limits can be constants.
 class NumberList {
  public:
   constexpr NumberList() = default;
@@ -62,12 +63,12 @@ struct Allowed {
 };
 
 struct Limit {
-  std::string_view quantity;  // as in CANN's document of the function: "D", "N1", "K", ...
+  std::string_view quantity;  // as in CANN's documentation of the function: "D", "N1", "K", ...
   std::string_view meaning;
   Allowed allowed;
 };
 
-// What an operator accepts on the products that have its function and this in common.
+// What an operator accepts on a group of products that have the same limits.
 struct ProductLimits {
   uint8_t products;
   std::vector<c10::ScalarType> dtypes;
@@ -81,21 +82,21 @@ struct OperatorLimits {
   std::span<const char* const> functions;  // the aclnn functions that it calls
   std::vector<ProductLimits> variants;
 
-  // None on products that do not have the function.
+  // Returns null for products that lack the function.
   const ProductLimits* on(Product product) const;
 };
 
-// The product that calls on this thread are checked for; nothing while limits are switched off.
+// Returns the product whose limits apply to calls on this thread, or nullopt while limits are off.
 std::optional<Product> product_in_force();
 
-// What `with ascend_attn_ops.limits(...)` sets on its thread: 0 = nothing set, 1 = switched off,
-// otherwise 2 + product. An integer, so that autograd can carry it from forward to backward.
+// The value that `with ascend_attn_ops.limits(...)` sets on its thread: 0 = not set, 1 = limits
+// off, otherwise 2 + product. An integer, so that autograd can carry it from forward to backward.
 int64_t limits_override();
 void set_limits_override(int64_t value);
-// The value that checks for `product`, or for nothing.
+// Encodes a product, or nullopt for no limits, as an override value.
 int64_t limits_override_for(std::optional<Product> product);
 
-// Restores the override at the end of the scope.
+// Sets the override and restores the previous one at the end of the scope.
 class LimitsScope {
  public:
   explicit LimitsScope(int64_t value) : saved_(limits_override()) { set_limits_override(value); }
@@ -107,22 +108,22 @@ class LimitsScope {
   int64_t saved_;
 };
 
-// The product of this process, when nothing else is set: the NPU's own, or Atlas A2 without one.
+// Sets the default product of this process to that of its NPU. Without an NPU it is Atlas A2.
 void set_device_product(Product product);
 
-// The limits of one operator for the product in force. Sizes that are still symbolic pass: the same
-// check sees them with their values when the kernel runs.
+// Checks a call against the limits of its operator on the product in force. Sizes that are still
+// symbolic pass: the same check sees their values when the kernel runs.
 class LimitsCheck {
  public:
   explicit LimitsCheck(const OperatorLimits& table);
 
   explicit operator bool() const { return limits_ != nullptr; }
-  // None while limits are switched off.
+  // nullopt while limits are off.
   std::optional<Product> product() const { return product_; }
   void dtype(std::string_view argument, c10::ScalarType dtype) const;
-  // A quantity of the operator's table, where this product limits it.
+  // Checks a quantity of the operator's table, if this product limits it.
   void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value) const;
-  // A rule that is more than a set of numbers.
+  // Checks a rule that a set of numbers cannot express.
   template <typename... Got>
   void rule(std::string_view argument, bool holds, std::string_view expected,
             const Got&... got) const {

@@ -1,15 +1,15 @@
-// How an operator meets the dispatcher.
+// Connects operators to the dispatcher.
 //
-// An operator is one struct (csrc/ops/<operator>.h). Its fields are the arguments, in the order of
-// the schema, and it has
-//   static constexpr name, schema    what torch.ops.ascend knows
-//   static constexpr functions       the aclnn functions that the NPU calls
-//   static const limits              what they accept on each product
-//   using Outputs                    a tuple of tensors; std::tuple<> when it works in place
-//   static constexpr no_gradient     why it has none, in the words of its errors; if it has none
-//   Outputs check_and_allocate()     every rule about shapes, dtypes and limits, and the outputs
-// Each backend adds one function `compute(const Op&, Outputs&)`. The same check_and_allocate serves
-// NPU, CPU and Meta: it uses symbolic sizes and allocates with the options of the inputs.
+// An operator is one struct (csrc/ops/<operator>.h). Its fields are the arguments, in schema order,
+// and it has
+//   static constexpr name, schema    as in torch.ops.ascend
+//   static constexpr functions       the aclnn functions that the NPU kernel calls
+//   static const limits              what these functions accept on each product
+//   using Outputs                    a tuple of tensors; std::tuple<> if it works in place
+//   static constexpr no_gradient     only if it has no gradient: the reason, for error messages
+//   Outputs check_and_allocate()     checks shapes, dtypes and limits, and allocates the outputs
+// Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
+// check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,15 +25,15 @@
 
 namespace ascend_attn {
 
-// What the dispatcher has under the operator's name.
+// Looks up one of our operators in the dispatcher.
 c10::OperatorHandle find_operator(const char* op);
-// The name of the argument at that position of the schema.
+// Returns the name of the argument at a position of the schema.
 const std::string& argument_name(const char* op, size_t position);
-// The position of the argument of that name.
+// Returns the position of a named argument in the schema.
 size_t argument_position(const char* op, const char* name);
 size_t argument_count(const char* op);
 
-// torch passes None as an undefined tensor where the schema has a tensor.
+// Rejects None for required tensors, which torch passes as an undefined tensor.
 template <typename... Args>
 void check_tensors_given(const char* op, const Args&... args) {
   size_t position = 0;

@@ -1,8 +1,8 @@
-// Which tokens belong to which sequence.
+// Sequence lengths: which tokens belong to which sequence.
 //
-// BSND: lengths are counts per batch, at most S; absent means S. TND: inclusive prefix sums
-// (lengths 3, 2, 4 are given as 3, 5, 9), at most T; a repeated value is an empty sequence and
-// tokens beyond the last value belong to none.
+// BSND takes one count per batch, at most S; absent means S. TND takes inclusive prefix sums
+// (lengths 3, 2, 4 are given as 3, 5, 9), at most T; a repeated value is an empty sequence, and
+// tokens past the last value belong to no sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,8 @@
 
 namespace ascend_attn {
 
-// A missing list of integers may also be an empty one: torch_npu passes those to aclnn.
+// Returns whether a list was passed. An empty one counts as missing: torch_npu passes those to
+// aclnn.
 inline bool given(at::OptionalSymIntArrayRef list) { return list.has_value() && !list->empty(); }
 
 // One sequence: a span of query tokens and a span of key tokens.
@@ -31,37 +32,38 @@ struct Sequence {
   bool empty() const { return queries == 0 || keys == 0; }
 };
 
-// The rules for a list of lengths on the host. Symbolic lengths are checked when they are known.
+// Checks a list of lengths on the host. Symbolic lengths are checked once they are known.
 void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
                             c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
 
-// Lengths as PromptFlashAttention takes them: counts per batch, one for all batches, or more than
-// batches, of which the first count; absent or empty means all tokens.
+// Checks lengths as PromptFlashAttention takes them: one count per batch, a single count for all
+// batches, or a longer list of which only the first entries are used. An absent or empty list means
+// all tokens.
 void check_actual_lengths(std::string_view op, std::string_view argument,
                           at::OptionalSymIntArrayRef lengths, const c10::SymInt& batch,
                           const c10::SymInt& tokens);
 c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
                           const c10::SymInt& tokens);
 
-// In BSND the gradients of the sparse operators ignore lengths on the device, so a forward call
-// that wants a gradient must not have any.
+// Rejects lengths in BSND if a gradient is needed: on the device, the gradients of the sparse
+// operators ignore lengths in that layout.
 void check_lengths_have_gradient(std::string_view op, const LayoutArgument& layout,
                                  const std::optional<at::Tensor>& lengths_query,
                                  const std::optional<at::Tensor>& lengths_key);
 
-// The sequences that inclusive prefix sums describe.
+// Converts inclusive prefix sums to sequences.
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
                                        c10::ArrayRef<int64_t> key_ends);
 
-// The sum of queries * keys.
+// Returns the number of query-key pairs, the sum of queries * keys.
 int64_t pair_count(c10::ArrayRef<Sequence> sequences);
 
-// The values of a list, unless one of them is symbolic.
+// Returns the values of a list, or nullopt if one of them is symbolic.
 std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list);
 
-// The sequences of a call whose tensors are on the CPU, their tokens counted over the flattened
-// (batch, sequence) axes; `lengths` as the operator takes them, as an int32 tensor or as a list.
-// The values of a tensor are checked here, where they can be read.
+// Returns the sequences of a call on CPU tensors, with tokens counted over the flattened (batch,
+// sequence) axes. Lengths come as the operator takes them, as an int32 tensor or as a list. The
+// values of a tensor are checked here, where they can be read.
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      const std::optional<at::Tensor>& lengths_query,

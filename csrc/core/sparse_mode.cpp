@@ -11,7 +11,7 @@ KeptKeys band(int64_t keys, int64_t shift, int64_t pre_tokens, int64_t next_toke
 
 KeptKeys kept_keys(SparseMode mode, int64_t queries, int64_t keys, int64_t pre_tokens,
                    int64_t next_tokens, int64_t prefix, bool is_band) {
-  // The distance between the two anchors: the last query and the last key.
+  // The offset of the bottom-right anchor (last query, last key) from the top-left one.
   const int64_t shift = keys - queries;
   const KeptKeys left_up{keys, -KeptKeys::kUnbounded, 1};
   const KeptKeys right_down{keys, -KeptKeys::kUnbounded, shift + 1};

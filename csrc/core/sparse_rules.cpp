@@ -136,7 +136,7 @@ void SparseRules::check_ropes(NamedOptionalTensor query_rope, NamedOptionalTenso
   limits_.size(query_part.name, "Dr", rope_size);
 }
 
-// `count` gives the number of lengths of one argument.
+// `count` returns the number of lengths in an argument.
 template <typename Lengths, typename Count>
 void SparseRules::check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
                                         bool allowed_in_bsnd, Count count) const {

@@ -1,5 +1,5 @@
-// The rules that the sparse operators share: tensors of BSND or TND layout over one batch of
-// sequences, with one key/value head.
+// Argument checks shared by the sparse operators: BSND or TND tensors over one batch of sequences,
+// with a single key/value head.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@
 
 namespace ascend_attn {
 
-// The limits that the sparse operators share.
+// Limits shared by the sparse operators.
 inline constexpr Limit kBatch{"B", "batch size", {.min = 1, .max = 256}};
 inline constexpr Limit kQueryLength{
     "S1", "query tokens per sequence", {.min = 1, .max = 128 * 1024}};
@@ -31,11 +31,11 @@ inline constexpr Limit kIndexHeads{
 inline constexpr Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
-// Checks one call of a sparse operator. Every method raises on the first rule that is violated.
+// Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {
  public:
-  // `query` and `key` give the device, the dtype, the token axes and the number of heads that the
-  // other arguments are measured against.
+  // `query` and `key` determine the device, dtype, token axes and number of heads that the other
+  // arguments must match.
   SparseRules(const OperatorLimits& limits, const LayoutArgument& layout, NamedTensor query,
               NamedTensor key);
 
@@ -46,27 +46,27 @@ class SparseRules {
   const c10::SymInt& head_size() const { return head_size_; }
 
   void check_same_device(NamedTensor argument) const;
-  // query's dtype.
+  // Expects query's dtype.
   void check_same_dtype(NamedTensor argument) const;
-  // query's dtype, or fp32.
+  // Expects query's dtype or fp32.
   void check_weights_dtype(NamedTensor argument) const;
-  // (B, S1, heads, size) or (T1, heads, size).
+  // Expects (B, S1, heads, size) or (T1, heads, size).
   void check_like_query(NamedTensor argument, const c10::SymInt& heads,
                         const c10::SymInt& size) const;
-  // (B, S2, 1, size) or (T2, 1, size).
+  // Expects (B, S2, 1, size) or (T2, 1, size).
   void check_like_key(NamedTensor argument, const c10::SymInt& size) const;
-  // (B, S1, heads) or (T1, heads).
+  // Expects (B, S1, heads) or (T1, heads).
   void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
-  // int32 (B, S1, 1, K) or (T1, 1, K).
+  // Expects int32 (B, S1, 1, K) or (T1, 1, K).
   void check_sparse_indices(NamedTensor argument) const;
-  // (B, S1, 1, K) or (T1, 1, K), as sparse_indices.
+  // Expects (B, S1, 1, K) or (T1, 1, K), the shape of sparse_indices.
   void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
-  // The softmax statistics: (B, 1, S1, N1) or (1, T1, N1), fp32, fp64 beside fp64 inputs.
+  // Expects softmax statistics (B, 1, S1, N1) or (1, T1, N1), in fp32, or fp64 for fp64 inputs.
   void check_statistics(NamedTensor argument) const;
-  // Both ropes or neither; (.., N1, Dr) beside query and (.., 1, Dr) beside key.
+  // Expects both ropes or neither: (..., N1, Dr) for query and (..., 1, Dr) for key.
   void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
-  // Lengths in an int32 tensor (B), or on the host. In TND both are required; some operators take
-  // them in TND only.
+  // Checks lengths, given as int32 tensors (B) or on the host. TND requires both; some operators
+  // accept them in TND only.
   void check_lengths(const std::optional<at::Tensor>& query_lengths,
                      const std::optional<at::Tensor>& key_lengths, bool allowed_in_bsnd) const;
   void check_lengths(at::OptionalSymIntArrayRef query_lengths,
@@ -74,7 +74,7 @@ class SparseRules {
   void check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
 
   at::Tensor new_statistics() const;
-  // (B, S1, 1, count) or (T1, 1, count).
+  // Allocates (B, S1, 1, count) or (T1, 1, count).
   at::Tensor new_selection(const c10::SymInt& count, at::ScalarType dtype) const;
 
  private:

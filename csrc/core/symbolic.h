@@ -1,4 +1,4 @@
-// Comparisons of sizes that may be symbolic, in checks: on a fake tensor the result is assumed.
+// Comparisons, for checks, of sizes that may be symbolic. On fake tensors they are assumed to hold.
 #pragma once
 
 #include <c10/core/SymInt.h>
@@ -6,7 +6,8 @@
 namespace ascend_attn {
 
 inline bool same(const c10::SymInt& a, const c10::SymInt& b) {
-  // A call checks dozens of sizes: this costs a fraction of the way through optionals.
+  // A call checks dozens of sizes, and this takes a fraction of the time of going through
+  // optionals.
   if (!a.is_heap_allocated() && !b.is_heap_allocated()) {
     return a.as_int_unchecked() == b.as_int_unchecked();
   }

@@ -1,4 +1,4 @@
-// Rules about one tensor argument.
+// Checks of a single tensor argument, and allocation of outputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 
 namespace ascend_attn {
 
-// An argument and the name that messages give it.
+// A tensor argument and its name in error messages.
 struct NamedTensor {
   std::string_view name;
   const at::Tensor& tensor;
@@ -21,17 +21,17 @@ struct NamedOptionalTensor {
   const std::optional<at::Tensor>& tensor;
 };
 
-// float16, bfloat16, float32 or float64.
+// Expects float16, bfloat16, float32 or float64; also accepts int8 if `or_int8` is set.
 void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8 = false);
 
-// What the checks below raise. They are inline, since every call makes dozens of them.
+// Raise the errors of the checks below, which are inline because every call makes dozens of them.
 [[noreturn]] void raise_device(std::string_view op, NamedTensor argument, NamedTensor like);
 [[noreturn]] void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expected,
                               std::string_view whose = "");
 [[noreturn]] void raise_shape(std::string_view op, NamedTensor argument,
                               c10::SymIntArrayRef expected, std::string_view meaning);
 
-// The device, or the dtype, of `like`.
+// Expect the device, or the dtype, of `like`.
 inline void check_device(std::string_view op, NamedTensor argument, NamedTensor like) {
   if (argument.tensor.device() != like.tensor.device()) [[unlikely]] {
     raise_device(op, argument, like);
@@ -62,16 +62,16 @@ inline void check_shape(std::string_view op, NamedTensor argument, c10::SymIntAr
   }
 }
 
-// A dense tensor, not initialised.
+// Allocates a contiguous, uninitialised tensor.
 at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
-// Of the sizes of `like`, whatever its strides.
+// Allocates a contiguous tensor with the sizes of `like`, whatever the strides of `like` are.
 at::Tensor new_like(const at::Tensor& like);
 
-// torch_npu's own way to allocate, which costs the host less than at::empty. `_npu` sets it.
+// torch_npu's allocation function, which costs the host less than at::empty. Set by `_npu`.
 using Allocation = at::Tensor (*)(at::IntArrayRef sizes, const at::TensorOptions& options);
 void set_npu_allocation(Allocation allocation);
 
-// Softmax statistics are fp32, and fp64 beside fp64 inputs.
+// Softmax statistics are fp32, or fp64 for fp64 inputs.
 inline at::ScalarType statistics_dtype(const at::Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

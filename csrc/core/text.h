@@ -1,4 +1,4 @@
-// Texts joined by the compiler.
+// Compile-time string concatenation.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct Text {
 
 template <size_t... sizes>
 consteval auto join(const char (&... parts)[sizes]) {
-  // Every part ends in a zero, of which one is left.
+  // Every part ends in a zero; only one of them is kept.
   Text<(sizes + ...) - sizeof...(sizes) + 1> text;
   auto* end = text.characters;
   ((end = std::copy_n(parts, sizes - 1, end)), ...);

@@ -27,7 +27,7 @@ class ScoreOutputs {
     T row_sum = result.sum;
     if (row_sum == 0) {
       std::fill_n(out.row(query), attention_.value_size, Input(0));
-      // What the device gives: such a row has a largest score and a sum, unless there is no key.
+      // As on the device: such a row has a maximum and a sum, unless the sequence has no keys.
       row_max = sequence.keys > 0 ? kLowest<T> : T(0);
       row_sum = -row_max;
     } else {

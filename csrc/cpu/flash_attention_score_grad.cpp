@@ -1,5 +1,5 @@
-// Block of keys by block of keys: the gradients of its keys and values are complete at its end,
-// those of the queries are summed up in fp32 over the blocks.
+// Processes one block of keys at a time. The gradients of its keys and values are then complete,
+// while those of the queries accumulate over the blocks in fp32.
 #include "ops/flash_attention_score.h"
 
 #include <torch/library.h>
@@ -16,7 +16,8 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// to (columns, kRowBlock) = the transpose of from (rows, columns), rows rounded up to kRowStep.
+// Transposes `from` (rows, columns) into `to` (columns, kRowBlock), with rows rounded up to
+// kRowStep.
 template <typename T>
 void transpose_tile(const Tile<T>& from, int64_t rows, int64_t columns, T* to) {
   vectorized([=, source = from.data(), stride = from.stride()] {
@@ -30,8 +31,8 @@ void transpose_tile(const Tile<T>& from, int64_t rows, int64_t columns, T* to) {
   });
 }
 
-// Key heads are divided further where they are fewer than threads: a part takes every parts-th
-// block of keys.
+// Key heads are split into parts if there are fewer of them than threads: a part takes every
+// parts-th block of keys.
 struct KeysTask {
   const DenseSequence* sequence;
   int64_t key_head;
@@ -40,7 +41,7 @@ struct KeysTask {
   int64_t cost;
 };
 
-// The query gradients of one key head, one per part. The last part to end adds them up, in order.
+// The query gradients of one key head, one per part. The last part to finish sums them, in order.
 template <typename T>
 struct QueryGradients {
   std::vector<Tile<T>> parts;
@@ -81,8 +82,8 @@ class FlashAttentionGrad {
   }
 
  private:
-  // All rows, because every block of keys needs them: per block of rows, a (size, kRowBlock)
-  // matrix.
+  // Transposes all rows at once, because every block of keys needs them: one (size, kRowBlock)
+  // matrix per block of rows.
   void transpose_queries(int64_t all_rows) {
     const int64_t blocks = (all_rows + kRowBlock - 1) / kRowBlock;
     query_transposed_ = Tile<Operand>(blocks * tile_.keys().size(), kRowBlock);
@@ -141,7 +142,7 @@ class FlashAttentionGrad {
               sum.data() + columns.begin, sum.stride(), /*accumulate=*/true);
   }
 
-  // The columns of a tile in the type of operands.
+  // Returns the columns of a tile, converted to the operand type.
   OperandB<Operand> round(const Tile<T>& tile, int64_t rows, const TileColumns& columns) {
     if constexpr (std::is_same_v<Operand, T>) {
       return {tile.data() + columns.begin, tile.stride()};
@@ -159,7 +160,7 @@ class FlashAttentionGrad {
     const HeadRows<Input> rows(gradient.mutable_data_ptr<Input>(), gradient, sequence.batch,
                                task.key_head, sequence.key_begin + begin);
     vectorized([=, from = transposed.data(), stride = transposed.stride()] {
-      // Blocks, because a whole row is one element of each of many cache lines.
+      // In blocks, because a whole row of `from` is one element of each of many cache lines.
       constexpr int64_t block = 16;
       for (int64_t first = 0; first < count; first += block) {
         const int64_t end = std::min(first + block, count);

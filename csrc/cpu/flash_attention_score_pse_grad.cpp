@@ -1,4 +1,4 @@
-// The gradient of pse_shift, summed up over the axes along which it is broadcast.
+// The gradient of pse_shift, summed over the axes along which it is broadcast.
 #include "ops/flash_attention_score.h"
 
 #include <torch/library.h>
@@ -16,7 +16,8 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// All rows of one key head in all sequences: its heads are rows of pse_shift of their own.
+// All rows of one key head in all sequences. Its query heads have rows of pse_shift to themselves,
+// so tasks do not share sums.
 struct HeadTask {
   int64_t key_head;
   int64_t cost;
@@ -84,7 +85,7 @@ void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
         tasks, [&] { return std::make_unique<Worker>(attention, address, data); },
         [](Worker& worker, const HeadTask& task) { worker.run(task); });
   });
-  // Inside the factor, the gradient has it too.
+  // With pse_type 1 the scale applies to pse_shift too, and so to its gradient.
   const double factor = forward.pse_type == 1 ? forward.scale : 1.0;
   std::get<0>(outputs).copy_(sum.mul(factor));
 }

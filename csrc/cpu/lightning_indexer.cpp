@@ -1,5 +1,5 @@
-// Scores are products of a few query tokens with tiles of keys that are packed once for all of
-// them; what is kept of a row is chosen as soon as its block of rows is complete.
+// Multiplies a few query tokens at a time with tiles of keys that are packed once for all of them,
+// and selects the top k of a row as soon as its block of rows is complete.
 #include "ops/lightning_indexer.h"
 
 #include <torch/library.h>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kKeyTile = 128;
 
-// All keys of a sequence as operands B, one per tile of keys.
+// All keys of a sequence, packed as one operand B per tile.
 template <typename Input, typename Operand>
 class PackedKeys {
  public:
@@ -78,7 +78,7 @@ class Scorer {
  public:
   using Sum = Accumulator<Operand>;
 
-  // `tokens` query tokens at a time.
+  // Scores up to `tokens` query tokens at a time.
   Scorer(int64_t tokens, int64_t heads, int64_t size, int64_t max_keys)
       : heads_(heads),
         size_(size),
@@ -95,7 +95,7 @@ class Scorer {
     weights.load(row, weights_.row(slot));
   }
 
-  // The scores of the tile of keys that begins at `key`.
+  // Computes the scores of the tile of keys that starts at `key`.
   void score(int64_t slot, const PackedKeys<Input, Operand>& keys, int64_t key) {
     tile_gemm(heads_, kKeyTile, keys.depth(), query_.row(slot * heads_), query_.stride(),
               keys.tile_of(key), kKeyTile, logits_.data(), kKeyTile, false);
@@ -129,7 +129,7 @@ void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto sequences = sequences_of(op);
   const int64_t max_keys = longest(sequences, &Sequence::keys);
 
-  // The scores of a block of tokens stay in the cache until the best are chosen.
+  // The scores of a block of tokens stay in cache until the best ones are selected.
   constexpr int64_t score_bytes = 1 << 20;
   const int64_t block = std::clamp<int64_t>(
       score_bytes / static_cast<int64_t>(sizeof(Sum)) / std::max<int64_t>(max_keys, 1), 1, 16);

@@ -24,7 +24,7 @@ class Gradient {
 
   IndexerGradient<Input, Operand>& of_token() { return gradient_; }
 
-  // Adds the gradients of the keys that the first `slots` indices name; the first -1 ends them.
+  // Adds the gradients of the keys named by the first `slots` indices, up to the first -1.
   void add_keys(const TokenRows<Input>& key, const int32_t* indices, const Input* d_values,
                 int64_t slots, ParallelScatterAdd<T>& d_keys, int64_t worker) {
     constexpr int64_t max_keys = IndexerGradient<Input, Operand>::kMaxKeys;

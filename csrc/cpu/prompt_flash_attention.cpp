@@ -17,7 +17,7 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// The rows of `out`, (B, N, Sq, D), that are behind the valid length of their batch.
+// Zeroes the rows of `out`, (B, N, Sq, D), past the valid length of their batch.
 void zero_padding(const DenseAttention& attention, const at::Tensor& out) {
   for (const auto& sequence : attention.sequences) {
     const int64_t padding = out.size(2) - sequence.queries;
@@ -42,8 +42,9 @@ void attend(const DenseAttention& attention, const at::Tensor& out, const Conver
   });
 }
 
-// Saturation turns scales that are no numbers into plausible outputs. An integer that someone has
-// converted to uint64 instead of its bits is a float32 of almost 0.
+// Rejects scales that are not finite, because saturation would turn them into plausible outputs. It
+// also rejects numbers converted to uint64 where the bits of a float32 belong: those bits are a
+// float32 of almost 0.
 float checked_scale(const char* argument, const at::Tensor& scale) {
   const float value = read_scale(scale);
   if (scale.scalar_type() == at::kUInt64) {

@@ -1,6 +1,6 @@
-// Two passes over the keys, because the exponentials are rounded to 8 bits relative to the largest
-// score of the WHOLE row: an online softmax would round them relative to another one. The first
-// pass finds the largest score, the second one rounds and multiplies.
+// Makes two passes over the keys, because the exponentials are rounded to 8 bits relative to the
+// maximum of the WHOLE row; an online softmax would round them relative to a running maximum. The
+// first pass finds the maximum, the second rounds and multiplies.
 #include "cpu/prompt_flash_attention_int8.h"
 
 #include <algorithm>
@@ -21,30 +21,31 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Tiles, of 16 MB in all, in which a thread keeps the products of query and key from the first pass
-// for the second. Where they do not suffice, the second pass multiplies again.
+// Tiles, 16 MB in all, in which a thread keeps the query-key products of the first pass for the
+// second. If they do not suffice, the second pass computes the products again.
 constexpr int64_t kKeptTiles = (int64_t{16} << 20) / (kRowBlock * kKeyBlock * 4);
-// tile_gemm wants an unsigned A: query + 128.
+// Makes query unsigned, as tile_gemm requires of A.
 constexpr int32_t kQueryOffset = 128;
-// An int32 adds up so many products of exponential and value, of 128 * 128 at most.
+// The number of products of exponential and value, each at most 128 * 128, that an int32 can sum.
 constexpr int64_t kExactKeys = (int64_t{1} << 31) / (128 * 128) - 1;
 
 constexpr int32_t kNoScore = std::numeric_limits<int32_t>::min();
 constexpr float kLargestHalf = 65504.0f;
-// Added to a small number, leaves the nearest integer in the low bits; ties to even.
+// Adding it to a small number leaves the nearest integer in the low bits, with ties to even.
 constexpr float kRounder = 12582912.0f;
 
-// The nearest number that a half can represent, in float; ties to even. What is too large for a
-// half stays finite.
+// Rounds to the nearest half, ties to even, and returns it as a float. Values too large for a half
+// stay finite.
 inline float round_to_half(float x) {
-  // Behind a sum with 1.5 * 2^13 times the power of two in x stands as much as half has: 10 bits of
-  // x's fraction. Halves below 2^-14 have the spacing of those above.
+  // Adding 1.5 * 2^13 times the power of two in x leaves 10 bits of x's fraction, as many as a half
+  // has. Halves below 2^-14 have the same spacing as those just above.
   const float power = std::bit_cast<float>(std::bit_cast<uint32_t>(x) & uint32_t{0x7f800000});
   const float rounder = 12288.0f * (power > 0x1p-14f ? power : 0x1p-14f);
   return (x + rounder) - rounder;
 }
 
-// The score of an integer product: fp16(saturate(product * deq_scale1)) * fp16(scale), in fp16.
+// Converts an integer product to a score, in fp16: fp16(saturate(product * deq_scale1)) *
+// fp16(scale).
 struct Score {
   float deq_scale;
   float scale;
@@ -55,11 +56,11 @@ struct Score {
     x = x < -kLargestHalf ? -kLargestHalf : x;
     return round_to_half(round_to_half(x) * scale);
   }
-  // Scores grow with the products, or fall.
+  // Whether scores fall as the products grow.
   bool falls() const { return (deq_scale < 0) != (scale < 0); }
 };
 
-// How much of everything a thread has room for.
+// The buffer sizes of a thread.
 struct Capacity {
   explicit Capacity(const std::vector<RowsTask>& tasks) {
     for (const auto& task : tasks) {
@@ -96,8 +97,8 @@ class QuantizedAttention {
         largest_(1, capacity.rows),
         statistics_(2, capacity.rows) {}
 
-  // Calls store(head, query, row of the output or nullptr) for every row of the task: nullptr where
-  // a row keeps no key.
+  // Calls store(head, query, row of the output) for every row of the task, with nullptr for a row
+  // that keeps no key.
   template <typename Store>
   void run(const RowsTask& task, const Store& store) {
     const auto& sequence = *task.sequence;
@@ -192,7 +193,7 @@ class QuantizedAttention {
 
   void load_keys(const HeadRows<const int8_t>& rows, int64_t begin, int64_t count, int32_t* terms) {
     keys_.load(rows, begin, count);
-    // What query + 128 adds to the products, taken away.
+    // Cancels what the offset of query adds to the products.
     for (int64_t j = 0; j < count; ++j) {
       vectorized([row = rows.row(begin + j), term = terms + j, size = attention_.size] {
         int32_t sum = 0;
@@ -211,7 +212,7 @@ class QuantizedAttention {
               keys.data, keys.stride, products + columns.begin, kKeyBlock, /*accumulate=*/false);
   }
 
-  // Of the rows of a tile; nothing without a mask.
+  // Returns the mask rows of a tile, or null pointers without a mask.
   const std::array<const uint8_t*, kRowBlock>& mask_rows(const RowsTask& task, int64_t row,
                                                          int64_t rows, int64_t key_begin) {
     const int64_t group = attention_.group();
@@ -250,8 +251,8 @@ class QuantizedAttention {
     });
   }
 
-  // Turns products into exp(score - max) rounded to 8 bits, without the sign of quant_scale1, and
-  // into 0 where a row keeps no key: exp(-65504 - max), as far as fp32 is concerned.
+  // Turns products into exp(score - max) rounded to 8 bits, without the sign of quant_scale1.
+  // Masked keys become 0, to which exp(-65504 - max) rounds in fp32.
   void exponentiate(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
                     const TileColumns& columns, const int32_t* terms, const int32_t* products) {
     const float quant = std::abs(scales_.quant_scale1);
@@ -265,7 +266,7 @@ class QuantizedAttention {
         const int64_t begin = columns.row_begin[r];
         const int64_t end = columns.row_end[r];
         const float largest = max[r];
-        // Loops of one width each: those that narrow to bytes as well vectorise badly.
+        // One element width per loop: loops that also narrow to bytes vectorise badly.
         float x[kKeyBlock];
         for (int64_t j = begin; j < end; ++j) {
           x[j] = exponential_of_nonpositive(score(p[j] + terms[j]) - largest);
@@ -296,7 +297,8 @@ class QuantizedAttention {
     });
   }
 
-  // Moves what int32 has summed to float, which in all but the longest sequences happens once.
+  // Adds the int32 sums to the float accumulator; only the longest sequences need this more than
+  // once.
   void add_up(int64_t rows) {
     vectorized([count = rows * sums_.stride(), from = sums_.data(), to = out_.data()] {
       for (int64_t i = 0; i < count; ++i) {
@@ -310,9 +312,9 @@ class QuantizedAttention {
     if (largest_.data()[r] == kNoScore) {
       return nullptr;
     }
-    // A score that fp16 cannot represent is infinite, and inf - inf is not a number.
+    // A score beyond the range of fp16 is infinite, and inf - inf is NaN.
     const bool overflows = !(std::abs(max()[r]) <= kLargestHalf);
-    // The exponentials were multiplied without their sign.
+    // The exponentials were multiplied without the sign of quant_scale1.
     const float deq = scales_.quant_scale1 < 0 ? -scales_.deq_scale2 : scales_.deq_scale2;
     const float total = overflows ? std::numeric_limits<float>::quiet_NaN() : sum()[r];
     vectorized([=, out = out_.row(r), size = attention_.value_size] {

@@ -1,4 +1,4 @@
-// PromptFlashAttention of int8 query, key and value.
+// PromptFlashAttention for int8 query, key and value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 
 namespace ascend_attn::cpu {
 
-// Writes the rows of every sequence to `out`, (B, N, Sq, D) by strides: half, or int8 where
-// `quantization` is given. Rows without keys are zero, in int8 as well (and not their offset).
+// Writes the rows of every sequence to `out`, a strided (B, N, Sq, D): half, or int8 if
+// `quantization` is given. Rows without keys are zero, in int8 too (not the offset).
 void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
                          const std::optional<OutputQuantization>& quantization,
                          const at::Tensor& out);

@@ -26,7 +26,7 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Those of a decoding step need no heap.
+// Large enough for a decode step to need no heap allocation.
 using Indices = c10::SmallVector<int64_t, 64>;
 
 Indices read(const at::Tensor& tensor) {
@@ -41,9 +41,9 @@ Indices read(const at::Tensor& tensor) {
   return values;
 }
 
-// key on its way into key_cache, or value into value_cache. Sizes and strides are in bytes.
+// The copy of key into key_cache, or of value into value_cache. Sizes and strides are in bytes.
 struct Side {
-  // `stride` and `offset` count elements: how "Nct" finds its rows.
+  // `stride` and `offset` locate the rows of "Nct", in elements.
   Side(const at::Tensor& source, const at::Tensor& cache, std::optional<int64_t> stride,
        int64_t offset)
       : rows(source.strides().back() == 1 || source.sizes().back() == 1
@@ -64,7 +64,7 @@ struct Side {
 
   int64_t row_bytes() const { return heads * head_bytes; }
 
-  // Borrowed where it can be: a reference of its own makes torch ask for Python's lock.
+  // Borrowed where possible: with an owned reference, torch acquires Python's GIL.
   c10::MaybeOwned<at::Tensor> rows;
   int64_t itemsize;
   const char* from;
@@ -92,7 +92,7 @@ Sides sides_of(const ScatterPaKvCache& op, Scatter scatter) {
   return sides;
 }
 
-// Rows below which a second thread costs more than it saves.
+// Returns the number of rows below which a second thread costs more than it saves.
 int64_t grain(const Sides& sides) {
   constexpr int64_t kBytes = 128 * 1024;
   int64_t row_bytes = 1;
@@ -102,7 +102,7 @@ int64_t grain(const Sides& sides) {
   return std::max<int64_t>(1, kBytes / row_bytes);
 }
 
-// Copies a row past the caches of the processor: what is overwritten is then not read first.
+// Copies a row with non-temporal stores, which do not read the overwritten cache lines first.
 inline void stream(char* to, const char* from, int64_t bytes) {
 #ifdef __SSE2__
   if ((reinterpret_cast<uintptr_t>(to) | bytes) % sizeof(__m128i) == 0) {
@@ -122,7 +122,7 @@ void finish_streams() {
 #endif
 }
 
-// Nobody finds so much in a cache afterwards.
+// Returns whether to stream a side: so many bytes would not stay in a cache anyway.
 bool is_streamed(const Side& side, int64_t rows) {
   constexpr int64_t kBytes = 32 * 1024 * 1024;
   return rows * side.row_bytes() >= kBytes;
@@ -145,7 +145,7 @@ void check_slots(const Indices& slots, int64_t capacity) {
 }
 
 void write_rows(const Sides& sides, const Indices& slots) {
-  // Rows go to pages in any order: the address of one is looked up while others are copied.
+  // Rows go to pages in any order: the target of one is prefetched while others are copied.
   constexpr int64_t kAhead = 4;
   at::parallel_for(0, slots.size(), grain(sides), [&](int64_t begin, int64_t end) {
     for (const auto& side : sides) {
@@ -171,8 +171,9 @@ void write_rows(const Sides& sides, const Indices& slots) {
   });
 }
 
-// A row is spread over its block: fractal c of all positions, then fractal c + 1. A few rows at a
-// time, since neighbours share the cache lines that they read and, usually, write.
+// A row is scattered over its block, which holds fractal c of all positions, then fractal c + 1.
+// Copies a few rows at a time, since neighbours share the cache lines they read and, usually, those
+// they write.
 void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size) {
   constexpr int64_t kRows = 64;
   constexpr auto kFractal = ScatterPaKvCache::kFractalBytes;
@@ -208,13 +209,13 @@ void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size)
       });
 }
 
-// The rows of one batch and head, written as one run: [0, window), the mean of the window if asked
-// for, and [window + width, length).
+// The rows of one batch and head, written as one run: [0, window), the mean of the window if
+// requested, and [window + width, length).
 struct Run {
   int64_t slot;
   int64_t batch;
   int64_t head;
-  int64_t first_row;  // of the sequence, where sequences are packed
+  int64_t first_row;  // of the sequence, if sequences are packed
   int64_t window;
   int64_t width;
   int64_t length;
@@ -275,7 +276,7 @@ std::vector<Run> runs_of(const ScatterPaKvCache& op, Scatter scatter, int64_t ca
   return runs;
 }
 
-// In float32, or float64 for float64, in the order of the rows.
+// Writes the mean of some rows, summed in row order in float32 (float64 for float64).
 template <typename T>
 void write_mean(const char* from, int64_t row_stride, int64_t rows, char* to, int64_t size) {
   using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -290,7 +291,7 @@ void write_mean(const char* from, int64_t row_stride, int64_t rows, char* to, in
   for (int64_t i = 0; i < size; ++i) {
     const auto value = sums[i] / static_cast<Sum>(rows);
     if constexpr (std::is_integral_v<T>) {
-      // Clamped, because float32 rounds the largest integers up to what T does not hold.
+      // Clamped, because float32 rounds the largest integers up to values that T cannot hold.
       mean[i] = static_cast<T>(std::clamp<double>(
           std::nearbyint(value), std::numeric_limits<T>::min(), std::numeric_limits<T>::max()));
     } else {

@@ -1,4 +1,4 @@
-// Online softmax over tiles of the selected keys: a token's scores are never held as a whole.
+// Online softmax over tiles of the selected keys: the scores of a token are never all in memory.
 #include "ops/sparse_flash_attention.h"
 
 #include <torch/library.h>
@@ -20,7 +20,7 @@
 namespace ascend_attn::cpu {
 namespace {
 
-constexpr int64_t kMaxKeys = 128;  // in a tile: keys and values stay in the L2 cache
+constexpr int64_t kMaxKeys = 128;  // per tile, so that keys and values stay in the L2 cache
 
 template <typename Input, typename Operand>
 class Attention {
@@ -42,7 +42,7 @@ class Attention {
         out_(padded_heads_, inputs.size),
         statistics_(3, padded_heads_) {}
 
-  // Results of one token: out (heads, D), softmax_max and softmax_sum (heads).
+  // Computes one token: out (heads, D), softmax_max and softmax_sum (heads).
   void token(const SequenceInputs<Input>& inputs, int64_t token, Input* out, T* softmax_max,
              T* softmax_sum) {
     auto selected = inputs.selected(token);
@@ -85,7 +85,7 @@ class Attention {
     }
   }
 
-  // out = by_key^T * values
+  // out = by_key^T * values, or out += by_key^T * values
   void add_values(const Tile<Operand>& by_key, int64_t count, int64_t tile_rows,
                   OperandB<Operand> values, bool accumulate) {
     zero_rows(by_key, count, tile_rows);
@@ -94,8 +94,8 @@ class Attention {
               values.data, values.stride, out_.data(), out_.stride(), accumulate);
   }
 
-  // Takes exp(scores - max) with the maximum of all keys so far. Returns whether it rose for
-  // some head; factor() is then what earlier results are to be multiplied with.
+  // Computes exp(scores - max) with the running maximum. Returns whether the maximum rose for some
+  // head; earlier results must then be rescaled by factor().
   bool update_softmax(int64_t count) {
     bool rose = false;
     vectorized([&rose, count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
@@ -143,13 +143,13 @@ class Attention {
   int64_t padded_heads_;
   int64_t size_;
   T scale_;
-  bool exact_ = false;  // for the token at hand
+  bool exact_ = false;  // for the current token
   QueryKeyProduct<Input, Operand> product_;
   ValueTile<Input, Operand> value_tile_;
   Tile<Operand> packed_values_;
   Tile<T> scores_;               // (keys, heads)
   Tile<Operand> rounded_;        // (keys, heads), exp(score - max)
-  Tile<Operand> remainders_;     // (keys, heads), what rounding them lost
+  Tile<Operand> remainders_;     // (keys, heads), the rounding errors of those
   Tile<Operand> probabilities_;  // (heads, keys), either of the two
   Tile<T> out_;
   Tile<T> statistics_;

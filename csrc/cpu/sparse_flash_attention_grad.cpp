@@ -1,4 +1,4 @@
-// The probabilities are computed again, tile by tile, from the statistics of the forward operator.
+// Recomputes the probabilities, tile by tile, from the softmax statistics of the forward operator.
 #include "ops/sparse_flash_attention.h"
 
 #include <torch/library.h>
@@ -19,9 +19,9 @@
 namespace ascend_attn::cpu {
 namespace {
 
-constexpr int64_t kMaxKeys = 64;  // in a tile: its products stay in the L2 cache
+constexpr int64_t kMaxKeys = 64;  // per tile, so that its products stay in the L2 cache
 
-// What the gradient reads beside the inputs of the forward operator.
+// What the gradient reads besides the inputs of the forward operator.
 struct ForwardResults {
   at::Tensor d_out, out;
   at::Tensor softmax_max, softmax_sum;  // dense
@@ -56,7 +56,8 @@ class AttentionGrad {
         d_query_(padded_heads_, columns_.width()),
         statistics_(3, padded_heads_) {}
 
-  // d_query (heads, D) and d_query_rope (heads, Dr) of one token; its part of the sums over tokens.
+  // Computes d_query (heads, D) and d_query_rope (heads, Dr) of one token, and adds its
+  // contribution to the sums over tokens.
   void token(const SequenceInputs<Input>& inputs, const TokenRows<Input>& d_out,
              const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum, int64_t token,
              Input* d_query, Input* d_query_rope) {
@@ -125,7 +126,7 @@ class AttentionGrad {
     }
   }
 
-  // A (keys, heads) operand, and what rounding it lost.
+  // A (keys, heads) operand and its rounding errors.
   struct ByKey {
     explicit ByKey(int64_t heads) : rounded(kMaxKeys, heads), remainders(kMaxKeys, heads) {}
 
@@ -183,7 +184,7 @@ class AttentionGrad {
   int64_t padded_heads_;
   HeadColumns<Operand> columns_;
   T scale_;
-  bool exact_ = false;  // for the token at hand
+  bool exact_ = false;  // for the current token
   Sums& sums_;
   int64_t worker_;
   QueryKeyProduct<Input, Operand> product_;

@@ -1,5 +1,5 @@
-// The target and the indexer's scores of a token are computed tile by tile; of its selected keys
-// only the logits (K, Nidx) are kept between the softmax and the gradients.
+// Computes the target and the indexer's scores of a token tile by tile. Of its selected keys, only
+// the logits (K, Nidx) are kept between the softmax and the gradients.
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 #include <torch/library.h>
@@ -21,7 +21,7 @@ namespace {
 
 using Op = SparseLightningIndexerGradKLLoss;
 
-// softmax_max or softmax_sum, (B, 1, S1, N1) or (1, T1, N1), with a row per token.
+// Returns softmax_max or softmax_sum, (B, 1, S1, N1) or (1, T1, N1), with one row per token.
 at::Tensor by_token(const at::Tensor& statistics) {
   return with_dense_rows(statistics.squeeze(-3).unsqueeze(-2));
 }
@@ -77,7 +77,7 @@ struct SequenceRows {
   TokenRows<T> softmax_max, softmax_sum;
 };
 
-// KL(target || softmax(scores)), and in `scores` its gradient with respect to them.
+// Returns KL(target || softmax(scores)) and overwrites `scores` with its gradient.
 template <typename T>
 double divergence(const T* target, T* scores, int64_t count) {
   constexpr double epsilon = 1e-8;
@@ -119,7 +119,7 @@ class TokenLoss {
     }
   }
 
-  // The loss of one token; its gradients go to row `row` of the outputs and to `d_keys`.
+  // Returns the loss of one token. Its gradients go to row `row` of the outputs and to `d_keys`.
   double operator()(const SequenceRows<Input, T>& rows, const HeadWeights<Input>& weights,
                     int64_t token, int64_t row, int64_t slots, ParallelScatterAdd<T>& d_keys,
                     int64_t worker, const Op::Outputs& outputs) {
@@ -166,7 +166,7 @@ class TokenLoss {
     product_.load_query(rows.query, rows.query_rope, token, heads_);
     const T* sum = rows.softmax_sum.row(token);
     std::copy_n(rows.softmax_max.row(token), heads_, max_.data());
-    // Heads that only pad the tile keep the factor zero.
+    // Padding heads keep a factor of zero.
     for (int64_t h = 0; h < heads_; ++h) {
       factor_.data()[h] = T(1) / (sum[h] * static_cast<T>(heads_));
     }
@@ -214,7 +214,8 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
 
   ParallelScatterAdd<T> d_keys(max_workers, max_keys, inputs.key_index.size(-1));
   std::vector<std::unique_ptr<TokenLoss<Input, Operand>>> token_loss(max_workers);
-  // One loss per token, summed in their order: the sum does not depend on the number of threads.
+  // One loss per token, summed in token order, so that the sum does not depend on the number of
+  // threads.
   std::vector<double> losses(max_tokens);
   double loss = 0;
   for (const auto& sequence : sequences) {

@@ -7,7 +7,7 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-// The functions of layout TND take the lengths, and are otherwise the same.
+// The functions for layout TND also take the lengths and are otherwise the same.
 template <typename... Lengths>
 using ScorePrototype = int(Tensor query, Tensor key, Tensor value, Tensor real_shift,
                            Tensor drop_mask, Tensor padding_mask, Tensor atten_mask,
@@ -46,7 +46,7 @@ struct FlashAttentionUnpaddingScoreGradFunction : ReusedFunctionOf<FlashAttentio
   using Prototype = ScoreGradPrototype<IntArray, IntArray>;
 };
 
-// `before` and `after` are the arguments on both sides of those that all functions share.
+// `before` and `after` are the arguments on either side of those that all functions share.
 template <typename Dense, typename Packed, typename... Before, typename... After>
 void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...> before,
                       std::tuple<After...> after) {
@@ -72,7 +72,7 @@ void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
-  // Never written: the function reserves it.
+  // Never written: the function reserves this output.
   const auto softmax_out = new_tensor({0}, op.query.options());
   launch_attention<FlashAttentionScoreFunction, FlashAttentionVarLenScoreFunction>(
       o,
@@ -85,7 +85,8 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs) {
   const auto& [dq, dk, dv] = outputs;
   const auto& o = op.options;
-  // Never written, the function has no gradient of pse_shift; torch_npu passes its sizes as well.
+  // Never written, since the function has no gradient of pse_shift; torch_npu passes its sizes as
+  // well.
   const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
   launch_attention<FlashAttentionScoreGradFunction, FlashAttentionUnpaddingScoreGradFunction>(
       o,

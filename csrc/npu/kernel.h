@@ -1,10 +1,10 @@
-// What the NPU kernels share. Each launches one aclnn function, whose C prototype stands beside it:
-// the prototype of the first phase, without the tail (uint64_t* workspaceSize, aclOpExecutor**
-// executor) that all have. The second phase is (void* workspace, uint64_t workspaceSize,
-// aclOpExecutor*, aclrtStream) for all.
+// Shared by the NPU kernels. Each kernel launches one aclnn function and declares its C prototype
+// next to it: that of the first phase, without the trailing (uint64_t* workspaceSize,
+// aclOpExecutor** executor) that all have. The second phase is always (void* workspace, uint64_t
+// workspaceSize, aclOpExecutor*, aclrtStream).
 //
-// CANN's headers are not needed to build and its libraries not to load: functions are found by
-// name.
+// Functions are looked up by name, so that building needs no CANN headers and loading no CANN
+// libraries.
 #pragma once
 
 #include <c10/core/SymIntArrayRef.h>
@@ -19,8 +19,8 @@
 
 namespace ascend_attn {
 
-// The function of that index among those that the operator declares. `reuses_executor = true` marks
-// those whose executors torch_npu reuses as well; for the others it switches that off, and so do we
+// One of the aclnn functions that the operator declares. `reuses_executor = true` marks functions
+// whose executors torch_npu reuses too; for all others it switches reuse off, and so do we
 // (tests/npu/test_npu_conformance.py records both).
 template <typename Op, size_t index = 0>
 struct FunctionOf {
@@ -33,8 +33,8 @@ inline c10::SymIntArrayRef list_or_empty(at::OptionalSymIntArrayRef list) {
   return list ? *list : c10::SymIntArrayRef();
 }
 
-// The device reads the keys in place of the values, as in absorbed multi-head latent attention:
-// other values would give wrong numbers without a word.
+// Rejects values other than the key itself: the device reads the keys in place of the values, as in
+// absorbed multi-head latent attention, and would silently give wrong results.
 template <typename Op>
 void check_value_is_key(const Op& op) {
   const bool same = op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&

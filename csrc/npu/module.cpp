@@ -1,4 +1,4 @@
-// What Python asks of the NPU build. Loading it tells the checks which product this process has.
+// The Python module `_npu`. Loading it tells the checks which product this process has.
 #include <op_plugin/utils/op_api_common_base.h>
 #include <torch/extension.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>

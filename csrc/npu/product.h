@@ -1,4 +1,4 @@
-// Which product the NPU of this process is.
+// The product of this process's NPU.
 #pragma once
 
 #include <optional>
@@ -8,10 +8,10 @@
 
 namespace ascend_attn {
 
-// As aclrtGetSocName says it: "Ascend910B2".
+// Returns the name that aclrtGetSocName gives, such as "Ascend910B2".
 std::string soc_name();
 
-// Nothing for a SoC that none of the products has.
+// Returns nullopt for a SoC of none of the products.
 std::optional<Product> product_of_soc(std::string_view soc);
 
 }  // namespace ascend_attn

@@ -20,7 +20,7 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   if (op.query.numel() == 0) {
     return;
   }
-  // The function takes no strides.
+  // The function does not support strided tensors.
   const auto dense = [](const std::optional<at::Tensor>& tensor) {
     return tensor ? std::optional(tensor->contiguous()) : std::nullopt;
   };

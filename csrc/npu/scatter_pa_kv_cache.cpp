@@ -17,7 +17,7 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   if (op.key.numel() == 0) {
     return;
   }
-  // A null pointer is an error: a tensor without axes says that there are no values.
+  // The function rejects a null pointer: a tensor without axes stands for missing values.
   const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
   launch<ScatterPaKvCacheFunction>(
       op.key, op.key_cache, op.slot_mapping, op.value ? *op.value : none,

@@ -6,7 +6,7 @@
 namespace ascend_attn {
 namespace {
 
-// Of tokens, 0 is allowed: sequences without tokens have their own rules.
+// Token counts may be 0: empty sequences have rules of their own.
 const std::vector<ProductLimits> kLimits{
     {products(Product::A2, Product::A3, Product::P950),
      {at::kHalf, at::kBFloat16, at::kFloat},

@@ -1,5 +1,4 @@
-// FlashAttentionScore and its gradient: attention of every query over all keys that a mask keeps,
-// for training.
+// FlashAttentionScore and its gradients: attention over all keys that the mask keeps, for training.
 #pragma once
 
 #include <array>
@@ -11,7 +10,7 @@
 
 namespace ascend_attn {
 
-// The keyword arguments, which all its operators share.
+// Keyword arguments shared by the forward operator and its gradients.
 struct FlashAttentionOptions {
   static constexpr bool is_argument_group = true;
 
@@ -48,7 +47,7 @@ struct FlashAttentionScore {
   Outputs check_and_allocate() const;
 };
 
-// What both gradient operators take.
+// Arguments of both gradient operators.
 struct FlashAttentionGradArguments {
   Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
@@ -71,13 +70,13 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   Outputs check_and_allocate() const;
 };
 
-// The gradient of pse_shift, which the device's function does not compute: on the CPU, for autograd
-// alone.
+// The gradient of pse_shift, which the device's function does not compute. CPU only, and called by
+// autograd alone.
 struct FlashAttentionPseGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "_flash_attention_score_pse_grad";
   static constexpr auto schema =
       join(kFlashAttentionGradTensors, kFlashAttentionKeywords, ") -> Tensor dpse");
-  // Checked as the operator whose gradient it completes.
+  // It completes the gradient of that operator and shares its limits.
   static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
   using Fields = FlashAttentionGradArguments;
   using Outputs = std::tuple<at::Tensor>;  // dpse
@@ -85,14 +84,14 @@ struct FlashAttentionPseGrad : FlashAttentionGradArguments {
   Outputs check_and_allocate() const;
 };
 
-// Every row of the softmax statistics has its value this many times, as the device stores it.
+// Each row of the softmax statistics repeats its value this many times, as on the device.
 inline constexpr int64_t kStatisticsLanes = 8;
 
-// The compressed form of pse_shift has this many rows.
+// The number of rows in the compressed form of pse_shift.
 inline constexpr int64_t kCompressedPseRows = 1024;
 
-// Whether `pse_shift`, of queries and keys of these lengths, has the compressed form, which stands
-// for values that depend on the distance alone.
+// Returns whether `pse_shift`, for queries and keys of these lengths, has the compressed form. Its
+// values depend only on the distance between query and key.
 bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
                        const c10::SymInt& keys);
 

@@ -1,4 +1,4 @@
-// The rules about atten_mask, sparse_mode, prefix, pre_tokens and next_tokens.
+// Checks of atten_mask, sparse_mode, prefix, pre_tokens and next_tokens.
 #include <algorithm>
 #include <cstdlib>
 #include <string>
@@ -122,7 +122,7 @@ void FlashAttentionRules::check_prefix() const {
   }
 }
 
-// A band must cross the scores.
+// A band must intersect the score matrix.
 void FlashAttentionRules::check_band(const Sequence& sequence) const {
   if (sequence.empty()) {
     return;

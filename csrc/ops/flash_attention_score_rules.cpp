@@ -56,7 +56,7 @@ FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimi
   limits_.size("query", is_packed() ? "sequences" : "B", batch_);
 }
 
-// Sizes of the axes, and that the three tensors agree about them.
+// Reads the sizes of the axes and checks that the three tensors agree on them.
 void FlashAttentionRules::read_axes() {
   const auto& heads = options_.num_heads;
   check_value(heads > 0, op_, "num_heads", "expected the positive number of query heads, got ",

@@ -1,4 +1,4 @@
-// The rules of FlashAttentionScore and its gradient.
+// Argument checks of FlashAttentionScore and its gradients.
 #pragma once
 
 #include <c10/core/SymInt.h>
@@ -15,10 +15,10 @@
 
 namespace ascend_attn {
 
-// Checks one call. Every method raises on the first rule that is violated.
+// Checks one call. Every method raises on the first violated rule.
 class FlashAttentionRules {
  public:
-  // `query`, `key`, `value`, num_heads, layout and the lengths.
+  // Checks `query`, `key`, `value`, num_heads, layout and the lengths.
   template <typename Op>
   explicit FlashAttentionRules(const Op& op)
       : FlashAttentionRules(Op::name, Op::limits, op.query, op.key, op.value, op.options) {}
@@ -47,7 +47,7 @@ class FlashAttentionRules {
   void check_band(const Sequence& sequence) const;
   void check_bands_of_sequences() const;
 
-  // None while a length is symbolic.
+  // Empty while a length is symbolic.
   std::vector<Sequence> sequences() const;
 
   bool is_packed() const { return axes_.packed(); }
@@ -63,7 +63,7 @@ class FlashAttentionRules {
   Layout layout_;
   LayoutAxes axes_;
   LimitsCheck limits_;
-  // In layout TND: the number of sequences, and all tokens of all sequences.
+  // In layout TND: the number of sequences, and the total number of tokens.
   c10::SymInt batch_, queries_, keys_;
   c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
 };

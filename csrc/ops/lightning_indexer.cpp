@@ -6,7 +6,7 @@
 namespace ascend_attn {
 namespace {
 
-// What the forward operator and its gradient have in common.
+// Checks shared by the forward operator and its gradient.
 template <typename Op>
 SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
   SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key});

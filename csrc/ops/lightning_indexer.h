@@ -1,5 +1,5 @@
-// LightningIndexer and LightningIndexerGrad: scores every key for every query token and keeps the
-// best sparse_count of them.
+// LightningIndexer, which scores every key for every query token and keeps the best sparse_count of
+// them, and its gradient.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
-// The list of operators: who is on it has a schema, fake tensors, a fast call from Python, and a
-// row in the tables of limits.
+// The list of operators. Each entry gets a schema, fake tensor support, a fast path from Python,
+// and a row in the table of limits.
 #pragma once
 
 #include "core/operator.h"
@@ -20,7 +20,7 @@ using Operators =
                  SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
                  FlashAttentionScoreGrad, ScatterPaKvCache, PromptFlashAttention>;
 
-// Those that only autograd calls.
+// Operators that only autograd calls.
 using PrivateOperators = OperatorList<FlashAttentionPseGrad>;
 
 }  // namespace ascend_attn

@@ -84,7 +84,7 @@ void PromptFlashAttentionRules::check_heads() {
               " for num_heads = ", heads);
 }
 
-// Sizes of the axes, and that the three tensors agree about them.
+// Reads the sizes of the axes and checks that the three tensors agree on them.
 void PromptFlashAttentionRules::check_sizes() {
   batch_ = op_.query.sym_size(axes_.batch);
   queries_ = op_.query.sym_size(axes_.tokens);

@@ -1,5 +1,5 @@
-// PromptFlashAttention: attention of every query over all keys that a mask keeps, for inference,
-// with int8 on either side.
+// PromptFlashAttention: attention over all keys that the mask keeps, for inference, with optional
+// int8 inputs and outputs.
 #pragma once
 
 #include <array>

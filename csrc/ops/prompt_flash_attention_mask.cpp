@@ -1,4 +1,4 @@
-// The rules about atten_mask, sparse_mode, pre_tokens and next_tokens.
+// Checks of atten_mask, sparse_mode, pre_tokens and next_tokens.
 #include <cstdint>
 
 #include "core/error.h"
@@ -77,7 +77,7 @@ void PromptFlashAttentionRules::check_compressed_mask() const {
               "; ascend_attn_ops.prompt_flash_attention builds it when atten_mask is None");
 }
 
-// A band must cross the scores of every batch that has some.
+// A band must intersect the score matrix of every non-empty batch.
 void PromptFlashAttentionRules::check_band() const {
   const auto mode = static_cast<SparseMode>(op_.sparse_mode);
   if (mode != SparseMode::standard && mode != SparseMode::band) {
@@ -96,8 +96,8 @@ void PromptFlashAttentionRules::check_band() const {
   }
   const char* argument = pre < 0 ? "pre_tokens" : "next_tokens";
   const int64_t behind = pre < 0 ? pre : next;
-  // Counted from the top left, next_tokens skips queries and pre_tokens keys; in a band, which is
-  // counted from the bottom right, it is the other way round.
+  // Anchored top-left, a negative next_tokens skips queries and a negative pre_tokens skips keys. A
+  // band is anchored bottom-right, where it is the other way round.
   const bool skips_queries = (behind == next) == (mode == SparseMode::standard);
   const auto sequences = this->sequences();
   for (size_t b = 0; b < sequences.size(); ++b) {

@@ -1,4 +1,4 @@
-// The rules about the scales and the offset of int8 inputs and outputs.
+// Checks of the scales and the offset of int8 inputs and outputs.
 #include <c10/util/Half.h>
 
 #include <array>

@@ -1,4 +1,4 @@
-// The rules of PromptFlashAttention.
+// Argument checks of PromptFlashAttention.
 #pragma once
 
 #include <c10/core/SymInt.h>
@@ -13,10 +13,10 @@
 
 namespace ascend_attn {
 
-// Checks one call. Every method raises on the first rule that is violated.
+// Checks one call. Every method raises on the first violated rule.
 class PromptFlashAttentionRules {
  public:
-  // `query`, `key`, `value`, their layout and heads, and the lengths.
+  // Checks `query`, `key`, `value`, their layout and heads, and the lengths.
   explicit PromptFlashAttentionRules(const PromptFlashAttention& op);
 
   void check_mask() const;          // atten_mask, sparse_mode, pre_tokens, next_tokens
@@ -27,7 +27,7 @@ class PromptFlashAttentionRules {
   void check_tensors() const;
   void check_heads();
   void check_sizes();
-  // Its number of heads, which the argument `number` gives, and their size.
+  // Checks the number of heads, which the argument `number` gives, and the head size.
   void check_heads_and_size(NamedTensor argument, const char* number,
                             const c10::SymInt& heads) const;
   void check_limits() const;
@@ -38,13 +38,13 @@ class PromptFlashAttentionRules {
 
   void check_scales_of_inputs() const;
   void check_scales_of_output() const;
-  // A row without keys is zero, and not its offset.
+  // Needed for int8 outputs with an offset: a row without keys is zero, not the offset.
   void check_every_row_has_keys() const;
 
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
   bool is_310p() const { return limits_.product() == Product::P310; }
   NamedTensor query() const { return {"query", op_.query}; }
-  // One per batch; none while a length is symbolic.
+  // One per batch; empty while a length is symbolic.
   std::vector<Sequence> sequences() const;
 
   const PromptFlashAttention& op_;

@@ -48,7 +48,7 @@ void check_cache_dtype(NamedTensor argument) {
              dtype_name(dtype));
 }
 
-// The rules of one call; each raises on the first violation.
+// Checks one call. Every method raises on the first violated rule.
 class ScatterRules {
  public:
   explicit ScatterRules(const ScatterPaKvCache& op)
@@ -65,7 +65,7 @@ class ScatterRules {
   void check_index(NamedTensor argument, c10::SymIntArrayRef expected,
                    std::string_view meaning) const;
   void check_absent(NamedOptionalTensor argument, std::string_view when) const;
-  // Given and of slot_mapping's dtype.
+  // Returns the tensor, after checking that it is present and has slot_mapping's dtype.
   const at::Tensor& checked(NamedOptionalTensor argument) const;
 
   int64_t block_size_axis() const { return scatter_ == Scatter::nz_rows ? 2 : 1; }
@@ -136,7 +136,8 @@ void ScatterRules::check_modes() const {
     check_value(op_.offsets[0] >= 0 && op_.offsets[1] >= 0, kName, "offsets",
                 "expected numbers of elements >= 0, got ", op_.offsets);
   } else if (op_.scatter_mode == "Nct") {
-    // Something else is selected. Whoever gives strides would get other rows without a word.
+    // Another mode applies and ignores strides and offsets: passing them would silently write other
+    // rows.
     check_value(op_.strides[0] == 1 && op_.strides[1] == 1, kName, "strides",
                 "expected [1, 1] because cache_mode or product overrule scatter_mode 'Nct', got ",
                 op_.strides);

@@ -12,12 +12,12 @@ namespace ascend_attn {
 // Which rows of key and value are written, and where.
 enum class Scatter {
   rows,          // row t to slot_mapping[t]
-  nz_rows,       // the same, into a cache of fractal layout
-  strided_rows,  // the same, row t read from a wider buffer
-  // One run of rows for each batch and head, slot_mapping naming the first:
+  nz_rows,       // the same, into a cache in fractal layout
+  strided_rows,  // the same, with row t read from a wider buffer
+  // One run of rows per batch and head; slot_mapping gives the slot of the first:
   alibi,  // the last compress_lens rows
-  rope,   // all rows, a window of compress_lens of them replaced by its mean
-  omni    // all rows but that window
+  rope,   // all rows, with a window of compress_lens rows replaced by its mean
+  omni    // all rows except that window
 };
 
 struct ScatterPaKvCache {
@@ -38,10 +38,10 @@ struct ScatterPaKvCache {
   IntList strides, offsets;
 
   Outputs check_and_allocate() const;
-  // Rules about memory, which fake tensors do not have. Every backend that writes asks for them.
+  // Checks rules about memory, which fake tensors do not have. Every backend that writes calls it.
   void check_memory() const;
 
-  // The scenario that arguments and product select; on Ascend 950 the modes have no effect.
+  // Returns the scenario that arguments and product select; on Ascend 950 the modes have no effect.
   Scatter scatter() const;
 
   static constexpr int64_t kFractalBytes = 32;

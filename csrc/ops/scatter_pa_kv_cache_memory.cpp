@@ -1,4 +1,4 @@
-// Where the bytes are that a call reads and writes.
+// Checks that what a call reads does not overlap the caches that it writes.
 #include <c10/util/SmallVector.h>
 
 #include <array>
@@ -13,13 +13,13 @@ namespace {
 
 constexpr const char* kName = ScatterPaKvCache::name;
 
-// In elements, from the first of the tensor to the end of its storage.
+// Returns the number of elements from the first of the tensor to the end of its storage.
 int64_t reachable_elements(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
          tensor.storage_offset();
 }
 
-// From the first byte to behind the last. Empty spans meet nothing.
+// A half-open range of bytes. Empty spans overlap nothing.
 struct Span {
   const char* begin = nullptr;
   const char* end = nullptr;
@@ -27,7 +27,7 @@ struct Span {
   bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
-// Where the elements of a tensor are; none of the sizes is 0.
+// The memory of a tensor's elements; none of the sizes is 0.
 class Elements {
  public:
   Elements(const char* first, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t itemsize)
@@ -41,7 +41,8 @@ class Elements {
 
   const Span& span() const { return span_; }
 
-  // Whether any of them is in `other`. Where they leave gaps, their span says too much.
+  // Returns whether any element lies in `other`. The span alone is too coarse where strides leave
+  // gaps.
   bool any_in(const Span& other) const {
     bool found = span_.meets(other);
     if (found && !sizes_.empty()) {
@@ -77,7 +78,7 @@ std::optional<Elements> elements_of(NamedTensor argument) {
   return elements;
 }
 
-// The caches of a call, from which everything that is read must be apart.
+// The caches of a call, which nothing that the call reads may overlap.
 class Caches {
  public:
   void add(NamedTensor cache) {
@@ -101,13 +102,13 @@ class Caches {
     }
   }
 
-  // The rows of "Nct", somewhere in the buffer that `source` begins.
+  // Checks the rows that "Nct" reads, anywhere in the buffer that starts at `source`.
   void check_rows_apart(NamedTensor source, int64_t stride, int64_t offset) const {
     const auto& tensor = source.tensor;
     const std::array sizes{tensor.size(0), tensor.numel() / tensor.size(0)};
     const auto [rows, row] = sizes;
     const auto available = reachable_elements(tensor);
-    // Compared without products that could overflow.
+    // Compared without products, which could overflow.
     const bool fits = offset <= available - row &&
                       (rows == 1 || stride <= (available - row - offset) / (rows - 1));
     check_value(fits, kName, source.name, "expected a buffer that holds ", rows, " rows of ", row,
@@ -144,7 +145,7 @@ void ScatterPaKvCache::check_memory() const {
     caches.check_apart("key", key);
     caches.check_apart("value", value);
   }
-  // A device may read them while it writes.
+  // A device may read the indices while it writes.
   caches.check_apart("slot_mapping", slot_mapping);
   caches.check_apart("compress_lens", compress_lens);
   caches.check_apart("compress_seq_offset", compress_seq_offset);

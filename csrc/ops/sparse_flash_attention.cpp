@@ -12,7 +12,7 @@ at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Te
   return like ? new_like(*like) : new_tensor({0}, query.options());
 }
 
-// What the forward operator and its gradient have in common.
+// Checks shared by the forward operator and its gradient.
 template <typename Op>
 SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
   SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key});

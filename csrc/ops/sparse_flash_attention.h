@@ -1,4 +1,4 @@
-// SparseFlashAttention and SparseFlashAttentionGrad: attention of every query token over the keys
+// SparseFlashAttention and SparseFlashAttentionGrad: attention of each query token over the keys
 // that sparse_indices selects, in the absorbed form of multi-head latent attention.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace ascend_attn {
 
-// The keyword arguments, which both operators share.
+// Keyword arguments shared by both operators.
 struct SparseAttentionOptions {
   static constexpr bool is_argument_group = true;
 

@@ -1,4 +1,4 @@
-// What Python asks of the build and of the run time.
+// The Python module `_C`: direct calls, limits and the mask rule.
 #include <torch/extension.h>
 
 #include <type_traits>
@@ -62,7 +62,7 @@ py::list limits_of_operators(OperatorList<Ops...>) {
   return table;
 }
 
-// The axes of batch, tokens and heads of every layout; -1 for none.
+// Returns the batch, token and head axes of every layout; -1 for none.
 py::dict layout_axes() {
   py::dict axes;
   for (const auto layout : kLayouts) {
@@ -72,7 +72,7 @@ py::dict layout_axes() {
   return axes;
 }
 
-// The interval of keys that each query keeps.
+// Returns the interval of keys that each query keeps.
 std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, int64_t queries,
                                                            int64_t keys, int64_t pre_tokens,
                                                            int64_t next_tokens, int64_t prefix,

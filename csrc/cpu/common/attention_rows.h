@@ -1,4 +1,4 @@
-// The forward of dense attention, as the operators share it.
+// The forward pass of dense attention, shared by the operators.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,14 @@
 
 namespace ascend_attn::cpu {
 
-// Rows that share the packing of a block of keys.
+// The number of rows that share one packed block of keys.
 inline constexpr int64_t kMaxRows = 8 * kRowBlock;
 
-// Where a row without keys starts and ends: any score is larger, and its exponential is finite.
+// The maximum of a row without keys: any score is larger, and its exponential is finite.
 template <typename T>
 inline constexpr T kLowest = static_cast<T>(std::numeric_limits<float>::lowest());
 
-// What a row of scores gives. The output is still to be divided by the sum, which is 0 where there
-// was no key.
+// The result of one row. The output is not yet divided by the sum, which is 0 if there was no key.
 template <typename T>
 struct RowResult {
   const T* out;
@@ -42,8 +41,8 @@ struct RowsTask {
   int64_t cost;
 };
 
-// Attention of blocks of rows, by online softmax over blocks of keys: of the scores, a thread holds
-// one tile at a time.
+// Computes attention for blocks of rows, by online softmax over blocks of keys: a thread holds one
+// tile of scores at a time.
 template <typename Input, typename Operand>
 class AttentionRows {
  public:
@@ -96,7 +95,7 @@ class AttentionRows {
   }
 
  private:
-  // The part of one block of keys in `rows` rows from `row` on.
+  // Adds the contribution of one block of keys to `rows` rows, starting at `row`.
   void add_keys(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
                 const TileColumns& columns, bool started) {
     const int64_t group = attention_.group();
@@ -148,8 +147,8 @@ class AttentionRows {
               values.data, values.stride, out_.row(row), out_.stride(), accumulate);
   }
 
-  // Turns scores into exp(score - max), with the maximum of all keys so far, and into 0 where a row
-  // keeps no key. factor() is what earlier results are to be multiplied with.
+  // Turns scores into exp(score - max) with the running maximum, and into 0 where a row does not
+  // keep the key. Earlier results must be rescaled by factor().
   void update_softmax(int64_t row, int64_t rows, const TileColumns& columns) {
     vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
                 max = max() + row, sum = sum() + row, factor = factor() + row] {
@@ -183,7 +182,7 @@ class AttentionRows {
     });
   }
 
-  // The tile of scores as operand A.
+  // Returns the tile of scores as operand A.
   OperandB<Operand> rounded(int64_t rows, const TileColumns& columns) {
     if constexpr (std::is_same_v<Operand, T>) {
       return {scores_.data() + columns.begin, scores_.stride()};
@@ -196,7 +195,7 @@ class AttentionRows {
     }
   }
 
-  // What rounded() lost, in its place.
+  // Returns the rounding errors of rounded(), in the same buffer.
   OperandB<Operand> remainders(int64_t rows, const TileColumns& columns) {
     for (int64_t r = 0; r < rows; ++r) {
       vectorized([count = columns.width(), exact = scores_.row(r) + columns.begin,
@@ -224,7 +223,7 @@ class AttentionRows {
   Tile<T> statistics_;
 };
 
-// Blocks of rows, small enough for every thread to get several.
+// Divides the rows into blocks, small enough for every thread to get several.
 inline std::vector<RowsTask> divide(const DenseAttention& attention) {
   int64_t all_rows = 0;
   for (const auto& sequence : attention.sequences) {

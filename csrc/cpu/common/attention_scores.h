@@ -1,4 +1,5 @@
-// What happens to a row of scores between the products: the factor, pse, a full mask, dropout.
+// Elementwise operations on a row of scores between the two products: scale, pse, full mask,
+// dropout.
 #pragma once
 
 #include <cmath>
@@ -28,12 +29,13 @@ class AttentionScores {
                                             : nullptr),
         drop_bytes_(drop_ ? attention.drop_mask.numel() : 0) {}
 
-  // Whether scores need more than the factor(): then finish() applies that as well.
+  // Whether scores need more than factor(). If so, finish() applies the scale as well.
   bool has_terms() const { return pse_ || slopes_ || mask_; }
   bool has_dropout() const { return drop_; }
   T factor() const { return has_terms() ? T(1) : scale_; }
 
-  // Makes the products q * k of keys [begin, end) of a row its scores: -inf where the mask says so.
+  // Turns the products q * k of keys [begin, end) of a row into scores, -inf where the mask
+  // excludes the key.
   void finish(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
               int64_t end, T* scores) const {
     if (has_tensor_) {
@@ -53,7 +55,7 @@ class AttentionScores {
     }
   }
 
-  // values *= keep / keep_prob, for keys [begin, end) of a row.
+  // Applies dropout to keys [begin, end) of a row: values *= keep / keep_prob.
   void drop(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin, int64_t end,
             T* values) const {
     const int64_t first = attention_.heads * sequence.pairs_before +
@@ -61,7 +63,7 @@ class AttentionScores {
     const T kept = T(1) / static_cast<T>(attention_.keep_prob);
     constexpr int64_t bits = 32;
     for (int64_t j = 0; j < end - begin; j += bits) {
-      // The bits of up to 32 keys lie in five bytes.
+      // The bits of up to 32 keys span at most five bytes.
       const int64_t byte = (first + j) / 8;
       uint64_t word = 0;
       std::memcpy(&word, drop_ + byte, std::min<int64_t>(5, drop_bytes_ - byte));

@@ -1,6 +1,6 @@
-// Tiles of the score matrix of one key head: blocks of rows against blocks of keys. A row is one
-// query of one query head; rows are counted with the heads of the group innermost, so that a block
-// of rows holds neighbouring queries, for which the mask keeps nearly the same keys.
+// Tiles of the score matrix of one key head: blocks of rows by blocks of keys. A row is one query
+// of one query head. Rows are ordered with the heads of the group innermost, so that a block holds
+// neighbouring queries, for which the mask keeps nearly the same keys.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,13 @@ namespace ascend_attn::cpu {
 
 inline constexpr int64_t kRowBlock = 64;
 inline constexpr int64_t kKeyBlock = 512;
-// Products take their sizes in steps: few sizes, little generated code.
+// The sizes of products are rounded up to these steps, because code is generated for every new
+// size.
 inline constexpr int64_t kRowStep = 16;
 inline constexpr int64_t kKeyStep = 64;
 
-// The keys [begin, end) of one block of keys that some row of one block of rows keeps, and those
-// that each row keeps. Columns are counted from the first key of the block.
+// The columns of a tile: [begin, end) covers the keys that any row keeps, [row_begin, row_end)
+// those that each row keeps. Columns are counted from the first key of the block.
 struct TileColumns {
   TileColumns(const DenseSequence& sequence, int64_t group, int64_t first_row, int64_t rows,
               int64_t key_begin, int64_t keys) {
@@ -48,8 +49,8 @@ struct TileColumns {
   std::array<int32_t, kRowBlock> row_end;
 };
 
-// Copies rows into `tile`, and zeroes the rows behind them up to a multiple of kRowStep.
-// `columns` of them stand in memory; the tile's further columns are zero already.
+// Copies rows of `columns` elements into `tile` and zeroes the rows after them, up to a multiple of
+// kRowStep. The remaining columns of the tile are zero already.
 template <typename Operand, typename Input>
 void load_rows(const HeadRows<const Input>& rows, int64_t group, int64_t first, int64_t count,
                int64_t columns, const Tile<Operand>& tile, int64_t at = 0) {
@@ -59,7 +60,7 @@ void load_rows(const HeadRows<const Input>& rows, int64_t group, int64_t first, 
   zero_rows(tile, at + count, at + round_up(count, kRowStep));
 }
 
-// A block of keys, or of their values, as operands of products.
+// A block of keys, or of values, as an operand of products.
 template <typename Operand>
 class KeyTile {
  public:
@@ -84,22 +85,22 @@ class KeyTile {
     }
   }
 
-  // B (keys, size) from key `begin` on, a multiple of depth_step.
+  // Returns operand B (keys, size), starting at key `begin`, a multiple of depth_step.
   OperandB<Operand> by_rows(int64_t begin) const {
     return {by_rows_.data + begin * by_rows_.stride, by_rows_.stride};
   }
-  // B (size, keys) from key `begin` on.
+  // Returns operand B (size, keys), starting at key `begin`.
   OperandB<Operand> transposed(int64_t begin) const {
     return {transposed_.data() + begin * depth_step<Operand>, width_};
   }
-  // A multiple of depth_step, as all products need for their depth.
+  // A multiple of depth_step, as every product requires of its depth.
   int64_t size() const { return size_; }
 
  private:
   template <typename Input>
   OperandB<Operand> dense_rows(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
     if constexpr (std::is_same_v<Operand, Input> && depth_step<Operand> > 1) {
-      // They will be packed: from where they stand, unless zeros belong behind them.
+      // Packed rows are read in place, unless they need zero padding.
       if (count % kKeyStep == 0 && size_ == columns_) {
         return {rows.row(first), rows.token_stride()};
       }
@@ -120,8 +121,8 @@ class KeyTile {
   OperandB<Operand> by_rows_{};
 };
 
-// Calls function(head, query, row of the tile) for those of `rows` rows that keep a key of the
-// tile. Rows are counted as query * group + head within the group.
+// Calls function(head, query, row of the tile) for each of `rows` rows that keeps a key of the
+// tile. Rows are numbered query * group + head within the group.
 template <typename Function>
 void for_each_kept_row(const TileColumns& columns, int64_t first_row, int64_t rows,
                        int64_t first_head, int64_t group, const Function& function) {

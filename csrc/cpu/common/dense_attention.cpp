@@ -13,7 +13,8 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// How far keys are ahead of queries at index 0. Without kv_start_idx, q_start_idx does not count.
+// Returns how far keys are ahead of queries at index 0. Without kv_start_idx, q_start_idx is
+// ignored.
 int64_t start_distance(const FlashAttentionOptions& options) {
   const auto first = [](at::OptionalSymIntArrayRef list) {
     return list.has_value() && !list->empty() ? std::optional((*list)[0].expect_int())
@@ -27,7 +28,7 @@ const uint8_t* bytes_of(const at::Tensor& mask) {
   return static_cast<const uint8_t*>(mask.const_data_ptr());
 }
 
-// The number of columns in [begin, end) whose byte is zero, that is, which the mask keeps.
+// Returns the number of columns in [begin, end) that the mask keeps, that is, whose byte is zero.
 int64_t kept_in(const uint8_t* row, int64_t begin, int64_t end) {
   int64_t kept = 0;
   vectorized([row, begin, end, &kept] {
@@ -40,7 +41,8 @@ int64_t kept_in(const uint8_t* row, int64_t begin, int64_t end) {
   return kept;
 }
 
-// Calls is_right(row pointer, batch, head, row) for every row of a mask of any rank.
+// Returns whether is_right(row pointer, batch, head, row) holds for every row of a mask of any
+// rank.
 template <typename IsRight>
 bool all_rows(const at::Tensor& mask, const IsRight& is_right) {
   const auto dense = with_dense_rows(mask);
@@ -66,7 +68,8 @@ bool all_rows(const at::Tensor& mask, const IsRight& is_right) {
   return right;
 }
 
-// The device reads the compressed mask, while the CPU knows what it says.
+// Rejects unexpected values in a compressed mask: the device reads them, while the CPU applies the
+// rule.
 void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode) {
   constexpr int64_t size = kCompressedMaskSize;
   const auto is_right = [](const uint8_t* row, int64_t, int64_t, int64_t at) {
@@ -117,8 +120,8 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
 DenseAttention::DenseAttention(const PromptFlashAttention& op)
     : DenseAttention(op.layout == Layout::BNSD_BSND ? Layout::BNSD : op.layout.value(),
                      op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
-  // Its outputs are held to 2^-7 of themselves, and weights of bfloat16 reach that where a sum over
-  // more keys than these hides their rounding.
+  // The relative tolerance of its outputs is 2^-7. With bfloat16 weights, they meet it only if a
+  // sum over more keys than this hides the rounding of the weights.
   few_keys = 3072;
   const auto mode = static_cast<SparseMode>(op.sparse_mode);
   DenseSequence sequence;
@@ -170,7 +173,7 @@ void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   }
   const auto mode = static_cast<SparseMode>(options.sparse_mode);
   const bool has_prefix = mode == SparseMode::prefix || mode == SparseMode::prefix_compressed;
-  // The modes 7 and 8 have a band in the last or the first sequence that is not empty.
+  // Mode 7 has a band in the last non-empty sequence, mode 8 in the first.
   const auto filled = [](const DenseSequence& sequence) { return !sequence.empty(); };
   const auto first = std::find_if(sequences.begin(), sequences.end(), filled);
   const auto last = std::find_if(sequences.rbegin(), sequences.rend(), filled);
@@ -250,7 +253,7 @@ PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const 
     const int64_t pairs = sequences.empty() ? 0
                                             : sequences.back().pairs_before +
                                                   sequences.back().queries * sequences.back().keys;
-    // Where both forms have as many elements, it is the full one.
+    // If both forms have the same number of elements, it is the full one.
     address.form = pse.numel() == address.heads * pairs ? Form::packed : Form::packed_per_key;
     return address;
   }
@@ -268,7 +271,7 @@ int64_t PseAddress::row(const DenseSequence& sequence, int64_t head, int64_t que
     case Form::strided:
       return of_head + query * query_stride;
     case Form::compressed: {
-      // The last rows are stored; an earlier one reads, at the same distance, a stored row.
+      // Only the last rows are stored; an earlier row reads a stored row at the same distance.
       const int64_t first = sequence.queries - kCompressedPseRows;
       const int64_t row = query >= first ? query - first : query % kCompressedPseRows;
       return of_head + row * query_stride + (first + row - query);

@@ -1,4 +1,4 @@
-// A call of dense attention as the CPU kernels see it: every layout is strides.
+// A call of dense attention as the CPU kernels see it: every layout becomes strides.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace ascend_attn::cpu {
 
-// One sequence of one batch of the tensors, in which its tokens are counted.
+// One sequence. Its tokens are counted within its batch of the tensors.
 struct DenseSequence : Sequence {
   int64_t index = 0;         // among the sequences
   int64_t batch = 0;         // of the tensors; 0 in layout TND, where all sequences share one
@@ -24,13 +24,13 @@ struct DenseSequence : Sequence {
   KeptKeys kept;
 };
 
-// Where pse_shift has the values of a row.
+// Locates the values of a row in pse_shift.
 struct PseAddress {
   enum class Form { strided, compressed, packed, packed_per_key };
   static PseAddress of(const at::Tensor& pse, const at::Tensor& query, const at::Tensor& key,
                        bool is_packed, const std::vector<DenseSequence>& sequences);
 
-  // The offset of key 0 in the row of a query.
+  // Returns the offset of key 0 in the row of a query.
   int64_t row(const DenseSequence& sequence, int64_t head, int64_t query) const;
 
   Form form = Form::strided;
@@ -41,17 +41,19 @@ struct PseAddress {
 };
 
 struct DenseAttention {
-  // Of FlashAttentionScore, or of the forward of one of its gradients.
+  // For FlashAttentionScore, or for the forward pass of one of its gradients.
   template <typename Op>
   explicit DenseAttention(const Op& op)
       : DenseAttention(Op::name, op.query, op.key, op.value, op.options) {}
   explicit DenseAttention(const PromptFlashAttention& op);
 
-  // A tensor of `heads` heads as (B, N, S, D), or (1, N, T, D).
+  // Views a tensor of `heads` heads as (B, N, S, D), or (1, N, T, D).
   at::Tensor by_head(const at::Tensor& tensor, int64_t heads) const;
-  // Query heads of a key head. Its rows are counted as token * group + head within the group.
+  // Query heads per key head. Rows of a key head are numbered token * group + head within the
+  // group.
   int64_t group() const { return heads / key_heads; }
-  // Row (head, query) of what is stored as (B, N, Sq), or per sequence as (N, Sq).
+  // Returns the index of row (head, query) in statistics stored as (B, N, Sq), or as (N, Sq) per
+  // sequence.
   int64_t statistics_row(const DenseSequence& sequence, int64_t head, int64_t query) const {
     return sequence.rows_before * heads + head * sequence.queries + query;
   }
@@ -59,7 +61,8 @@ struct DenseAttention {
   Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, size, value_size;
   double scale;
-  // Rows over as many keys, or fewer, keep what rounding their weights to 16 bits would lose.
+  // Rows over at most this many keys carry the rounding errors of their 16-bit weights
+  // (rounding.h).
   int64_t few_keys = kFewKeys;
   at::Tensor query, key, value;  // by head, with dense rows
   std::vector<DenseSequence> sequences;
@@ -69,7 +72,7 @@ struct DenseAttention {
   PseAddress pse_address;
   int64_t distance_shift = 0;  // of keys against queries, for slopes
 
-  // A full mask as (B, N, Sq, Skv), broadcast by strides, or larger; undefined if absent.
+  // A full mask, (B, N, Sq, Skv) or larger, broadcast by strides; undefined if absent.
   at::Tensor mask;
 
   at::Tensor drop_mask;  // undefined if absent
@@ -86,7 +89,7 @@ struct DenseAttention {
   void use_full_mask(const at::Tensor& given);
 };
 
-// One head of one sequence of a tensor that is (B, N, S, D).
+// The rows of one head of one sequence in a (B, N, S, D) tensor.
 template <typename T>
 class HeadRows {
  public:

@@ -1,4 +1,5 @@
-// The gradient of one tile of scores, recomputed from the statistics of the forward operator.
+// The gradient of one tile of scores, recomputed from the softmax statistics of the forward
+// operator.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +14,7 @@
 
 namespace ascend_attn::cpu {
 
-// The arguments of the gradient operators, every layout by head.
+// The arguments of the gradient operators, viewed by head in every layout.
 struct DenseAttentionGrad {
   template <typename Op>
   explicit DenseAttentionGrad(const Op& arguments)
@@ -44,7 +45,7 @@ class ScoreGradient {
         scores_(kRowBlock, kKeyBlock),
         d_scores_(kRowBlock, kKeyBlock) {}
 
-  // Chooses the head, and reads its statistics.
+  // Selects the head and reads its statistics.
   void start(const DenseSequence& sequence, int64_t key_head) {
     sequence_ = &sequence;
     key_head_ = key_head;
@@ -79,8 +80,8 @@ class ScoreGradient {
               attention_.value_size, d_out_);
   }
 
-  // For rows [first, first + rows) and the keys loaded: P, with its dropout, in probabilities() and
-  // the gradient of the scores in d_scores(), both 0 where a row keeps no key.
+  // Computes P after dropout in probabilities() and the gradient of the scores in d_scores(), for
+  // rows [first, first + rows) and the loaded keys. Both are 0 where a row does not keep the key.
   void run(int64_t first, int64_t rows, const TileColumns& columns) {
     load_queries(first, rows);
     multiply(query_, keys_, rows, columns, scores_);

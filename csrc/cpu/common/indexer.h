@@ -1,4 +1,4 @@
-// What the kernels of the indexer share.
+// Helpers shared by the indexer kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 
 namespace ascend_attn::cpu {
 
-// max(x, 0), and NaN for NaN.
+// Returns max(x, 0), propagating NaN.
 template <typename T>
 T relu(T x) {
   return x < 0 ? T(0) : x;
@@ -25,7 +25,7 @@ std::vector<Sequence> sequences_of(const Op& op) {
                         op.actual_seq_lengths_key);
 }
 
-// The weights of the heads, (B, S, heads) or (T, heads), in the dtype of query or in fp32.
+// The head weights, (B, S, heads) or (T, heads), in the dtype of query or in fp32.
 template <typename Input>
 class HeadWeights {
  public:

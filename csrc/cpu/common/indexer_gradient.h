@@ -1,6 +1,7 @@
-// Gradients of the indexer's scores over selected keys, sum over heads of w * r with
+// Gradients of the indexer's scores over the selected keys. A score is the sum over heads of w * r
+// with
 //   S = q @ k^T,  r = relu(S)
-// for scores whose own gradient is d:
+// Given the gradient d of the scores:
 //   dw = sum over keys of r * d;   dS = d * w * (S > 0);   dq = dS @ k;   dk = dS^T @ q
 #pragma once
 
@@ -17,8 +18,8 @@
 
 namespace ascend_attn::cpu {
 
-// The leading bits of x: the difference from x is exact. Without the branch for NaN that rounding
-// takes, and which compilers do not vectorise.
+// Truncates x to its leading bits, so that the difference from x is exact. Unlike rounding, this
+// has no branch for NaN, which compilers do not vectorise.
 template <typename Operand, typename T>
 Operand leading_part(T x) {
   if constexpr (std::is_same_v<Operand, at::BFloat16>) {
@@ -28,14 +29,14 @@ Operand leading_part(T x) {
   }
 }
 
-// One query token at a time, a tile of its keys at a time.
+// Processes one query token at a time, and one tile of its keys at a time.
 template <typename Input, typename Operand>
 class IndexerGradient {
  public:
   using T = Accumulator<Operand>;
   static constexpr int64_t kMaxKeys = 128;  // in a tile
-  // A gradient of a logit enters the products as the sum of so many operands: from one bfloat16,
-  // sums whose terms cancel would keep errors above the tolerance of the result.
+  // The gradient of a logit enters the products as a sum of this many operands. With a single
+  // bfloat16, sums whose terms cancel would have errors above the tolerance of the result.
   static constexpr int64_t kParts = std::is_same_v<Operand, at::BFloat16> ? 2 : 1;
 
   IndexerGradient(int64_t heads, int64_t size)
@@ -52,10 +53,10 @@ class IndexerGradient {
         weights_(1, padded_heads_),
         d_weights_(1, padded_heads_) {}
 
-  // Room for the logits S of a tile, (keys, heads).
+  // Allocates room for the logits S of a tile, (keys, heads).
   Tile<T> new_logits() const { return {kMaxKeys, padded_heads_}; }
 
-  // `token` of the sequence is `row` of all tokens.
+  // `token` counts within the sequence, `row` over all tokens.
   void load_query(const TokenRows<Input>& query, const HeadWeights<Input>& weights, int64_t token,
                   int64_t row) {
     product_.load_query(query, {}, token, heads_);
@@ -80,7 +81,7 @@ class IndexerGradient {
 
   void logits(const Tile<T>& logits) const { product_.multiply(rows_, logits); }
 
-  // scores (keys) of the tile.
+  // Computes the scores (keys) of the tile.
   void scores(const Tile<T>& logits, T* scores) const {
     vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
                 weights = weights_.data()] {
@@ -96,7 +97,8 @@ class IndexerGradient {
     });
   }
 
-  // Adds the gradients of the tile to those of the token and to rows of `d_keys`. Uses up `logits`.
+  // Adds the gradients of the tile to those of the token and to rows of `d_keys`. Overwrites
+  // `logits`.
   void add(const Tile<T>& logits, const T* d_scores, ParallelScatterAdd<T>& d_keys, int64_t worker,
            const int32_t* positions) {
     differentiate(logits, d_scores);
@@ -115,7 +117,7 @@ class IndexerGradient {
               d_query_.data(), d_query_.stride(), /*accumulate=*/true);
   }
 
-  // The gradients of the token into row `row` of the dense outputs.
+  // Stores the gradients of the token in row `row` of the dense outputs.
   void store(int64_t row, const at::Tensor& d_query, const at::Tensor& d_weights) const {
     auto* query = d_query.mutable_data_ptr<Input>() + row * heads_ * size_;
     for (int64_t h = 0; h < heads_; ++h) {
@@ -132,7 +134,7 @@ class IndexerGradient {
   }
 
  private:
-  // Leaves d_logits_, and in `logits` what its parts leave out.
+  // Sets d_logits_, and leaves in `logits` what its parts do not represent.
   void differentiate(const Tile<T>& logits, const T* d_scores) const {
     vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
                 weights = weights_.data(), d_weights = d_weights_.data(),
@@ -160,8 +162,8 @@ class IndexerGradient {
   int64_t heads_;
   int64_t padded_heads_;
   int64_t size_;
-  int64_t count_ = 0;  // keys in the tile,
-  int64_t rows_ = 0;   // and its rows
+  int64_t count_ = 0;  // keys in the tile
+  int64_t rows_ = 0;   // the same, rounded up
   QueryKeyProduct<Input, Operand> product_;
   OperandB<Operand> query_operand_{};
   Tile<Operand> repeated_query_;  // an operand B, once per part
@@ -174,8 +176,8 @@ class IndexerGradient {
   Tile<T> d_weights_;
 };
 
-// Calls function(worker, token) for every token of the sequence, divided among threads, and stores
-// what the calls have added to `d_keys` as the gradient of its keys.
+// Calls function(worker, token) for every token of the sequence, divided among threads. Then stores
+// what the calls have added to `d_keys` as the gradient of the sequence's keys.
 template <typename Input, typename T, typename Function>
 void accumulate_key_gradient(const Sequence& sequence, ParallelScatterAdd<T>& d_keys,
                              const at::Tensor& d_key, const Function& function) {

@@ -1,9 +1,9 @@
-// Work on the tokens of a sequence, divided among threads, and sums over all tokens that land on
-// rows which any token may choose.
+// Parallel loops over the tokens of a sequence, and scatter-adds into rows that any token may
+// select.
 //
-// A worker takes every workers-th token: under a causal rule, later tokens have more keys, and
-// consecutive halves would be of different cost. Each worker adds to rows of its own, and the
-// workers' rows are added in the order of the workers: results do not depend on timing.
+// Each worker takes every workers-th token: under a causal mask later tokens have more keys, so
+// that contiguous chunks would differ in cost. Each worker adds to rows of its own, which are then
+// summed in worker order: results do not depend on timing.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -22,7 +22,7 @@ inline int64_t worker_count(int64_t tokens) {
   return std::clamp<int64_t>(tokens, 1, at::get_num_threads());
 }
 
-// Calls function(worker) for every worker, each on a thread of its own when there are enough.
+// Calls function(worker) for every worker, each on its own thread if there are enough threads.
 template <typename Function>
 void for_each_worker(int64_t workers, const Function& function) {
   at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
@@ -36,7 +36,7 @@ void for_each_worker(int64_t workers, const Function& function) {
 template <typename T>
 class ParallelScatterAdd {
  public:
-  // Room for sequences of up to `max_rows` keys.
+  // Allocates room for sequences of up to `max_rows` keys.
   ParallelScatterAdd(int64_t workers, int64_t max_rows, int64_t width) : width_(width) {
     const auto bytes = static_cast<size_t>(max_rows * width) * sizeof(T);
     for (int64_t worker = 0; worker < workers; ++worker) {
@@ -44,14 +44,14 @@ class ParallelScatterAdd {
     }
   }
 
-  // A worker calls this before it adds to the first `rows` rows of a sequence.
+  // Zeroes the first `rows` rows of a worker, before it adds to them for the next sequence.
   void clear(int64_t worker, int64_t rows) {
     if (rows * width_ > 0) {
       std::memset(row(worker, 0), 0, static_cast<size_t>(rows * width_) * sizeof(T));
     }
   }
 
-  // Adds `count` rows of `from`, `columns` wide, to the rows `positions`, from `column` on.
+  // Adds `count` rows of `from`, `columns` wide, to the rows `positions`, starting at `column`.
   void add(int64_t worker, const int32_t* positions, int64_t count, const T* from, int64_t stride,
            int64_t columns, int64_t column) {
     for (int64_t i = 0; i < count; ++i) {
@@ -62,7 +62,8 @@ class ParallelScatterAdd {
     }
   }
 
-  // Calls store(index, sum) for the first `rows` rows with their sums over the first `workers`.
+  // Sums each of the first `rows` rows over the first `workers` workers and calls store(index,
+  // sum).
   template <typename Store>
   void reduce(int64_t workers, int64_t rows, const Store& store) {
     constexpr int64_t grain = 64;

@@ -1,5 +1,5 @@
-// Tasks of different cost, divided among threads. A free thread takes the next task, so that the
-// threads end together; results must not depend on who runs a task, or when.
+// Dynamic scheduling of tasks of different cost. A free thread takes the next task, so that all
+// threads finish together; results must not depend on which thread runs a task, or when.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace ascend_attn::cpu {
 
-// Calls run(worker, task) for every task, the costliest first. Every thread makes a worker of its
-// own, make_worker() -> std::unique_ptr, when it has a task.
+// Calls run(worker, task) for every task, the costliest first. Each thread creates its own worker,
+// make_worker() -> std::unique_ptr, when it gets its first task.
 template <typename Task, typename MakeWorker, typename Run>
 void for_each_task(std::vector<Task> tasks, const MakeWorker& make_worker, const Run& run) {
   std::stable_sort(tasks.begin(), tasks.end(),

@@ -7,12 +7,12 @@
 
 namespace ascend_attn::cpu {
 
-// The number of keys in a tile is rounded up to this, with zero rows: few sizes, little generated
-// code.
+// The number of keys in a tile is rounded up to this with zero rows, because code is generated for
+// every new size.
 inline constexpr int64_t kTileStep = 16;
 
-// The head axis of a row with a rope part: `nope` columns, then the rope's, each a multiple of what
-// tile_gemm takes as depth.
+// The columns of a row with a rope part: `nope` columns, then the rope's, each padded to a depth
+// that tile_gemm accepts.
 template <typename Operand>
 struct HeadColumns {
   int64_t nope;
@@ -22,12 +22,12 @@ struct HeadColumns {
   int64_t width() const { return rope_begin() + round_up(rope, depth_step<Operand>); }
 };
 
-// Scores are computed as keys * query^T, (keys, heads): the gathered keys are then used as they
-// are, the query is packed once for all its keys, and softmax runs along the heads.
+// Computes scores as keys * query^T, (keys, heads): the gathered keys are used as they are, the
+// query is packed once for all its keys, and the softmax loops run along the heads.
 template <typename Input, typename Operand>
 class QueryKeyProduct {
  public:
-  // `heads` a multiple of depth_step; heads that the query does not have stay zero.
+  // `heads` is a multiple of depth_step; heads that the query does not have stay zero.
   QueryKeyProduct(int64_t heads, HeadColumns<Operand> columns, int64_t max_keys)
       : heads_(heads),
         columns_(columns),
@@ -44,7 +44,7 @@ class QueryKeyProduct {
     pack_transposed(columns_.width(), heads_, query_.data(), query_.stride(), packed_query_.data());
   }
 
-  // Returns the rows of the tile: `count` and the zero rows behind it.
+  // Returns the number of rows in the tile: `count` and the zero rows after them.
   int64_t load_keys(const TokenRows<Input>& key, const TokenRows<Input>& rope,
                     const int32_t* positions, int64_t count) {
     const int64_t rows = round_up(count, kTileStep);
@@ -73,7 +73,7 @@ class QueryKeyProduct {
   Tile<Operand> keys_;
 };
 
-// to (columns, rows) = transpose of from (rows, columns).
+// Transposes `from` (rows, columns) into `to` (columns, rows).
 template <typename From, typename To>
 void transpose(const Tile<From>& from, int64_t rows, int64_t columns, const Tile<To>& to) {
   vectorized([rows, columns, source = from.data(), source_stride = from.stride(),

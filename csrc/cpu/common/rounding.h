@@ -1,6 +1,6 @@
-// Probabilities and their gradients are operands of a second product. Rounding them to 16 bits is
-// what the device does; over few keys it would be the largest error by far. A row over few keys
-// carries what rounding lost in a second operand.
+// Probabilities and their gradients are operands of a second product. The device rounds them to 16
+// bits, and so do kernels with 16-bit operands. Over few keys that would be by far the largest
+// error, so such rows carry the rounding errors in a second operand.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ascend_attn::cpu {
 
-// Where an operator does not say how many are few.
+// The default for operators that do not set their own.
 inline constexpr int64_t kFewKeys = 128;
 
 template <typename Operand>
@@ -17,7 +17,7 @@ constexpr bool carries_remainders(int64_t keys, int64_t few = kFewKeys) {
   return depth_step<Operand> > 1 && keys <= few;
 }
 
-// Writes the operand nearest to `value`, and what that lost, if operands are 16 bits wide.
+// Rounds `value` to an operand, and stores the rounding error if operands are 16 bits wide.
 template <typename T, typename Operand>
 inline void store_rounded(T value, Operand& operand, Operand& remainder) {
   operand = static_cast<Operand>(value);

@@ -1,4 +1,4 @@
-// What the CPU kernels of SparseFlashAttention and its gradient read.
+// Inputs of the CPU kernels of SparseFlashAttention and its gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace ascend_attn::cpu {
 
-// The arguments of one call, with their values checked.
+// The arguments of one call, with validated values.
 struct SparseAttentionInputs {
   template <typename Op>
   explicit SparseAttentionInputs(const Op& op)
@@ -47,14 +47,14 @@ struct SparseAttentionInputs {
   SparseMode mode;
 
  private:
-  // Absorbed multi-head latent attention passes one tensor as key and as value.
+  // Absorbed multi-head latent attention passes one tensor as both key and value.
   static bool same_rows(const at::Tensor& a, const at::Tensor& b) {
     return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
            a.strides() == b.strides();
   }
 };
 
-// The same, for one sequence: tokens are counted from its first.
+// The same for one sequence, with tokens counted from its first.
 template <typename Input>
 struct SequenceInputs {
   SequenceInputs(const SparseAttentionInputs& inputs, const Sequence& of)
@@ -85,7 +85,7 @@ struct SequenceInputs {
   }
 };
 
-// The tile of values that belongs to a tile of keys: the same one, if value is key.
+// The tile of values that belongs to a tile of keys; the same tile if value is key.
 template <typename Input, typename Operand>
 class ValueTile {
  public:

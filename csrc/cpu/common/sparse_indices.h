@@ -1,4 +1,4 @@
-// What sparse_indices selects.
+// The keys that sparse_indices selects.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,13 +14,13 @@
 
 namespace ascend_attn::cpu {
 
-// The keys that the tokens of a sequence see.
+// Returns the keys that the tokens of a sequence see.
 template <typename Op>
 KeptKeys visible_keys_of(const Op& op, const Sequence& sequence) {
   return visible_keys(static_cast<SparseMode>(op.sparse_mode), sequence.queries, sequence.keys);
 }
 
-// The largest of their numbers of queries, or of keys.
+// Returns the largest number of queries, or of keys, of any sequence.
 inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* count) {
   int64_t result = 0;
   for (const auto& sequence : sequences) {
@@ -29,16 +29,17 @@ inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence:
   return result;
 }
 
-// Every index of every sequence in [-1, number of blocks of keys). `key` gives the number of keys
-// in BSND, where it does not depend on the lengths; `sequences` gives it in TND.
+// Checks that every index is in [-1, number of key blocks). In BSND, where the number of keys does
+// not depend on the lengths, `key` gives it; in TND, `sequences` does.
 void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
                           const at::Tensor& key, const std::vector<Sequence>& sequences,
                           int64_t block_size = 1);
 
-// The keys that one row of sparse_indices selects, in order and with repetitions, some at a time.
+// Iterates over the keys that one row of sparse_indices selects, in order and with repetitions, a
+// chunk at a time.
 class SelectedKeys {
  public:
-  // `row` has `count` indices of blocks; keys from `visible` on are not selected.
+  // `row` has `count` block indices; keys from `visible` on are not selected.
   SelectedKeys(const int32_t* row, int64_t count, int64_t block_size, int64_t visible)
       : block_(row),
         end_(row + std::min(count, (visible + block_size - 1) / block_size)),
@@ -47,7 +48,7 @@ class SelectedKeys {
     end_ = std::find(block_, end_, -1);
   }
 
-  // Writes the next positions, counted inside the sequence, and returns how many: 0 at the end.
+  // Writes the next positions, counted within the sequence, and returns how many: 0 at the end.
   int64_t next(int32_t* positions, int64_t capacity) {
     int64_t written = 0;
     while (block_ != end_ && written < capacity) {
@@ -68,7 +69,7 @@ class SelectedKeys {
     return written;
   }
 
-  // No more positions than this are left.
+  // An upper bound on the number of positions left.
   int64_t bound() const { return (end_ - block_) * block_size_; }
 
  private:
@@ -76,7 +77,7 @@ class SelectedKeys {
   const int32_t* end_;
   int64_t block_size_;
   int64_t visible_;
-  int64_t offset_ = 0;  // inside the current block
+  int64_t offset_ = 0;  // within the current block
 };
 
 }  // namespace ascend_attn::cpu

@@ -25,7 +25,7 @@ bool multiply_bfloat16() {
     const TileGemmScope scope;
     tile_gemm(size, size, size, a.data(), size, packed.data(), size, c.data(), size, false);
   } catch (const std::exception&) {
-    // Of torch, or of oneDNN, where the processor has AVX512 but no bfloat16 products.
+    // Raised by torch, or by oneDNN if the processor has AVX512 but no bfloat16 products.
     return false;
   }
   for (int64_t i = 0; i < size; ++i) {
@@ -55,9 +55,9 @@ bool multiplies_float() {
   return product == one;
 }
 
-// brgemm asks for AVX512 with VNNI. Its product of a signed A would want a correction that it
-// leaves to the caller, except with AMX; that of an unsigned A is exact. The largest values are
-// multiplied: products of pairs that are added in 16 bits would saturate.
+// brgemm requires AVX512 with VNNI. With an unsigned A it is exact; with a signed A it would need,
+// except on AMX, a correction that it leaves to the caller. Tests the largest values, because
+// implementations that add pairs of products in 16 bits would saturate.
 bool multiplies_int8() {
   constexpr int64_t size = 16;
   std::array<uint8_t, size * size> a;
@@ -96,7 +96,7 @@ void multiply_plainly(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_str
   });
 }
 
-// Floats add integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
+// Floats sum integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
 void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
                         const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
                         bool accumulate) {
@@ -133,7 +133,8 @@ void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64
 
 }  // namespace
 
-// cpublas::could_pack(kBFloat16) asks for AMX, while brgemm also serves AVX512 with bfloat16.
+// Not cpublas::could_pack(kBFloat16), which requires AMX: brgemm also supports AVX512 with
+// bfloat16.
 bool has_bfloat16_products() {
   static const bool has = multiply_bfloat16();
   return has;
@@ -159,7 +160,7 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride
   }
 }
 
-// ATen exports no product of double matrices below the level of tensors.
+// ATen exports no double matrix product below the tensor level.
 void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
                int64_t b_stride, double* c, int64_t c_stride, bool accumulate) {
   multiply_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);

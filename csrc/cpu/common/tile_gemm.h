@@ -1,11 +1,11 @@
-// Products of small matrices, C = A * B or C += A * B, that several threads compute at a time, each
-// its own. All matrices are row-major.
+// Products of small matrices, C = A * B or C += A * B. Each thread computes its own. All matrices
+// are row-major.
 //
-// A kernel is written for three types:
+// Kernels are written for three types:
 //   Input        of the tensors: at::Half, at::BFloat16, float or double
 //   Operand      of A and B: bfloat16 where the processor multiplies it, otherwise float; or double
 //   Accumulator  of C: float, or double
-// Products of 8-bit integers have an unsigned A, a signed B and an exact int32 C.
+// 8-bit integer products have an unsigned A, a signed B and an exact int32 C.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,13 +27,13 @@ using Accumulator = std::conditional_t<std::is_same_v<Operand, double>, double, 
 
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// The products of 16-bit operands take B with pairs of rows interleaved, (K / 2, N, 2), so that the
-// depth K has to be even. Those of 8-bit operands take four rows at a time, (K / 4, N, 4).
+// 16-bit products take B with pairs of rows interleaved, (K / 2, N, 2), so the depth K must be
+// even. 8-bit products interleave four rows, (K / 4, N, 4).
 template <typename Operand>
 inline constexpr int64_t depth_step = sizeof(Operand) < 4 ? 4 / sizeof(Operand) : 1;
 
 // Zero-initialised scratch memory of one thread: a row-major matrix, or an operand B of as many
-// elements. Rows start where vector loads are aligned when `columns` is a multiple of 32.
+// elements. Rows are aligned for vector loads if `columns` is a multiple of 32.
 template <typename T>
 class Tile {
  public:
@@ -58,12 +58,12 @@ class Tile {
   at::DataPtr data_;
 };
 
-// Whether the processor multiplies bfloat16 matrices; found out once, by multiplying two.
+// Returns whether the processor multiplies bfloat16 matrices. Tested once, by multiplying two.
 bool has_bfloat16_products();
 
-// C (m, n) = A (m, k) * B (k, n), or C += A * B. B as pack_rows or pack_transposed leave it, k a
-// multiple of depth_step. Code is generated for every new combination of sizes and strides: keep
-// those few.
+// C (m, n) = A (m, k) * B (k, n), or C += A * B. B is packed by pack_rows or pack_transposed, and k
+// is a multiple of depth_step. Code is generated for every new combination of sizes and strides, so
+// keep their number small.
 void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a_stride,
                const at::BFloat16* b, int64_t b_stride, float* c, int64_t c_stride,
                bool accumulate);
@@ -74,8 +74,8 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_strid
 void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
                int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate);
 
-// Every thread that has called tile_gemm on 8 or 16-bit operands holds one of these around its
-// calls: tile registers are configured per thread, and have to be given back.
+// Must be in scope on every thread that calls tile_gemm with 8- or 16-bit operands: tile registers
+// are configured per thread and must be released.
 class TileGemmScope {
  public:
   TileGemmScope() = default;
@@ -84,7 +84,7 @@ class TileGemmScope {
   TileGemmScope& operator=(const TileGemmScope&) = delete;
 };
 
-// The bits of an operand, because compilers do not vectorise copies of objects.
+// The bits of an operand: compilers do not vectorise copies of the objects.
 inline uint16_t& bits_of(at::BFloat16& operand) { return operand.x; }
 inline uint16_t bits_of(const at::BFloat16& operand) { return operand.x; }
 inline int8_t& bits_of(int8_t& operand) { return operand; }
@@ -119,7 +119,7 @@ void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
 // elements.
 template <typename T>
 void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
-  // As many elements of a row of `rows` as stand side by side in B.
+  // The elements of a row of `rows` that are adjacent in B.
   using Group = std::conditional_t<(depth_step<T> > 1), uint32_t, T>;
   constexpr int64_t step = depth_step<T>;
   vectorized([=] {
@@ -131,8 +131,8 @@ void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* pac
   });
 }
 
-// Where B (k, n) = rows (k, n) stands: in `rows` itself if that is already the form of an operand
-// B, otherwise packed into `packed`.
+// The location of B (k, n) = rows (k, n): `rows` itself if no packing is needed, otherwise
+// `packed`.
 template <typename T>
 struct OperandB {
   const T* data;

@@ -13,12 +13,12 @@
 
 namespace ascend_attn::cpu {
 
-// The number of tokens of a (B, S, heads, D) or (T, heads, D) tensor.
+// Returns the number of tokens of a (B, S, heads, D) or (T, heads, D) tensor.
 inline int64_t token_count(const at::Tensor& tensor) {
   return tensor.dim() == 4 ? tensor.size(0) * tensor.size(1) : tensor.size(0);
 }
 
-// `tensor` itself when its rows are dense, otherwise a dense copy.
+// Returns `tensor` itself if its rows are dense, otherwise a dense copy.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
   return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
@@ -59,7 +59,7 @@ void load_row(const Input* from, Operand* to, int64_t width) {
   }
 }
 
-// Row h of `tile`, from `column` on, becomes head h of `token`.
+// Copies head h of `token` to row h of `tile`, starting at `column`.
 template <typename Operand, typename Input>
 void load_heads(const TokenRows<Input>& rows, int64_t token, int64_t heads, int64_t width,
                 const Tile<Operand>& tile, int64_t column = 0) {
@@ -68,7 +68,7 @@ void load_heads(const TokenRows<Input>& rows, int64_t token, int64_t heads, int6
   }
 }
 
-// Row i of `tile`, from `column` on, becomes the row of token positions[i].
+// Gathers the row of token positions[i] into row i of `tile`, starting at `column`.
 template <typename Operand, typename Input>
 void gather_rows(const TokenRows<Input>& rows, const int32_t* positions, int64_t count,
                  int64_t width, const Tile<Operand>& tile, int64_t column = 0) {
@@ -80,7 +80,8 @@ void gather_rows(const TokenRows<Input>& rows, const int32_t* positions, int64_t
   }
 }
 
-// The inverse of load_heads, into a dense (tokens, heads, width) tensor: `factor(h)` times row h.
+// The inverse of load_heads, into a dense (tokens, heads, width) tensor: stores factor(h) times row
+// h.
 template <typename T, typename Output, typename Factor>
 void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t width,
                  const Factor& factor, Output* to) {
@@ -89,13 +90,13 @@ void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t wid
   }
 }
 
-// Rows [begin, end) of `tile` become zero.
+// Zeroes rows [begin, end) of `tile`.
 template <typename T>
 void zero_rows(const Tile<T>& tile, int64_t begin, int64_t end) {
   std::memset(tile.row(begin), 0, static_cast<size_t>((end - begin) * tile.stride()) * sizeof(T));
 }
 
-// Zeroes what no sequence owns of a dense tensor of `tokens` tokens, in order of `begin`.
+// Zeroes the tokens of a dense tensor that belong to no sequence. Sequences are ordered by `begin`.
 template <typename Sequences>
 void zero_unused_tokens(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences,
                         int64_t Sequence::* begin, int64_t Sequence::* count) {

@@ -1,4 +1,4 @@
-// The exact best scores of a row, in descending order.
+// The exact top k of a row of scores, in descending order.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +14,15 @@
 
 namespace ascend_attn::cpu {
 
-// Equal scores keep the lower index first. NaN ranks above every number, as in torch.topk, so that
-// it shows in the result instead of hiding.
+// Ties go to the lower index. NaN ranks above every number, as in torch.topk, so that it shows in
+// the result instead of hiding.
 template <typename Score>
 class TopK {
  public:
   // For rows of at most `capacity` scores.
   explicit TopK(int64_t capacity) : ranks_(capacity) {}
 
-  // Writes the indices of the best min(count, size) scores and returns how many these are.
+  // Writes the indices of the best min(count, size) scores and returns their number.
   int64_t operator()(const Score* scores, int64_t size, int64_t count, int32_t* indices) {
     count = std::min(count, size);
     vectorized([=, ranks = ranks_.data()] {
@@ -43,7 +43,7 @@ class TopK {
   }
 
  private:
-  // A signed integer with the order of the scores.
+  // A signed integer that orders like the scores.
   using Rank = std::conditional_t<sizeof(Score) == 8, int64_t, int32_t>;
   using Digits = std::make_unsigned_t<Rank>;
   static constexpr Rank kLowest = std::numeric_limits<Rank>::min();
@@ -77,8 +77,8 @@ class TopK {
     }
   }
 
-  // The highest rank that `count` scores reach, found bit by bit from the top: each step is one
-  // pass of comparisons without branches.
+  // Returns the highest rank that `count` scores reach, found bit by bit from the top. Each step is
+  // one branch-free pass of comparisons.
   Rank rank_of_best(int64_t size, int64_t count) const {
     Digits threshold = 0;
     for (auto bit = Digits(1) << (8 * sizeof(Rank) - 1); bit != 0; bit >>= 1) {
@@ -103,7 +103,7 @@ class TopK {
     return result;
   }
 
-  // Radix sort from the lowest byte, descending; it is stable and the indices ascend at first.
+  // Descending radix sort from the lowest byte. It is stable and the indices ascend at first.
   void sort() {
     sorted_.resize(selected_.size());
     for (size_t shift = 0; shift < 8 * sizeof(Rank); shift += 8) {

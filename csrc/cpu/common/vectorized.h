@@ -1,5 +1,5 @@
 // Elementwise loops that use the vector units of the machine they run on, in a binary that runs on
-// every machine.
+// any machine.
 #pragma once
 
 #include <bit>
@@ -10,8 +10,8 @@
 
 namespace ascend_attn::cpu {
 
-// Runs the loops in `body`. GCC compiles them once per x86-64 level and chooses when the library is
-// loaded; other compilers and processors have one version, for their baseline.
+// Runs the loops in `body`. GCC compiles one version per x86-64 level and picks one when the
+// library is loaded; other compilers and processors have a single baseline version.
 template <typename Body>
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 [[gnu::noinline, gnu::flatten, gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
@@ -44,10 +44,10 @@ struct ExponentialParts {
   }
 
   float fraction;     // exp(r) with |r| <= ln(2) / 2
-  uint32_t exponent;  // modulo 2^32, where it is negative
+  uint32_t exponent;  // modulo 2^32 if negative
 };
 
-// Results below the smallest normal number become 0, and those from 2^127.5 on infinite.
+// Results below the smallest normal number become 0, those from 2^127.5 on become infinite.
 inline float exponential(float x) {
   const ExponentialParts parts(x);
   const float result = parts.fraction * std::bit_cast<float>((parts.exponent + 127) << 23);
@@ -70,11 +70,10 @@ void convert(const From* from, To* to, int64_t count) {
   });
 }
 
-// How many rows ahead of its use a row is prefetched.
+// The number of rows by which prefetching runs ahead of use.
 inline constexpr int64_t kRowsAhead = 3;
 
-// Starts to bring `count` elements into the cache, for rows that are visited in no order that the
-// processor could foresee.
+// Prefetches `count` elements. Meant for rows in an order that the hardware cannot predict.
 template <typename T>
 void prefetch([[maybe_unused]] const T* row, [[maybe_unused]] int64_t count) {
 #if defined(__GNUC__)
@@ -95,13 +94,13 @@ void scale(const From* from, From factor, To* to, int64_t count) {
   });
 }
 
-// The sum of a[i] * b[i], in float or in double.
+// Returns the sum of a[i] * b[i], accumulated in float, or in double for double.
 template <typename T>
 auto dot(const T* a, const T* b, int64_t count) {
   using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
   Sum result = 0;
   vectorized([=, &result] {
-    // Independent partial sums: the order of a floating-point sum is not the compiler's to change.
+    // Independent partial sums: the compiler must not reorder a floating-point sum.
     constexpr int64_t lanes = 32;
     Sum sums[lanes] = {};
     int64_t i = 0;
