@@ -5,8 +5,8 @@
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make clean   remove what was built
 #
-# Every target sets up what it needs in .venv and .venv-npu under this checkout; a second run reuses
-# them. PYTHON chooses the interpreter, MAX_JOBS the number of compilers at once.
+# Targets set up .venv and .venv-npu in this checkout as needed, and reuse them. PYTHON selects the
+# interpreter, MAX_JOBS the number of parallel compilers.
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
@@ -18,7 +18,7 @@ NPU := .venv-npu/bin/python
 SPHINX := $(CPU) -m sphinx --quiet --fail-on-warning --keep-going -d out/docs/doctrees
 PIP_INSTALL := -m pip install --disable-pip-version-check
 
-# Git sees no difference, but clang-format is given every file that is ours.
+# All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
 .PHONY: demo test test-cpu test-npu bench lint format docs clean build build-npu
@@ -64,25 +64,25 @@ clean:
 	rm -rf build build-npu .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
 	find python -name '*.so' -delete
 
-# The compiler runs only for what has changed.
+# Compiles only what has changed.
 build: .venv/ready
 	@echo "Building the extension (a few minutes the first time) ..."
 	@$(CPU) setup.py -q build_ext --inplace
 
-# Both environments have the same torch, so that `_C` is compiled once.
+# Both environments have the same torch, so `_C` is compiled only once.
 build-npu: build .venv-npu/ready
 	@echo "Building the NPU kernels ..."
 	@ASCEND_ATTN_OPS_BUILD=npu $(NPU) setup.py -q build_ext --inplace --build-temp build-npu
 
-# torch comes first: the extension is compiled against the torch that it will run with, and without
-# build isolation, which would fetch another one.
+# Installs torch first: the extension is compiled against the torch that it will run with, and
+# without build isolation, which would fetch another one.
 .venv/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	$(CPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS)
 	ASCEND_ATTN_OPS_BUILD=none $(CPU) $(PIP_INSTALL) --no-build-isolation -e '.[test,lint,examples,docs]'
 	touch $@
 
-# torch_npu lives in an environment of its own: where it is installed, `import torch` loads it.
+# torch_npu has an environment of its own: where it is installed, `import torch` loads it.
 .venv-npu/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-npu
 	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'numpy>=1.26,<3' \

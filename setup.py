@@ -7,8 +7,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-# With torch_npu installed, importing torch loads it, which fails on a machine that has no CANN.
-# Building needs its headers and libraries only.
+# With torch_npu installed, importing torch loads it, which fails on a machine without CANN.
+# Building needs only its headers and libraries.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import torch
@@ -27,7 +27,7 @@ def sources(*folders: str) -> list[str]:
 
 
 def core_extension() -> CppExtension:
-    """Schemas, checks, CPU, Meta and autograd: needs torch alone."""
+    """Schemas, checks, and the CPU, Meta and autograd kernels: needs torch alone."""
     return CppExtension(
         "ascend_attn_ops._C",
         sources("", "core/", "ops/", "cpu/", "cpu/common/", "autograd/", "python/"),
@@ -37,12 +37,12 @@ def core_extension() -> CppExtension:
 
 
 def npu_extension() -> CppExtension | None:
-    """The NPU kernels, compiled against the headers of the torch_npu that is installed."""
+    """The NPU kernels, compiled against the headers of the installed torch_npu."""
     spec = importlib.util.find_spec("torch_npu")
     if spec is None or spec.origin is None or not sources("npu/"):
         return None
     torch_npu = Path(spec.origin).parent
-    # System headers, so that their warnings are not ours.
+    # System headers, to silence warnings that are not ours.
     includes = ["", "/third_party/op-plugin", "/third_party/acl/inc"]
     return CppExtension(
         "ascend_attn_ops._npu",
@@ -53,7 +53,7 @@ def npu_extension() -> CppExtension | None:
         extra_compile_args=[
             *COMPILE_ARGS,
             *(f"-isystem{torch_npu}/include{folder}" for folder in includes),
-            # The torch version that torch_npu's headers are asked for, by the name they give it.
+            # The torch version, in the form that torch_npu's headers expect.
             f"-DCURRENT_VERSION=V{'R'.join(torch.__version__.split('.')[:2])}",
         ],
         extra_link_args=["-Wl,-rpath,$ORIGIN"],
@@ -61,7 +61,7 @@ def npu_extension() -> CppExtension | None:
 
 
 class Build(BuildExtension):
-    """Links `_npu` to `_C`, which has the schemas, the checks and the limits that it uses."""
+    """Links `_npu` against `_C`, which provides its schemas, checks and limits."""
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name.endswith("._npu"):
@@ -72,10 +72,10 @@ class Build(BuildExtension):
 
 
 def extensions() -> list[Extension]:
-    """Those that ASCEND_ATTN_OPS_BUILD names, by default both.
+    """Return the extensions that ASCEND_ATTN_OPS_BUILD names, by default both.
 
-    The Makefile builds `_npu` alone beside a `_C` that was built with the same torch, and installs
-    with none: pip would compile out of sight, and again each time.
+    The Makefile builds `_npu` alone, next to a `_C` built with the same torch, and installs with
+    neither: pip would compile out of sight, and again each time.
     """
     wanted = os.environ.get("ASCEND_ATTN_OPS_BUILD", "core,npu").split(",")
     core = core_extension() if "core" in wanted else None

@@ -1,4 +1,4 @@
-"""What one call costs beside its work: sparse_flash_attention on tensors of a few numbers.
+"""The overhead of one call: sparse_flash_attention on tensors of a few elements.
 
     python benchmarks/call_overhead.py
 
@@ -19,7 +19,7 @@ BATCHES = 400
 
 
 def microseconds(call: Call) -> float:
-    """Of one call, in the fastest batch."""
+    """Return the microseconds per call in the fastest batch."""
     fastest = float("inf")
     for _ in range(BATCHES):
         start = time.perf_counter()

@@ -2,9 +2,9 @@
 
     python benchmarks/flash_attention_score.py
 
-The peers are scaled_dot_product_attention, called as its users would (is_causal where that is the
-mask, the matrix of kept keys otherwise), and the formula in plain torch. Products are counted for
-the pairs that the mask keeps.
+The peers are scaled_dot_product_attention, called as its users would (is_causal if that is the
+mask, otherwise the matrix of kept keys), and the formula in plain torch. FLOPs are counted for the
+pairs that the mask keeps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved medians, the matmul peak of the same run, extra memory."""
+"""Shared by the benchmarks: interleaved medians, the matmul peak of the same run, extra memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEAK_SIZE = 2048
 
 
 def causal_selection(tokens: int, selected: int) -> Tensor:
-    """(1, S, 1, K): K different random keys up to the token's own, or all and -1."""
+    """Return (1, S, 1, K): K distinct random keys up to each token's own, or all of them and -1."""
     indices = torch.full((1, tokens, 1, selected), -1, dtype=torch.int32)
     for token in range(tokens):
         keys = torch.randperm(token + 1, dtype=torch.int32)[:selected]
@@ -30,7 +30,7 @@ def causal_selection(tokens: int, selected: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation's median, and how it compares with ours and with the machine."""
+    """The median time of one implementation, compared with ours and with the machine."""
 
     case: str
     implementation: str
@@ -43,7 +43,7 @@ class Row:
 def measure(
     case: str, ours: Call, others: Mapping[str, Call], products: int, rounds: int = 5
 ) -> list[Row]:
-    """Times implementations of one operator that need `products` floating-point operations."""
+    """Time implementations of one operator that needs `products` floating-point operations."""
     a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16() for _ in range(2))
     calls = {"ours": ours, **others, "peak": lambda: a @ b}
     seconds = interleaved_medians(calls, rounds)
@@ -55,7 +55,7 @@ def measure(
 
 
 def interleaved_medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of each call. One of each in turn: all of them see the same machine."""
+    """Return the median seconds of each call, interleaved so that all see the same machine."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -79,7 +79,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _status(field: str) -> int:
-    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most so far."""
+    """Return a memory counter of this process in bytes: VmRSS for now, VmHWM for the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -88,9 +88,9 @@ def _status(field: str) -> int:
 
 def _measure(make: Callable[[], Call]) -> int:
     call = make()
-    # What make() has freed would be used again without being counted.
+    # Memory that make() has freed would be reused without being counted.
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before = _status("VmRSS")
     kept = call()
     extra = _status("VmHWM") - before
@@ -99,9 +99,10 @@ def _measure(make: Callable[[], Call]) -> int:
 
 
 def extra_memory(make: Callable[[], Call]) -> int:
-    """Bytes by which one call raises the memory of a fresh process at its peak, outputs included.
+    """Return the peak memory in bytes that one call adds to a fresh process, outputs included.
 
-    `make` prepares the inputs and returns the call; it is a function of a module, or a partial one.
+    `make` prepares the inputs and returns the call. It must be picklable: a function of a module,
+    or a partial of one.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(_measure, make).result()

@@ -1,14 +1,14 @@
-"""What a call costs the host: ours against torch_npu's own operator for the same aclnn function.
+"""Host time per call: ours against torch_npu's own operator for the same aclnn function.
 
     python benchmarks/host_time.py
 
-Runs in the environment of the NPU tests (torch_npu, the extension built in it): the real torch_npu
-over the simulated CANN of tests/cann_sim, whose functions return at once. Per level of the task
-queue, batches of calls of the two operators alternate; the table has medians over the batches:
+Runs in the environment of the NPU tests (torch_npu, and the extension built against it): the real
+torch_npu on the simulated CANN of tests/cann_sim, whose functions return at once. For each level of
+the task queue, batches of calls of the two operators alternate; the table shows medians over them:
 
     call        microseconds until the call returns
-    in all      microseconds until the queue has worked it off
-    two phases  the bare C calls with their tensors, which no operator can do without
+    in all      microseconds until the queue has processed it
+    two phases  the bare C calls with their tensors, which no operator can avoid
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from cann_sim.build import build  # noqa: E402
 
 LEVELS = (0, 1, 2)
 BATCHES = 200
-# Fewer calls than the task queue has places.
+# Fewer calls than the task queue has slots.
 CALLS = 200
-# Our public function, our operator as torch.ops has it, and torch_npu's.
+# Our public function, our operator in torch.ops, and torch_npu's operator.
 OURS, OPERATOR, THEIRS = "ascend_attn_ops", "torch.ops.ascend", "torch_npu"
 Times = dict[str, tuple[float, float]]
 
@@ -116,7 +116,7 @@ def measure(operator: str) -> tuple[Times, float]:
 
 
 def in_new_process(operator: str, level: int) -> tuple[Times, float]:
-    """torch_npu reads the level of its queue when it starts."""
+    """Measure in a new process, because torch_npu reads the level of its queue at startup."""
     result = subprocess.run(
         [sys.executable, __file__, operator],
         env={**os.environ, **cann_sim.environment(level)},

@@ -1,9 +1,9 @@
-"""The operators of the indexer against plain torch, at the sizes of DeepSeek Sparse Attention.
+"""The indexer operators against plain torch, at the sizes of DeepSeek Sparse Attention.
 
     python benchmarks/lightning_indexer.py
 
-One query token selects K keys of those before it at random. Every implementation computes what the
-operator returns; the products of the matmul peak are counted for the selected pairs only.
+Each query token selects K of the keys before it at random. Every implementation computes what the
+operator returns; FLOPs are counted for the selected pairs only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALE = (D + ROPE) ** -0.5
 
 
 class Inputs(NamedTuple):
-    """Of sparse_lightning_indexer_grad_kl_loss, in layout BSND with one batch."""
+    """Inputs of sparse_lightning_indexer_grad_kl_loss, in layout BSND with one batch."""
 
     query: Tensor
     key: Tensor
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     key_rope: Tensor
 
     def kl_loss(self, operators: ModuleType = torch.ops.ascend) -> tuple[Tensor, ...]:
-        """As `operators` computes it: torch.ops.ascend, or the package's reference."""
+        """Call the operator of `operators`: torch.ops.ascend, or the package's reference."""
         results: tuple[Tensor, ...] = operators.sparse_lightning_indexer_grad_kl_loss(
             *self[:8], scale_value=SCALE, query_rope=self.query_rope, key_rope=self.key_rope
         )
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
         return int((self.sparse_indices >= 0).sum())
 
     def products(self) -> int:
-        """Floating-point operations of the matrix products of the KL loss."""
+        """Return the floating-point operations of the matrix products of the KL loss."""
         heads = self.query.shape[2]
         return 2 * self.pairs() * (heads * (D + ROPE) + 3 * INDEX_HEADS * INDEX_D)
 
@@ -71,7 +71,7 @@ def make_inputs(s: int, k: int, heads: int, dtype: torch.dtype) -> Inputs:
         key_index=normal(1, s, 1, INDEX_D),
         weights=normal(1, s, INDEX_HEADS) * INDEX_D**-0.5 / INDEX_HEADS,
         sparse_indices=causal_selection(s, k),
-        # About the statistics of these scores: what they are does not change the work.
+        # Roughly the statistics of these scores; their values do not change the work.
         softmax_max=torch.full((1, 1, s, heads), 3.0),
         softmax_sum=torch.full((1, 1, s, heads), float(k)),
         query_rope=normal(1, s, heads, ROPE),
@@ -100,11 +100,11 @@ def kl_loss_gathering(x: Inputs) -> tuple[Tensor, ...]:
 
 
 def kl_loss_masking(x: Inputs) -> tuple[Tensor, ...]:
-    """Computes all pairs and masks those that are not selected."""
+    """Computes all pairs and masks out those that are not selected."""
     indices = x.sparse_indices[0, :, 0].long()
     s = len(indices)
     selected = torch.zeros(s, s + 1, dtype=torch.bool)
-    # The column behind the last takes the padding.
+    # An extra last column takes the padding.
     selected = selected.scatter(1, torch.where(indices < 0, s, indices), True)[:, :s]
     key = torch.cat([x.key, x.key_rope], -1)[0, :, 0]
     key_index = x.key_index[0, :, 0]
@@ -123,7 +123,7 @@ def kl_loss_masking(x: Inputs) -> tuple[Tensor, ...]:
 def difference(
     x: Inputs, scores: Tensor, logits: Tensor, selected: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y - p, zero where nothing is selected, and the loss."""
+    """Return y - p, zero where nothing is selected, and the loss."""
     maximum, total = (y[0, 0, :, :, None] for y in (x.softmax_max, x.softmax_sum))
     p = ((scores - maximum).exp() / total).mean(1)
     index_scores = (logits.relu() * x.weights[0].float()[..., None]).sum(1)
@@ -135,7 +135,7 @@ def difference(
 
 
 def top_k_of_all_scores(query: Tensor, key: Tensor, weights: Tensor, k: int) -> Tensor:
-    """What lightning_indexer does, with the scores of all heads in memory."""
+    """Does the same as lightning_indexer, with the scores of all heads in memory."""
     s = query.shape[1]
     logits = (query[0].flatten(0, 1) @ key[0, :, 0].T).view(s, INDEX_HEADS, s)
     scores = (logits.relu_().mT @ weights[0, :, :, None])[..., 0]
@@ -187,14 +187,14 @@ def indexer_rows() -> list[Row]:
 
 
 def first_kl_loss(s: int, k: int, threads: int) -> Call:
-    """In a fresh process: the inputs, and the call that is measured."""
+    """Prepare the inputs in a fresh process, and return the call to measure."""
     torch.set_num_threads(threads)
 
     def call(x: Inputs) -> object:
         with ascend_attn_ops.limits(None):
             return x.kl_loss()
 
-    call(make_inputs(128, 128, 64, torch.bfloat16))  # libraries and generated code
+    call(make_inputs(128, 128, 64, torch.bfloat16))  # loads libraries and generates code
     return partial(call, make_inputs(s, k, 64, torch.bfloat16))
 
 

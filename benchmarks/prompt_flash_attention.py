@@ -2,10 +2,10 @@
 
     python benchmarks/prompt_flash_attention.py
 
-Prefill of one causal prompt, against is_causal; and of batches whose prompts are padded on the
-right, against the matrix of kept keys, which is the only form that takes such a mask. Then int8
-against bfloat16, with tensors that are int8 already and with their quantisation in the call.
-Products are counted for the pairs that the mask keeps.
+Prefill of one causal prompt, against is_causal; and of batches of right-padded prompts, against the
+matrix of kept keys, the only form that takes such a mask. Then int8 against bfloat16, with tensors
+quantised beforehand and with their quantisation in the call. FLOPs are counted for the pairs that
+the mask keeps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class Prompts:
         return any(length < TOKENS for length in self.lengths)
 
     def kept(self) -> Tensor:
-        """(B, 1, S, S). Rows behind a prompt keep its keys: SDPA gives NaN where none is kept."""
+        """Return the kept keys, (B, 1, S, S).
+
+        Padding rows keep the keys of their prompt, because SDPA gives NaN for rows without keys.
+        """
         column = torch.arange(TOKENS)
         valid = (column < torch.tensor(self.lengths)[:, None])[:, None, None]
         causal = column <= column[:, None]
@@ -125,7 +128,7 @@ CASES = [
     Prompts(dtype=torch.float16),
     Prompts(RIGHT_PADDED, heads=(4, 4)),
     Prompts(RIGHT_PADDED, heads=(4, 4), causal=False),
-    # The same sizes with a quarter and with all of the work: time follows the work.
+    # The same sizes with a quarter of the work and with all of it: time follows the work.
     Prompts((TOKENS // 4,) * 4, heads=(4, 4), causal=False),
     Prompts((TOKENS,) * 4, heads=(4, 4), causal=False),
 ]

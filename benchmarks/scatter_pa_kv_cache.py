@@ -1,6 +1,6 @@
-"""scatter_pa_kv_cache_ beside index_put_ and, as the physical limit, copy_ of the same bytes.
+"""scatter_pa_kv_cache_ against index_put_ and, as the physical limit, copy_ of the same bytes.
 
-`flat` is index_put_ on a view of the cache as rows, which takes slots as they are; `by block` is
+`flat` is index_put_ on a view of the cache as rows, indexed by the slots themselves; `by block` is
 index_put_ on the cache itself, at slots // block_size and slots % block_size. PA_NZ has no rows.
 
 Key and value of 8 heads of 128 in bf16, blocks of 128. `paged`: sequences in blocks of their own,
@@ -33,7 +33,7 @@ class Case:
         if order == "random":
             return Case(tokens, torch.randperm(capacity)[:tokens])
         blocks = torch.randperm(capacity // BLOCK)
-        # Short calls are decode steps: each row in the block of another sequence.
+        # Short calls are decode steps: each row goes to the block of another sequence.
         rows = BLOCK if tokens >= BLOCK else 1
         slots = blocks[:, None] * BLOCK + torch.arange(rows)
         return Case(tokens, slots.flatten()[:tokens])

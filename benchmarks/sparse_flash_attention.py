@@ -2,8 +2,8 @@
 
     python benchmarks/sparse_flash_attention.py
 
-One query token selects K keys of those before it at random; value is key. Every implementation
-computes what the operator returns; products are counted for the selected pairs only.
+Each query token selects K of the keys before it at random; value is key. Every implementation
+computes what the operator returns; FLOPs are counted for the selected pairs only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape:
         return f"S={self.tokens} K={self.selected} N1={self.heads} {dtype}"
 
     def pairs(self) -> int:
-        """Pairs of a token and a key that it selects: causal, so early tokens have fewer."""
+        """Return the number of selected token-key pairs; causal, so early tokens have fewer."""
         return sum(min(self.selected, token + 1) for token in range(self.tokens))
 
     def forward_flops(self) -> int:
@@ -76,7 +76,7 @@ Forward = tuple[Tensor, Tensor, Tensor]
 
 
 def forward_of(operators: ModuleType, x: Inputs) -> Forward:
-    """The operator as `operators` has it: torch.ops.ascend, or the package's reference."""
+    """Call the operator of `operators`: torch.ops.ascend, or the package's reference."""
     outputs: Forward = operators.sparse_flash_attention(
         x.query,
         x.key,
@@ -104,7 +104,7 @@ def backward_of(operators: ModuleType, x: Inputs, forward: Forward) -> object:
 
 
 class PlainTorch:
-    """The formulas of both operators; subclasses say which keys a token is multiplied with."""
+    """The formulas of both operators; subclasses choose the keys that each token multiplies."""
 
     def __init__(self, x: Inputs) -> None:
         self.query = torch.cat((x.query, x.query_rope), -1)[0]
@@ -113,11 +113,11 @@ class PlainTorch:
         self.d_out = x.d_out[0]
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """The keys of each token, (S or 1, n, D + Dr), and which of them count, (S, n)."""
+        """Return the keys of each token, (S or 1, n, D + Dr), and which of them count, (S, n)."""
         raise NotImplementedError
 
     def sum_by_key(self, by_token: Tensor, rows: Tensor) -> Tensor:
-        """(S, N, n) and (S, N, size) to (keys, size)."""
+        """Sum over tokens and heads, per key: (S, N, n) and (S, N, size) to (keys, size)."""
         raise NotImplementedError
 
     def probabilities(self, keys: Tensor, counts: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Gathering(PlainTorch):
 
 
 class Masking(PlainTorch):
-    """Computes all pairs of tokens and masks those that are not selected."""
+    """Computes all pairs of tokens and masks out those that are not selected."""
 
     def keys(self) -> tuple[Tensor, Tensor]:
         keys = len(self.all_keys)
@@ -193,7 +193,7 @@ def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
 
 
 def first_backward(shape: Shape, threads: int) -> Call:
-    """In a fresh process: everything that the gradient reads, and the call that is measured."""
+    """Prepare what the gradient reads, in a fresh process, and return the call to measure."""
     torch.set_num_threads(threads)
     x = Inputs.random(shape)
     with ascend_attn_ops.limits(None):

@@ -1,4 +1,4 @@
-"""On held-out text: is what the indexer selects what the attention attends to?"""
+"""Evaluate on held-out text whether the indexer selects what the attention attends to."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _positions(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices (B, S, 1, K) of the best causal keys by scores (B, S, S); -1 where there are none."""
+    """Return the top-k causal keys by scores (B, S, S) as indices (B, S, 1, K), padded with -1."""
     query, key = _positions(scores.shape[-1], scores.device)
     values, indices = scores.masked_fill(key > query, -math.inf).topk(k)
     return indices.masked_fill(values == -math.inf, -1).int().unsqueeze(2)
 
 
 def attention_probabilities(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
-    """Dense attention, mean over heads: (B, S, S) fp32. What the indexer is to imitate."""
+    """Return the dense attention that the indexer imitates: mean over heads, (B, S, S) fp32."""
     keys = torch.cat([inputs.latent, inputs.key_rope], dim=-1).squeeze(2).float()
     queries = torch.cat([inputs.query, inputs.query_rope], dim=-1).float()
     query, key = _positions(keys.shape[1], keys.device)
     total = keys.new_zeros(len(keys), keys.shape[1], keys.shape[1])
     with torch.autocast(keys.device.type, enabled=False):
-        # One head at a time: all of them together would not fit at the NPU's own sizes.
+        # One head at a time: all of them together would not fit in memory at the NPU's sizes.
         for head in queries.unbind(2):
             scores = layer.scale * head @ keys.transpose(1, 2)
             total += scores.masked_fill(key > query, -math.inf).softmax(-1)
@@ -45,7 +45,7 @@ def attention_probabilities(layer: LatentAttention, inputs: AttentionInputs) -> 
 
 
 def select_ideal(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
-    """The k keys with the largest attention mass: no choice of k keys holds more."""
+    """Select the k keys with the largest attention mass: no other k keys hold more."""
     return _top_k(attention_probabilities(layer, inputs), layer.top_k)
 
 
@@ -85,10 +85,10 @@ def _mean(values: Iterable[float]) -> float:
 
 @torch.no_grad()
 def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dict[str, float]]:
-    """Attention mass that each selection captures, and the LM's bits per byte when it attends so.
+    """Measure the attention mass each selection captures, and the LM's bits per byte with it.
 
-    Mass is measured in a dense pass, so that every selection faces the same attention; the queries
-    with k keys or fewer are left out, as there anything captures all.
+    Mass is measured in a dense pass, so that all selections face the same attention. Queries with
+    at most k keys are left out, because there every selection captures everything.
 
     Args:
         model: the trained model.

@@ -1,12 +1,12 @@
-"""What int8 costs the attention of a trained model: its errors beside those of bfloat16.
+"""Compare the errors of int8 and of bfloat16 attention in a trained model.
 
     python examples/int8_prefill.py
 
-Trains the language model of train_lightning_indexer.py with dense attention (or takes the one that
-`--checkpoint` names), captures what the attention of each layer reads on held-out text, and
-compares prompt_flash_attention with attention in float64: once with the bfloat16 tensors as they
-are, once with the same tensors in int8. Then the whole model runs on each of them. The output
-directory receives errors.png and errors.md, which docs/tutorials/int8_prefill.md explains.
+Trains the language model of train_lightning_indexer.py with dense attention (or loads
+`--checkpoint`), captures the attention inputs of each layer on held-out text, and compares
+prompt_flash_attention with attention in float64: once on the bfloat16 tensors as they are, once on
+the same tensors in int8. Then runs the whole model with each of them. Writes errors.png and
+errors.md, which docs/tutorials/int8_prefill.md explains, to the output directory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLORS = {"bfloat16": "#5b84b1", "int8": "#c8552b"}
 
 
 class PrefillInputs(NamedTuple):
-    """Attention of N heads over S tokens, (B, N, S, D) bfloat16 in all three."""
+    """Attention inputs of N heads over S tokens; the three tensors are (B, N, S, D) bfloat16."""
 
     query: Tensor
     key: Tensor
-    value: Tensor  # its last D - Dv columns are zero: the operator wants one head size
+    value: Tensor  # last D - Dv columns zero: the operator takes one head size
     scale: float
     value_dim: int
 
@@ -46,10 +46,10 @@ Attention = Callable[[PrefillInputs], Tensor]  # (B, N, S, D)
 
 
 def prefill_inputs(layer: LatentAttention, x: Tensor) -> PrefillInputs:
-    """The attention that the layer computes for hidden states (B, S, hidden_size), per head.
+    """Return the layer's attention inputs per head, for hidden states (B, S, hidden_size).
 
     The layer folds the heads' projections into query and output, so that all heads read one latent.
-    A prefill unfolds them: the same scores and outputs, from a key and a value of each head.
+    Prefill unfolds them: a key and a value per head give the same scores and outputs.
     """
     inputs = layer.project(x)
     query = layer.query(x).unflatten(-1, (layer.heads, sum(layer.widths)))[..., : layer.widths[0]]
@@ -99,7 +99,7 @@ ATTENTIONS: dict[str, Attention] = {"bfloat16": attend_bfloat16, "int8": attend_
 
 
 def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[Tensor, list[PrefillInputs]]:
-    """Bits per byte of (B, S + 1) bytes with that attention, and the inputs of each layer's."""
+    """Return the bits per byte of (B, S + 1) bytes, and the attention inputs of each layer."""
     captured = []
     x = model.embed(text[:, :-1])
     for block in model.blocks:
@@ -132,7 +132,7 @@ def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: in
 
 
 def load(checkpoint: Path) -> SparseLM:
-    """The model of this script or of train_lightning_indexer.py."""
+    """Load a model saved by this script or by train_lightning_indexer.py."""
     state = torch.load(checkpoint, weights_only=True)
     model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in asdict(ModelConfig())}))
     model.load_state_dict(state["model"])
@@ -140,7 +140,7 @@ def load(checkpoint: Path) -> SparseLM:
 
 
 class Errors(NamedTuple):
-    """Of one layer: every element's error over the RMS of the exact output, and the cosine."""
+    """Errors of one layer: per element, relative to the RMS of the exact output; and the cosine."""
 
     relative: Tensor
     cosine: float
@@ -164,7 +164,7 @@ def errors(inputs: PrefillInputs, attend: Attention) -> Errors:
 
 @torch.no_grad()
 def compare(model: SparseLM, text: Tensor) -> tuple[list[dict[str, Errors]], dict[str, float]]:
-    """The errors of each layer, and the model's bits per byte; all but the attention in float32."""
+    """Return each layer's errors and the model's bits per byte; all but attention is float32."""
     exact_bits, captured = run(model, text, attend_float64)
     layers = [
         {name: errors(inputs, attend) for name, attend in ATTENTIONS.items()} for inputs in captured
@@ -191,7 +191,7 @@ def table(layers: list[dict[str, Errors]], bits: dict[str, float]) -> str:
 
 
 def plot(layers: list[dict[str, Errors]], path: Path) -> None:
-    """How often an element is off by how much, one panel per layer."""
+    """Plot a histogram of the element-wise errors, one panel per layer."""
     # Any: matplotlib types the keys as the literal names of all its settings.
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
     bins = [10 ** (exponent / 20) for exponent in range(-100, 1)]
@@ -240,7 +240,7 @@ def main() -> None:
     own.out.mkdir(parents=True, exist_ok=True)
     train_text, held_out_text = load_corpus()
     text = sample_windows(held_out_text, own.windows, own.sequence_length + 1, seed=0)
-    # The sizes of the model are none of the NPU's.
+    # The sizes of this model are outside the NPU's limits.
     with ops.limits(None):
         if own.checkpoint:
             model = load(own.checkpoint)

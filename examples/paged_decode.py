@@ -3,10 +3,10 @@
     python examples/train_lightning_indexer.py    once: trains the model
     python examples/paged_decode.py
 
-What a layer keeps of each token (latent, rotary key and the indexer's key) lies in blocks of a
-fixed size. A sequence takes a block when its last one is full and gives all of them back when it
-ends; a prompt that waits starts as soon as there are blocks for it. Then everything is decoded
-again without a cache, and the bytes must be the same.
+Each layer caches the latent, the rotary key and the indexer's key of every token in blocks of a
+fixed size. A sequence takes a block when its last one is full and frees all of them when it ends; a
+waiting prompt starts as soon as there are blocks for it. Then everything is decoded again without a
+cache, and the bytes must match.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class LayerCache:
 
     def write(self, keys: Keys, slots: Tensor) -> None:
         latent, rope, indexer = (key.flatten(0, 1) for key in keys)
-        # Rows of different sizes can share a call: latents in the place of key, ropes of value.
+        # One call can write rows of different sizes: here latents as key and ropes as value.
         ops.scatter_pa_kv_cache_(latent, self.keys.latent, slots, rope, self.keys.rope)
         ops.scatter_pa_kv_cache_(indexer, self.keys.indexer, slots)
 
     def read(self, block_table: Tensor) -> Keys:
-        """The blocks of each sequence in a row. What lies beyond its length is never looked at."""
+        """Concatenate the blocks of each sequence. Rows beyond its length are never read."""
         return Keys(*(cache[block_table.clamp(min=0)].flatten(1, 2) for cache in self.keys))
 
 
@@ -66,7 +66,7 @@ KeysOfLayer = Callable[[int, AttentionInputs], Keys]
 def next_bytes(
     model: SparseLM, text: Tensor, positions: Tensor, keys_of_layer: KeysOfLayer
 ) -> Tensor:
-    """The likeliest byte (B,) after text (B, S'), whose last S bytes are at positions (B, S)."""
+    """Predict the byte (B,) after text (B, S'), whose last S bytes are at positions (B, S)."""
     x = model.embed(text)[:, -positions.shape[1] :]
     lengths = (positions[:, -1] + 1).int()
     for i, block in enumerate(model.blocks):
@@ -96,7 +96,7 @@ def attend(layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths:
 @dataclass
 class Sequence:
     text: list[int]
-    total: int  # bytes, when it is complete
+    total: int  # bytes, when complete
     blocks: list[int] = field(default_factory=list)
 
     def complete(self) -> bool:
@@ -129,7 +129,7 @@ class PagedDecoder:
             self.release_completed()
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """Whether it and all that run can be completed."""
+        """Return whether this sequence and all running ones can be completed."""
         missing = sum(self.blocks_of(other.total) - len(other.blocks) for other in self.running)
         return self.blocks_of(sequence.total) <= len(self.free) - missing
 
@@ -144,7 +144,7 @@ class PagedDecoder:
         self.running = [sequence for sequence in self.running if not sequence.complete()]
 
     def step(self, batch: list[Sequence], new: int) -> None:
-        """Puts the last `new` bytes of each sequence into the cache, and appends the next byte."""
+        """Write the last `new` bytes of each sequence to the cache and append the next byte."""
         for sequence in batch:
             while len(sequence.blocks) < self.blocks_of(len(sequence.text)):
                 sequence.blocks.append(self.free.pop())
@@ -161,7 +161,7 @@ class PagedDecoder:
             self.layers[layer].write(new_keys(inputs), slots)
             return self.layers[layer].read(block_table)
 
-        # The model sees a few bytes before the new ones; a whole text has none.
+        # The embedding also reads a few bytes before the new ones; a whole text has none.
         seen = new + self.model.NEIGHBOURS - 1
         text = self.tensor([sequence.text[-seen:] for sequence in batch])
         chosen = next_bytes(self.model, text.long(), positions, through_cache)
@@ -245,7 +245,7 @@ def load_model(path: Path, device: str, dtype: torch.dtype) -> tuple[SparseLM, M
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[Sequence]:
-    """Windows of held-out text, every one of another length, with as many bytes to decode."""
+    """Return held-out prompts, each with its own length and number of bytes to decode."""
     _, held_out = load_corpus()
     count, longest = arguments.sequences, arguments.prompt
     windows = sample_windows(held_out, count, longest, arguments.seed).tolist()
@@ -273,7 +273,7 @@ def main() -> None:
         f"of {arguments.block_size}; threads: {torch.get_num_threads()}",
         flush=True,
     )
-    # Laptop sizes are none of the NPU's.
+    # Laptop sizes are outside the NPU's limits.
     with ops.limits(None) if arguments.device == "cpu" else contextlib.nullcontext():
         decoder = PagedDecoder(model, config, arguments.blocks, arguments.block_size)
         decoder.decode(paged, Progress("paged cache", new))
@@ -290,7 +290,7 @@ def main() -> None:
         f"\n{len(paged) - different} of {len(paged)} sequences equal decoding without a cache, "
         f"byte for byte; {len(decoder.free)} of {arguments.blocks} blocks are free again."
     )
-    # In bfloat16 two bytes can be so close that the size of a batch decides between them.
+    # In bfloat16, two bytes can score so close that the batch size decides between them.
     if (different and exact) or len(decoder.free) != arguments.blocks:
         raise SystemExit(outcome)
     print(outcome)

@@ -1,4 +1,4 @@
-"""Real text that every Python has: the source files of its own standard library, as bytes."""
+"""Real text that comes with every Python: the sources of its standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HELD_OUT_SHARE = 10
 
 
 def load_corpus() -> tuple[Tensor, Tensor]:
-    """Train and held-out text, each (number of bytes,) uint8.
+    """Return training and held-out text, each (number of bytes,) uint8.
 
-    Whole files are held out, one in ten, by a checksum of the path: the same ones on each machine.
+    One file in ten is held out, chosen by a checksum of its path: the same ones on every machine.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(
@@ -37,7 +37,7 @@ def load_corpus() -> tuple[Tensor, Tensor]:
 
 
 def sample_windows(text: Tensor, count: int, length: int, seed: int) -> Tensor:
-    """``count`` random windows of ``length`` bytes, (count, length) int64; all set by the seed."""
+    """Sample ``count`` windows of ``length`` bytes, (count, length) int64, from the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
     return text[starts + torch.arange(length)].long()

@@ -1,4 +1,4 @@
-"""What a run shows: a progress line while it trains, a table and a picture when it is done."""
+"""Output of a run: a progress line during training, a table and a plot at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SELECTIONS = {
     "recent": "most recent k",
     "random": "random k",
 }
-"""The ways of choosing keys that are compared at the end, and what to call them."""
+"""The selections of keys compared at the end, and their labels."""
 
 COLORS = {
     "dense": "#333333",
@@ -43,7 +43,7 @@ class Progress:
 
     def update(self, phase: str, bits_per_byte: float, kl: float) -> None:
         self.done += 1
-        # The speed of the last few steps: the phases differ, and so does a busy machine.
+        # The speed over the last few steps: it differs between phases, and on a busy machine.
         self.marks = [*self.marks[-20:], (self.done, time.perf_counter())]
         (step, start), (_, now) = self.marks[0], self.marks[-1]
         speed = (self.done - step) * self.tokens_per_step / (now - start)
@@ -131,7 +131,7 @@ def plot(metrics: dict[str, Any], path: Path) -> None:
         lm.set_ylabel("training loss, bits per byte")
         _draw_curve(kl, history["kl"], metrics["warmup_steps"], COLORS["indexer"])
         kl.set_title("Indexer against the attention it imitates")
-        # Over fewer keys after the warm-up: part of the drop between the phases is that.
+        # After the warm-up the KL is over fewer keys, which is part of the drop between the phases.
         kl.set_ylabel("KL over the attended keys, nats per token")
 
         shown = {name: mass[name] for name in ("random", "recent", "indexer", "ideal")}

@@ -1,9 +1,9 @@
-"""A byte-level language model with DeepSeek Sparse Attention, on the operators of this library.
+"""A byte-level language model with DeepSeek Sparse Attention, built on this library's operators.
 
 Attention is absorbed MLA: each token stores ONE latent (and a small rotary key) that serves all
-heads as key and as value; per-head projections are folded into the query and the output. Which
-stored tokens a query attends to is up to a ``Select`` function: all of them, those that the
-lightning indexer prefers, or anything else that one wants to compare with.
+heads as both key and value; per-head projections are folded into the query and the output. A
+``Select`` function decides which stored tokens a query attends to: all of them, those that the
+lightning indexer prefers, or any other selection to compare with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModelConfig:
 
 
 class AttentionInputs(NamedTuple):
-    """What attention and indexer compute from, for B sequences of S tokens and N heads."""
+    """Inputs of the attention and the indexer, for B sequences of S tokens and N heads."""
 
     query: Tensor  # (B, S, N, latent_dim)
     query_rope: Tensor  # (B, S, N, rope_dim)
@@ -44,18 +44,18 @@ class AttentionInputs(NamedTuple):
 
 
 Select = Callable[["LatentAttention", AttentionInputs], Tensor]
-"""Gives the sparse_indices of a layer: (B, S, 1, K) int32, padded with -1."""
+"""Returns the sparse_indices of a layer: (B, S, 1, K) int32, padded with -1."""
 
 
 def select_all(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
-    """Dense attention: every key. The operators themselves stop at the diagonal."""
+    """Select every key: dense attention. The operators themselves apply the causal mask."""
     batch, length = inputs.query.shape[:2]
     keys = torch.arange(length, dtype=torch.int32, device=inputs.query.device)
     return keys.expand(batch, length, 1, length).contiguous()
 
 
 def select_by_indexer(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
-    """Sparse attention: the top-k of the layer's lightning indexer."""
+    """Select the top-k keys of the layer's lightning indexer: sparse attention."""
     return layer.indexer.select(inputs.projections, layer.top_k)
 
 
@@ -83,9 +83,9 @@ class LatentAttention(nn.Module):
             nn.init.normal_(weight, std=config.latent_dim**-0.5)
 
     def project(self, x: Tensor, positions: Tensor | None = None) -> AttentionInputs:
-        """Inputs of attention and indexer for hidden states (B, S, hidden_size).
+        """Project hidden states (B, S, hidden_size) to the inputs of attention and indexer.
 
-        ``positions`` are (B, S), by default 0, 1, 2, ...
+        ``positions`` are (B, S); the default is 0, 1, 2, ...
         """
         query = self.query(x).unflatten(-1, (self.heads, sum(self.widths)))
         query, query_rope = query.split(self.widths, dim=-1)
@@ -95,7 +95,7 @@ class LatentAttention(nn.Module):
             query_rope=rotary_embedding(query_rope, positions),
             latent=self.latent_norm(latent.float()).to(latent.dtype),
             key_rope=rotary_embedding(key_rope, positions),
-            # The indexer imitates the attention: it must not bend the hidden states to its needs.
+            # The indexer imitates the attention and must not influence the hidden states.
             projections=self.indexer(x.detach(), positions),
         )
 
@@ -143,8 +143,8 @@ class SparseLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.hidden_size)
-        # A byte alone says little. Each token sees the last few from the start, so that attention
-        # is free to look further away than next door.
+        # A single byte says little. Each token sees the last few from the start, so that attention
+        # is free to look further back.
         self.neighbours = nn.Linear(self.NEIGHBOURS * config.hidden_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size)
@@ -162,13 +162,13 @@ class SparseLM(nn.Module):
         return lm_loss, torch.stack(kl_losses).mean()
 
     def embed(self, text: Tensor) -> Tensor:
-        """Hidden states (B, S, hidden_size) of each byte together with those right before it."""
+        """Embed each byte together with the few right before it: (B, S, hidden_size)."""
         x = self.embedding(text)
         padded = F.pad(x, (0, 0, self.NEIGHBOURS - 1, 0))
         return x + self.neighbours(padded.unfold(1, self.NEIGHBOURS, 1).flatten(2))
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters of the language model, and those of the indexers."""
+        """Return the parameters of the language model, and those of the indexers."""
         groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
         for name, parameter in self.named_parameters():
             groups[".indexer." in name].append(parameter)

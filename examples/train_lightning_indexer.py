@@ -1,16 +1,16 @@
-"""Train a lightning indexer the way DeepSeek Sparse Attention does, on the text at hand.
+"""Train a lightning indexer as in DeepSeek Sparse Attention, on the Python standard library.
 
     python examples/train_lightning_indexer.py
 
 1. Dense warm-up: the language model attends to every earlier byte, while the indexer of each layer
    learns, from the KL loss, to score keys as the attention does.
-2. Sparse training: attention sees the indexer's top-k only, and both keep learning.
+2. Sparse training: attention sees only the indexer's top-k, and both keep learning.
 
-Then, on held-out files: how much of the attention do k keys hold that the indexer chooses, and
-what does attending to nothing else cost the language model? Compared with random keys, the most
-recent keys and the best k there are. The output directory receives metrics.json, curves.png and
-checkpoint.pt; `--resume` goes on from the checkpoint and ends exactly where an uninterrupted run
-would have. Two runs with the same options on the same machine are equal, too.
+Then measures on held-out files how much of the attention the indexer's k keys hold, and what
+attending to nothing else costs the language model, compared with random keys, the most recent keys
+and the best possible k keys. Writes metrics.json, curves.png and checkpoint.pt to the output
+directory; `--resume` continues from the checkpoint and ends exactly where an uninterrupted run
+would have. Two runs with the same options on the same machine are identical, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from report import Progress, plot, summary_table
 from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
 from torch import Tensor
 
-# What the NPU's own kernels are tiled for; the rest of ModelConfig is a free choice.
+# The sizes that the NPU's kernels are tiled for; the rest of ModelConfig is a free choice.
 DEVICE_SHAPES = {
     "heads": 64, "latent_dim": 512, "rope_dim": 64, "index_heads": 32, "index_dim": 128,
     "top_k": 2048, "sequence_length": 4096,
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
         help="the sizes of the NPU's kernels, checked against its limits: "
         + ", ".join(f"{name} {size}" for name, size in DEVICE_SHAPES.items()),
     )
-    # As defaults, so that an explicit size still wins.
+    # As defaults, so that explicit sizes take precedence.
     if parser.parse_known_args()[0].device_shapes:
         parser.set_defaults(**DEVICE_SHAPES)
     arguments = parser.parse_args()
@@ -82,20 +82,20 @@ def parse_arguments() -> argparse.Namespace:
 def set_up_device(name: str) -> torch.device:
     if name == "npu":
         importlib.import_module("torch_npu")  # registers the device
-    # The operators' gradients, too, are then summed in a fixed order on the NPU.
+    # On the NPU, this also makes the operators sum their gradients in a fixed order.
     torch.use_deterministic_algorithms(True)
     return torch.device(name)
 
 
 class Trainer:
-    """Model, optimizer and history: what a checkpoint holds."""
+    """Model, optimizer and history: the contents of a checkpoint."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         fields = asdict(ModelConfig())
         config = ModelConfig(**{name: getattr(arguments, name) for name in fields})
         torch.manual_seed(arguments.seed)
-        # Parameters are fp32; autocast computes, and calls the operators, in bf16.
+        # Parameters are fp32; under autocast the model computes, and calls the operators, in bf16.
         self.model = SparseLM(config).to(device)
         self.groups = self.model.parameter_groups()
         rates = (arguments.learning_rate, arguments.indexer_learning_rate)
@@ -109,7 +109,7 @@ class Trainer:
         )
         self.total_steps = arguments.warmup_steps + arguments.sparse_steps
         self.history: dict[str, list[float]] = {"bits_per_byte": [], "kl": []}
-        # Whatever changes the numbers; a checkpoint of another recipe cannot be resumed.
+        # Everything that changes the numbers; a checkpoint with another recipe cannot be resumed.
         self.recipe = {
             name: value
             for name, value in sorted(vars(arguments).items())
@@ -125,7 +125,7 @@ class Trainer:
         return "dense" if self.step < self.arguments.warmup_steps else "sparse"
 
     def learning_rate_factor(self) -> float:
-        """Linear rise over the first steps, then a cosine down to 5%, for both phases together."""
+        """Linear warm-up over the first steps, then cosine decay to 5%, across both phases."""
         rise = min(1.0, (self.step + 1) / (1 + 0.05 * self.total_steps))
         return rise * (0.525 + 0.475 * math.cos(math.pi * self.step / self.total_steps))
 
@@ -133,7 +133,7 @@ class Trainer:
         select = select_all if self.phase == "dense" else select_by_indexer
         with torch.autocast(self.device.type, torch.bfloat16):
             lm_loss, kl_loss = self.model(text.to(self.device), select)
-        # No parameter has a share in both losses, so that adding them trades nothing off.
+        # No parameter contributes to both losses, so adding them trades nothing off.
         (lm_loss + kl_loss).backward()
         factor = self.learning_rate_factor()
         for group in self.optimizer.param_groups:
@@ -155,7 +155,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "history": self.history,
         }
-        # Renaming is atomic: a run killed at any moment leaves a whole checkpoint.
+        # Renaming is atomic: a run killed at any moment leaves a complete checkpoint.
         torch.save(state, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
 
@@ -181,7 +181,7 @@ def train(trainer: Trainer, text: Tensor) -> None:
     tokens_per_step = arguments.batch_size * arguments.sequence_length
     progress = Progress(trainer.step, trainer.total_steps, tokens_per_step, arguments.log_every)
     while trainer.step < trainer.total_steps:
-        # Seeded by the step alone: a resumed run needs no state of a generator.
+        # Seeded by the step alone, so that resuming needs no generator state.
         seed = arguments.seed * 1_000_003 + trainer.step
         batch = sample_windows(text, arguments.batch_size, arguments.sequence_length + 1, seed)
         phase = trainer.phase
@@ -201,7 +201,7 @@ def main() -> None:
         flush=True,
     )
     start = time.perf_counter()
-    # Laptop sizes are none of the NPU's; --device-shapes are, and stay under its checks.
+    # Laptop sizes are outside the NPU's limits; those of --device-shapes stay under its checks.
     limits = contextlib.nullcontext() if arguments.device_shapes else ops.limits(None)
     with limits:
         trainer = Trainer(arguments, device)
@@ -216,7 +216,7 @@ def main() -> None:
         **trainer.recipe,
         "held_out": held_out,
         "history": trainer.history,
-        # Of this process: the one entry in which two equal runs differ.
+        # For this process: the only entry that differs between two identical runs.
         "seconds": {"training": trained - start, "evaluation": time.perf_counter() - trained},
     }
     (arguments.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Loads the NPU kernels where torch_npu can be imported; importing `_C` registers all others."""
+"""Loads the NPU kernels if torch_npu can be imported; importing `_C` registers all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ascend_attn_ops import _C
 
-# Stands in for the NPU kernels where they cannot be loaded.
+# Stands in for the NPU kernels if they cannot be loaded.
 _without_npu = torch.library.Library("ascend", "IMPL", "PrivateUse1")
 
 # Why the NPU kernels are not loaded; None when they are.
@@ -27,7 +27,7 @@ def load() -> None:
 
 
 def npu_module() -> ModuleType | None:
-    """The module with the NPU kernels, if it is loaded."""
+    """Return the module with the NPU kernels, if it is loaded."""
     return None if npu_unavailable else importlib.import_module("ascend_attn_ops._npu")
 
 

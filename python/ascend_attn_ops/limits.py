@@ -13,15 +13,15 @@ Product = Literal["A2", "A3", "950", "310P"]
 
 @contextmanager
 def limits(product: Product | None) -> Iterator[None]:
-    """Check the calls in this block, on this thread, for another product, or for none.
+    """Check calls in this block, on this thread, against the limits of another product, or of none.
 
     The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
     predicts the device. The default product is that of the NPU in use, or Atlas A2 without one.
 
     Args:
         product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``. None switches the limits off, for
-            research shapes, float32, float64 and gradcheck; shapes that disagree, lengths that
-            decrease and indices out of range stay errors.
+            research shapes, float32, float64 and gradcheck; mismatched shapes, decreasing lengths
+            and out-of-range indices remain errors.
 
     Raises:
         ValueError: for an unknown product.
@@ -36,7 +36,7 @@ def limits(product: Product | None) -> Iterator[None]:
         >>> indices.shape
         torch.Size([1, 3, 1, 2])
 
-    The backward pass is checked as its forward pass was.
+    The backward pass is checked against the same limits as its forward pass.
     """
     saved = _C.limits_override()
     _C.set_limits(product)
@@ -47,16 +47,15 @@ def limits(product: Product | None) -> Iterator[None]:
 
 
 def product_in_force() -> str | None:
-    """The product that calls on this thread are checked for; None while limits are off."""
+    """Return the product whose limits apply on this thread; None while limits are off."""
     return _C.product_in_force()
 
 
 def table() -> list[dict[str, Any]]:
-    """The limits of every operator.
-
+    """Return the limits of every operator.
     Returns:
         One row per operator with the keys ``operator``, ``aclnn`` (the CANN functions it calls) and
-        ``variants``. Each variant has the ``products`` that agree, their ``dtypes``, and their
+        ``variants``. Each variant has the ``products`` that share it, their ``dtypes``, and their
         ``limits``: a list of (quantity, meaning, allowed values).
     """
     return _C.limits_table()

@@ -1,4 +1,4 @@
-"""The masks of sparse_mode: as a matrix, in the compressed form, and drawn."""
+"""The masks of sparse_mode: as a matrix, in compressed form, and drawn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sparse_mode_mask(
     prefix: int = 0,
     band: bool = True,
 ) -> Tensor:
-    """The keys that each query keeps in a sparse_mode, by the rule that the kernels use.
+    """Return the keys that each query keeps in a sparse_mode, by the rule that the kernels use.
 
     Args:
         sparse_mode: 0 to 8. In modes 0 and 1, atten_mask masks out further keys.
@@ -49,9 +49,9 @@ def sparse_mode_mask(
         skv: number of keys of the sequence.
         pre_tokens: used in modes 0 and 4, and in 7 and 8 for the sequence with the band.
         next_tokens: as pre_tokens.
-        prefix: modes 5 and 6: how many leading keys all queries keep.
-        band: modes 7 and 8: whether this is the sequence with the band. Of the sequences that have
-            queries and keys, that is the last one in mode 7 and the first one in mode 8.
+        prefix: modes 5 and 6: the number of leading keys that every query keeps.
+        band: modes 7 and 8: whether this is the sequence with the band. That is the last sequence
+            with both queries and keys in mode 7, and the first one in mode 8.
 
     Returns:
         bool (sq, skv), True where a key is kept: the polarity of scaled_dot_product_attention, the
@@ -74,17 +74,17 @@ def sparse_mode_mask(
 
 
 def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
-    """The atten_mask of one of COMPRESSED_MODES, True masks a key out.
+    """Return the atten_mask of one of COMPRESSED_MODES, where True masks a key out.
 
-    Built once for each device: a square, of mode 6 with further rows for the prefix.
+    Built once per device: a square, with further rows for the prefix in mode 6.
     """
     return _kept_mask(_C.compressed_mask_prefix_rows if sparse_mode == 6 else 0, device)
 
 
-# Compiled code would build it in every call.
+# Otherwise, compiled code would build it in every call.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
-    # Under FakeTensorMode all tensors are fake, and none may be kept.
+    # Under FakeTensorMode all tensors are fake, and none may be cached.
     real = type(torch.empty(0)) is Tensor
     return (_new_mask if real else _new_mask.__wrapped__)(prefix_rows, device)
 
@@ -99,7 +99,7 @@ def _new_mask(prefix_rows: int, device: torch.device) -> Tensor:
 
 
 def draw(mask: Tensor) -> str:
-    """A mask as text: one line per query, one column per key."""
+    """Draw a mask as text: one line per query, one column per key."""
     sq, skv = mask.shape
     margin = len(str(max(sq - 1, 0))) + 1
     digits = len(str(max(skv - 1, 0)))

@@ -16,7 +16,7 @@ class IndexerProjections(NamedTuple):
     Attributes:
         query_index: (B, S, Nidx, Didx).
         key_index: (B, S, 1, Didx), same dtype.
-        weights: (B, S, Nidx), same dtype. They include the scale: the operators have none.
+        weights: (B, S, Nidx), same dtype. They include the scale, as the operators apply none.
     """
 
     query_index: Tensor
@@ -123,7 +123,7 @@ class LightningIndexer(nn.Module):
 
         Args:
             projections: from :meth:`forward`.
-            sparse_count: K, how many keys to select.
+            sparse_count: K, the number of keys to select.
             options: keywords of :func:`lightning_indexer` (layout, sequence lengths, ...).
 
         Returns:

@@ -12,7 +12,7 @@ from torch import Tensor
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _LARGEST = 127.0
 _SMALLEST_SCALE = 2.0**-126
-# What the device uses of a float32 that is given as a uint64: its upper 19 bits.
+# Of a float32 passed as uint64, the device uses the upper 19 bits.
 _UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
 
 
@@ -33,7 +33,7 @@ def quantize_attention_inputs(
 ) -> QuantizedAttentionInputs:
     """Quantise query, key and value to int8, with the scales that prompt_flash_attention takes.
 
-    Symmetric, with one scale per tensor. With a the largest absolute value of a tensor x::
+    Quantisation is symmetric, with one scale per tensor. With a = max(abs(x)) for each tensor x::
 
         x8 = round(x / s),  s = a / 127
 
@@ -42,8 +42,8 @@ def quantize_attention_inputs(
         deq_scale2   = s_value / 127          for their integer products with value
 
     A scale that its dtype cannot represent is rounded up, and key and value are quantised with the
-    rounded scale, so that rounding it costs no accuracy. All-zero tensors become zeros. Waits for
-    the device once, to read the three largest values.
+    rounded scale, so that rounding it costs no accuracy. All-zero tensors become zeros. The call
+    synchronises with the device once, to read the three maxima.
 
     Args:
         query: any shape and layout; float16, bfloat16 or float32.
@@ -54,7 +54,7 @@ def quantize_attention_inputs(
 
     Returns:
         query, key, value: int8, same shapes and device; deq_scale1, deq_scale2: (1,) of
-        scale_dtype; quant_scale1: (1,), float32. They have the names of prompt_flash_attention's
+        scale_dtype; quant_scale1: (1,), float32. The names are those of prompt_flash_attention's
         arguments: pass them as `**inputs._asdict()`.
 
     Raises:
@@ -94,7 +94,7 @@ def quantize_attention_inputs(
 
 
 def _largest(tensors: dict[str, Tensor]) -> list[float]:
-    """The largest absolute value of each tensor, 0 of an empty one."""
+    """Return the largest absolute value of each tensor, 0 for an empty one."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise TypeError(
@@ -121,7 +121,7 @@ def _to_int8(x: Tensor, scale: float) -> Tensor:
 
 
 def _rounded_up(scale: float, dtype: torch.dtype) -> float:
-    """The smallest scale of at least `scale` that the operator can read from `dtype`."""
+    """Return the smallest scale of at least `scale` that the operator can read from `dtype`."""
     unused = (1 << _UNUSED_BITS[dtype]) - 1
     try:
         bits = _bits(max(scale, _SMALLEST_SCALE))

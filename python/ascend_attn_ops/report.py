@@ -15,7 +15,7 @@ from ascend_attn_ops.limits import product_in_force, table
 
 
 def print_report() -> int:
-    """Print the report; 0 when the CPU path works."""
+    """Print the report; return 0 if the CPU path works, otherwise 1."""
     npu = _library.npu_module()
     print(f"ascend_attn_ops {ascend_attn_ops.__version__}")
     for name, value in _versions(npu).items():
@@ -84,7 +84,7 @@ def _npu_state(npu: ModuleType | None, operator: str, function: str) -> str:
 
 
 def _cpu_failure() -> str | None:
-    """Run one operator on the smallest call that has an answer: a token that sees itself."""
+    """Run one operator on the smallest input, a token that sees itself; return what went wrong."""
     query = torch.ones(1, 1, 1, 1)
     index = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     try:
