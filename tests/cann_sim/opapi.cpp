@@ -12,8 +12,8 @@
 #include <memory>
 #include <mutex>
 
-#include "json.h"
 #include "core/limits.h"
+#include "json.h"
 #include "runtime.h"
 
 namespace cann_sim {

@@ -1,5 +1,5 @@
-// PromptFlashAttention. Prototype: docs/specification/prompt_flash_attention.md. V3 is what torch_npu
-// calls: the same, and innerPrecise.
+// PromptFlashAttention. Prototype: docs/specification/prompt_flash_attention.md. V3 is what
+// torch_npu calls: the same, and innerPrecise.
 #include "opapi.h"
 
 using namespace cann_sim;
