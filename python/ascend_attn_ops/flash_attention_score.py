@@ -70,7 +70,7 @@ def flash_attention_score(
         key: as query, with Skv tokens and Nk heads, where Nk divides N: query head n reads key
             head n // (N / Nk).
         value: as key, with a head size Dv of at most D.
-        num_heads: N.
+        num_heads: N, the number of query heads.
         layout: "BSH", "SBH", "BSND", "BNSD" or "TND".
         pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv),
             (1, N, Sq, Skv) or (B, N, 1, Skv); with Sq == Skv > 1024 and a causal mask also

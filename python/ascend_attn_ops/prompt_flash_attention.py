@@ -58,7 +58,7 @@ def prompt_flash_attention(
             are off).
         key: as query, with Skv tokens and Nk heads: query head n reads key head n // (N / Nk).
         value: as key.
-        num_heads: N.
+        num_heads: N, the number of query heads.
         atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (Sq,
             Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, Skv); further rows and
             columns are ignored. Modes 2 to 4 take a compressed mask, (2048, 2048), (1, 2048, 2048)
