@@ -19,18 +19,17 @@ ROOT = Path(__file__).parent
 COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall"]
 
 
-def sources(*folders: str) -> list[str]:
-    found: list[str] = []
-    for folder in folders:
-        found += sorted(glob.glob(f"csrc/{folder}*.cpp", root_dir=ROOT))
-    return found
+def sources(*, npu: bool) -> list[str]:
+    """Return the C++ files below csrc/npu, or all others."""
+    found = sorted(glob.glob("csrc/**/*.cpp", root_dir=ROOT, recursive=True))
+    return [source for source in found if source.startswith("csrc/npu/") == npu]
 
 
 def core_extension() -> CppExtension:
     """Schemas, checks, and the CPU, Meta and autograd kernels: needs torch alone."""
     return CppExtension(
         "ascend_attn_ops._C",
-        sources("", "core/", "ops/", "cpu/", "cpu/common/", "autograd/", "python/"),
+        sources(npu=False),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=COMPILE_ARGS,
     )
@@ -39,14 +38,14 @@ def core_extension() -> CppExtension:
 def npu_extension() -> CppExtension | None:
     """The NPU kernels, compiled against the headers of the installed torch_npu."""
     spec = importlib.util.find_spec("torch_npu")
-    if spec is None or spec.origin is None or not sources("npu/"):
+    if spec is None or spec.origin is None or not sources(npu=True):
         return None
     torch_npu = Path(spec.origin).parent
     # System headers, to silence warnings that are not ours.
     includes = ["", "/third_party/op-plugin", "/third_party/acl/inc"]
     return CppExtension(
         "ascend_attn_ops._npu",
-        sources("npu/", "npu/aclnn/"),
+        sources(npu=True),
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=[str(torch_npu / "lib")],
         libraries=["torch_npu"],
