@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -20,6 +21,9 @@ inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_gra
 inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
   return tensor && tensor->requires_grad();
 }
+inline bool requires_grad(at::TensorList list) {
+  return std::ranges::any_of(list, [](const at::Tensor& tensor) { return requires_grad(tensor); });
+}
 template <typename T>
 bool requires_grad(const T&) {
   return false;
@@ -30,6 +34,9 @@ inline bool has_tangent(const at::Tensor& tensor) {
 }
 inline bool has_tangent(const std::optional<at::Tensor>& tensor) {
   return tensor && has_tangent(*tensor);
+}
+inline bool has_tangent(at::TensorList list) {
+  return std::ranges::any_of(list, [](const at::Tensor& tensor) { return has_tangent(tensor); });
 }
 template <typename T>
 bool has_tangent(const T&) {

@@ -4,9 +4,11 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -164,12 +166,18 @@ class Gradients {
   // The gradient of one of the fields of `op`: gradients.of(op.query) = d_query.
   template <typename Argument>
   at::Tensor& of(const Argument& argument) {
+    static_assert(!std::is_same_v<Argument, at::TensorList>, "set() takes the gradients of a list");
     const auto index = find(&argument);
     TORCH_INTERNAL_ASSERT(index < gradients_.size(), "no argument of the call");
     return gradients_[index];
   }
+  // Of the tensors of a list, in its order.
   void set(const at::TensorList& argument, at::TensorList gradients) {
-    std::copy(gradients.begin(), gradients.end(), &of(argument));
+    const auto first = find(&argument);
+    TORCH_INTERNAL_ASSERT(
+        gradients.size() == argument.size() && first + argument.size() <= gradients_.size(),
+        "expected one gradient for each tensor of an argument of the call");
+    std::copy(gradients.begin(), gradients.end(), gradients_.begin() + first);
   }
 
   operator variable_list() && { return std::move(gradients_); }
@@ -182,10 +190,7 @@ class Gradients {
     const auto visit = [&](const auto& field) {
       found = found || &field == argument;
       if (!found) {
-        if constexpr (requires {
-                        field.vec();
-                        field.front().defined();
-                      }) {
+        if constexpr (std::is_same_v<decltype(field), const at::TensorList&>) {
           position += field.size();
         } else {
           ++position;

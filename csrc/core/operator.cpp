@@ -15,6 +15,11 @@ size_t argument_position(const char* op, const char* name) {
   return find_operator(op).schema().argumentIndexWithName(name).value();
 }
 
+void raise_none(const char* op, size_t position, int64_t index) {
+  raise(Violation::value, op, element_name(argument_name(op, position), index),
+        "expected a tensor, got None", Status::null_pointer);
+}
+
 size_t argument_count(const char* op) { return find_operator(op).schema().arguments().size(); }
 
 }  // namespace ascend_attn

@@ -22,6 +22,7 @@
 
 #include "core/arguments.h"
 #include "core/error.h"
+#include "core/tensor_checks.h"
 
 namespace ascend_attn {
 
@@ -33,6 +34,8 @@ const std::string& argument_name(const char* op, size_t position);
 size_t argument_position(const char* op, const char* name);
 size_t argument_count(const char* op);
 
+[[noreturn]] void raise_none(const char* op, size_t position, int64_t index = kNotInList);
+
 // Rejects None for required tensors, which torch passes as an undefined tensor.
 template <typename... Args>
 void check_tensors_given(const char* op, const Args&... args) {
@@ -40,8 +43,13 @@ void check_tensors_given(const char* op, const Args&... args) {
   const auto check = [&](const auto& argument) {
     if constexpr (std::is_same_v<decltype(argument), const at::Tensor&>) {
       if (!argument.defined()) [[unlikely]] {
-        raise(Violation::value, op, argument_name(op, position), "expected a tensor, got None",
-              Status::null_pointer);
+        raise_none(op, position);
+      }
+    } else if constexpr (std::is_same_v<decltype(argument), const at::TensorList&>) {
+      for (size_t index = 0; index < argument.size(); ++index) {
+        if (!argument[index].defined()) [[unlikely]] {
+          raise_none(op, position, static_cast<int64_t>(index));
+        }
       }
     }
     ++position;

@@ -13,24 +13,31 @@ std::atomic<Allocation> npu_allocation = nullptr;
 
 }  // namespace
 
+std::string element_name(std::string_view name, int64_t index) {
+  return index == kNotInList ? std::string(name) : c10::str(name, "[", index, "]");
+}
+
 void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8) {
   const auto dtype = argument.tensor.scalar_type();
-  check_type(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
-                 dtype == at::kDouble || (or_int8 && dtype == at::kChar),
-             op, argument.name, "expected dtype ", or_int8 ? "int8, " : "",
-             "float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
+  const bool fits = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||
+                    dtype == at::kDouble || (or_int8 && dtype == at::kChar);
+  if (!fits) [[unlikely]] {
+    raise(Violation::type, op, argument.text(),
+          c10::str("expected dtype ", or_int8 ? "int8, " : "",
+                   "float16, bfloat16, float32 or float64, got ", dtype_name(dtype)));
+  }
 }
 
 void raise_device(std::string_view op, NamedTensor argument, NamedTensor like) {
-  raise(Violation::value, op, argument.name,
-        c10::str("expected device ", like.tensor.device(), " (", like.name, "'s), got ",
+  raise(Violation::value, op, argument.text(),
+        c10::str("expected device ", like.tensor.device(), " (", like.text(), "'s), got ",
                  argument.tensor.device()));
 }
 
 void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expected,
-                 std::string_view whose) {
-  const auto owner = whose.empty() ? std::string() : c10::str(" (", whose, "'s)");
-  raise(Violation::type, op, argument.name,
+                 const NamedTensor* like) {
+  const auto owner = like ? c10::str(" (", like->text(), "'s)") : std::string();
+  raise(Violation::type, op, argument.text(),
         c10::str("expected dtype ", dtype_name(expected), owner, ", got ",
                  dtype_name(argument.tensor.scalar_type())));
 }
@@ -38,7 +45,7 @@ void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expec
 void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,
                  std::string_view meaning) {
   raise(
-      Violation::value, op, argument.name,
+      Violation::value, op, argument.text(),
       c10::str("expected shape ", meaning, " = ", expected, ", got ", argument.tensor.sym_sizes()));
 }
 

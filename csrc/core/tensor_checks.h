@@ -5,16 +5,26 @@
 #include <c10/core/SymIntArrayRef.h>
 
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "core/symbolic.h"
 
 namespace ascend_attn {
 
-// A tensor argument and its name in error messages.
+// The index of a tensor that is an argument by itself.
+inline constexpr int64_t kNotInList = -1;
+// Returns "local_out[2]" for an element of a list, otherwise the name.
+std::string element_name(std::string_view name, int64_t index);
+
+// A tensor argument, or an element of a list, and its name in error messages.
 struct NamedTensor {
   std::string_view name;
   const at::Tensor& tensor;
+  int64_t index = kNotInList;
+
+  // Made for messages alone: a call checks every element.
+  std::string text() const { return element_name(name, index); }
 };
 struct NamedOptionalTensor {
   std::string_view name;
@@ -27,7 +37,7 @@ void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_in
 // Raise the errors of the checks below, which are inline because every call makes dozens of them.
 [[noreturn]] void raise_device(std::string_view op, NamedTensor argument, NamedTensor like);
 [[noreturn]] void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expected,
-                              std::string_view whose = "");
+                              const NamedTensor* like = nullptr);
 [[noreturn]] void raise_shape(std::string_view op, NamedTensor argument,
                               c10::SymIntArrayRef expected, std::string_view meaning);
 
@@ -39,7 +49,7 @@ inline void check_device(std::string_view op, NamedTensor argument, NamedTensor 
 }
 inline void check_dtype(std::string_view op, NamedTensor argument, NamedTensor like) {
   if (argument.tensor.dtype() != like.tensor.dtype()) [[unlikely]] {
-    raise_dtype(op, argument, like.tensor.scalar_type(), like.name);
+    raise_dtype(op, argument, like.tensor.scalar_type(), &like);
   }
 }
 inline void check_dtype(std::string_view op, NamedTensor argument, at::ScalarType dtype) {

@@ -28,11 +28,12 @@ class Json {
     text_ = out.str();
   }
 
-  static Json array(const std::vector<int64_t>& values) {
+  template <typename T>
+  static Json array(const std::vector<T>& values) {
     Json result = nullptr;
     result.text_ = "[";
-    for (const auto value : values) {
-      result.text_ += (result.text_.size() > 1 ? "," : "") + std::to_string(value);
+    for (const auto& value : values) {
+      result.text_ += (result.text_.size() > 1 ? "," : "") + Json(value).text_;
     }
     result.text_ += "]";
     return result;

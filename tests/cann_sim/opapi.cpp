@@ -82,19 +82,29 @@ at::ScalarType scalar_type(aclDataType dtype) {
 
 std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
 
+Json json_of(const TensorView& view) {
+  return Json::object({{"dtype", dtype_name(view.dtype)},
+                       {"sizes", Json::array(view.sizes)},
+                       {"strides", Json::array(view.strides)},
+                       {"offset", view.offset},
+                       {"storage_sizes", Json::array(view.storage_sizes)},
+                       {"format", int64_t{view.format}},
+                       {"device", int64_t{device_of_address(view.data)}},
+                       {"address", reinterpret_cast<int64_t>(view.data)}});
+}
+
 Json json_of(const Value& value) {
   return std::visit(
       [](const auto& held) -> Json {
         using Held = std::decay_t<decltype(held)>;
         if constexpr (std::is_same_v<Held, TensorView>) {
-          return Json::object({{"dtype", dtype_name(held.dtype)},
-                               {"sizes", Json::array(held.sizes)},
-                               {"strides", Json::array(held.strides)},
-                               {"offset", held.offset},
-                               {"storage_sizes", Json::array(held.storage_sizes)},
-                               {"format", int64_t{held.format}},
-                               {"device", int64_t{device_of_address(held.data)}},
-                               {"address", reinterpret_cast<int64_t>(held.data)}});
+          return json_of(held);
+        } else if constexpr (std::is_same_v<Held, std::vector<TensorView>>) {
+          std::vector<Json> items;
+          for (const auto& view : held) {
+            items.push_back(json_of(view));
+          }
+          return Json::array(items);
         } else if constexpr (std::is_same_v<Held, Scalar>) {
           return Json::object({{"dtype", dtype_name(held.dtype)}, {"value", held.value}});
         } else if constexpr (std::is_same_v<Held, std::vector<int64_t>>) {
@@ -146,11 +156,12 @@ int check_values(const Function& function, const std::vector<Value>& values) {
     if (is_required(argument.kind) && std::holds_alternative<std::nullptr_t>(values[i])) {
       return failure(kNullPointer, c10::str(function.name, ": ", argument.name, " is nullptr"));
     }
-    const auto* view = std::get_if<TensorView>(&values[i]);
-    if (view && !argument.dtypes.empty() &&
-        std::ranges::find(argument.dtypes, view->dtype) == argument.dtypes.end()) {
-      return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
-                                        dtype_name(view->dtype), " is not supported"));
+    for (const auto& view : views_of(values[i])) {
+      if (!argument.dtypes.empty() &&
+          std::ranges::find(argument.dtypes, view.dtype) == argument.dtypes.end()) {
+        return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
+                                          dtype_name(view.dtype), " is not supported"));
+      }
     }
   }
   return ACL_SUCCESS;
@@ -164,6 +175,12 @@ c10::IValue to_ivalue(const Value& value) {
           return {};
         } else if constexpr (std::is_same_v<Held, TensorView>) {
           return held.tensor();
+        } else if constexpr (std::is_same_v<Held, std::vector<TensorView>>) {
+          c10::List<at::Tensor> tensors;
+          for (const auto& view : held) {
+            tensors.push_back(view.tensor());
+          }
+          return tensors;
         } else if constexpr (std::is_same_v<Held, Scalar>) {
           return at::isIntegralType(scalar_type(held.dtype), /*includeBool=*/true)
                      ? c10::IValue(static_cast<int64_t>(held.value))
@@ -276,9 +293,27 @@ Argument output(std::string_view name, int64_t result) {
 Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
 
 Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
+Value value_of(const aclTensorList* list) {
+  if (!list) {
+    return nullptr;
+  }
+  std::vector<TensorView> views;
+  for (const auto* tensor : list->tensors) {
+    views.push_back(tensor->view);
+  }
+  return views;
+}
 Value value_of(const aclIntArray* array) { return array ? Value(array->values) : Value(nullptr); }
 Value value_of(const aclScalar* scalar) { return scalar ? Value(scalar->scalar) : Value(nullptr); }
 Value value_of(const char* text) { return text ? Value(std::string(text)) : Value(nullptr); }
+
+std::span<const TensorView> views_of(const Value& value) {
+  if (const auto* view = std::get_if<TensorView>(&value)) {
+    return {view, 1};
+  }
+  const auto* list = std::get_if<std::vector<TensorView>>(&value);
+  return list ? std::span<const TensorView>(*list) : std::span<const TensorView>();
+}
 
 bool watched() { return control().computing || control().logging || control().faulty; }
 
@@ -326,10 +361,11 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
     return failure(kRuntime, c10::str(function.name, ": the workspace is not what was asked for"));
   }
   for (const auto& value : owned->values) {
-    const auto* view = std::get_if<TensorView>(&value);
-    if (view && !view->sizes.empty() && view->data &&
-        device_of_address(view->data) != device_of_stream(stream)) {
-      return failure(kRuntime, c10::str(function.name, ": a tensor of another device"));
+    for (const auto& view : views_of(value)) {
+      if (!view.sizes.empty() && view.data &&
+          device_of_address(view.data) != device_of_stream(stream)) {
+        return failure(kRuntime, c10::str(function.name, ": a tensor of another device"));
+      }
     }
   }
   if (!control().computing) {
@@ -357,6 +393,13 @@ aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataTyp
 }
 int aclDestroyTensor(const aclTensor* tensor) {
   delete tensor;
+  return ACL_SUCCESS;
+}
+aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t size) {
+  return new aclTensorList({tensors, tensors + size});
+}
+int aclDestroyTensorList(const aclTensorList* list) {
+  delete list;
   return ACL_SUCCESS;
 }
 aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
@@ -412,6 +455,7 @@ const char* cann_sim_take_log() {
 const char* cann_sim_live_handles() {
   static thread_local std::string text;
   text = Json::object({{"aclTensor", aclTensor::live()},
+                       {"aclTensorList", aclTensorList::live()},
                        {"aclIntArray", aclIntArray::live()},
                        {"aclScalar", aclScalar::live()},
                        {"aclOpExecutor", aclOpExecutor::live()}})

@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -57,6 +58,18 @@ struct Scalar {
 struct aclTensor : cann_sim::Counted<aclTensor> {
   explicit aclTensor(cann_sim::TensorView view) : view(std::move(view)) {}
   cann_sim::TensorView view;
+};
+
+// It owns its tensors.
+struct aclTensorList : cann_sim::Counted<aclTensorList> {
+  explicit aclTensorList(std::vector<const aclTensor*> tensors) : tensors(std::move(tensors)) {}
+  aclTensorList(const aclTensorList&) = delete;
+  ~aclTensorList() {
+    for (const auto* tensor : tensors) {
+      delete tensor;
+    }
+  }
+  std::vector<const aclTensor*> tensors;
 };
 
 struct aclIntArray : cann_sim::Counted<aclIntArray> {
@@ -118,8 +131,11 @@ struct Function {
 };
 
 // The value of one argument; the executor keeps a copy.
-using Value = std::variant<std::nullptr_t, TensorView, std::vector<int64_t>, Scalar, double,
-                           int64_t, bool, std::string>;
+using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
+                           std::vector<int64_t>, Scalar, double, int64_t, bool, std::string>;
+
+// The tensors of an argument: itself, those of a list, or none.
+std::span<const TensorView> views_of(const Value& value);
 
 }  // namespace cann_sim
 
@@ -139,6 +155,7 @@ namespace cann_sim {
 void keep_executor(const aclOpExecutor& executor);
 
 Value value_of(const aclTensor* tensor);
+Value value_of(const aclTensorList* list);
 Value value_of(const aclIntArray* array);
 Value value_of(const aclScalar* scalar);
 Value value_of(const char* text);

@@ -1,5 +1,6 @@
 // The executors that CANN keeps for later calls, as torch_npu asks for them. Here it keeps those of
 // attention, while a test wants that, and none of the functions behind tensor methods.
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -55,10 +56,15 @@ class ExecutorCache {
     auto values = found->second.values;
     const auto& addresses = call().addresses;
     size_t next = 0;
+    const auto place = [&](TensorView& view) {
+      view.data = next < addresses.size() ? addresses[next] : nullptr;
+      ++next;
+    };
     for (auto& value : values) {
       if (auto* view = std::get_if<TensorView>(&value)) {
-        view->data = next < addresses.size() ? addresses[next] : nullptr;
-        ++next;
+        place(*view);
+      } else if (auto* list = std::get_if<std::vector<TensorView>>(&value)) {
+        std::ranges::for_each(*list, place);
       }
     }
     // Another number of tensors than the call had that left the executor: a caller's mistake.

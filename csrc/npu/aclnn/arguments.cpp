@@ -15,6 +15,8 @@ namespace {
 struct Makers {
   _aclCreateTensor create_tensor = find<_aclCreateTensor>("aclCreateTensor");
   _aclDestroyTensor destroy_tensor = find<_aclDestroyTensor>("aclDestroyTensor");
+  _aclCreateTensorList create_tensor_list = find<_aclCreateTensorList>("aclCreateTensorList");
+  _aclDestroyTensorList destroy_tensor_list = find<_aclDestroyTensorList>("aclDestroyTensorList");
   _aclCreateIntArray create_int_array = find<_aclCreateIntArray>("aclCreateIntArray");
   _aclDestroyIntArray destroy_int_array = find<_aclDestroyIntArray>("aclDestroyIntArray");
 
@@ -32,6 +34,7 @@ const Makers& makers() {
 }  // namespace
 
 void Destroy::operator()(Tensor tensor) const { makers().destroy_tensor(tensor); }
+void Destroy::operator()(TensorList list) const { makers().destroy_tensor_list(list); }
 void Destroy::operator()(IntArray array) const { makers().destroy_int_array(array); }
 
 TensorArgument::TensorArgument(const at::Tensor& tensor) {
@@ -79,6 +82,30 @@ void TensorArgument::add_to(ExecutorKey& key) const {
   key.add(sizes_.data(), dimensions_ * sizeof(int64_t));
   key.add(strides_.data(), dimensions_ * sizeof(int64_t));
   key.add_address(storage_);
+}
+
+TensorListHandle TensorListArgument::create() const {
+  std::vector<TensorHandle> handles;
+  std::vector<Tensor> pointers;
+  for (const auto& tensor : tensors_) {
+    handles.push_back(tensor.create());
+    pointers.push_back(handles.back().get());
+  }
+  TensorListHandle list(makers().create_tensor_list(pointers.data(), pointers.size()));
+  if (list) {
+    // They are the list's now.
+    for (auto& handle : handles) {
+      handle.release();
+    }
+  }
+  return list;
+}
+
+void TensorListArgument::add_to(ExecutorKey& key) const {
+  key.add(tensors_.size());
+  for (const auto& tensor : tensors_) {
+    tensor.add_to(key);
+  }
 }
 
 IntArrayArgument::IntArrayArgument(std::optional<at::IntArrayRef> values) {

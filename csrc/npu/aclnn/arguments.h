@@ -12,26 +12,33 @@
 #include <concepts>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "npu/aclnn/executor_cache.h"
 
 struct aclTensor;
+struct aclTensorList;
 struct aclIntArray;
 
 namespace ascend_attn::aclnn {
 
 // The C types of prototypes.
 using Tensor = const aclTensor*;
+using TensorList = const aclTensorList*;
 using IntArray = const aclIntArray*;
 using Text = char*;
 
 struct Destroy {
   void operator()(Tensor tensor) const;
+  // And the tensors in it.
+  void operator()(TensorList list) const;
   void operator()(IntArray array) const;
 };
 using TensorHandle = std::unique_ptr<const aclTensor, Destroy>;
+using TensorListHandle = std::unique_ptr<const aclTensorList, Destroy>;
 using IntArrayHandle = std::unique_ptr<const aclIntArray, Destroy>;
 
 // A tensor, or none.
@@ -47,7 +54,10 @@ class TensorArgument {
 
   TensorHandle create() const;
   void add_to(ExecutorKey& key) const;
-  const std::optional<c10::Device>& device() const { return device_; }
+  // Itself, or nothing.
+  std::span<const TensorArgument> tensors() const { return {this, device_ ? size_t{1} : 0}; }
+  // Of a tensor that is there.
+  const c10::Device& device() const { return *device_; }
   // In which order the memory has the elements, an aclFormat.
   int format() const { return format_; }
 
@@ -64,6 +74,18 @@ class TensorArgument {
   uint64_t dimensions_ = 0;
   std::array<int64_t, kMaxDimensions> sizes_;
   std::array<int64_t, kMaxDimensions> strides_;
+};
+
+class TensorListArgument {
+ public:
+  TensorListArgument(at::TensorList list) : tensors_(list.begin(), list.end()) {}
+
+  TensorListHandle create() const;
+  void add_to(ExecutorKey& key) const;
+  std::span<const TensorArgument> tensors() const { return tensors_; }
+
+ private:
+  std::vector<TensorArgument> tensors_;
 };
 
 // A list of integers on the host, or none.
@@ -112,6 +134,10 @@ struct ArgumentOf {
 template <>
 struct ArgumentOf<Tensor> {
   using type = TensorArgument;
+};
+template <>
+struct ArgumentOf<TensorList> {
+  using type = TensorListArgument;
 };
 template <>
 struct ArgumentOf<IntArray> {

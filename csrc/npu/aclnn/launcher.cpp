@@ -236,7 +236,7 @@ Function::Function(const char* op, const char* name, bool reuses_executor)
 
 void check_tensor(const Function& function, int position, const TensorArgument& tensor,
                   std::optional<c10::Device>& first) {
-  const auto& device = *tensor.device();
+  const auto& device = tensor.device();
   if (!first) {
     first = device;
   }

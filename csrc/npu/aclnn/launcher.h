@@ -3,8 +3,8 @@
 //   launch<LightningIndexerFunction>(op.query, op.key, op.weights, ...);
 //
 // takes the arguments of the prototype in its order: tensors (optional ones become null pointers),
-// lists of integers, texts and numbers. A wrong number of arguments or a wrong type does not
-// compile.
+// lists of tensors or integers, texts and numbers. A wrong number of arguments or a wrong type does
+// not compile.
 //
 // The call goes through torch_npu's task queue to the current stream of the tensors' device. It
 // never waits for the device. An error of the device is raised at the call, or, when the queue's
@@ -117,9 +117,9 @@ c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
   int position = 0;
   const auto check = [&](const auto& argument) {
     ++position;
-    if constexpr (requires { argument.device(); }) {
-      if (argument.device()) {
-        check_tensor(function, position, argument, first);
+    if constexpr (requires { argument.tensors(); }) {
+      for (const auto& tensor : argument.tensors()) {
+        check_tensor(function, position, tensor, first);
       }
     }
   };
