@@ -20,10 +20,12 @@ def differentiable_names(sample: Sample) -> tuple[str, ...]:
     return sample.tensor_names(OPERATORS[sample.operator].differentiable)
 
 
-def incoming_gradient(sample: Sample, outputs: Outputs) -> Tensor:
+def incoming_gradients(sample: Sample, outputs: Outputs) -> Outputs:
+    """One for each output that carries the gradient."""
     operator = OPERATORS[sample.operator]
     assert operator.gradient is not None
-    return operator.gradient.incoming(sample, outputs, operator.gradient_output(outputs))
+    incoming = operator.gradient.incoming
+    return tuple(incoming(sample, outputs, x) for x in operator.gradient_outputs(outputs))
 
 
 def gradients(
@@ -47,6 +49,6 @@ def outputs_and_gradients(
     if not names:
         return outputs, ()
     leaves = [leaf.tensors[name] for name in names]
-    d_output = incoming_gradient(sample, outputs)
-    results = torch.autograd.grad(operator.gradient_output(outputs), leaves, d_output)
+    d_outputs = incoming_gradients(sample, outputs)
+    results = torch.autograd.grad(operator.gradient_outputs(outputs), leaves, d_outputs)
     return tuple(x.detach() for x in outputs), results

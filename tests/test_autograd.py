@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_attn_ops import reference
-from gradients import differentiable_names, gradients, incoming_gradient
+from gradients import differentiable_names, gradients, incoming_gradients
 from samples import (
     DIFFERENTIABLE_RECIPES,
     FIRST_DIFFERENTIABLE,
@@ -38,8 +38,8 @@ def gradient_of(sample: Sample) -> Gradient:
     return gradient
 
 
-def differentiable_output(sample: Sample, outputs: tuple[Tensor, ...]) -> Tensor:
-    return OPERATORS[sample.operator].gradient_output(outputs)
+def differentiable_outputs(sample: Sample, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return OPERATORS[sample.operator].gradient_outputs(outputs)
 
 
 def by_name(sample: Sample, results: Sequence[Any]) -> dict[str, Tensor]:
@@ -51,16 +51,16 @@ def reference_gradients(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor,
     """In fp64."""
     leaf = sample.double().requires_grad(names)
     outputs = leaf.call(reference)
-    d_output = incoming_gradient(leaf, outputs)
+    d_outputs = incoming_gradients(leaf, outputs)
     stated = gradient_of(sample).stated
     if stated is not None:
-        results = by_name(sample, stated(leaf, outputs, d_output))
+        results = by_name(sample, stated(leaf, outputs, *d_outputs))
         return tuple(results[name] for name in names)
     leaves = [leaf.tensors[name] for name in names]
-    output = differentiable_output(sample, outputs)
-    if not output.requires_grad:  # no query of this sample sees a key
+    carrying = differentiable_outputs(sample, outputs)
+    if not any(x.requires_grad for x in carrying):  # no query of this sample sees a key
         return tuple(torch.zeros_like(x) for x in leaves)
-    return torch.autograd.grad(output, leaves, d_output)
+    return torch.autograd.grad(carrying, leaves, d_outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -86,23 +86,23 @@ def test_backward_is_the_grad_operator(recipe: Recipe, dtype: torch.dtype) -> No
     outputs = sample.call(torch.ops.ascend)
     backward = gradient_of(sample).backward
     assert backward is not None
-    expected = by_name(sample, backward(sample, outputs, incoming_gradient(sample, outputs)))
+    expected = by_name(sample, backward(sample, outputs, *incoming_gradients(sample, outputs)))
     names = differentiable_names(sample)
     assert_same_bits(gradients(sample, names), tuple(expected[name] for name in names))
 
 
 def differentiable_function(
     sample: Sample,
-) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """The operator as gradcheck wants it, and the leaves it is a function of."""
     names = differentiable_names(sample)
     leaf = sample.requires_grad(names)
 
-    def function(*leaves: Tensor) -> Tensor:
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
         call = leaf.replace(**dict(zip(names, leaves, strict=True)))
-        output = differentiable_output(sample, call.call(torch.ops.ascend))
+        outputs = differentiable_outputs(sample, call.call(torch.ops.ascend))
         # Padding of -inf, as the indexer's values have, has no difference.
-        return output.masked_fill(output == -torch.inf, 0)
+        return tuple(x.masked_fill(x == -torch.inf, 0) for x in outputs)
 
     return function, tuple(leaf.tensors[name] for name in names)
 
@@ -121,7 +121,7 @@ def test_gradcheck(recipe: Recipe) -> None:
 @each_operator
 def test_gradcheck_of_every_element(recipe: Recipe) -> None:
     function, leaves = differentiable_function(recipe.make(torch.float64))
-    assert torch.autograd.gradcheck(lambda *x: function(*x).sum(-1), leaves)
+    assert torch.autograd.gradcheck(lambda *x: tuple(y.sum(-1) for y in function(*x)), leaves)
 
 
 @each_operator
@@ -138,7 +138,7 @@ def test_what_carries_no_gradient(recipe: Recipe) -> None:
     sample = recipe.make(torch.float32)
     leaf = sample.requires_grad(differentiable_names(sample))
     outputs = leaf.call(torch.ops.ascend)
-    carries = [name == gradient_of(sample).output for name in recipe.operator.output_names]
+    carries = [name in gradient_of(sample).outputs for name in recipe.operator.output_names]
     assert [x.requires_grad for x in outputs] == carries
     assert not any(x.requires_grad for x in sample.call(torch.ops.ascend))
     with torch.no_grad():
@@ -154,8 +154,8 @@ def test_what_carries_no_gradient(recipe: Recipe) -> None:
 def test_undefined_gradient(recipe: Recipe) -> None:
     sample = recipe.make(torch.float32)
     leaf = sample.requires_grad(differentiable_names(sample))
-    output = differentiable_output(sample, leaf.call(torch.ops.ascend))
-    torch._C._functions.UndefinedGrad()(output).sum().backward()
+    for output in differentiable_outputs(sample, leaf.call(torch.ops.ascend)):
+        torch._C._functions.UndefinedGrad()(output).sum().backward(retain_graph=True)
     for name in differentiable_names(sample):
         gradient = leaf.tensors[name].grad
         assert gradient is None or not gradient.any()
@@ -168,12 +168,16 @@ def test_expanded_gradient(recipe: Recipe) -> None:
     sample = next(
         sample
         for sample in (r.make(torch.float32) for r in recipe.operator.recipes if r.differentiable)
-        if differentiable_output(sample, sample.call(torch.ops.ascend)).isfinite().all()
+        if all(
+            x.isfinite().all()
+            for x in differentiable_outputs(sample, sample.call(torch.ops.ascend))
+        )
     )
     results = []
     for ones in (Tensor.sum, lambda x: (x * torch.ones_like(x)).sum()):
         leaf = sample.requires_grad(differentiable_names(sample))
-        ones(differentiable_output(sample, leaf.call(torch.ops.ascend))).backward()
+        outputs = differentiable_outputs(sample, leaf.call(torch.ops.ascend))
+        torch.autograd.backward([ones(x) for x in outputs])
         results.append(tuple(leaf.tensors[name].grad for name in differentiable_names(sample)))
     assert_same_bits(*results)
 
@@ -184,12 +188,12 @@ def test_second_derivative(recipe: Recipe) -> None:
     names = differentiable_names(sample)
     leaf = sample.requires_grad(names)
     outputs = leaf.call(torch.ops.ascend)
-    d_output = incoming_gradient(sample, outputs).requires_grad_()
+    d_outputs = [x.requires_grad_() for x in incoming_gradients(sample, outputs)]
     leaves = [leaf.tensors[name] for name in names]
 
     def differentiate_twice() -> None:
         first = torch.autograd.grad(
-            differentiable_output(sample, outputs), leaves, d_output, create_graph=True
+            differentiable_outputs(sample, outputs), leaves, d_outputs, create_graph=True
         )
         torch.autograd.grad(sum(x.sum() for x in first), leaves)
 

@@ -22,7 +22,7 @@ def operator() -> Iterator[Operator]:
     library = torch.library.Library("samples", "DEF")
     library.define(f"{NAME}(Tensor[] weights, Tensor[] parts, *, Tensor? bias=None) -> Tensor out")
     library.impl(NAME, weighted_sum, "CompositeImplicitAutograd")
-    yield Operator(NAME, [Case()], build, Gradient(("weights", "parts"), "out"))
+    yield Operator(NAME, [Case()], build, Gradient(("weights", "parts"), ("out",)))
     library._destroy()
 
 
@@ -129,7 +129,7 @@ def test_gradients(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     record = SimpleNamespace(
         differentiable=operator.differentiable,
         gradient=operator.gradient,
-        gradient_output=lambda outputs: outputs[0],
+        gradient_outputs=lambda outputs: outputs,
     )
     monkeypatch.setitem(OPERATORS, NAME, record)
     sample = operator.make(Case(), torch.float64)

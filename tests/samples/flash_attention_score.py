@@ -311,7 +311,7 @@ FLASH_ATTENTION_SCORE = Operator(
     "flash_attention_score",
     CASES,
     build,
-    Gradient(("query", "key", "value"), "out", backward),
+    Gradient(("query", "key", "value"), ("out",), backward),
     tolerance=tolerance,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,

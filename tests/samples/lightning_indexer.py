@@ -175,7 +175,7 @@ LIGHTNING_INDEXER = Operator(
     build,
     Gradient(
         ("query", "key", "weights"),
-        "sparse_values",
+        ("sparse_values",),
         backward,
         incoming=gradient_by_key,
         takes=without_counts,

@@ -44,16 +44,16 @@ def random_gradient(sample: Sample, outputs: Outputs, output: Tensor) -> Tensor:
 class Gradient:
     """How an operator is differentiated."""
 
-    # The arguments, and the output that carries the gradient; the others carry none.
+    # The arguments, and the outputs that carry the gradient; the others carry none.
     inputs: tuple[str, ...]
-    output: str
-    # The gradient operator's call, from sample, outputs and incoming gradient: one result per
+    outputs: tuple[str, ...]
+    # The gradient operator's call, from sample, outputs and incoming gradients: one result per
     # argument of `inputs`, a list for a list. None where there is no such operator.
-    backward: Callable[[Sample, Outputs, Tensor], Sequence[Any]] | None = None
-    # An incoming gradient, from sample, outputs and the output that carries it.
+    backward: Callable[..., Sequence[Any]] | None = None
+    # An incoming gradient, from sample, outputs and an output that carries it.
     incoming: Callable[[Sample, Outputs, Tensor], Tensor] = random_gradient
     # As `backward`, where the reference states its gradients; None: autograd differentiates it.
-    stated: Callable[[Sample, Outputs, Tensor], Sequence[Any]] | None = None
+    stated: Callable[..., Sequence[Any]] | None = None
     # The cases that can be differentiated; the operator refuses the others.
     takes: Callable[[Any], bool] = every_case
     # The cases whose gradient is what finite differences give.
@@ -105,10 +105,10 @@ class Operator:
     def differentiable(self) -> tuple[str, ...]:
         return self.gradient.inputs if self.gradient else ()
 
-    def gradient_output(self, outputs: Outputs) -> Tensor:
-        """The output that carries the gradient."""
+    def gradient_outputs(self, outputs: Outputs) -> Outputs:
+        """Those that carry the gradient."""
         assert self.gradient is not None
-        return outputs[self.output_names.index(self.gradient.output)]
+        return tuple(outputs[self.output_names.index(name)] for name in self.gradient.outputs)
 
     def make(self, case: Any, dtype: torch.dtype) -> Sample:
         """Made once, unless calls write to it: tests leave a sample as it is, which one checks."""

@@ -119,7 +119,7 @@ class Sample:
         """The same values with the dimensions in memory in reverse order."""
 
         def reversed_axes(x: Tensor) -> Tensor:
-            return x.permute(*reversed(range(x.dim())))
+            return x.permute(tuple(reversed(range(x.dim()))))
 
         return self.map(lambda x: reversed_axes(reversed_axes(x).contiguous()))
 

@@ -134,7 +134,7 @@ SPARSE_FLASH_ATTENTION = Operator(
     build,
     Gradient(
         ("query", "key", "value", "query_rope", "key_rope"),
-        "out",
+        ("out",),
         backward,
         takes=without_counts,
     ),

@@ -121,7 +121,7 @@ KL_LOSS = Operator(
     build,
     Gradient(
         ("query_index", "key_index", "weights"),
-        "loss",
+        ("loss",),
         backward=scaled,
         incoming=minus_two,
         stated=scaled,

@@ -61,8 +61,10 @@ class WrongCall:
 
 
 def put(name: str, function: Callable[[Any], object]) -> Change:
-    """Another value of an argument, made of the good one."""
-    return lambda sample: sample.replace(**{name: function(sample.arguments[name])})
+    """Another value of an argument, or of a tensor in a list, made of the good one."""
+    return lambda sample: sample.replace(
+        **{name: function({**sample.arguments, **sample.tensors}[name])}
+    )
 
 
 def elsewhere(x: Tensor) -> Tensor:
