@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/operator.h"
+#include "ops/attention_update.h"
 #include "ops/flash_attention_score.h"
 #include "ops/lightning_indexer.h"
 #include "ops/prompt_flash_attention.h"
@@ -18,9 +19,9 @@ struct OperatorList {};
 using Operators =
     OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
                  SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                 FlashAttentionScoreGrad, ScatterPaKvCache, PromptFlashAttention>;
+                 FlashAttentionScoreGrad, ScatterPaKvCache, PromptFlashAttention, AttentionUpdate>;
 
 // Operators that only autograd calls.
-using PrivateOperators = OperatorList<FlashAttentionPseGrad>;
+using PrivateOperators = OperatorList<FlashAttentionPseGrad, AttentionUpdateGrad>;
 
 }  // namespace ascend_attn

@@ -5,6 +5,7 @@ with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and
 """
 
 from ascend_attn_ops import _library
+from ascend_attn_ops.attention_update import attention_update
 from ascend_attn_ops.flash_attention_score import flash_attention_score, flash_attention_score_grad
 from ascend_attn_ops.lightning_indexer import lightning_indexer, lightning_indexer_grad
 from ascend_attn_ops.limits import limits
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LightningIndexer",
+    "attention_update",
     "flash_attention_score",
     "flash_attention_score_grad",
     "lightning_indexer",

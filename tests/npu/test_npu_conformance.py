@@ -5,13 +5,14 @@ torch_npu calls the same functions of the same library: an oracle that nobody he
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import cann_sim
 import pytest
 import torch
 from conftest import TASK_QUEUE
-from device_samples import DEVICE_RECIPES
+from device_samples import DEVICE_RECIPES, first
 from samples import OPERATORS, RECIPES, Recipe, Sample
 
 ND, NCL, NCHW = 2, 47, 0
@@ -45,16 +46,22 @@ def call_theirs(sample: Sample) -> None:
     operator.torch_npu({**defaults, **sample.arguments})
 
 
+# What is computed around an operator of attention.
+TENSOR_METHODS = ("aclnnInplace", "aclnnCast", "aclnnStack", "aclnnAmax", "aclnnEqScalar")
+
+
 def attention_calls(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         entry
         for entry in log
-        if "function" in entry and not entry["function"].startswith(("aclnnInplace", "aclnnCast"))
+        if "function" in entry and not entry["function"].startswith(TENSOR_METHODS)
     ]
 
 
 def comparable(value: Any) -> Any:
     """A logged argument without what may differ between two equal calls."""
+    if isinstance(value, list):
+        return [comparable(x) for x in value]
     if not isinstance(value, dict) or "sizes" not in value:
         return value
     # torch_npu tags 3-D tensors NCL and 4-D ones NCHW, for convolutions. Attention knows its axes
@@ -145,7 +152,9 @@ def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None
             sample.call(torch.ops.ascend)
         ours = steps(log)
     # On the caller's thread the second phase and what follows it come when the queue gets there.
-    assert sorted(ours) == sorted(theirs)
+    computes_more = any(x.get("function", "").startswith(TENSOR_METHODS) for x in log)
+    assert Counter(ours) >= Counter(theirs)
+    assert computes_more or len(ours) == len(theirs)
     assert ours[: ours.index("1") + 1] == theirs[: theirs.index("1") + 1]
     reuses = int(recipe.operator.keeps_executors)
     key = f"SetPTACacheHashKey {reuses}" if TASK_QUEUE == 2 else f"SetPTAHashKey {reuses}"
@@ -162,7 +171,8 @@ def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
     sample: Sample = recipe.make(torch.bfloat16)
     with cann_sim.keeping_executors():
         sample.to("npu").call(torch.ops.ascend)
-        sample = sample.replace(query=sample.arguments["query"].flip(0) * 0.5)
+        name, given = next(iter(sample.tensors.items()))
+        sample = sample.replace(**{name: given * 0.5})
         on_npu = sample.to("npu")
         with cann_sim.recorded_calls() as log:
             outputs = on_npu.call(torch.ops.ascend)
@@ -176,7 +186,7 @@ def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
 
 
 def test_another_argument_has_an_executor_of_its_own() -> None:
-    sample: Sample = KEEPING_EXECUTORS[0].make(torch.bfloat16).to("npu")
+    sample: Sample = first("flash_attention_score").make(torch.bfloat16).to("npu")
 
     def call() -> None:
         sample.call(torch.ops.ascend)

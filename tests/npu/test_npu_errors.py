@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -85,12 +86,18 @@ def test_a_value_of_its_own() -> None:
         other.call(torch.ops.ascend)
 
 
-@pytest.mark.parametrize("name", ["key", "sparse_indices", "query_rope"])
-def test_a_tensor_on_another_device(name: str) -> None:
-    sample = first(ATTENTION).make(torch.bfloat16).to("npu:0")
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        (ATTENTION, "key"), (ATTENTION, "sparse_indices"), (ATTENTION, "query_rope"),
+        ("attention_update", "lse[0]"), ("attention_update", "local_out[2]"),
+    ],
+)  # fmt: skip
+def test_a_tensor_on_another_device(operator: str, name: str) -> None:
+    sample = first(operator).make(torch.bfloat16).to("npu:0")
     for device in ("npu:1", "cpu"):
         elsewhere = sample.tensors[name].to(device)
-        with pytest.raises(ValueError, match=rf"{name}.*device"):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}.*device"):
             sample.replace(**{name: elsewhere}).call(torch.ops.ascend)
 
 
@@ -161,20 +168,23 @@ def test_310p() -> None:
     assert "query: expected dtype float16 on Ascend 310P, got bfloat16" in bfloat16
 
 
-def test_a_private_format_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("operator", "name"), [(ATTENTION, "query"), ("attention_update", "local_out[1]")]
+)
+def test_a_private_format_is_refused(operator: str, name: str) -> None:
     """Its elements are in blocks: read by strides they would be plausible and wrong."""
-    sample = first(ATTENTION).make(torch.bfloat16).to("npu")
-    query = sample.arguments["query"]
+    sample = first(operator).make(torch.bfloat16).to("npu")
+    given = sample.tensors[name]
     nz = 29
     torch.npu.config.allow_internal_format = True
     try:
         private = torch_npu.empty_with_format(
-            tuple(query.shape), dtype=query.dtype, device="npu", acl_format=nz
+            tuple(given.shape), dtype=given.dtype, device="npu", acl_format=nz
         )
     finally:
         torch.npu.config.allow_internal_format = False
     with cann_sim.recorded_calls() as log, pytest.raises(ValueError, match=r"private format 29"):
-        sample.replace(query=private).call(torch.ops.ascend)
+        sample.replace(**{name: private}).call(torch.ops.ascend)
     assert not any("function" in entry for entry in log)
 
 

@@ -1,0 +1,43 @@
+// AttentionUpdate: the result of one attention over disjoint sets of keys, from the results over
+// each set.
+#pragma once
+
+#include <array>
+#include <tuple>
+
+#include "core/arguments.h"
+#include "core/limits.h"
+
+namespace ascend_attn {
+
+struct AttentionUpdate {
+  static constexpr const char* name = "attention_update";
+  static constexpr const char* schema =
+      "(Tensor[] lse, Tensor[] local_out) -> (Tensor out, Tensor lse_out)";
+  static constexpr std::array functions{"aclnnAttentionUpdate"};
+  static const OperatorLimits limits;
+  using Outputs = std::tuple<at::Tensor, at::Tensor>;  // out, lse_out
+
+  TensorList lse, local_out;
+
+  Outputs check_and_allocate() const;
+};
+
+// The gradients of all parts, stacked along a new first axis: for autograd alone.
+struct AttentionUpdateGrad {
+  static constexpr const char* name = "_attention_update_grad";
+  static constexpr const char* schema =
+      "(Tensor d_out, Tensor d_lse_out, Tensor[] lse, Tensor[] local_out) -> (Tensor d_lse, "
+      "Tensor d_local_out)";
+  using Outputs = std::tuple<at::Tensor, at::Tensor>;  // d_lse, d_local_out
+
+  Tensor d_out, d_lse_out;
+  TensorList lse, local_out;
+
+  Outputs check_and_allocate() const;
+};
+
+// Whether no part has a key, by row.
+at::Tensor rows_without_keys(const at::Tensor& stacked_lse);
+
+}  // namespace ascend_attn
