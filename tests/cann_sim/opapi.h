@@ -86,6 +86,17 @@ struct aclOpExecutor;
 
 namespace cann_sim {
 
+// The C types of prototypes.
+using Tensor = const aclTensor*;
+using TensorList = const aclTensorList*;
+using IntArray = const aclIntArray*;
+
+// Sets of dtypes that several functions accept.
+inline const std::vector<aclDataType> kHalf{ACL_FLOAT16, ACL_BF16};
+inline const std::vector<aclDataType> kHalfOrFloat{ACL_FLOAT16, ACL_BF16, ACL_FLOAT};
+inline const std::vector<aclDataType> kFloat{ACL_FLOAT};
+inline const std::vector<aclDataType> kInt32{ACL_INT32};
+
 enum class Kind {
   input,
   input_or_none,

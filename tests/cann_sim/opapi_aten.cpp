@@ -5,10 +5,6 @@ using namespace cann_sim;
 
 namespace {
 
-using Tensor = const aclTensor*;
-using TensorList = const aclTensorList*;
-using IntArray = const aclIntArray*;
-
 // aten::copy_ also converts dtypes, which makes it aclnnCast.
 const Function inplace_copy{.name = "aclnnInplaceCopy",
                             .schema_name = "aten::copy_",

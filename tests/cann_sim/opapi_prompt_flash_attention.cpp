@@ -6,9 +6,6 @@ using namespace cann_sim;
 
 namespace {
 
-using Tensor = const aclTensor*;
-using IntArray = const aclIntArray*;
-
 const std::vector<aclDataType> kInput{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 const std::vector<aclDataType> kMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
 const std::vector<aclDataType> kDeqScale{ACL_UINT64, ACL_FLOAT};

@@ -1,4 +1,4 @@
-// AttentionUpdate.
+// AttentionUpdate. Prototype: docs/specification/attention_update.md.
 #include <ATen/core/TensorBody.h>
 #include <torch/library.h>
 
@@ -10,9 +10,6 @@
 using namespace cann_sim;
 
 namespace {
-
-using Tensor = const aclTensor*;
-using TensorList = const aclTensorList*;
 
 // The device's results for rows that are -inf in every part are not documented: here they are NaN.
 std::tuple<at::Tensor, at::Tensor> as_on_the_device(at::TensorList lse, at::TensorList local_out) {

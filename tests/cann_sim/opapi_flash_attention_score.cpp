@@ -5,11 +5,6 @@ using namespace cann_sim;
 
 namespace {
 
-using Tensor = const aclTensor*;
-using IntArray = const aclIntArray*;
-
-const std::vector<aclDataType> kFloats{ACL_FLOAT16, ACL_BF16, ACL_FLOAT};
-const std::vector<aclDataType> kFloat{ACL_FLOAT};
 const std::vector<aclDataType> kByte{ACL_UINT8};
 const std::vector<aclDataType> kMask{ACL_BOOL, ACL_UINT8};
 
@@ -23,9 +18,9 @@ Arguments join(std::initializer_list<Arguments> parts) {
   return all;
 }
 
-const Arguments kTensors{input("query", "query", kFloats), input("key", "key", kFloats),
-                         input("value", "value", kFloats)};
-const Arguments kTerms{optional_input("pseShiftOptional", "pse_shift", kFloats),
+const Arguments kTensors{input("query", "query", kHalfOrFloat), input("key", "key", kHalfOrFloat),
+                         input("value", "value", kHalfOrFloat)};
+const Arguments kTerms{optional_input("pseShiftOptional", "pse_shift", kHalfOrFloat),
                        optional_input("dropMaskOptional", "drop_mask", kByte),
                        optional_input("paddingMaskOptional", ""),
                        optional_input("attenMaskOptional", "atten_mask", kMask)};
@@ -46,11 +41,11 @@ const Arguments kAttributes{attribute("qStartIdxOptional", "q_start_idx"),
 // The operator gives out first. softmaxOutOut and dpseOut are never written.
 const Arguments kOutputs{output("softmaxMaxOut", 1), output("softmaxSumOut", 2),
                          attribute("softmaxOutOut"), output("attentionOutOut", 0)};
-const Arguments kSaved{input("dy", "dy", kFloats)};
+const Arguments kSaved{input("dy", "dy", kHalfOrFloat)};
 const Arguments kStatistics{input("softmaxMaxOptional", "softmax_max", kFloat),
                             input("softmaxSumOptional", "softmax_sum", kFloat),
                             optional_input("softmaxInOptional", ""),
-                            input("attentionInOptional", "attention_in", kFloats)};
+                            input("attentionInOptional", "attention_in", kHalfOrFloat)};
 const Arguments kGradients{output("dqOut"), output("dkOut"), output("dvOut"), attribute("dpseOut")};
 
 const Function score{.name = "aclnnFlashAttentionScoreV2",

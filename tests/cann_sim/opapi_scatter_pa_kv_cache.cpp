@@ -5,9 +5,6 @@ using namespace cann_sim;
 
 namespace {
 
-using Tensor = const aclTensor*;
-using IntArray = const aclIntArray*;
-
 // Those of Atlas A2 and A3.
 const std::vector<aclDataType> kCache{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 const std::vector<aclDataType> kIndex{ACL_INT32, ACL_INT64};
