@@ -1,6 +1,5 @@
-// Defines the operators of torch.ops.ascend. Each one's schema and arguments stand in
-// csrc/ops/<operator>.h; its kernels register themselves, in
-// csrc/{cpu,npu,autograd}/<operator>.cpp.
+// Defines the operators of torch.ops.ascend. csrc/ops/<operator>.h declares each one's schema and
+// arguments; its kernels register themselves in csrc/{cpu,npu,autograd}/<operator>.cpp.
 #include <torch/library.h>
 
 #include <string>

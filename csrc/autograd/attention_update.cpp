@@ -12,10 +12,10 @@
 namespace ascend_attn {
 namespace {
 
-// With the weights w of the parts, which are the softmax of their lse:
+// With w = softmax(lse) over the parts:
 //   d_local_out[i] = w[i] * d_out
 //   d_lse[i] = w[i] * (s[i] - sum of w[j] * s[j] + d_lse_out),  s[i] = d_out . local_out[i]
-// The same operators of torch on every backend, one part at a time.
+// Written with torch operators, part by part, so that it serves every backend.
 void attention_update_grad(const AttentionUpdateGrad& op, AttentionUpdateGrad::Outputs& outputs) {
   const auto& [d_lse, d_local_out] = outputs;
   const auto lse = at::stack(op.lse);

@@ -1,5 +1,5 @@
-// How an operator gets its gradient. The kernel of the Autograd key goes straight to the backend
-// unless a gradient is wanted; then it records a torch::autograd::Function.
+// Gives an operator its gradient. Its kernel for the Autograd key calls the backend directly unless
+// a gradient is wanted; then it records a torch::autograd::Function.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -43,10 +43,10 @@ bool has_tangent(const T&) {
   return false;
 }
 
-// Forward-mode differentiation would take the outputs for constants, without a word.
+// Rejects dual tensors: forward-mode AD would silently treat the outputs as constants.
 template <typename Op, typename... Args>
 void check_no_tangent(const Args&... args) {
-  // Without a level nobody has tangents.
+  // Tangents exist only inside a forward-AD level.
   const bool dual =
       torch::autograd::ForwardADLevel::try_get_by_idx(0) && (has_tangent(args) || ...);
   check_implemented(!dual, Op::name, "gradient",
@@ -57,7 +57,7 @@ void check_no_tangent(const Args&... args) {
 // `Derived` supplies
 //   static void save(AutogradContext*, const Op&, const Outputs&)
 //   static variable_list gradients(AutogradContext*, const variable_list& d_outputs)
-// and hides `differentiable` where a call may have nothing to differentiate, or no gradient.
+// and hides `differentiable` if a call may have nothing to differentiate, or no gradient.
 template <typename Derived, typename Op, typename Signature = SignatureOf<Op>>
 struct OperatorFunction;
 
@@ -76,7 +76,7 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       return call<Op>(args...);
     }
-    // torch asks every tensor that it records for its device.
+    // Function::apply reads the device of every tensor, so none may be undefined.
     check_tensors_given(Op::name, args...);
     return as_outputs(Derived::apply(args...),
                       std::make_index_sequence<std::tuple_size_v<Outputs>>());
@@ -88,7 +88,7 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
       return call<Op>(args...);
     }();
     context->set_materialize_grads(false);
-    // The backward may run on a thread of the engine, where nobody has set the limits.
+    // The backward may run on an engine thread, where the caller's limits are not set.
     context->saved_data["limits"] = limits_override();
     Derived::save(context, Op{args...}, outputs);
     return std::apply([](const auto&... tensors) { return variable_list{tensors...}; }, outputs);
@@ -111,8 +111,8 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
         "expected a first derivative, got a second derivative, which this operator does not have");
 }
 
-// A gradient operator is itself not differentiable: a second derivative through its results is an
-// error, create_graph=True alone is not.
+// Makes a gradient operator raise on a second derivative through its results; create_graph=True
+// alone is no error.
 template <typename Op>
 struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
   static void save(AutogradContext*, const Op&, const typename Op::Outputs&) {}
@@ -124,8 +124,8 @@ struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
 template <typename Op>
 void nothing(const Op&) {}
 
-// An operator for inference: a gradient that is wanted of an argument is an error. `before` and
-// `after` are called around it.
+// The kernel of an inference operator: raises if an argument requires grad. `before` and `after`
+// run around the call.
 template <typename Op, auto before = nothing<Op>, auto after = nothing<Op>,
           typename Signature = SignatureOf<Op>>
 struct InferenceOnly;

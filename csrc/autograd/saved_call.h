@@ -1,4 +1,4 @@
-// What a forward call leaves for its backward: all of its arguments, and gradients by argument.
+// Saves a call's arguments for its backward, and collects the gradients by argument.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -21,7 +21,7 @@ using torch::autograd::variable_list;
 
 namespace saved {
 
-// What owns the value of a field.
+// Maps a field to a type that owns its value.
 template <typename Field>
 struct Owner {
   using type = Field;
@@ -45,7 +45,7 @@ struct Owners<std::tuple<const Fields&...>> {
   using type = std::tuple<typename Owner<Fields>::type...>;
 };
 
-// The value as a field has it.
+// Returns an owned value as the type of its field.
 template <typename T>
 const T& view(const T& value) {
   return value;
@@ -77,7 +77,7 @@ struct Writer {
   }
 };
 
-// The inverse, in the same order.
+// Reads back what Writer has written, in the same order.
 struct Reader {
   variable_list::const_iterator tensor;
   std::vector<c10::IValue>::const_iterator value;
@@ -106,11 +106,11 @@ struct Reader {
 
 }  // namespace saved
 
-// The call of `Op` that a backward belongs to.
+// The forward call of `Op` that a backward belongs to.
 template <typename Op>
 class SavedCall {
  public:
-  // Keeps all arguments, and those outputs that the backward reads.
+  // Saves all arguments, and the outputs that the backward reads.
   static void save(AutogradContext* context, const Op& op, std::initializer_list<at::Tensor> kept) {
     saved::Writer writer;
     std::apply([&](const auto&... arguments) { (writer(arguments), ...); }, arguments_of(op));
@@ -133,7 +133,7 @@ class SavedCall {
   SavedCall& operator=(const SavedCall&) = delete;
 
   const Op& op() const { return op_; }
-  // The outputs that were kept, in their order.
+  // The saved outputs, in the order of `save`.
   const at::Tensor& output(size_t index) const { return tensors_[outputs_ + index]; }
 
  private:
@@ -154,8 +154,8 @@ class SavedCall {
   Op op_;
 };
 
-// The gradients of the arguments of `op`, of which most have none. torch counts every tensor of a
-// list for itself.
+// The gradients of the arguments of `op`; most are undefined. Every tensor of a list counts as an
+// argument of its own.
 template <typename Op>
 class Gradients {
  public:
@@ -163,7 +163,7 @@ class Gradients {
     gradients_.resize(find(nullptr));
   }
 
-  // The gradient of one of the fields of `op`: gradients.of(op.query) = d_query.
+  // The gradient of a field of `op`: gradients.of(op.query) = d_query.
   template <typename Argument>
   at::Tensor& of(const Argument& argument) {
     static_assert(!std::is_same_v<Argument, at::TensorList>, "set() takes the gradients of a list");
@@ -171,7 +171,7 @@ class Gradients {
     TORCH_INTERNAL_ASSERT(index < gradients_.size(), "no argument of the call");
     return gradients_[index];
   }
-  // Of the tensors of a list, in its order.
+  // Sets the gradients of a list of tensors, in its order.
   void set(const at::TensorList& argument, at::TensorList gradients) {
     const auto first = find(&argument);
     TORCH_INTERNAL_ASSERT(
@@ -183,7 +183,7 @@ class Gradients {
   operator variable_list() && { return std::move(gradients_); }
 
  private:
-  // The position of the gradient of a field, found by its address; behind all of them for none.
+  // Finds a field by its address and returns its position; the number of positions if not found.
   size_t find(const void* argument) const {
     size_t position = 0;
     bool found = false;

@@ -5,6 +5,15 @@
 #include "core/symbolic.h"
 
 namespace ascend_attn {
+
+std::vector<ProductLimits> sparse_limits(std::initializer_list<Limit> own) {
+  ProductLimits limits{products(Product::A2, Product::A3),
+                       {at::kHalf, at::kBFloat16},
+                       {kBatch, kQueryLength, kKeyLength}};
+  limits.limits.insert(limits.limits.end(), own);
+  return {limits};
+}
+
 SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& layout,
                          NamedTensor query, NamedTensor key)
     : op_(limits.op),

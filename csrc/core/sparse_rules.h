@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "core/layout.h"
 #include "core/limits.h"
@@ -30,6 +31,10 @@ inline constexpr Limit kIndexHeads{
     "Nidx", "query heads of the indexer", {.one_of = {8, 16, 32, 64}}};
 inline constexpr Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
+
+// Returns the limits of a sparse operator: half-precision inputs on A2 and A3, with the limits that
+// all have in common and its own.
+std::vector<ProductLimits> sparse_limits(std::initializer_list<Limit> own);
 
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {

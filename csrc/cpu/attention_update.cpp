@@ -18,12 +18,12 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// A row is merged in blocks of this many columns, whose sums stay in the nearest cache.
+// Rows are merged in blocks of this many columns, so that the sums stay in L1.
 constexpr int64_t kColumns = 256;
-// A thread merges at least this many elements.
+// The least number of elements per thread.
 constexpr int64_t kGrain = 32768;
 
-// One of the results, row by row.
+// One partial result, as rows.
 template <typename Input>
 struct Part {
   using T = Accumulator<Input>;
@@ -42,13 +42,13 @@ struct Part {
   int64_t lse_stride, out_stride;
 };
 
-// Turns the lse of the parts into their weights, which add up to one, or are zero without any key.
-// Returns their common lse.
+// Replaces the lse of each part by its weight (they sum to one, or are zero if no part has a key)
+// and returns the merged lse.
 template <typename T>
 T to_weights(T* lse, int64_t n) {
   T max = lse[0];
   for (int64_t i = 1; i < n; ++i) {
-    // NaN stays.
+    // Propagates NaN.
     max = lse[i] > max || std::isnan(lse[i]) ? lse[i] : max;
   }
   if (max == -std::numeric_limits<T>::infinity()) {
@@ -81,7 +81,7 @@ void merge(const std::vector<Part<Input>>& parts, int64_t rows, int64_t size, In
       lse_out[row] = to_weights(weights.data(), n);
       Input* to = out + row * size;
       if (lse_out[row] == -std::numeric_limits<T>::infinity()) {
-        // Not a product with zero: what a part without keys holds may be NaN.
+        // No product with zero: a part without keys may hold NaN.
         std::fill_n(to, size, Input(0));
         continue;
       }

@@ -16,10 +16,10 @@ struct AttentionUpdateFunction : FunctionOf<AttentionUpdate> {
                         Tensor lse_out);
 };
 
-// lse_out is computed as well.
+// Asks for lse_out as well.
 constexpr int64_t kWithLse = 1;
 
-// The function knows rows alone.
+// Flattens the leading axes: the function takes (rows,) and (rows, D).
 std::vector<at::Tensor> as_rows(at::TensorList tensors, at::IntArrayRef sizes) {
   std::vector<at::Tensor> rows;
   for (const auto& tensor : tensors) {
@@ -38,7 +38,7 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   const auto lse_rows = lse_out.view({rows});
   launch<AttentionUpdateFunction>(at::TensorList(lse), at::TensorList(local_out), kWithLse,
                                   out_rows, lse_rows);
-  // What the device makes of rows without keys is not documented.
+  // The device's result for rows without keys is not documented.
   const auto empty = rows_without_keys(at::stack(lse));
   out_rows.masked_fill_(empty.unsqueeze(-1), 0);
   lse_rows.masked_fill_(empty, -std::numeric_limits<double>::infinity());

@@ -16,14 +16,14 @@ namespace {
 constexpr Limit kHeadSize{"D", "head size", {.min = 8, .max = 512, .multiple_of = 8}};
 const std::vector<c10::ScalarType> kDtypes{at::kHalf, at::kBFloat16, at::kFloat};
 
-// The shape of a part behind a first axis of n.
+// Returns the shape of n stacked parts.
 c10::SymDimVector stacked(size_t n, const at::Tensor& part) {
   c10::SymDimVector sizes{static_cast<int64_t>(n)};
   sizes.append(part.sym_sizes().begin(), part.sym_sizes().end());
   return sizes;
 }
 
-// Lists without a tensor name no backend: the dispatcher ends here, with the checks.
+// Empty lists select no backend, so the dispatcher falls back to this kernel, whose checks raise.
 void no_backend(const AttentionUpdate& op, AttentionUpdate::Outputs&) {
   check_implemented(false, op.name, "device", "expected the CPU or an NPU, got ",
                     op.lse.front().device());

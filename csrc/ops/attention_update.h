@@ -1,5 +1,5 @@
-// AttentionUpdate: the result of one attention over disjoint sets of keys, from the results over
-// each set.
+// AttentionUpdate: merges attention results over disjoint sets of keys into the result over all of
+// them.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ struct AttentionUpdate {
   Outputs check_and_allocate() const;
 };
 
-// The gradients of all parts, stacked along a new first axis: for autograd alone.
+// The gradients of all parts, stacked along a new first axis. Only autograd calls it.
 struct AttentionUpdateGrad {
   static constexpr const char* name = "_attention_update_grad";
   static constexpr const char* schema =
@@ -37,7 +37,7 @@ struct AttentionUpdateGrad {
   Outputs check_and_allocate() const;
 };
 
-// Whether no part has a key, by row.
+// Returns which rows have no key in any part.
 at::Tensor rows_without_keys(const at::Tensor& stacked_lse);
 
 }  // namespace ascend_attn

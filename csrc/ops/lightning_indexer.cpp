@@ -23,25 +23,15 @@ SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
 }  // namespace
 
 const OperatorLimits LightningIndexer::limits{
-    name,
-    functions,
-    {{products(Product::A2, Product::A3),
-      {at::kHalf, at::kBFloat16},
-      {kBatch,
-       kQueryLength,
-       kKeyLength,
-       kIndexHeads,
-       kIndexDim,
-       {"K",
-        "selected keys per token",
-        {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}}}}};
+    name, functions,
+    sparse_limits({kIndexHeads,
+                   kIndexDim,
+                   {"K",
+                    "selected keys per token",
+                    {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}})};
 
 const OperatorLimits LightningIndexerGrad::limits{
-    name,
-    functions,
-    {{products(Product::A2, Product::A3),
-      {at::kHalf, at::kBFloat16},
-      {kBatch, kQueryLength, kKeyLength, kIndexHeads, kIndexDim, kTrainingCount}}}};
+    name, functions, sparse_limits({kIndexHeads, kIndexDim, kTrainingCount})};
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);

@@ -35,32 +35,21 @@ SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
 }  // namespace
 
 const OperatorLimits SparseFlashAttention::limits{
-    name,
-    functions,
-    {{products(Product::A2, Product::A3),
-      {at::kHalf, at::kBFloat16},
-      {kBatch,
-       kQueryLength,
-       kKeyLength,
-       kAttentionHeads,
-       kHeadDim,
-       kRopeDim,
-       kTrainingCount,
-       {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}}}}};
+    name, functions,
+    sparse_limits(
+        {kAttentionHeads,
+         kHeadDim,
+         kRopeDim,
+         kTrainingCount,
+         {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}})};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
-    name,
-    functions,
-    {{products(Product::A2, Product::A3),
-      {at::kHalf, at::kBFloat16},
-      {kBatch,
-       kQueryLength,
-       kKeyLength,
-       kAttentionHeads,
-       kHeadDim,
-       kRopeDim,
-       kTrainingCount,
-       {"sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64}}}}}}};
+    name, functions,
+    sparse_limits({kAttentionHeads,
+                   kHeadDim,
+                   kRopeDim,
+                   kTrainingCount,
+                   {"sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64}}}})};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
   const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);

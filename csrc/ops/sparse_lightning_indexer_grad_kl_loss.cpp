@@ -6,19 +6,13 @@
 namespace ascend_attn {
 
 const OperatorLimits SparseLightningIndexerGradKLLoss::limits{
-    name,
-    functions,
-    {{products(Product::A2, Product::A3),
-      {at::kHalf, at::kBFloat16},
-      {kBatch,
-       kQueryLength,
-       kKeyLength,
-       {"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
-       kHeadDim,
-       kRopeDim,
-       kIndexHeads,
-       kIndexDim,
-       kTrainingCount}}}};
+    name, functions,
+    sparse_limits({{"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
+                   kHeadDim,
+                   kRopeDim,
+                   kIndexHeads,
+                   kIndexDim,
+                   kTrainingCount})};
 
 SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::check_and_allocate()
     const {
