@@ -161,6 +161,23 @@ def test_undefined_gradient(recipe: Recipe) -> None:
         assert gradient is None or not gradient.any()
 
 
+@pytest.mark.parametrize(
+    "name", ["flash_attention_score", "lightning_indexer", "sparse_flash_attention"]
+)
+def test_undefined_gradient_reads_no_input(name: str) -> None:
+    """So that it does not matter when one has changed since."""
+    recipe = next(recipe for recipe in DIFFERENTIABLE_RECIPES if recipe.operator.name == name)
+    sample = recipe.make(torch.float32)
+    names = differentiable_names(sample)
+    leaves = sample.requires_grad(names)
+    changed = leaves.map(lambda x: x.clone() if x.requires_grad else x)
+    outputs = differentiable_outputs(sample, changed.call(torch.ops.ascend))
+    with torch.no_grad():
+        for name in names:
+            changed.tensors[name].zero_()
+    torch._C._functions.UndefinedGrad()(outputs[0]).sum().backward()
+
+
 @each_operator
 def test_expanded_gradient(recipe: Recipe) -> None:
     """The gradient of a sum has no memory of its own."""

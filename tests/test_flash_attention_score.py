@@ -21,6 +21,7 @@ from samples.masks import compressed_mask as sample_mask
 from tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -114,6 +115,31 @@ def test_without_a_mask_mode_0_keeps_every_key() -> None:
     assert_same_bits(band, expected)
     dense = scaled_dot_product_attention(q, k, v, scale=0.3)
     torch.testing.assert_close(expected[0], dense)
+
+
+def test_a_symbolic_length_beside_real_tensors_is_an_error() -> None:
+    length = ShapeEnv().create_unbacked_symint()
+    q = torch.randn(5, 2, 8, dtype=torch.float64)
+    lengths = {f"actual_seq_lengths_{name}": [2, length] for name in ("query", "key")}
+    with pytest.raises(RuntimeError, match="expected int"):
+        ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout="TND", **lengths)
+
+
+@pytest.mark.parametrize("layout", [["BSND"], None])
+def test_a_layout_that_is_no_name_is_an_error_of_the_operator(layout: Any) -> None:
+    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"ascend::flash_attention_score.*layout"):
+        ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout=layout)
+
+
+def test_refused_masks_draw_no_random_numbers() -> None:
+    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError, match="attn_mask: expected dtype bool"):
+        ascend_attn_ops.flash_attention_score(
+            q, q, q, num_heads=2, layout="BSND", attn_mask=torch.ones(2, 2), dropout_p=0.5
+        )
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("pse_type", [0, 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import ascend_attn_ops
 import pytest
@@ -108,6 +108,12 @@ def test_the_declaration_is_what_help_shows(operator: str) -> None:
     assert function.__module__ == declaration.__module__
     assert function.__qualname__ == operator
     assert inspect.getsource(function).startswith("@operator(")
+
+
+@pytest.mark.parametrize("operator", PUBLIC)
+def test_every_argument_has_its_type(operator: str) -> None:
+    function = getattr(ascend_attn_ops, operator)
+    assert get_type_hints(function).keys() == {*inspect.signature(function).parameters, "return"}
 
 
 def test_errors_about_arguments_are_those_of_python() -> None:

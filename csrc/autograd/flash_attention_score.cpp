@@ -32,12 +32,12 @@ struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAt
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
+    if (!d_outputs[0].defined()) {
+      return no_gradients<FlashAttentionScore>();
+    }
     const SavedCall<FlashAttentionScore> saved(context);
     const auto& op = saved.op();
     Gradients gradients(op);
-    if (!d_outputs[0].defined()) {
-      return std::move(gradients);
-    }
     const FlashAttentionGradArguments arguments{.query = op.query,
                                                 .key = op.key,
                                                 .value = op.value,

@@ -27,25 +27,26 @@ struct LightningIndexerFunction : OperatorFunction<LightningIndexerFunction, Lig
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
+    const auto& d_values = d_outputs[1];
+    if (!d_values.defined()) {
+      return no_gradients<LightningIndexer>();
+    }
     const SavedCall<LightningIndexer> saved(context);
     const auto& op = saved.op();
     Gradients gradients(op);
-    const auto& d_values = d_outputs[1];
-    if (d_values.defined()) {
-      std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.weights)) = call(
-          LightningIndexerGrad{.query = op.query,
-                               .key = op.key,
-                               .d_values = d_values,
-                               .sparse_indices = saved.output(0),
-                               .weights = op.weights,
-                               .actual_seq_lengths_query = op.actual_seq_lengths_query,
-                               .actual_seq_lengths_key = op.actual_seq_lengths_key,
-                               .layout = op.layout,
-                               .sparse_mode = op.sparse_mode,
-                               .pre_tokens = op.pre_tokens,
-                               .next_tokens = op.next_tokens,
-                               .deterministic = context->saved_data["deterministic"].toBool()});
-    }
+    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.weights)) =
+        call(LightningIndexerGrad{.query = op.query,
+                                  .key = op.key,
+                                  .d_values = d_values,
+                                  .sparse_indices = saved.output(0),
+                                  .weights = op.weights,
+                                  .actual_seq_lengths_query = op.actual_seq_lengths_query,
+                                  .actual_seq_lengths_key = op.actual_seq_lengths_key,
+                                  .layout = op.layout,
+                                  .sparse_mode = op.sparse_mode,
+                                  .pre_tokens = op.pre_tokens,
+                                  .next_tokens = op.next_tokens,
+                                  .deterministic = context->saved_data["deterministic"].toBool()});
     return std::move(gradients);
   }
 };

@@ -106,6 +106,12 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
   }
 };
 
+// Returns an undefined gradient for every argument of an operator without lists of tensors.
+template <typename Op>
+variable_list no_gradients() {
+  return variable_list(argument_count(Op::name));
+}
+
 [[noreturn]] inline void raise_second_derivative(std::string_view op) {
   raise(Violation::not_implemented, op, "gradient",
         "expected a first derivative, got a second derivative, which this operator does not have");

@@ -29,12 +29,12 @@ struct SparseFlashAttentionFunction
   }
 
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
+    if (!d_outputs[0].defined()) {
+      return no_gradients<SparseFlashAttention>();
+    }
     const SavedCall<SparseFlashAttention> saved(context);
     const auto& op = saved.op();
     Gradients gradients(op);
-    if (!d_outputs[0].defined()) {
-      return std::move(gradients);
-    }
     auto options = op.options;
     options.pre_tokens = options.next_tokens = kIgnoredTokens;
     options.deterministic = context->saved_data["deterministic"].toBool();

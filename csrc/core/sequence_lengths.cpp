@@ -42,13 +42,7 @@ std::vector<int64_t> read_lengths(std::string_view op, std::string_view argument
 
 std::vector<int64_t> read_lengths(std::string_view, std::string_view, Layout,
                                   at::OptionalSymIntArrayRef lengths, int64_t) {
-  std::vector<int64_t> values;
-  if (lengths) {
-    for (const auto& length : *lengths) {
-      values.push_back(length.expect_int());
-    }
-  }
-  return values;
+  return lengths ? values_of(*lengths) : std::vector<int64_t>();
 }
 
 template <typename Lengths>
@@ -137,6 +131,14 @@ int64_t pair_count(c10::ArrayRef<Sequence> sequences) {
     pairs += sequence.queries * sequence.keys;
   }
   return pairs;
+}
+
+std::vector<int64_t> values_of(c10::SymIntArrayRef list) {
+  std::vector<int64_t> values;
+  for (const auto& each : list) {
+    values.push_back(each.expect_int());
+  }
+  return values;
 }
 
 std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list) {

@@ -60,6 +60,8 @@ int64_t pair_count(c10::ArrayRef<Sequence> sequences);
 
 // Returns the values of a list, or nullopt if one of them is symbolic.
 std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list);
+// Returns the values of a list; raises if one of them is symbolic.
+std::vector<int64_t> values_of(c10::SymIntArrayRef list);
 
 // Returns the sequences of a call on CPU tensors, with tokens counted over the flattened (batch,
 // sequence) axes. Lengths come as the operator takes them, as an int32 tensor or as a list. The

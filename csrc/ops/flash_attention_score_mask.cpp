@@ -87,7 +87,7 @@ void FlashAttentionRules::check_full_mask() const {
               "expected shape (B, N, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv) for "
               "sparse_mode ",
               mode, ", with B, N, Sq, Skv = ", batch_, ", ", heads_, ", ", queries_, ", ", keys_,
-              ", got ", mask.sym_sizes(), "; other rules are not broadcast, expand them");
+              ", got ", mask.sym_sizes(), "; other shapes are not broadcast, expand them");
 }
 
 void FlashAttentionRules::check_compressed_mask() const {

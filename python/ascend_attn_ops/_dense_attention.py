@@ -20,7 +20,7 @@ _AXES = _C.layout_axes
 def default_scale(query: Tensor, num_heads: int, layout: str) -> float:
     """1 / sqrt(D). Arguments that have no D are left to the operator's errors."""
     shape = query.shape if isinstance(query, Tensor) else ()
-    if not shape or layout not in _AXES:
+    if not shape or not isinstance(layout, str) or layout not in _AXES:
         return 1.0
     size = shape[-1]
     if _AXES[layout][2] == len(shape) - 1:
@@ -92,7 +92,8 @@ def given_or_drawn_mask(
         lengths = [[b - a for a, b in pairwise([0, *(x or [])])] for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))
     else:
-        batch, tokens, _ = _AXES.get(layout, (0, 1, 2))  # another name is an error of the operator
+        # Another name is an error of the operator.
+        batch, tokens, _ = _AXES.get(str(layout), (0, 1, 2))
         pairs = query.shape[batch] * query.shape[tokens] * key.shape[tokens]
     return draw_drop_mask(num_heads * pairs, 1 - dropout_p, query.device, generator)
 

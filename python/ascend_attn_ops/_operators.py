@@ -23,6 +23,19 @@ from ascend_attn_ops import _C
 ALL_TOKENS = 2**31 - 1
 ALL_TOKENS_SPARSE = 2**63 - 1
 
+# Annotations for the types of a schema.
+_ANNOTATIONS = {
+    "Tensor": "Tensor",
+    "Optional[Tensor]": "Tensor | None",
+    "List[Tensor]": "Sequence[Tensor]",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "List[int]": "Sequence[int]",
+    "Optional[List[int]]": "Sequence[int] | None",
+}
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -31,16 +44,15 @@ def operator(**computed: Callable[..., Any]) -> Callable[[Callable[P, R]], Calla
     """Turn a declaration (signature and docstring, no body) into the operator of its name.
 
     Each argument of the schema is the parameter of its name. `computed` has functions of parameters
-    for some of them: one that reads the argument itself gives its value, any other gives the value
-    of an argument that is None. ``*tensors`` and ``**options`` in a declaration stand for all
-    arguments of the schema that it does not list.
+    for some of them, called in their order: one that reads the argument itself gives its value, any
+    other gives the value of an argument that is None. ``*tensors`` and ``**options`` in a
+    declaration stand for all arguments of the schema that it does not list.
     """
 
     def make(declaration: Callable[P, R]) -> Callable[P, R]:
         name, module = declaration.__name__, declaration.__module__
         schema = schema_parameters(name)
         signature = _with_options(inspect.signature(declaration), schema)
-        values = [_value(argument, computed.get(argument)) for argument in schema]
         through_torch = _through_torch(name, schema)
         names = {
             "_direct": _C.direct_calls[name](through_torch, module),
@@ -48,7 +60,12 @@ def operator(**computed: Callable[..., Any]) -> Callable[[Callable[P, R]], Calla
             "_is_dynamo_compiling": is_dynamo_compiling,
             **{f"_{argument}": function for argument, function in computed.items()},
         }
-        function = _function(declaration, signature, names, ", ".join(values))
+        body = [_assignment(argument, function) for argument, function in computed.items()]
+        body += [
+            "call = _through_torch if _is_dynamo_compiling() else _direct",
+            f"return call({', '.join(schema)})",
+        ]
+        function = _function(declaration, signature, names, body)
         return cast("Callable[P, R]", function)
 
     return make
@@ -65,6 +82,7 @@ def schema_parameters(name: str) -> dict[str, inspect.Parameter]:
             x.name,
             kinds[x.kwarg_only],
             default=x.default_value if x.has_default_value() else inspect.Parameter.empty,
+            annotation=_ANNOTATIONS[str(x.type)],
         )
         for x in getattr(torch.ops.ascend, name).default._schema.arguments
     }
@@ -80,12 +98,12 @@ def _with_options(
     return signature.replace(parameters=list(listed.values()))
 
 
-def _value(argument: str, compute: Callable[..., Any] | None) -> str:
-    if compute is None:
-        return argument
+def _assignment(argument: str, compute: Callable[..., Any]) -> str:
     read = inspect.signature(compute).parameters
     call = f"_{argument}({', '.join(read)})"
-    return call if argument in read else f"{call} if {argument} is None else {argument}"
+    return f"{argument} = " + (
+        call if argument in read else f"{call} if {argument} is None else {argument}"
+    )
 
 
 def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[..., Any]:
@@ -104,7 +122,7 @@ def _function(
     declaration: Callable[..., Any],
     signature: inspect.Signature,
     names: dict[str, Any],
-    values: str,
+    body: list[str],
 ) -> Callable[..., Any]:
     """Generate the function, as dataclasses generates __init__: it has the parameters of
     `signature`, and its body sees `names`."""
@@ -114,9 +132,8 @@ def _function(
     source = (
         f"def make({', '.join(names)}):\n"
         f"    def {name}{inspect.Signature(bare)}:\n"
-        f"        call = _through_torch if _is_dynamo_compiling() else _direct\n"
-        f"        return call({values})\n"
-        f"    return {name}\n"
+        + "".join(f"        {statement}\n" for statement in body)
+        + f"    return {name}\n"
     )
     # For tracebacks.
     file = f"<{declaration.__module__}.{name}>"
@@ -126,7 +143,12 @@ def _function(
     function = namespace["make"](**names)
     functools.update_wrapper(function, declaration)
     function.__signature__ = signature
+    function.__annotations__ = {
+        **{x.name: x.annotation for x in parameters},
+        "return": signature.return_annotation,
+    }
     with_default = [x for x in parameters if x.default is not x.empty]
     function.__kwdefaults__ = {x.name: x.default for x in with_default if x.kind is x.KEYWORD_ONLY}
-    function.__defaults__ = tuple(x.default for x in with_default if x.kind is not x.KEYWORD_ONLY)
+    positional = [x.default for x in with_default if x.kind is not x.KEYWORD_ONLY]
+    function.__defaults__ = tuple(positional) or None
     return cast("Callable[..., Any]", function)

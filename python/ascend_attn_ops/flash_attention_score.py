@@ -18,9 +18,9 @@ from ascend_attn_ops._operators import ALL_TOKENS, operator
 
 
 @operator(
-    drop_mask=given_or_drawn_mask,
     atten_mask=mask_of_either_polarity,
     scale_value=default_scale,
+    drop_mask=given_or_drawn_mask,
     keep_prob=keep_prob_of,
 )
 def flash_attention_score(

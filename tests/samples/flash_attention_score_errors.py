@@ -114,7 +114,12 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
             "bool or uint8",
             TypeError,
         ),
-        wrong(MASKED, {"atten_mask": bools(2, 1, 1, 9)}, "atten_mask", "not broadcast"),
+        wrong(
+            MASKED,
+            {"atten_mask": bools(2, 1, 1, 9)},
+            "atten_mask",
+            "other shapes are not broadcast",
+        ),
         wrong(MASKED, {"atten_mask": bools(1, 2, 6, 9)}, "atten_mask", r"\(1, 1, Sq, Skv\)"),
         wrong(MASKED, {"atten_mask": bools(2, 6, 9)}, "atten_mask", r"or \(Sq, Skv\)"),
         wrong(BAND, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(2048, 2048\)"),

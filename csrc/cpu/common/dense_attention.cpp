@@ -156,8 +156,8 @@ at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) cons
 
 void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   const bool packed = layout == Layout::TND;
-  const auto spans = packed ? packed_sequences(*known_values(*options.actual_seq_lengths_query),
-                                               *known_values(*options.actual_seq_lengths_key))
+  const auto spans = packed ? packed_sequences(values_of(*options.actual_seq_lengths_query),
+                                               values_of(*options.actual_seq_lengths_key))
                             : std::vector<Sequence>(
                                   query.size(0), {.queries = query.size(2), .keys = key.size(2)});
   int64_t rows = 0;
