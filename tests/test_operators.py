@@ -6,6 +6,7 @@ The generic tests run over the records of tests/samples; these start from what i
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import ascend_attn_ops
 import pytest
@@ -43,6 +44,12 @@ def has_device_samples(name: str) -> bool:
     return record.in_place or any(recipe.on_device for recipe in record.recipes)
 
 
+def is_in_the_readme(name: str) -> bool:
+    """A gradient operator stands in the row of its forward."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    return f"| `{name.removesuffix('_grad')}`" in readme
+
+
 def is_differentiated_or_refuses(name: str) -> bool:
     """Gradient operators aside, whose own derivative no one has."""
     record = OPERATORS[name]
@@ -56,6 +63,7 @@ NEEDS: dict[str, Callable[[str], bool]] = {
     "a gradient in its record, or inference_only": is_differentiated_or_refuses,
     "a reference": lambda name: hasattr(reference, name),
     "a public function with a docstring": is_public,
+    "a row in the README": is_in_the_readme,
     "a fast path from Python": _C.direct_calls.__contains__,
     "a row in the table of limits": has_limits,
     **{f"a kernel for {key}": has_kernel(key) for key in ("CPU", "Meta", "Autograd")},
