@@ -53,6 +53,7 @@ def product_in_force() -> str | None:
 
 def table() -> list[dict[str, Any]]:
     """Return the limits of every operator.
+
     Returns:
         One row per operator with the keys ``operator``, ``aclnn`` (the CANN functions it calls) and
         ``variants``. Each variant has the ``products`` that share it, their ``dtypes``, and their

@@ -67,9 +67,10 @@ def scatter_pa_kv_cache_(
     requires grad is an error; call the function under torch.no_grad(), or detach the argument.
 
     Args:
-        key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides. float16, bfloat16 or int8;
-            on Ascend 950 also float32, uint8, int16, uint16, int32, uint32, float8_e5m2 and
-            float8_e4m3fn.
+        key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides on the CPU. On A2 and A3
+            call `.contiguous()` on slices first: CANN from 9.1 on misreads rows with gaps between
+            them, without an error. float16, bfloat16 or int8; on Ascend 950 also float32, uint8,
+            int16, uint16, int32, uint32, float8_e5m2 and float8_e4m3fn.
         key_cache: (num_blocks, block_size, N, Dk), or as above; contiguous, key's dtype.
         slot_mapping: (T,); for Alibi, Rope and Omni (B * N,), for rank 4 (B, N). int32 or int64
             (these modes on A2 and A3: int32). Below num_blocks * block_size, no slot twice.
