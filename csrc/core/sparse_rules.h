@@ -29,6 +29,7 @@ inline constexpr Limit kRopeDim{"Dr", "head size of the rope part", {.one_of = {
 inline constexpr Limit kIndexDim{"Didx", "head size of the indexer", {.one_of = {128}}};
 inline constexpr Limit kIndexHeads{
     "Nidx", "query heads of the indexer", {.one_of = {8, 16, 32, 64}}};
+// K of sparse_flash_attention, of both gradients and of the KL loss.
 inline constexpr Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
