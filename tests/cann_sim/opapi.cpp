@@ -292,6 +292,14 @@ Argument output(std::string_view name, int64_t result) {
 }
 Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
 
+Arguments join(std::initializer_list<Arguments> parts) {
+  Arguments all;
+  for (const auto& part : parts) {
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
 Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
 Value value_of(const aclTensorList* list) {
   if (!list) {

@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
@@ -130,6 +131,11 @@ Argument lengths(std::string_view name, std::string_view schema);
 Argument output(std::string_view name, int64_t result = Argument::kNextResult);
 // An output that the caller may leave out, or give with no elements.
 Argument optional_output(std::string_view name);
+
+using Arguments = std::vector<Argument>;
+
+// Parts of argument lists that functions share, one behind the other.
+Arguments join(std::initializer_list<Arguments> parts);
 
 struct Function {
   std::string_view name;

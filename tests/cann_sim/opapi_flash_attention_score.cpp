@@ -8,16 +8,6 @@ namespace {
 const std::vector<aclDataType> kByte{ACL_UINT8};
 const std::vector<aclDataType> kMask{ACL_BOOL, ACL_UINT8};
 
-using Arguments = std::vector<Argument>;
-
-Arguments join(std::initializer_list<Arguments> parts) {
-  Arguments all;
-  for (const auto& part : parts) {
-    all.insert(all.end(), part.begin(), part.end());
-  }
-  return all;
-}
-
 const Arguments kTensors{input("query", "query", kHalfOrFloat), input("key", "key", kHalfOrFloat),
                          input("value", "value", kHalfOrFloat)};
 const Arguments kTerms{optional_input("pseShiftOptional", "pse_shift", kHalfOrFloat),

@@ -5,62 +5,47 @@ using namespace cann_sim;
 
 namespace {
 
+// What both functions take.
+const Arguments kTensors{input("query", "query", kHalf), input("key", "key", kHalf),
+                         input("value", "value", kHalf),
+                         input("sparseIndices", "sparse_indices", kInt32)};
+const Arguments kOptions{
+    optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
+    optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
+    optional_input("queryRopeOptional", "query_rope", kHalf),
+    optional_input("keyRopeOptional", "key_rope", kHalf),
+    attribute("scaleValue", "scale_value"),
+    attribute("sparseBlockSize", "sparse_block_size")};
+const Arguments kMode{attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
+                      attribute("nextTokens", "next_tokens")};
+
 const Function sparse_flash_attention{
     .name = "aclnnSparseFlashAttention",
     .schema_name = "ascend::sparse_flash_attention",
     .workspace = 4096,
-    .arguments = {
-        input("query", "query", kHalf),
-        input("key", "key", kHalf),
-        input("value", "value", kHalf),
-        input("sparseIndices", "sparse_indices", kInt32),
-        optional_input("blockTableOptional", ""),
-        optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-        optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
-        optional_input("queryRopeOptional", "query_rope", kHalf),
-        optional_input("keyRopeOptional", "key_rope", kHalf),
-        attribute("scaleValue", "scale_value"),
-        attribute("sparseBlockSize", "sparse_block_size"),
-        attribute("layoutQueryOptional", "layout"),
-        attribute("layoutKvOptional"),
-        attribute("sparseMode", "sparse_mode"),
-        attribute("preTokens", "pre_tokens"),
-        attribute("nextTokens", "next_tokens"),
-        attribute("attentionMode"),
-        attribute("returnSoftmaxLse"),
-        output("attentionOut"),
-        optional_output("softmaxMax"),
-        optional_output("softmaxSum")}};
+    .arguments =
+        join({kTensors,
+              {optional_input("blockTableOptional", "")},
+              kOptions,
+              {attribute("layoutQueryOptional", "layout"), attribute("layoutKvOptional")},
+              kMode,
+              {attribute("attentionMode"), attribute("returnSoftmaxLse"), output("attentionOut"),
+               optional_output("softmaxMax"), optional_output("softmaxSum")}})};
 
 const Function sparse_flash_attention_grad{
     .name = "aclnnSparseFlashAttentionGrad",
     .schema_name = "ascend::sparse_flash_attention_grad",
     .workspace = 8192,
-    .arguments = {
-        input("query", "query", kHalf),
-        input("key", "key", kHalf),
-        input("value", "value", kHalf),
-        input("sparseIndices", "sparse_indices", kInt32),
-        input("dOut", "d_out", kHalf),
-        input("out", "out", kHalf),
-        input("softmaxMax", "softmax_max", kFloat),
-        input("softmaxSum", "softmax_sum", kFloat),
-        optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-        optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
-        optional_input("queryRopeOptional", "query_rope", kHalf),
-        optional_input("keyRopeOptional", "key_rope", kHalf),
-        attribute("scaleValue", "scale_value"),
-        attribute("sparseBlockSize", "sparse_block_size"),
-        attribute("layoutOptional", "layout"),
-        attribute("sparseMode", "sparse_mode"),
-        attribute("preTokens", "pre_tokens"),
-        attribute("nextTokens", "next_tokens"),
-        attribute("deterministic", "deterministic"),
-        output("dQueryOut"),
-        output("dKeyOut"),
-        output("dValueOut"),
-        optional_output("dQueryRopeOutOptional"),
-        optional_output("dKeyRopeOutOptional")}};
+    .arguments = join(
+        {kTensors,
+         {input("dOut", "d_out", kHalf), input("out", "out", kHalf),
+          input("softmaxMax", "softmax_max", kFloat), input("softmaxSum", "softmax_sum", kFloat)},
+         kOptions,
+         {attribute("layoutOptional", "layout")},
+         kMode,
+         {attribute("deterministic", "deterministic"), output("dQueryOut"), output("dKeyOut"),
+          output("dValueOut"), optional_output("dQueryRopeOutOptional"),
+          optional_output("dKeyRopeOutOptional")}})};
 
 }  // namespace
 
