@@ -19,14 +19,13 @@ void FlashAttentionRules::check_mask() const {
                 "expected one of 0, 1, 2, 3, 4, 5, 6 in layout ", layout_name(layout_), ", got ",
                 mode, mode == 7 || mode == 8 ? ", which needs layout TND" : "");
   }
+  const auto kind = static_cast<SparseMode>(mode);
+  const bool compressed = has_compressed_mask(kind);
   if (!options_.atten_mask) {
-    check_present(
-        mode == 0, op_, "atten_mask", "expected ",
-        has_compressed_mask(static_cast<SparseMode>(mode)) ? "the compressed mask" : "a full mask",
-        " for sparse_mode ", mode, ", got None",
-        has_compressed_mask(static_cast<SparseMode>(mode))
-            ? "; ascend_attn_ops.flash_attention_score builds it"
-            : "");
+    check_present(kind == SparseMode::standard, op_, "atten_mask", "expected ",
+                  compressed ? "the compressed mask" : "a full mask", " for sparse_mode ", mode,
+                  ", got None",
+                  compressed ? "; ascend_attn_ops.flash_attention_score builds it" : "");
     return;  // all keys are kept
   }
   const NamedTensor argument{"atten_mask", *options_.atten_mask};
@@ -38,8 +37,7 @@ void FlashAttentionRules::check_mask() const {
              c10::isFloatingType(dtype) ? "; pse_shift takes what is added to "
                                           "the scores"
                                         : "");
-  const auto kind = static_cast<SparseMode>(mode);
-  has_compressed_mask(kind) ? check_compressed_mask() : check_full_mask();
+  compressed ? check_compressed_mask() : check_full_mask();
   if (kind == SparseMode::prefix || kind == SparseMode::prefix_compressed) {
     check_prefix();
   }

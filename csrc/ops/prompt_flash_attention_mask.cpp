@@ -44,7 +44,7 @@ void PromptFlashAttentionRules::check_mask() const {
                  "None unless Sq = Skv, a multiple of 128,", "a mask for Sq = ", queries_,
                  ", Skv = ", keys_);
   }
-  mode <= 1 ? check_full_mask() : check_compressed_mask();
+  has_compressed_mask(static_cast<SparseMode>(mode)) ? check_compressed_mask() : check_full_mask();
   check_band();
 }
 

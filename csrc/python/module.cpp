@@ -91,6 +91,17 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
   return rows;
 }
 
+// The sparse_modes that read a compressed mask.
+py::tuple compressed_modes() {
+  py::list modes;
+  for (int64_t mode = 0; mode <= kLastSparseMode; ++mode) {
+    if (has_compressed_mask(static_cast<SparseMode>(mode))) {
+      modes.append(mode);
+    }
+  }
+  return modes;
+}
+
 template <typename... Ops>
 void add_operators(OperatorList<Ops...>, py::module_& m) {
   py::dict direct_calls;
@@ -115,6 +126,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", [] { return limits_of_operators(Operators()); });
   m.attr("layout_axes") = layout_axes();
+  m.attr("compressed_modes") = compressed_modes();
   m.attr("compressed_mask_size") = kCompressedMaskSize;
   m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);

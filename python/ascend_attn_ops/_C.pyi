@@ -8,6 +8,7 @@ inference_operators: set[str]
 # For each layout, the axes of batch, tokens and heads; -1 for none. BSH and SBH: the axis H.
 layout_axes: dict[str, tuple[int, int, int]]
 # A compressed mask is square; that of sparse_mode 6 has more rows, for the prefix.
+compressed_modes: tuple[int, ...]
 compressed_mask_size: int
 compressed_mask_prefix_rows: int
 

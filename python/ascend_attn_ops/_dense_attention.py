@@ -40,9 +40,7 @@ def mask_of_either_polarity(
 ) -> Tensor | None:
     """`atten_mask`, `attn_mask` inverted, or without either the default."""
     if attn_mask is None:
-        if atten_mask is not None or sparse_mode not in COMPRESSED_MODES:
-            return atten_mask
-        return compressed_mask(sparse_mode, query.device)
+        return default_mask(sparse_mode, query) if atten_mask is None else atten_mask
     if atten_mask is not None:
         raise ValueError(
             f"{_NAME}: attn_mask: expected None beside atten_mask (True masks a key out), "

@@ -28,7 +28,7 @@ MODES: dict[int, str] = {
 }
 
 # The modes whose atten_mask is compressed.
-COMPRESSED_MODES = (2, 3, 4, 6, 7, 8)
+COMPRESSED_MODES = _C.compressed_modes
 
 
 def sparse_mode_mask(
