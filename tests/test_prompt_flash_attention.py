@@ -190,7 +190,7 @@ def test_the_scale_of_the_function() -> None:
 
 def test_the_products_of_the_table() -> None:
     (row,) = (row for row in table() if row["operator"] == "prompt_flash_attention")
-    assert {name: v["dtypes"] for v in row["variants"] for name in v["products"]} == {
+    assert {product: v["dtypes"] for (product, cann), v in row["devices"].items()} == {
         "A2": ["float16", "bfloat16", "int8"],
         "310P": ["float16"],
     }

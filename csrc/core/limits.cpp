@@ -9,10 +9,40 @@ namespace {
 
 constexpr int64_t kNotSet = 0;
 constexpr int64_t kOff = 1;
-constexpr int64_t kFirstProduct = 2;
+constexpr int64_t kFirstDevice = 2;
+constexpr int64_t kCannStep = 256;
 
 thread_local int64_t override_in_force = kNotSet;
-std::atomic<Product> device_product{Product::A2};
+
+std::optional<Device> decoded(int64_t value) {
+  if (value == kOff) {
+    return std::nullopt;
+  }
+  const auto device = value - kFirstDevice;
+  return Device{static_cast<Product>(device % kCannStep), static_cast<Cann>(device / kCannStep)};
+}
+
+std::atomic<int64_t> default_limits{limits_override_for(Device())};
+
+// Returns the item of `all` with that name.
+template <typename Items, typename Name>
+auto item_of(const Items& all, Name name_of, std::string_view argument, std::string_view none,
+             std::string_view name) {
+  std::string names;
+  for (const auto item : all) {
+    if (name_of(item) == name) {
+      return item;
+    }
+    names += c10::str(names.empty() ? "'" : ", '", name_of(item), "'");
+  }
+  raise(Violation::value, "limits", argument,
+        c10::str("expected ", none, " or one of ", names, ", got '", name, "'"));
+}
+
+std::string device_text(Device device, bool with_version) {
+  auto text = c10::str("Ascend ", product_name(device.product));
+  return with_version ? c10::str(text, " with CANN ", cann_name(device.cann)) : text;
+}
 
 }  // namespace
 
@@ -30,14 +60,24 @@ std::string_view product_name(Product product) {
   return "unknown";
 }
 
-Product product_of(std::string_view name) {
-  for (const auto product : kProducts) {
-    if (product_name(product) == name) {
-      return product;
-    }
+std::string_view cann_name(Cann cann) {
+  switch (cann) {
+    case Cann::v8_5:
+      return "8.5";
+    case Cann::v9_0:
+      return "9.0";
+    case Cann::v9_1:
+      return "9.1";
   }
-  raise(Violation::value, "limits", "product",
-        c10::str("expected None or one of 'A2', 'A3', '950', '310P', got '", name, "'"));
+  return "unknown";
+}
+
+Product product_of(std::string_view name) {
+  return item_of(kProducts, product_name, "product", "None", name);
+}
+
+Cann cann_of(std::string_view name) {
+  return item_of(kCannVersions, cann_name, "cann", "None for the newest", name);
 }
 
 bool Allowed::contains(int64_t value) const {
@@ -63,89 +103,119 @@ std::string Allowed::text() const {
   return list.empty() ? multiples : multiples + " or one of " + list;
 }
 
-const Limit* ProductLimits::find(std::string_view quantity) const {
-  const auto found = std::ranges::find(limits, quantity, &Limit::quantity);
+const Dtypes* OperatorLimits::dtypes_on(Device device) const {
+  const auto found = std::ranges::find_if(
+      dtypes, [device](const Dtypes& entry) { return entry.devices.contain(device); });
+  return found == dtypes.end() ? nullptr : &*found;
+}
+
+const Limit* OperatorLimits::find(std::string_view quantity, Device device) const {
+  const auto found = std::ranges::find_if(limits, [&](const Limit& limit) {
+    return limit.quantity == quantity && limit.devices.contain(device);
+  });
   return found == limits.end() ? nullptr : &*found;
 }
 
-const ProductLimits* OperatorLimits::on(Product product) const {
-  const auto found = std::ranges::find_if(variants, [product](const ProductLimits& limits) {
-    return (limits.products & static_cast<uint8_t>(product)) != 0;
-  });
-  return found == variants.end() ? nullptr : &*found;
-}
-
-std::optional<Product> product_in_force() {
-  switch (override_in_force) {
-    case kNotSet:
-      return device_product.load(std::memory_order_relaxed);
-    case kOff:
-      return std::nullopt;
-    default:
-      return static_cast<Product>(override_in_force - kFirstProduct);
-  }
+std::optional<Device> device_in_force() {
+  return decoded(override_in_force == kNotSet ? default_limits.load(std::memory_order_relaxed)
+                                              : override_in_force);
 }
 
 int64_t limits_override() { return override_in_force; }
 void set_limits_override(int64_t value) { override_in_force = value; }
-int64_t limits_override_for(std::optional<Product> product) {
-  return product ? kFirstProduct + static_cast<int64_t>(*product) : kOff;
+int64_t limits_override_for(std::optional<Device> device) {
+  return device ? kFirstDevice + static_cast<int64_t>(device->product) +
+                      kCannStep * static_cast<int64_t>(device->cann)
+                : kOff;
 }
-void set_device_product(Product product) { device_product.store(product); }
+void set_default_limits(std::optional<Device> device) {
+  default_limits.store(limits_override_for(device));
+}
 
-LimitsCheck::LimitsCheck(const OperatorLimits& table)
-    : table_(table), product_(product_in_force()) {
-  if (!product_) {
+LimitsCheck::LimitsCheck(const OperatorLimits& table) : table_(table), device_(device_in_force()) {
+  if (!device_) {
     return;
   }
-  limits_ = table.on(*product_);
-  if (!limits_) [[unlikely]] {
+  const auto* dtypes = table.dtypes_on(*device_);
+  if (!dtypes) [[unlikely]] {
+    const bool of_version =
+        depends_on_version([&](Device device) { return table.dtypes_on(device) != nullptr; });
     raise(Violation::not_implemented, table.op, "product",
-          c10::str("expected a product that has ", table.functions.front(), ", got Ascend ",
-                   product_name(*product_), "; ascend_attn_ops.limits(...) chooses another"));
+          c10::str("expected a product that has ", table.functions.front(), ", got ",
+                   device_text(*device_, of_version),
+                   "; ascend_attn_ops.limits(...) chooses another"));
   }
+  dtypes_ = &dtypes->dtypes;
+}
+
+template <typename Predicate>
+bool LimitsCheck::depends_on_version(Predicate holds) const {
+  const bool here = holds(*device_);
+  return std::ranges::any_of(
+      kCannVersions, [&](Cann cann) { return holds(Device{device_->product, cann}) != here; });
 }
 
 void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const {
-  if (!limits_ || std::ranges::find(limits_->dtypes, dtype) != limits_->dtypes.end()) {
+  if (!device_ || std::ranges::find(*dtypes_, dtype) != dtypes_->end()) {
     return;
   }
   std::string expected;
-  for (const auto allowed : limits_->dtypes) {
+  for (const auto allowed : *dtypes_) {
     expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
   }
-  reject(Violation::type, argument, "dtype " + expected, std::string(dtype_name(dtype)));
+  const bool of_version = depends_on_version([&](Device device) {
+    const auto* dtypes = table_.dtypes_on(device);
+    return dtypes && dtypes->dtypes == *dtypes_;
+  });
+  reject(Violation::type, argument, "dtype " + expected, of_version,
+         std::string(dtype_name(dtype)));
 }
 
 void LimitsCheck::size(std::string_view argument, std::string_view quantity,
                        const c10::SymInt& value) const {
-  if (!limits_) {
+  if (!device_) {
     return;
   }
   const auto known = value.maybe_as_int();
   if (!known) {
     return;
   }
-  const auto* limit = limits_->find(quantity);
+  const auto* limit = table_.find(quantity, *device_);
   if (!limit) {
     // A misspelt quantity would silently disable its rule.
-    const bool elsewhere = std::ranges::any_of(
-        table_.variants, [&](const ProductLimits& variant) { return variant.find(quantity); });
-    TORCH_INTERNAL_ASSERT(elsewhere, table_.op, " has no limit of ", quantity);
+    TORCH_INTERNAL_ASSERT(
+        std::ranges::find(table_.limits, quantity, &Limit::quantity) != table_.limits.end(),
+        table_.op, " has no limit of ", quantity);
     return;
   }
   if (!limit->allowed.contains(*known)) [[unlikely]] {
+    const auto allowed = limit->allowed.text();
+    const bool of_version = depends_on_version([&](Device device) {
+      const auto* other = table_.find(quantity, device);
+      return other && other->allowed.text() == allowed;
+    });
     reject(Violation::value, argument,
-           c10::str(quantity, " (", limit->meaning, ") to be ", limit->allowed.text()),
+           c10::str(quantity, " (", limit->meaning, ") to be ", allowed), of_version,
            std::to_string(*known));
   }
 }
 
+void LimitsCheck::reject(const Rule& rule, const std::string& got) const {
+  // A rule that its table lacks would be missing in the documentation.
+  TORCH_INTERNAL_ASSERT(
+      std::ranges::find(table_.rules, rule.expected, &Rule::expected) != table_.rules.end(),
+      table_.op, " does not list the rule '", rule.expected, "'");
+  const bool of_version =
+      depends_on_version([&](Device device) { return rule.devices.contain(device); });
+  reject(Violation::value, rule.argument, std::string(rule.expected), of_version, got);
+}
+
 void LimitsCheck::reject(Violation violation, std::string_view argument,
-                         const std::string& expected, const std::string& got) const {
+                         const std::string& expected, bool of_this_version,
+                         const std::string& got) const {
   raise(violation, table_.op, argument,
-        c10::str("expected ", expected, " on Ascend ", product_name(*product_), ", got ", got,
-                 "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
+        c10::str("expected ", expected, " on ", device_text(*device_, of_this_version), ", got ",
+                 got, "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
 }
 
 }  // namespace ascend_attn

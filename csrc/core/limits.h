@@ -1,4 +1,4 @@
-// What each operator accepts on each product, as data. The tables stand next to the operator's
+// What each operator accepts on each device, as data. The tables stand next to the operator's
 // rules in csrc/ops/<operator>.cpp; the checks, the documentation and `python -m ascend_attn_ops`
 // read them.
 #pragma once
@@ -25,15 +25,50 @@ enum class Product : uint8_t { A2 = 1, A3 = 2, P950 = 4, P310 = 8 };
 
 inline constexpr std::array kProducts{Product::A2, Product::A3, Product::P950, Product::P310};
 
-// Returns a set of products as a bit mask.
+// Versions of CANN, oldest first.
+enum class Cann : uint8_t { v8_5 = 1, v9_0 = 2, v9_1 = 4 };
+
+inline constexpr std::array kCannVersions{Cann::v8_5, Cann::v9_0, Cann::v9_1};
+inline constexpr Cann kNewestCann = kCannVersions.back();
+
+// What limits depend on.
+struct Device {
+  Product product = Product::A2;
+  Cann cann = kNewestCann;
+
+  bool operator==(const Device&) const = default;
+};
+
+// A set of devices: these products with these versions of CANN.
+struct Devices {
+  uint8_t products = 0xff;
+  uint8_t cann_versions = 0xff;
+
+  constexpr bool contain(Device device) const {
+    return (products & static_cast<uint8_t>(device.product)) != 0 &&
+           (cann_versions & static_cast<uint8_t>(device.cann)) != 0;
+  }
+  constexpr Devices since(Cann first) const {
+    return {products, static_cast<uint8_t>(cann_versions & ~(static_cast<uint8_t>(first) - 1))};
+  }
+  constexpr Devices before(Cann first) const {
+    return {products, static_cast<uint8_t>(cann_versions & (static_cast<uint8_t>(first) - 1))};
+  }
+};
+
+inline constexpr Devices kAllDevices{};
+
+// Returns these products with every version of CANN.
 template <std::same_as<Product>... Products>
-constexpr uint8_t products(Products... each) {
-  return (static_cast<uint8_t>(each) | ...);
+constexpr Devices on(Products... each) {
+  return {static_cast<uint8_t>((static_cast<uint8_t>(each) | ...))};
 }
 
 std::string_view product_name(Product product);
-// Returns the product of that name; otherwise raises an error that lists the valid names.
+std::string_view cann_name(Cann cann);
+// Return the product or the version of that name; otherwise raise an error with the valid names.
 Product product_of(std::string_view name);
+Cann cann_of(std::string_view name);
 
 // A list with a fixed capacity, so that limits can be constants.
 class NumberList {
@@ -66,35 +101,49 @@ struct Limit {
   std::string_view quantity;  // as in CANN's documentation of the function: "D", "N1", "K", ...
   std::string_view meaning;
   Allowed allowed;
+  Devices devices = kAllDevices;
 };
 
-// What an operator accepts on a group of products that have the same limits.
-struct ProductLimits {
-  uint8_t products;
-  std::vector<c10::ScalarType> dtypes;
-  std::vector<Limit> limits;
+// A limit that a set of numbers cannot express.
+struct Rule {
+  std::string_view argument;
+  std::string_view expected;
+  Devices devices = kAllDevices;
+};
 
-  const Limit* find(std::string_view quantity) const;
+struct Dtypes {
+  Devices devices;
+  std::vector<c10::ScalarType> dtypes;
 };
 
 struct OperatorLimits {
   const char* op;
   std::span<const char* const> functions;  // the aclnn functions that it calls
-  std::vector<ProductLimits> variants;
+  std::vector<Dtypes> dtypes;              // a device that none of them names lacks the operator
+  std::vector<Limit> limits;
+  std::vector<Rule> rules = {};
 
-  // Returns null for products that lack the function.
-  const ProductLimits* on(Product product) const;
+  // Returns null for devices that lack the operator.
+  const Dtypes* dtypes_on(Device device) const;
+  // Returns null where the device does not limit the quantity.
+  const Limit* find(std::string_view quantity, Device device) const;
 };
 
-// Returns the product whose limits apply to calls on this thread, or nullopt while limits are off.
-std::optional<Product> product_in_force();
+// Returns the device whose limits apply to calls on this thread, or nullopt while limits are off.
+std::optional<Device> device_in_force();
+
+// Returns whether limits are on, for one of these devices.
+inline bool in_force(Devices devices) {
+  const auto device = device_in_force();
+  return device && devices.contain(*device);
+}
 
 // The value that `with ascend_attn_ops.limits(...)` sets on its thread: 0 = not set, 1 = limits
-// off, otherwise 2 + product. An integer, so that autograd can carry it from forward to backward.
+// off, otherwise a device. An integer, so that autograd can carry it from forward to backward.
 int64_t limits_override();
 void set_limits_override(int64_t value);
-// Encodes a product, or nullopt for no limits, as an override value.
-int64_t limits_override_for(std::optional<Product> product);
+// Encodes a device, or nullopt for no limits, as an override value.
+int64_t limits_override_for(std::optional<Device> device);
 
 // Sets the override and restores the previous one at the end of the scope.
 class LimitsScope {
@@ -108,37 +157,42 @@ class LimitsScope {
   int64_t saved_;
 };
 
-// Sets the default product of this process to that of its NPU. Without an NPU it is Atlas A2.
-void set_device_product(Product product);
+// Sets what applies in this process where nothing overrides it: a device, or nullopt for no limits.
+// Until then it is Atlas A2 with the newest CANN.
+void set_default_limits(std::optional<Device> device);
 
-// Checks a call against the limits of its operator on the product in force. Sizes that are still
+// Checks a call against the limits of its operator on the device in force. Sizes that are still
 // symbolic pass: the same check sees their values when the kernel runs.
 class LimitsCheck {
  public:
   explicit LimitsCheck(const OperatorLimits& table);
 
-  explicit operator bool() const { return limits_ != nullptr; }
-  // nullopt while limits are off.
-  std::optional<Product> product() const { return product_; }
+  explicit operator bool() const { return device_.has_value(); }
+  // Returns whether limits are on, for one of these devices.
+  bool on(Devices devices) const { return device_ && devices.contain(*device_); }
   void dtype(std::string_view argument, c10::ScalarType dtype) const;
-  // Checks a quantity of the operator's table, if this product limits it.
+  // Checks a quantity of the operator's table, if this device limits it.
   void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value) const;
-  // Checks a rule that a set of numbers cannot express.
+  // Checks a rule of the operator's table, if it is one of this device.
   template <typename... Got>
-  void rule(std::string_view argument, bool holds, std::string_view expected,
-            const Got&... got) const {
-    if (limits_ && !holds) [[unlikely]] {
-      reject(Violation::value, argument, std::string(expected), c10::str(got...));
+  void rule(const Rule& rule, bool holds, const Got&... got) const {
+    if (!holds && on(rule.devices)) [[unlikely]] {
+      reject(rule, c10::str(got...));
     }
   }
 
  private:
+  [[noreturn]] void reject(const Rule& rule, const std::string& got) const;
   [[noreturn]] void reject(Violation violation, std::string_view argument,
-                           const std::string& expected, const std::string& got) const;
+                           const std::string& expected, bool of_this_version,
+                           const std::string& got) const;
+  // Returns whether `holds` differs between the versions of CANN for the product in force.
+  template <typename Predicate>
+  bool depends_on_version(Predicate holds) const;
 
   const OperatorLimits& table_;
-  const ProductLimits* limits_ = nullptr;
-  std::optional<Product> product_;
+  std::optional<Device> device_;
+  const std::vector<c10::ScalarType>* dtypes_ = nullptr;
 };
 
 }  // namespace ascend_attn

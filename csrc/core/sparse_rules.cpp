@@ -6,12 +6,14 @@
 
 namespace ascend_attn {
 
-std::vector<ProductLimits> sparse_limits(std::initializer_list<Limit> own) {
-  ProductLimits limits{products(Product::A2, Product::A3),
-                       {at::kHalf, at::kBFloat16},
-                       {kBatch, kQueryLength, kKeyLength}};
-  limits.limits.insert(limits.limits.end(), own);
-  return {limits};
+std::vector<Dtypes> sparse_dtypes() {
+  return {{on(Product::A2, Product::A3), {at::kHalf, at::kBFloat16}}};
+}
+
+std::vector<Limit> sparse_limits(std::initializer_list<Limit> own) {
+  std::vector<Limit> limits{kBatch, kQueryLength, kKeyLength};
+  limits.insert(limits.end(), own);
+  return limits;
 }
 
 SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& layout,

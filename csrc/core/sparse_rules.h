@@ -33,9 +33,11 @@ inline constexpr Limit kIndexHeads{
 inline constexpr Limit kTrainingCount{
     "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
 
-// Returns the limits of a sparse operator: half-precision inputs on A2 and A3, with the limits that
-// all have in common and its own.
-std::vector<ProductLimits> sparse_limits(std::initializer_list<Limit> own);
+// Half-precision inputs on A2 and A3.
+std::vector<Dtypes> sparse_dtypes();
+
+// Returns the limits that all sparse operators have in common, and the operator's own.
+std::vector<Limit> sparse_limits(std::initializer_list<Limit> own);
 
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {

@@ -40,7 +40,7 @@ void check_value_is_key(const Op& op) {
   const bool same = op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&
                     op.value.strides() == op.key.strides() &&
                     op.value.storage_offset() == op.key.storage_offset();
-  check_implemented(same || !product_in_force(), Op::name, "value",
+  check_implemented(same || !device_in_force(), Op::name, "value",
                     "expected key itself (absorbed multi-head latent attention), got a tensor of "
                     "its own; the CPU accepts any value");
 }

@@ -1,4 +1,4 @@
-// The Python module `_npu`. Loading it tells the checks which product this process has.
+// The Python module `_npu`. Loading it tells the checks which device this process has.
 #include <op_plugin/utils/op_api_common_base.h>
 #include <torch/extension.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
@@ -26,6 +26,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("has_aclnn", &has_aclnn, "Whether the CANN of this process has an aclnn function.");
   set_npu_allocation(&at_npu::native::OpPreparation::apply_tensor_without_format);
   if (const auto product = product_of_soc(soc_name())) {
-    set_device_product(*product);
+    set_default_limits(Device{*product, cann_of_version(GetCANNVersion("CANN"))});
   }
 }

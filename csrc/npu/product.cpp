@@ -3,6 +3,8 @@
 #include <acl/acl.h>
 
 #include <array>
+#include <charconv>
+#include <system_error>
 #include <utility>
 
 namespace ascend_attn {
@@ -25,6 +27,30 @@ std::optional<Product> product_of_soc(std::string_view soc) {
     }
   }
   return std::nullopt;
+}
+
+Cann cann_of_version(std::string_view version) {
+  const auto numbers = [](std::string_view text) -> std::optional<std::pair<int, int>> {
+    std::pair<int, int> parts;
+    const auto* end = text.data() + text.size();
+    const auto major = std::from_chars(text.data(), end, parts.first);
+    if (major.ec != std::errc() || major.ptr == end || *major.ptr != '.' ||
+        std::from_chars(major.ptr + 1, end, parts.second).ec != std::errc()) {
+      return std::nullopt;
+    }
+    return parts;
+  };
+  const auto given = numbers(version);
+  if (!given) {
+    return kNewestCann;
+  }
+  auto found = kCannVersions.front();
+  for (const auto cann : kCannVersions) {
+    if (numbers(cann_name(cann)) <= given) {
+      found = cann;
+    }
+  }
+  return found;
 }
 
 }  // namespace ascend_attn

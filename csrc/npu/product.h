@@ -1,4 +1,4 @@
-// The product of this process's NPU.
+// The product of this process's NPU, and the version of its CANN.
 #pragma once
 
 #include <optional>
@@ -13,5 +13,9 @@ std::string soc_name();
 
 // Returns nullopt for a SoC of none of the products.
 std::optional<Product> product_of_soc(std::string_view soc);
+
+// Returns whose limits apply with a CANN of that version, such as "9.0.0.RC1": those of the newest
+// version that is not newer. A text that is no version stands for the newest.
+Cann cann_of_version(std::string_view version);
 
 }  // namespace ascend_attn

@@ -13,9 +13,6 @@
 namespace ascend_attn {
 namespace {
 
-constexpr Limit kHeadSize{"D", "head size", {.min = 8, .max = 512, .multiple_of = 8}};
-const std::vector<c10::ScalarType> kDtypes{at::kHalf, at::kBFloat16, at::kFloat};
-
 // Returns the shape of n stacked parts.
 c10::SymDimVector stacked(size_t n, const at::Tensor& part) {
   c10::SymDimVector sizes{static_cast<int64_t>(n)};
@@ -38,10 +35,10 @@ TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {
 const OperatorLimits AttentionUpdate::limits{
     name,
     functions,
-    {{products(Product::A2, Product::A3),
-      kDtypes,
-      {{"n", "parts", {.min = 1, .max = 128}}, kHeadSize}},
-     {products(Product::P950), kDtypes, {{"n", "parts", {.min = 1, .max = 16}}, kHeadSize}}}};
+    {{on(Product::A2, Product::A3, Product::P950), {at::kHalf, at::kBFloat16, at::kFloat}}},
+    {{"n", "parts", {.min = 1, .max = 128}, on(Product::A2, Product::A3)},
+     {"n", "parts", {.min = 1, .max = 16}, on(Product::P950)},
+     {"D", "head size", {.min = 8, .max = 512, .multiple_of = 8}}}};
 
 AttentionUpdate::Outputs AttentionUpdate::check_and_allocate() const {
   const auto n = static_cast<int64_t>(lse.size());

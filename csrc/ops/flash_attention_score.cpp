@@ -7,16 +7,15 @@ namespace ascend_attn {
 namespace {
 
 // Token counts may be 0: empty sequences have rules of their own.
-const std::vector<ProductLimits> kLimits{
-    {products(Product::A2, Product::A3, Product::P950),
-     {at::kHalf, at::kBFloat16, at::kFloat},
-     {{"B", "batch size", {.min = 1, .max = 2 * 1024 * 1024}},
-      {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
-      {"N", "query heads", {.min = 1, .max = 256}},
-      {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
-      {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}},
-      {"sequences", "sequences in layout TND", {.min = 1, .max = 2048}},
-      {"D", "head size", {.min = 1, .max = 512}}}}};
+const std::vector<Dtypes> kDtypes{
+    {on(Product::A2, Product::A3, Product::P950), {at::kHalf, at::kBFloat16, at::kFloat}}};
+const std::vector<Limit> kLimits{{"B", "batch size", {.min = 1, .max = 2 * 1024 * 1024}},
+                                 {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
+                                 {"N", "query heads", {.min = 1, .max = 256}},
+                                 {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
+                                 {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}},
+                                 {"sequences", "sequences in layout TND", {.min = 1, .max = 2048}},
+                                 {"D", "head size", {.min = 1, .max = 512}}};
 
 template <typename Op>
 FlashAttentionRules check_common(const Op& op) {
@@ -38,8 +37,8 @@ void check_grad(const Op& op) {
 
 }  // namespace
 
-const OperatorLimits FlashAttentionScore::limits{name, functions, kLimits};
-const OperatorLimits FlashAttentionScoreGrad::limits{name, functions, kLimits};
+const OperatorLimits FlashAttentionScore::limits{name, functions, kDtypes, kLimits};
+const OperatorLimits FlashAttentionScoreGrad::limits{name, functions, kDtypes, kLimits};
 
 FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate() const {
   const auto rules = check_common(*this);

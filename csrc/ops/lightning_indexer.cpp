@@ -23,7 +23,7 @@ SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
 }  // namespace
 
 const OperatorLimits LightningIndexer::limits{
-    name, functions,
+    name, functions, sparse_dtypes(),
     sparse_limits({kIndexHeads,
                    kIndexDim,
                    {"K",
@@ -31,7 +31,7 @@ const OperatorLimits LightningIndexer::limits{
                     {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}})};
 
 const OperatorLimits LightningIndexerGrad::limits{
-    name, functions, sparse_limits({kIndexHeads, kIndexDim, kTrainingCount})};
+    name, functions, sparse_dtypes(), sparse_limits({kIndexHeads, kIndexDim, kTrainingCount})};
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);

@@ -13,30 +13,28 @@ namespace {
 
 constexpr const char* kName = PromptFlashAttention::name;
 
-constexpr Limit kHeads{"N", "query heads", {.min = 1, .max = 256}};
-constexpr Limit kHeadSize{"D", "head size", {.min = 1, .max = 512}};
+constexpr Devices kOnA2 = on(Product::A2);
 
 }  // namespace
 
 const OperatorLimits PromptFlashAttention::limits{
     name,
     functions,
-    {{products(Product::A2),
-      {at::kHalf, at::kBFloat16, at::kChar},
-      {{"B", "batch size", {.min = 0, .max = 65536}},
-       {"unaligned B",
-        "batch size when D is not a multiple of 16, in int8 of 32",
-        {.min = 0, .max = 128}},
-       kHeads,
-       {"S", "tokens per sequence", {.min = 0, .max = 20 * 1024 * 1024}},
-       kHeadSize,
-       {"N*D", "size of a token in layouts BSH and BSND", {.min = 1, .max = 65534}}}},
-     {products(Product::P310),
-      {at::kHalf},
-      {{"B", "batch size", {.min = 0, .max = 128}},
-       kHeads,
-       {"S", "tokens per sequence", {.min = 0, .max = 65535}},
-       kHeadSize}}}};
+    {{kOnA2, {at::kHalf, at::kBFloat16, at::kChar}}, {kOn310P, {at::kHalf}}},
+    {{"B", "batch size", {.min = 0, .max = 65536}, kOnA2},
+     {"B", "batch size", {.min = 0, .max = 128}, kOn310P},
+     {"unaligned B",
+      "batch size when D is not a multiple of 16, in int8 of 32",
+      {.min = 0, .max = 128},
+      kOnA2},
+     {"N", "query heads", {.min = 1, .max = 256}},
+     {"S", "tokens per sequence", {.min = 0, .max = 20 * 1024 * 1024}, kOnA2},
+     {"S", "tokens per sequence", {.min = 0, .max = 65535}, kOn310P},
+     {"D", "head size", {.min = 1, .max = 512}},
+     {"N*D", "size of a token in layouts BSH and BSND", {.min = 1, .max = 65534}, kOnA2}},
+    {prompt_rules::kNoScales, prompt_rules::kModeZero, prompt_rules::kAllPreTokens,
+     prompt_rules::kNextTokens, prompt_rules::kBoolMask, prompt_rules::kMaskSizes,
+     prompt_rules::kKeyHeads, prompt_rules::kNoQueryLengths, prompt_rules::kNoKeyLengths}};
 
 PromptFlashAttentionRules::PromptFlashAttentionRules(const PromptFlashAttention& op)
     : op_(op),
@@ -138,12 +136,9 @@ void PromptFlashAttentionRules::check_limits() const {
   if (layout_ == Layout::BSH || layout_ == Layout::BSND) {
     limits_.size("query", "N*D", op_.num_heads * head_size_);
   }
-  if (!is_310p()) {
-    return;
-  }
-  limits_.rule("num_key_value_heads", op_.num_key_value_heads == 0, "0", op_.num_key_value_heads);
-  limits_.rule("actual_seq_lengths_query", !given(op_.actual_seq_lengths_query), "None", "a list");
-  limits_.rule("actual_seq_lengths_key", !given(op_.actual_seq_lengths_key), "None", "a list");
+  limits_.rule(prompt_rules::kKeyHeads, op_.num_key_value_heads == 0, op_.num_key_value_heads);
+  limits_.rule(prompt_rules::kNoQueryLengths, !given(op_.actual_seq_lengths_query), "a list");
+  limits_.rule(prompt_rules::kNoKeyLengths, !given(op_.actual_seq_lengths_key), "a list");
 }
 
 std::vector<Sequence> PromptFlashAttentionRules::sequences() const {

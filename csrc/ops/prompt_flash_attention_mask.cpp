@@ -19,12 +19,10 @@ void PromptFlashAttentionRules::check_mask() const {
               "expected 0, 1, 2 (causal from the top left), 3 (causal to the bottom right) or 4 "
               "(band), got ",
               mode);
-  if (is_310p()) {
-    limits_.rule("sparse_mode", mode == 0, "0", mode);
-    limits_.rule("pre_tokens", op_.pre_tokens == INT32_MAX, "2147483647", op_.pre_tokens);
-    limits_.rule("next_tokens", op_.next_tokens == 0 || op_.next_tokens == INT32_MAX,
-                 "0 or 2147483647", op_.next_tokens);
-  }
+  limits_.rule(prompt_rules::kModeZero, mode == 0, mode);
+  limits_.rule(prompt_rules::kAllPreTokens, op_.pre_tokens == INT32_MAX, op_.pre_tokens);
+  limits_.rule(prompt_rules::kNextTokens, op_.next_tokens == 0 || op_.next_tokens == INT32_MAX,
+               op_.next_tokens);
   if (!op_.atten_mask) {
     check_present(mode == 0, kName, "atten_mask", "expected ",
                   mode == 1 ? "a full mask" : "the compressed mask of shape (2048, 2048)",
@@ -38,11 +36,10 @@ void PromptFlashAttentionRules::check_mask() const {
   check_type(dtype == at::kBool || dtype == at::kChar || dtype == at::kByte, kName, "atten_mask",
              "expected dtype bool, int8 or uint8, where True (1) masks a key out, got ",
              dtype_name(dtype));
+  limits_.rule(prompt_rules::kBoolMask, dtype == at::kBool, dtype_name(dtype));
   if (is_310p()) {
-    limits_.rule("atten_mask", dtype == at::kBool, "dtype bool", dtype_name(dtype));
-    limits_.rule("atten_mask", same(queries_, keys_) && divides(128, queries_),
-                 "None unless Sq = Skv, a multiple of 128,", "a mask for Sq = ", queries_,
-                 ", Skv = ", keys_);
+    limits_.rule(prompt_rules::kMaskSizes, same(queries_, keys_) && divides(128, queries_),
+                 "a mask for Sq = ", queries_, ", Skv = ", keys_);
   }
   has_compressed_mask(static_cast<SparseMode>(mode)) ? check_compressed_mask() : check_full_mask();
   check_band();

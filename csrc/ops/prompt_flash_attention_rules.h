@@ -13,6 +13,22 @@
 
 namespace ascend_attn {
 
+inline constexpr Devices kOn310P = on(Product::P310);
+
+// The rules of Atlas 310P beside its limits.
+namespace prompt_rules {
+inline constexpr Rule kNoScales{"deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2",
+                                "None", kOn310P};
+inline constexpr Rule kModeZero{"sparse_mode", "0", kOn310P};
+inline constexpr Rule kAllPreTokens{"pre_tokens", "2147483647", kOn310P};
+inline constexpr Rule kNextTokens{"next_tokens", "0 or 2147483647", kOn310P};
+inline constexpr Rule kBoolMask{"atten_mask", "dtype bool", kOn310P};
+inline constexpr Rule kMaskSizes{"atten_mask", "None unless Sq = Skv, a multiple of 128,", kOn310P};
+inline constexpr Rule kKeyHeads{"num_key_value_heads", "0", kOn310P};
+inline constexpr Rule kNoQueryLengths{"actual_seq_lengths_query", "None", kOn310P};
+inline constexpr Rule kNoKeyLengths{"actual_seq_lengths_key", "None", kOn310P};
+}  // namespace prompt_rules
+
 // Checks one call. Every method raises on the first violated rule.
 class PromptFlashAttentionRules {
  public:
@@ -42,7 +58,7 @@ class PromptFlashAttentionRules {
   void check_every_row_has_keys() const;
 
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
-  bool is_310p() const { return limits_.product() == Product::P310; }
+  bool is_310p() const { return limits_.on(kOn310P); }
   NamedTensor query() const { return {"query", op_.query}; }
   // One per batch; empty while a length is symbolic.
   std::vector<Sequence> sequences() const;

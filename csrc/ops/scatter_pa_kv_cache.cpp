@@ -13,6 +13,16 @@ namespace {
 
 constexpr const char* kName = ScatterPaKvCache::name;
 
+constexpr Devices kTrainingProducts = on(Product::A2, Product::A3);
+constexpr Devices k950 = on(Product::P950);
+
+constexpr Rule kRank3{"key", "rank 3 (Ascend 950 alone takes rank 4)", kTrainingProducts};
+constexpr Rule kValue{"value", "a tensor", k950};
+constexpr Rule kWholeFractals{"key",
+                              "D to be a multiple of 32 bytes in scatter modes 'Rope' and 'Omni'"};
+constexpr Rule kInt32Slots{"slot_mapping",
+                           "dtype int32, which the kernel reads whatever is declared"};
+
 bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
 
 void check_name(const char* argument, std::string_view given,
@@ -82,8 +92,7 @@ void ScatterRules::check_ranks() const {
           c10::str("expected rank 3 or 4, got shape ", op_.key.sym_sizes()),
           Status::shape_inference);
   }
-  limits_.rule("key", op_.key.dim() == 3 || product_in_force() == Product::P950,
-               "rank 3 (Ascend 950 alone takes rank 4)", "rank ", op_.key.dim());
+  limits_.rule(kRank3, op_.key.dim() == 3, "rank ", op_.key.dim());
   check_present(op_.value || !op_.value_cache, kName, "value",
                 "expected a tensor because value_cache is given, got None");
   check_present(op_.value_cache || !op_.value, kName, "value_cache",
@@ -126,7 +135,7 @@ void ScatterRules::check_modes() const {
         "expected a tensor: without values there are the scatter modes 'None' and "
         "'Nct' of cache mode 'Norm' alone, got None with cache_mode '",
         op_.cache_mode, "', scatter_mode '", op_.scatter_mode, "' and key of rank ", op_.key.dim());
-    limits_.rule("value", product_in_force() != Product::P950, "a tensor", "None");
+    limits_.rule(kValue, false, "None");
   }
   check_value(op_.strides.size() == 2, kName, "strides", "expected 2 numbers, got ", op_.strides);
   check_value(op_.offsets.size() == 2, kName, "offsets", "expected 2 numbers, got ", op_.offsets);
@@ -195,8 +204,9 @@ void ScatterRules::check_side(NamedTensor source, NamedTensor cache) const {
   } else if (is_run(scatter_)) {
     check_shape(kName, cache, {{num_blocks, block_size, 1, size}},
                 "(num_blocks, block_size, 1, D)");
-    limits_.rule(source.name, op_.key.dim() == 4 || scatter_ == Scatter::alibi || whole_fractals(),
-                 "D to be a multiple of 32 bytes in scatter modes 'Rope' and 'Omni'", "D = ", size);
+    limits_.rule(kWholeFractals,
+                 op_.key.dim() == 4 || scatter_ == Scatter::alibi || whole_fractals(),
+                 "D = ", size);
   } else {
     check_shape(kName, cache, {{num_blocks, block_size, heads, size}},
                 "(num_blocks, block_size, N, D)");
@@ -231,9 +241,7 @@ void ScatterRules::check_indices() const {
   }
 
   if (op_.key.dim() == 3) {
-    limits_.rule("slot_mapping", slots.scalar_type() == at::kInt,
-                 "dtype int32, which the kernel reads whatever is declared",
-                 dtype_name(slots.scalar_type()));
+    limits_.rule(kInt32Slots, slots.scalar_type() == at::kInt, dtype_name(slots.scalar_type()));
   }
   checked(lens);
   checked(seq_lens);
@@ -285,17 +293,18 @@ const at::Tensor& ScatterRules::checked(NamedOptionalTensor argument) const {
 const OperatorLimits ScatterPaKvCache::limits{
     name,
     functions,
-    {{products(Product::A2, Product::A3), {at::kHalf, at::kBFloat16, at::kChar}, {}},
-     {products(Product::P950),
+    {{kTrainingProducts, {at::kHalf, at::kBFloat16, at::kChar}},
+     {k950,
       {at::kHalf, at::kBFloat16, at::kChar, at::kFloat, at::kByte, at::kShort, at::kUInt16,
-       at::kInt, at::kUInt32, at::kFloat8_e5m2, at::kFloat8_e4m3fn},
-      {}}}};
+       at::kInt, at::kUInt32, at::kFloat8_e5m2, at::kFloat8_e4m3fn}}},
+    /*limits=*/{},
+    {kRank3, kValue, kWholeFractals, kInt32Slots}};
 
 Scatter ScatterPaKvCache::scatter() const {
   if (key.dim() == 4) {
     return compress_seq_offset ? Scatter::rope : Scatter::alibi;
   }
-  if (product_in_force() == Product::P950) {
+  if (in_force(k950)) {
     return Scatter::rows;
   }
   if (cache_mode == "PA_NZ") {

@@ -35,7 +35,7 @@ SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
 }  // namespace
 
 const OperatorLimits SparseFlashAttention::limits{
-    name, functions,
+    name, functions, sparse_dtypes(),
     sparse_limits(
         {kAttentionHeads,
          kHeadDim,
@@ -44,7 +44,7 @@ const OperatorLimits SparseFlashAttention::limits{
          {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}})};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
-    name, functions,
+    name, functions, sparse_dtypes(),
     sparse_limits({kAttentionHeads,
                    kHeadDim,
                    kRopeDim,

@@ -4,15 +4,23 @@
 #include "core/sparse_rules.h"
 
 namespace ascend_attn {
+namespace {
+
+constexpr Rule kKeysCoverQueries{"query", "at most as many query tokens as key tokens"};
+
+}  // namespace
 
 const OperatorLimits SparseLightningIndexerGradKLLoss::limits{
-    name, functions,
+    name,
+    functions,
+    sparse_dtypes(),
     sparse_limits({{"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
                    kHeadDim,
                    kRopeDim,
                    kIndexHeads,
                    kIndexDim,
-                   kTrainingCount})};
+                   kTrainingCount}),
+    {kKeysCoverQueries}};
 
 SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::check_and_allocate()
     const {
@@ -44,9 +52,9 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     if (rules.layout() == Layout::BSND) {
       const auto query_length = query.sym_size(1).maybe_as_int();
       const auto key_length = key.sym_size(1).maybe_as_int();
-      on_device.rule("query", !query_length || !key_length || *query_length <= *key_length,
-                     "at most as many query tokens as key tokens", query.sym_size(1), " and ",
-                     key.sym_size(1));
+      on_device.rule(kKeysCoverQueries,
+                     !query_length || !key_length || *query_length <= *key_length,
+                     query.sym_size(1), " and ", key.sym_size(1));
     }
   }
   return {new_like(query_index), new_like(key_index), new_like(weights),

@@ -16,43 +16,62 @@ namespace {
 
 namespace py = pybind11;
 
-py::dict limits_of(const ProductLimits& variant) {
-  py::list products;
-  for (const auto product : kProducts) {
-    if (variant.products & static_cast<uint8_t>(product)) {
-      products.append(std::string(product_name(product)));
-    }
-  }
+// Returns what an operator accepts on a device that has it.
+py::dict limits_of(const OperatorLimits& table, Device device) {
   py::list dtypes;
-  for (const auto dtype : variant.dtypes) {
+  for (const auto dtype : table.dtypes_on(device)->dtypes) {
     dtypes.append(std::string(dtype_name(dtype)));
   }
   py::list limits;
-  for (const auto& limit : variant.limits) {
-    limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
-                                 limit.allowed.text()));
+  for (const auto& limit : table.limits) {
+    if (limit.devices.contain(device)) {
+      limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
+                                   limit.allowed.text()));
+    }
+  }
+  py::list rules;
+  for (const auto& rule : table.rules) {
+    if (rule.devices.contain(device)) {
+      rules.append(py::make_tuple(std::string(rule.argument), std::string(rule.expected)));
+    }
   }
   py::dict row;
-  row["products"] = products;
   row["dtypes"] = dtypes;
   row["limits"] = limits;
+  row["rules"] = rules;
   return row;
 }
 
-py::dict limits_of(const OperatorLimits& limits) {
+py::tuple device_names(Device device) {
+  return py::make_tuple(std::string(product_name(device.product)),
+                        std::string(cann_name(device.cann)));
+}
+
+py::dict limits_of(const OperatorLimits& table) {
   py::list functions;
-  for (const auto* function : limits.functions) {
+  for (const auto* function : table.functions) {
     functions.append(function);
   }
-  py::list variants;
-  for (const auto& variant : limits.variants) {
-    variants.append(limits_of(variant));
+  py::dict devices;
+  for (const auto product : kProducts) {
+    for (const auto cann : kCannVersions) {
+      if (const Device device{product, cann}; table.dtypes_on(device)) {
+        devices[device_names(device)] = limits_of(table, device);
+      }
+    }
   }
   py::dict row;
-  row["operator"] = limits.op;
+  row["operator"] = table.op;
   row["aclnn"] = functions;
-  row["variants"] = variants;
+  row["devices"] = devices;
   return row;
+}
+
+// A device as Python names it: None for no limits, no version for the newest.
+std::optional<Device> device_of(const std::optional<std::string>& product,
+                                const std::optional<std::string>& cann) {
+  const auto version = cann ? cann_of(*cann) : kNewestCann;
+  return product ? std::optional(Device{product_of(*product), version}) : std::nullopt;
 }
 
 template <typename... Ops>
@@ -131,12 +150,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);
   m.def("restore_limits", &set_limits_override);
-  m.def("set_limits", [](std::optional<std::string> product) {
-    set_limits_override(
-        limits_override_for(product ? std::optional<Product>(product_of(*product)) : std::nullopt));
-  });
-  m.def("product_in_force", []() -> std::optional<std::string> {
-    const auto product = product_in_force();
-    return product ? std::optional<std::string>(product_name(*product)) : std::nullopt;
+  m.def("set_limits",
+        [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
+          set_limits_override(limits_override_for(device_of(product, cann)));
+        });
+  m.def("set_default_limits",
+        [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
+          set_default_limits(device_of(product, cann));
+        });
+  m.def("device_in_force", []() -> std::optional<py::tuple> {
+    const auto device = device_in_force();
+    return device ? std::optional(device_names(*device)) : std::nullopt;
   });
 }

@@ -66,17 +66,36 @@ def aclnn_functions(row: Row) -> list[str]:
 
 
 def limits_table(row: Row) -> str:
-    """Quantities down, products across."""
-    variants = row["variants"]
+    """Quantities down, devices across; devices that accept the same share a column."""
+    columns: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {}
+    for (product, cann), limits in row["devices"].items():
+        _, versions = columns.setdefault(repr(limits), (limits, {}))
+        versions.setdefault(product, []).append(cann)
+    variants = [limits for limits, _ in columns.values()]
+    all_versions = {cann for _, cann in row["devices"]}
+    headings = [
+        ", ".join(
+            product
+            if set(of_product) == all_versions
+            else f"{product} (CANN {', '.join(of_product)})"
+            for product, of_product in versions.items()
+        )
+        for _, versions in columns.values()
+    ]
     meanings = {name: meaning for v in variants for name, meaning, _ in v["limits"]}
     allowed = [{name: text for name, _, text in v["limits"]} for v in variants]
+    rules = dict.fromkeys(tuple(rule) for v in variants for rule in v["rules"])
     lines = [
-        ["", "", *(", ".join(v["products"]) for v in variants)],
+        ["", "", *headings],
         ["---"] * (2 + len(variants)),
         ["dtypes", "", *(", ".join(v["dtypes"]) for v in variants)],
         *(
             [name, meaning, *(a.get(name, "") for a in allowed)]
             for name, meaning in meanings.items()
+        ),
+        *(
+            [f"`{rule[0]}`", rule[1], *("yes" if rule in v["rules"] else "" for v in variants)]
+            for rule in rules
         ),
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -98,10 +117,10 @@ def operator_page(row: Row, specifications: Path) -> str:
         parts += included("Which keys are kept", "masks", operator, page)
         parts.append("[Every mode, and how to draw it](../sparse_modes.md).")
     parts += [
-        "## Limits per product",
+        "## Limits per device",
         f"On the NPU this is {', '.join(aclnn_functions(row))} of CANN.",
         limits_table(row),
-        "A quantity without a row has no limit of its own. A product without a column does not "
+        "A quantity without a row has no limit of its own. A device without a column does not "
         "have the function: a call that is checked for it is an error.",
     ]
     if f"% begin device({operator})" in device.read_text(encoding="utf-8"):

@@ -1,5 +1,5 @@
-"""`python -m ascend_attn_ops`: what is installed and what works; `python -m ascend_attn_ops mask`:
-which keys a sparse_mode keeps."""
+"""`python -m ascend_attn_ops`: what is installed and what works; with `--limits A3:9.0`: what that
+device accepts; `python -m ascend_attn_ops mask`: which keys a sparse_mode keeps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from pathlib import Path
 
 from ascend_attn_ops import masks, report
 from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops.limits import Device, device_in_force, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
+    parser.add_argument(
+        "--limits", type=_device, nargs="?", const=device_in_force() or Device("A2", "9.1"),
+        metavar="PRODUCT:CANN", help="what a device accepts, as A3 or A3:9.0; without a name, the "
+        "device that calls are checked for",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("report", help="what is installed, what works here, and why not (default)")
     _add_mask(commands.add_parser("mask", help="draw the keys that a sparse_mode keeps"))
     options = parser.parse_args(arguments)
-    return _draw(parser, options) if options.command == "mask" else report.print_report()
+    if options.command == "mask":
+        return _draw(parser, options)
+    return report.print_limits(options.limits) if options.limits else report.print_report()
 
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +40,16 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--next", type=int, default=ALL_TOKENS, help="next_tokens")
     parser.add_argument("--prefix", type=int, default=0, help="for the modes 5 and 6")
     parser.add_argument("--out", type=Path, help="write a PNG instead of text")
+
+
+def _device(text: str) -> Device:
+    try:
+        device = parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if device is None:
+        raise argparse.ArgumentTypeError("expected a product, as A3 or A3:9.0")
+    return device
 
 
 def _lengths(text: str) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ascend_attn_ops import _C
+from ascend_attn_ops.limits import apply_environment
 
 # Stands in for the NPU kernels if they cannot be loaded.
 _without_npu = torch.library.Library("ascend", "IMPL", "PrivateUse1")
@@ -19,11 +20,12 @@ npu_unavailable: str | None = "not loaded yet"
 
 
 def load() -> None:
-    """Register the NPU kernels, or set `npu_unavailable`."""
+    """Register the NPU kernels, or set `npu_unavailable`; set the default limits."""
     global npu_unavailable
     npu_unavailable = _load_npu()
     if npu_unavailable:
         _explain_on_npu_tensors(npu_unavailable)
+    apply_environment()  # last: it overrules the NPU in use
 
 
 def npu_module() -> ModuleType | None:

@@ -1,30 +1,47 @@
-"""Device limits: which product calls are checked for, and how to change it."""
+"""Device limits: which device calls are checked for, and how to change it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ascend_attn_ops import _C
 
 Product = Literal["A2", "A3", "950", "310P"]
+Cann = Literal["8.5", "9.0", "9.1"]
+
+VARIABLE = "ASCEND_ATTN_OPS_LIMITS"
+
+
+class Device(NamedTuple):
+    """What limits depend on: a product, and the version of its CANN."""
+
+    product: str
+    cann: str
+
+    def __str__(self) -> str:
+        return f"Ascend {self.product} with CANN {self.cann}"
 
 
 @contextmanager
-def limits(product: Product | None) -> Iterator[None]:
-    """Check calls in this block, on this thread, against the limits of another product, or of none.
+def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
+    """Check calls in this block, on this thread, against the limits of another device, or of none.
 
     The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
-    predicts the device. The default product is that of the NPU in use, or Atlas A2 without one.
+    predicts the device. By default calls are checked for the NPU in use and its CANN. Without an
+    NPU that is Atlas A2 with the newest CANN; the environment variable ``ASCEND_ATTN_OPS_LIMITS``
+    chooses another default for a process: ``A3``, ``A2:8.5``, ``none``.
 
     Args:
         product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``. None switches the limits off, for
             research shapes, float32, float64 and gradcheck; mismatched shapes, decreasing lengths
             and out-of-range indices remain errors.
+        cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
 
     Raises:
-        ValueError: for an unknown product.
+        ValueError: for an unknown product or version.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -39,16 +56,30 @@ def limits(product: Product | None) -> Iterator[None]:
     The backward pass is checked against the same limits as its forward pass.
     """
     saved = _C.limits_override()
-    _C.set_limits(product)
+    _C.set_limits(product, cann)
     try:
         yield
     finally:
         _C.restore_limits(saved)
 
 
-def product_in_force() -> str | None:
-    """Return the product whose limits apply on this thread; None while limits are off."""
-    return _C.product_in_force()
+def parse(text: str) -> Device | None:
+    """Return the device of a text such as ``"A3:9.0"`` or ``"A3"``; None of ``"none"``.
+
+    Raises:
+        ValueError: for an unknown product or version.
+    """
+    if text.lower() == "none":
+        return None
+    product, _, cann = text.partition(":")
+    with limits(product, cann or None):  # type: ignore[arg-type]  # raises for unknown names
+        return device_in_force()
+
+
+def device_in_force() -> Device | None:
+    """Return the device whose limits apply on this thread; None while limits are off."""
+    device = _C.device_in_force()
+    return None if device is None else Device(*device)
 
 
 def table() -> list[dict[str, Any]]:
@@ -56,7 +87,20 @@ def table() -> list[dict[str, Any]]:
 
     Returns:
         One row per operator with the keys ``operator``, ``aclnn`` (the CANN functions it calls) and
-        ``variants``. Each variant has the ``products`` that share it, their ``dtypes``, and their
-        ``limits``: a list of (quantity, meaning, allowed values).
+        ``devices``. The latter has an entry for each (product, version of CANN) that has the
+        operator: its ``dtypes``, its ``limits``, a list of (quantity, meaning, allowed values), and
+        its ``rules``, a list of (argument, what is expected).
     """
     return _C.limits_table()
+
+
+def apply_environment() -> None:
+    """Set the default of this process to what the environment variable says."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    try:
+        device = parse(text)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}={text}: {error}") from None
+    _C.set_default_limits(*(device or (None, None)))

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 import torch
 
 import ascend_attn_ops
 from ascend_attn_ops import _C, _library
-from ascend_attn_ops.limits import product_in_force, table
+from ascend_attn_ops.limits import Device, device_in_force, table
 
 
 def print_report() -> int:
@@ -25,7 +26,9 @@ def print_report() -> int:
     print(f"  _npu       {_library.npu_unavailable or 'loaded'}")
 
     failure = _cpu_failure()
-    print(f"\nOperators (limits checked for Ascend {product_in_force()})")
+    device = device_in_force()
+    checked = f"limits checked for {device}" if device else "limits off"
+    print(f"\nOperators ({checked}; --limits shows them)")
     rows = [("torch.ops.ascend.", "CPU", "Meta", "autograd", "NPU", "needs")]
     for row in table():
         name = row["operator"]
@@ -36,19 +39,48 @@ def print_report() -> int:
             rows.append((name, *backends, autograd, npu_state, function))
     _print_table(rows)
 
-    print("\nDevice limits")
-    for row in table():
-        for variant in row["variants"]:
-            products, dtypes = (", ".join(variant[name]) for name in ("products", "dtypes"))
-            print(f"  {row['operator']}: {products}; {dtypes}")
-            for quantity, meaning, allowed in variant["limits"]:
-                print(f"      {quantity:<18} {meaning}: {allowed}")
-
     if failure:
         print(f"\nThe CPU path does not work: {failure}", file=sys.stderr)
         return 1
     print("\nThe CPU path works.")
     return 0
+
+
+def print_limits(device: Device) -> int:
+    """Print what every operator accepts on a device, and what other versions of CANN change."""
+    print(f"Limits of {device}; in brackets what another version of CANN changes")
+    for row in table():
+        versions = {
+            cann: _statements(limits)
+            for (product, cann), limits in row["devices"].items()
+            if product == device.product
+        }
+        here = versions.pop(device.cann, None)
+        print(f"\n{row['operator']}")
+        if here is None:
+            elsewhere = f" (but with CANN {', '.join(versions)})" if versions else ""
+            print(f"    not on this device{elsewhere}")
+            continue
+        names = dict.fromkeys([*here, *(name for other in versions.values() for name in other)])
+        for name in names:
+            text = here.get(name, "no limit")
+            changes = [
+                f"CANN {cann}: {other.get(name, 'no limit')}"
+                for cann, other in versions.items()
+                if other.get(name, "no limit") != text
+            ]
+            print(f"    {name}: {text}" + (f" [{'; '.join(changes)}]" if changes else ""))
+    return 0
+
+
+def _statements(limits: dict[str, Any]) -> dict[str, str]:
+    """What an operator accepts on one device: each quantity or argument, and what it may be."""
+    statements = {"dtypes": ", ".join(limits["dtypes"])}
+    for quantity, meaning, allowed in limits["limits"]:
+        statements[f"{quantity}, {meaning}"] = allowed
+    for argument, expected in limits["rules"]:
+        statements[argument] = "; ".join(filter(None, [statements.get(argument), expected]))
+    return statements
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

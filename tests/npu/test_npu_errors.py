@@ -129,9 +129,9 @@ def test_product(soc: str, product: str) -> None:
     text, _ = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
-        from ascend_attn_ops.limits import product_in_force
+        from ascend_attn_ops.limits import device_in_force
         from device_samples import first
-        print(product_in_force())
+        print(device_in_force().product)
         sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
         try:
             sample.call(torch.ops.ascend)

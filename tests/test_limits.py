@@ -1,0 +1,102 @@
+"""Which device calls are checked for: by block, by process, by the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import ascend_attn_ops
+import pytest
+from ascend_attn_ops.limits import Device, device_in_force, parse, table
+
+NEWEST = "9.1"
+
+
+def run(*command: str, limits: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "ASCEND_ATTN_OPS_LIMITS"}
+    if limits is not None:
+        environment["ASCEND_ATTN_OPS_LIMITS"] = limits
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300
+    )
+
+
+def test_a_product_means_its_newest_cann() -> None:
+    assert device_in_force() == ("A2", NEWEST)
+    with ascend_attn_ops.limits("A3"):
+        assert device_in_force() == ("A3", NEWEST)
+        with ascend_attn_ops.limits("950", cann="9.0"):
+            assert device_in_force() == ("950", "9.0")
+        with ascend_attn_ops.limits(None):
+            assert device_in_force() is None
+        assert device_in_force() == ("A3", NEWEST)
+    assert device_in_force() == ("A2", NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("A5",), "limits: product: expected None or one of 'A2', 'A3', '950', '310P', got 'A5'"),
+        (
+            ("A2", "9.2"),
+            "limits: cann: expected None for the newest or one of '8.5', '9.0', '9.1', got '9.2'",
+        ),
+    ],
+)
+def test_unknown_names(arguments: tuple[str, ...], expected: str) -> None:
+    with (
+        pytest.raises(ValueError, match="expected None") as error,
+        ascend_attn_ops.limits(*arguments),
+    ):
+        pass
+    assert expected in str(error.value)
+    assert device_in_force() == ("A2", NEWEST)
+
+
+def test_texts() -> None:
+    assert parse("A3:9.0") == Device("A3", "9.0")
+    assert parse("950") == Device("950", NEWEST)
+    assert parse("none") is None
+    for text in ("", "A3:9", "9.0"):
+        with pytest.raises(ValueError, match="expected None"):
+            parse(text)
+
+
+PRINT = "from ascend_attn_ops.limits import device_in_force as device; print(device())"
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("A3:9.0", Device("A3", "9.0")),
+        ("310P", Device("310P", NEWEST)),
+        ("none", None),
+        ("", Device("A2", NEWEST)),
+    ],
+)
+def test_the_environment_sets_the_default(text: str, device: Device | None) -> None:
+    result = run("-c", PRINT, limits=text)
+    assert result.stdout.strip() == str(device), result.stderr
+
+
+def test_a_wrong_environment_says_so() -> None:
+    result = run("-c", "import ascend_attn_ops", limits="A3:1.0")
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: ASCEND_ATTN_OPS_LIMITS=A3:1.0: ")
+    assert "'8.5', '9.0', '9.1', got '1.0'" in last
+
+
+def test_the_printed_limits() -> None:
+    result = run("-m", "ascend_attn_ops", "--limits", "A2:8.5")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Limits of Ascend A2 with CANN 8.5")
+    for row in table():
+        assert f"\n{row['operator']}\n" in result.stdout
+
+
+def test_printing_the_limits_of_an_unknown_device() -> None:
+    result = run("-m", "ascend_attn_ops", "--limits", "A9")
+    assert result.returncode == 2
+    assert "one of 'A2', 'A3', '950', '310P', got 'A9'" in result.stderr
