@@ -1,0 +1,13 @@
+"""The classes of parameter sets that this library accepts and CANN's checks refuse.
+
+docs/specification/refused.md names each class and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from device_rules.verdicts import ParameterSet
+
+# For each operator: the name of a class, as the documentation has it, and which sets belong to it.
+ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {}
