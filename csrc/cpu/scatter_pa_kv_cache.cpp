@@ -44,8 +44,8 @@ Indices read(const at::Tensor& tensor) {
 // The copy of key into key_cache, or of value into value_cache. Sizes and strides are in bytes.
 struct Side {
   // `stride` and `offset` locate the rows of "Nct", in elements.
-  Side(const at::Tensor& source, const at::Tensor& cache, std::optional<int64_t> stride,
-       int64_t offset)
+  Side(const at::Tensor& source, const at::Tensor& cache, Scatter scatter,
+       std::optional<int64_t> stride, int64_t offset)
       : rows(source.strides().back() == 1 || source.sizes().back() == 1
                  ? c10::MaybeOwned<at::Tensor>::borrowed(source)
                  : c10::MaybeOwned<at::Tensor>::owned(source.contiguous())),
@@ -60,9 +60,23 @@ struct Side {
     head_stride = strides[last - 1] * itemsize;
     row_stride = stride.value_or(strides[last - 2]) * itemsize;
     batch_stride = last == 3 ? strides[0] * itemsize : 0;
+    block_stride = cache.stride(0) * itemsize;
+    if (scatter == Scatter::rows || scatter == Scatter::strided_rows) {
+      block_size = cache.size(1);
+      slot_stride = cache.stride(1) * itemsize;
+      target_head_stride = cache.stride(2) * itemsize;
+      flat = cache.is_contiguous();
+    }
   }
 
   int64_t row_bytes() const { return heads * head_bytes; }
+  bool dense_rows() const {
+    return heads == 1 || (head_stride == head_bytes && (flat || target_head_stride == head_bytes));
+  }
+  char* target(int64_t slot) const {
+    return flat ? to + slot * row_bytes()
+                : to + slot / block_size * block_stride + slot % block_size * slot_stride;
+  }
 
   // Borrowed where possible: with an owned reference, torch acquires Python's GIL.
   c10::MaybeOwned<at::Tensor> rows;
@@ -74,6 +88,12 @@ struct Side {
   int64_t head_stride;
   int64_t row_stride;
   int64_t batch_stride;
+  int64_t block_stride;
+  // Where rows are written one by one:
+  int64_t block_size = 1;
+  int64_t slot_stride = 0;
+  int64_t target_head_stride = 0;
+  bool flat = true;  // slots lie side by side, across the borders of blocks as well
 };
 
 using Sides = c10::SmallVector<Side, 2>;
@@ -81,8 +101,8 @@ using Sides = c10::SmallVector<Side, 2>;
 Sides sides_of(const ScatterPaKvCache& op, Scatter scatter) {
   const auto side = [&](const at::Tensor& source, const at::Tensor& cache, size_t index) {
     return scatter == Scatter::strided_rows
-               ? Side(source, cache, op.strides[index], op.offsets[index])
-               : Side(source, cache, std::nullopt, 0);
+               ? Side(source, cache, scatter, op.strides[index], op.offsets[index])
+               : Side(source, cache, scatter, std::nullopt, 0);
   };
   Sides sides;
   sides.push_back(side(op.key, op.key_cache, 0));
@@ -149,8 +169,9 @@ void write_rows(const Sides& sides, const Indices& slots) {
   constexpr int64_t kAhead = 4;
   at::parallel_for(0, slots.size(), grain(sides), [&](int64_t begin, int64_t end) {
     for (const auto& side : sides) {
-      const bool dense = side.heads == 1 || side.head_stride == side.head_bytes;
+      const bool dense = side.dense_rows();
       const auto pieces = dense ? 1 : side.heads;
+      const auto target_stride = side.flat ? side.head_bytes : side.target_head_stride;
       const auto piece_bytes = dense ? side.row_bytes() : side.head_bytes;
       const bool streamed = is_streamed(side, slots.size());
       for (int64_t row = begin; row < end; ++row) {
@@ -158,12 +179,12 @@ void write_rows(const Sides& sides, const Indices& slots) {
           continue;
         }
         if (row + kAhead < end && slots[row + kAhead] >= 0) {
-          __builtin_prefetch(side.to + slots[row + kAhead] * side.row_bytes(), /*write=*/1);
+          __builtin_prefetch(side.target(slots[row + kAhead]), /*write=*/1);
         }
         const auto* from = side.from + row * side.row_stride;
-        auto* to = side.to + slots[row] * side.row_bytes();
+        auto* to = side.target(slots[row]);
         for (int64_t piece = 0; piece < pieces; ++piece) {
-          copy(streamed, to + piece * piece_bytes, from + piece * side.head_stride, piece_bytes);
+          copy(streamed, to + piece * target_stride, from + piece * side.head_stride, piece_bytes);
         }
       }
     }
@@ -177,36 +198,36 @@ void write_rows(const Sides& sides, const Indices& slots) {
 void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size) {
   constexpr int64_t kRows = 64;
   constexpr auto kFractal = ScatterPaKvCache::kFractalBytes;
-  at::parallel_for(
-      0, slots.size(), std::max(kRows, grain(sides)), [&](int64_t first, int64_t last) {
-        for (int64_t begin = first; begin < last; begin += kRows) {
-          const auto rows = std::min(kRows, last - begin);
-          for (const auto& side : sides) {
-            const bool streamed = is_streamed(side, slots.size());
-            int64_t written = 0;
-            const char* from[kRows];
-            char* to[kRows];
-            for (int64_t row = begin; row < begin + rows; ++row) {
-              if (slots[row] >= 0) {
-                from[written] = side.from + row * side.row_stride;
-                to[written++] = side.to + slots[row] / block_size * block_size * side.row_bytes() +
-                                slots[row] % block_size * kFractal;
-              }
-            }
-            int64_t target = 0;
-            for (int64_t head = 0; head < side.heads; ++head) {
-              for (int64_t byte = 0; byte < side.head_bytes; byte += kFractal) {
-                const auto source = head * side.head_stride + byte;
-                for (int64_t i = 0; i < written; ++i) {
-                  copy(streamed, to[i] + target, from[i] + source, kFractal);
-                }
-                target += block_size * kFractal;
-              }
-            }
-          }
-        }
-        finish_streams();
-      });
+  at::parallel_for(0, slots.size(), std::max(kRows, grain(sides)),
+                   [&](int64_t first, int64_t last) {
+                     for (int64_t begin = first; begin < last; begin += kRows) {
+                       const auto rows = std::min(kRows, last - begin);
+                       for (const auto& side : sides) {
+                         const bool streamed = is_streamed(side, slots.size());
+                         int64_t written = 0;
+                         const char* from[kRows];
+                         char* to[kRows];
+                         for (int64_t row = begin; row < begin + rows; ++row) {
+                           if (slots[row] >= 0) {
+                             from[written] = side.from + row * side.row_stride;
+                             to[written++] = side.to + slots[row] / block_size * side.block_stride +
+                                             slots[row] % block_size * kFractal;
+                           }
+                         }
+                         int64_t target = 0;
+                         for (int64_t head = 0; head < side.heads; ++head) {
+                           for (int64_t byte = 0; byte < side.head_bytes; byte += kFractal) {
+                             const auto source = head * side.head_stride + byte;
+                             for (int64_t i = 0; i < written; ++i) {
+                               copy(streamed, to[i] + target, from[i] + source, kFractal);
+                             }
+                             target += block_size * kFractal;
+                           }
+                         }
+                       }
+                     }
+                     finish_streams();
+                   });
 }
 
 // The rows of one batch and head, written as one run: [0, window), the mean of the window if
@@ -339,7 +360,7 @@ void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean
 void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   op.check_memory();
   const auto scatter = op.scatter();
-  const auto block_size = op.key_cache.size(scatter == Scatter::nz_rows ? 2 : 1);
+  const auto block_size = op.key_cache.size(op.block_size_axis(scatter));
   const auto capacity = op.key_cache.size(0) * block_size;
   switch (scatter) {
     case Scatter::alibi:

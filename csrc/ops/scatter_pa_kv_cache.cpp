@@ -15,15 +15,43 @@ constexpr const char* kName = ScatterPaKvCache::name;
 
 constexpr Devices kTrainingProducts = on(Product::A2, Product::A3);
 constexpr Devices k950 = on(Product::P950);
+constexpr Devices k950IgnoresModes = k950.before(Cann::v9_1);
 
 constexpr Rule kRank3{"key", "rank 3 (Ascend 950 alone takes rank 4)", kTrainingProducts};
+constexpr Rule kRank4Runs{"key", "rank 4 in scatter modes 'Alibi', 'Rope' and 'Omni'",
+                          k950.since(Cann::v9_1)};
+constexpr Rule kRank4Cache{"key_cache", "rank 4", kTrainingProducts.before(Cann::v9_0)};
 constexpr Rule kValue{"value", "a tensor", k950};
 constexpr Rule kWholeFractals{"key",
                               "D to be a multiple of 32 bytes in scatter modes 'Rope' and 'Omni'"};
+constexpr Rule kHalfRuns{"key", "dtype float16 or bfloat16 in scatter modes 'Rope' and 'Omni'",
+                         kTrainingProducts.since(Cann::v9_0)};
 constexpr Rule kInt32Slots{"slot_mapping",
                            "dtype int32, which the kernel reads whatever is declared"};
+constexpr Rule kSlotsForAll{"key_cache", "num_blocks * block_size >= T", kTrainingProducts};
+constexpr Rule kNotEmpty{"key", "T, N, D, B and block_size of at least 1",
+                         kTrainingProducts.before(Cann::v9_0)};
+constexpr Rule kContiguousCache{"key_cache", "a contiguous tensor", kAllDevices.before(Cann::v9_1)};
+constexpr Rule kBufferGoesOn{"key",
+                             "a buffer that goes on behind the last row in scatter mode 'Nct'",
+                             k950.since(Cann::v9_1)};
 
 bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
+bool has_window(Scatter scatter) { return scatter >= Scatter::rope; }
+
+// Returns whether the elements of every block lie side by side, with the axes behind the first in
+// this order, and no two blocks overlap.
+bool has_dense_blocks(const at::Tensor& cache, std::initializer_list<int64_t> order) {
+  const auto holds = [](const c10::SymBool& truth) { return truth.guard_bool(__FILE__, __LINE__); };
+  c10::SymInt elements = 1;
+  for (const auto* axis = order.end(); axis-- != order.begin();) {
+    if (holds(cache.sym_size(*axis).sym_ne(1)) && holds(cache.sym_stride(*axis).sym_ne(elements))) {
+      return false;
+    }
+    elements = elements * cache.sym_size(*axis);
+  }
+  return holds(cache.sym_size(0).sym_le(1)) || holds(cache.sym_stride(0).sym_ge(elements));
+}
 
 void check_name(const char* argument, std::string_view given,
                 std::initializer_list<std::string_view> names) {
@@ -38,10 +66,12 @@ void check_name(const char* argument, std::string_view given,
         c10::str("expected one of ", expected, ", got '", given, "'"));
 }
 
-void check_rank(NamedTensor argument, int64_t rank) {
-  if (argument.tensor.dim() != rank) [[unlikely]] {
+void check_rank(NamedTensor argument, int64_t rank, bool or_one_more = false) {
+  const auto given = argument.tensor.dim();
+  if (given != rank && !(or_one_more && given == rank + 1)) [[unlikely]] {
     raise(Violation::value, kName, argument.name,
-          c10::str("expected rank ", rank, ", got shape ", argument.tensor.sym_sizes()),
+          c10::str("expected rank ", rank, or_one_more ? c10::str(" or ", rank + 1) : "",
+                   ", got shape ", argument.tensor.sym_sizes()),
           Status::shape_inference);
   }
 }
@@ -71,14 +101,18 @@ class ScatterRules {
   void check_indices() const;
 
  private:
-  void check_side(NamedTensor source, NamedTensor cache) const;
+  void check_side(NamedTensor source, NamedTensor cache, size_t side) const;
+  void check_layout(NamedTensor cache) const;
+  // Checks where the rows of "Nct" are; `side` is the place of their stride and offset.
+  void check_buffer(NamedTensor source, size_t side) const;
+  void check_not_empty(NamedTensor argument, std::string_view size, int64_t axis) const;
   void check_index(NamedTensor argument, c10::SymIntArrayRef expected,
                    std::string_view meaning) const;
   void check_absent(NamedOptionalTensor argument, std::string_view when) const;
   // Returns the tensor, after checking that it is present and has slot_mapping's dtype.
   const at::Tensor& checked(NamedOptionalTensor argument) const;
 
-  int64_t block_size_axis() const { return scatter_ == Scatter::nz_rows ? 2 : 1; }
+  int64_t block_size_axis() const { return op_.block_size_axis(scatter_); }
 
   const ScatterPaKvCache& op_;
   Scatter scatter_;
@@ -97,16 +131,21 @@ void ScatterRules::check_ranks() const {
                 "expected a tensor because value_cache is given, got None");
   check_present(op_.value_cache || !op_.value, kName, "value_cache",
                 "expected a tensor because value is given, got None");
-  check_rank({"key_cache", op_.key_cache}, 4);
+  const bool or_5 = scatter_ == Scatter::nz_rows;
+  check_rank({"key_cache", op_.key_cache}, 4, or_5);
+  limits_.rule(kRank4Cache, op_.key_cache.dim() == 4, "rank ", op_.key_cache.dim());
   if (op_.value) {
     check_rank({"value", *op_.value}, op_.key.dim());
-    check_rank({"value_cache", *op_.value_cache}, 4);
+    check_rank({"value_cache", *op_.value_cache}, 4, or_5);
   }
 }
 
 void ScatterRules::check_dtypes() const {
+  const auto key = op_.key.scalar_type();
   check_cache_dtype(key_);
-  limits_.dtype("key", op_.key.scalar_type());
+  limits_.dtype("key", key);
+  limits_.rule(kHalfRuns, !has_window(scatter_) || key == at::kHalf || key == at::kBFloat16,
+               dtype_name(key));
   check_dtype(kName, {"key_cache", op_.key_cache}, key_);
   if (!op_.value) {
     return;
@@ -114,12 +153,12 @@ void ScatterRules::check_dtypes() const {
   const NamedTensor value{"value", *op_.value};
   const auto dtype = value.tensor.scalar_type();
   if (dtype != op_.key.scalar_type()) {
-    const bool beside_int8_key = scatter_ == Scatter::nz_rows &&
-                                 op_.key.scalar_type() == at::kChar &&
-                                 (dtype == at::kHalf || dtype == at::kBFloat16);
+    const auto is_half = [](at::ScalarType x) { return x == at::kHalf || x == at::kBFloat16; };
+    const bool may_differ = scatter_ == Scatter::nz_rows && is_half(dtype) &&
+                            (op_.key.scalar_type() == at::kChar || is_half(op_.key.scalar_type()));
     check_cache_dtype(value);
     limits_.dtype(value.name, dtype);
-    if (!beside_int8_key) {
+    if (!may_differ) {
       check_dtype(kName, value, key_);
     }
   }
@@ -129,6 +168,14 @@ void ScatterRules::check_dtypes() const {
 void ScatterRules::check_modes() const {
   check_name("cache_mode", op_.cache_mode, {"Norm", "PA_NZ"});
   check_name("scatter_mode", op_.scatter_mode, {"None", "Nct", "Alibi", "Rope", "Omni"});
+  if (op_.key.dim() == 4 && !in_force(k950IgnoresModes)) {
+    check_value(op_.cache_mode == "Norm", kName, "cache_mode",
+                "expected 'Norm' for a key of rank 4, got '", op_.cache_mode, "'");
+    check_value(op_.scatter_mode != "Nct", kName, "scatter_mode",
+                "expected 'None', 'Alibi', 'Rope' or 'Omni' for a key of rank 4, got 'Nct'");
+  }
+  limits_.rule(kRank4Runs, !is_run(scatter_) || op_.key.dim() == 4, "rank ", op_.key.dim(),
+               " with scatter_mode '", op_.scatter_mode, "'");
   if (!op_.value) {
     check_implemented(
         scatter_ == Scatter::rows || scatter_ == Scatter::strided_rows, kName, "value",
@@ -157,7 +204,14 @@ void ScatterRules::check_modes() const {
 }
 
 void ScatterRules::check_sides() const {
-  check_side(key_, {"key_cache", op_.key_cache});
+  check_side(key_, {"key_cache", op_.key_cache}, 0);
+  if (op_.key.dim() == 3) {
+    const auto tokens = op_.key.sym_size(0).maybe_as_int();
+    const auto slots =
+        (op_.key_cache.sym_size(0) * op_.key_cache.sym_size(block_size_axis())).maybe_as_int();
+    limits_.rule(kSlotsForAll, !tokens || !slots || *slots >= *tokens, slots.value_or(0),
+                 " for T = ", tokens.value_or(0));
+  }
   if (!op_.value) {
     return;
   }
@@ -174,14 +228,14 @@ void ScatterRules::check_sides() const {
     raise_shape(kName, {"value", value}, expected,
                 value.dim() == 3 ? "(T, N, Dv)" : "(B, S, N, Dv)");
   }
-  check_side({"value", value}, {"value_cache", *op_.value_cache});
-  if (scatter_ == Scatter::rope || scatter_ == Scatter::omni) {
+  check_side({"value", value}, {"value_cache", *op_.value_cache}, 1);
+  if (has_window(scatter_)) {
     check_shape(kName, {"value", value}, op_.key.sym_sizes(),
                 value.dim() == 3 ? "(T, N, D), key's," : "(B, S, N, D), key's,");
   }
 }
 
-void ScatterRules::check_side(NamedTensor source, NamedTensor cache) const {
+void ScatterRules::check_side(NamedTensor source, NamedTensor cache, size_t side) const {
   check_device(kName, source, key_);
   check_device(kName, cache, key_);
   const auto sizes = source.tensor.sym_sizes();
@@ -194,13 +248,23 @@ void ScatterRules::check_side(NamedTensor source, NamedTensor cache) const {
   const auto whole_fractals = [&] {
     return divides(ScatterPaKvCache::kFractalBytes, size * itemsize);
   };
+  check_not_empty(source, "T", 0);
+  check_not_empty(source, "N", -2);
+  check_not_empty(source, "D", -1);
+  check_not_empty({cache.name, op_.key_cache}, "block_size", block_size_axis());
   if (scatter_ == Scatter::nz_rows) {
     check_value(whole_fractals(), kName, source.name,
                 "expected D to fill whole fractals of 32 bytes in cache mode 'PA_NZ', got shape ",
                 source.tensor.sym_sizes());
     const auto last = ScatterPaKvCache::kFractalBytes / itemsize;
-    check_shape(kName, cache, {{num_blocks, heads * size / last, block_size, last}},
-                "(num_blocks, N * D / L, block_size, L)");
+    if (op_.key_cache.dim() == 5) {
+      check_shape(kName, cache, {{num_blocks, heads, size / last, block_size, last}},
+                  "(num_blocks, N, D / L, block_size, L)");
+    } else {
+      check_shape(kName, cache, {{num_blocks, heads * size / last, block_size, last}},
+                  "(num_blocks, N * D / L, block_size, L)");
+    }
+    limits_.size(cache.name, "block_size", block_size);
   } else if (is_run(scatter_)) {
     check_shape(kName, cache, {{num_blocks, block_size, 1, size}},
                 "(num_blocks, block_size, 1, D)");
@@ -211,16 +275,63 @@ void ScatterRules::check_side(NamedTensor source, NamedTensor cache) const {
     check_shape(kName, cache, {{num_blocks, block_size, heads, size}},
                 "(num_blocks, block_size, N, D)");
   }
-  check_value(cache.tensor.is_contiguous(), kName, cache.name,
-              "expected a contiguous tensor, since a copy of it would take the update, got "
-              "strides ",
-              cache.tensor.sym_strides());
+  check_layout(cache);
   if (scatter_ == Scatter::strided_rows) {
-    check_value(source.tensor.is_contiguous(), kName, source.name,
-                "expected a contiguous tensor at the start of the buffer that strides and offsets "
-                "refer to, got strides ",
-                source.tensor.sym_strides());
+    check_buffer(source, side);
   }
+}
+
+void ScatterRules::check_layout(NamedTensor cache) const {
+  const auto& tensor = cache.tensor;
+  if (tensor.is_contiguous()) {
+    return;
+  }
+  const bool rows = scatter_ == Scatter::rows || scatter_ == Scatter::strided_rows;
+  const bool fits = rows
+                        ? has_dense_blocks(tensor, {1, 2, 3}) || has_dense_blocks(tensor, {2, 1, 3})
+                    : scatter_ != Scatter::nz_rows ? false
+                    : tensor.dim() == 5            ? has_dense_blocks(tensor, {1, 2, 3, 4})
+                                                   : has_dense_blocks(tensor, {1, 2, 3});
+  check_value(fits, kName, cache.name, "expected a contiguous tensor",
+              rows ? ", or one of dense blocks (block_size, N, D) or (N, block_size, D)"
+              : scatter_ == Scatter::nz_rows ? ", or one of dense blocks"
+                                             : "",
+              ", since a copy of it would take the update, got strides ", tensor.sym_strides());
+  limits_.rule({cache.name, kContiguousCache.expected, kContiguousCache.devices}, false, "strides ",
+               tensor.sym_strides());
+}
+
+void ScatterRules::check_buffer(NamedTensor source, size_t side) const {
+  const auto& tensor = source.tensor;
+  check_value(tensor.is_contiguous(), kName, source.name,
+              "expected a contiguous tensor at the start of the buffer that strides and offsets "
+              "refer to, got strides ",
+              tensor.sym_strides());
+  if (!limits_.on(kBufferGoesOn.devices) || !tensor.has_storage()) {
+    return;
+  }
+  const auto tokens = tensor.sym_size(0).maybe_as_int();
+  const auto row = (tensor.sym_size(1) * tensor.sym_size(2)).maybe_as_int();
+  const auto bytes = tensor.storage().sym_nbytes().maybe_as_int();
+  const auto before = tensor.sym_storage_offset().maybe_as_int();
+  if (!tokens || !row || !bytes || !before) {
+    return;
+  }
+  // Compared without products, which could overflow.
+  const auto left = *bytes / static_cast<int64_t>(tensor.itemsize()) - *before - *row - 1;
+  const auto stride = op_.strides[side];
+  const auto offset = op_.offsets[side];
+  const bool goes_on = *tokens > 0 && *row > 0 && offset <= left &&
+                       (*tokens == 1 || stride <= (left - offset) / (*tokens - 1));
+  limits_.rule({source.name, kBufferGoesOn.expected, kBufferGoesOn.devices}, goes_on, *tokens,
+               " rows of ", *row, " elements in one of ", left + *row + 1);
+}
+
+void ScatterRules::check_not_empty(NamedTensor argument, std::string_view size,
+                                   int64_t axis) const {
+  const auto known = argument.tensor.sym_size(axis).maybe_as_int();
+  limits_.rule({argument.name, kNotEmpty.expected, kNotEmpty.devices}, !known || *known > 0, size,
+               " = 0");
 }
 
 void ScatterRules::check_indices() const {
@@ -264,6 +375,7 @@ void ScatterRules::check_indices() const {
     check_index({"compress_lens", *op_.compress_lens}, {batch * heads}, "(B * N)");
   }
   check_index({"seq_lens", *op_.seq_lens}, {batch}, "(B)");
+  check_not_empty({"seq_lens", *op_.seq_lens}, "B", 0);
   if (op_.compress_seq_offset) {
     check_index({"compress_seq_offset", *op_.compress_seq_offset}, {batch * heads}, "(B * N)");
   }
@@ -297,14 +409,19 @@ const OperatorLimits ScatterPaKvCache::limits{
      {k950,
       {at::kHalf, at::kBFloat16, at::kChar, at::kFloat, at::kByte, at::kShort, at::kUInt16,
        at::kInt, at::kUInt32, at::kFloat8_e5m2, at::kFloat8_e4m3fn}}},
-    /*limits=*/{},
-    {kRank3, kValue, kWholeFractals, kInt32Slots}};
+    {{"block_size",
+      "positions per block in cache mode 'PA_NZ'",
+      {.min = 0, .max = 65535},
+      kTrainingProducts.since(Cann::v9_0)}},
+    {kRank3, kRank4Runs, kRank4Cache, kValue, kWholeFractals, kHalfRuns, kInt32Slots, kSlotsForAll,
+     kNotEmpty, kContiguousCache, kBufferGoesOn}};
 
 Scatter ScatterPaKvCache::scatter() const {
-  if (key.dim() == 4) {
+  const bool by_name = !in_force(k950IgnoresModes);
+  if (key.dim() == 4 && (!by_name || scatter_mode == "None")) {
     return compress_seq_offset ? Scatter::rope : Scatter::alibi;
   }
-  if (in_force(k950)) {
+  if (!by_name) {
     return Scatter::rows;
   }
   if (cache_mode == "PA_NZ") {

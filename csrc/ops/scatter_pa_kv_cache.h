@@ -41,8 +41,12 @@ struct ScatterPaKvCache {
   // Checks rules about memory, which fake tensors do not have. Every backend that writes calls it.
   void check_memory() const;
 
-  // Returns the scenario that arguments and product select; on Ascend 950 the modes have no effect.
+  // Returns the scenario that the arguments select; some devices ignore the modes.
   Scatter scatter() const;
+  // Returns the axis of the caches that has block_size positions.
+  int64_t block_size_axis(Scatter scatter) const {
+    return scatter == Scatter::nz_rows ? key_cache.dim() - 2 : 1;
+  }
 
   static constexpr int64_t kFractalBytes = 32;
 };

@@ -19,12 +19,36 @@ int64_t reachable_elements(const at::Tensor& tensor) {
          tensor.storage_offset();
 }
 
-// A half-open range of bytes. Empty spans overlap nothing.
+// A half-open range of bytes.
 struct Span {
   const char* begin = nullptr;
   const char* end = nullptr;
+};
 
-  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+// The memory of a cache: as many dense blocks, all of one size, at one distance.
+struct Blocks {
+  Span first;
+  int64_t count = 0;
+  int64_t stride = 0;
+
+  int64_t bytes() const { return first.end - first.begin; }
+
+  bool meet(const Span& span) const {
+    // The first block that ends behind the beginning of the span.
+    const auto behind = span.begin - first.end;
+    const auto block = behind < 0 ? 0 : behind / stride + 1;
+    return block < count && first.begin + block * stride < span.end;
+  }
+
+  // Returns whether the blocks of two caches alternate, as those of two slices of one buffer do.
+  bool alternate_with(const Blocks& other) const {
+    if (stride != other.stride) {
+      return false;
+    }
+    const auto distance = (other.first.begin - first.begin) % stride;
+    const auto from = distance < 0 ? distance + stride : distance;
+    return from >= bytes() && from + other.bytes() <= stride;
+  }
 };
 
 // The memory of a tensor's elements; none of the sizes is 0.
@@ -41,10 +65,10 @@ class Elements {
 
   const Span& span() const { return span_; }
 
-  // Returns whether any element lies in `other`. The span alone is too coarse where strides leave
+  // Returns whether any element lies in a block. The span alone is too coarse where strides leave
   // gaps.
-  bool any_in(const Span& other) const {
-    bool found = span_.meets(other);
+  bool any_in(const Blocks& other) const {
+    bool found = other.meet(span_);
     if (found && !sizes_.empty()) {
       found = false;
       for (int64_t i = 0; !found && i < sizes_[0]; ++i) {
@@ -83,14 +107,19 @@ class Caches {
  public:
   void add(NamedTensor cache) {
     const auto elements = elements_of(cache);
-    check_apart(cache.name, elements);
-    caches_.push_back({cache.name, elements ? elements->span() : Span()});
+    if (!elements) {
+      return;
+    }
+    const auto blocks = blocks_of(cache.tensor, *elements);
+    for (const auto& other : caches_) {
+      check_apart(cache.name, blocks.alternate_with(other.blocks) ? std::nullopt : elements, other);
+    }
+    caches_.push_back({cache.name, blocks});
   }
 
   void check_apart(std::string_view argument, const std::optional<Elements>& elements) const {
     for (const auto& cache : caches_) {
-      check_value(!elements || !elements->any_in(cache.span), kName, argument,
-                  "expected memory of its own, got some of ", cache.name, "'s");
+      check_apart(argument, elements, cache);
     }
   }
   void check_apart(std::string_view argument, const at::Tensor& tensor) const {
@@ -123,8 +152,25 @@ class Caches {
  private:
   struct Cache {
     std::string_view name;
-    Span span;
+    Blocks blocks;
   };
+
+  static Blocks blocks_of(const at::Tensor& cache, const Elements& elements) {
+    if (cache.is_contiguous()) {
+      return {elements.span(), 1, elements.span().end - elements.span().begin};
+    }
+    const auto itemsize = static_cast<int64_t>(cache.itemsize());
+    const auto* first = elements.span().begin;
+    const auto bytes = cache.numel() / cache.size(0) * itemsize;
+    return {{first, first + bytes}, cache.size(0), cache.stride(0) * itemsize};
+  }
+
+  static void check_apart(std::string_view argument, const std::optional<Elements>& elements,
+                          const Cache& cache) {
+    check_value(!elements || !elements->any_in(cache.blocks), kName, argument,
+                "expected memory of its own, got some of ", cache.name, "'s");
+  }
+
   c10::SmallVector<Cache, 2> caches_;
 };
 

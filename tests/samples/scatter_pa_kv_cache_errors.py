@@ -95,11 +95,15 @@ def tensor_rules() -> list[WrongCall]:
             # A key of rank 3 is not wrong in itself, but not what the value has.
             named = "value" if name == "key" and case.rank == 4 else name
             bad("rank too low", lambda x: x[0], named, ValueError, code)
-            added = (None, None) if name == "key" else (None,)
+            # Keys may have one axis more, and so may the caches of PA_NZ.
+            added = (None, None) if name == "key" or (is_cache and case is NZ) else (None,)
             bad("rank too high", lambda x, added=added: x[added], name, ValueError, code)
             if is_row or is_cache:
                 # key is the measure of the others.
-                bad("float16", Tensor.half, "key_cache" if name == "key" else name, TypeError)
+                # PA_NZ takes half types that differ: then value_cache is of the wrong one.
+                named = "key_cache" if name == "key" else name
+                named = "value_cache" if name == "value" and case is NZ else named
+                bad("float16", Tensor.half, named, TypeError)
                 bad("complex", lambda x: x.cfloat(), name, TypeError)
             elif name == "slot_mapping":
                 bad("int16", Tensor.short, name, TypeError)
@@ -165,7 +169,17 @@ MODE_RULES = [
     wrong("negative", NCT, "offsets", {"offsets": [0, -1]}),
     wrong("overruled", NZ, "strides", {"scatter_mode": "Nct", "strides": [70, 70]}),
     wrong("overruled", NZ, "offsets", {"scatter_mode": "Nct", "offsets": [1, 0]}),
-    wrong("overruled", NORM, "strides", {"scatter_mode": "Nct", "strides": [7, 7]}, product="950"),
+    wrong("rank 4", TAILS, "cache_mode", {"cache_mode": "PA_NZ"}),
+    wrong("rank 4", TAILS, "scatter_mode", {"scatter_mode": "Nct"}),
+    wrong("rank 4", WINDOWS, "compress_seq_offset", {"scatter_mode": "Alibi"}),
+    *(
+        wrong(f"{mode} of rank 4", TAILS, "compress_seq_offset", {"scatter_mode": mode}, code=NULL)
+        for mode in ("Rope", "Omni")
+    ),
+    *(
+        wrong("5 axes", NZ, name, put(name, lambda x: x.unflatten(1, (1, -1))))
+        for name in ("key_cache", "value_cache")
+    ),
     wrong("not contiguous", NCT, "key", put("key", with_gaps)),
     wrong("not contiguous", NCT, "value", put("value", with_gaps)),
     wrong("D of 48 bytes", replace(NZ, d=(32, 32)), "key", put("key", lambda x: x[..., :24])),
@@ -281,9 +295,7 @@ DEVICE_RULES = [
     ),
     wrong("float64", NORM, "key", None, TypeError, product="950", dtype=torch.float64),
     wrong("none", NORM, "value", KEY_ONLY, product="950"),
-    # The modes have no effect there: what they need is then out of place.
-    wrong("PA_NZ", NZ, "key_cache", None, product="950"),
-    wrong("Alibi", ALIBI, "key_cache|compress_lens", None, product="950"),
+    *(wrong("rank 3", case, "key", None, product="950") for case in (ALIBI, ROPE, OMNI)),
     wrong("not there", NORM, "product", None, NotImplementedError, product="310P"),
 ]
 

@@ -10,9 +10,10 @@ from .declaration import Arguments, reference
 
 @reference
 def scatter_pa_kv_cache_(a: Arguments) -> None:
-    """Scenario 3 for keys of rank 4, otherwise the one that the modes select."""
+    """The scenario that the modes select; for keys of rank 4 a scatter_mode of "None" leaves it
+    to compress_seq_offset."""
     scatter_mode = a.scatter_mode
-    if a.key.dim() == 4:
+    if a.key.dim() == 4 and scatter_mode == "None":
         scatter_mode = "Alibi" if a.compress_seq_offset is None else "Rope"
     pairs = [(a.key, a.key_cache), (a.value, a.value_cache)]
     for (source, cache), stride, offset in zip(pairs, a.strides, a.offsets, strict=True):
@@ -36,11 +37,13 @@ def _scatter(source: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
 
 
 def _scatter_nz(source: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Element c of a row goes to [block, c // L, position, c % L]."""
-    block_size, last = cache.shape[2:]
+    """Element c of a row goes to [block, c // L, position, c % L], or in 5 axes element d of head h
+    to [block, h, d // L, position, d % L]."""
+    block_size = cache.shape[-2]
     for row, slot in zip(source, slot_mapping.tolist(), strict=True):
         if slot >= 0:
-            cache[slot // block_size, :, slot % block_size] = row.reshape(-1, last)
+            target = cache[slot // block_size, ..., slot % block_size, :]
+            target.copy_(row.reshape(target.shape))
 
 
 def _rows_of_buffer(source: Tensor, stride: int, offset: int) -> Tensor:
