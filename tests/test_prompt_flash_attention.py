@@ -192,6 +192,7 @@ def test_the_products_of_the_table() -> None:
     (row,) = (row for row in table() if row["operator"] == "prompt_flash_attention")
     assert {product: v["dtypes"] for (product, cann), v in row["devices"].items()} == {
         "A2": ["float16", "bfloat16", "int8"],
+        "A3": ["float16", "bfloat16", "int8"],
         "310P": ["float16"],
     }
 
@@ -220,15 +221,21 @@ WITHIN_LIMITS: list[tuple[str, PromptCase, dict[str, Any]]] = [
     ("A2", PromptCase(b=65536, d=16), {}),
     ("A2", PromptCase(b=128, d=15), {}),
     ("A2", PromptCase(heads=(256, 256), d=16), {}),
-    ("A2", PromptCase(s=(20971520, 20971520), d=16), {}),
+    ("A2", PromptCase(s=(2**26, 2**26), d=16), {}),
+    ("A3", PromptCase(b=65536, d=16), {}),
+    ("A3", PromptCase(b=129, d=32, inputs="int8"), {}),
     ("A2", PromptCase(d=512), {}),
-    ("A2", PromptCase(layout="BSH", heads=(217, 217), d=302), {}),
+    ("A2", PromptCase(layout="BSH", heads=(255, 255), d=257), {}),
+    ("A2", PromptCase(layout="BSND", heads=(128, 128), d=512), {}),
     ("A2", PromptCase(layout="BNSD", heads=(128, 128), d=512), {}),
     ("310P", PromptCase(d=17), {}),
     ("310P", PromptCase(b=128, heads=(256, 256), d=512, s=(65535, 3)), {}),
     ("310P", PromptCase(layout="BSH", heads=(128, 128), d=512), {}),
     ("310P", PromptCase(), {LENGTHS[1]: []}),
     ("310P", PromptCase(), {"next_tokens": 2147483647}),
+    ("310P", PromptCase(s=(5, 7)), {"next_tokens": 7, "pre_tokens": 5}),
+    ("310P", PromptCase(b=300, layout="BSH", d=16), {}),
+    ("310P", PromptCase(heads=(4, 4)), {"num_key_value_heads": 4}),
     ("310P", PromptCase(s=(128, 128)), {"atten_mask": NOTHING_MASKED}),
     ("A2", PromptCase(b=129, d=32, inputs="int8"), {}),
 ]

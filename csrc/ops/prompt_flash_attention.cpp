@@ -13,26 +13,26 @@ namespace {
 
 constexpr const char* kName = PromptFlashAttention::name;
 
-constexpr Devices kOnA2 = on(Product::A2);
-
 }  // namespace
 
 const OperatorLimits PromptFlashAttention::limits{
     name,
     functions,
-    {{kOnA2, {at::kHalf, at::kBFloat16, at::kChar}}, {kOn310P, {at::kHalf}}},
-    {{"B", "batch size", {.min = 0, .max = 65536}, kOnA2},
+    {{on(Product::A2), {at::kHalf, at::kBFloat16, at::kChar}},
+     {on(Product::A3).since(Cann::v9_1), {at::kHalf, at::kBFloat16, at::kChar}},
+     {kOn310P, {at::kHalf}}},
+    {{"B", "batch size", {.min = 0, .max = 65536}, kOnTraining},
      {"B", "batch size", {.min = 0, .max = 128}, kOn310P},
+     {"B in BSH", "batch size in layout BSH", {.min = 0, .max = 300}, kOn310P},
      {"unaligned B",
       "batch size when D is not a multiple of 16, in int8 of 32",
       {.min = 0, .max = 128},
-      kOnA2},
+      kOnTraining},
      {"N", "query heads", {.min = 1, .max = 256}},
-     {"S", "tokens per sequence", {.min = 0, .max = 20 * 1024 * 1024}, kOnA2},
      {"S", "tokens per sequence", {.min = 0, .max = 65535}, kOn310P},
-     {"D", "head size", {.min = 1, .max = 512}},
-     {"N*D", "size of a token in layouts BSH and BSND", {.min = 1, .max = 65534}, kOnA2}},
-    {prompt_rules::kNoScales, prompt_rules::kModeZero, prompt_rules::kAllPreTokens,
+     {"D", "head size", {.min = 1, .max = 512}}},
+    {prompt_rules::kNotEmptyInt8, prompt_rules::kBandOfEmpty, prompt_rules::kNextOfMode3,
+     prompt_rules::kNoScales, prompt_rules::kModeZero, prompt_rules::kAllPreTokens,
      prompt_rules::kNextTokens, prompt_rules::kBoolMask, prompt_rules::kMaskSizes,
      prompt_rules::kKeyHeads, prompt_rules::kNoQueryLengths, prompt_rules::kNoKeyLengths}};
 
@@ -129,14 +129,18 @@ void PromptFlashAttentionRules::check_limits() const {
   limits_.size("key", "S", keys_);
   const int64_t aligned = is_int8() ? 32 : 16;
   const auto size = head_size_.maybe_as_int();
-  limits_.size("query", "B", batch_);
+  limits_.size("query", is_310p() && layout_ == Layout::BSH ? "B in BSH" : "B", batch_);
   if (size && *size % aligned != 0) {
     limits_.size("query", "unaligned B", batch_);
   }
-  if (layout_ == Layout::BSH || layout_ == Layout::BSND) {
-    limits_.size("query", "N*D", op_.num_heads * head_size_);
+  for (const auto& [argument, name, size_of] :
+       {std::tuple("query", "B", &batch_), std::tuple("query", "Sq", &queries_),
+        std::tuple("key", "Skv", &keys_)}) {
+    limits_.rule({argument, prompt_rules::kNotEmptyInt8.expected, kOnTraining},
+                 !is_int8() || size_of->maybe_as_int() != 0, name, " = 0");
   }
-  limits_.rule(prompt_rules::kKeyHeads, op_.num_key_value_heads == 0, op_.num_key_value_heads);
+  limits_.rule(prompt_rules::kKeyHeads, !is_310p() || key_heads_ == op_.num_heads,
+               op_.num_key_value_heads);
   limits_.rule(prompt_rules::kNoQueryLengths, !given(op_.actual_seq_lengths_query), "a list");
   limits_.rule(prompt_rules::kNoKeyLengths, !given(op_.actual_seq_lengths_key), "a list");
 }

@@ -20,8 +20,12 @@ void PromptFlashAttentionRules::check_mask() const {
               "(band), got ",
               mode);
   limits_.rule(prompt_rules::kModeZero, mode == 0, mode);
-  limits_.rule(prompt_rules::kAllPreTokens, op_.pre_tokens == INT32_MAX, op_.pre_tokens);
-  limits_.rule(prompt_rules::kNextTokens, op_.next_tokens == 0 || op_.next_tokens == INT32_MAX,
+  limits_.rule(prompt_rules::kAllPreTokens, op_.pre_tokens >= queries_.maybe_as_int().value_or(0),
+               op_.pre_tokens, " for Sq = ", queries_);
+  limits_.rule(prompt_rules::kNextTokens,
+               op_.next_tokens == 0 || op_.next_tokens >= keys_.maybe_as_int().value_or(0),
+               op_.next_tokens, " for Skv = ", keys_);
+  limits_.rule(prompt_rules::kNextOfMode3, mode != 3 || op_.next_tokens > -INT32_MAX,
                op_.next_tokens);
   if (!op_.atten_mask) {
     check_present(mode == 0, kName, "atten_mask", "expected ",
@@ -99,6 +103,9 @@ void PromptFlashAttentionRules::check_band() const {
   const auto sequences = this->sequences();
   for (size_t b = 0; b < sequences.size(); ++b) {
     const int64_t length = skips_queries ? sequences[b].queries : sequences[b].keys;
+    limits_.rule({argument, prompt_rules::kBandOfEmpty.expected},
+                 !sequences[b].empty() || -behind < length, behind, " for the ", length, " ",
+                 skips_queries ? "queries" : "keys", " of batch ", b);
     check_value(sequences[b].empty() || -behind < length, kName, argument, "expected more than -",
                 length, ", the ", skips_queries ? "queries" : "keys", " of batch ", b,
                 ", for sparse_mode ", op_.sparse_mode, ", got ", behind);

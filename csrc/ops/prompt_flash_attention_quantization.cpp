@@ -71,10 +71,11 @@ void PromptFlashAttentionRules::check_scales_of_inputs() const {
 void PromptFlashAttentionRules::check_scales_of_output() const {
   const NamedTensor scale{"quant_scale2", *op_.quant_scale2};
   const auto dtype = scale.tensor.scalar_type();
-  const bool from_bfloat16 = op_.query.scalar_type() == at::kBFloat16;
-  check_type(dtype == at::kFloat || (from_bfloat16 && dtype == at::kBFloat16), kName, scale.name,
-             "expected dtype float32", from_bfloat16 ? " or bfloat16" : "", ", got ",
-             dtype_name(dtype));
+  const auto input = op_.query.scalar_type();
+  const bool from_half = input == at::kHalf || input == at::kBFloat16;
+  check_type(dtype == at::kFloat || (from_half && dtype == input), kName, scale.name,
+             "expected dtype float32", from_half ? " or " : "", from_half ? dtype_name(input) : "",
+             ", got ", dtype_name(dtype));
   const auto channels = op_.num_heads * head_size_;
   const auto count = scale.tensor.sym_numel();
   const bool per_tensor = count.sym_eq(1).guard_bool(__FILE__, __LINE__);

@@ -14,17 +14,25 @@
 namespace ascend_attn {
 
 inline constexpr Devices kOn310P = on(Product::P310);
+// A3 has only the third version of the function.
+inline constexpr Devices kOnTraining = on(Product::A2, Product::A3);
 
-// The rules of Atlas 310P beside its limits.
 namespace prompt_rules {
+inline constexpr Rule kNotEmptyInt8{"query", "B, Sq and Skv of at least 1 for int8 inputs",
+                                    kOnTraining};
+inline constexpr Rule kBandOfEmpty{
+    "pre_tokens, next_tokens", "a band that meets every batch, also one without queries or keys,"};
+inline constexpr Rule kNextOfMode3{"next_tokens", "more than -2147483647 in sparse_mode 3",
+                                   kOnTraining};
+
 inline constexpr Rule kNoScales{"deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2",
                                 "None", kOn310P};
 inline constexpr Rule kModeZero{"sparse_mode", "0", kOn310P};
-inline constexpr Rule kAllPreTokens{"pre_tokens", "2147483647", kOn310P};
-inline constexpr Rule kNextTokens{"next_tokens", "0 or 2147483647", kOn310P};
+inline constexpr Rule kAllPreTokens{"pre_tokens", "at least Sq", kOn310P};
+inline constexpr Rule kNextTokens{"next_tokens", "0, or at least Skv,", kOn310P};
 inline constexpr Rule kBoolMask{"atten_mask", "dtype bool", kOn310P};
 inline constexpr Rule kMaskSizes{"atten_mask", "None unless Sq = Skv, a multiple of 128,", kOn310P};
-inline constexpr Rule kKeyHeads{"num_key_value_heads", "0", kOn310P};
+inline constexpr Rule kKeyHeads{"num_key_value_heads", "0 or num_heads", kOn310P};
 inline constexpr Rule kNoQueryLengths{"actual_seq_lengths_query", "None", kOn310P};
 inline constexpr Rule kNoKeyLengths{"actual_seq_lengths_key", "None", kOn310P};
 }  // namespace prompt_rules

@@ -34,7 +34,7 @@ class PromptCase:
     output: str = "float"  # or "int8"
     deq_dtype: torch.dtype = torch.float32
     scale2: str = "tensor"  # or "channel"
-    scale2_as_query: bool = False  # in bfloat16 beside bfloat16 inputs
+    scale2_as_query: bool = False  # in a half type, that of the inputs
     offset: bool = False
 
     @property
@@ -165,9 +165,7 @@ def quantization(case: PromptCase, dtype: torch.dtype, random: Random) -> dict[s
     if case.output == "int8":
         n, d = case.heads[0], case.d
         shape = {"tensor": (1,), "channel": (1, n, d)}[case.scale2]
-        scale_dtype = (
-            torch.bfloat16 if case.scale2_as_query and dtype == torch.bfloat16 else torch.float32
-        )
+        scale_dtype = dtype if case.scale2_as_query and dtype.itemsize == 2 else torch.float32
 
         def draw(low: float, high: float) -> Tensor:
             values = torch.rand(shape, generator=random.generator) * (high - low) + low
