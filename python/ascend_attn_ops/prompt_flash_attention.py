@@ -71,7 +71,7 @@ def prompt_flash_attention(
         quant_scale1: one float32.
         deq_scale2: as deq_scale1, of the same dtype.
         quant_scale2: makes the output int8. One float32 value, or, where D is a multiple of 32, one
-            for each of the N * D channels; with bfloat16 inputs also bfloat16.
+            for each of the N * D channels; or the half type of the inputs.
         quant_offset2: dtype and shape of quant_scale2; None for 0. An error where the
             mask leaves rows without keys, whose output is 0 and not the offset.
         scale_value: factor of the scores; None for 1 / sqrt(D). torch.ops requires a number.

@@ -44,7 +44,8 @@ def scatter_pa_kv_cache_(
     "Norm", "None"   row t of key goes to slot_mapping[t], and row t of value, where it is given.
                      Both may be strided, for instance column slices of a wider tensor
     "PA_NZ"          the same into caches of fractal layout, (num_blocks, N * D / L, block_size, L)
-                     with L = 32 bytes: see :func:`nz_cache_shape`. scatter_mode has no effect
+                     with L = 32 bytes: see :func:`nz_cache_shape`. Or in 5 axes, (num_blocks, N,
+                     D / L, block_size, L), the same memory. scatter_mode has no effect
     "Norm", "Nct"    as "None", with row t of key read at element offsets[0] + t * strides[0] of the
                      buffer that starts with key (offsets[1] and strides[1] for value)
     "Norm", "Alibi"  for batch b and head h, the last compress_lens rows of the sequence, to
@@ -53,12 +54,13 @@ def scatter_pa_kv_cache_(
                      by their mean (accumulated in float32); o is compress_seq_offset
     "Norm", "Omni"   as "Rope", with the rows of the window left out. In both, a compress_seq_offset
                      of -1 or a compress_lens of 0 means no window
-    key of rank 4    Ascend 950: as "Rope", or without compress_seq_offset as "Alibi", for
-                     sequences padded to S
+    key of rank 4    Ascend 950: "Alibi", "Rope" and "Omni" for sequences padded to S; "None" is
+                     "Rope", or without compress_seq_offset "Alibi"
     ===============  ===============================================================================
 
     The last four write every head to slots of its own, in caches (num_blocks, block_size, 1, D). On
-    Ascend 950, and under limits("950"), cache_mode and scatter_mode have no effect.
+    Ascend 950 with CANN 8.5 and 9.0, and under such limits, cache_mode and scatter_mode have no
+    effect; from CANN 9.1 on, "Alibi", "Rope" and "Omni" need a key of rank 4 there.
 
     Under torch.compile(dynamic=True), the inductor of torch 2.13 confuses two mutated views of one
     buffer, for any operator. If key_cache and value_cache share a buffer, write them in two calls.
@@ -71,11 +73,13 @@ def scatter_pa_kv_cache_(
             call `.contiguous()` on slices first: CANN from 9.1 on misreads rows with gaps between
             them, without an error. float16, bfloat16 or int8; on Ascend 950 also float32, uint8,
             int16, uint16, int32, uint32, float8_e5m2 and float8_e4m3fn.
-        key_cache: (num_blocks, block_size, N, Dk), or as above; contiguous, key's dtype.
+        key_cache: (num_blocks, block_size, N, Dk), or as above; key's dtype. Contiguous; from CANN
+            9.1 on, its blocks may lie apart, as in buffer[:, 0], and outside of "PA_NZ" they may
+            hold rows head by head, as in memory.transpose(1, 2). On A2 and A3 of at least T slots.
         slot_mapping: (T,); for Alibi, Rope and Omni (B * N,), for rank 4 (B, N). int32 or int64
             (these modes on A2 and A3: int32). Below num_blocks * block_size, no slot twice.
-        value: (T, N, Dv) or (B, S, N, Dv); key's dtype. With an int8 key, "PA_NZ" also takes
-            float16 and bfloat16. Rope and Omni: Dv is Dk.
+        value: (T, N, Dv) or (B, S, N, Dv); key's dtype. With a key of int8, float16 or bfloat16,
+            "PA_NZ" takes both half types. Rope and Omni: Dv is Dk.
         value_cache: as key_cache, with Dv.
         compress_lens: (B * N,), for rank 4 (B, N); how many rows to keep ("Alibi"), or the length
             of the window.
@@ -88,7 +92,7 @@ def scatter_pa_kv_cache_(
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, index, mode or device limit is violated; a cache is not contiguous, or
+        ValueError: a shape, index, mode or device limit is violated; a cache has other strides, or
             holds elements of another argument; a cache made in inference mode outside of it.
         NotImplementedError: an argument requires grad; a mode needs a value and there is none; the
             product in force has no such operator.
