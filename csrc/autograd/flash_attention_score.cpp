@@ -31,6 +31,34 @@ struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAt
     context->saved_data["pse_requires_grad"] = pse && pse->requires_grad();
   }
 
+  // The device's gradient does not take (1, N, 1, Skv) for several batches, as its forward does.
+  static std::optional<at::Tensor> pse_of_gradient(const FlashAttentionScore& op) {
+    const auto& pse = op.options.pse_shift;
+    const auto axes = axes_of(op.options.layout.value());
+    if (!pse || axes.packed() || pse->dim() != 4 || pse->sym_size(0) != 1 ||
+        pse->sym_size(2) != 1) {
+      return pse;
+    }
+    const auto& batch = op.query.sym_size(axes.batch);
+    return pse->expand_symint({batch, pse->sym_size(1), 1, pse->sym_size(3)}).contiguous();
+  }
+
+  static FlashAttentionGradArguments with_pse(const FlashAttentionGradArguments& arguments,
+                                              OptionalTensor pse) {
+    const auto& [query, key, value, dy, softmax_max, softmax_sum, attention_in, o] = arguments;
+    return {query,
+            key,
+            value,
+            dy,
+            softmax_max,
+            softmax_sum,
+            attention_in,
+            {o.num_heads, o.layout, pse, o.drop_mask, o.atten_mask, o.prefix,
+             o.actual_seq_lengths_query, o.actual_seq_lengths_key, o.q_start_idx, o.kv_start_idx,
+             o.scale_value, o.keep_prob, o.pre_tokens, o.next_tokens, o.inner_precise,
+             o.sparse_mode, o.pse_type}};
+  }
+
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
     if (!d_outputs[0].defined()) {
       return no_gradients<FlashAttentionScore>();
@@ -46,11 +74,12 @@ struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAt
                                                 .softmax_sum = saved.output(2),
                                                 .attention_in = saved.output(0),
                                                 .options = op.options};
-    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
-        call(FlashAttentionScoreGrad{arguments});
     if (context->saved_data["pse_requires_grad"].toBool()) {
       std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
     }
+    const auto pse = pse_of_gradient(op);
+    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
+        call(FlashAttentionScoreGrad{with_pse(arguments, pse)});
     return std::move(gradients);
   }
 };

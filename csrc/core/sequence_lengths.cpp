@@ -116,11 +116,11 @@ std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
   std::vector<Sequence> sequences;
   Sequence next;
   for (size_t b = 0; b < query_ends.size(); ++b) {
-    next.queries = query_ends[b] - next.query_begin;
-    next.keys = key_ends[b] - next.key_begin;
+    next.queries = std::max<int64_t>(query_ends[b] - next.query_begin, 0);
+    next.keys = std::max<int64_t>(key_ends[b] - next.key_begin, 0);
     sequences.push_back(next);
-    next.query_begin = query_ends[b];
-    next.key_begin = key_ends[b];
+    next.query_begin += next.queries;
+    next.key_begin += next.keys;
   }
   return sequences;
 }

@@ -51,7 +51,8 @@ void check_lengths_have_gradient(std::string_view op, const LayoutArgument& layo
                                  const std::optional<at::Tensor>& lengths_query,
                                  const std::optional<at::Tensor>& lengths_key);
 
-// Converts inclusive prefix sums to sequences.
+// Converts inclusive prefix sums to sequences. A 0 that closes a list, where an operator takes one,
+// is an empty sequence.
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
                                        c10::ArrayRef<int64_t> key_ends);
 

@@ -9,13 +9,21 @@ namespace {
 // Token counts may be 0: empty sequences have rules of their own.
 const std::vector<Dtypes> kDtypes{
     {on(Product::A2, Product::A3, Product::P950), {at::kHalf, at::kBFloat16, at::kFloat}}};
-const std::vector<Limit> kLimits{{"B", "batch size", {.min = 1, .max = 2 * 1024 * 1024}},
+const std::vector<Limit> kLimits{{"B", "batch size", {.min = 0, .max = 2 * 1024 * 1024}},
                                  {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
                                  {"N", "query heads", {.min = 1, .max = 256}},
                                  {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
                                  {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}},
-                                 {"sequences", "sequences in layout TND", {.min = 1, .max = 2048}},
-                                 {"D", "head size", {.min = 1, .max = 512}}};
+                                 {"D", "head size", {.min = 1, .max = 768}}};
+// Rules of both directions.
+const std::vector<Rule> kCommonRules{kPseOfTypeZero,  kCausalTokens,      kBandPreTokens,
+                                     kQueriesOfMode7, kBandOfMode7,       kSlopesOfMode7,
+                                     kSlopesOfMode8,  kSlopesOfMode8Band, kSlopesOn950};
+
+std::vector<Rule> with_common(std::vector<Rule> rules) {
+  rules.insert(rules.end(), kCommonRules.begin(), kCommonRules.end());
+  return rules;
+}
 
 template <typename Op>
 FlashAttentionRules check_common(const Op& op) {
@@ -37,8 +45,12 @@ void check_grad(const Op& op) {
 
 }  // namespace
 
-const OperatorLimits FlashAttentionScore::limits{name, functions, kDtypes, kLimits};
-const OperatorLimits FlashAttentionScoreGrad::limits{name, functions, kDtypes, kLimits};
+const OperatorLimits FlashAttentionScore::limits{
+    name, functions, kDtypes, kLimits,
+    with_common({kPaddedPack, kQueriesOfMode3, kBandPreTokensOn950, kBandNextTokensOn950})};
+const OperatorLimits FlashAttentionScoreGrad::limits{
+    name, functions, kDtypes, kLimits,
+    with_common({kTokensOfGradient, kTokensOfPackedGradient, kPsePerKeyOfGradient})};
 
 FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate() const {
   const auto rules = check_common(*this);

@@ -76,8 +76,8 @@ struct FlashAttentionPseGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "_flash_attention_score_pse_grad";
   static constexpr auto schema =
       join(kFlashAttentionGradTensors, kFlashAttentionKeywords, ") -> Tensor dpse");
-  // It completes the gradient of that operator and shares its limits.
-  static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
+  // No function of the device computes it, so it takes what the forward takes.
+  static constexpr const OperatorLimits& limits = FlashAttentionScore::limits;
   using Fields = FlashAttentionGradArguments;
   using Outputs = std::tuple<at::Tensor>;  // dpse
 

@@ -1,6 +1,7 @@
 // Checks of atten_mask, sparse_mode, prefix, pre_tokens and next_tokens.
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,7 @@ void FlashAttentionRules::check_mask() const {
                   compressed ? "the compressed mask" : "a full mask", " for sparse_mode ", mode,
                   ", got None",
                   compressed ? "; ascend_attn_ops.flash_attention_score builds it" : "");
+    check_token_sum();
     return;  // all keys are kept
   }
   const NamedTensor argument{"atten_mask", *options_.atten_mask};
@@ -41,12 +43,15 @@ void FlashAttentionRules::check_mask() const {
   if (kind == SparseMode::prefix || kind == SparseMode::prefix_compressed) {
     check_prefix();
   }
+  if (kind == SparseMode::band) {
+    check_rule(kBandPreTokensOn950, options_.pre_tokens >= 0, options_.pre_tokens);
+  }
   if (is_packed()) {
     check_bands_of_sequences();
   } else if (kind == SparseMode::standard || kind == SparseMode::band) {
     const auto queries = queries_.maybe_as_int();
     const auto keys = keys_.maybe_as_int();
-    if (queries && keys) {
+    if (queries && keys && batch_.maybe_as_int() != 0) {
       check_band({.queries = *queries, .keys = *keys});
     }
   }
@@ -56,18 +61,18 @@ void FlashAttentionRules::check_full_mask() const {
   const auto& mask = *options_.atten_mask;
   const auto mode = options_.sparse_mode;
   if (is_packed()) {
-    const auto longest = [](c10::SymIntArrayRef ends) {
-      c10::SymInt length = ends[0];
-      for (size_t b = 1; b < ends.size(); ++b) {
-        length = length.max(ends[b] - ends[b - 1]);
-      }
-      return length;
-    };
-    const auto queries = longest(*options_.actual_seq_lengths_query);
-    const auto keys = longest(*options_.actual_seq_lengths_key);
-    check_value(has_shape(mask, {{queries, keys}}), op_, "atten_mask",
-                "expected shape (maxSq, maxSkv) = [", queries, ", ", keys, "] for sparse_mode ",
-                mode, " in layout TND, got ", mask.sym_sizes());
+    const auto queries = longest_query();
+    const auto keys = longest_key();
+    check_value(has_shape(mask, {{queries, keys}}) || has_shape(mask, {{1, 1, queries, keys}}) ||
+                    has_shape(mask, {{batch_, 1, queries, keys}}) ||
+                    has_shape(mask, {{batch_, heads_, queries, keys}}) ||
+                    has_shape(mask, {{query_sum(), key_sum()}}),
+                op_, "atten_mask",
+                "expected shape (maxSq, maxSkv), (1, 1, maxSq, maxSkv), (B, 1, maxSq, maxSkv), (B, "
+                "N, maxSq, maxSkv) or (sum Sq, sum Skv) for sparse_mode ",
+                mode, " in layout TND, with B, N, maxSq, maxSkv = ", batch_, ", ", heads_, ", ",
+                queries, ", ", keys, " and sums ", query_sum(), ", ", key_sum(), ", got ",
+                mask.sym_sizes());
     return;
   }
   const bool per_batch = has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
@@ -149,6 +154,28 @@ void FlashAttentionRules::check_band(const Sequence& sequence) const {
               " and ", came("pre_tokens", options_.pre_tokens, pre));
 }
 
+void FlashAttentionRules::check_no_more_queries(const Rule& rule,
+                                                const std::vector<Sequence>& sequences) const {
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    check_rule(rule, sequences[b].queries <= sequences[b].keys, "Sq = ", sequences[b].queries,
+               ", Skv = ", sequences[b].keys, " at ", b);
+  }
+}
+
+// Launches clamp the tokens to 32 bits.
+void FlashAttentionRules::check_token_sum() const {
+  const auto clamped = [](int64_t tokens) {
+    return std::clamp<int64_t>(tokens, std::numeric_limits<int32_t>::min(),
+                               std::numeric_limits<int32_t>::max());
+  };
+  const int64_t sum = clamped(options_.pre_tokens) + clamped(options_.next_tokens);
+  if (!options_.atten_mask) {
+    check_rule(kTokensOfGradient, sum >= 0, options_.pre_tokens, " + ", options_.next_tokens);
+  } else {
+    check_rule(kTokensOfPackedGradient, sum > 0, options_.pre_tokens, " + ", options_.next_tokens);
+  }
+}
+
 void FlashAttentionRules::check_bands_of_sequences() const {
   const auto sequences = this->sequences();
   const int64_t pre = KeptKeys::bounded(options_.pre_tokens);
@@ -158,8 +185,10 @@ void FlashAttentionRules::check_bands_of_sequences() const {
     case SparseMode::standard:
       check_value(next >= 0, op_, "next_tokens",
                   "expected at least 0 for sparse_mode 0 in layout TND, got ", next);
+      check_token_sum();
       for (size_t b = 0; b < sequences.size(); ++b) {
-        check_value(sequences[b].keys + pre >= sequences[b].queries, op_, "pre_tokens",
+        check_value(sequences[b].empty() || sequences[b].keys + pre >= sequences[b].queries, op_,
+                    "pre_tokens",
                     "expected at least Sq - Skv of every sequence for sparse_mode 0 in layout TND, "
                     "got ",
                     options_.pre_tokens, " for Sq = ", sequences[b].queries,
@@ -167,17 +196,17 @@ void FlashAttentionRules::check_bands_of_sequences() const {
       }
       break;
     case SparseMode::band:
-      for (const auto& sequence : sequences) {
-        check_band(sequence);
+      check_rule(kBandPreTokens, pre >= 0, options_.pre_tokens);
+      check_token_sum();
+      for (size_t b = 0; b < sequences.size(); ++b) {
+        check_band(sequences[b]);
+        check_rule(kBandNextTokensOn950,
+                   KeptKeys::bounded(next) >= sequences[b].queries - sequences[b].keys, next,
+                   " for Sq = ", sequences[b].queries, ", Skv = ", sequences[b].keys, " at ", b);
       }
       break;
     case SparseMode::right_down_causal:
-      for (size_t b = 0; b < sequences.size(); ++b) {
-        check_value(sequences[b].queries <= sequences[b].keys, op_, "sparse_mode",
-                    "expected no sequence with more queries than keys for sparse_mode 3 in layout "
-                    "TND, got Sq = ",
-                    sequences[b].queries, ", Skv = ", sequences[b].keys, " at ", b);
-      }
+      check_no_more_queries(kQueriesOfMode3, sequences);
       break;
     case SparseMode::right_down_causal_band: {
       const auto last = std::find_if_not(sequences.rbegin(), sequences.rend(), empty);
@@ -188,6 +217,11 @@ void FlashAttentionRules::check_bands_of_sequences() const {
       }
       check_value(next <= 0, op_, "next_tokens", "expected at most 0 for sparse_mode 7, got ",
                   next);
+      check_no_more_queries(kQueriesOfMode7, sequences);
+      if (last != sequences.rend()) {
+        check_rule(kBandOfMode7, KeptKeys::bounded(next) >= last->queries - last->keys, next,
+                   " for Sq = ", last->queries, ", Skv = ", last->keys);
+      }
       break;
     }
     case SparseMode::band_left_up_causal: {

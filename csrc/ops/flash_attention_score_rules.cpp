@@ -1,10 +1,12 @@
 #include "ops/flash_attention_score_rules.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "core/error.h"
 #include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
 #include "core/symbolic.h"
 
 namespace ascend_attn {
@@ -36,6 +38,7 @@ FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimi
       layout_(check_layout(op, options.layout,
                            {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND})),
       axes_(axes_of(layout_)),
+      table_(limits),
       limits_(limits) {
   check_attention_dtype(op, this->query());
   limits_.dtype("query", query.scalar_type());
@@ -53,7 +56,21 @@ FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimi
   limits_.size("query", "D", head_size_);
   limits_.size("query", is_packed() ? "T" : "S", queries_);
   limits_.size("key", is_packed() ? "T" : "S", keys_);
-  limits_.size("query", is_packed() ? "sequences" : "B", batch_);
+  if (!is_packed()) {
+    limits_.size("query", "B", batch_);
+  }
+}
+
+bool FlashAttentionRules::obeys(const Rule& rule) const {
+  return std::ranges::find(table_.rules, rule.expected, &Rule::expected) != table_.rules.end();
+}
+
+c10::SymInt FlashAttentionRules::longest(c10::SymIntArrayRef ends) {
+  c10::SymInt length = ends.empty() ? 0 : ends[0];
+  for (size_t b = 1; b < ends.size(); ++b) {
+    length = length.max(ends[b] - ends[b - 1]);
+  }
+  return length;
 }
 
 // Reads the sizes of the axes and checks that the three tensors agree on them.
@@ -137,9 +154,28 @@ void FlashAttentionRules::check_lengths() {
   check_value(query_lengths->size() == key_lengths->size(), op_, key_name,
               "expected as many lengths as actual_seq_lengths_query, ", query_lengths->size(),
               ", got ", key_lengths->size());
-  check_sequence_lengths(op_, query_name, layout_, *query_lengths, queries_);
-  check_sequence_lengths(op_, key_name, layout_, *key_lengths, keys_);
   batch_ = static_cast<int64_t>(query_lengths->size());
+  query_ends_ = *query_lengths;
+  key_ends_ = *key_lengths;
+  const auto ends_with_zero = [](c10::SymIntArrayRef list) {
+    return list.back().maybe_as_int() == 0;
+  };
+  const bool closed = ends_with_zero(query_ends_) && ends_with_zero(key_ends_);
+  if (closed) {
+    query_ends_ = query_ends_.slice(0, query_ends_.size() - 1);
+    key_ends_ = key_ends_.slice(0, key_ends_.size() - 1);
+  }
+  check_sequence_lengths(op_, query_name, layout_, query_ends_, queries_);
+  check_sequence_lengths(op_, key_name, layout_, key_ends_, keys_);
+  if (limits_ && !closed) {
+    const auto behind = [](const c10::SymInt& tokens, const c10::SymInt& sum) {
+      const auto known_tokens = tokens.maybe_as_int();
+      const auto known_sum = sum.maybe_as_int();
+      return known_tokens && known_sum && *known_tokens > *known_sum;
+    };
+    check_rule(kPaddedPack, !behind(queries_, query_sum()) || !behind(keys_, key_sum()),
+               query_sum(), " of T1 = ", queries_, " and ", key_sum(), " of T2 = ", keys_);
+  }
 }
 
 void FlashAttentionRules::check_scores() const {
@@ -150,8 +186,9 @@ void FlashAttentionRules::check_scores() const {
   check_value(options_.inner_precise >= 0 && options_.inner_precise <= 2, op_, "inner_precise",
               "expected 0, 1 or 2 (rows without keys), got ", options_.inner_precise);
   if (!options_.pse_shift) {
-    check_value(options_.pse_type == 1, op_, "pse_shift", "expected a tensor for pse_type ",
-                options_.pse_type, ", got None; without one pse_type is 1");
+    check_value(options_.pse_type <= 1, op_, "pse_shift", "expected slopes for pse_type ",
+                options_.pse_type, ", got None; without a pse_shift pse_type is 0 or 1");
+    check_rule(kPseOfTypeZero, options_.pse_type == 1, "None");
     return;
   }
   const NamedTensor pse{"pse_shift", *options_.pse_shift};
@@ -164,32 +201,67 @@ void FlashAttentionRules::check_pse_tensor() const {
   const auto& pse = argument.tensor;
   check_dtype(op_, argument, query());
   if (is_packed()) {
-    const auto sequences = this->sequences();
-    const auto full = heads_ * pair_count(sequences);
-    const auto per_key = heads_ * keys_;
-    check_value(pse.dim() == 1 &&
-                    (sequences.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
-                op_, "pse_shift",
-                "expected one axis in layout TND, of the sum of N * Sq * Skv over the sequences = ",
-                full, " or N * T2 = ", per_key, " elements, got shape ", pse.sym_sizes());
+    check_packed_pse_tensor();
     return;
   }
   const bool compressed = is_compressed_pse(pse, queries_, keys_);
+  const bool per_key = has_shape(pse, {{1, heads_, 1, keys_}});
   const bool full = has_shape(pse, {{batch_, heads_, queries_, keys_}}) ||
                     has_shape(pse, {{1, heads_, queries_, keys_}}) ||
-                    has_shape(pse, {{batch_, heads_, 1, keys_}});
+                    has_shape(pse, {{batch_, heads_, 1, keys_}}) || per_key;
   check_value(
       full || (compressed && (has_shape(pse, {{batch_, heads_, kCompressedPseRows, keys_}}) ||
                               has_shape(pse, {{1, heads_, kCompressedPseRows, keys_}}))),
       op_, "pse_shift",
-      "expected (B, N, Sq, Skv), (1, N, Sq, Skv), (B, N, 1, Skv) or, when Sq = Skv > 1024, "
-      "(B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
+      "expected (B, N, Sq, Skv), (1, N, Sq, Skv), (B, N, 1, Skv), (1, N, 1, Skv) or, when Sq = Skv "
+      "> 1024, (B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
       batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got shape ", pse.sym_sizes());
   const auto mode = options_.sparse_mode;
   check_value(full || (options_.atten_mask && (mode == 0 || mode == 2 || mode == 3)), op_,
               "pse_shift",
               "expected an atten_mask with sparse_mode 0, 2 or 3 beside the form of 1024 rows, "
               "which has values for causal attention only, got ",
+              options_.atten_mask ? c10::str("sparse_mode ", mode) : "no atten_mask");
+  if (compressed && mode == 0) {
+    check_rule(kCausalTokens, options_.next_tokens == 0 && options_.pre_tokens >= queries_,
+               options_.next_tokens, " and pre_tokens ", options_.pre_tokens);
+  }
+  if (per_key && batch_ != 1) {
+    check_rule(kPsePerKeyOfGradient, queries_ == 1, pse.sym_sizes(), " for B = ", batch_);
+  }
+}
+
+void FlashAttentionRules::check_packed_pse_tensor() const {
+  const auto& pse = *options_.pse_shift;
+  const auto sequences = this->sequences();
+  if (pse.dim() != 4) {
+    const auto full = heads_ * pair_count(sequences);
+    const auto per_key = heads_ * key_sum();
+    check_value(
+        pse.dim() == 1 &&
+            (sequences.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
+        op_, "pse_shift",
+        "expected one axis in layout TND, of the sum of N * Sq * Skv over the sequences = ", full,
+        " or the sum of N * Skv = ", per_key, " elements, got shape ", pse.sym_sizes());
+    return;
+  }
+  // Which rows a shorter sequence reads is not defined.
+  const auto length = longest_key();
+  const bool equal = std::ranges::all_of(sequences, [&](const Sequence& sequence) {
+    return sequence.empty() || (sequence.queries == length && sequence.keys == length);
+  });
+  check_value(equal && is_compressed_pse(pse, longest_query(), length) &&
+                  (has_shape(pse, {{batch_, heads_, kCompressedPseRows, length}}) ||
+                   has_shape(pse, {{1, heads_, kCompressedPseRows, length}})),
+              op_, "pse_shift",
+              "expected one axis in layout TND or, when all sequences have one length Sq = Skv > "
+              "1024, (B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, the longest Sq and Skv = ",
+              batch_, ", ", heads_, ", ", longest_query(), ", ", length, ", got shape ",
+              pse.sym_sizes());
+  const auto mode = options_.sparse_mode;
+  check_value(options_.atten_mask && (mode == 2 || mode == 3), op_, "pse_shift",
+              "expected an atten_mask with sparse_mode 2 or 3 beside the form of 1024 rows in "
+              "layout TND, got ",
               options_.atten_mask ? c10::str("sparse_mode ", mode) : "no atten_mask");
 }
 
@@ -203,6 +275,39 @@ void FlashAttentionRules::check_pse_slopes() const {
   check_value(is_packed() || same(queries_, keys_), op_, "pse_type",
               "expected Sq = Skv for slopes (pse_type 2 and 3) outside layout TND, got Sq = ",
               queries_, ", Skv = ", keys_);
+  if (is_packed() && limits_) {
+    check_slopes_of_sequences();
+  }
+}
+
+void FlashAttentionRules::check_slopes_of_sequences() const {
+  const auto sequences = this->sequences();
+  const auto unequal = [](const Sequence& sequence) { return sequence.queries != sequence.keys; };
+  const auto check_equal = [&](const Rule& rule, auto begin) {
+    const auto found = std::find_if(begin, sequences.end(), unequal);
+    if (found != sequences.end()) {
+      check_rule(rule, false, options_.pse_type, " with Sq = ", found->queries,
+                 ", Skv = ", found->keys, " at ", found - sequences.begin());
+    }
+  };
+  check_equal(kSlopesOn950, sequences.begin());
+  if (!options_.atten_mask) {
+    return;  // sparse_mode is 0
+  }
+  const auto mode = static_cast<SparseMode>(options_.sparse_mode);
+  check_rule(kSlopesOfMode7, mode != SparseMode::right_down_causal_band, options_.pse_type);
+  if (mode != SparseMode::band_left_up_causal || sequences.empty()) {
+    return;
+  }
+  check_equal(kSlopesOfMode8, sequences.begin() + 1);
+  const auto start = [](const OptionalIntList& list) {
+    return given(list) ? (*list)[0].maybe_as_int().value_or(0) : 0;
+  };
+  const auto key_start = start(options_.kv_start_idx);
+  const auto query_start = given(options_.kv_start_idx) ? start(options_.q_start_idx) : 0;
+  const auto& first = sequences.front();
+  check_rule(kSlopesOfMode8Band, first.queries + query_start == first.keys + key_start,
+             first.queries, " + ", query_start, " and ", first.keys, " + ", key_start);
 }
 
 void FlashAttentionRules::check_dropout() const {

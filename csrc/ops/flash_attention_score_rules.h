@@ -15,6 +15,49 @@
 
 namespace ascend_attn {
 
+// Rules of devices. A direction obeys those that its table of limits lists.
+inline constexpr Devices kAtlas = on(Product::A2, Product::A3);
+
+inline constexpr Rule kPaddedPack{"actual_seq_lengths_query",
+                                  "both lists of lengths to end with 0 (100, 200, 0) where query "
+                                  "and key have tokens behind their "
+                                  "last sequence",
+                                  kAtlas.since(Cann::v9_0)};
+inline constexpr Rule kPseOfTypeZero{"pse_shift", "a tensor for pse_type 0", kAtlas};
+inline constexpr Rule kPsePerKeyOfGradient{
+    "pse_shift", "(B, N, 1, Skv) instead of (1, N, 1, Skv) for a batch size B > 1"};
+inline constexpr Rule kCausalTokens{
+    "next_tokens",
+    "0, and pre_tokens of at least Sq, for sparse_mode 0 beside the pse_shift of 1024 rows",
+    kAtlas};
+inline constexpr Rule kQueriesOfMode3{
+    "sparse_mode", "no sequence with more queries than keys for sparse_mode 3 in layout TND",
+    on(Product::P950)};
+inline constexpr Rule kBandPreTokens{"pre_tokens", "at least 0 for sparse_mode 4 in layout TND"};
+inline constexpr Rule kBandPreTokensOn950{"pre_tokens", "at least 0 for sparse_mode 4",
+                                          on(Product::P950)};
+inline constexpr Rule kBandNextTokensOn950{
+    "next_tokens", "at least Sq - Skv of every sequence for sparse_mode 4 in layout TND",
+    on(Product::P950)};
+inline constexpr Rule kQueriesOfMode7{"sparse_mode",
+                                      "no sequence with more queries than keys for sparse_mode 7"};
+inline constexpr Rule kBandOfMode7{"next_tokens",
+                                   "at least Sq - Skv of the last sequence for sparse_mode 7"};
+inline constexpr Rule kTokensOfGradient{
+    "pre_tokens", "pre_tokens + next_tokens of at least 0, also without an atten_mask", kAtlas};
+inline constexpr Rule kTokensOfPackedGradient{
+    "pre_tokens", "pre_tokens + next_tokens of at least 1 for sparse_mode 0 and 4 in layout TND",
+    kAtlas};
+inline constexpr Rule kSlopesOfMode7{"pse_type", "0 or 1 for sparse_mode 7"};
+inline constexpr Rule kSlopesOfMode8{
+    "pse_type", "0 or 1 for sparse_mode 8, unless every sequence after the first has Sq = Skv"};
+inline constexpr Rule kSlopesOfMode8Band{
+    "q_start_idx",
+    "Sq + q_start_idx = Skv + kv_start_idx in the first sequence for pse_type 2 and 3 in "
+    "sparse_mode 8"};
+inline constexpr Rule kSlopesOn950{
+    "pse_type", "0 or 1, unless every sequence in layout TND has Sq = Skv", on(Product::P950)};
+
 // Checks one call. Every method raises on the first violated rule.
 class FlashAttentionRules {
  public:
@@ -40,15 +83,34 @@ class FlashAttentionRules {
   void read_axes();
   void check_lengths();
   void check_pse_tensor() const;
+  void check_packed_pse_tensor() const;
   void check_pse_slopes() const;
+  void check_slopes_of_sequences() const;
   void check_full_mask() const;
   void check_compressed_mask() const;
   void check_prefix() const;
   void check_band(const Sequence& sequence) const;
   void check_bands_of_sequences() const;
+  void check_token_sum() const;
+  void check_no_more_queries(const Rule& rule, const std::vector<Sequence>& sequences) const;
+
+  // Checks a rule of the device, if it is one of this direction.
+  template <typename... Got>
+  void check_rule(const Rule& rule, bool holds, const Got&... got) const {
+    if (!holds && obeys(rule)) [[unlikely]] {
+      limits_.rule(rule, holds, got...);
+    }
+  }
+  bool obeys(const Rule& rule) const;
 
   // Empty while a length is symbolic.
   std::vector<Sequence> sequences() const;
+  // In layout TND: the longest sequence, and the tokens of all.
+  c10::SymInt longest_query() const { return longest(query_ends_); }
+  c10::SymInt longest_key() const { return longest(key_ends_); }
+  static c10::SymInt longest(c10::SymIntArrayRef ends);
+  c10::SymInt key_sum() const { return key_ends_.empty() ? 0 : key_ends_.back(); }
+  c10::SymInt query_sum() const { return query_ends_.empty() ? 0 : query_ends_.back(); }
 
   bool is_packed() const { return axes_.packed(); }
   NamedTensor query() const { return {"query", query_}; }
@@ -62,9 +124,12 @@ class FlashAttentionRules {
   const FlashAttentionOptions& options_;
   Layout layout_;
   LayoutAxes axes_;
+  const OperatorLimits& table_;
   LimitsCheck limits_;
   // In layout TND: the number of sequences, and the total number of tokens.
   c10::SymInt batch_, queries_, keys_;
+  // In layout TND: the prefix sums, without a 0 that closes both lists.
+  c10::SymIntArrayRef query_ends_, key_ends_;
   c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
 };
 

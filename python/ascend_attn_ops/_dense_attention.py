@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -87,7 +87,8 @@ def given_or_drawn_mask(
         )
     if layout == "TND":
         ends = (actual_seq_lengths_query, actual_seq_lengths_key)
-        lengths = [[b - a for a, b in pairwise([0, *(x or [])])] for x in ends]
+        # A 0 that closes a list is an empty sequence.
+        lengths = [[b - a for a, b in pairwise([0, *accumulate(x or [], max)])] for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))
     else:
         # Another name is an error of the operator.

@@ -72,23 +72,26 @@ def flash_attention_score(
         value: as key, with a head size Dv of at most D.
         num_heads: N, the number of query heads.
         layout: "BSH", "SBH", "BSND", "BNSD" or "TND".
-        pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv),
-            (1, N, Sq, Skv) or (B, N, 1, Skv); with Sq == Skv > 1024 and a causal mask also
+        pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype,
+            (B | 1, N, Sq, Skv) or (B | 1, N, 1, Skv); with Sq == Skv > 1024 and a causal mask also
             (B | 1, N, 1024, Skv), the last 1024 rows of a bias that depends on the distance alone;
-            in TND flat, (N, Sq, Skv) or (N, Skv) of one sequence after another. pse_type 2 and 3:
-            positive float32 slopes, (N) or (B, N).
+            in TND flat, (N, Sq, Skv) or (N, Skv) of one sequence after another, or the 1024 rows
+            if all sequences have one length. pse_type 2 and 3: positive float32 slopes, (N) or
+            (B, N).
         drop_mask: uint8, one bit per element of (B, N, Sq, Skv), lowest bit first, 1 keeps. Needs
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
-            (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv); (max Sq, max Skv) in TND. Mode 5:
-            (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes take a compressed mask, (2048, 2048)
-            or in mode 6 (3072, 2048); None builds it once and keeps it.
+            (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND of the longest Sq and Skv, or
+            there (sum Sq, sum Skv). Mode 5: (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes
+            take a compressed mask, (2048, 2048) or in mode 6 (3072, 2048); None builds it once and
+            keeps it.
         attn_mask: the polarity of scaled_dot_product_attention, True keeps a key. Instead of
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
             queries keep.
         actual_seq_lengths_query: TND: inclusive prefix sums of the lengths of the sequences
-            (lengths 3, 2, 4 are given as 3, 5, 9).
+            (lengths 3, 2, 4 are given as 3, 5, 9). Where both tensors have tokens behind the last
+            sequence, a 0 closes both lists (3, 5, 9, 0): Atlas A2 and A3 want it from CANN 9.0 on.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.
@@ -105,8 +108,8 @@ def flash_attention_score(
             1: those of atten_mask; 2: causal from the top left; 3: causal to the bottom right;
             4: a band to the bottom right; 5 and 6: mode 3 and a prefix; 7 and 8, for TND: mode 3
             with a band in the last sequence, mode 2 with a band in the first.
-        pse_type: 0 adds pse_shift after the scale, 1 before it. 2 adds -slope * distance between
-            query and key, 3 adds -slope * sqrt(distance).
+        pse_type: 0 adds pse_shift after the scale, 1 before it; without one both are the same.
+            2 adds -slope * distance between query and key, 3 adds -slope * sqrt(distance).
 
     Returns:
         out, in query's layout with head size Dv, and the statistics that the backward reads:

@@ -24,16 +24,18 @@ class FlashCase:
     s: tuple[int, int] = (5, 7)  # Sq, Skv; all layouts but TND
     lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # of the sequences: TND only
     tail: tuple[int, int] = (0, 0)  # tokens after the last sequence: TND only
+    closed: bool = False  # whether a 0 closes the lists of lengths: TND only
     heads: tuple[int, int] = (4, 4)  # N, Nk
     d: tuple[int, int] = (12, 12)  # D, Dv
     mode: int | None = None  # None: no atten_mask
-    mask: str = "BN"  # of a full mask: its shape ("BN", "B1", "11" or "") ...
+    mask: str = "BN"  # of a full mask: its shape ("BN", "B1", "11", "" or "sum" in TND) ...
     pattern: str = "random"  # ... and its content, see `full_mask`
     mask_dtype: torch.dtype = torch.bool
     pre: int = 2**31 - 1
     next: int = 2**31 - 1
     prefix: tuple[int, ...] | None = None
-    pse: str | None = None  # "full", "heads", "keys", "rows" (of 1024); "N" or "BN" slopes
+    # "full", "heads", "keys", "key" (one row for all batches), "rows" (of 1024); slopes "N", "BN"
+    pse: str | None = None
     pse_type: int = 1
     start: tuple[int, int] | None = None  # q_start_idx, kv_start_idx
     keep_prob: float = 1.0
@@ -47,6 +49,7 @@ class FlashCase:
         if self.layout == "TND":
             parts += [f"L{join(self.lengths[0])}x{join(self.lengths[1])}"]
             parts += [f"tail{self.tail[0]}x{self.tail[1]}"] if any(self.tail) else []
+            parts += ["closed"] if self.closed else []
         else:
             parts += [f"B{self.b}-S{self.s[0]}x{self.s[1]}"]
         parts += [f"H{self.heads[0]}" + (f"x{self.heads[1]}" if len(set(self.heads)) > 1 else "")]
@@ -66,7 +69,7 @@ class FlashCase:
     def sequences(self) -> list[tuple[int, int]]:
         """Sq, Skv of every sequence."""
         if self.layout == "TND":
-            return list(zip(*self.lengths, strict=True))
+            return [*zip(*self.lengths, strict=True), *([(0, 0)] if self.closed else [])]
         return [self.s] * self.b
 
     def shape(self, side: int, heads: int, d: int) -> tuple[int, ...]:
@@ -114,7 +117,12 @@ CASES = [
     FlashCase(s=(6, 11), pse="heads", pse_type=0, mode=1, mask="B1"),
     _ALIBI,
     replace(_ALIBI, b=2, layout="BSND", pse_type=0, mode=2, heads=(1, 1)),
-    replace(_ALIBI, mode=0, pattern="causal", mask=""),
+    replace(_ALIBI, mode=0, pattern="causal", mask="", next=0),
+    replace(_ALIBI, layout="TND", lengths=((1030, 0, 1030), (1030, 0, 1030)), closed=True),
+    FlashCase(b=3, s=(6, 11), pse="key", heads=(4, 2)),
+    FlashCase(layout="BSH", s=(6, 11), pse="key", pse_type=0, mode=3),
+    FlashCase(layout="SBH", s=(4, 5), d=(528, 520), mode=3),
+    FlashCase(b=1, s=(3, 4), d=(768, 768), heads=(2, 1), pse_type=0),
     FlashCase(s=(12, 12), pse="N", pse_type=2, mode=3),
     FlashCase(layout="BSH", s=(12, 12), pse="BN", pse_type=3),
     FlashCase(b=1, s=(560, 560), pse="N", pse_type=3, start=(7, 3), heads=(4, 2)),
@@ -124,6 +132,16 @@ CASES = [
     FlashCase(layout="BSND", s=(9, 9), keep_prob=0.9, pse="full", mode=0, d=(8, 5), heads=(2, 2)),
     replace(_TND, mode=0, mask="max", pre=1, tail=(1, 0)),
     replace(_TND, mode=1, mask="max", heads=(2, 1)),
+    replace(_TND, mode=0, mask="sum", tail=(2, 0)),
+    replace(_TND, mode=1, mask="sum", heads=(2, 2), keep_prob=0.5, closed=True, tail=(1, 2)),
+    replace(_TND, mode=0, mask="BN", pre=2, next=3),
+    replace(_TND, mode=1, mask="B1", heads=(4, 2), closed=True),
+    replace(_TND, mode=0, mask="11", pattern="rows"),
+    replace(_TND, mode=0, mask="", pre=0, next=2, lengths=((3, 4, 0), (3, 0, 2))),
+    replace(_TND, mode=3, lengths=((3, 7, 6), (5, 2, 0))),  # rows without keys
+    replace(_TND, mode=3, tail=(2, 3), closed=True),
+    replace(_TND, tail=(4, 0), closed=True, pse="BN", pse_type=2, mode=2),
+    replace(_TND, tail=(1, 5), closed=True, pse="full", mode=6, prefix=(4, 2, 7, 1, 0)),
     replace(_TND, mode=2, lengths=((5, 7), (3, 9))),
     replace(_TND, mode=4, pre=3, next=1, lengths=((5, 7), (3, 9))),
     replace(_TND, mode=6, prefix=(4, 2, 7, 1)),
@@ -153,11 +171,14 @@ CASES = [
 def full_mask(case: FlashCase, random: Random) -> Tensor:
     """The content: `random`; `rows`, with every third row masked out; `causal`."""
     sq, skv = (max(x) for x in zip(*case.sequences, strict=True)) if case.sequences else case.s
+    batch = len(case.sequences)
     leading: tuple[int, ...] = {
-        "BN": (case.b, case.heads[0]),
-        "B1": (case.b, 1),
+        "BN": (batch, case.heads[0]),
+        "B1": (batch, 1),
         "11": (1, 1),
     }.get(case.mask, ())
+    if case.mask == "sum":
+        sq, skv = (sum(x) for x in case.lengths)
     shape = (*leading, sq, skv)
     if case.mode == 5:
         assert case.prefix is not None
@@ -178,17 +199,19 @@ def pse_shift(case: FlashCase, random: Random) -> Tensor:
         shape = (n,) if case.pse == "N" else (len(case.sequences), n)
         slopes = torch.rand(shape, generator=random.generator, dtype=torch.float64) + 0.1
         return slopes.float()
-    if case.layout == "TND":
-        keys = sum(case.lengths[1]) + case.tail[1]
+    if case.layout == "TND" and case.pse != "rows":
+        keys = sum(case.lengths[1])
         pairs = sum(a * b for a, b in case.sequences)
         return random.normal(n * (keys if case.pse == "keys" else pairs))
-    sq, skv = case.s
+    sq, skv = max(case.sequences) if case.layout == "TND" else case.s
+    batch = len(case.sequences)
     return random.normal(
         *{
-            "full": (case.b, n, sq, skv),
+            "full": (batch, n, sq, skv),
             "heads": (1, n, sq, skv),
-            "keys": (case.b, n, 1, skv),
-            "rows": (case.b, n, 1024, skv),
+            "keys": (batch, n, 1, skv),
+            "key": (1, n, 1, skv),
+            "rows": (batch, n, 1024, skv),
         }[case.pse or "full"]
     )
 
@@ -218,8 +241,9 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
             else compressed_mask(case.mode, case.mask_dtype)
         )
     if case.layout == "TND":
-        options["actual_seq_lengths_query"] = list(accumulate(case.lengths[0]))
-        options["actual_seq_lengths_key"] = list(accumulate(case.lengths[1]))
+        closing = [0] if case.closed else []
+        options["actual_seq_lengths_query"] = [*accumulate(case.lengths[0]), *closing]
+        options["actual_seq_lengths_key"] = [*accumulate(case.lengths[1]), *closing]
     if case.prefix:
         options["prefix"] = list(case.prefix)
     if case.pse:

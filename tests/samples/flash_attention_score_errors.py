@@ -125,7 +125,14 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         wrong(BAND, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(2048, 2048\)"),
         wrong(PREFIX, {"atten_mask": COMPRESSED}, "atten_mask", r"\(3072, 2048\)"),
         wrong(FULL_PREFIX, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(B, 1, Sq, Skv\)"),
-        wrong(TND, {"sparse_mode": 1, "atten_mask": bools(7, 11)}, "atten_mask", r"\[4, 6\]"),
+        wrong(
+            TND,
+            {"sparse_mode": 1, "atten_mask": bools(7, 10)},
+            "atten_mask",
+            "maxSkv = 2, 2, 4, 6 and sums 7, 11, got",
+        ),
+        wrong(TND, {LENGTHS[0]: [3, 0]}, LENGTHS[0], "never decrease"),
+        wrong(TND, {LENGTHS[0]: [3, 0, 0], LENGTHS[1]: [5, 11, 0]}, LENGTHS[0], "never decrease"),
         wrong(BAND, {"pre_tokens": -4, "next_tokens": -4}, "pre_tokens", "both"),
         wrong(BAND, {"pre_tokens": -20, "next_tokens": 30}, "pre_tokens", "Skv = 9"),
         wrong(BAND, {"pre_tokens": -5, "next_tokens": 0}, "pre_tokens", "next_tokens"),
@@ -165,12 +172,6 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         ),
         wrong(
             TND,
-            {"sparse_mode": 3, "atten_mask": COMPRESSED, LENGTHS[1]: [2, 8]},
-            "sparse_mode",
-            "more queries than keys",
-        ),
-        wrong(
-            TND,
             {"sparse_mode": 7, "atten_mask": COMPRESSED, "pre_tokens": 5, "next_tokens": 0},
             "pre_tokens",
             "last sequence, 6",
@@ -194,12 +195,14 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
             "first sequence, -2",
         ),
         wrong(PLAIN, {"pse_type": 4}, "pse_type", "expected 0"),
-        wrong(PLAIN, {"pse_type": 0}, "pse_shift", "got None"),
+        wrong(PLAIN, {"pse_type": 2}, "pse_shift", "expected slopes for pse_type 2, got None"),
         wrong(PLAIN, {"inner_precise": 3}, "inner_precise", "0, 1 or 2"),
         wrong(PSE, {"pse_shift": normal(2, 2, 6, 9).float()}, "pse_shift", "bfloat16", TypeError),
         wrong(PSE, {"pse_shift": normal(1, 1, 6, 9)}, "pse_shift", r"\(1, N, Sq, Skv\)"),
         wrong(PSE, {"pse_shift": normal(6, 9)}, "pse_shift", r"\(B, N, 1, Skv\)"),
-        wrong(TND, {"pse_shift": normal(2, 4, 6)}, "pse_shift", r"N \* T2"),
+        wrong(TND, {"pse_shift": normal(2, 4, 6)}, "pse_shift", r"sum of N \* Skv = 22"),
+        wrong(TND, {"pse_shift": normal(26)}, "pse_shift", "one axis"),
+        wrong(TND, {"pse_shift": normal(2, 2, 1024, 6)}, "pse_shift", "Sq = Skv > 1024"),
         wrong(TND, {"pse_shift": normal(50)}, "pse_shift", r"N \* Sq \* Skv .* = 78"),
         wrong(SLOPES, {"pse_shift": normal(2)}, "pse_shift", "float32", TypeError),
         wrong(SLOPES, {"pse_shift": torch.ones(3)}, "pse_shift", r"\(N\) or \(B, N\)"),
@@ -260,8 +263,8 @@ def limits(operator: Operator) -> Iterator[WrongCall]:
 
     many_heads = replace(ONE_TOKEN, heads=(257, 257))
     yield wrong(many_heads, torch.float32, "query", r"expected N \(query heads\) to be 1\.\.256")
-    large_heads = replace(ONE_TOKEN, d=(513, 513))
-    yield wrong(large_heads, torch.float32, "query", r"expected D \(head size\) to be 1\.\.512")
+    large_heads = replace(ONE_TOKEN, d=(769, 769))
+    yield wrong(large_heads, torch.float32, "query", r"expected D \(head size\) to be 1\.\.768")
     dtypes = "expected dtype float16 or bfloat16 or float32"
     yield wrong(ONE_TOKEN, torch.float64, "query", dtypes, TypeError)
     yield wrong(ONE_TOKEN, torch.float16, "product", "", NotImplementedError, "310P")

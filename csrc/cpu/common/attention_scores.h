@@ -48,10 +48,7 @@ class AttentionScores {
       scale(scores, scale_, scores, end - begin);
     }
     if (mask_) {
-      const auto& mask = attention_.mask;
-      apply_mask(mask_ + sequence.index * mask.stride(0) + head * mask.stride(1) +
-                     query * mask.stride(2) + begin,
-                 end - begin, scores);
+      apply_mask(mask_ + attention_.mask_row(sequence, head, query) + begin, end - begin, scores);
     }
   }
 

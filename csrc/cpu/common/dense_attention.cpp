@@ -236,6 +236,18 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
 
 void DenseAttention::use_full_mask(const at::Tensor& given) {
   mask = with_dense_rows(given);
+  if (layout == Layout::TND && mask.dim() == 2) {
+    // With a single sequence that has tokens the two forms are one.
+    const auto longest = [this](auto tokens) {
+      int64_t most = 0;
+      for (const auto& sequence : sequences) {
+        most = std::max(most, sequence.*tokens);
+      }
+      return most;
+    };
+    mask_of_all_tokens = mask.size(0) != longest(&DenseSequence::queries) ||
+                         mask.size(1) != longest(&DenseSequence::keys);
+  }
   if (mask.dim() == 3) {
     mask = mask.unsqueeze(1);
   }
@@ -249,7 +261,7 @@ PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const 
                           bool is_packed, const std::vector<DenseSequence>& sequences) {
   PseAddress address;
   address.heads = query.size(1);
-  if (is_packed) {
+  if (is_packed && pse.dim() == 1) {
     const int64_t pairs = sequences.empty() ? 0
                                             : sequences.back().pairs_before +
                                                   sequences.back().queries * sequences.back().keys;
@@ -257,8 +269,8 @@ PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const 
     address.form = pse.numel() == address.heads * pairs ? Form::packed : Form::packed_per_key;
     return address;
   }
-  address.form =
-      is_compressed_pse(pse, query.size(2), key.size(2)) ? Form::compressed : Form::strided;
+  address.form = is_packed || is_compressed_pse(pse, query.size(2), key.size(2)) ? Form::compressed
+                                                                                 : Form::strided;
   address.batch_stride = pse.size(0) == 1 ? 0 : pse.stride(0);
   address.head_stride = pse.stride(1);
   address.query_stride = pse.size(2) == 1 ? 0 : pse.stride(2);

@@ -74,6 +74,16 @@ struct DenseAttention {
 
   // A full mask, (B, N, Sq, Skv) or larger, broadcast by strides; undefined if absent.
   at::Tensor mask;
+  // Whether its last two axes are the tokens of all sequences instead.
+  bool mask_of_all_tokens = false;
+
+  // Returns the offset of key 0 of the sequence in the mask's row of a query.
+  int64_t mask_row(const DenseSequence& sequence, int64_t head, int64_t query) const {
+    const int64_t row = sequence.index * mask.stride(0) + head * mask.stride(1);
+    return mask_of_all_tokens
+               ? row + (sequence.query_begin + query) * mask.stride(2) + sequence.key_begin
+               : row + query * mask.stride(2);
+  }
 
   at::Tensor drop_mask;  // undefined if absent
   double keep_prob = 1;

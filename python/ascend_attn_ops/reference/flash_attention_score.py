@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -167,8 +167,7 @@ def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
         for b in range(q.shape[0]):
             yield Span(b, b, slice(0, sq), slice(0, skv), b * sq * skv, False)
         return
-    ends = (a.actual_seq_lengths_query, a.actual_seq_lengths_key)
-    spans = [[slice(*span) for span in pairwise([0, *(x or [])])] for x in ends]
+    spans = [[slice(*span) for span in pairwise([0, *x])] for x in prefix_sums(a)]
     both = list(zip(*spans, strict=True))
     filled = [i for i, (x, y) in enumerate(both) if x.stop > x.start and y.stop > y.start]
     band = filled[0 if a.sparse_mode == 8 else -1] if filled else -1
@@ -176,6 +175,14 @@ def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
     for i, (queries, keys) in enumerate(both):
         yield Span(i, 0, queries, keys, pairs, i == band)
         pairs += (queries.stop - queries.start) * (keys.stop - keys.start)
+
+
+def prefix_sums(a: Arguments) -> list[list[int]]:
+    """Of the lengths of queries and keys, where a 0 that closes a list repeats the last sum."""
+    return [
+        list(accumulate(x or [], max))
+        for x in (a.actual_seq_lengths_query, a.actual_seq_lengths_key)
+    ]
 
 
 def scores(q: Tensor, k: Tensor, sequence: Span, a: Arguments) -> Tensor:
@@ -194,7 +201,10 @@ def kept(sequence: Span, a: Arguments) -> Tensor:
     match a.sparse_mode:
         case 0 | 1:
             mask = a.atten_mask if a.atten_mask.dim() == 4 else a.atten_mask[None, None]
-            mask = mask[sequence.number if mask.shape[0] > 1 else 0][:, :sq, :skv].cpu() != 0
+            mask = mask[sequence.number if mask.shape[0] > 1 else 0]
+            if of_all_tokens(a):
+                mask = mask[:, sequence.queries, sequence.keys]
+            mask = mask[:, :sq, :skv].cpu() != 0
             return ~mask & (
                 (i - a.pre_tokens <= j) & (j <= i + a.next_tokens) | (a.sparse_mode == 1)
             )
@@ -214,6 +224,14 @@ def kept(sequence: Span, a: Arguments) -> Tensor:
     return rule[None]
 
 
+def of_all_tokens(a: Arguments) -> bool:
+    """Whether a mask in TND has the tokens of all sequences, instead of the longest one's."""
+    if a.layout != "TND" or a.atten_mask is None or a.atten_mask.dim() != 2:
+        return False
+    longest = [max(y - x for x, y in pairwise([0, *ends])) for ends in prefix_sums(a)]
+    return list(a.atten_mask.shape) != longest
+
+
 def pse_of(sequence: Span, a: Arguments) -> Tensor | float:
     """What is added to the scores, (N, Sq, Skv) or what broadcasts to it."""
     pse, heads = a.pse_shift, a.num_heads
@@ -228,14 +246,15 @@ def pse_of(sequence: Span, a: Arguments) -> Tensor | float:
         )
         distance = (torch.arange(skv) + shift - torch.arange(sq)[:, None]).abs().to(pse)
         return -slope[:, None, None] * (distance if a.pse_type == 2 else distance.sqrt())
-    if a.layout == "TND":
-        ends = (a.actual_seq_lengths_query, a.actual_seq_lengths_key)
-        spans = [[stop - start for start, stop in pairwise([0, *(x or [])])] for x in ends]
+    if a.layout == "TND" and pse.dim() == 1:
+        spans = [[stop - start for start, stop in pairwise([0, *x])] for x in prefix_sums(a)]
         if pse.numel() == heads * sum(x * y for x, y in zip(*spans, strict=True)):
             begin = heads * sequence.pairs_before
             return pse[begin : begin + heads * sq * skv].view(heads, sq, skv)
         begin = heads * sequence.keys.start
         return pse[begin : begin + heads * skv].view(heads, 1, skv)
+    if a.layout == "TND" and 0 in sequence.lengths:
+        return 0.0
     pse = pse[sequence.number if pse.shape[0] > 1 else 0]
     compressed = COMPRESSED_PSE_ROWS
     if pse.shape[1] == compressed and sq == skv and sq > compressed:
