@@ -207,7 +207,7 @@ void LimitsCheck::reject(const Rule& rule, const std::string& got) const {
       table_.op, " does not list the rule '", rule.expected, "'");
   const bool of_version =
       depends_on_version([&](Device device) { return rule.devices.contain(device); });
-  reject(Violation::value, rule.argument, std::string(rule.expected), of_version, got);
+  reject(rule.violation, rule.argument, std::string(rule.expected), of_version, got);
 }
 
 void LimitsCheck::reject(Violation violation, std::string_view argument,

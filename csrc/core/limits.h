@@ -109,6 +109,7 @@ struct Rule {
   std::string_view argument;
   std::string_view expected;
   Devices devices = kAllDevices;
+  Violation violation = Violation::value;
 };
 
 struct Dtypes {
