@@ -7,13 +7,8 @@
 namespace ascend_attn {
 
 std::vector<Dtypes> sparse_dtypes() {
-  return {{on(Product::A2, Product::A3), {at::kHalf, at::kBFloat16}}};
-}
-
-std::vector<Limit> sparse_limits(std::initializer_list<Limit> own) {
-  std::vector<Limit> limits{kBatch, kQueryLength, kKeyLength};
-  limits.insert(limits.end(), own);
-  return limits;
+  return {{kA2A3, {at::kHalf, at::kBFloat16}},
+          {k950.since(Cann::v9_1), {at::kHalf, at::kBFloat16}}};
 }
 
 SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& layout,
@@ -36,13 +31,14 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   check_same_dtype(key);
   check_like_key(key, head_size_);
 
-  if (limits_) {
-    if (layout_ == Layout::BSND) {
-      limits_.size(query.name, "B", query.tensor.sym_size(0));
-    }
-    limits_.size(query.name, "S1", query.tensor.sym_size(-3));
-    limits_.size(key.name, "S2", key.tensor.sym_size(-3));
-  }
+  check_not_empty(query.tensor.sym_size(0));
+  check_not_empty(query.tensor.sym_size(-3));
+  check_not_empty(key.tensor.sym_size(-3));
+}
+
+void SparseRules::check_not_empty(const c10::SymInt& count) const {
+  limits_.rule(kNotEmpty, count.maybe_as_int() != 0, "query of shape ", query_.tensor.sym_sizes(),
+               ", key of shape ", key_.tensor.sym_sizes());
 }
 
 void SparseRules::check_same_device(NamedTensor argument) const {
@@ -94,22 +90,25 @@ void SparseRules::check_weights(NamedTensor argument, const c10::SymInt& heads) 
               layout_ == Layout::TND ? "(T1, Nidx)" : "(B, S1, Nidx)");
 }
 
-void SparseRules::check_sparse_indices(NamedTensor argument) const {
+void SparseRules::check_sparse_indices(NamedTensor argument, bool or_without_heads) const {
   check_same_device(argument);
   const auto& indices = argument.tensor;
   check_dtype(op_, argument, at::kInt);
   const int64_t rank = query_.tensor.dim();
-  check_value(indices.dim() == rank, op_, argument.name, "expected rank ", rank, " for layout ",
-              layout_name(layout_), ", got shape ", indices.sym_sizes());
-  check_shape(op_, argument, query_tokens_and({1, indices.sym_size(-1)}),
-              layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
-  limits_.size(argument.name, "K", indices.sym_size(-1));
+  if (or_without_heads && indices.dim() == rank - 1) {
+    check_shape(op_, argument, query_tokens_and({indices.sym_size(-1)}),
+                layout_ == Layout::TND ? "(T1, K)" : "(B, S1, K)");
+  } else {
+    check_value(indices.dim() == rank, op_, argument.name, "expected rank ", rank, " for layout ",
+                layout_name(layout_), ", got shape ", indices.sym_sizes());
+    check_shape(op_, argument, query_tokens_and({1, indices.sym_size(-1)}),
+                layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
+  }
 }
 
 void SparseRules::check_values(NamedTensor argument, const at::Tensor& sparse_indices) const {
   check_same_device(argument);
-  check_shape(op_, argument, sparse_indices.sym_sizes(),
-              layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
+  check_shape(op_, argument, sparse_indices.sym_sizes(), "of sparse_indices");
 }
 
 void SparseRules::check_statistics(NamedTensor argument) const {
@@ -165,7 +164,7 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
     check_value(same(query_count, key_count), op_, key_name,
                 "expected as many lengths as actual_seq_lengths_query, ", query_count, ", got ",
                 key_count);
-    limits_.size(query_name, "B", query_count);
+    check_not_empty(query_count);
     return;
   }
   const auto bsnd = [&](const char* name, const Lengths& lengths) {

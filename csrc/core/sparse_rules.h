@@ -19,25 +19,27 @@
 
 namespace ascend_attn {
 
-// Limits shared by the sparse operators.
-inline constexpr Limit kBatch{"B", "batch size", {.min = 1, .max = 256}};
-inline constexpr Limit kQueryLength{
-    "S1", "query tokens per sequence", {.min = 1, .max = 128 * 1024}};
-inline constexpr Limit kKeyLength{"S2", "key tokens per sequence", {.min = 1, .max = 128 * 1024}};
+inline constexpr Devices kA2A3 = on(Product::A2, Product::A3);
+inline constexpr Devices k950 = on(Product::P950);
+
+// Limits and rules shared by the sparse operators.
 inline constexpr Limit kHeadDim{"D", "head size without rope", {.one_of = {512}}};
 inline constexpr Limit kRopeDim{"Dr", "head size of the rope part", {.one_of = {64}}};
 inline constexpr Limit kIndexDim{"Didx", "head size of the indexer", {.one_of = {128}}};
-inline constexpr Limit kIndexHeads{
-    "Nidx", "query heads of the indexer", {.one_of = {8, 16, 32, 64}}};
-// K of sparse_flash_attention, of both gradients and of the KL loss.
-inline constexpr Limit kTrainingCount{
-    "K", "selected keys or blocks per token", {.min = 1024, .max = 8192, .multiple_of = 1024}};
+// sparse_mode alone says which keys are visible. What else these could say, the device refuses.
+inline constexpr Limit kPreTokens{
+    "pre_tokens", "earlier keys that a query sees", {.one_of = {INT64_MAX}}};
+inline constexpr Limit kNextTokens{
+    "next_tokens", "later keys that a query sees", {.one_of = {INT64_MAX}}};
+inline constexpr Rule kNotEmpty{"query",
+                                "at least one sequence, one query token and one key token"};
+// For weights, which are float32 elsewhere, too.
+constexpr Rule weights_like_query(Devices devices) {
+  return {"weights", "query's dtype", devices, Violation::type};
+}
 
-// Half-precision inputs on A2 and A3.
+// Half-precision inputs on A2 and A3, and with CANN 9.1 on Ascend 950.
 std::vector<Dtypes> sparse_dtypes();
-
-// Returns the limits that all sparse operators have in common, and the operator's own.
-std::vector<Limit> sparse_limits(std::initializer_list<Limit> own);
 
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {
@@ -65,9 +67,10 @@ class SparseRules {
   void check_like_key(NamedTensor argument, const c10::SymInt& size) const;
   // Expects (B, S1, heads) or (T1, heads).
   void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
-  // Expects int32 (B, S1, 1, K) or (T1, 1, K).
-  void check_sparse_indices(NamedTensor argument) const;
-  // Expects (B, S1, 1, K) or (T1, 1, K), the shape of sparse_indices.
+  // Expects int32 (B, S1, 1, K) or (T1, 1, K); also (B, S1, K) or (T1, K) if the axis of heads may
+  // be missing.
+  void check_sparse_indices(NamedTensor argument, bool or_without_heads = false) const;
+  // Expects the shape of sparse_indices.
   void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
   // Expects softmax statistics (B, 1, S1, N1) or (1, T1, N1), in fp32, or fp64 for fp64 inputs.
   void check_statistics(NamedTensor argument) const;
@@ -89,6 +92,7 @@ class SparseRules {
   template <typename Lengths, typename Count>
   void check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
                              bool allowed_in_bsnd, Count count) const;
+  void check_not_empty(const c10::SymInt& count) const;
   c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
 
   std::string_view op_;

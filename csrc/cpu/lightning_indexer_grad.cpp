@@ -15,6 +15,11 @@
 namespace ascend_attn::cpu {
 namespace {
 
+// Adds the axis of the one key head, which the caller may leave out.
+at::Tensor with_heads(const at::Tensor& selection, const at::Tensor& query) {
+  return selection.dim() == query.dim() ? selection : selection.unsqueeze(-2);
+}
+
 template <typename Input, typename Operand>
 class Gradient {
  public:
@@ -51,8 +56,8 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
   const auto& [d_query, d_key, d_weights] = outputs;
   const auto query = with_dense_rows(op.query);
   const auto key = with_dense_rows(op.key);
-  const auto d_values = with_dense_rows(op.d_values);
-  const auto indices = with_dense_rows(op.sparse_indices);
+  const auto d_values = with_dense_rows(with_heads(op.d_values, op.query));
+  const auto indices = with_dense_rows(with_heads(op.sparse_indices, op.query));
   const HeadWeights<Input> weights(op.weights);
 
   const int64_t max_workers = worker_count(longest(sequences, &Sequence::queries));
@@ -81,7 +86,9 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
   const auto sequences = sequences_of(op);
-  check_sparse_indices(op.name, op.layout.value(), op.sparse_indices, op.key, sequences);
+  op.check_key_lengths(sequences);
+  check_sparse_indices(op.name, op.layout.value(), with_heads(op.sparse_indices, op.query), op.key,
+                       sequences);
   zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     compute<Input, Operand>(op, sequences, outputs);

@@ -6,6 +6,15 @@
 namespace ascend_attn {
 namespace {
 
+constexpr Rule kWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
+constexpr Rule kWeightsOf950 = weights_like_query(k950);
+constexpr Rule kGradWeights = weights_like_query(kAllDevices);
+// From 2^32 elements on, the device's 32-bit offsets of d_key wrap around.
+constexpr Rule kKeyElements{"key", "fewer than 2^32 elements"};
+// Elsewhere the device reads, and writes to, keys that the padding names.
+constexpr Rule kKeysForAllSlots{"sparse_indices",
+                                "at least K keys in every sequence in sparse_mode 0"};
+
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
 SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
@@ -23,22 +32,43 @@ SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
 }  // namespace
 
 const OperatorLimits LightningIndexer::limits{
-    name, functions, sparse_dtypes(),
-    sparse_limits({kIndexHeads,
-                   kIndexDim,
-                   {"K",
-                    "selected keys per token",
-                    {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}}})};
+    name,
+    functions,
+    sparse_dtypes(),
+    {{"Nidx", "query heads of the indexer", {.min = 1, .max = 64}, kA2A3},
+     {"Nidx", "query heads of the indexer", {.one_of = {8, 16, 24, 32, 64}}, k950},
+     kIndexDim,
+     {"K", "selected keys per token", {.min = 1, .max = 2048}, kA2A3.before(Cann::v9_0)},
+     {"K",
+      "selected keys per token",
+      {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}},
+     kPreTokens,
+     kNextTokens},
+    {kNotEmpty, kWeightsOf8_5, kWeightsOf950}};
 
 const OperatorLimits LightningIndexerGrad::limits{
-    name, functions, sparse_dtypes(), sparse_limits({kIndexHeads, kIndexDim, kTrainingCount})};
+    name,
+    functions,
+    sparse_dtypes(),
+    {{"B", "batch size", {.min = 1, .max = 1024}},
+     {"Nidx", "query heads of the indexer", {.one_of = {64}}, kA2A3.before(Cann::v9_1)},
+     {"Nidx", "query heads of the indexer", {.min = 1, .max = 64}},
+     kIndexDim,
+     {"K", "selected keys per token", {.min = 1, .max = 2048}}},
+    {kNotEmpty, kGradWeights, kKeyElements, kKeysForAllSlots}};
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);
   const auto count = sparse_count.maybe_as_int();
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
-  rules.limits().size("sparse_count", "K", sparse_count);
+  const auto& on_device = rules.limits();
+  on_device.size("sparse_count", "K", sparse_count);
+  on_device.size("pre_tokens", "pre_tokens", pre_tokens);
+  on_device.size("next_tokens", "next_tokens", next_tokens);
+  const bool like_query = weights.dtype() == query.dtype();
+  on_device.rule(kWeightsOf8_5, like_query, dtype_name(weights.scalar_type()));
+  on_device.rule(kWeightsOf950, like_query, dtype_name(weights.scalar_type()));
   return {rules.new_selection(sparse_count, at::kInt),
           return_values ? rules.new_selection(sparse_count, query.scalar_type())
                         : new_tensor({0}, query.options())};
@@ -46,10 +76,40 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
   const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/false);
-  rules.check_sparse_indices({"sparse_indices", sparse_indices});
+  rules.check_sparse_indices({"sparse_indices", sparse_indices}, /*or_without_heads=*/true);
   rules.check_same_dtype({"d_values", d_values});
   rules.check_values({"d_values", d_values}, sparse_indices);
+  if (const auto& on_device = rules.limits()) {
+    const auto sequences =
+        rules.layout() == Layout::BSND ? query.sym_size(0) : actual_seq_lengths_query->sym_numel();
+    on_device.size("query", "B", sequences);
+    on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+    on_device.rule(kGradWeights, weights.dtype() == query.dtype(),
+                   dtype_name(weights.scalar_type()));
+    const auto elements = key.sym_numel().maybe_as_int();
+    on_device.rule(kKeyElements, !elements || *elements < int64_t{1} << 32, key.sym_numel());
+    // The longest sequence has no more keys than this; check_key_lengths looks at all of them.
+    const auto keys = key.sym_size(-3).maybe_as_int();
+    if (keys) {
+      check_key_count(on_device, *keys);
+    }
+  }
   return {new_like(query), new_like(key), new_like(weights)};
+}
+
+void LightningIndexerGrad::check_key_count(const LimitsCheck& on_device, int64_t keys) const {
+  const auto count = sparse_indices.sym_size(-1).maybe_as_int();
+  on_device.rule(kKeysForAllSlots, sparse_mode != 0 || !count || *count <= keys, keys,
+                 " keys for K = ", sparse_indices.sym_size(-1));
+}
+
+void LightningIndexerGrad::check_key_lengths(const std::vector<Sequence>& sequences) const {
+  const LimitsCheck on_device(limits);
+  for (const auto& sequence : sequences) {
+    if (sequence.queries > 0) {
+      check_key_count(on_device, sequence.keys);
+    }
+  }
 }
 
 }  // namespace ascend_attn

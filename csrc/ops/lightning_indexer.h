@@ -4,9 +4,11 @@
 
 #include <array>
 #include <tuple>
+#include <vector>
 
 #include "core/arguments.h"
 #include "core/limits.h"
+#include "core/sequence_lengths.h"
 
 namespace ascend_attn {
 
@@ -51,6 +53,11 @@ struct LightningIndexerGrad {
   bool deterministic;
 
   Outputs check_and_allocate() const;
+  // Checks what depends on the values of the lengths, where they can be read.
+  void check_key_lengths(const std::vector<Sequence>& sequences) const;
+
+ private:
+  void check_key_count(const LimitsCheck& on_device, int64_t keys) const;
 };
 
 }  // namespace ascend_attn

@@ -1,12 +1,22 @@
 #include "ops/sparse_flash_attention.h"
 
+#include "core/determinism.h"
 #include "core/error.h"
 #include "core/sparse_rules.h"
 
 namespace ascend_attn {
 namespace {
 
-constexpr Limit kAttentionHeads{"N1", "query heads", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}};
+constexpr Limit kAttentionHeads{
+    "N1", "query heads", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}, kA2A3};
+constexpr Limit kBlockSize{
+    "sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}, kA2A3};
+constexpr Limit kBlockSizeOf950{"sparse_block_size", "keys per block", {.one_of = {1}}, k950};
+constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
+constexpr Rule kQueryRope{"query_rope", "a tensor"};
+constexpr Rule kNoDeterminism{"deterministic",
+                              "False or torch.use_deterministic_algorithms(True, warn_only=True)",
+                              kA2A3.before(Cann::v9_0)};
 
 at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Tensor& query) {
   return like ? new_like(*like) : new_tensor({0}, query.options());
@@ -29,30 +39,47 @@ SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
   limits.size("query", "N1", rules.heads());
   limits.size("query", "D", rules.head_size());
   limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
+  const auto& count = op.sparse_indices.sym_sizes().back();
+  limits.rule(kSelection, count.maybe_as_int() != 0, count);
   return rules;
 }
 
 }  // namespace
 
 const OperatorLimits SparseFlashAttention::limits{
-    name, functions, sparse_dtypes(),
-    sparse_limits(
-        {kAttentionHeads,
-         kHeadDim,
-         kRopeDim,
-         kTrainingCount,
-         {"sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}}})};
+    name,
+    functions,
+    sparse_dtypes(),
+    {kAttentionHeads,
+     {"N1", "query heads", {.min = 1, .max = 128}, k950},
+     kHeadDim,
+     kRopeDim,
+     kBlockSize,
+     kBlockSizeOf950,
+     kPreTokens,
+     kNextTokens},
+    {kNotEmpty, kSelection, kQueryRope}};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
-    name, functions, sparse_dtypes(),
-    sparse_limits({kAttentionHeads,
-                   kHeadDim,
-                   kRopeDim,
-                   kTrainingCount,
-                   {"sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64}}}})};
+    name,
+    functions,
+    sparse_dtypes(),
+    {kAttentionHeads,
+     {"N1", "query heads", {.one_of = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128}}, k950},
+     kHeadDim,
+     kRopeDim,
+     {"K", "selected keys or blocks per token", {.one_of = {2048}}, kA2A3.before(Cann::v9_0)},
+     {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}, k950},
+     kBlockSize,
+     kBlockSizeOf950},
+    {kNotEmpty, kSelection, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
   const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);
+  const auto& on_device = rules.limits();
+  on_device.rule(kQueryRope, options.query_rope.has_value(), "None");
+  on_device.size("pre_tokens", "pre_tokens", options.pre_tokens);
+  on_device.size("next_tokens", "next_tokens", options.next_tokens);
   return {new_like(query), rules.new_statistics(), rules.new_statistics()};
 }
 
@@ -64,6 +91,12 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   }
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
+  const auto& on_device = rules.limits();
+  on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+  on_device.rule(kNoDeterminism,
+                 !is_deterministic(options.deterministic) ||
+                     at::globalContext().deterministicAlgorithmsWarnOnly(),
+                 "True");
   return {new_like(query), new_like(key), new_like(value),
           new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }

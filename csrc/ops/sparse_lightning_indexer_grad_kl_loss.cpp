@@ -1,12 +1,60 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 #include "core/error.h"
+#include "core/sequence_lengths.h"
 #include "core/sparse_rules.h"
 
 namespace ascend_attn {
 namespace {
 
-constexpr Rule kKeysCoverQueries{"query", "at most as many query tokens as key tokens"};
+constexpr Rule kQueryRope{"query_rope", "a tensor"};
+constexpr Rule kWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
+constexpr Rule kKeysCoverQueries{
+    "query", "at most as many query tokens as key tokens, in all and in every sequence"};
+constexpr Rule kNoPadding{"actual_seq_lengths_query", "the last prefix sums to be T1 and T2",
+                          kA2A3.before(Cann::v9_1)};
+constexpr Rule kNoPaddingOn950{"actual_seq_lengths_query", "the last prefix sums to be T1 and T2",
+                               k950};
+constexpr Rule kHeadPairs{"query_index", "Nidx 24 with N1 48, and neither without the other", k950};
+
+void check_keys_cover_queries(const LimitsCheck& limits, const c10::SymInt& queries,
+                              const c10::SymInt& keys) {
+  const auto query_count = queries.maybe_as_int();
+  const auto key_count = keys.maybe_as_int();
+  limits.rule(kKeysCoverQueries, !query_count || !key_count || *query_count <= *key_count, queries,
+              " query tokens and ", keys, " key tokens");
+}
+
+// Checks the number of tokens of one batch or sequence.
+void check_tokens(const LimitsCheck& limits, const c10::SymInt& queries, const c10::SymInt& keys) {
+  limits.size("query", "S1", queries);
+  limits.size("key", "S2", keys);
+  check_keys_cover_queries(limits, queries, keys);
+}
+
+// Checks what the device wants of packed sequences.
+void check_packed(const LimitsCheck& limits, const at::Tensor& query, const at::Tensor& key,
+                  c10::SymIntArrayRef query_ends, c10::SymIntArrayRef key_ends) {
+  check_keys_cover_queries(limits, query.sym_size(0), key.sym_size(0));
+  const auto known_queries = known_values(query_ends);
+  const auto known_keys = known_values(key_ends);
+  if (!known_queries || !known_keys) {
+    return;
+  }
+  for (const auto& sequence : packed_sequences(*known_queries, *known_keys)) {
+    check_tokens(limits, sequence.queries, sequence.keys);
+  }
+  const auto ends_at = [](const std::vector<int64_t>& ends, const c10::SymInt& tokens) {
+    const auto known = tokens.maybe_as_int();
+    return !known || ends.empty() || ends.back() == *known;
+  };
+  const bool dense =
+      ends_at(*known_queries, query.sym_size(0)) && ends_at(*known_keys, key.sym_size(0));
+  for (const auto& rule : {kNoPadding, kNoPaddingOn950}) {
+    limits.rule(rule, dense, known_queries->back(), " of ", query.sym_size(0), " and ",
+                known_keys->back(), " of ", key.sym_size(0));
+  }
+}
 
 }  // namespace
 
@@ -14,13 +62,23 @@ const OperatorLimits SparseLightningIndexerGradKLLoss::limits{
     name,
     functions,
     sparse_dtypes(),
-    sparse_limits({{"N1", "query heads", {.one_of = {8, 16, 32, 64, 128}}},
-                   kHeadDim,
-                   kRopeDim,
-                   kIndexHeads,
-                   kIndexDim,
-                   kTrainingCount}),
-    {kKeysCoverQueries}};
+    {{"S1", "query tokens per sequence", {.min = 0, .max = 8192}, kAllDevices.since(Cann::v9_0)},
+     {"S2",
+      "key tokens per sequence",
+      {.min = 0, .max = 512 * 1024},
+      kAllDevices.since(Cann::v9_0)},
+     {"N1", "query heads", {.one_of = {64, 128}}, kA2A3.before(Cann::v9_0)},
+     {"N1", "query heads", {.one_of = {32, 64, 128}}, kA2A3},
+     {"N1", "query heads", {.one_of = {32, 48, 64, 128}}, k950},
+     kHeadDim,
+     kRopeDim,
+     {"Nidx", "query heads of the indexer", {.one_of = {8, 16, 32, 64}}, kA2A3},
+     {"Nidx", "query heads of the indexer", {.one_of = {8, 16, 24, 32, 64}}, k950},
+     kIndexDim,
+     {"K", "selected keys per token", {.one_of = {2048}}, kA2A3.before(Cann::v9_0)},
+     {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}}},
+    {kNotEmpty, kQueryRope, kWeightsOf8_5, kKeysCoverQueries, kNoPadding, kNoPaddingOn950,
+     kHeadPairs}};
 
 SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::check_and_allocate()
     const {
@@ -46,15 +104,17 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     on_device.size("query", "D", rules.head_size());
     on_device.size("query_index", "Nidx", index_heads);
     on_device.size("query_index", "Didx", index_size);
-    check_present(query_rope.has_value(), name, "query_rope",
-                  "expected a tensor, which the device requires, got None; on the CPU "
-                  "ascend_attn_ops.limits(None) lifts the device's limits");
+    on_device.rule(kHeadPairs,
+                   (rules.heads().maybe_as_int() == 48) == (index_heads.maybe_as_int() == 24),
+                   "N1 ", rules.heads(), " and Nidx ", index_heads);
+    on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+    on_device.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
+                   dtype_name(weights.scalar_type()));
+    on_device.rule(kQueryRope, query_rope.has_value(), "None");
     if (rules.layout() == Layout::BSND) {
-      const auto query_length = query.sym_size(1).maybe_as_int();
-      const auto key_length = key.sym_size(1).maybe_as_int();
-      on_device.rule(kKeysCoverQueries,
-                     !query_length || !key_length || *query_length <= *key_length,
-                     query.sym_size(1), " and ", key.sym_size(1));
+      check_tokens(on_device, query.sym_size(1), key.sym_size(1));
+    } else {
+      check_packed(on_device, query, key, *actual_seq_lengths_query, *actual_seq_lengths_key);
     }
   }
   return {new_like(query_index), new_like(key_index), new_like(weights),

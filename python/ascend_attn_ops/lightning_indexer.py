@@ -36,7 +36,8 @@ def lightning_indexer(
         query: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16 (float32
             and float64 as well when the device limits are off).
         key: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
-        weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative.
+        weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative. The
+            gradient and some NPUs want query's dtype.
         actual_seq_lengths_query: (B,); int32. BSND: valid tokens per batch, optional, without
             gradient only. TND: required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
@@ -44,8 +45,8 @@ def lightning_indexer(
         sparse_count: K, how many keys to select.
         sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
             the last key.
-        pre_tokens: ignored in modes 0 and 3.
-        next_tokens: ignored in modes 0 and 3.
+        pre_tokens: ignored in modes 0 and 3; the NPU takes the default only.
+        next_tokens: as pre_tokens.
         return_values: also return the scores of the selected keys.
 
     Returns:
@@ -90,9 +91,10 @@ def lightning_indexer_grad(
         d_query = dS @ key[pos];   d_key[pos] += dS^T @ query
 
     Args:
-        query, key, weights: as in the forward.
-        d_values: gradient of sparse_values; (B, S1, 1, K) or (T1, 1, K), query's dtype.
-        sparse_indices: from the forward; the first min(K, visible keys) slots are read.
+        query, key, weights: as in the forward; the NPU wants weights in query's dtype.
+        d_values: gradient of sparse_values; the shape of sparse_indices, query's dtype.
+        sparse_indices: from the forward, (B, S1, 1, K) or (T1, 1, K); also without the axis of
+            heads, (B, S1, K) or (T1, K). The first min(K, visible keys) slots are read.
         options: the keywords of the forward that select keys (layout, sparse_mode and, for TND
             only, the sequence lengths), with the same values; and `deterministic`, as in
             :func:`sparse_flash_attention`.

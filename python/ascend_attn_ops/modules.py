@@ -60,7 +60,7 @@ class LightningIndexer(nn.Module):
 
     Args:
         hidden_size: size of the hidden states.
-        num_heads: Nidx; the NPU accepts 8, 16, 32 and 64.
+        num_heads: Nidx; the NPU accepts up to 64, and 8, 16, 32 and 64 for the KL loss.
         head_dim: Didx; the NPU accepts 128.
         rope_dim: number of leading elements of each head that get a rotary embedding; 0 for none.
         rope_theta: base of the rotary embedding.

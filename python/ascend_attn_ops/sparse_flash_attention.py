@@ -57,10 +57,10 @@ def sparse_flash_attention(
         layout: "BSND" or "TND".
         sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
             the last key.
-        pre_tokens: ignored in modes 0 and 3.
-        next_tokens: ignored in modes 0 and 3.
+        pre_tokens: ignored in modes 0 and 3; the NPU takes the default only.
+        next_tokens: as pre_tokens.
         deterministic: request a deterministic backward, as torch.use_deterministic_algorithms does.
-            The CPU is always deterministic.
+            The CPU is always deterministic; an NPU with CANN 8.5 cannot be.
 
     Returns:
         out, with query's shape and dtype; softmax_max and softmax_sum, float32 (float64 for float64

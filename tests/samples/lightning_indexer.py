@@ -51,6 +51,9 @@ GRAD_CASES = [
     SparseCase(s=(9, 9), pattern="first", k=5),
     SparseCase(s=(9, 17), pattern="duplicates", k=8),
     SparseCase(s=(9, 9), pattern="unread", k=8),
+    SparseCase(s=(9, 9), pattern="padded", k=5, selection_heads=False),
+    replace(_TND, tail=(2, 3), k=6, selection_heads=False),
+    SparseCase(s=(3, 5), heads=8, d=128, k=1024, selection_heads=False),
 ]
 
 
@@ -74,6 +77,8 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
 def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     forward, random = build(case, dtype), Random(case.id, dtype)
     chosen = forward.call(reference)[0] if case in CASES else indices(case, random)
+    if not case.selection_heads:
+        chosen = chosen.squeeze(-2)
     inputs = {
         "query": forward.inputs["query"],
         "key": forward.inputs["key"],

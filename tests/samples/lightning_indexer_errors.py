@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from . import sparse_errors as shared
 from .lightning_indexer import LIGHTNING_INDEXER, LIGHTNING_INDEXER_GRAD, OPERATORS
 from .sparse import SparseCase
+from .wrong_call import WrongCall, put
 
 # Within the device's limits.
 DEVICE = SparseCase(heads=8, d=128, k=1024)
+HEADS = ("query", {"heads": 65})
 
 WRONG_CALLS = [
     *(
@@ -19,6 +23,19 @@ WRONG_CALLS = [
     *shared.count_rules(LIGHTNING_INDEXER),
     *shared.no_count_rules(LIGHTNING_INDEXER_GRAD),
     *shared.index_rules(LIGHTNING_INDEXER_GRAD),
-    *shared.limit_rules(LIGHTNING_INDEXER, DEVICE, "sparse_count"),
-    *shared.limit_rules(LIGHTNING_INDEXER_GRAD, DEVICE, "sparse_indices"),
-]
+    *shared.limit_rules(
+        LIGHTNING_INDEXER, DEVICE,
+        N=HEADS, K_too_large=("sparse_count", {"k": 9216}), K_between=("sparse_count", {"k": 2049}),
+    ),
+    *shared.token_rules(LIGHTNING_INDEXER, DEVICE),
+    *shared.limit_rules(
+        LIGHTNING_INDEXER_GRAD, DEVICE,
+        N=HEADS, B=("query", {"b": 1025, "s": (1, 1), "k": 1}),
+        K_too_large=("sparse_indices", {"k": 2049}),
+        fewer_keys_than_slots=("sparse_indices", {"mode": 0}),
+    ),
+    WrongCall(
+        "limits-weights in float32", LIGHTNING_INDEXER_GRAD, DEVICE, put("weights", Tensor.float),
+        "weights", TypeError, limits="A2",
+    ),
+]  # fmt: skip

@@ -31,6 +31,7 @@ class SparseCase:
     block: int = 1
     pattern: str = "random"  # of sparse_indices, see `indices`
     absorbed: bool = False  # value is key
+    selection_heads: bool = True  # the axis of heads in sparse_indices, which a gradient may lack
 
     @property
     def id(self) -> str:
@@ -48,6 +49,7 @@ class SparseCase:
         parts += [f"block{self.block}"] if self.block > 1 else []
         parts += [self.pattern] if self.pattern != "random" else []
         parts += ["absorbed"] if self.absorbed else []
+        parts += [] if self.selection_heads else ["noheads"]
         return "-".join(parts)
 
     @property

@@ -183,18 +183,14 @@ def index_rules(operator: Operator) -> Iterator[WrongCall]:
 
 
 def limit_rules(
-    operator: Operator, device: SparseCase, selection: str, **own: tuple[str, dict[str, object]]
+    operator: Operator, device: SparseCase, **own: tuple[str, dict[str, object]]
 ) -> Iterator[WrongCall]:
     """Sizes that are good in themselves. `own` has, by rule, the argument named and the sizes."""
     rules: dict[str, tuple[str, dict[str, object]]] = {
-        "K too large": (selection, {"k": 9216}),
-        "K between": (selection, {"k": 2049}),
         "D": ("query", {"d": 64}),
-        "N": ("query", {"heads": 3}),
-        "B": ("query", {"b": 257, "s": (1, 1)}),
         "B 0": ("query", {"b": 0}),
         "S1 0": ("query", {"s": (0, 5)}),
-        "S2 0": ("key", {"s": (5, 0)}),
+        "S2 0": ("query", {"s": (5, 0)}),
         **own,
     }
     for rule, (argument, sizes) in rules.items():
@@ -204,7 +200,12 @@ def limit_rules(
         "limits-float32", operator, device, lambda sample: operator.make(device, torch.float32),
         "query", TypeError, limits="A2",
     )  # fmt: skip
-    for product in ("950", "310P"):
-        yield WrongCall(
-            f"limits-{product}", operator, device, None, r"\w+", NotImplementedError, limits=product
-        )
+    yield WrongCall(
+        "limits-310P", operator, device, None, r"\w+", NotImplementedError, limits="310P"
+    )
+
+
+def token_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCall]:
+    """Of arguments without a meaning in the sparse modes, in the operators that refuse them."""
+    for name in ("pre_tokens", "next_tokens"):
+        yield WrongCall(f"limits-{name}", operator, device, {name: 5}, name, limits="A2")

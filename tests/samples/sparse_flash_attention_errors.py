@@ -9,7 +9,9 @@ from .sparse_flash_attention import (
     SPARSE_FLASH_ATTENTION_GRAD,
 )
 
+HEADS = ("query", {"heads": 3})
 ROPE = ("query_rope", {"rope": 32})
+BLOCK = ("sparse_block_size", {"block": 3})
 
 WRONG_CALLS = [
     *(
@@ -23,11 +25,9 @@ WRONG_CALLS = [
     *shared.count_rules(SPARSE_FLASH_ATTENTION),
     *shared.no_count_rules(SPARSE_FLASH_ATTENTION_GRAD),
     *shared.limit_rules(
-        SPARSE_FLASH_ATTENTION, shared.DEVICE, "sparse_indices",
-        Dr=ROPE, block=("sparse_block_size", {"block": 3}),
+        SPARSE_FLASH_ATTENTION, shared.DEVICE,
+        N=HEADS, Dr=ROPE, block=BLOCK, no_ropes=("query_rope", {"rope": 0}),
     ),
-    *shared.limit_rules(
-        SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, "sparse_indices",
-        Dr=ROPE, block=("sparse_block_size", {"block": 128}),
-    ),
+    *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE, block=BLOCK),
+    *shared.token_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import sparse_errors as shared
 from .sparse_lightning_indexer_grad_kl_loss import KL_LOSS
 
@@ -12,7 +14,10 @@ WRONG_CALLS = [
     *shared.no_count_rules(KL_LOSS),
     *shared.index_rules(KL_LOSS),
     *shared.limit_rules(
-        KL_LOSS, shared.DEVICE, "sparse_indices",
+        KL_LOSS, replace(shared.DEVICE, heads=32),
+        K_too_large=("sparse_indices", {"k": 9216}),
+        K_between=("sparse_indices", {"k": 2049}),
+        N1=("query", {"heads": 16}),
         Dr=("query_rope", {"rope": 32}),
         Nidx=("query_index", {"index_heads": 4}),
         Didx=("query_index", {"index_d": 64}),

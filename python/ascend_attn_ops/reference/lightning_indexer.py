@@ -12,6 +12,7 @@ from .sequences import (
     leading_indices,
     like,
     rows,
+    selection_to_tokens,
     to_tokens,
     until_padding,
 )
@@ -65,7 +66,7 @@ def lightning_indexer_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """
     dtype = compute_dtype(a.query)
     q, k, w = (to_tokens(x, a.layout, dtype) for x in (a.query, a.key.squeeze(-2), a.weights))
-    d_y = to_tokens(a.d_values.squeeze(-2), a.layout, dtype)
+    d_y = selection_to_tokens(a.d_values, a.layout, dtype)
     selected = index_lists(a.sparse_indices, a.layout)
     d_q, d_k, d_w = (torch.zeros_like(x) for x in (q, k, w))
 

@@ -91,6 +91,11 @@ def statistics_from_tokens(x: Tensor, query: Tensor) -> Tensor:
     return x.view(query.shape[:-1]).unsqueeze(-3)
 
 
+def selection_to_tokens(x: Tensor, layout: str, dtype: torch.dtype | None = None) -> Tensor:
+    """(B,S1,1,K), (T1,1,K) or either without its axis of heads to (tokens,K)."""
+    return to_tokens(x, layout, dtype).flatten(1)
+
+
 def index_lists(sparse_indices: Tensor, layout: str) -> list[list[int]]:
-    """(B,S1,1,K) or (T1,1,K) to one list of K indices per token."""
-    return to_tokens(sparse_indices.squeeze(-2), layout).tolist()
+    """One list of K indices per token."""
+    return selection_to_tokens(sparse_indices, layout).tolist()
