@@ -82,8 +82,9 @@ def parse_arguments() -> argparse.Namespace:
 def set_up_device(name: str) -> torch.device:
     if name == "npu":
         importlib.import_module("torch_npu")  # registers the device
-    # On the NPU, this also makes the operators sum their gradients in a fixed order.
-    torch.use_deterministic_algorithms(True)
+    # On the NPU, this also makes the operators sum their gradients in a fixed order, where its CANN
+    # can: 8.5 cannot.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     return torch.device(name)
 
 
