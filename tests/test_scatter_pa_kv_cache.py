@@ -137,7 +137,9 @@ def test_atlas_accepts_what_it_has(product: Any, dtype: torch.dtype, case: Cache
     if case.int8_key and dtype == torch.int8:
         case = replace(case, int8_key=False)
     sample = build(case, dtype)
-    with ops.limits(product):
+    # The kernels of windows have lost int8 with CANN 9.0.
+    has_lost_it = dtype == torch.int8 and case.scatter in ("Rope", "Omni")
+    with ops.limits(product, cann="8.5" if has_lost_it else None):
         assert_same(after(sample), after(sample, reference))
 
 
