@@ -1,8 +1,13 @@
 #include "ops/flash_attention_score.h"
 
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <limits>
 #include <tuple>
 
 #include "npu/kernel.h"
+#include "npu/product.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -46,6 +51,37 @@ struct FlashAttentionUnpaddingScoreGradFunction : ReusedFunctionOf<FlashAttentio
   using Prototype = ScoreGradPrototype<IntArray, IntArray>;
 };
 
+// The device computes the band in int32 and wraps around. Beyond that range a number bounds
+// nothing.
+int64_t within_int32(int64_t tokens) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  return std::clamp(tokens, -kMax, kMax);
+}
+
+using Ends = c10::SmallVector<int64_t, 8>;
+
+Ends ends_of(OptionalIntList list) {
+  Ends ends;
+  for (const auto& end : list_or_empty(list)) {
+    ends.push_back(end.expect_int());
+  }
+  return ends;
+}
+
+// A pack with tokens behind its sequences, of queries and of keys: from CANN 9.0 on A2 and A3 want
+// one more element in both lists, which is 0.
+void mark_padding(const at::Tensor& query, const at::Tensor& key, Ends& query_ends,
+                  Ends& key_ends) {
+  static const bool wanted = runs_on(on(Product::A2, Product::A3).since(Cann::v9_0));
+  const auto padded = [](const at::Tensor& tokens, const Ends& ends) {
+    return !ends.empty() && ends.back() != 0 && tokens.size(0) > ends.back();
+  };
+  if (wanted && padded(query, query_ends) && padded(key, key_ends)) {
+    query_ends.push_back(0);
+    key_ends.push_back(0);
+  }
+}
+
 // `before` and `after` are the arguments on either side of those that all functions share.
 template <typename Dense, typename Packed, typename... Before, typename... After>
 void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...> before,
@@ -56,14 +92,18 @@ void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...
         std::tuple_cat(
             before, std::tuple(list_or_empty(options.prefix), lengths...),
             std::tuple(list_or_empty(options.q_start_idx), list_or_empty(options.kv_start_idx),
-                       options.scale_value, options.keep_prob, options.pre_tokens,
-                       options.next_tokens, options.num_heads.expect_int(), options.layout.text(),
-                       options.inner_precise, options.sparse_mode, options.pse_type),
+                       options.scale_value, options.keep_prob, within_int32(options.pre_tokens),
+                       within_int32(options.next_tokens), options.num_heads.expect_int(),
+                       options.layout.text(), options.inner_precise, options.sparse_mode,
+                       options.pse_type),
             after));
   };
   if (options.layout == Layout::TND) {
-    call(launch<Packed>, list_or_empty(options.actual_seq_lengths_query),
-         list_or_empty(options.actual_seq_lengths_key));
+    auto query_ends = ends_of(options.actual_seq_lengths_query);
+    auto key_ends = ends_of(options.actual_seq_lengths_key);
+    mark_padding(std::get<0>(before), std::get<1>(before), query_ends, key_ends);
+    call(launch<Packed>, std::optional(at::IntArrayRef(query_ends)),
+         std::optional(at::IntArrayRef(key_ends)));
   } else {
     call(launch<Dense>);
   }

@@ -33,6 +33,15 @@ inline c10::SymIntArrayRef list_or_empty(at::OptionalSymIntArrayRef list) {
   return list ? *list : c10::SymIntArrayRef();
 }
 
+// Fills an output of a kernel that leaves rows behind the last sequence of a pack as they are, with
+// what they hold on the CPU. Which rows these are the host does not know without waiting for the
+// device; a mask of them would read the whole output as well as write it.
+inline void fill_before_launch(const at::Tensor& output, const at::Scalar& value) {
+  if (output.numel() != 0) {
+    output.fill_(value);
+  }
+}
+
 // Rejects values other than the key itself: the device reads the keys in place of the values, as in
 // absorbed multi-head latent attention, and would silently give wrong results.
 template <typename Op>

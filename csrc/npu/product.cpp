@@ -1,6 +1,7 @@
 #include "npu/product.h"
 
 #include <acl/acl.h>
+#include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 
 #include <array>
 #include <charconv>
@@ -51,6 +52,14 @@ Cann cann_of_version(std::string_view version) {
     }
   }
   return found;
+}
+
+std::optional<Device> device_of_process() {
+  const auto product = product_of_soc(soc_name());
+  if (!product) {
+    return std::nullopt;
+  }
+  return Device{*product, cann_of_version(GetCANNVersion("CANN"))};
 }
 
 }  // namespace ascend_attn

@@ -18,4 +18,14 @@ std::optional<Product> product_of_soc(std::string_view soc);
 // version that is not newer. A text that is no version stands for the newest.
 Cann cann_of_version(std::string_view version);
 
+// Returns what this process runs on, which the limits in force may differ from; nullopt for a SoC
+// of none of the products.
+std::optional<Device> device_of_process();
+
+// Returns whether this process runs on one of these devices.
+inline bool runs_on(Devices devices) {
+  static const auto device = device_of_process();
+  return device && devices.contain(*device);
+}
+
 }  // namespace ascend_attn

@@ -1,6 +1,7 @@
 #include "ops/scatter_pa_kv_cache.h"
 
 #include "npu/kernel.h"
+#include "npu/product.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -17,10 +18,16 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   if (op.key.numel() == 0) {
     return;
   }
+  // On A2 and A3 row t is read at t * N * D, whatever the strides: CANN 9.1 gives wrong rows
+  // without a word, earlier releases refuse the call. Ascend 950 reads by strides.
+  static const bool by_strides = runs_on(on(Product::P950));
+  const auto rows = [](const at::Tensor& source) {
+    return by_strides ? source : source.contiguous();
+  };
   // The function rejects a null pointer: a tensor without axes stands for missing values.
   const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
   launch<ScatterPaKvCacheFunction>(
-      op.key, op.key_cache, op.slot_mapping, op.value ? *op.value : none,
+      rows(op.key), op.key_cache, op.slot_mapping, op.value ? rows(*op.value) : none,
       op.value_cache ? *op.value_cache : none, op.compress_lens, op.compress_seq_offset,
       op.seq_lens, op.cache_mode, op.scatter_mode, std::optional(op.strides),
       std::optional(op.offsets));

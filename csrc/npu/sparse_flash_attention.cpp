@@ -21,6 +21,11 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   constexpr int64_t kAbsorbed = 2;
   constexpr bool kReturnSoftmaxLse = true;
   const auto& [out, softmax_max, softmax_sum] = outputs;
+  if (op.options.layout == Layout::TND) {
+    fill_before_launch(out, 0);
+    fill_before_launch(softmax_max, 0);
+    fill_before_launch(softmax_sum, 0);
+  }
   launch<SparseFlashAttentionFunction>(
       op.query, op.key, op.value, op.sparse_indices, std::nullopt,
       op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
@@ -49,8 +54,9 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
       op.softmax_sum, op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key,
       op.options.query_rope, op.options.key_rope, op.options.scale_value,
       op.options.sparse_block_size, op.options.layout.text(), op.options.sparse_mode,
-      op.options.pre_tokens, op.options.next_tokens, is_deterministic(op.options.deterministic),
-      d_query, d_key, d_value, d_query_rope, d_key_rope);
+      op.options.pre_tokens, op.options.next_tokens,
+      DeterministicContext{is_deterministic(op.options.deterministic)}, d_query, d_key, d_value,
+      d_query_rope, d_key_rope);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

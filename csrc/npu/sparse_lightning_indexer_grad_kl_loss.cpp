@@ -22,8 +22,8 @@ void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLos
       op.query, op.key, op.query_index, op.key_index, op.weights, op.sparse_indices, op.softmax_max,
       op.softmax_sum, op.query_rope, op.key_rope, list_or_empty(op.actual_seq_lengths_query),
       list_or_empty(op.actual_seq_lengths_key), op.scale_value, op.layout.text(), op.sparse_mode,
-      op.pre_tokens, op.next_tokens, is_deterministic(op.deterministic), d_query_index, d_key_index,
-      d_weights, loss);
+      op.pre_tokens, op.next_tokens, DeterministicContext{is_deterministic(op.deterministic)},
+      d_query_index, d_key_index, d_weights, loss);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

@@ -104,6 +104,6 @@ def prompt_flash_attention(
         >>> out.shape, out[1, 3:].any().item()
         (torch.Size([2, 6, 4, 64]), False)
 
-    Source: docs/specification/prompt_flash_attention.md; CANN's document of
-    aclnnPromptFlashAttentionV2.
+    Source: docs/specification/prompt_flash_attention.md; CANN's documents of
+    aclnnPromptFlashAttentionV2 and V3.
     """

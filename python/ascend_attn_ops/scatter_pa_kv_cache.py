@@ -69,10 +69,10 @@ def scatter_pa_kv_cache_(
     requires grad is an error; call the function under torch.no_grad(), or detach the argument.
 
     Args:
-        key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides on the CPU. On A2 and A3
-            call `.contiguous()` on slices first: CANN from 9.1 on misreads rows with gaps between
-            them, without an error. float16, bfloat16 or int8; on Ascend 950 also float32, uint8,
-            int16, uint16, int32, uint32, float8_e5m2 and float8_e4m3fn.
+        key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides. On A2 and A3 rows with
+            gaps between them are copied first, which the device would otherwise misread. float16,
+            bfloat16 or int8; on Ascend 950 also float32, uint8, int16, uint16, int32, uint32,
+            float8_e5m2 and float8_e4m3fn.
         key_cache: (num_blocks, block_size, N, Dk), or as above; key's dtype. Contiguous; from CANN
             9.1 on, its blocks may lie apart, as in buffer[:, 0], and outside of "PA_NZ" they may
             hold rows head by head, as in memory.transpose(1, 2). On A2 and A3 of at least T slots.

@@ -28,15 +28,51 @@ def package_folder(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def environment(task_queue: int = 1, soc: str = "Ascend910B2") -> dict[str, str]:
+SOCS = {
+    "A2": "Ascend910B2", "A3": "Ascend910_9391", "950": "Ascend950PR_9579", "310P": "Ascend310P3",
+}  # fmt: skip
+VERSIONS = ("8.5", "9.0", "9.1")
+
+_INDEXER_GRAD = ("aclnnLightningIndexerGrad",)
+_SPARSE = (
+    "aclnnSparseFlashAttention", "aclnnSparseFlashAttentionGrad", "aclnnLightningIndexer",
+    *_INDEXER_GRAD, "aclnnSparseLightningIndexerGradKLLoss",
+)  # fmt: skip
+
+# What the libraries of a product, or of one of its releases, lack.
+WITHOUT = {
+    "without_prompt_v3": ("aclnnPromptFlashAttentionV3",),
+    "A3": ("aclnnPromptFlashAttentionV2",),
+    "950-8.5": _SPARSE,
+    "950-9.0": _SPARSE,
+    "950-9.1": _INDEXER_GRAD,
+    "310P": (
+        *_SPARSE, "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2",
+        "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2",
+        "aclnnScatterPaKvCache",
+    ),
+}  # fmt: skip
+
+
+def library_path(product: str, cann: str, without: str | None = None) -> str:
+    """Where the libraries of a product and a release are; `without` names another of WITHOUT."""
+    lacking = [without] if without else [x for x in (product, f"{product}-{cann}") if x in WITHOUT]
+    return ":".join(str(path) for path in [*(ROOT / x for x in lacking), BUILD])
+
+
+def environment(
+    task_queue: int = 1, product: str = "A2", cann: str = "9.1", without: str | None = None
+) -> dict[str, str]:
     """What the environment of a process must hold, from its start, to run on the simulation."""
     path = os.environ.get("LD_LIBRARY_PATH")
+    ours = library_path(product, cann, without)
     return {
-        "LD_LIBRARY_PATH": f"{BUILD}:{path}" if path else str(BUILD),
+        "LD_LIBRARY_PATH": f"{ours}:{path}" if path else ours,
         "ASCEND_HOME_PATH": str(ROOT),
         "ASCEND_OPP_PATH": str(ROOT / "opp"),
         "TASK_QUEUE_ENABLE": str(task_queue),
-        "CANN_SIM_SOC": soc,
+        "CANN_SIM_SOC": SOCS[product],
+        "CANN_SIM_VERSION": cann,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
     }
 
@@ -76,6 +112,13 @@ def live_handles() -> dict[str, int]:
     torch.get_device_module("npu").synchronize()
     counts: dict[str, int] = json.loads(_library().cann_sim_live_handles())
     return counts
+
+
+def waits() -> int:
+    """How often the host has waited for a device, or a stream of it, so far."""
+    library = ctypes.CDLL("libascendcl.so")
+    library.cann_sim_waits.restype = ctypes.c_int64
+    return int(library.cann_sim_waits())
 
 
 @contextmanager

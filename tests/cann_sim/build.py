@@ -7,7 +7,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import BUILD, ROOT, package_folder
+from . import BUILD, ROOT, WITHOUT, package_folder
 
 SOURCES = Path(__file__).parent
 REPOSITORY = SOURCES.parents[1]
@@ -47,30 +47,39 @@ def compile_all(sources: list[Path], include: list[str]) -> list[Path]:
         return list(pool.map(compile_one, sources))
 
 
+def write(target: Path, text: str) -> Path:
+    """Leaves a file alone that has this content: it is no reason to build anything."""
+    if not target.exists() or target.read_text() != text:
+        target.write_text(text)
+    return target
+
+
 def trivial_functions() -> Path:
     """A source file with one function for every name of trivial_functions.txt."""
     lines = (SOURCES / "trivial_functions.txt").read_text().splitlines()
     names = [line for line in lines if line and not line.startswith("#")]
-    source = BUILD / "trivial_functions.cpp"
     text = "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in names)
-    if not source.exists() or source.read_text() != text:
-        source.write_text(text)
-    return source
+    return write(BUILD / "trivial_functions.cpp", text)
 
 
-def shared_library(name: str, objects: list[Path], *options: str) -> None:
+def shared_library(target: Path, objects: list[Path], *options: str) -> None:
     run(
-        "g++", "-shared", f"-L{BUILD}", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}",
-        "-Wl,--no-as-needed", *objects, *options, "-o", BUILD / name,
+        "g++", "-shared", f"-L{BUILD}", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}",
+        "-Wl,--no-as-needed", *objects, *options, "-o", target,
     )  # fmt: skip
 
 
 def build_runtime(include: list[str]) -> None:
-    shared_library(
-        "libascendcl.so", compile_all([SOURCES / "runtime.cpp", trivial_functions()], include)
-    )
+    objects = compile_all([SOURCES / "runtime.cpp", trivial_functions()], include)
+    shared_library(BUILD / "libascendcl.so", objects)
     for name in EMPTY:
-        shared_library(f"lib{name}.so", [], "-lascendcl")
+        shared_library(BUILD / f"lib{name}.so", [], "-lascendcl")
+
+
+def exports_without(folder: Path, functions: tuple[str, ...]) -> Path:
+    """A linker script that keeps functions out of a library."""
+    names = " ".join(f"{name}; {name}GetWorkspaceSize;" for name in functions)
+    return write(folder / "exports.map", f"{{ global: *; local: {names} }};\n")
 
 
 def build_opapi(include: list[str]) -> None:
@@ -78,12 +87,20 @@ def build_opapi(include: list[str]) -> None:
     from torch.utils.cpp_extension import library_paths
 
     core = next((REPOSITORY / "python/ascend_attn_ops").glob("_C.*.so"))
-    shared_library(
-        "libopapi.so",
-        compile_all(sorted(SOURCES.glob("opapi*.cpp")), include),
+    objects = compile_all(sorted(SOURCES.glob("opapi*.cpp")), include)
+    options = [
         *(f"-L{path}" for path in [*library_paths(), core.parent]),
         "-lascendcl", "-ltorch_cpu", "-lc10", f"-l:{core.name}", f"-Wl,-rpath,{core.parent}",
-    )  # fmt: skip
+    ]  # fmt: skip
+    target = BUILD / "libopapi.so"
+    shared_library(target, objects, *options)
+    for name, functions in WITHOUT.items():
+        folder = ROOT / name
+        folder.mkdir(exist_ok=True)
+        exports = exports_without(folder, functions)
+        if not is_newer(folder / target.name, [*objects, exports, core]):
+            script = f"-Wl,--version-script={exports}"
+            shared_library(folder / target.name, objects, *options, script)
 
 
 def build() -> None:

@@ -3,7 +3,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cstring>
@@ -45,39 +44,6 @@ struct Control {
 Control& control() {
   static auto* instance = new Control;
   return *instance;
-}
-
-}  // namespace
-}  // namespace cann_sim
-
-namespace cann_sim {
-namespace {
-
-at::ScalarType scalar_type(aclDataType dtype) {
-  switch (dtype) {
-    case ACL_FLOAT:
-      return at::kFloat;
-    case ACL_FLOAT16:
-      return at::kHalf;
-    case ACL_BF16:
-      return at::kBFloat16;
-    case ACL_DOUBLE:
-      return at::kDouble;
-    case ACL_INT8:
-      return at::kChar;
-    case ACL_UINT8:
-      return at::kByte;
-    case ACL_INT32:
-      return at::kInt;
-    case ACL_INT64:
-      return at::kLong;
-    case ACL_UINT64:
-      return at::kUInt64;
-    case ACL_BOOL:
-      return at::kBool;
-    default:
-      TORCH_CHECK(false, "the simulation has no dtype ", static_cast<int>(dtype));
-  }
 }
 
 std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
@@ -204,28 +170,13 @@ bool is_absent(const Function& function, const std::vector<Value>& values, size_
          });
 }
 
-// Calls the PyTorch operator on views of the arguments and copies its results to the outputs.
-void compute(const Function& function, const std::vector<Value>& values) {
-  // The NPU path has checked the limits of its product, on a thread whose limits may be lifted.
-  const ascend_attn::LimitsScope no_limits(ascend_attn::limits_override_for(std::nullopt));
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-      std::string(function.schema_name).c_str(), std::string(function.overload).c_str());
-  torch::jit::Stack stack;
-  for (const auto& parameter : op.schema().arguments()) {
-    size_t i = 0;
-    while (i < values.size() && function.arguments[i].schema != parameter.name()) {
-      ++i;
-    }
-    if (i < values.size()) {
-      stack.push_back(is_absent(function, values, i) ? c10::IValue() : to_ivalue(values[i]));
-    } else {
-      TORCH_CHECK(parameter.default_value(), function.schema_name, ": no value for ",
-                  parameter.name());
-      stack.push_back(*parameter.default_value());
-    }
+// Copies the results of the PyTorch operator to the outputs, as far as the device would.
+void compute(const Function& function, std::vector<Value> values) {
+  const Call call(function, values);
+  if (function.device.change) {
+    function.device.change(call);
   }
-  op.callBoxed(stack);
+  const auto stack = call.results();
   size_t next = 0;
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& argument = function.arguments[i];
@@ -238,9 +189,16 @@ void compute(const Function& function, const std::vector<Value>& values) {
       const auto& computed = stack[result].toTensor();
       auto target = view->tensor();
       if (argument.kind == Kind::output || target.numel() == computed.numel()) {
-        target.copy_(computed.view(target.sizes()));
+        const auto written = [&](const at::Tensor& output) {
+          const auto rule = function.device.written;
+          return rule ? rule(call, argument.name, output) : output;
+        };
+        written(target).copy_(written(computed.view(target.sizes())));
       }
     }
+  }
+  if (function.device.spoil) {
+    function.device.spoil(call);
   }
 }
 
@@ -259,71 +217,39 @@ int run(const aclOpExecutor& executor, void* workspace) {
 
 }  // namespace
 
+torch::jit::Stack Call::results() const {
+  // The NPU path has checked the limits of its product, on a thread whose limits may be lifted.
+  const ascend_attn::LimitsScope no_limits(ascend_attn::limits_override_for(std::nullopt));
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      std::string(function_.schema_name).c_str(), std::string(function_.overload).c_str());
+  torch::jit::Stack stack;
+  for (const auto& parameter : op.schema().arguments()) {
+    size_t i = 0;
+    while (i < values_.size() && function_.arguments[i].schema != parameter.name()) {
+      ++i;
+    }
+    if (i < values_.size()) {
+      stack.push_back(is_absent(function_, values_, i) ? c10::IValue() : to_ivalue(values_[i]));
+    } else {
+      TORCH_CHECK(parameter.default_value(), function_.schema_name, ": no value for ",
+                  parameter.name());
+      stack.push_back(*parameter.default_value());
+    }
+  }
+  op.callBoxed(stack);
+  return stack;
+}
+
 void log_step(std::string_view step) {
   log([&] { return Json::object({{"step", std::string(step)}}); });
 }
 
-at::Tensor TensorView::tensor() const {
-  // With all that lies around it: there are kernels that read more of the buffer than the view.
-  const auto elements = c10::multiply_integers(storage_sizes);
-  return at::from_blob(data, {elements}, at::TensorOptions().dtype(scalar_type(dtype)))
-      .as_strided(sizes, strides, offset);
-}
+bool computes(const Function& function) { return control().computing || function.always_computes; }
 
-Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
-  return {name, schema, Kind::input, std::move(dtypes)};
+bool watched(const Function& function) {
+  return computes(function) || control().logging || control().faulty;
 }
-Argument optional_input(std::string_view name, std::string_view schema,
-                        std::vector<aclDataType> dtypes) {
-  return {name, schema, Kind::optional_input, std::move(dtypes)};
-}
-Argument input_or_none(std::string_view name, std::string_view schema,
-                       std::vector<aclDataType> dtypes) {
-  return {name, schema, Kind::input_or_none, std::move(dtypes)};
-}
-Argument attribute(std::string_view name, std::string_view schema) {
-  return {name, schema, Kind::attribute};
-}
-Argument lengths(std::string_view name, std::string_view schema) {
-  return {name, schema, Kind::lengths};
-}
-Argument output(std::string_view name, int64_t result) {
-  return {name, {}, Kind::output, {}, result};
-}
-Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
-
-Arguments join(std::initializer_list<Arguments> parts) {
-  Arguments all;
-  for (const auto& part : parts) {
-    all.insert(all.end(), part.begin(), part.end());
-  }
-  return all;
-}
-
-Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
-Value value_of(const aclTensorList* list) {
-  if (!list) {
-    return nullptr;
-  }
-  std::vector<TensorView> views;
-  for (const auto* tensor : list->tensors) {
-    views.push_back(tensor->view);
-  }
-  return views;
-}
-Value value_of(const aclIntArray* array) { return array ? Value(array->values) : Value(nullptr); }
-Value value_of(const aclScalar* scalar) { return scalar ? Value(scalar->scalar) : Value(nullptr); }
-Value value_of(const char* text) { return text ? Value(std::string(text)) : Value(nullptr); }
-
-std::span<const TensorView> views_of(const Value& value) {
-  if (const auto* view = std::get_if<TensorView>(&value)) {
-    return {view, 1};
-  }
-  const auto* list = std::get_if<std::vector<TensorView>>(&value);
-  return list ? std::span<const TensorView>(*list) : std::span<const TensorView>();
-}
-
-bool watched() { return control().computing || control().logging || control().faulty; }
 
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor) {
@@ -343,6 +269,13 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   }
   if (const int status = check_values(function, values); status != ACL_SUCCESS) {
     return status;
+  }
+  if (function.device.check && !values.empty()) {
+    try {
+      function.device.check({function, values});
+    } catch (const c10::Error& error) {
+      return failure(kInvalid, c10::str(function.name, ": ", error.what_without_backtrace()));
+    }
   }
   *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
   *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
@@ -376,7 +309,7 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
       }
     }
   }
-  if (!control().computing) {
+  if (!computes(function)) {
     return ACL_SUCCESS;
   }
   return submit(stream, [owned, workspace] { return run(*owned, workspace); });
@@ -387,48 +320,6 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
 using namespace cann_sim;
 
 extern "C" {
-
-aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataType dtype,
-                           const int64_t* strides, int64_t offset, aclFormat format,
-                           const int64_t* storage_sizes, uint64_t storage_dimensions, void* data) {
-  return new aclTensor({{sizes, sizes + dimensions},
-                        {strides, strides + dimensions},
-                        {storage_sizes, storage_sizes + storage_dimensions},
-                        offset,
-                        dtype,
-                        format,
-                        data});
-}
-int aclDestroyTensor(const aclTensor* tensor) {
-  delete tensor;
-  return ACL_SUCCESS;
-}
-aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t size) {
-  return new aclTensorList({tensors, tensors + size});
-}
-int aclDestroyTensorList(const aclTensorList* list) {
-  delete list;
-  return ACL_SUCCESS;
-}
-aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
-  return new aclIntArray({values, values + size});
-}
-int aclDestroyIntArray(const aclIntArray* array) {
-  delete array;
-  return ACL_SUCCESS;
-}
-aclScalar* aclCreateScalar(void* value, aclDataType dtype) {
-  const auto tensor = at::from_blob(value, {}, at::TensorOptions().dtype(scalar_type(dtype)));
-  return new aclScalar({tensor.item().toDouble(), dtype});
-}
-int aclDestroyScalar(const aclScalar* scalar) {
-  delete scalar;
-  return ACL_SUCCESS;
-}
-int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
-  delete executor;
-  return ACL_SUCCESS;
-}
 
 // What torch_npu does around a call: memory for executors. Those that CANN keeps:
 // opapi_executors.cpp.

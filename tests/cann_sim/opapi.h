@@ -1,12 +1,13 @@
 // libopapi.so of the simulated CANN: handles, and the description of an aclnn function.
 //
-// An aclnn function is three things (opapi_sparse.cpp has the examples):
+// An aclnn function is three things (opapi_sparse_flash_attention.cpp has two):
 //   a Function: its arguments by name, with the names of the PyTorch operator that computes it
 //   its first phase: the C prototype, and a call of `prepare`
 //   its second phase: a call of `execute`
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
 #include <acl/acl.h>
 
 #include <array>
@@ -16,6 +17,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -53,6 +55,10 @@ struct Scalar {
   double value;
   aclDataType dtype;
 };
+
+at::ScalarType scalar_type(aclDataType dtype);
+// Another tensor of its dtype in the place of one.
+TensorView in_place_of(const TensorView& view, const at::Tensor& tensor);
 
 }  // namespace cann_sim
 
@@ -137,6 +143,26 @@ using Arguments = std::vector<Argument>;
 // Parts of argument lists that functions share, one behind the other.
 Arguments join(std::initializer_list<Arguments> parts);
 
+// The value of one argument; the executor keeps a copy.
+using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
+                           std::vector<int64_t>, Scalar, double, int64_t, bool, std::string>;
+
+class Call;
+
+// What the device does and the operator does not, by product and release of CANN
+// (docs/specification/device.md).
+struct DeviceRules {
+  // Raises for a call that the first phase refuses.
+  void (*check)(const Call&) = nullptr;
+  // Changes the arguments to what the kernel takes them for.
+  void (*change)(const Call&) = nullptr;
+  // The part of an output, by its name, that the kernel writes: the rest of its memory stays as it
+  // is.
+  at::Tensor (*written)(const Call&, std::string_view name, const at::Tensor& output) = nullptr;
+  // Destroys what the kernel computes wrong. Raises where it fails.
+  void (*spoil)(const Call&) = nullptr;
+};
+
 struct Function {
   std::string_view name;
   // The operator that computes it on the CPU, and its overload. Its results are copied to the
@@ -145,11 +171,45 @@ struct Function {
   std::string_view overload = "";
   uint64_t workspace = 0;
   std::vector<Argument> arguments;
+  DeviceRules device = {};
+  // Also computes while computing is off: a host reads the result, and launches what it says.
+  bool always_computes = false;
 };
 
-// The value of one argument; the executor keeps a copy.
-using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
-                           std::vector<int64_t>, Scalar, double, int64_t, bool, std::string>;
+// The arguments of a call by name.
+class Call {
+ public:
+  Call(const Function& function, std::vector<Value>& values)
+      : function_(function), values_(values) {}
+
+  template <typename T>
+  T& get(std::string_view name) const {
+    return std::get<T>(value(name));
+  }
+  // Null for an argument that the call leaves out.
+  template <typename T>
+  T* find(std::string_view name) const {
+    return std::get_if<T>(&value(name));
+  }
+  bool is_tnd(std::string_view layout) const { return get<std::string>(layout) == "TND"; }
+  // The elements of an int32 tensor, which must have been computed by now.
+  std::vector<int64_t> elements(std::string_view name) const;
+  // What the PyTorch operator gives for views of the arguments.
+  torch::jit::Stack results() const;
+  // The result of an operator that has one, with other arguments in the place of some.
+  at::Tensor result_with(std::vector<std::pair<std::string_view, Value>> others) const;
+
+ private:
+  Value& value(std::string_view name) const;
+
+  const Function& function_;
+  std::vector<Value>& values_;
+};
+
+// For the arguments of a kernel that writes the rows of the sequences in layout TND and leaves
+// those behind them alone. `axis` is that of the tokens, `ends` names the prefix sums.
+at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t axis,
+                             std::string_view layout, std::string_view ends);
 
 // The tensors of an argument: itself, those of a list, or none.
 std::span<const TensorView> views_of(const Value& value);
@@ -180,8 +240,8 @@ inline Value value_of(double number) { return number; }
 inline Value value_of(int64_t number) { return number; }
 inline Value value_of(bool flag) { return flag; }
 
-// Whether anybody looks at the arguments of calls: a test that listens, or the computation.
-bool watched();
+// Whether anybody looks at the arguments of a call: a test that listens, or the computation.
+bool watched(const Function& function);
 
 // Appends a step to the log, while a test listens.
 void log_step(std::string_view step);
@@ -193,7 +253,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
 template <typename... Arguments>
 int prepare(const Function& function, uint64_t* workspace_size, aclOpExecutor** executor,
             Arguments... arguments) {
-  if (!watched()) {
+  if (!watched(function)) {
     return prepare_values(function, {}, workspace_size, executor);
   }
   return prepare_values(function, {value_of(arguments)...}, workspace_size, executor);

@@ -56,7 +56,8 @@ const Function inplace_add_scalar{.name = "aclnnInplaceAdds",
 const Function stack{
     .name = "aclnnStack",
     .schema_name = "aten::stack",
-    .arguments = {input("tensors", "tensors"), attribute("dim", "dim"), output("out")}};
+    .arguments = {input("tensors", "tensors"), attribute("dim", "dim"), output("out")},
+    .always_computes = true};
 const Function amax{.name = "aclnnAmax",
                     .schema_name = "aten::amax",
                     .arguments = {input("self", "self"), attribute("dim", "dim"),

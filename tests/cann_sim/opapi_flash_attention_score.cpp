@@ -1,5 +1,9 @@
 // FlashAttentionScore and its gradient. Prototypes: docs/specification/flash_attention_score.md.
+#include <algorithm>
+#include <limits>
+
 #include "opapi.h"
+#include "runtime.h"
 
 using namespace cann_sim;
 
@@ -38,26 +42,71 @@ const Arguments kStatistics{input("softmaxMaxOptional", "softmax_max", kFloat),
                             input("attentionInOptional", "attention_in", kHalfOrFloat)};
 const Arguments kGradients{output("dqOut"), output("dkOut"), output("dvOut"), attribute("dpseOut")};
 
+bool is_a2_or_a3() { return product() == Product::a2 || product() == Product::a3; }
+
+// The band of mode 4 is computed in int32, and wraps around.
+void check_tokens(const Call& call) {
+  constexpr int64_t kBand = 4;
+  for (const auto* name : {"preTokens", "nextTokens"}) {
+    const auto tokens = call.get<int64_t>(name);
+    const bool fits = tokens >= std::numeric_limits<int32_t>::min() &&
+                      tokens <= std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(!is_a2_or_a3() || call.get<int64_t>("sparseMode") != kBand || fits, name,
+                " overflows: ", tokens);
+  }
+}
+
+using Ends = std::vector<int64_t>;
+
+int64_t sum_of(const Ends& ends) { return ends.empty() ? 0 : *std::ranges::max_element(ends); }
+
+// A pack with tokens behind its sequences on both sides says so by a last element of 0.
+void check_pack(const Call& call) {
+  check_tokens(call);
+  const auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
+  const auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
+  const bool padded = call.get<TensorView>("query").sizes[0] > sum_of(query_ends) &&
+                      call.get<TensorView>("key").sizes[0] > sum_of(key_ends);
+  const bool said =
+      !query_ends.empty() && query_ends.back() == 0 && !key_ends.empty() && key_ends.back() == 0;
+  TORCH_CHECK(!is_a2_or_a3() || cann_version() < kCann90 || !padded || said,
+              "the last of the lengths should be 0 in a padded pack");
+}
+
+// The operator takes plain sums.
+void drop_end_of_data(const Call& call) {
+  auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
+  auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
+  const auto decreases = [](const Ends& ends) { return !std::ranges::is_sorted(ends); };
+  if (decreases(query_ends) || decreases(key_ends)) {
+    query_ends.pop_back();
+    key_ends.pop_back();
+  }
+}
+
 const Function score{.name = "aclnnFlashAttentionScoreV2",
                      .schema_name = "ascend::flash_attention_score",
                      .workspace = 2048,
-                     .arguments = join({kTensors, kTerms, kPrefix, kAttributes, kOutputs})};
+                     .arguments = join({kTensors, kTerms, kPrefix, kAttributes, kOutputs}),
+                     .device = {.check = check_tokens}};
 const Function var_len_score{
     .name = "aclnnFlashAttentionVarLenScoreV2",
     .schema_name = "ascend::flash_attention_score",
     .workspace = 2048,
-    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kAttributes, kOutputs})};
+    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kAttributes, kOutputs}),
+    .device = {.check = check_pack, .change = drop_end_of_data}};
 const Function score_grad{
     .name = "aclnnFlashAttentionScoreGradV2",
     .schema_name = "ascend::flash_attention_score_grad",
     .workspace = 4096,
-    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kAttributes, kGradients})};
-const Function unpadding_score_grad{
-    .name = "aclnnFlashAttentionUnpaddingScoreGradV2",
-    .schema_name = "ascend::flash_attention_score_grad",
-    .workspace = 4096,
-    .arguments =
-        join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kAttributes, kGradients})};
+    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kAttributes, kGradients}),
+    .device = {.check = check_tokens}};
+const Function unpadding_score_grad{.name = "aclnnFlashAttentionUnpaddingScoreGradV2",
+                                    .schema_name = "ascend::flash_attention_score_grad",
+                                    .workspace = 4096,
+                                    .arguments = join({kTensors, kSaved, kTerms, kStatistics,
+                                                       kPrefix, kLengths, kAttributes, kGradients}),
+                                    .device = {.check = check_tokens, .change = drop_end_of_data}};
 
 }  // namespace
 

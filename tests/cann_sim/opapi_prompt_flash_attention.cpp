@@ -1,6 +1,11 @@
 // PromptFlashAttention. Prototype: docs/specification/prompt_flash_attention.md. V3 is what
 // torch_npu calls: the same, and innerPrecise.
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
 #include "opapi.h"
+#include "runtime.h"
 
 using namespace cann_sim;
 
@@ -38,14 +43,49 @@ std::vector<Argument> arguments(bool has_inner_precise) {
   return all;
 }
 
+void check_product(const Call&) {
+  TORCH_CHECK(product() != Product::p950, "a runtime error on this product");
+}
+
+// A row that the content of the mask masks whole is the mean of the values: V2, and V3 unless
+// innerPrecise asks for the correction of such rows. The softmax of float16 inputs in float16 is
+// not simulated.
+void average_masked_rows(const Call& call) {
+  const auto& value = call.get<TensorView>("value");
+  const auto& out = call.get<TensorView>("attentionOut");
+  const auto* mask = call.find<TensorView>("attenMask");
+  if (!mask || value.dtype == ACL_INT8 || out.dtype == ACL_INT8) {
+    return;
+  }
+  // A row of a sum over ones is 0 where it has no keys.
+  const auto ones = at::ones_like(value.tensor());
+  const auto nothing = at::zeros_like(mask->tensor());
+  const Value all_ones = in_place_of(value, ones);
+  const Value no_mask = in_place_of(*mask, nothing);
+  const auto masked = call.result_with({{"value", all_ones}});
+  const auto unmasked = call.result_with({{"value", all_ones}, {"attenMask", no_mask}});
+  const auto means = call.result_with({{"attenMask", no_mask}, {"scaleValue", 0.0}});
+  auto target = out.tensor();
+  target.copy_(at::where(masked.eq(0).logical_and(unmasked.ne(0)), means, target));
+}
+
+void correct_masked_rows(const Call& call) {
+  constexpr int64_t kCorrection = 2;
+  if ((call.get<int64_t>("innerPrecise") & kCorrection) == 0) {
+    average_masked_rows(call);
+  }
+}
+
 const Function v2{.name = "aclnnPromptFlashAttentionV2",
                   .schema_name = "ascend::prompt_flash_attention",
                   .workspace = 1024,
-                  .arguments = arguments(/*has_inner_precise=*/false)};
+                  .arguments = arguments(/*has_inner_precise=*/false),
+                  .device = {.check = check_product, .spoil = average_masked_rows}};
 const Function v3{.name = "aclnnPromptFlashAttentionV3",
                   .schema_name = "ascend::prompt_flash_attention",
                   .workspace = 1024,
-                  .arguments = arguments(/*has_inner_precise=*/true)};
+                  .arguments = arguments(/*has_inner_precise=*/true),
+                  .device = {.check = check_product, .spoil = correct_masked_rows}};
 
 }  // namespace
 

@@ -19,6 +19,12 @@ const Arguments kOptions{
 const Arguments kMode{attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
                       attribute("nextTokens", "next_tokens")};
 
+// The statistics are (1, T, N).
+at::Tensor written_attention(const Call& call, std::string_view name, const at::Tensor& output) {
+  return rows_of_sequences(call, output, name == "attentionOut" ? 0 : 1, "layoutQueryOptional",
+                           "actualSeqLengthsQueryOptional");
+}
+
 const Function sparse_flash_attention{
     .name = "aclnnSparseFlashAttention",
     .schema_name = "ascend::sparse_flash_attention",
@@ -30,7 +36,8 @@ const Function sparse_flash_attention{
               {attribute("layoutQueryOptional", "layout"), attribute("layoutKvOptional")},
               kMode,
               {attribute("attentionMode"), attribute("returnSoftmaxLse"), output("attentionOut"),
-               optional_output("softmaxMax"), optional_output("softmaxSum")}})};
+               optional_output("softmaxMax"), optional_output("softmaxSum")}}),
+    .device = {.written = written_attention}};
 
 const Function sparse_flash_attention_grad{
     .name = "aclnnSparseFlashAttentionGrad",

@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -18,10 +20,15 @@ namespace cann_sim {
 namespace {
 
 constexpr int kDevices = 2;
+constexpr int kParameters = 64;
 constexpr size_t kMemoryPerDevice = size_t{8} << 30;
+// What memory holds before anything is written to it: a large number or a NaN in every float, an
+// index out of every range.
+constexpr int kPoison = 0x7F;
 
 struct Context {
   int device;
+  std::atomic<int64_t> parameters[kParameters] = {};
 };
 
 using Graph = std::vector<Task>;
@@ -46,6 +53,7 @@ class Memory {
     }
     void* address = std::aligned_alloc(512, (size + 511) / 512 * 512);
     if (address) {
+      std::memset(address, kPoison, size);
       used_[device] += size;
       blocks_[address] = {device, size};
     }
@@ -95,8 +103,9 @@ Memory& memory() {
 }
 
 Context contexts[kDevices] = {{0}, {1}};
-std::atomic<int64_t> system_parameters[64];
+std::atomic<int64_t> process_parameters[kParameters];
 std::atomic<int> next_stream{0};
+std::atomic<int64_t> waits{0};
 
 thread_local int thread_device = 0;
 thread_local std::string thread_error;
@@ -120,8 +129,28 @@ int device_of_stream(aclrtStream stream) {
 int device_of_address(const void* address) { return memory().device_of(address); }
 int stream_id(aclrtStream stream) { return stream ? as_stream(stream)->id : -1; }
 int current_device() { return thread_device; }
-int64_t system_parameter(aclSysParamOpt option) { return system_parameters[option]; }
+int64_t system_parameter(aclSysParamOpt option) {
+  return contexts[thread_device].parameters[option];
+}
 void set_error_message(std::string message) { thread_error = std::move(message); }
+
+Product product() {
+  const std::string_view soc = aclrtGetSocName();
+  return soc.starts_with("Ascend950")      ? Product::p950
+         : soc.starts_with("Ascend910_93") ? Product::a3
+         : soc.starts_with("Ascend310P")   ? Product::p310
+                                           : Product::a2;
+}
+
+CannVersion cann_version() {
+  const char* text = std::getenv("CANN_SIM_VERSION");
+  CannVersion version;
+  if (text && std::sscanf(text, "%d.%d", &version.major, &version.minor) != 2) {
+    std::fprintf(stderr, "CANN_SIM_VERSION: expected a version such as 9.1, got %s\n", text);
+    std::abort();
+  }
+  return version;
+}
 
 }  // namespace cann_sim
 
@@ -138,15 +167,16 @@ const char* aclGetRecentErrMsg() {
 }
 
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
+  const auto [major, minor] = cann_version();
   *version = {};
-  std::strcpy(version->version, "9.0.0");
-  std::strcpy(version->majorVersion, "9");
-  std::strcpy(version->minorVersion, "0");
+  std::strcpy(version->version, cann_version().text().c_str());
+  std::strcpy(version->majorVersion, std::to_string(major).c_str());
+  std::strcpy(version->minorVersion, std::to_string(minor).c_str());
   std::strcpy(version->releaseVersion, "0");
   return ACL_SUCCESS;
 }
 aclError aclsysGetVersionStr(char*, char* version) {
-  std::strcpy(version, "9.0.0");
+  std::strcpy(version, cann_version().text().c_str());
   return ACL_SUCCESS;
 }
 
@@ -189,16 +219,25 @@ aclError aclrtDeviceCanAccessPeer(int32_t* can_access, int32_t, int32_t) {
   *can_access = 1;
   return ACL_SUCCESS;
 }
+// A parameter of the process is one of all of its contexts; kernels read that of their context.
 aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
-  *value = system_parameters[option];
+  *value = process_parameters[option];
   return ACL_SUCCESS;
 }
 aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
-  system_parameters[option] = value;
+  process_parameters[option] = value;
+  for (auto& context : contexts) {
+    context.parameters[option] = value;
+  }
+  return ACL_SUCCESS;
+}
+aclError aclrtCtxGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
+  *value = system_parameter(option);
   return ACL_SUCCESS;
 }
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) {
-  return aclrtSetSysParamOpt(option, value);
+  contexts[thread_device].parameters[option] = value;
+  return ACL_SUCCESS;
 }
 aclError aclrtGetDeviceSatMode(aclrtFloatOverflowMode* mode) {
   *mode = ACL_RT_OVERFLOW_MODE_INFNAN;
@@ -253,7 +292,18 @@ aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t size, aclrtStr
   });
 }
 
-// Streams: whatever is submitted has run, so that there is nothing to wait for.
+// Streams: whatever is submitted has run, so that there is nothing to wait for. Those who would
+// wait on a device are counted.
+
+aclError aclrtSynchronizeStream(aclrtStream) {
+  ++waits;
+  return ACL_SUCCESS;
+}
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
+  return aclrtSynchronizeStream(stream);
+}
+aclError aclrtSynchronizeDevice() { return aclrtSynchronizeStream(nullptr); }
+int64_t cann_sim_waits() { return waits; }
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
   *stream = new Stream{thread_device, next_stream++};

@@ -3,11 +3,29 @@
 
 #include <acl/acl.h>
 
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <string>
 
 namespace cann_sim {
+
+enum class Product { a2, a3, p950, p310 };
+
+struct CannVersion {
+  int major = 9;
+  int minor = 1;
+
+  auto operator<=>(const CannVersion&) const = default;
+  std::string text() const { return std::to_string(major) + "." + std::to_string(minor) + ".0"; }
+};
+
+inline constexpr CannVersion kCann90{9, 0};
+inline constexpr CannVersion kCann91{9, 1};
+
+// What the environment chooses: CANN_SIM_SOC and CANN_SIM_VERSION.
+Product product();
+CannVersion cann_version();
 
 using Task = std::function<int()>;
 
@@ -19,6 +37,7 @@ int device_of_stream(aclrtStream stream);
 int device_of_address(const void* address);
 int stream_id(aclrtStream stream);
 int current_device();
+// Of the current context.
 int64_t system_parameter(aclSysParamOpt option);
 
 // What aclGetRecentErrMsg will say, once, on this thread.

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import cann_sim
 import pytest
@@ -15,11 +17,18 @@ if "CANN_SIM_SOC" not in os.environ:
     pytest.exit("the NPU tests are started by `python tests/npu/run.py`", returncode=2)
 
 import torch
+from ascend_attn_ops.limits import table
 
 # The default of a device: torch's own operators call aclnn, not the older compiled operators.
 torch.npu.set_compile_mode(jit_compile=False)
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
+
+# What the process runs on: ("A2", "9.1").
+DEVICE = (
+    next(name for name, soc in cann_sim.SOCS.items() if soc == os.environ["CANN_SIM_SOC"]),
+    os.environ["CANN_SIM_VERSION"],
+)
 
 # Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
 _ON_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
@@ -52,6 +61,16 @@ def empty_queue() -> Iterator[None]:
     """An error that a test leaves in the queue is its own."""
     yield
     torch.npu.synchronize()
+
+
+@contextmanager
+def operator_fails(operator: str, **fault: Any) -> Iterator[None]:
+    """`cann_sim.fail` for each aclnn function of an operator of ours, and no other."""
+    (functions,) = (row["aclnn"] for row in table() if row["operator"] == operator)
+    with ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(cann_sim.fail(function, **fault))
+        yield
 
 
 def run_in_new_process(code: str, **environment: str) -> tuple[str, str]:

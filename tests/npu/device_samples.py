@@ -10,3 +10,10 @@ DEVICE_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.on_device
 
 def first(operator: str) -> Recipe:
     return next(recipe for recipe in DEVICE_RECIPES if recipe.operator.name == operator)
+
+
+def is_pack_gradient(recipe: Recipe) -> bool:
+    """The gradient of lightning_indexer in a pack of several sequences: one launch for each run of
+    equal ones, whose lengths the host waits for."""
+    is_gradient = recipe.operator.name == "lightning_indexer_grad"
+    return is_gradient and recipe.case.layout == "TND" and len(recipe.case.lengths[0]) > 1

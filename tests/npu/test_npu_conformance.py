@@ -12,7 +12,7 @@ import cann_sim
 import pytest
 import torch
 from conftest import TASK_QUEUE
-from device_samples import DEVICE_RECIPES, first
+from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from samples import OPERATORS, RECIPES, Recipe, Sample
 
 ND, NCL, NCHW = 2, 47, 0
@@ -21,7 +21,8 @@ ND, NCL, NCHW = 2, 47, 0
 DELIBERATE: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("aclnnSparseFlashAttentionGrad", "deterministic"): (
         False, True,
-        "torch_npu always asks for determinism; we ask for it when the caller does",
+        "torch_npu always asks for determinism by this argument, which the device ignores: its "
+        "context counts. We ask for it when the caller does, and then switch the context on",
     ),
     ("aclnnLightningIndexerGrad", "headNum"): (
         "*", 0,
@@ -31,11 +32,12 @@ DELIBERATE: dict[tuple[str, str], tuple[Any, Any, str]] = {
         False, True,
         "as aclnnSparseFlashAttentionGrad",
     ),
+    ("aclnnPromptFlashAttentionV3", "innerPrecise"): (
+        2, 1,
+        "1 has a float16 softmax for float16 inputs, and the mean of the values in a row that the "
+        "mask masks whole; 2 has a float32 softmax and zeros, as on the CPU",
+    ),
 }  # fmt: skip
-
-
-# torch_npu calls the next version of these, with an argument more: how precise it is to be.
-NEXT_VERSIONS = {"aclnnPromptFlashAttentionV3": ("aclnnPromptFlashAttentionV2", "innerPrecise")}
 
 
 def call_theirs(sample: Sample) -> None:
@@ -78,6 +80,18 @@ def with_its_drop_mask(sample: Sample) -> Sample:
     return sample.replace(drop_mask=drop_mask.new_zeros(-(-drop_mask.numel() // 16) * 16))
 
 
+def with_its_lengths(sample: Sample) -> Sample:
+    """A padded pack ends in 0 for the device. Users of torch_npu append it; ours leave it to us."""
+    if not sample.operator.startswith("flash_attention") or sample.options["layout"] != "TND":
+        return sample
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+    lists = [sample.options[name] for name in names]
+    tokens = (sample.inputs["query"].shape[0], sample.inputs["key"].shape[0])
+    if not all(0 < ends[-1] < count for ends, count in zip(lists, tokens, strict=True)):
+        return sample
+    return sample.replace(**{name: [*x, 0] for name, x in zip(names, lists, strict=True)})
+
+
 COMPARABLE = [
     r
     for r in RECIPES
@@ -89,17 +103,20 @@ COMPARABLE = [
 @pytest.mark.usefixtures("no_limits")
 def test_our_call_is_torch_npus(recipe: Recipe) -> None:
     sample = with_its_drop_mask(recipe.make(torch.bfloat16)).to("npu")
+    its_sample = with_its_lengths(sample)
+    # torch_npu takes the 0 for a sequence when it sizes the dropout mask that it draws.
+    ignored = {"dropMaskOptional"} if its_sample is not sample else set()
     with cann_sim.computing(False), cann_sim.recorded_calls() as log:
-        call_theirs(sample)
+        call_theirs(its_sample)
     theirs = attention_calls(log)
     with cann_sim.computing(False), cann_sim.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     ours = attention_calls(log)
 
-    for entry in theirs:
-        if entry["function"] in NEXT_VERSIONS:
-            entry["function"], new_argument = NEXT_VERSIONS[entry["function"]]
-            entry.get("arguments", {}).pop(new_argument, None)
+    if is_pack_gradient(recipe) and len(set(zip(*recipe.case.lengths, strict=True))) > 1:
+        # In parts, because the kernel computes sequences of unequal lengths wrong.
+        assert {entry["function"] for entry in ours} == {entry["function"] for entry in theirs}
+        return
     assert [entry["function"] for entry in ours] == [entry["function"] for entry in theirs]
     for our_entry, their_entry in zip(ours, theirs, strict=True):
         function = our_entry["function"]
@@ -108,6 +125,8 @@ def test_our_call_is_torch_npus(recipe: Recipe) -> None:
             assert our_entry[key] == their_entry[key], (function, key)
         for name, value in our_entry.get("arguments", {}).items():
             mine, their = (comparable(x) for x in (value, their_entry["arguments"][name]))
+            if name in ignored:
+                continue
             if (function, name) in DELIBERATE:
                 expected_mine, expected_their, _reason = DELIBERATE[function, name]
                 assert expected_mine in ("*", mine), (function, name)
@@ -128,9 +147,15 @@ def test_determinism_reaches_the_device(recipe: Recipe) -> None:
             finally:
                 # At level 2 the first phase runs later, on the thread of the queue.
                 torch.use_deterministic_algorithms(False)
-        (call,) = (entry for entry in attention_calls(log) if entry["phase"] == 1)
-        assert call["deterministic"] == on
-        assert call["arguments"].get("deterministic", on) == on
+        calls = [entry for entry in attention_calls(log) if entry["phase"] == 1]
+        assert len(calls) == 1 or is_pack_gradient(recipe)
+        for call in calls:
+            assert call["deterministic"] == on
+            assert call["arguments"].get("deterministic", on) == on
+
+
+def before_attention(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return log[: log.index(attention_calls(log)[0])]
 
 
 def steps(log: list[dict[str, Any]]) -> list[str]:
@@ -151,6 +176,8 @@ def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None
         with cann_sim.recorded_calls() as log:
             sample.call(torch.ops.ascend)
         ours = steps(log)
+    if any(x.get("function", "").startswith(TENSOR_METHODS) for x in before_attention(log)):
+        pytest.skip("other calls come first; the function is compared in layout BSND")
     # On the caller's thread the second phase and what follows it come when the queue gets there.
     computes_more = any(x.get("function", "").startswith(TENSOR_METHODS) for x in log)
     assert Counter(ours) >= Counter(theirs)

@@ -11,7 +11,13 @@ import pytest
 import torch
 import torch_npu
 from ascend_attn_ops.limits import table
-from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
+from conftest import (
+    TASK_QUEUE,
+    each_caller_failure,
+    each_queue_failure,
+    operator_fails,
+    run_in_new_process,
+)
 from device_samples import DEVICE_RECIPES, first
 from samples import OPERATORS, Recipe
 from samples.flash_attention_score import FlashCase, build
@@ -27,7 +33,9 @@ def test_failure_at_the_call(recipe: Recipe, phase: int) -> None:
         pytest.skip("no memory: torch_npu's own message, see test_npu_handles.py")
     sample = recipe.make(torch.bfloat16).to("npu")
     with (
-        cann_sim.fail(phase=phase, status=161002, message="EZ1001: head size\n[PID: 7]"),
+        operator_fails(
+            sample.operator, phase=phase, status=161002, message="EZ1001: head size\n[PID: 7]"
+        ),
         pytest.raises(RuntimeError) as raised,
     ):
         sample.call(torch.ops.ascend)
@@ -118,20 +126,14 @@ def test_missing_function() -> None:
     assert "aclnnSparseFlashAttention: is not in this CANN" in text
 
 
-@pytest.mark.parametrize(
-    ("soc", "product"),
-    [
-        ("Ascend910B2", "A2"), ("Ascend910_9391", "A3"), ("Ascend950PR_9579", "950"),
-        ("Ascend310P3", "310P"),
-    ],
-)  # fmt: skip
-def test_product(soc: str, product: str) -> None:
+@pytest.mark.parametrize("product", cann_sim.SOCS)
+def test_product(product: str) -> None:
     text, _ = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
         from ascend_attn_ops.limits import device_in_force
         from device_samples import first
-        print(device_in_force().product)
+        print(device_in_force())
         sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
         try:
             sample.call(torch.ops.ascend)
@@ -139,11 +141,12 @@ def test_product(soc: str, product: str) -> None:
         except NotImplementedError as error:
             print(error)
         """,
-        CANN_SIM_SOC=soc,
+        **cann_sim.environment(TASK_QUEUE, product),
     )
     in_force, outcome = text.strip().splitlines()[-2:]
-    assert in_force == product
-    assert (outcome == "accepted") == (product in ("A2", "A3"))
+    assert in_force == f"Ascend {product} with CANN 9.1"
+    (row,) = (row for row in table() if row["operator"] == ATTENTION)
+    assert (outcome == "accepted") == ((product, "9.1") in row["devices"])
     if outcome != "accepted":
         assert "product" in outcome
 
@@ -161,7 +164,7 @@ def test_310p() -> None:
             except TypeError as error:
                 print(error)
         """,
-        CANN_SIM_SOC="Ascend310P3",
+        **cann_sim.environment(TASK_QUEUE, "310P"),
     )
     half, bfloat16 = text.strip().splitlines()[-2:]
     assert half == "True"

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import cann_sim
 import pytest
 import torch
-from conftest import TASK_QUEUE, each_caller_failure, each_queue_failure, run_in_new_process
+from conftest import (
+    TASK_QUEUE,
+    each_caller_failure,
+    each_queue_failure,
+    operator_fails,
+    run_in_new_process,
+)
 from device_samples import DEVICE_RECIPES, first
 from samples import Recipe, Sample
 
@@ -44,7 +50,7 @@ def test_failure(recipe: Recipe, phase: int) -> None:
     on_npu = sample.to("npu")
     if phase == 0 and not workspace_of(on_npu):
         pytest.skip("asks for no workspace in the simulation")
-    with cann_sim.fail(phase=phase), pytest.raises(RuntimeError):
+    with operator_fails(sample.operator, phase=phase), pytest.raises(RuntimeError):
         call_and_wait(on_npu)
     outputs = call_and_wait(on_npu)
     for x, y in zip(outputs, sample.call(torch.ops.ascend), strict=True):

@@ -361,7 +361,8 @@ def limits() -> Iterator[WrongCall]:
         yield wrong(product, PromptCase(), None, "query", expected, TypeError, dtype)
     int8 = PromptCase(inputs="int8")
     yield wrong("310P", int8, None, "query", "expected dtype", TypeError)
-    yield wrong("950", PromptCase(), None, "product", "a product that", NotImplementedError)
+    function = "aclnnPromptFlashAttentionV3"
+    yield wrong("950", PromptCase(), None, "product", function, NotImplementedError)
 
 
 WRONG_CALLS = [*RULES, *devices(), *values(), *gradients(), *limits()]

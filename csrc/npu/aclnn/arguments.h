@@ -113,12 +113,21 @@ class TextArgument {
   std::string text_;
 };
 
+// The argument `deterministic` of a function that ignores it and listens to its context alone: the
+// launcher switches determinism on in the context as well.
+struct DeterministicContext {
+  bool on;
+};
+
 // A number of exactly that type: C's conversions would hide an argument in the wrong place.
 template <typename T>
 class NumberArgument {
  public:
   template <std::same_as<T> U>
   NumberArgument(U value) : value_(value) {}
+  NumberArgument(DeterministicContext deterministic)
+    requires std::same_as<T, bool>
+      : value_(deterministic.on) {}
 
   T create() const { return value_; }
   void add_to(ExecutorKey& key) const { key.add(value_); }

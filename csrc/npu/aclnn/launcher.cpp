@@ -1,8 +1,10 @@
 #include "npu/aclnn/launcher.h"
 
 #include <ATen/Context.h>
+#include <acl/acl.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 #include <torch_npu/csrc/core/npu/NPUCachingAllocator.h>
 #include <torch_npu/csrc/core/npu/NPUException.h>
@@ -14,6 +16,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <string_view>
 
@@ -97,6 +100,51 @@ struct Determinism {
   void apply() const { at_npu::native::ApplyDeterministicLevel(level, algorithms, true); }
 };
 
+// Switches determinism on in the context of this thread, where `on` asks for it, and puts back what
+// was there. torch_npu remembers what it has set last, and sets nothing that has not changed.
+class DeterminismScope {
+ public:
+  DeterminismScope(const Function& function, DeterministicContext deterministic)
+      : on_(deterministic.on) {
+    if (!on_) {
+      return;
+    }
+    check_implemented(set_parameter() && get_parameter(), function.op, "deterministic",
+                      "expected a CANN with aclrtCtxSetSysParamOpt, which switches determinism on");
+    // A context whose value was never set has none to read: it is not deterministic.
+    if (get_parameter()(ACL_OPT_DETERMINISTIC, &saved_) != ACL_SUCCESS) {
+      saved_ = 0;
+    }
+    set_parameter()(ACL_OPT_DETERMINISTIC, 1);
+  }
+  ~DeterminismScope() {
+    if (on_) {
+      set_parameter()(ACL_OPT_DETERMINISTIC, saved_);
+    }
+  }
+  DeterminismScope(const DeterminismScope&) = delete;
+  DeterminismScope& operator=(const DeterminismScope&) = delete;
+
+ private:
+  using Set = decltype(&aclrtCtxSetSysParamOpt);
+  using Get = decltype(&aclrtCtxGetSysParamOpt);
+
+  // In the libraries that torch_npu is linked to. A CANN may lack them.
+  static Set set_parameter() {
+    static const auto function =
+        reinterpret_cast<Set>(dlsym(RTLD_DEFAULT, "aclrtCtxSetSysParamOpt"));
+    return function;
+  }
+  static Get get_parameter() {
+    static const auto function =
+        reinterpret_cast<Get>(dlsym(RTLD_DEFAULT, "aclrtCtxGetSysParamOpt"));
+    return function;
+  }
+
+  bool on_;
+  int64_t saved_ = 0;
+};
+
 // What the first phase leaves for the second.
 class Prepared {
  public:
@@ -142,7 +190,8 @@ class ExecutorMemory {
 // Where a call runs, and how: what the caller's thread has to say, which the task queue's thread
 // cannot know.
 struct CallContext {
-  explicit CallContext(const Function& function) : stream(GetAclStream()) {
+  CallContext(const Function& function, DeterministicContext deterministic)
+      : stream(GetAclStream()), deterministic(deterministic) {
     if (function.reuses_executor) {
       cores = GetCacheParams();
     }
@@ -156,13 +205,38 @@ struct CallContext {
   }
 
   aclrtStream stream;
+  DeterministicContext deterministic;
   Determinism determinism;
   CacheParams cores;
 };
 
+// All threads of a device share its context: first phases run side by side, and one that switches
+// determinism on runs alone.
+class FirstPhaseLock {
+ public:
+  explicit FirstPhaseLock(DeterministicContext deterministic) {
+    if (deterministic.on) {
+      exclusive_ = std::unique_lock(mutex());
+    } else {
+      shared_ = std::shared_lock(mutex());
+    }
+  }
+
+ private:
+  static std::shared_mutex& mutex() {
+    static std::shared_mutex instance;
+    return instance;
+  }
+
+  std::shared_lock<std::shared_mutex> shared_;
+  std::unique_lock<std::shared_mutex> exclusive_;
+};
+
 void prepare(const Function& function, const Arguments& arguments, const CallContext& context,
              bool on_queue_thread, Prepared& prepared) {
+  const FirstPhaseLock lock(context.deterministic);
   context.determinism.apply();
+  const DeterminismScope scope(function, context.deterministic);
   const ExecutorCache cache(on_queue_thread);
   if (function.reuses_executor && cache.keeps(function.name)) {
     ExecutorKey key;
@@ -253,13 +327,14 @@ void check_tensor(const Function& function, int position, const TensorArgument& 
   }
 }
 
-void enqueue(const Function& function, c10::Device device, Arguments& arguments) {
+void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
+             Arguments& arguments) {
   QueueFailure::instance().check(function);
   std::optional<c10::DeviceGuard> guard;
   if (device.index() != c10_npu::current_device()) {
     guard.emplace(device);
   }
-  const CallContext context(function);
+  const CallContext context(function, deterministic);
   auto* const stream = context.stream;
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {

@@ -127,7 +127,21 @@ c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
   return *first;
 }
 
-void enqueue(const Function& function, c10::Device device, Arguments& arguments);
+void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
+             Arguments& arguments);
+
+// What a call asks of its context: of its arguments, the one that is a DeterministicContext.
+template <typename... Given>
+DeterministicContext deterministic_context(const Given&... given) {
+  DeterministicContext result{false};
+  const auto look = [&](const auto& argument) {
+    if constexpr (std::same_as<decltype(argument), const DeterministicContext&>) {
+      result = argument;
+    }
+  };
+  (look(given), ...);
+  return result;
+}
 
 template <typename F, typename Prototype = typename F::Prototype>
 struct Launcher;
@@ -140,7 +154,7 @@ struct Launcher<F, int(Parameters...)> {
   void operator()(const Given&... given) const {
     static const Function function(F::op, F::name, requires { F::reuses_executor; });
     ArgumentsOf<Parameters...> all(given...);
-    enqueue(function, all.device(function), all);
+    enqueue(function, all.device(function), deterministic_context(given...), all);
   }
 };
 

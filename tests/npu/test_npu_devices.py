@@ -1,0 +1,319 @@
+"""Calls that a device would refuse or compute wrong if they were launched as they come.
+
+Run on every device of run.py. The simulation refuses and miscomputes what the device does
+(docs/specification/device.md), so that each of these fails without what its kernel does about it.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any
+
+import ascend_attn_ops as ops
+import cann_sim
+import pytest
+import torch
+import torch_npu
+from ascend_attn_ops.limits import device_in_force
+from conftest import DEVICE, TASK_QUEUE, run_in_new_process
+from device_samples import first
+from samples import Sample, flash_attention_score, lightning_indexer, sparse_flash_attention
+from samples.flash_attention_score import FlashCase
+from samples.sparse import SparseCase
+from tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
+
+PRODUCT, CANN = DEVICE
+on_a2 = pytest.mark.skipif(PRODUCT != "A2", reason="a rule of A2 and A3")
+
+
+def lacks(function: str) -> pytest.MarkDecorator:
+    missing = any(
+        function in cann_sim.WITHOUT.get(name, ()) for name in (PRODUCT, f"{PRODUCT}-{CANN}")
+    )
+    return pytest.mark.skipif(missing, reason=f"this device has no {function}")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """What is allocated from here on holds what nobody would take for a result."""
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+
+
+def cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.cpu() for x in outputs)
+
+
+def first_phases(log: list[dict[str, Any]], function: str) -> list[dict[str, Any]]:
+    """The arguments of every call of a function, and what its context said of determinism."""
+    return [
+        {**entry["arguments"], "context": entry["deterministic"]}
+        for entry in log
+        if entry.get("phase") == 1 and entry["function"] == function
+    ]
+
+
+def test_the_versions_are_those_of_the_simulation() -> None:
+    assert torch_npu.npu.utils.get_cann_version() == f"{CANN}.0"
+    # On a thread of its own, whose limits nobody has lifted.
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(device_in_force).result() == DEVICE
+
+
+# Rows with gaps between them.
+
+
+def fused_rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(5, 3, 2, 32, generator=generator).bfloat16()
+    return fused[:, 1], fused[:, 2]
+
+
+def test_rows_of_a_fused_projection() -> None:
+    caches = [torch.zeros(2, 4, 2, 32).bfloat16() for _ in range(2)]
+    slots = torch.tensor([6, 1, -1, 3, 0], dtype=torch.int32)
+    key, value = fused_rows()
+    ops.scatter_pa_kv_cache_(key, caches[0], slots, value, caches[1])
+    key, value = (x.npu()[:, i] for i, x in enumerate((torch.stack([key, value], 1),) * 2))
+    assert not key.is_contiguous()
+    on_npu = [torch.zeros_like(x).npu() for x in caches]
+    with cann_sim.recorded_calls() as log:
+        ops.scatter_pa_kv_cache_(key, on_npu[0], slots.npu(), value, on_npu[1])
+    assert_same_bits(cpu(tuple(on_npu)), tuple(caches))
+    (call,) = first_phases(log, "aclnnScatterPaKvCache")
+    rows = 128 if PRODUCT == "950" else 64
+    assert [call[name]["strides"] for name in ("key", "value")] == [[rows, 32, 1]] * 2
+
+
+@on_a2
+@pytest.mark.skipif(CANN < "9.1", reason="refused")
+def test_the_simulation_reads_dense_rows() -> None:
+    """Through torch_npu's operator, which passes the strides on."""
+    key = torch.stack(fused_rows(), 1).npu()[:, 0]
+    cache = torch.zeros(2, 4, 2, 32).bfloat16().npu()
+    slots = torch.arange(5, dtype=torch.int32).npu()
+    none = torch.empty((), dtype=torch.bfloat16).npu()
+    torch.ops.npu.npu_scatter_pa_kv_cache(key, none, cache, none, slots, cache_mode="Norm")
+    written = cache.cpu().flatten(0, 1)[:5]
+    assert torch.equal(written[0], key.cpu()[0])
+    assert not torch.equal(written[1], key.cpu()[1])
+
+
+# Packs: rows behind the last sequence.
+
+PACKS = [
+    SparseCase(layout="TND", lengths=((3, 0, 6), (5, 2, 9)), tail=(4, 3), rope=8),
+    SparseCase(layout="TND", lengths=((0, 0), (0, 0)), tail=(3, 4)),
+    SparseCase(layout="TND", lengths=((7,), (8,)), tail=(1, 0)),
+]
+
+
+@lacks("aclnnLightningIndexer")
+@pytest.mark.parametrize("case", PACKS, ids=lambda case: case.id)
+@pytest.mark.parametrize("operator", [lightning_indexer, sparse_flash_attention])
+def test_rows_behind_the_last_sequence(operator: Any, case: SparseCase) -> None:
+    sample = operator.build(case, torch.bfloat16)
+    on_npu = sample.to("npu")
+    before = cann_sim.waits()
+    outputs = on_npu.call(torch.ops.ascend)
+    assert cann_sim.waits() == before
+    assert_same_bits(cpu(outputs), sample.call(torch.ops.ascend))
+
+
+@lacks("aclnnLightningIndexer")
+def test_the_simulation_leaves_them_alone() -> None:
+    sample = lightning_indexer.build(PACKS[0], torch.bfloat16).to("npu")
+    x = sample.arguments
+    indices, _ = torch.ops.npu.npu_lightning_indexer(
+        x["query"], x["key"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"], layout_query="TND", layout_key="TND",
+        sparse_count=x["sparse_count"], sparse_mode=3, return_value=True,
+    )  # fmt: skip
+    assert (indices.cpu()[-4:] == 0x7F7F7F7F).all()
+
+
+# The gradient of lightning_indexer in packs.
+
+# Lengths of queries and keys, and those of every launch: the sequences and their lengths.
+UNEQUAL = {
+    ((3, 6), (5, 9)): [(1, 3, 5), (1, 6, 9)],
+    ((4, 4, 4), (5, 5, 5)): [(3, 4, 5)],
+    ((4, 4, 4), (5, 5, 7)): [(2, 4, 5), (1, 4, 7)],
+    ((4, 4, 3, 4), (4, 4, 4, 4)): [(2, 4, 4), (1, 3, 4), (1, 4, 4)],
+    ((3, 0, 6, 0), (5, 2, 9, 0)): [(1, 3, 5), (1, 6, 9)],
+    ((4, 0, 4), (4, 0, 4)): [(2, 4, 4)],
+    ((4, 0, 4), (4, 2, 4)): [(1, 4, 4), (1, 4, 4)],
+    ((0, 5, 3), (3, 0, 0)): [],
+    ((7,), (9,)): [(1, 7, 9)],
+}
+
+
+def packed_gradient(lengths: Any, tail: tuple[int, int] = (2, 3)) -> Sample:
+    case = SparseCase(layout="TND", lengths=lengths, tail=tail, k=6, mode=0 if tail[0] else 3)
+    return lightning_indexer.build_grad(case, torch.bfloat16)
+
+
+@lacks("aclnnLightningIndexerGrad")
+@pytest.mark.parametrize("lengths", UNEQUAL, ids=str)
+@pytest.mark.parametrize("tail", [(0, 0), (2, 3)], ids=str)
+def test_no_launch_has_sequences_of_unequal_lengths(lengths: Any, tail: tuple[int, int]) -> None:
+    sample = packed_gradient(lengths, tail)
+    expected = sample.call(torch.ops.ascend)
+    on_npu = sample.to("npu")
+    with cann_sim.recorded_calls() as log:
+        outputs = on_npu.call(torch.ops.ascend)
+    assert_same_bits(cpu(outputs), expected)
+    calls = first_phases(log, "aclnnLightningIndexerGrad")
+    launches = UNEQUAL[lengths]
+    assert [call["actualSeqQLenOptional"]["sizes"] for call in calls] == [[n] for n, *_ in launches]
+    if len(launches) == 1:
+        # The caller's own tensors, or views of them without the tail.
+        return
+    for name, side in (("query", 1), ("dqOut", 1), ("dweightsOut", 1), ("key", 2), ("dkOut", 2)):
+        given = [call[name]["sizes"][0] for call in calls]
+        assert given == [launch[0] * launch[side] for launch in launches], name
+    # Views: no tensor of the caller's is copied.
+    for name, tensor in (("query", on_npu.inputs["query"]), ("dqOut", outputs[0])):
+        assert {call[name]["address"] for call in calls} <= {tensor.untyped_storage().data_ptr()}
+
+
+@lacks("aclnnLightningIndexerGrad")
+@pytest.mark.parametrize("lengths", [((3, 6), (5, 9)), ((4, 4), (5, 5)), ((7,), (9,))], ids=str)
+def test_only_packs_of_several_sequences_wait(lengths: Any) -> None:
+    sample = packed_gradient(lengths).to("npu")
+    before = cann_sim.waits()
+    sample.call(torch.ops.ascend)
+    assert cann_sim.waits() - before == (len(lengths[0]) > 1)
+
+
+@lacks("aclnnLightningIndexerGrad")
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+def test_a_graph_does_not_wait() -> None:
+    sample = packed_gradient(((3, 6), (5, 9))).to("npu")
+    sample.call(torch.ops.ascend)
+    with (
+        torch.npu.graph(torch.npu.NPUGraph()),
+        pytest.raises(NotImplementedError, match=r"actual_seq_lengths_query: .* graph"),
+    ):
+        sample.call(torch.ops.ascend)
+
+
+# Determinism.
+
+
+def deterministic_sample(operator: str) -> Sample:
+    return first(operator).make(torch.bfloat16).given(deterministic=True).to("npu")
+
+
+@lacks("aclnnSparseFlashAttentionGrad")
+@pytest.mark.parametrize(
+    ("operator", "function"),
+    [
+        ("sparse_flash_attention_grad", "aclnnSparseFlashAttentionGrad"),
+        ("sparse_lightning_indexer_grad_kl_loss", "aclnnSparseLightningIndexerGradKLLoss"),
+    ],
+)
+def test_the_argument_reaches_the_context(operator: str, function: str) -> None:
+    sample = deterministic_sample(operator)
+    with cann_sim.computing(False), cann_sim.recorded_calls() as log:
+        for deterministic in (True, False, True):
+            sample.replace(deterministic=deterministic).call(torch.ops.ascend)
+            # torch_npu's own calls are none of it.
+            sample.inputs["query"].mul(2)
+    calls = first_phases(log, function)
+    assert [(call["deterministic"], call["context"]) for call in calls] == [
+        (True, 1), (False, 0), (True, 1),
+    ]  # fmt: skip
+    assert {call["context"] for call in first_phases(log, "aclnnMuls")} == {0}
+
+
+@lacks("aclnnSparseFlashAttentionGrad")
+def test_threads_do_not_disturb_each_other() -> None:
+    sample = deterministic_sample("sparse_flash_attention_grad")
+
+    def work(deterministic: bool) -> None:
+        own = sample.replace(deterministic=deterministic)
+        with ops.limits(None):
+            for _ in range(300):
+                own.call(torch.ops.ascend)
+
+    with cann_sim.computing(False), ThreadPoolExecutor(4) as pool:
+        # torch_npu sets the context itself in the first call of a thread.
+        list(pool.map(work, [False] * 8))
+        with cann_sim.recorded_calls() as log:
+            list(pool.map(work, [True, False] * 2))
+    calls = first_phases(log, "aclnnSparseFlashAttentionGrad")
+    assert len(calls) == 1200
+    assert all(call["deterministic"] == bool(call["context"]) for call in calls)
+
+
+# FlashAttention: tokens and padded packs.
+
+
+@pytest.mark.parametrize("tokens", [(3, 2**62), (3, 2**31), (2**62, -4)], ids=str)
+def test_tokens_beyond_int32(tokens: tuple[int, int]) -> None:
+    case = FlashCase(layout="BSH", b=1, s=(7, 9), mode=4, pre=tokens[0], next=tokens[1])
+    sample = flash_attention_score.build_grad(case, torch.bfloat16)
+    for each in (flash_attention_score.build(case, torch.bfloat16), sample):
+        expected = each.call(torch.ops.ascend)
+        with cann_sim.recorded_calls() as log:
+            outputs = each.to("npu").call(torch.ops.ascend)
+        assert_same_bits(cpu(outputs), expected)
+        (call,) = [x["arguments"] for x in log if "preTokens" in x.get("arguments", ())]
+        assert abs(call["preTokens"]) < 2**31
+        assert abs(call["nextTokens"]) < 2**31
+
+
+@pytest.mark.parametrize("tail", [(2, 3), (2, 0), (0, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [((3, 0, 6, 4), (5, 2, 9, 4)), ((0,), (0,))], ids=str)
+def test_padded_packs(lengths: Any, tail: tuple[int, int]) -> None:
+    case = FlashCase(layout="TND", lengths=lengths, tail=tail, mode=3)
+    if not (sum(lengths[0]) + tail[0] and sum(lengths[1]) + tail[1]):
+        pytest.skip("no tokens: nothing is padded")
+    end = [0] if all(tail) and PRODUCT == "A2" and CANN >= "9.0" and sum(lengths[0]) else []
+    for build in (flash_attention_score.build, flash_attention_score.build_grad):
+        sample = build(case, torch.bfloat16)
+        with cann_sim.recorded_calls() as log:
+            outputs = sample.to("npu").call(torch.ops.ascend)
+        assert_same_bits(cpu(outputs), sample.call(torch.ops.ascend))
+        (call,) = [x["arguments"] for x in log if "actualSeqQLenOptional" in x.get("arguments", ())]
+        assert call["actualSeqQLenOptional"] == [*accumulate(lengths[0]), *end]
+        assert call["actualSeqKvLenOptional"] == [*accumulate(lengths[1]), *end]
+
+
+# PromptFlashAttention, whose second version averages the values in rows without keys.
+
+MASKED_ROW = """
+    import json
+    import torch, ascend_attn_ops, cann_sim
+    x = torch.arange(1, 7.).half().view(1, 1, 3, 2)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]], dtype=torch.bool)
+    with ascend_attn_ops.limits(None), cann_sim.recorded_calls() as log:
+        out = ascend_attn_ops.prompt_flash_attention(
+            x.npu(), x.npu(), x.npu(), num_heads=1, layout="BNSD", sparse_mode=1,
+            atten_mask=mask.npu()).cpu()
+    (call,) = [x for x in log if x.get("phase") == 1 and "Prompt" in x["function"]]
+    inner_precise = call["arguments"].get("innerPrecise")
+    print(json.dumps([call["function"], inner_precise, out[0, 0, 1].tolist()]))
+"""
+
+
+@pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="in processes of its own: once")
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"cann": "8.5"}, ["aclnnPromptFlashAttentionV3", 2, [0.0, 0.0]]),
+        ({"product": "A3"}, ["aclnnPromptFlashAttentionV3", 2, [0.0, 0.0]]),
+        ({"without": "without_prompt_v3"}, ["aclnnPromptFlashAttentionV2", None, [3.0, 4.0]]),
+    ],
+    ids=str,
+)
+def test_prompt_flash_attention(environment: dict[str, Any], expected: list[Any]) -> None:
+    text, _ = run_in_new_process(MASKED_ROW, **cann_sim.environment(TASK_QUEUE, **environment))
+    assert json.loads(text.splitlines()[-1]) == expected
