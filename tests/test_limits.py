@@ -88,6 +88,13 @@ def test_a_wrong_environment_says_so() -> None:
     assert "'8.5', '9.0', '9.1', got '1.0'" in last
 
 
+def test_a_device_has_one_limit_of_a_quantity() -> None:
+    for row in table():
+        for device, accepted in row["devices"].items():
+            quantities = [name for name, _, _ in accepted["limits"]]
+            assert len(set(quantities)) == len(quantities), (row["operator"], device)
+
+
 def test_the_printed_limits() -> None:
     result = run("-m", "ascend_attn_ops", "--limits", "A2:8.5")
     assert result.returncode == 0, result.stderr

@@ -24,7 +24,8 @@ py::dict limits_of(const OperatorLimits& table, Device device) {
   }
   py::list limits;
   for (const auto& limit : table.limits) {
-    if (limit.devices.contain(device)) {
+    // Of several limits of a quantity, the first of this device applies.
+    if (table.find(limit.quantity, device) == &limit) {
       limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
                                    limit.allowed.text()));
     }
