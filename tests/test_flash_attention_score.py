@@ -195,7 +195,7 @@ def test_packed_pse_of_either_size_is_the_full_one() -> None:
 def test_inner_precise_changes_nothing_on_the_cpu(case: FlashCase) -> None:
     sample = build(case, torch.float32)
     expected = sample.call(torch.ops.ascend)
-    for inner_precise in (1, 2):
+    for inner_precise in (1, 2, -1, 4):
         options = {**sample.options, "inner_precise": inner_precise}
         assert_same_bits(replace(sample, options=options).call(torch.ops.ascend), expected)
 

@@ -86,7 +86,8 @@ bool Allowed::contains(int64_t value) const {
       return true;
     }
   }
-  return value >= min && value <= max && value % multiple_of == 0;
+  return (value >= min && value <= max && value % multiple_of == 0) ||
+         (or_multiple_of != 0 && value > 0 && value % or_multiple_of == 0);
 }
 
 std::string Allowed::text() const {
@@ -99,7 +100,8 @@ std::string Allowed::text() const {
   }
   const auto range = c10::str(min, "..", max);
   const auto multiples =
-      multiple_of == 1 ? range : c10::str("a multiple of ", multiple_of, " in ", range);
+      (multiple_of == 1 ? range : c10::str("a multiple of ", multiple_of, " in ", range)) +
+      (or_multiple_of == 0 ? "" : c10::str(" or a multiple of ", or_multiple_of));
   return list.empty() ? multiples : multiples + " or one of " + list;
 }
 

@@ -86,11 +86,13 @@ class NumberList {
   size_t size_ = 0;
 };
 
-// A set of integers: those listed in `one_of`, and the multiples of `multiple_of` in [min, max].
+// A set of integers: those listed in `one_of`, the multiples of `multiple_of` in [min, max], and
+// all positive multiples of `or_multiple_of`.
 struct Allowed {
   int64_t min = 1;
   int64_t max = 0;
   int64_t multiple_of = 1;
+  int64_t or_multiple_of = 0;
   NumberList one_of = {};
 
   bool contains(int64_t value) const;

@@ -108,7 +108,14 @@ void SparseRules::check_sparse_indices(NamedTensor argument, bool or_without_hea
 
 void SparseRules::check_values(NamedTensor argument, const at::Tensor& sparse_indices) const {
   check_same_device(argument);
-  check_shape(op_, argument, sparse_indices.sym_sizes(), "of sparse_indices");
+  const auto& count = sparse_indices.sym_sizes().back();
+  if (argument.tensor.dim() == query_.tensor.dim() - 1) {
+    check_shape(op_, argument, query_tokens_and({count}),
+                layout_ == Layout::TND ? "(T1, K)" : "(B, S1, K)");
+  } else {
+    check_shape(op_, argument, query_tokens_and({1, count}),
+                layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
+  }
 }
 
 void SparseRules::check_statistics(NamedTensor argument) const {

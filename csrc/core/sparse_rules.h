@@ -70,7 +70,8 @@ class SparseRules {
   // Expects int32 (B, S1, 1, K) or (T1, 1, K); also (B, S1, K) or (T1, K) if the axis of heads may
   // be missing.
   void check_sparse_indices(NamedTensor argument, bool or_without_heads = false) const;
-  // Expects the shape of sparse_indices.
+  // Expects (B, S1, 1, K) or (T1, 1, K), with K of sparse_indices; the axis of heads may be
+  // missing.
   void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
   // Expects softmax statistics (B, 1, S1, N1) or (1, T1, N1), in fp32, or fp64 for fp64 inputs.
   void check_statistics(NamedTensor argument) const;

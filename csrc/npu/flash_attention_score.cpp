@@ -69,16 +69,28 @@ Ends ends_of(OptionalIntList list) {
 }
 
 // A pack with tokens behind its sequences, of queries and of keys: from CANN 9.0 on A2 and A3 want
-// one more element in both lists, which is 0.
-void mark_padding(const at::Tensor& query, const at::Tensor& key, Ends& query_ends,
-                  Ends& key_ends) {
+// one more element in both lists, which is 0. It counts as a sequence, so that `prefix` has one
+// more too. Slopes and masks of every batch would need another row: with those the caller adds the
+// 0.
+void mark_padding(const at::Tensor& query, const at::Tensor& key,
+                  const FlashAttentionOptions& options, Ends& query_ends, Ends& key_ends,
+                  Ends& prefix) {
   static const bool wanted = runs_on(on(Product::A2, Product::A3).since(Cann::v9_0));
+  const auto per_batch = [](const OptionalTensor& tensor, int64_t rank) {
+    return tensor && tensor->dim() == rank && tensor->size(0) > 1;
+  };
+  if (per_batch(options.pse_shift, 2) || per_batch(options.atten_mask, 4)) {
+    return;
+  }
   const auto padded = [](const at::Tensor& tokens, const Ends& ends) {
     return !ends.empty() && ends.back() != 0 && tokens.size(0) > ends.back();
   };
   if (wanted && padded(query, query_ends) && padded(key, key_ends)) {
     query_ends.push_back(0);
     key_ends.push_back(0);
+    if (!prefix.empty()) {
+      prefix.push_back(0);
+    }
   }
 }
 
@@ -86,11 +98,12 @@ void mark_padding(const at::Tensor& query, const at::Tensor& key, Ends& query_en
 template <typename Dense, typename Packed, typename... Before, typename... After>
 void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...> before,
                       std::tuple<After...> after) {
+  auto prefix = ends_of(options.prefix);
   const auto call = [&](const auto& function, auto... lengths) {
     std::apply(
         [&](const auto&... arguments) { function(arguments...); },
         std::tuple_cat(
-            before, std::tuple(list_or_empty(options.prefix), lengths...),
+            before, std::tuple(std::optional(at::IntArrayRef(prefix)), lengths...),
             std::tuple(list_or_empty(options.q_start_idx), list_or_empty(options.kv_start_idx),
                        options.scale_value, options.keep_prob, within_int32(options.pre_tokens),
                        within_int32(options.next_tokens), options.num_heads.expect_int(),
@@ -101,7 +114,7 @@ void launch_attention(const FlashAttentionOptions& options, std::tuple<Before...
   if (options.layout == Layout::TND) {
     auto query_ends = ends_of(options.actual_seq_lengths_query);
     auto key_ends = ends_of(options.actual_seq_lengths_key);
-    mark_padding(std::get<0>(before), std::get<1>(before), query_ends, key_ends);
+    mark_padding(std::get<0>(before), std::get<1>(before), options, query_ends, key_ends, prefix);
     call(launch<Packed>, std::optional(at::IntArrayRef(query_ends)),
          std::optional(at::IntArrayRef(key_ends)));
   } else {

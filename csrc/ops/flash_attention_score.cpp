@@ -13,12 +13,16 @@ const std::vector<Limit> kLimits{{"B", "batch size", {.min = 0, .max = 2 * 1024 
                                  {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
                                  {"N", "query heads", {.min = 1, .max = 256}},
                                  {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
-                                 {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}},
-                                 {"D", "head size", {.min = 1, .max = 768}}};
+                                 {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}}};
 // Rules of both directions.
 const std::vector<Rule> kCommonRules{kPseOfTypeZero,  kCausalTokens,      kBandPreTokens,
                                      kQueriesOfMode7, kBandOfMode7,       kSlopesOfMode7,
                                      kSlopesOfMode8,  kSlopesOfMode8Band, kSlopesOn950};
+
+std::vector<Limit> with_head_size(std::vector<Limit> limits) {
+  limits.push_back({"D", "head size", {.min = 1, .max = 768}});
+  return limits;
+}
 
 std::vector<Rule> with_common(std::vector<Rule> rules) {
   rules.insert(rules.end(), kCommonRules.begin(), kCommonRules.end());
@@ -45,8 +49,9 @@ void check_grad(const Op& op) {
 
 }  // namespace
 
+// The device limits the head size of the forward alone.
 const OperatorLimits FlashAttentionScore::limits{
-    name, functions, kDtypes, kLimits,
+    name, functions, kDtypes, with_head_size(kLimits),
     with_common({kPaddedPack, kQueriesOfMode3, kBandPreTokensOn950, kBandNextTokensOn950})};
 const OperatorLimits FlashAttentionScoreGrad::limits{
     name, functions, kDtypes, kLimits,
@@ -54,6 +59,7 @@ const OperatorLimits FlashAttentionScoreGrad::limits{
 
 FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate() const {
   const auto rules = check_common(*this);
+  rules.check_head_size();
   return {rules.new_out(), rules.new_statistics(), rules.new_statistics()};
 }
 

@@ -53,7 +53,6 @@ FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimi
   read_axes();
   check_lengths();
   limits_.size("query", "N", heads_);
-  limits_.size("query", "D", head_size_);
   limits_.size("query", is_packed() ? "T" : "S", queries_);
   limits_.size("key", is_packed() ? "T" : "S", keys_);
   if (!is_packed()) {
@@ -178,13 +177,13 @@ void FlashAttentionRules::check_lengths() {
   }
 }
 
+void FlashAttentionRules::check_head_size() const { limits_.size("query", "D", head_size_); }
+
 void FlashAttentionRules::check_scores() const {
   check_value(options_.pse_type >= 0 && options_.pse_type <= 3, op_, "pse_type",
               "expected 0 (scores * scale + pse), 1 ((scores + pse) * scale), 2 (slopes times "
               "distance) or 3 (slopes times the root of the distance), got ",
               options_.pse_type);
-  check_value(options_.inner_precise >= 0 && options_.inner_precise <= 2, op_, "inner_precise",
-              "expected 0, 1 or 2 (rows without keys), got ", options_.inner_precise);
   if (!options_.pse_shift) {
     check_value(options_.pse_type <= 1, op_, "pse_shift", "expected slopes for pse_type ",
                 options_.pse_type, ", got None; without a pse_shift pse_type is 0 or 1");

@@ -66,9 +66,10 @@ class FlashAttentionRules {
   explicit FlashAttentionRules(const Op& op)
       : FlashAttentionRules(Op::name, Op::limits, op.query, op.key, op.value, op.options) {}
 
-  void check_scores() const;   // pse_shift, pse_type, scale_value and the start indices
-  void check_mask() const;     // atten_mask, sparse_mode, prefix, pre_tokens, next_tokens
-  void check_dropout() const;  // drop_mask, keep_prob
+  void check_head_size() const;  // against the device's limit
+  void check_scores() const;     // pse_shift, pse_type, scale_value and the start indices
+  void check_mask() const;       // atten_mask, sparse_mode, prefix, pre_tokens, next_tokens
+  void check_dropout() const;    // drop_mask, keep_prob
   void check_like_out(NamedTensor argument) const;
   void check_statistics(NamedTensor argument) const;
 

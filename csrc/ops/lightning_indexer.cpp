@@ -39,9 +39,7 @@ const OperatorLimits LightningIndexer::limits{
      {"Nidx", "query heads of the indexer", {.one_of = {8, 16, 24, 32, 64}}, k950},
      kIndexDim,
      {"K", "selected keys per token", {.min = 1, .max = 2048}, kA2A3.before(Cann::v9_0)},
-     {"K",
-      "selected keys per token",
-      {.min = 1, .max = 2048, .one_of = {3072, 4096, 5120, 6144, 7168, 8192}}},
+     {"K", "selected keys per token", {.min = 1, .max = 2048, .or_multiple_of = 1024}},
      kPreTokens,
      kNextTokens},
     {kNotEmpty, kWeightsOf8_5, kWeightsOf950}};
@@ -50,8 +48,7 @@ const OperatorLimits LightningIndexerGrad::limits{
     name,
     functions,
     sparse_dtypes(),
-    {{"B", "batch size", {.min = 1, .max = 1024}},
-     {"Nidx", "query heads of the indexer", {.one_of = {64}}, kA2A3.before(Cann::v9_1)},
+    {{"Nidx", "query heads of the indexer", {.one_of = {64}}, kA2A3.before(Cann::v9_1)},
      {"Nidx", "query heads of the indexer", {.min = 1, .max = 64}},
      kIndexDim,
      {"K", "selected keys per token", {.min = 1, .max = 2048}}},
@@ -80,9 +77,6 @@ LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
   rules.check_same_dtype({"d_values", d_values});
   rules.check_values({"d_values", d_values}, sparse_indices);
   if (const auto& on_device = rules.limits()) {
-    const auto sequences =
-        rules.layout() == Layout::BSND ? query.sym_size(0) : actual_seq_lengths_query->sym_numel();
-    on_device.size("query", "B", sequences);
     on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
     on_device.rule(kGradWeights, weights.dtype() == query.dtype(),
                    dtype_name(weights.scalar_type()));

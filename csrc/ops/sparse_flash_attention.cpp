@@ -70,7 +70,6 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      kRopeDim,
      {"K", "selected keys or blocks per token", {.one_of = {2048}}, kA2A3.before(Cann::v9_0)},
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}, k950},
-     kBlockSize,
      kBlockSizeOf950},
     {kNotEmpty, kSelection, kNoDeterminism}};
 

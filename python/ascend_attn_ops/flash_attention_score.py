@@ -102,8 +102,8 @@ def flash_attention_score(
         generator: draws the mask of dropout_p, on query's device; None for the default generator.
         pre_tokens: sparse_mode 0, 4, 7 and 8: how many keys before the diagonal are kept.
         next_tokens: how many after it. `python -m ascend_attn_ops mask` draws every mode.
-        inner_precise: 0 to 2, how the device trades precision and treats rows without keys; the
-            CPU always computes as with 2.
+        inner_precise: passed to the device, which with 2 takes care of rows without keys; the CPU
+            always computes as with 2.
         sparse_mode: which keys are kept. 0: those of atten_mask within pre_tokens and next_tokens;
             1: those of atten_mask; 2: causal from the top left; 3: causal to the bottom right;
             4: a band to the bottom right; 5 and 6: mode 3 and a prefix; 7 and 8, for TND: mode 3

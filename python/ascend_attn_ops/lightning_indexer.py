@@ -92,9 +92,9 @@ def lightning_indexer_grad(
 
     Args:
         query, key, weights: as in the forward; the NPU wants weights in query's dtype.
-        d_values: gradient of sparse_values; the shape of sparse_indices, query's dtype.
-        sparse_indices: from the forward, (B, S1, 1, K) or (T1, 1, K); also without the axis of
-            heads, (B, S1, K) or (T1, K). The first min(K, visible keys) slots are read.
+        d_values: gradient of sparse_values; shaped as sparse_indices, query's dtype.
+        sparse_indices: from the forward, (B, S1, 1, K) or (T1, 1, K); as d_values also without the
+            axis of heads, (B, S1, K) or (T1, K). The first min(K, visible keys) slots are read.
         options: the keywords of the forward that select keys (layout, sparse_mode and, for TND
             only, the sequence lengths), with the same values; and `deterministic`, as in
             :func:`sparse_flash_attention`.

@@ -63,7 +63,8 @@ def scatter_pa_kv_cache_(
     effect; from CANN 9.1 on, "Alibi", "Rope" and "Omni" need a key of rank 4 there.
 
     Under torch.compile(dynamic=True), the inductor of torch 2.13 confuses two mutated views of one
-    buffer, for any operator. If key_cache and value_cache share a buffer, write them in two calls.
+    buffer, for any operator. If key_cache and value_cache share a buffer, compile with
+    dynamic=False.
 
     For inference only: no gradient flows through a cache. While grad mode is on, an argument that
     requires grad is an error; call the function under torch.no_grad(), or detach the argument.

@@ -73,17 +73,6 @@ void check_pack(const Call& call) {
               "the last of the lengths should be 0 in a padded pack");
 }
 
-// The operator takes plain sums.
-void drop_end_of_data(const Call& call) {
-  auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
-  auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
-  const auto decreases = [](const Ends& ends) { return !std::ranges::is_sorted(ends); };
-  if (decreases(query_ends) || decreases(key_ends)) {
-    query_ends.pop_back();
-    key_ends.pop_back();
-  }
-}
-
 const Function score{.name = "aclnnFlashAttentionScoreV2",
                      .schema_name = "ascend::flash_attention_score",
                      .workspace = 2048,
@@ -94,7 +83,7 @@ const Function var_len_score{
     .schema_name = "ascend::flash_attention_score",
     .workspace = 2048,
     .arguments = join({kTensors, kTerms, kPrefix, kLengths, kAttributes, kOutputs}),
-    .device = {.check = check_pack, .change = drop_end_of_data}};
+    .device = {.check = check_pack}};
 const Function score_grad{
     .name = "aclnnFlashAttentionScoreGradV2",
     .schema_name = "ascend::flash_attention_score_grad",
@@ -106,7 +95,7 @@ const Function unpadding_score_grad{.name = "aclnnFlashAttentionUnpaddingScoreGr
                                     .workspace = 4096,
                                     .arguments = join({kTensors, kSaved, kTerms, kStatistics,
                                                        kPrefix, kLengths, kAttributes, kGradients}),
-                                    .device = {.check = check_tokens, .change = drop_end_of_data}};
+                                    .device = {.check = check_tokens}};
 
 }  // namespace
 

@@ -14,7 +14,7 @@ namespace {
 const std::vector<aclDataType> kInput{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 const std::vector<aclDataType> kMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
 const std::vector<aclDataType> kDeqScale{ACL_UINT64, ACL_FLOAT};
-const std::vector<aclDataType> kQuantScale{ACL_FLOAT, ACL_BF16};
+const std::vector<aclDataType> kQuantScale{ACL_FLOAT, ACL_BF16, ACL_FLOAT16};
 
 std::vector<Argument> arguments(bool has_inner_precise) {
   std::vector<Argument> all{input("query", "query", kInput),

@@ -144,7 +144,7 @@ BOUNDARIES = [
     Boundary(
         "head size", FlashCase(b=1, s=(2, 3), heads=(1, 1), d=(769, 8)), {},
         {"query": torch.ones(1, 1, 2, 768), "key": torch.ones(1, 1, 3, 768)}, "query",
-        "D (head size) to be 1..768 on {device}, got 769",
+        "D (head size) to be 1..768 on {device}, got 769", (FORWARD,),
     ),
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ WRONG_CALLS = [
     *shared.index_rules(LIGHTNING_INDEXER_GRAD),
     *shared.limit_rules(
         LIGHTNING_INDEXER, DEVICE,
-        N=HEADS, K_too_large=("sparse_count", {"k": 9216}), K_between=("sparse_count", {"k": 2049}),
+        N=HEADS, K_too_large=("sparse_count", {"k": 9217}), K_between=("sparse_count", {"k": 2049}),
     ),
     *shared.token_rules(LIGHTNING_INDEXER, DEVICE),
     *shared.limit_rules(

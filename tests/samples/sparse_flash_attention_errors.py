@@ -28,6 +28,6 @@ WRONG_CALLS = [
         SPARSE_FLASH_ATTENTION, shared.DEVICE,
         N=HEADS, Dr=ROPE, block=BLOCK, no_ropes=("query_rope", {"rope": 0}),
     ),
-    *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE, block=BLOCK),
+    *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE),
     *shared.token_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
 ]  # fmt: skip
