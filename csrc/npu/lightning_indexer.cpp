@@ -1,14 +1,8 @@
 #include "ops/lightning_indexer.h"
 
-#include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
-#include <torch_npu/csrc/core/npu/NPUGraphsUtils.h>
-
 #include <limits>
 #include <optional>
-#include <vector>
 
-#include "core/sequence_lengths.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {
@@ -35,156 +29,8 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
                                    sparse_values);
 }
 
-struct LightningIndexerGradFunction : FunctionOf<LightningIndexerGrad> {
-  using Prototype = int(Tensor query, Tensor key, Tensor dy, Tensor sparse_indices, Tensor weights,
-                        Tensor actual_seq_q_len, Tensor actual_seq_kv_len, int64_t head_num,
-                        Text input_layout, int64_t sparse_mode, int64_t pre_tokens,
-                        int64_t next_tokens, bool deterministic, Tensor dq, Tensor dk,
-                        Tensor dweights);
-};
-
-// Sequences one behind the other in queries and keys, none of them empty, all of the same lengths.
-struct EqualSequences {
-  Sequence first;
-  int64_t count = 1;
-
-  int64_t queries() const { return count * first.queries; }
-  int64_t keys() const { return count * first.keys; }
-  bool continues_with(const Sequence& next) const {
-    return next.queries == first.queries && next.keys == first.keys &&
-           next.query_begin == first.query_begin + queries() &&
-           next.key_begin == first.key_begin + keys();
-  }
-};
-
-std::vector<EqualSequences> runs_of(const std::vector<Sequence>& sequences) {
-  std::vector<EqualSequences> runs;
-  for (const auto& sequence : sequences) {
-    if (sequence.empty()) {
-      continue;
-    }
-    if (!runs.empty() && runs.back().continues_with(sequence)) {
-      ++runs.back().count;
-    } else {
-      runs.push_back({sequence});
-    }
-  }
-  return runs;
-}
-
-// Waits for the device.
-std::vector<Sequence> sequences_on_host(const LightningIndexerGrad& op) {
-  check_implemented(
-      c10_npu::currentStreamCaptureStatusMayInitCtx() == c10_npu::CaptureStatus::None, op.name,
-      "actual_seq_lengths_query",
-      "expected a single sequence, or layout BSND, in a call that a graph captures, got ",
-      op.actual_seq_lengths_query->numel(),
-      " sequences, whose lengths the launch has to know on the host");
-  const auto ends = at::stack({*op.actual_seq_lengths_query, *op.actual_seq_lengths_key}).cpu();
-  return read_sequences(op.name, op.layout.value(), op.query, op.key, std::optional(ends[0]),
-                        std::optional(ends[1]));
-}
-
-// The prefix sums of every run, counted from its own first token: row 0 of the queries, row 1 of
-// the keys, one run behind the other.
-at::Tensor ends_of(const std::vector<EqualSequences>& runs, const at::Tensor& like) {
-  std::vector<int32_t> query_ends;
-  std::vector<int32_t> key_ends;
-  for (const auto& run : runs) {
-    for (int64_t i = 1; i <= run.count; ++i) {
-      query_ends.push_back(static_cast<int32_t>(i * run.first.queries));
-      key_ends.push_back(static_cast<int32_t>(i * run.first.keys));
-    }
-  }
-  // From pinned memory: the copy does not wait.
-  const auto ends = at::stack({at::tensor(query_ends), at::tensor(key_ends)});
-  return ends.pin_memory().to(like.device(), ends.scalar_type(), /*non_blocking=*/true);
-}
-
-void launch_grad(const LightningIndexerGrad& op, const LightningIndexerGrad::Outputs& outputs) {
-  const auto& [d_query, d_key, d_weights] = outputs;
-  launch<LightningIndexerGradFunction>(
-      op.query, op.key, op.d_values, op.sparse_indices, op.weights, op.actual_seq_lengths_query,
-      op.actual_seq_lengths_key, op.query.size(-2), op.layout.text(), op.sparse_mode, op.pre_tokens,
-      op.next_tokens, is_deterministic(op.deterministic), d_query, d_key, d_weights);
-}
-
-// The kernel mistakes rows of packs whose sequences differ in length for the first of a sequence:
-// it leaves rows of d_query and d_weights unwritten, and adds others to d_key twice. It does not
-// where all are of the same lengths, so that every such run has a launch of its own, on views. An
-// empty sequence, which divides by zero, is in none of them.
-void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Outputs& outputs) {
-  const auto& [d_query, d_key, d_weights] = outputs;
-  const auto sequences = sequences_on_host(op);
-  const auto runs = runs_of(sequences);
-  if (runs.size() == 1 && runs[0].count == static_cast<int64_t>(sequences.size())) {
-    launch_grad(op, outputs);
-    return;
-  }
-  if (runs.empty()) {
-    return;
-  }
-  const auto ends = ends_of(runs, op.query);
-  int64_t sequence = 0;
-  for (const auto& run : runs) {
-    const auto of_queries = [&](const at::Tensor& tensor) {
-      return tensor.narrow(0, run.first.query_begin, run.queries());
-    };
-    const auto of_keys = [&](const at::Tensor& tensor) {
-      return tensor.narrow(0, run.first.key_begin, run.keys());
-    };
-    const auto of_sequences = [&](int64_t row) {
-      return std::optional(ends[row].narrow(0, sequence, run.count));
-    };
-    const auto query = of_queries(op.query);
-    const auto key = of_keys(op.key);
-    const auto d_values = of_queries(op.d_values);
-    const auto sparse_indices = of_queries(op.sparse_indices);
-    const auto weights = of_queries(op.weights);
-    const auto query_ends = of_sequences(0);
-    const auto key_ends = of_sequences(1);
-    launch_grad({.query = query,
-                 .key = key,
-                 .d_values = d_values,
-                 .sparse_indices = sparse_indices,
-                 .weights = weights,
-                 .actual_seq_lengths_query = query_ends,
-                 .actual_seq_lengths_key = key_ends,
-                 .layout = op.layout,
-                 .sparse_mode = op.sparse_mode,
-                 .pre_tokens = op.pre_tokens,
-                 .next_tokens = op.next_tokens,
-                 .deterministic = op.deterministic},
-                {of_queries(d_query), of_keys(d_key), of_queries(d_weights)});
-    sequence += run.count;
-  }
-}
-
-void lightning_indexer_grad(const LightningIndexerGrad& op,
-                            LightningIndexerGrad::Outputs& outputs) {
-  const auto& [d_query, d_key, d_weights] = outputs;
-  const bool packed = op.layout == Layout::TND;
-  const int64_t sequences = packed ? op.actual_seq_lengths_query->numel() : op.query.size(0);
-  const bool empty = sequences == 0 || op.query.numel() == 0 || op.key.numel() == 0;
-  if (packed || empty) {
-    // Rows of no sequence are not written.
-    for (const auto& output : {d_query, d_key, d_weights}) {
-      fill_before_launch(output, 0);
-    }
-  }
-  if (empty) {
-    return;
-  }
-  if (packed && sequences > 1) {
-    launch_runs(op, outputs);
-  } else {
-    launch_grad(op, outputs);
-  }
-}
-
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_kernel<LightningIndexer, lightning_indexer>(m);
-  register_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
 }
 
 }  // namespace
