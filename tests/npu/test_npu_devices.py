@@ -125,20 +125,25 @@ def test_rows_behind_the_last_sequence(operator: Any, case: SparseCase) -> None:
     assert_same_bits(cpu(outputs), sample.call(torch.ops.ascend))
 
 
-@lacks("aclnnLightningIndexer")
-def test_the_simulation_leaves_them_alone() -> None:
-    sample = lightning_indexer.build(PACKS[0], torch.bfloat16).to("npu")
-    x = sample.arguments
-    # Memory that was never used holds what the simulation fills it with.
-    torch.npu.synchronize()
-    torch.npu.empty_cache()
+# In a process of its own, whose memory nobody has used: it holds what the simulation fills it with.
+ROWS_BEHIND = """
+    import torch, ascend_attn_ops
+    from samples import lightning_indexer
+    from test_npu_devices import PACKS
+    x = lightning_indexer.build(PACKS[0], torch.bfloat16).to("npu").arguments
     indices, _ = torch.ops.npu.npu_lightning_indexer(
         x["query"], x["key"], x["weights"],
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_key=x["actual_seq_lengths_key"], layout_query="TND", layout_key="TND",
-        sparse_count=x["sparse_count"], sparse_mode=3, return_value=True,
-    )  # fmt: skip
-    assert (indices.cpu()[-4:] == 0x7F7F7F7F).all()
+        sparse_count=x["sparse_count"], sparse_mode=3, return_value=True)
+    print((indices.cpu()[-4:] == 0x7F7F7F7F).all().item())
+"""
+
+
+@lacks("aclnnLightningIndexer")
+def test_the_simulation_leaves_them_alone() -> None:
+    text, _ = run_in_new_process(ROWS_BEHIND)
+    assert text.split()[-1] == "True"
 
 
 # The gradient of lightning_indexer in packs.
