@@ -1,0 +1,215 @@
+"""Which axes the tensors of every operator have, and which of them may be sharded.
+
+One letter per axis of a tensor: B batch, S query tokens, T key tokens, N query heads, K key heads,
+H heads of the indexer. Lower case letters and digits are never sharded. The N and K of a merged
+axis (H of layout BSH) stand for the whole axis.
+
+A sharded axis X determines the placements of a call: tensors with X are Shard, inputs without it
+Replicate, and outputs without it are sums over X, hence Partial. That is why the heads of the
+indexer cannot be sharded in the forward: the selection is no sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ascend_attn_ops.masks import COMPRESSED_MODES
+
+# The statistics of flash_attention_score in TND: declared (T1, N, 8), but stored as (N, Sq, 8) of
+# one sequence after another, so that no axis of theirs is that of the heads.
+PER_SEQUENCE = "?"
+# An output without elements.
+ABSENT = "0"
+
+
+class Line(NamedTuple):
+    inputs: str
+    outputs: str
+    shardable: str
+
+
+_LENGTHS = "actual_seq_lengths_query B, actual_seq_lengths_key B"
+_SPARSE = "query BSNd, key BT1d, value BT1d, sparse_indices BS1k"
+_ROPES = "query_rope BSNr, key_rope BT1r"
+_STATISTICS = "softmax_max B1SN, softmax_sum B1SN"
+_DENSE = "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}"
+_DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}"
+
+# In layout BSND; TND is the same without B, and S and T are its packed tokens.
+LINES = {
+    "lightning_indexer": Line(
+        f"query BSHi, key BT1i, weights BSH, {_LENGTHS}", "BS1k {values}", "BS"
+    ),
+    "lightning_indexer_grad": Line(
+        f"query BSHi, key BT1i, d_values BS1k, sparse_indices BS1k, weights BSH, {_LENGTHS}",
+        "BSHi BT1i BSH",
+        "BSH",
+    ),
+    "sparse_flash_attention": Line(f"{_SPARSE}, {_ROPES}, {_LENGTHS}", "BSNd B1SN B1SN", "BNS"),
+    "sparse_flash_attention_grad": Line(
+        f"{_SPARSE}, d_out BSNd, out BSNd, {_STATISTICS}, {_ROPES}, {_LENGTHS}",
+        "BSNd BT1d BT1d {query_rope} {key_rope}",
+        "BNS",
+    ),
+    "sparse_lightning_indexer_grad_kl_loss": Line(
+        "query BSNd, key BT1d, query_index BSHi, key_index BT1i, weights BSH, sparse_indices BS1k, "
+        f"{_STATISTICS}, {_ROPES}",
+        "BSHi BT1i BSH 1",
+        "BS",
+    ),
+    "flash_attention_score": Line(_DENSE, "{out} {stats} {stats}", "{dense}"),
+    "flash_attention_score_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{q} {k} {k}", "{dense}"),
+    "_flash_attention_score_pse_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{pse}", "{dense}"),
+    "prompt_flash_attention": Line(
+        "query {q}, key {k}, value {k}, atten_mask {mask}, quant_scale2 {scale}, "
+        "quant_offset2 {scale}",
+        "{out}",
+        "BN",
+    ),
+    "scatter_pa_kv_cache_": Line(
+        "key tNd, key_cache bpNd, value tNd, value_cache bpNd", "", "{scatter}"
+    ),
+    "attention_update": Line("lse {rows}, local_out {rows}d", "{rows}d {rows}", "{rows}"),
+    "_attention_update_grad": Line(
+        "d_out {rows}d, d_lse_out {rows}, lse {rows}, local_out {rows}d",
+        "p{rows} p{rows}d",
+        "{rows}",
+    ),
+}
+
+_DENSE_LAYOUTS = {
+    "BSH": ("BSN", "BTK"),
+    "SBH": ("SBN", "TBK"),
+    "BSND": ("BSNd", "BTKd"),
+    "BNSD": ("BNSd", "BKTd"),
+    "BNSD_BSND": ("BNSd", "BKTd"),
+    "TND": ("SNd", "TKd"),
+}
+_MERGED_LAYOUTS = ("BSH", "SBH")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of one call."""
+
+    inputs: Mapping[str, str]  # where the argument is a list, of every tensor in it
+    outputs: tuple[str, ...]
+    shardable: str
+    sizes: Mapping[str, int]
+    even: bool  # whether all ranks must have as many heads
+
+
+def axes_of(name: str, call: Mapping[str, Any]) -> Axes:
+    """The axes of a call whose tensors have passed the operator's checks."""
+    line = LINES[name]
+    # The dense layouts have lines of their own.
+    packed = call.get("layout") == "TND" and "{q}" not in line.inputs
+
+    def axes(text: str) -> str:
+        text = re.sub(r"{(\w+)}", lambda word: _WORDS[word[1]](call), text)
+        return text.replace("B", "") if packed else text
+
+    pairs = [item.split(" ") for item in line.inputs.split(", ")]
+    inputs = {argument: axes(text) for argument, text in pairs if call.get(argument) is not None}
+    sizes: dict[str, int] = {}
+    for argument, letters in inputs.items():
+        value = call[argument]
+        shape = (value if isinstance(value, Tensor) else value[0]).shape
+        for axis, size in zip(letters, shape, strict=False):
+            sizes.setdefault(axis, size)
+    even = False
+    if "num_heads" in call:
+        sizes["N"], sizes["K"] = call["num_heads"], _key_heads(call)
+        # Unequal parts of a merged axis would end within a head, and unequal parts of query heads
+        # that share key heads would not be those of the key heads.
+        grouped = sizes["K"] not in (1, sizes["N"])
+        merged = call["layout"] in _MERGED_LAYOUTS or call.get("quant_scale2") is not None
+        even = grouped or merged
+    shardable = axes(line.shardable)
+    # A rank's first queries may then see no key, and a call without keys is refused.
+    if not packed and sizes.get("S", 0) > sizes.get("T", 0):
+        shardable = shardable.replace("S", "")
+    outputs = tuple(axes(text) for text in line.outputs.split())
+    return Axes(inputs, outputs, shardable, sizes, even)
+
+
+def _key_heads(call: Mapping[str, Any]) -> int:
+    if "num_key_value_heads" in call:
+        return call["num_key_value_heads"] or call["num_heads"]
+    shape = call["key"].shape
+    if call["layout"] in _MERGED_LAYOUTS:
+        return shape[-1] // (call["query"].shape[-1] // call["num_heads"])
+    return shape[_DENSE_LAYOUTS[call["layout"]][1].index("K")]
+
+
+def _out(call: Mapping[str, Any]) -> str:
+    layout = call["layout"]
+    return "BSNd" if layout == "BNSD_BSND" else _DENSE_LAYOUTS[layout][0]
+
+
+def _mask(call: Mapping[str, Any]) -> str:
+    mask = call["atten_mask"]
+    if call["layout"] == "TND" or call["sparse_mode"] in COMPRESSED_MODES:
+        return ""
+    return _broadcast({2: "ST", 3: "BST", 4: "BNST"}[mask.dim()], mask)
+
+
+def _pse(call: Mapping[str, Any]) -> str:
+    pse = call["pse_shift"]
+    packed = call["layout"] == "TND"
+    if call["pse_type"] in (2, 3):
+        return ("zN" if packed else "BN")[-pse.dim() :]
+    return "z" if packed else _broadcast("BNST", pse)
+
+
+def _broadcast(axes: str, tensor: Tensor) -> str:
+    sizes = zip(axes, tensor.shape, strict=True)
+    return "".join("1" if size == 1 else axis for axis, size in sizes)
+
+
+def _dense(call: Mapping[str, Any]) -> str:
+    # Dropout's bits and TND's bias are flat, with the heads in the middle.
+    flat_bias = call["pse_shift"] is not None and _pse(call) == "z"
+    if call["drop_mask"] is not None or flat_bias:
+        return ""
+    return "N" if call["layout"] == "TND" else "BN"
+
+
+def _scale(call: Mapping[str, Any]) -> str:
+    """One value, or one for each channel: the heads are the first axis that is not 1."""
+    shape = call["quant_scale2"].shape
+    first = next((axis for axis, size in enumerate(shape) if size > 1), None)
+    return "".join("N" if axis == first else "z" for axis in range(len(shape)))
+
+
+def _scatter(call: Mapping[str, Any]) -> str:
+    plain = call["cache_mode"] == "Norm" and call["scatter_mode"] == "None"
+    # Every other mode has slots or a buffer of its own for each head.
+    return "N" if plain and call["key"].dim() == 3 else ""
+
+
+def _rows(call: Mapping[str, Any]) -> str:
+    return "ABCDEFGHIJKLM"[: call["lse"][0].dim()]
+
+
+# What stands for a word in braces.
+_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "q": lambda call: _DENSE_LAYOUTS[call["layout"]][0],
+    "k": lambda call: _DENSE_LAYOUTS[call["layout"]][1],
+    "out": _out,
+    "stats": lambda call: PER_SEQUENCE if call["layout"] == "TND" else "BNSz",
+    "mask": _mask,
+    "pse": _pse,
+    "dense": _dense,
+    "scale": _scale,
+    "scatter": _scatter,
+    "rows": _rows,
+    "values": lambda call: "BS1k" if call["return_values"] else ABSENT,
+    "query_rope": lambda call: ABSENT if call["query_rope"] is None else "BSNr",
+    "key_rope": lambda call: ABSENT if call["key_rope"] is None else "BT1r",
+}

@@ -1,0 +1,464 @@
+"""What one rank does in a call with DTensors, decided once for calls that are alike."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.distributed.tensor.placement_types import Placement
+
+from ascend_attn_ops.distributed import _tokens
+from ascend_attn_ops.distributed._axes import PER_SEQUENCE, axes_of
+from ascend_attn_ops.distributed._placements import (
+    Choice,
+    HeadsOfSequences,
+    Part,
+    Tensors,
+    Unshardable,
+)
+from ascend_attn_ops.limits import limits
+
+# Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
+# compressed masks by itself, and lengths are numbers.
+_PLAIN = ("atten_mask", "actual_seq_lengths_query", "actual_seq_lengths_key")
+_LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+# Lists with one number per batch; those of layout TND belong to the sequences.
+_PER_BATCH = ("prefix", *_LENGTHS)
+
+Call = dict[str, Any]
+
+
+class Signature:
+    """An operator's arguments, in the order of its schema."""
+
+    def __init__(self, overload: Any) -> None:
+        arguments = overload._schema.arguments
+        self.overload = overload
+        self.name: str = overload._schema.name.removeprefix("ascend::")
+        self.names = [x.name for x in arguments]
+        self.index = {name: index for index, name in enumerate(self.names)}
+        self.defaults = [x.default_value if x.has_default_value() else None for x in arguments]
+        self.positional = sum(not x.kwarg_only for x in arguments)
+        self.written = {x.name for x in arguments if x.is_write}
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        values = list(self.defaults)
+        values[: len(args)] = args
+        for name, value in kwargs.items():
+            values[self.index[name]] = value
+        return values
+
+    def call(self, values: Sequence[Any]) -> Any:
+        keywords = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
+        return self.overload(*values[: self.positional], **keywords)
+
+    def named(self, values: Sequence[Any]) -> Call:
+        return dict(zip(self.names, values, strict=True))
+
+
+Cut = tuple[int, int, int]  # dimension, begin, size
+
+
+@dataclass
+class Local:
+    """One rank's part of a call: what its tensors become, and the values that differ."""
+
+    coordinate: Sequence[int]
+    cuts: dict[int, list[Cut]]
+    values: dict[int, Any]
+    # Where a result stands in a larger one that is zero elsewhere: its dimension, begin and size.
+    pads: list[Cut | None]
+    # The query tokens of this rank, where they are sharded and lengths are tensors.
+    tokens: Part | None
+    # The heads of this rank, of statistics that come as one process has them.
+    heads: Part | None
+    empty: bool
+
+
+class Plan:
+    """All that a call needs besides its tensors."""
+
+    def __init__(self, signature: Signature, values: Sequence[Any]) -> None:
+        self.signature = signature
+        self.call = signature.named(values)
+        self.mesh = self._check_tensors()
+        # Of one process. The limits are those of what each rank computes.
+        with limits(None):
+            metas = _as_list(signature.call([_map(value, _meta) for value in values]))
+        self.axes = axes_of(signature.name, self.call)
+        self.choice = self._choose()
+        self.targets = {
+            name: self.choice.inputs(self.axes.inputs.get(name, "")) for name in self._tensors()
+        }
+        for name, letters in self.axes.inputs.items():
+            # What one process saved comes as it is, and this rank takes its heads of it.
+            if letters == PER_SEQUENCE and name in self.targets and not self._saved_here(name):
+                self.targets[name] = (Replicate(),) * self.mesh.ndim
+        self.results = [
+            DTensorSpec(
+                self.mesh,
+                self.choice.outputs(letters),
+                tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype),
+            )
+            for meta, letters in zip(metas, self.axes.outputs, strict=True)
+        ]
+        self._check_every_rank()
+        self.coordinate = self.mesh.get_coordinate()
+        if self.coordinate is not None:
+            self._prepare(self._local(self.coordinate))
+        # The plan outlives the call, and its tensors must not.
+        self.call = {name: value for name, value in self.call.items() if not _tensors_of(value)}
+
+    def _tensors(self) -> Iterator[str]:
+        for name, value in self.call.items():
+            if _tensors_of(value):
+                yield name
+
+    def _error(self, kind: type[Exception], argument: str, text: str) -> Exception:
+        return kind(f"ascend::{self.signature.name}: {argument}: {text}")
+
+    def _check_tensors(self) -> DeviceMesh:
+        mesh: DeviceMesh | None = None
+        first = ""
+        for name in self._tensors():
+            for tensor in _tensors_of(self.call[name]):
+                if not isinstance(tensor, DTensor):
+                    self._check_plain(name)
+                elif mesh is None:
+                    mesh, first = tensor.device_mesh, name
+                elif tensor.device_mesh != mesh:
+                    raise self._error(
+                        ValueError,
+                        name,
+                        f"expected the device mesh of {first}, {mesh}, got {tensor.device_mesh}",
+                    )
+        assert mesh is not None
+        return mesh
+
+    def _check_plain(self, name: str) -> None:
+        if name == "drop_mask":
+            raise self._error(
+                TypeError,
+                name,
+                "expected a DTensor, the bits of the whole mask on all ranks, got a plain tensor; "
+                "dropout_p draws different bits on every rank",
+            )
+        if name not in _PLAIN:
+            raise self._error(
+                TypeError,
+                name,
+                "expected a DTensor beside DTensors, got a plain tensor; "
+                "DTensor.from_local(tensor, mesh, [Replicate()]) makes one of a tensor that all "
+                "ranks have",
+            )
+
+    def _choose(self) -> Choice:
+        tensors = []
+        for name in self._tensors():
+            specs = [x._spec for x in _tensors_of(self.call[name]) if isinstance(x, DTensor)]
+            written = name in self.signature.written
+            tensors.append(Tensors(name, self.axes.inputs.get(name, ""), specs, written))
+        try:
+            return Choice(self.axes, self.mesh, tensors)
+        except Unshardable as error:
+            allowed = " or ".join(dict.fromkeys(map(repr, error.allowed)))
+            reason = (
+                "since what is written in place is not redistributed"
+                if error.argument in self.signature.written
+                else "since statistics of one sequence after another are not redistributed"
+            )
+            raise self._error(
+                ValueError, error.argument, f"expected {allowed}, {reason}, got {error.got!r}"
+            ) from None
+
+    def _saved_here(self, name: str) -> bool:
+        return HeadsOfSequences() in self.call[name]._spec.placements
+
+    def _local(self, coordinate: Sequence[int]) -> Local:
+        choice, call, axes = self.choice, self.call, self.axes
+        local = Local(coordinate, {}, {}, [None] * len(self.results), None, None, empty=False)
+        sharded = [axis for axis in dict.fromkeys(choice.sharded) if axis is not None]
+        parts = {axis: choice.part(axis, coordinate) for axis in sharded}
+        local.empty = any(part.size == 0 for part in parts.values())
+        if local.empty:
+            return local
+        self._cut_plain(local, parts)
+        if "num_heads" in call and "N" in parts:
+            self._take_heads(local, parts["N"])
+        if "B" in parts and call.get("layout") != "TND":
+            for name in _PER_BATCH:
+                value = call.get(name)
+                # One number may stand for all batches.
+                if isinstance(value, list | tuple) and len(value) > 1:
+                    part = parts["B"]
+                    local.values[self.signature.index[name]] = list(value)[part.begin : part.end]
+        if "S" in parts and "T" in axes.sizes:
+            self._take_tokens(local, parts["S"])
+        return local
+
+    def _cut_plain(self, local: Local, parts: dict[str, Part]) -> None:
+        for name in self._tensors():
+            if isinstance(self.call[name], Tensor) and not isinstance(self.call[name], DTensor):
+                for dim, axis in enumerate(self.axes.inputs.get(name, "")):
+                    if axis in parts:
+                        self._cut(local, name, dim, parts[axis])
+
+    def _cut(self, local: Local, name: str, dim: int, part: Part) -> None:
+        index = self.signature.index[name]
+        local.cuts.setdefault(index, []).append((dim, part.begin, part.size))
+
+    def _take_heads(self, local: Local, part: Part) -> None:
+        index, sizes = self.signature.index, self.axes.sizes
+        local.values[index["num_heads"]] = part.size
+        group = sizes["N"] // sizes["K"]
+        key_heads = Part(part.begin // group, -(-part.end // group) - part.begin // group)
+        if self.call.get("num_key_value_heads"):
+            local.values[index["num_key_value_heads"]] = key_heads.size
+        if any(
+            letters == PER_SEQUENCE and not self._saved_here(name)
+            for name, letters in self.axes.inputs.items()
+        ):
+            local.heads = part
+        if self.choice.key_heads_sharded or sizes["K"] == 1:
+            return
+        for name, letters in self.axes.inputs.items():
+            if "K" in letters:
+                dim = letters.index("K")
+                unit = self.call[name].shape[dim] // sizes["K"]
+                self._cut(local, name, dim, Part(key_heads.begin * unit, key_heads.size * unit))
+        for output, letters in enumerate(self.axes.outputs):
+            if "K" in letters:
+                dim = letters.index("K")
+                size = self._global_shape(output)[dim]
+                local.pads[output] = (dim, key_heads.begin * size // sizes["K"], size)
+
+    def _global_shape(self, output: int) -> Sequence[int]:
+        meta = self.results[output].tensor_meta
+        assert meta is not None
+        return meta.shape
+
+    def _take_tokens(self, local: Local, part: Part) -> None:
+        call, axes, index = self.call, self.axes, self.signature.index
+        lengths = [call.get(name) for name in _LENGTHS]
+        if any(isinstance(x, Tensor) for x in lengths):
+            local.tokens = part
+            return
+        mode = call["sparse_mode"]
+        if call["layout"] == "TND":
+            query, key = (torch.tensor(x, dtype=torch.long) for x in lengths)
+            cut = _tokens.packed_lengths(query, key, part, mode)
+            for name, value in zip(_LENGTHS, cut, strict=True):
+                local.values[index[name]] = value.tolist()
+            return
+        keys = _tokens.visible_keys(axes.sizes["S"], axes.sizes["T"], part, mode)
+        if keys == axes.sizes["T"]:
+            return
+        for name, letters in axes.inputs.items():
+            if "T" in letters:
+                self._cut(local, name, letters.index("T"), Part(0, keys))
+        for output, letters in enumerate(axes.outputs):
+            if "T" in letters:
+                local.pads[output] = (letters.index("T"), 0, axes.sizes["T"])
+
+    def _finish(self, local: Local, values: list[Any]) -> None:
+        """Make local what does not depend on where tensors come from."""
+        index = self.signature.index
+        for position, cuts in local.cuts.items():
+            for dim, begin, size in cuts:
+                values[position] = values[position].narrow(dim, begin, size)
+        for position, value in local.values.items():
+            values[position] = value
+        if local.tokens is not None:
+            self._cut_lengths(local.tokens, values)
+        if local.heads is not None:
+            for name in ("softmax_max", "softmax_sum"):
+                position = index[name]
+                values[position] = _tokens.heads_of_sequences(
+                    values[position], self.call[_LENGTHS[0]], local.heads
+                )
+
+    def _cut_lengths(self, tokens: Part, values: list[Any]) -> None:
+        mode, sizes = self.call["sparse_mode"], self.axes.sizes
+        first, second = (self.signature.index[name] for name in _LENGTHS)
+        query, key = values[first], values[second]
+        if self.call["layout"] == "TND":
+            values[first], values[second] = _tokens.packed_lengths(query, key, tokens, mode)
+            return
+        given = key if query is None else query
+        query = torch.full_like(given, sizes["S"]) if query is None else query
+        key = torch.full_like(given, sizes["T"]) if key is None else key
+        values[first], values[second] = _tokens.padded_lengths(query, key, tokens, mode)
+
+    def _check_every_rank(self) -> None:
+        """Raise on all ranks what the operator would raise on one of them, before they meet."""
+        seen: set[str] = set()
+        for coordinate in itertools.product(*map(range, self.mesh.shape)):
+            local = self._local(coordinate)
+            shapes = self._local_shapes(coordinate)
+            kind = repr((shapes, local.cuts, local.values, local.tokens))
+            if local.empty or kind in seen:
+                continue
+            seen.add(kind)
+            values = [
+                _map(value, functools.partial(_meta, shape=shape))
+                for value, shape in zip(self.call.values(), shapes, strict=True)
+            ]
+            self._finish(local, values)
+            try:
+                self.signature.call(values)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                raise type(error)(f"{error}, for a rank's part: {self._describe()}") from None
+
+    def _local_shapes(self, coordinate: Sequence[int]) -> list[Any]:
+        def shape(name: str, value: Any) -> Any:
+            tensors = _tensors_of(value)
+            if not tensors:
+                return None
+            placements = self.targets[name] if isinstance(tensors[0], DTensor) else ()
+            return self.choice.local_shape(tensors[0].shape, placements, coordinate)
+
+        return [shape(name, value) for name, value in self.call.items()]
+
+    def _describe(self) -> str:
+        sharded = (
+            f"{axis} over {self.mesh.size(dim)}"
+            for dim, axis in enumerate(self.choice.sharded)
+            if axis is not None
+        )
+        return ", ".join(sharded) or "all"
+
+    def _prepare(self, local: Local) -> None:
+        self.local = local
+        self.simple = not (local.cuts or local.values or local.tokens or local.heads)
+        # Arguments whose local tensors are used as they are, and the specifications of all others.
+        self.kept: list[int] = []
+        self.moved: list[tuple[int, tuple[Placement, ...]]] = []
+        self.lists: list[int] = []
+        for name in self._tensors():
+            tensors, index = _tensors_of(self.call[name]), self.signature.index[name]
+            if not isinstance(tensors[0], DTensor):
+                continue
+            target = self.targets[name]
+            if any(x._spec != _moved(x._spec, target) for x in tensors):
+                self.moved.append((index, target))
+            elif isinstance(self.call[name], Tensor):
+                self.kept.append(index)
+            else:
+                self.lists.append(index)
+        self.shapes = [
+            self.choice.local_shape(self._global_shape(i), spec.placements, local.coordinate)
+            for i, spec in enumerate(self.results)
+        ]
+
+    def run(self, values: list[Any]) -> Any:
+        if self.coordinate is None:
+            return self._without_rank(values)
+        if self.moved:
+            self._move(values)
+        for index in self.kept:
+            values[index] = values[index]._local_tensor
+        for index in self.lists:
+            values[index] = [x._local_tensor for x in values[index]]
+        if self.local.empty:
+            first = next(x for value in values for x in _tensors_of(value))
+            results = [
+                first.new_zeros(shape, dtype=spec.tensor_meta.dtype)
+                for shape, spec in zip(self.shapes, self.results, strict=True)
+            ]
+        else:
+            if not self.simple:
+                self._finish(self.local, values)
+            results = _as_list(self.signature.call(values))
+            for i, pad in enumerate(self.local.pads):
+                if pad is not None:
+                    results[i] = _padded(results[i], pad)
+        return self._wrap(results)
+
+    def _without_rank(self, values: list[Any]) -> Any:
+        """What torch's operators return on a rank outside of the mesh."""
+        local = next(x for value in values for x in _tensors_of(value)).to_local()
+        return self._wrap([local.new_empty(0, dtype=x.tensor_meta.dtype) for x in self.results])
+
+    def _wrap(self, results: list[Tensor]) -> Any:
+        wrapped = tuple(
+            DTensor(local, spec, requires_grad=False)
+            for local, spec in zip(results, self.results, strict=True)
+        )
+        if len(wrapped) == 1:
+            return wrapped[0]
+        return wrapped or None
+
+    def _move(self, values: list[Any]) -> None:
+        """Redistribute; key and value, say, may be one tensor and then stay one."""
+        specs: dict[int, DTensorSpec] = {}
+        for index, target in self.moved:
+            for x in _tensors_of(values[index]):
+                specs[id(x)] = _moved(x._spec, target)
+                ExplicitRedistributionContext.observe_redistribution(
+                    x._spec, specs[id(x)], self._message(index, x._spec, target)
+                )
+        done: dict[int, Tensor] = {}
+
+        def move(x: Any) -> Tensor:
+            if id(x) not in done:
+                done[id(x)] = redistribute_local_tensor(x._local_tensor, x._spec, specs[id(x)])
+            return done[id(x)]
+
+        for index, _ in self.moved:
+            values[index] = _map(values[index], move)
+
+    def _message(self, index: int, spec: DTensorSpec, target: tuple[Placement, ...]) -> str:
+        name = self.signature.names[index]
+        return (
+            f"ascend::{self.signature.name}: {name}: expected placements {target}, which need no "
+            f"redistribution here, got {spec.placements}"
+        )
+
+
+def _moved(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+
+def _padded(result: Tensor, pad: Cut) -> Tensor:
+    dim, begin, size = pad
+    shape = list(result.shape)
+    local, shape[dim] = shape[dim], size
+    whole = result.new_zeros(shape)
+    whole.narrow(dim, begin, local).copy_(result)
+    return whole
+
+
+def _as_list(results: Any) -> list[Tensor]:
+    if results is None:
+        return []
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def _meta(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    if shape is None or list(shape) == list(x.shape):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return torch.empty(shape, dtype=x.dtype, device="meta")
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    return [function(x) for x in value] if _tensors_of(value) else value
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return list(value)
+    return []

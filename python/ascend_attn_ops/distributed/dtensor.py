@@ -1,0 +1,94 @@
+"""DTensors as arguments of the operators.
+
+torch's own ways to register sharding rules do not carry these operators: they leave tensors among
+keywords where they are, lose writes to a second argument, and know nothing of num_heads, of lists
+with one number per batch, or of keys that a mask hides. So each operator has one handler instead,
+which decides from one line of axes (`_axes.py`), moves the local tensors, calls the operator, and
+wraps its results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ascend_attn_ops.distributed._axes import LINES
+from ascend_attn_ops.distributed._plan import Plan, Signature
+from ascend_attn_ops.limits import product_in_force
+
+_signatures: dict[Any, Signature] = {}
+# Lengths are part of the key, and may be others in every step: the oldest plan goes first.
+_plans: dict[tuple[Any, ...], Plan] = {}
+_MOST_PLANS = 4096
+
+
+def enable_dtensor() -> None:
+    """Make all operators accept DTensors, forward and backward. A second call changes nothing.
+
+    Each call runs the operator on local tensors. Its arguments are redistributed where they have
+    to be, by the choice that moves the fewest bytes, and its results are DTensors:
+
+    ============================  ==================================================================
+    lightning_indexer             batch or query tokens
+    its gradient                  and heads
+    sparse_flash_attention        batch, query tokens or heads; its gradient as well
+    lightning_indexer_kl_loss     batch or query tokens
+    flash_attention_score         batch or heads; in layout TND heads; its gradient as well
+    prompt_flash_attention        batch or heads
+    scatter_pa_kv_cache\\_         heads of both caches
+    attention_update              any axis of lse
+    ============================  ==================================================================
+
+    are sharded, on a device mesh of any number of dimensions, in parts of any size. Whatever else a
+    tensor is sharded by is gathered; heads of the KL loss become tokens by an all-to-all. A
+    gradient that is a sum over the sharded axis is ``Partial()``. The device's limits are those of
+    the part that a rank computes.
+
+    All tensors must be DTensors of one device mesh, except atten_mask and sequence lengths, which
+    are taken to be the same on all ranks. Every rank must pass the same numbers and lists.
+
+    Raises:
+        RuntimeError: this version of torch does not let a library handle DTensors.
+    """
+    dispatcher = getattr(DTensor, "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
+    if not isinstance(handlers, dict):
+        raise RuntimeError(
+            "ascend_attn_ops.distributed.enable_dtensor: torch: expected a version with "
+            "DTensor._op_dispatcher._custom_op_handlers, which torch 2.10 to 2.13 have, "
+            f"got torch {torch.__version__}"
+        )
+    for name in LINES:
+        overload = getattr(torch.ops.ascend, name).default
+        _signatures[overload] = Signature(overload)
+        handlers[overload] = _call
+
+
+def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor does instead of `overload`."""
+    signature = _signatures[overload]
+    values = signature.bind(args, kwargs)
+    key = (overload, product_in_force(), *map(_described, values))
+    plan = _plans.get(key)
+    if plan is None:
+        # While torch.compile traces, the decision is no part of the graph.
+        with _disable_current_modes():
+            plan = Plan(signature, values)
+        if len(_plans) >= _MOST_PLANS:
+            del _plans[next(iter(_plans))]
+        _plans[key] = plan
+    return plan.run(values)
+
+
+def _described(value: Any) -> Any:
+    """All of an argument that a decision may depend on."""
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return value

@@ -1,0 +1,185 @@
+"""What the ranks of test_dtensor*.py compute: every sample in one process and with DTensors."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops.distributed import enable_dtensor
+from ascend_attn_ops.distributed._axes import axes_of
+from ascend_attn_ops.distributed._placements import HeadsOfSequences
+from samples import OPERATORS, Recipe, Sample
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+# Of fp64 results, relative to the largest element.
+LARGEST_ERROR = 1e-12
+
+Place = Callable[[str, Tensor], Sequence[Placement]]
+
+
+@functools.cache
+def mesh_of(name: str) -> DeviceMesh:
+    """Of four ranks: "4", "2x2", "2" (two meshes of two) or "3", which leaves one out."""
+    if name == "4":
+        return init_device_mesh("cpu", (4,))
+    if name == "3":
+        return DeviceMesh("cpu", [0, 1, 2])
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return both if name == "2x2" else both["inner"]
+
+
+def distribute(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Without communication: every rank has the whole tensor."""
+    whole = [Replicate() if p.is_partial() else p for p in placements]
+    local = torch.distributed.tensor.distribute_tensor(
+        x.detach(), mesh, whole, src_data_rank=None
+    ).to_local()
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            # Half of it on two ranks each, which sums exactly, and nothing on the others.
+            coordinate = mesh.get_local_rank(dim)
+            local = local * {0: 0.5, 1: 0.5}.get(coordinate, 0.0)
+    return DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    if not expected.dtype.is_floating_point:
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    finite = expected.isfinite()
+    if not torch.equal(actual.isfinite(), finite) or finite.numel() == 0:
+        return float("inf") if finite.numel() else 0.0
+    difference = (actual - expected).where(finite, torch.zeros(())).abs().max()
+    largest = expected.where(finite, torch.zeros(())).abs().max().clamp(min=1.0)
+    return float(difference / largest)
+
+
+def by_axis(axes: Sequence[str], sample: Sample) -> Place:
+    """Every tensor sharded by the axis of each mesh dimension, or replicated without it."""
+    defaults = {
+        x.name: x.default_value if x.has_default_value() else None
+        for x in OPERATORS[sample.operator].overload._schema.arguments
+    }
+    letters = axes_of(sample.operator, {**defaults, **sample.arguments}).inputs
+
+    def place(name: str, x: Tensor) -> Sequence[Placement]:
+        here = letters.get(name.partition("[")[0], "")
+        return [Shard(here.index(axis)) if axis in here else Replicate() for axis in axes]
+
+    return place
+
+
+def at_random(seed: str, mesh: DeviceMesh) -> Place:
+    """Every tensor placed by itself. Those of a list share their placements as any others do."""
+    generator = random.Random(seed)
+
+    def place(name: str, x: Tensor) -> Sequence[Placement]:
+        choices: list[Placement] = [Replicate(), *map(Shard, range(x.dim()))]
+        if x.is_floating_point():
+            choices.append(Partial())
+        return [generator.choice(choices) for _ in range(mesh.ndim)]
+
+    return place
+
+
+def as_dtensors(sample: Sample, mesh: DeviceMesh, place: Place) -> Sample:
+    placed: dict[int, DTensor] = {}
+    for name, x in sample.tensors.items():
+        if id(x) not in placed:
+            placed[id(x)] = distribute(x, mesh, place(name, x)).requires_grad_(x.requires_grad)
+    return sample.map(lambda x: placed[id(x)])
+
+
+def incoming_of(sample: Sample, outputs: Sequence[Tensor]) -> list[Tensor]:
+    record = OPERATORS[sample.operator]
+    assert record.gradient is not None
+    carrying = record.gradient_outputs(tuple(outputs))
+    return [record.gradient.incoming(sample, tuple(outputs), x) for x in carrying]
+
+
+def errors_of(recipe: Recipe, mesh: DeviceMesh, place: Place) -> float:
+    """The largest error of a sample's outputs and gradients."""
+    sample = recipe.make(torch.float64)
+    names: tuple[str, ...] = ()
+    if recipe.differentiable:
+        names = sample.tensor_names(recipe.operator.differentiable)
+        sample = sample.requires_grad(names)
+    dtensors = as_dtensors(sample, mesh, place)
+    expected: list[Any] = list(sample.call(torch.ops.ascend))
+    actual: list[Any] = list(dtensors.call(torch.ops.ascend))
+    if names:
+        incoming = incoming_of(sample, expected)
+        carrying = recipe.operator.gradient_outputs(tuple(actual))
+        placed = [distribute(x, mesh, place("", x)) for x in incoming]
+        torch.autograd.backward(recipe.operator.gradient_outputs(tuple(expected)), incoming)
+        torch.autograd.backward(carrying, placed)
+        expected += [sample.tensors[name].grad for name in names]
+        actual += [dtensors.tensors[name].grad for name in names]
+    largest = 0.0
+    for x, y in zip(actual, expected, strict=True):
+        assert (x is None) == (y is None)
+        if isinstance(x, DTensor) and y is not None:
+            largest = max(largest, error(whole_statistics(x, sample), y.detach()))
+    return largest
+
+
+def whole_statistics(x: DTensor, sample: Sample) -> Tensor:
+    """The whole tensor, also of what only the backward can read."""
+    if HeadsOfSequences() not in x.placements:
+        return x.detach().full_tensor()
+    with pytest.raises(RuntimeError, match="not supported"):
+        x.detach().full_tensor()
+    heads = x.shape[1]
+    mesh = x.device_mesh
+    dims = [dim for dim, p in enumerate(x.placements) if p == HeadsOfSequences()]
+    tokens, lanes = x.shape[0], x.shape[2]
+    locals_ = x.detach().to_local().reshape(-1, lanes)
+    rows = locals_.shape[0] // max(tokens, 1)
+    pieces, begin = [], 0
+    for end in [*sample.options["actual_seq_lengths_query"], tokens]:
+        part = locals_[rows * begin : rows * end].view(rows, end - begin, lanes)
+        placements = [Shard(0) if dim in dims else Replicate() for dim in range(mesh.ndim)]
+        shape = (heads, end - begin, lanes)
+        stride = torch.empty(shape).stride()
+        sequence = DTensor.from_local(
+            part.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        pieces.append(sequence.full_tensor().reshape(-1, lanes))
+        begin = end
+    return torch.cat(pieces).view(x.shape)
+
+
+def check(
+    mesh_name: str, kind: str, operators: Sequence[str]
+) -> dict[str, tuple[float, str]]:
+    """The largest error of each operator over its samples, and the sample that has it.
+
+    `kind` is an axis for each mesh dimension ("BN": the first by batch, the second by heads, "-"
+    for none), or "random" and a seed.
+    """
+    enable_dtensor()
+    mesh = mesh_of(mesh_name)
+    worst: dict[str, tuple[float, str]] = {}
+    with ascend_attn_ops.limits(None):
+        for name in operators:
+            for recipe in OPERATORS[name].recipes:
+                if kind.startswith("random"):
+                    place = at_random(f"{kind}-{recipe.id}", mesh)
+                else:
+                    place = by_axis(kind, recipe.make(torch.float64))
+                try:
+                    found = errors_of(recipe, mesh, place)
+                except Exception as failure:
+                    raise AssertionError(f"{recipe.id} {kind} on {mesh_name}") from failure
+                worst[name] = max(worst.get(name, (0.0, "")), (found, recipe.id))
+    return worst
