@@ -159,9 +159,17 @@ def whole_statistics(x: DTensor, sample: Sample) -> Tensor:
     return torch.cat(pieces).view(x.shape)
 
 
-def check(
-    mesh_name: str, kind: str, operators: Sequence[str]
-) -> dict[str, tuple[float, str]]:
+def skipped(recipe: Recipe, kind: str) -> bool:
+    case = recipe.case
+    # A rank has the keys that its query tokens see, and refuses indices of others.
+    unseen = getattr(case, "pattern", "") in ("future", "unread") and (
+        "S" in kind or "random" in kind
+    )
+    # gloo gathers no uint64.
+    return unseen or ("random" in kind and "uint64" in recipe.id)
+
+
+def check(mesh_name: str, kind: str, operators: Sequence[str]) -> dict[str, tuple[float, str]]:
     """The largest error of each operator over its samples, and the sample that has it.
 
     `kind` is an axis for each mesh dimension ("BN": the first by batch, the second by heads, "-"
@@ -173,6 +181,8 @@ def check(
     with ascend_attn_ops.limits(None):
         for name in operators:
             for recipe in OPERATORS[name].recipes:
+                if skipped(recipe, kind):
+                    continue
                 if kind.startswith("random"):
                     place = at_random(f"{kind}-{recipe.id}", mesh)
                 else:

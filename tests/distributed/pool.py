@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SECONDS = 60.0
+_SECONDS_TO_START = 300.0
 
 
 class Pool:
@@ -69,6 +70,10 @@ class Pool:
             there.close()
             self._processes.append(process)
             self._connections.append(here)
+        for connection in self._connections:
+            # Importing torch takes a busy machine long, which is no hang.
+            assert connection.poll(_SECONDS_TO_START), "the processes did not start"
+            connection.recv()
 
 
 def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
@@ -78,9 +83,8 @@ def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=SECONDS)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    connection.send("ready")
     while True:
         try:
             function, args = connection.recv()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._logging._internal import LazyString
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -26,6 +29,13 @@ from ascend_attn_ops.distributed._placements import (
     Tensors,
     Unshardable,
 )
+from ascend_attn_ops.distributed._signature import (
+    Signature,
+    as_list,
+    map_tensors,
+    meta_of,
+    tensors_of,
+)
 from ascend_attn_ops.limits import limits
 
 # Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
@@ -34,37 +44,6 @@ _PLAIN = ("atten_mask", "actual_seq_lengths_query", "actual_seq_lengths_key")
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 # Lists with one number per batch; those of layout TND belong to the sequences.
 _PER_BATCH = ("prefix", *_LENGTHS)
-
-Call = dict[str, Any]
-
-
-class Signature:
-    """An operator's arguments, in the order of its schema."""
-
-    def __init__(self, overload: Any) -> None:
-        arguments = overload._schema.arguments
-        self.overload = overload
-        self.name: str = overload._schema.name.removeprefix("ascend::")
-        self.names = [x.name for x in arguments]
-        self.index = {name: index for index, name in enumerate(self.names)}
-        self.defaults = [x.default_value if x.has_default_value() else None for x in arguments]
-        self.positional = sum(not x.kwarg_only for x in arguments)
-        self.written = {x.name for x in arguments if x.is_write}
-
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        values = list(self.defaults)
-        values[: len(args)] = args
-        for name, value in kwargs.items():
-            values[self.index[name]] = value
-        return values
-
-    def call(self, values: Sequence[Any]) -> Any:
-        keywords = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
-        return self.overload(*values[: self.positional], **keywords)
-
-    def named(self, values: Sequence[Any]) -> Call:
-        return dict(zip(self.names, values, strict=True))
-
 
 Cut = tuple[int, int, int]  # dimension, begin, size
 
@@ -94,7 +73,7 @@ class Plan:
         self.mesh = self._check_tensors()
         # Of one process. The limits are those of what each rank computes.
         with limits(None):
-            metas = _as_list(signature.call([_map(value, _meta) for value in values]))
+            metas = as_list(signature.call([map_tensors(value, meta_of) for value in values]))
         self.axes = axes_of(signature.name, self.call)
         self.choice = self._choose()
         self.targets = {
@@ -104,6 +83,7 @@ class Plan:
             # What one process saved comes as it is, and this rank takes its heads of it.
             if letters == PER_SEQUENCE and name in self.targets and not self._saved_here(name):
                 self.targets[name] = (Replicate(),) * self.mesh.ndim
+        self.dtypes = [meta.dtype for meta in metas]
         self.results = [
             DTensorSpec(
                 self.mesh,
@@ -113,15 +93,18 @@ class Plan:
             for meta, letters in zip(metas, self.axes.outputs, strict=True)
         ]
         self._check_every_rank()
+        # A rank has the keys that its own tokens see: an index of another key, which one process
+        # would pass over, is an error of one rank.
+        self.agrees = "S" in self.choice.sharded and "sparse_indices" in self.axes.inputs
         self.coordinate = self.mesh.get_coordinate()
         if self.coordinate is not None:
             self._prepare(self._local(self.coordinate))
         # The plan outlives the call, and its tensors must not.
-        self.call = {name: value for name, value in self.call.items() if not _tensors_of(value)}
+        self.call = {name: value for name, value in self.call.items() if not tensors_of(value)}
 
     def _tensors(self) -> Iterator[str]:
         for name, value in self.call.items():
-            if _tensors_of(value):
+            if tensors_of(value):
                 yield name
 
     def _error(self, kind: type[Exception], argument: str, text: str) -> Exception:
@@ -131,7 +114,7 @@ class Plan:
         mesh: DeviceMesh | None = None
         first = ""
         for name in self._tensors():
-            for tensor in _tensors_of(self.call[name]):
+            for tensor in tensors_of(self.call[name]):
                 if not isinstance(tensor, DTensor):
                     self._check_plain(name)
                 elif mesh is None:
@@ -165,7 +148,7 @@ class Plan:
     def _choose(self) -> Choice:
         tensors = []
         for name in self._tensors():
-            specs = [x._spec for x in _tensors_of(self.call[name]) if isinstance(x, DTensor)]
+            specs = [x._spec for x in tensors_of(self.call[name]) if isinstance(x, DTensor)]
             written = name in self.signature.written
             tensors.append(Tensors(name, self.axes.inputs.get(name, ""), specs, written))
         try:
@@ -310,7 +293,7 @@ class Plan:
                 continue
             seen.add(kind)
             values = [
-                _map(value, functools.partial(_meta, shape=shape))
+                map_tensors(value, functools.partial(meta_of, shape=shape))
                 for value, shape in zip(self.call.values(), shapes, strict=True)
             ]
             self._finish(local, values)
@@ -321,7 +304,7 @@ class Plan:
 
     def _local_shapes(self, coordinate: Sequence[int]) -> list[Any]:
         def shape(name: str, value: Any) -> Any:
-            tensors = _tensors_of(value)
+            tensors = tensors_of(value)
             if not tensors:
                 return None
             placements = self.targets[name] if isinstance(tensors[0], DTensor) else ()
@@ -345,7 +328,7 @@ class Plan:
         self.moved: list[tuple[int, tuple[Placement, ...]]] = []
         self.lists: list[int] = []
         for name in self._tensors():
-            tensors, index = _tensors_of(self.call[name]), self.signature.index[name]
+            tensors, index = tensors_of(self.call[name]), self.signature.index[name]
             if not isinstance(tensors[0], DTensor):
                 continue
             target = self.targets[name]
@@ -355,6 +338,7 @@ class Plan:
                 self.kept.append(index)
             else:
                 self.lists.append(index)
+        # Of the results, where this rank has nothing to compute them from.
         self.shapes = [
             self.choice.local_shape(self._global_shape(i), spec.placements, local.coordinate)
             for i, spec in enumerate(self.results)
@@ -370,24 +354,53 @@ class Plan:
         for index in self.lists:
             values[index] = [x._local_tensor for x in values[index]]
         if self.local.empty:
-            first = next(x for value in values for x in _tensors_of(value))
+            first = next(x for value in values for x in tensors_of(value))
+            if self.agrees:
+                self._agree(first, None)
             results = [
-                first.new_zeros(shape, dtype=spec.tensor_meta.dtype)
-                for shape, spec in zip(self.shapes, self.results, strict=True)
+                first.new_zeros(shape, dtype=dtype)
+                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
             ]
         else:
             if not self.simple:
                 self._finish(self.local, values)
-            results = _as_list(self.signature.call(values))
+            results = self._agreed(values) if self.agrees else as_list(self.signature.call(values))
             for i, pad in enumerate(self.local.pads):
                 if pad is not None:
                     results[i] = _padded(results[i], pad)
         return self._wrap(results)
 
+    def _agreed(self, values: list[Any]) -> list[Tensor]:
+        failure: Exception | None = None
+        first = values[0]
+        try:
+            results = as_list(self.signature.call(values))
+        except ValueError as error:
+            failure = error
+        self._agree(first, failure)
+        return results
+
+    def _agree(self, local: Tensor, failure: Exception | None) -> None:
+        """Raise on all ranks what one of them raised; only the CPU reads values, and can."""
+        if not local.is_cpu or _are_we_tracing():
+            return
+        failed = torch.tensor(failure is not None, dtype=torch.int32)
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(failed, dist.ReduceOp.MAX, self.mesh.get_group(dim))
+        if failure is not None:
+            raise ValueError(f"{failure}, for a rank's part: {self._describe()}") from None
+        if failed:
+            raise self._error(
+                ValueError,
+                "sparse_indices",
+                "expected indices of keys that the token sees, where tokens are sharded, "
+                "got others on another rank",
+            )
+
     def _without_rank(self, values: list[Any]) -> Any:
         """What torch's operators return on a rank outside of the mesh."""
-        local = next(x for value in values for x in _tensors_of(value)).to_local()
-        return self._wrap([local.new_empty(0, dtype=x.tensor_meta.dtype) for x in self.results])
+        local = next(x for value in values for x in tensors_of(value)).to_local()
+        return self._wrap([local.new_empty(0, dtype=dtype) for dtype in self.dtypes])
 
     def _wrap(self, results: list[Tensor]) -> Any:
         wrapped = tuple(
@@ -402,11 +415,10 @@ class Plan:
         """Redistribute; key and value, say, may be one tensor and then stay one."""
         specs: dict[int, DTensorSpec] = {}
         for index, target in self.moved:
-            for x in _tensors_of(values[index]):
+            for x in tensors_of(values[index]):
                 specs[id(x)] = _moved(x._spec, target)
-                ExplicitRedistributionContext.observe_redistribution(
-                    x._spec, specs[id(x)], self._message(index, x._spec, target)
-                )
+                message = LazyString(self._message, index, x._spec, target)
+                ExplicitRedistributionContext.observe_redistribution(x._spec, specs[id(x)], message)
         done: dict[int, Tensor] = {}
 
         def move(x: Any) -> Tensor:
@@ -415,7 +427,7 @@ class Plan:
             return done[id(x)]
 
         for index, _ in self.moved:
-            values[index] = _map(values[index], move)
+            values[index] = map_tensors(values[index], move)
 
     def _message(self, index: int, spec: DTensorSpec, target: tuple[Placement, ...]) -> str:
         name = self.signature.names[index]
@@ -436,29 +448,3 @@ def _padded(result: Tensor, pad: Cut) -> Tensor:
     whole = result.new_zeros(shape)
     whole.narrow(dim, begin, local).copy_(result)
     return whole
-
-
-def _as_list(results: Any) -> list[Tensor]:
-    if results is None:
-        return []
-    return [results] if isinstance(results, Tensor) else list(results)
-
-
-def _meta(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    if shape is None or list(shape) == list(x.shape):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return torch.empty(shape, dtype=x.dtype, device="meta")
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    return [function(x) for x in value] if _tensors_of(value) else value
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-        return list(value)
-    return []

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_attn_ops.distributed._axes import LINES
-from ascend_attn_ops.distributed._plan import Plan, Signature
+from ascend_attn_ops.distributed._plan import Plan
+from ascend_attn_ops.distributed._signature import Signature
 from ascend_attn_ops.limits import product_in_force
 
 _signatures: dict[Any, Signature] = {}

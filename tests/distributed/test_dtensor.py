@@ -1,0 +1,162 @@
+"""DTensors: whatever their placements, the operators give what one process gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import dtensor_cases
+import dtensor_rules
+import pytest
+import torch
+from ascend_attn_ops.distributed import enable_dtensor
+from ascend_attn_ops.distributed._axes import LINES
+from dtensor_cases import LARGEST_ERROR
+from pool import Pool
+from samples import OPERATORS
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+SPARSE = [name for name in OPERATORS if "sparse" in name or "indexer" in name]
+DENSE = [name for name in OPERATORS if "flash" in name and name not in SPARSE]
+COMPUTING = [name for name, record in OPERATORS.items() if not record.in_place]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "operators"),
+    [
+        # Sharded by an axis: of 2, 3 and 4 ranks with a rank outside of the mesh, ranks without a
+        # part, and axes that have to be gathered.
+        ("2", "B", SPARSE),
+        ("3", "B", DENSE),
+        ("4", "S", SPARSE),
+        ("4", "N", SPARSE + DENSE),
+        ("2", "H", SPARSE),
+        ("2x2", "BN", DENSE),
+        ("2x2", "NB", SPARSE),
+        ("2x2", "SS", SPARSE),
+        ("2x2", "CA", ["attention_update"]),
+        # Every tensor with placements of its own, sums among them.
+        ("2x2", "random", COMPUTING),
+        ("4", "random", COMPUTING),
+    ],
+)
+def test_results_and_gradients_of_one_process(
+    four: Pool, mesh: str, kind: str, operators: list[str]
+) -> None:
+    for worst in four.run(dtensor_cases.check, mesh, kind, operators):
+        assert worst.keys() == set(operators)
+        for name, (error, sample) in worst.items():
+            assert error <= LARGEST_ERROR, (name, sample)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "batch"),
+    [
+        ("4", "N", 1),
+        ("2", "S", 1),
+        ("3", "B", 4),
+        ("4", "B", 3),
+        ("2x2", "BN", 3),
+        ("2x2", "BS", 1),
+    ],
+)
+def test_step_of_a_layer(four: Pool, mesh: str, placements: str, batch: int) -> None:
+    """With the public functions; where heads are sharded, the KL loss is exact as well."""
+    errors = four.run(dtensor_rules.whole_step, mesh, batch, list(placements))
+    assert max(errors) <= LARGEST_ERROR
+
+
+def test_compiled_step(four: Pool) -> None:
+    errors = four.run(dtensor_rules.whole_step, "2x2", 2, ["B", "N"], True)
+    assert max(errors) <= LARGEST_ERROR
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads", "cache", "key"),
+    [
+        ("4", 4, [Shard(2)], [Replicate()]),
+        ("4", 3, [Shard(2)], [Shard(1)]),  # a rank without heads
+        ("2", 4, [Replicate()], [Shard(0)]),
+        ("2", 4, [Replicate()], [Partial()]),
+        ("2x2", 4, [Replicate(), Shard(2)], [Shard(0), Shard(1)]),
+        ("2x2", 5, [Shard(2), Shard(2)], [Replicate(), Replicate()]),
+    ],
+)
+def test_scatter_writes(four: Pool, mesh: str, heads: int, cache: list, key: list) -> None:
+    four.run(dtensor_rules.scatter, mesh, heads, cache, key)
+
+
+@pytest.mark.parametrize(
+    ("key_cache", "value_cache", "mode", "expected"),
+    [
+        ([Shard(0)], [Shard(0)], "Norm", "key_cache: expected Shard(dim=2) or Replicate(), since"),
+        ([Partial()], [Replicate()], "Norm", "key_cache: expected Shard(dim=2) or Replicate()"),
+        ([Replicate()], [Shard(2)], "Norm", "value_cache: expected Replicate(), since"),
+        ([Shard(1)], [Shard(1)], "PA_NZ", "key_cache: expected Replicate(), since"),
+    ],
+)
+def test_scatter_refuses_what_it_cannot_write(
+    four: Pool, key_cache: list, value_cache: list, mode: str, expected: str
+) -> None:
+    for message in four.run(dtensor_rules.refused_write, "2", key_cache, value_cache, mode):
+        assert message.startswith(f"ValueError: ascend::scatter_pa_kv_cache_: {expected}")
+
+
+def test_limits_are_those_of_a_part(four: Pool) -> None:
+    assert four.run(dtensor_rules.limits_of_parts, 256, True) == ["no error"] * 4
+    for message in four.run(dtensor_rules.limits_of_parts, 256, False):
+        assert message.startswith("ValueError: ascend::sparse_flash_attention: query: expected")
+        assert "for a rank's part" in message
+
+
+def test_wrong_arguments(four: Pool) -> None:
+    for messages in four.run(dtensor_rules.wrong_arguments):
+        form = "ascend::sparse_flash_attention: key_rope: expected"
+        assert messages["plain"].startswith(f"TypeError: {form} a DTensor beside DTensors")
+        assert messages["mesh"].startswith(f"ValueError: {form} the device mesh of query")
+        assert messages["shape"].startswith(f"ValueError: {form}")
+        form = "ascend::flash_attention_score: drop_mask: expected a DTensor"
+        assert messages["drop_mask"].startswith(f"TypeError: {form}")
+
+
+def test_explicit_redistribution_only(four: Pool) -> None:
+    for message in four.run(dtensor_rules.implicit_redistribution):
+        assert "ascend::sparse_flash_attention: key_rope: expected placements" in message
+
+
+def test_index_of_a_key_that_is_elsewhere(four: Pool) -> None:
+    """One process passes over it; the rank that does not have the key tells all others."""
+    first, *others = four.run(dtensor_rules.unseen_index)
+    assert "sparse_indices: expected values in [-1, 1), got 3" in first
+    assert all("got others on another rank" in message for message in others)
+
+
+@pytest.mark.parametrize("axis", ["B", "N"])
+def test_no_communication(four: Pool, axis: str) -> None:
+    assert four.run(dtensor_rules.communication, axis) == [0] * 4
+
+
+def test_a_decision_is_made_once(four: Pool) -> None:
+    assert four.run(dtensor_rules.decisions) == [(0, 1)] * 4
+
+
+def test_every_operator_has_its_axes() -> None:
+    """Those that only autograd calls among them."""
+    registered = {
+        name.removeprefix("ascend::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("ascend::")
+    }
+    assert set(LINES) == registered
+
+
+def test_torch_without_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DTensor, "_op_dispatcher", object())
+    with pytest.raises(RuntimeError, match=f"got torch {torch.__version__}".replace("+", r"\+")):
+        enable_dtensor()
