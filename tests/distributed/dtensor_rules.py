@@ -237,7 +237,7 @@ def whole_step(mesh_name: str, batch: int, placements: list[str], compiled: bool
             expected = step({name: x.requires_grad_() for name, x in tensors.items()}, reduction)
             actual = step(dtensors, reduction, compiled)
         pairs = [(actual[0], expected[0]), *zip(actual[1], expected[1], strict=True)]
-        for x, y in pairs:
+        for x, y in pairs if mesh.get_coordinate() else ():
             assert isinstance(x, DTensor)
             assert y is not None
             largest = max(largest, error(x.full_tensor(), y))
