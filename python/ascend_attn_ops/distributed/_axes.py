@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ascend_attn_ops.distributed._signature import sizes_of
 from ascend_attn_ops.masks import COMPRESSED_MODES
 
 # The statistics of flash_attention_score in TND: declared (T1, N, 8), but stored as (N, Sq, 8) of
@@ -119,7 +120,7 @@ def axes_of(name: str, call: Mapping[str, Any]) -> Axes:
     sizes: dict[str, int] = {}
     for argument, letters in inputs.items():
         value = call[argument]
-        shape = (value if isinstance(value, Tensor) else value[0]).shape
+        shape = sizes_of(value if isinstance(value, Tensor) else value[0])
         for axis, size in zip(letters, shape, strict=False):
             sizes.setdefault(axis, size)
     even = False
@@ -141,9 +142,9 @@ def axes_of(name: str, call: Mapping[str, Any]) -> Axes:
 def _key_heads(call: Mapping[str, Any]) -> int:
     if "num_key_value_heads" in call:
         return call["num_key_value_heads"] or call["num_heads"]
-    shape = call["key"].shape
+    shape = sizes_of(call["key"])
     if call["layout"] in _MERGED_LAYOUTS:
-        return shape[-1] // (call["query"].shape[-1] // call["num_heads"])
+        return shape[-1] // (sizes_of(call["query"])[-1] // call["num_heads"])
     return shape[_DENSE_LAYOUTS[call["layout"]][1].index("K")]
 
 
@@ -168,7 +169,7 @@ def _pse(call: Mapping[str, Any]) -> str:
 
 
 def _broadcast(axes: str, tensor: Tensor) -> str:
-    sizes = zip(axes, tensor.shape, strict=True)
+    sizes = zip(axes, sizes_of(tensor), strict=True)
     return "".join("1" if size == 1 else axis for axis, size in sizes)
 
 
@@ -182,7 +183,7 @@ def _dense(call: Mapping[str, Any]) -> str:
 
 def _scale(call: Mapping[str, Any]) -> str:
     """One value, or one for each channel: the heads are the first axis that is not 1."""
-    shape = call["quant_scale2"].shape
+    shape = sizes_of(call["quant_scale2"])
     first = next((axis for axis, size in enumerate(shape) if size > 1), None)
     return "".join("N" if axis == first else "z" for axis in range(len(shape)))
 

@@ -197,7 +197,7 @@ def _cost(spec: DTensorSpec, dim: int, wanted: Placement, written: bool) -> floa
         return math.inf
     meta = spec.tensor_meta
     assert meta is not None
-    size = math.prod(meta.shape) * meta.dtype.itemsize
+    size = math.prod(map(int, meta.shape)) * meta.dtype.itemsize
     if current.is_replicate():
         return 0
     if current.is_partial():

@@ -34,6 +34,7 @@ from ascend_attn_ops.distributed._signature import (
     as_list,
     map_tensors,
     meta_of,
+    sizes_of,
     tensors_of,
 )
 from ascend_attn_ops.limits import limits
@@ -44,6 +45,8 @@ _PLAIN = ("atten_mask", "actual_seq_lengths_query", "actual_seq_lengths_key")
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 # Lists with one number per batch; those of layout TND belong to the sequences.
 _PER_BATCH = ("prefix", *_LENGTHS)
+
+_AXIS_NAMES = {"B": "batch", "S": "query tokens", "N": "heads", "H": "heads of the indexer"}
 
 Cut = tuple[int, int, int]  # dimension, begin, size
 
@@ -73,7 +76,8 @@ class Plan:
         self.mesh = self._check_tensors()
         # Of one process. The limits are those of what each rank computes.
         with limits(None):
-            metas = as_list(signature.call([map_tensors(value, meta_of) for value in values]))
+            whole = [map_tensors(value, meta_of) for value in self.call.values()]
+            metas = as_list(signature.call(whole))
         self.axes = axes_of(signature.name, self.call)
         self.choice = self._choose()
         self.targets = {
@@ -217,7 +221,7 @@ class Plan:
         for name, letters in self.axes.inputs.items():
             if "K" in letters:
                 dim = letters.index("K")
-                unit = self.call[name].shape[dim] // sizes["K"]
+                unit = sizes_of(self.call[name])[dim] // sizes["K"]
                 self._cut(local, name, dim, Part(key_heads.begin * unit, key_heads.size * unit))
         for output, letters in enumerate(self.axes.outputs):
             if "K" in letters:
@@ -300,7 +304,7 @@ class Plan:
             try:
                 self.signature.call(values)
             except (NotImplementedError, TypeError, ValueError) as error:
-                raise type(error)(f"{error}, for a rank's part: {self._describe()}") from None
+                raise type(error)(f"{error}{self._describe()}") from None
 
     def _local_shapes(self, coordinate: Sequence[int]) -> list[Any]:
         def shape(name: str, value: Any) -> Any:
@@ -308,17 +312,18 @@ class Plan:
             if not tensors:
                 return None
             placements = self.targets[name] if isinstance(tensors[0], DTensor) else ()
-            return self.choice.local_shape(tensors[0].shape, placements, coordinate)
+            return self.choice.local_shape(sizes_of(tensors[0]), placements, coordinate)
 
         return [shape(name, value) for name, value in self.call.items()]
 
     def _describe(self) -> str:
+        """For an error that one process would not have raised."""
         sharded = (
-            f"{axis} over {self.mesh.size(dim)}"
+            f"{_AXIS_NAMES.get(axis, 'rows')} over {self.mesh.size(dim)}"
             for dim, axis in enumerate(self.choice.sharded)
             if axis is not None
         )
-        return ", ".join(sharded) or "all"
+        return ", for a rank's part: " + (", ".join(sharded) or "all, as nothing is sharded")
 
     def _prepare(self, local: Local) -> None:
         self.local = local
@@ -388,7 +393,7 @@ class Plan:
         for dim in range(self.mesh.ndim):
             dist.all_reduce(failed, dist.ReduceOp.MAX, self.mesh.get_group(dim))
         if failure is not None:
-            raise ValueError(f"{failure}, for a rank's part: {self._describe()}") from None
+            raise ValueError(f"{failure}{self._describe()}") from None
         if failed:
             raise self._error(
                 ValueError,

@@ -34,7 +34,19 @@ class Signature:
         return self.overload(*values[: self.positional], **keywords)
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(self.names, values, strict=True))
+        """The arguments by name, with numbers for symbolic ones."""
+        return {name: _number(value) for name, value in zip(self.names, values, strict=True)}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_number(item) for item in value]
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def sizes_of(x: Tensor) -> tuple[int, ...]:
+    """The shape, in numbers where torch.compile has made it symbolic."""
+    return tuple(map(int, x.shape))
 
 
 def as_list(results: Any) -> list[Tensor]:
@@ -44,8 +56,10 @@ def as_list(results: Any) -> list[Tensor]:
 
 
 def meta_of(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    if shape is None or list(shape) == list(x.shape):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    sizes = sizes_of(x)
+    if shape is None or tuple(shape) == sizes:
+        strides = tuple(map(int, x.stride()))
+        return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_attn_ops.distributed._axes import LINES
 from ascend_attn_ops.distributed._plan import Plan
-from ascend_attn_ops.distributed._signature import Signature
+from ascend_attn_ops.distributed._signature import Signature, sizes_of
 from ascend_attn_ops.limits import product_in_force
 
 _signatures: dict[Any, Signature] = {}
@@ -73,7 +73,12 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     signature = _signatures[overload]
     values = signature.bind(args, kwargs)
     key = (overload, product_in_force(), *map(_described, values))
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:
+        # Symbolic sizes of torch.compile have no hash; a decision is for one size.
+        key = (overload, product_in_force(), *map(_specialized, values))
+        plan = _plans.get(key)
     if plan is None:
         # While torch.compile traces, the decision is no part of the graph.
         with _disable_current_modes():
@@ -93,3 +98,16 @@ def _described(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_described, value))
     return value
+
+
+def _specialized(value: Any) -> Any:
+    """The same with numbers, whose compiled graph is then for these alone."""
+    if isinstance(value, DTensor):
+        spec = value._spec
+        placed = (spec.mesh, spec.placements, spec.shard_order)
+        return (*placed, sizes_of(value), tuple(map(int, value.stride())), value.dtype)
+    if isinstance(value, torch.Tensor):
+        return sizes_of(value), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_specialized, value))
+    return int(value) if isinstance(value, torch.SymInt) else value
