@@ -220,14 +220,16 @@ def layer(heads: int, batch: int, tokens: int) -> dict[str, Tensor]:
     }
 
 
-def whole_step(mesh_name: str, batch: int, placements: list[str], compiled: bool = False) -> float:
+def whole_step(
+    mesh_name: str, batch: int, placements: list[str], tokens: int = 7, compiled: bool = False
+) -> float:
     """The error of a step whose heads, or batch, or tokens are sharded; "BN" and so on."""
     enable_dtensor()
     mesh = mesh_of(mesh_name)
     largest = 0.0
     reductions = ("mean",) if compiled else ("sum", "mean")
     for reduction in reductions:
-        tensors = layer(3 if batch == 3 else HEADS, batch, 7)
+        tensors = layer(3 if batch == 3 else HEADS, batch, tokens)
         dtensors: dict[str, Tensor] = {}
         for name, x in tensors.items():
             axes = {"B": 0, "S": 1} | ({"N": 2} if name in ("q", "qr") else {})
