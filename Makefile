@@ -41,6 +41,7 @@ bench: build-npu
 	$(CPU) benchmarks/prompt_flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py
 	$(CPU) benchmarks/call_overhead.py
+	$(CPU) benchmarks/dtensor_call.py
 	$(NPU) benchmarks/host_time.py
 
 lint: .venv/ready
