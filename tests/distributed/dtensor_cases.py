@@ -131,21 +131,30 @@ def errors_of(recipe: Recipe, mesh: DeviceMesh, place: Place) -> float:
     for x, y in zip(actual, expected, strict=True):
         assert (x is None) == (y is None)
         if isinstance(x, DTensor) and y is not None:
-            largest = max(largest, error(whole_statistics(x, sample), y.detach()))
+            largest = max(largest, error_of(x.detach(), y.detach(), sample))
     return largest
 
 
+def error_of(actual: DTensor, expected: Tensor, sample: Sample) -> float:
+    """Of this rank's part, which must be that of the whole; sums are summed first."""
+    assert actual.shape == expected.shape
+    if HeadsOfSequences() in actual.placements:
+        return error(whole_statistics(actual, sample), expected)
+    if any(placement.is_partial() for placement in actual.placements):
+        return error(actual.full_tensor(), expected)
+    part = distribute(expected, actual.device_mesh, actual.placements)
+    return error(actual.to_local(), part.to_local())
+
+
 def whole_statistics(x: DTensor, sample: Sample) -> Tensor:
-    """The whole tensor, also of what only the backward can read."""
-    if HeadsOfSequences() not in x.placements:
-        return x.detach().full_tensor()
+    """What only the backward can read, put together sequence by sequence."""
     with pytest.raises(RuntimeError, match="not supported"):
-        x.detach().full_tensor()
+        x.full_tensor()
     heads = x.shape[1]
     mesh = x.device_mesh
     dims = [dim for dim, p in enumerate(x.placements) if p == HeadsOfSequences()]
     tokens, lanes = x.shape[0], x.shape[2]
-    locals_ = x.detach().to_local().reshape(-1, lanes)
+    locals_ = x.to_local().reshape(-1, lanes)
     rows = locals_.shape[0] // max(tokens, 1)
     pieces, begin = [], 0
     for end in [*sample.options["actual_seq_lengths_query"], tokens]:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-SECONDS = 60.0
+SECONDS = 120.0
 _SECONDS_TO_START = 300.0
 
 
@@ -54,17 +54,20 @@ class Pool:
         return [result for _, result in answers.values()]
 
     def close(self) -> None:
+        if not self._processes:
+            return
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = tempfile.mkdtemp()
+        self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.ranks):
             here, there = context.Pipe()
-            arguments = (rank, self.ranks, f"file://{store}/store", there)
+            arguments = (rank, self.ranks, f"file://{self._folder.name}/store", there)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()

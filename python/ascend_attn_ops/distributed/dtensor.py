@@ -29,24 +29,22 @@ _MOST_PLANS = 4096
 def enable_dtensor() -> None:
     """Make all operators accept DTensors, forward and backward. A second call changes nothing.
 
-    Each call runs the operator on local tensors. Its arguments are redistributed where they have
-    to be, by the choice that moves the fewest bytes, and its results are DTensors:
+    Each call runs the operator on local tensors and returns DTensors. These axes divide its work,
+    on a device mesh of any number of dimensions, in parts of any size:
 
     ============================  ==================================================================
-    lightning_indexer             batch or query tokens
-    its gradient                  and heads
-    sparse_flash_attention        batch, query tokens or heads; its gradient as well
-    lightning_indexer_kl_loss     batch or query tokens
-    flash_attention_score         batch or heads; in layout TND heads; its gradient as well
-    prompt_flash_attention        batch or heads
+    lightning_indexer             batch, query tokens; its gradient also heads
+    sparse_flash_attention        batch, query tokens, heads; its gradient as well
+    lightning_indexer_kl_loss     batch, query tokens
+    flash_attention_score         batch, heads, in layout TND heads; its gradient as well
+    prompt_flash_attention        batch, heads
     scatter_pa_kv_cache\\_         heads of both caches
     attention_update              any axis of lse
     ============================  ==================================================================
 
-    are sharded, on a device mesh of any number of dimensions, in parts of any size. Whatever else a
-    tensor is sharded by is gathered; heads of the KL loss become tokens by an all-to-all. A
-    gradient that is a sum over the sharded axis is ``Partial()``. The device's limits are those of
-    the part that a rank computes.
+    Arguments with other placements are moved, by the choice that needs the fewest bytes: sharded
+    heads of the KL loss become tokens by an all-to-all. A gradient that is a sum over the sharded
+    axis is ``Partial()``. The device's limits are those of the part that a rank computes.
 
     All tensors must be DTensors of one device mesh, except atten_mask and sequence lengths, which
     are taken to be the same on all ranks. Every rank must pass the same numbers and lists.
@@ -59,7 +57,7 @@ def enable_dtensor() -> None:
     if not isinstance(handlers, dict):
         raise RuntimeError(
             "ascend_attn_ops.distributed.enable_dtensor: torch: expected a version with "
-            "DTensor._op_dispatcher._custom_op_handlers, which torch 2.10 to 2.13 have, "
+            "DTensor._op_dispatcher._custom_op_handlers, which torch 2.13 has, "
             f"got torch {torch.__version__}"
         )
     for name in LINES:
