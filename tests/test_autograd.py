@@ -150,6 +150,32 @@ def test_what_carries_no_gradient(recipe: Recipe) -> None:
         assert not any(x.requires_grad for x in outputs), name
 
 
+class _WantsGradient(torch.autograd.Function):
+    """Like DTensor.to_local(), whose backward fails without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor | None) -> Tensor:
+        assert d is not None
+        return d
+
+
+@each_operator
+def test_no_edge_without_a_gradient(recipe: Recipe) -> None:
+    sample = recipe.make(torch.float32)
+    leaf = sample.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
+    outputs = leaf.map(lambda x: _WantsGradient.apply(x) if x.is_floating_point() else x).call(
+        torch.ops.ascend
+    )
+    torch.autograd.backward([x.sum() for x in differentiable_outputs(sample, outputs)])
+    with_gradient = {name for name, x in leaf.tensors.items() if x.grad is not None}
+    assert with_gradient == set(differentiable_names(sample))
+
+
 @each_operator
 def test_undefined_gradient(recipe: Recipe) -> None:
     sample = recipe.make(torch.float32)

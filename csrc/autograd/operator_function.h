@@ -57,7 +57,8 @@ void check_no_tangent(const Args&... args) {
 // `Derived` supplies
 //   static void save(AutogradContext*, const Op&, const Outputs&)
 //   static variable_list gradients(AutogradContext*, const variable_list& d_outputs)
-// and hides `differentiable` if a call may have nothing to differentiate, or no gradient.
+// and hides `differentiable` if a call may have nothing to differentiate, or no gradient, and
+// `operand` if it has arguments that never get one.
 template <typename Derived, typename Op, typename Signature = SignatureOf<Op>>
 struct OperatorFunction;
 
@@ -67,6 +68,12 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
   using Outputs = typename Op::Outputs;
 
   static bool differentiable(const Op&) { return true; }
+
+  // Returns what autograd sees of an argument of `op`.
+  template <typename Argument>
+  static const Argument& operand(const Op&, const Argument& argument) {
+    return argument;
+  }
 
   static Outputs kernel(Args... args) {
     check_no_tangent<Op>(args...);
@@ -78,7 +85,8 @@ struct OperatorFunction<Derived, Op, typename Op::Outputs(Args...)>
     }
     // Function::apply reads the device of every tensor, so none may be undefined.
     check_tensors_given(Op::name, args...);
-    return as_outputs(Derived::apply(args...),
+    const Op op{args...};
+    return as_outputs(Derived::apply(Derived::operand(op, args)...),
                       std::make_index_sequence<std::tuple_size_v<Outputs>>());
   }
 

@@ -22,6 +22,24 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
            op.weights.requires_grad();
   }
 
+  // Autograd gets no edges to the others. An edge that carries undefined gradients alone is not
+  // harmless: the backward of DTensor.to_local(), for one, wants a defined one.
+  template <typename Argument>
+  static const Argument& operand(const SparseLightningIndexerGradKLLoss&,
+                                 const Argument& argument) {
+    return argument;
+  }
+  static at::Tensor operand(const SparseLightningIndexerGradKLLoss& op,
+                            const at::Tensor& argument) {
+    const bool trained =
+        &argument == &op.query_index || &argument == &op.key_index || &argument == &op.weights;
+    return trained || !argument.requires_grad() ? argument : argument.detach();
+  }
+  static std::optional<at::Tensor> operand(const SparseLightningIndexerGradKLLoss&,
+                                           const std::optional<at::Tensor>& rope) {
+    return rope && rope->requires_grad() ? rope->detach() : rope;
+  }
+
   static void save(AutogradContext* context, const SparseLightningIndexerGradKLLoss&,
                    const Outputs& outputs) {
     const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
