@@ -1,0 +1,145 @@
+"""Ring attention: keys and values go from rank to rank, and every rank merges what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ascend_attn_ops.distributed._collectives import pad, sum_dtype
+from ascend_attn_ops.distributed._dense_operation import DenseAttention
+from ascend_attn_ops.distributed._parts import LimitsOf, Rows, limits_in_force, local_rows
+
+if TYPE_CHECKING:
+    from ascend_attn_ops.distributed.shards import SequenceShards
+
+# out, softmax_max and softmax_sum of some queries, tokens first.
+Result = tuple[Tensor, Tensor, Tensor]
+
+
+def merge(x: Result, y: Result) -> Result:
+    """Attention over disjoint sets of keys -> over both."""
+    (out_x, max_x, sum_x), (out_y, max_y, sum_y) = x, y
+    maximum = torch.maximum(max_x, max_y)
+    weight_x, weight_y = sum_x * (max_x - maximum).exp(), sum_y * (max_y - maximum).exp()
+    total = weight_x + weight_y
+    share_x, share_y = (weight_x / total)[..., :1], (weight_y / total)[..., :1]
+    return out_x * share_x + out_y * share_y, maximum, total
+
+
+class _Exchange:
+    """Tensors on their way to the next rank, and others from the one before."""
+
+    def __init__(self, shards: SequenceShards, tensors: list[Tensor]) -> None:
+        rank, size, group = shards.rank, shards.world_size, shards.group
+        self.sent = tensors  # not to be freed before they have arrived
+        self.received = [torch.empty_like(x) for x in tensors]
+        self.works = dist.batch_isend_irecv([
+            *(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size)
+              for x in tensors),
+            *(dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size)
+              for x in self.received),
+        ])  # fmt: skip
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _blocks(
+    operation: DenseAttention, shards: SequenceShards, source: int
+) -> Iterator[tuple[DenseAttention, int, Rows, slice]]:
+    """What this rank computes with the keys of `source`.
+
+    Yields the operation, the number of the local part, the part, and its keys' rows at the source.
+    """
+    causal = operation.sparse_mode == 3
+    of_all_keys = replace(operation, sparse_mode=0)
+    for number, part in enumerate(local_rows(shards)):
+        row = 0
+        for sequence, begin, end in shards._parts[source]:
+            keys = slice(row, row + end - begin)
+            row += end - begin
+            if shards._starts[sequence] != part.start:
+                continue
+            if causal and begin > part.begin:
+                continue
+            # Parts are disjoint or one: only a part's own keys are cut by the diagonal.
+            diagonal = causal and begin == part.begin
+            yield operation if diagonal else of_all_keys, number, part, keys
+
+
+class Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: DenseAttention,
+        shards: SequenceShards,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, ...]:
+        parts = local_rows(shards)
+        results: list[Result | None] = [None] * len(parts)
+        keys = [pad(shards, key), pad(shards, value)]
+        for step in range(shards.world_size):
+            last = step + 1 == shards.world_size
+            exchange = None if last else _Exchange(shards, keys)
+            source = (shards.rank - step) % shards.world_size
+            for block, number, part, rows in _blocks(operation, shards, source):
+                out, softmax_max, softmax_sum = block.forward(
+                    part, [part.queries(query)], [x[rows].unsqueeze(0) for x in keys]
+                )
+                result = (out.to(sum_dtype(out)), softmax_max, softmax_sum)
+                before = results[number]
+                results[number] = result if before is None else merge(before, result)
+            if exchange is not None:
+                keys = exchange.wait()
+        found = [result for result in results if result is not None]
+        if found:
+            out, softmax_max, softmax_sum = (torch.cat(x) for x in zip(*found, strict=True))
+        else:
+            out, softmax_max, softmax_sum = operation.empty([query], [key, value])
+        out = out.to(query.dtype)
+        ctx.mark_non_differentiable(softmax_max, softmax_sum)
+        ctx.save_for_backward(query, key, value, out, softmax_max, softmax_sum)
+        ctx.operation, ctx.shards, ctx.limits = operation, shards, limits_in_force()
+        return out, softmax_max, softmax_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        operation, shards = ctx.operation, ctx.shards
+        query, key, value, *outputs = ctx.saved_tensors
+        d_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
+        keys = [pad(shards, key), pad(shards, value)]
+        # They travel with their keys, and are home after as many steps as there are ranks.
+        d_keys = [x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in keys]
+        for step in range(shards.world_size):
+            last = step + 1 == shards.world_size
+            exchange = None if last else _Exchange(shards, keys)
+            source = (shards.rank - step) % shards.world_size
+            with LimitsOf(ctx):
+                for block, _number, part, rows in _blocks(operation, shards, source):
+                    local = slice(part.row, part.row + part.count)
+                    (d,), d_block = block.backward(
+                        part, [part.queries(query)], [x[rows].unsqueeze(0) for x in keys],
+                        [x[local] for x in outputs], d_out[local],
+                    )  # fmt: skip
+                    assert d is not None
+                    d_query[local] += d[0]
+                    for total, d_key in zip(d_keys, d_block, strict=True):
+                        assert d_key is not None
+                        total[rows] += d_key[0]
+            if shards.world_size > 1:
+                d_keys = _Exchange(shards, d_keys).wait()
+            if exchange is not None:
+                keys = exchange.wait()
+        d_key, d_value = (d[: shards.local_tokens].to(key.dtype) for d in d_keys)
+        return None, None, d_query.to(query.dtype), d_key, d_value

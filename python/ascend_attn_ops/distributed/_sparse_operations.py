@@ -1,0 +1,168 @@
+"""The sparse operators on one part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import ascend_attn_ops as ops
+from ascend_attn_ops.distributed._collectives import sum_dtype
+from ascend_attn_ops.distributed._parts import (
+    DifferentiableOperation,
+    Gradients,
+    Operation,
+    Rows,
+    Tensors,
+)
+
+# The operators' name of layout (B, S, N, D), in which every part runs.
+_LAYOUT = "BSND"
+
+
+def _last_key(part: Rows, sparse_mode: int) -> int:
+    """Mode 3 aligns the last query with the last key; other modes see the whole sequence."""
+    return part.end if sparse_mode == 3 else part.length
+
+
+def _read_slots(part: Rows, indices: Tensor, last: int, block_size: int = 1) -> Tensor:
+    """Empties the slots behind those that are read: they may name keys that the part lacks."""
+    count = indices.shape[-1]
+    if last == part.length or part.begin + 1 > (count - 1) * block_size:
+        return indices
+    visible = torch.arange(part.begin + 1, part.end + 1, device=indices.device)
+    read = (visible + (block_size - 1)) // block_size
+    slot = torch.arange(count, device=indices.device)
+    return indices.masked_fill(slot >= read[:, None, None], -1)
+
+
+@dataclass(frozen=True)
+class Indexer(DifferentiableOperation):
+    name: ClassVar[str] = "lightning_indexer"
+    kinds: ClassVar[tuple[str, ...]] = ("key_index",)
+    differentiable: ClassVar[int] = 1
+
+    sparse_count: int
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    return_values: bool
+
+    def last_key(self, part: Rows) -> int:
+        return _last_key(part, self.sparse_mode)
+
+    def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        query, weights = queries
+        indices, values = ops.lightning_indexer(
+            query, keys[0], weights,
+            layout=_LAYOUT, sparse_count=self.sparse_count, sparse_mode=self.sparse_mode,
+            pre_tokens=self.pre_tokens, next_tokens=self.next_tokens,
+            return_values=self.return_values,
+        )  # fmt: skip
+        return indices[0], values[0] if self.return_values else values
+
+    def empty(self, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        query = queries[0]
+        shape = (0, 1, self.sparse_count)
+        values = query.new_empty(shape if self.return_values else 0)
+        return query.new_empty(shape, dtype=torch.int32), values
+
+    def backward(
+        self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
+    ) -> tuple[Gradients, Gradients]:
+        (query, weights), indices = queries, outputs[0]
+        d_query, d_key, d_weights = ops.lightning_indexer_grad(
+            query, keys[0], d.unsqueeze(0), indices.unsqueeze(0), weights,
+            layout=_LAYOUT, sparse_mode=self.sparse_mode,
+        )  # fmt: skip
+        return (d_query, d_weights), (d_key,)
+
+
+@dataclass(frozen=True)
+class SparseAttention(DifferentiableOperation):
+    name: ClassVar[str] = "sparse_flash_attention"
+    kinds: ClassVar[tuple[str, ...]] = ("key", "value", "key_rope")
+    differentiable: ClassVar[int] = 0
+
+    scale_value: float
+    sparse_block_size: int
+    sparse_mode: int
+    deterministic: bool
+    # Whether value is key; it is None then, and key's gradient is that of both.
+    tied: bool
+
+    def last_key(self, part: Rows) -> int:
+        return _last_key(part, self.sparse_mode)
+
+    def _options(self, query_rope: Tensor | None, key_rope: Tensor | None) -> dict[str, Any]:
+        return {
+            "query_rope": query_rope,
+            "key_rope": key_rope,
+            "layout": _LAYOUT,
+            "scale_value": self.scale_value,
+            "sparse_block_size": self.sparse_block_size,
+            "sparse_mode": self.sparse_mode,
+            "deterministic": self.deterministic,
+        }
+
+    def _indices(self, part: Rows, indices: Tensor) -> Tensor:
+        return _read_slots(part, indices, self.last_key(part), self.sparse_block_size)
+
+    def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        query, indices, query_rope = queries
+        key, value, key_rope = keys
+        out, softmax_max, softmax_sum = ops.sparse_flash_attention(
+            query, key, key if self.tied else value, self._indices(part, indices),
+            **self._options(query_rope, key_rope),
+        )  # fmt: skip
+        return out[0], softmax_max[0, 0], softmax_sum[0, 0]
+
+    def empty(self, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        query = queries[0]
+        statistics = query.new_empty(query.shape[:2], dtype=sum_dtype(query))
+        return torch.empty_like(query), statistics, statistics.clone()
+
+    def backward(
+        self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
+    ) -> tuple[Gradients, Gradients]:
+        query, indices, query_rope = queries
+        key, value, key_rope = keys
+        out, softmax_max, softmax_sum = outputs
+        d_query, d_key, d_value, d_query_rope, d_key_rope = ops.sparse_flash_attention_grad(
+            query, key, key if self.tied else value, self._indices(part, indices),
+            d.unsqueeze(0), out.unsqueeze(0), softmax_max[None, None], softmax_sum[None, None],
+            **self._options(query_rope, key_rope),
+        )  # fmt: skip
+        d_queries = (d_query, None, None if query_rope is None else d_query_rope)
+        rope = None if key_rope is None else d_key_rope
+        if self.tied:
+            return d_queries, (d_key.to(sum_dtype(d_key)) + d_value, None, rope)
+        return d_queries, (d_key, d_value, rope)
+
+
+@dataclass(frozen=True)
+class IndexerLoss(Operation):
+    name: ClassVar[str] = "lightning_indexer_kl_loss"
+    kinds: ClassVar[tuple[str, ...]] = ("key_index", "key", "key_rope")
+
+    scale_value: float
+    sparse_mode: int
+    deterministic: bool
+
+    def last_key(self, part: Rows) -> int:
+        return _last_key(part, self.sparse_mode)
+
+    def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        """The gradients of query_index, weights and key_index, and the loss of one part."""
+        query_index, weights, query, indices, *attention, query_rope = queries
+        key_index, key, key_rope = keys
+        d_query_index, d_key_index, d_weights, loss = ops.sparse_lightning_indexer_grad_kl_loss(
+            query, key, query_index, key_index, weights,
+            _read_slots(part, indices, self.last_key(part)),
+            *(x.unsqueeze(0) for x in attention),
+            query_rope=query_rope, key_rope=key_rope, scale_value=self.scale_value,
+            layout=_LAYOUT, sparse_mode=self.sparse_mode, deterministic=self.deterministic,
+        )  # fmt: skip
+        return d_query_index[0], d_weights[0], d_key_index[0], loss

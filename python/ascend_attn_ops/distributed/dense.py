@@ -1,0 +1,178 @@
+"""Dense attention with its sequences spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+import ascend_attn_ops as ops
+from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops.distributed._collectives import ExchangeHeads, heads_to_tokens
+from ascend_attn_ops.distributed._dense_operation import LANES, DenseAttention
+from ascend_attn_ops.distributed._parts import RunParts, as_tokens, batch_first, check
+from ascend_attn_ops.distributed._ring import Ring
+from ascend_attn_ops.distributed.shards import SequenceShards
+
+Method = Literal["allgather", "ring", "ulysses"]
+
+
+def flash_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    num_heads: int,
+    shards: SequenceShards,
+    layout: str = "TND",
+    method: Method = "allgather",
+    scale_value: float | None = None,
+    pre_tokens: int = ALL_TOKENS,
+    next_tokens: int = ALL_TOKENS,
+    inner_precise: int = 0,
+    sparse_mode: int = 0,
+    save_gathered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`ascend_attn_ops.flash_attention_score` of local tokens, over the keys of all ranks.
+
+    A collective call, as is its backward. Differentiable with respect to query, key and value.
+    Position biases, masks as tensors, prefixes and dropout are not supported.
+
+    Args:
+        query: local tokens, (T, N, D), or (1, T, N, D) in layout BSND.
+        key: local tokens, (T, Nk, D) or (1, T, Nk, D); query's dtype. Nk divides N.
+        value: local tokens, (T, Nk, Dv) or (1, T, Nk, Dv), Dv <= D; query's dtype.
+        num_heads: N.
+        shards: which tokens are local.
+        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        method: "allgather" gathers key and value: the results are those of one process bit for bit,
+            and every rank needs memory for all keys. "ring" passes them from rank to rank and
+            merges the results, each rounded to query's dtype: sparse_mode 0, 2 and 3, not under
+            torch.compile. "ulysses" exchanges tokens for heads: the number of ranks must divide N
+            and Nk.
+        scale_value: factor of the scores; None for 1 / sqrt(D).
+        pre_tokens: sparse_mode 0 and 4: how many keys before the diagonal are kept.
+        next_tokens: how many after it.
+        inner_precise: as in the operator.
+        sparse_mode: 0, the keys within pre_tokens and next_tokens, by default all; 2 and 3, causal;
+            4, a band.
+        save_gathered: "allgather": keep the keys of all ranks for the backward, instead of
+            gathering them again.
+
+    Returns:
+        out, with query's shape and head size Dv; softmax_max and softmax_sum, float32 (float64 for
+        float64 inputs), each value eight times: (T, N, 8), token after token also where the
+        operator's own order is another, or (1, N, T, 8) in BSND.
+
+    Raises:
+        As :func:`lightning_indexer`, and ValueError for numbers of heads that "ulysses" cannot
+        spread; NotImplementedError for a sparse_mode that the method does not have.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([6, 9])  # of a group of one rank
+        >>> def local(*shape):
+        ...     return torch.randn(shards.local_tokens, *shape, dtype=torch.bfloat16)
+        >>> out, *statistics = distributed.flash_attention_score(
+        ...     local(4, 64), local(2, 64), local(2, 64), num_heads=4, shards=shards,
+        ...     sparse_mode=3, method="ring")
+        >>> out.shape
+        torch.Size([15, 4, 64])
+    """
+    tensors, error = as_tokens(
+        DenseAttention.name, shards, layout, {"query": query, "key": key, "value": value}
+    )
+    mode = sparse_mode
+    if mode == 2:  # a sequence has as many queries as keys
+        mode = 3
+    if mode == 0 and (pre_tokens, next_tokens) != (ALL_TOKENS, ALL_TOKENS):
+        mode = 4
+    if scale_value is None:
+        scale_value = (query.shape[-1] if query.dim() else 1) ** -0.5
+    error = error or _wrong_method(method, mode, sparse_mode, num_heads, tensors, shards)
+    operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
+    local: list[Any] = [tensors.get(name) for name in ("query", "key", "value")]
+    by_head = method == "ulysses" and error is None
+    ranks = shards.world_size if by_head else 1
+    checked = replace(operation, num_heads=num_heads // ranks)
+    some_heads = [x if x is None else x[:, : x.shape[1] // ranks] for x in local]
+    check(
+        checked, shards, error, queries={"query": some_heads[0]},
+        keys=dict(zip(("key", "value"), some_heads[1:], strict=True)), options={"method": method},
+    )  # fmt: skip
+    if method == "allgather" or shards.tokens == 0:
+        outputs = RunParts.apply(operation, shards, save_gathered, 1, *local)
+    elif method == "ring":
+        outputs = Ring.apply(operation, shards, *local)
+    else:
+        outputs = _ulysses(operation, shards, *local)
+    out, *statistics = outputs
+    if layout == "BSND":
+        statistics = [x.transpose(0, 1).unsqueeze(0) for x in statistics]
+    return batch_first(out, layout), *statistics
+
+
+def _wrong_method(
+    method: str,
+    mode: int,
+    sparse_mode: int,
+    num_heads: int,
+    tensors: dict[str, Tensor | None],
+    shards: SequenceShards,
+) -> Exception | None:
+    where = f"ascend::{DenseAttention.name}"
+    if method not in ("allgather", "ring", "ulysses"):
+        return ValueError(
+            f"{where}: method: expected 'allgather', 'ring' or 'ulysses', got {method!r}"
+        )
+    if mode not in (0, 3, 4) or (method == "ring" and mode == 4):
+        modes = "0 without pre_tokens and next_tokens, 2 or 3" if method == "ring" else "0, 2, 3, 4"
+        return NotImplementedError(
+            f"{where}: sparse_mode: expected {modes} with shards and method {method!r}, "
+            f"got {sparse_mode}"
+        )
+    if method == "ring" and is_compiling():
+        return NotImplementedError(
+            f"{where}: method: expected 'allgather' or 'ulysses' under torch.compile, got 'ring'"
+        )
+    if method == "ulysses":
+        for argument, x in tensors.items():
+            heads = num_heads if x is None or x.dim() < 2 else x.shape[1]
+            if heads % shards.world_size:
+                return ValueError(
+                    f"{where}: {argument}: expected a number of heads that the {shards.world_size} "
+                    f"ranks divide (method 'ulysses'), got {heads}"
+                )
+    return None
+
+
+def _ulysses(
+    operation: DenseAttention, shards: SequenceShards, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """Tokens of all heads become heads of all tokens, and back."""
+    of_my_heads = [ExchangeHeads.apply(x, shards, True) for x in (query, key, value)]
+    ends = list(accumulate(shards.lengths))
+    out, *statistics = ops.flash_attention_score(
+        *of_my_heads,
+        num_heads=operation.num_heads // shards.world_size, layout="TND",
+        scale_value=operation.scale_value, sparse_mode=operation.sparse_mode,
+        pre_tokens=operation.pre_tokens, next_tokens=operation.next_tokens,
+        inner_precise=operation.inner_precise,
+        actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
+    )  # fmt: skip
+    with torch.no_grad():
+        # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
+        lanes = [
+            torch.cat([
+                rows.reshape(rows.shape[1], rows.shape[0], LANES)[..., :1].transpose(0, 1)
+                for rows in x.split(shards.lengths)
+            ])
+            for x in statistics
+        ]  # fmt: skip
+        statistics = [heads_to_tokens(shards, x).expand(-1, -1, LANES).contiguous() for x in lanes]
+    return ExchangeHeads.apply(out, shards, False), *statistics

@@ -1,0 +1,367 @@
+"""DeepSeek Sparse Attention with its sequences spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
+from ascend_attn_ops.distributed._collectives import all_reduce, reduce_scatter, sum_dtype
+from ascend_attn_ops.distributed._parts import (
+    RunParts,
+    as_tokens,
+    batch_first,
+    check,
+    forget_unless_all_have,
+    gather_keys,
+    keys_of,
+    local_rows,
+    queries_of,
+    run_parts,
+)
+from ascend_attn_ops.distributed._sparse_operations import (
+    Indexer,
+    IndexerLoss,
+    SparseAttention,
+)
+from ascend_attn_ops.distributed.shards import SequenceShards
+
+
+class _GroupLoss(torch.autograd.Function):
+    """The loss of all ranks' tokens. Its backward communicates nothing.
+
+    The operator has the gradients with the loss. That of the keys is summed over the ranks at once,
+    since kept for the backward it would have the size of all keys.
+    """
+
+    # Of the arguments of forward, after which all are constants to autograd.
+    TRAINED = 3
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: IndexerLoss,
+        shards: SequenceShards,
+        query_index: Tensor,
+        weights: Tensor,
+        key_index: Tensor,
+        *others: Tensor | None,
+    ) -> Tensor:
+        *attention_queries, key, key_rope = others
+        queries = (query_index, weights, *attention_queries)
+        full = gather_keys(shards, operation.kinds, (key_index, key, key_rope))
+        dtype = sum_dtype(query_index)
+        total = query_index.new_zeros((), dtype=dtype)
+        d_keys = query_index.new_zeros((shards.tokens, *key_index.shape[1:]), dtype=dtype)
+        pieces = []
+        for part in local_rows(shards):
+            d_query_index, d_weights, d_key_index, loss = operation.forward(
+                part, queries_of(part, queries), keys_of(operation, part, full)
+            )
+            pieces.append((d_query_index, d_weights))
+            d_keys[part.start : part.start + len(d_key_index)] += d_key_index
+            total = total + loss[0]
+        if any(ctx.needs_input_grad):
+            d_query_index, d_weights = (
+                [torch.cat(d) for d in zip(*pieces, strict=True)]
+                if pieces
+                else [torch.zeros_like(query_index), torch.zeros_like(weights)]
+            )
+            d_local_keys = reduce_scatter(shards, d_keys)
+            ctx.save_for_backward(d_query_index, d_weights, d_local_keys)
+            ctx.key_dtype = key_index.dtype
+        return all_reduce(shards, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        d_query_index, d_weights, d_keys = ctx.saved_tensors
+        constants = (None,) * (len(ctx.needs_input_grad) - 2 - _GroupLoss.TRAINED)
+        # Multiplied in fp32: for a mean over many tokens, d is small.
+        return (
+            None,
+            None,
+            (d_query_index * d).to(d_query_index.dtype),
+            (d_weights * d).to(d_weights.dtype),
+            (d_keys * d).to(ctx.key_dtype),
+            *constants,
+        )
+
+
+def lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    shards: SequenceShards,
+    layout: str = "TND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = ALL_TOKENS_SPARSE,
+    next_tokens: int = ALL_TOKENS_SPARSE,
+    return_values: bool = False,
+    prefetch: Sequence[Tensor] = (),
+    save_gathered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`ascend_attn_ops.lightning_indexer` of local tokens, over the keys of all ranks.
+
+    A collective call, as is its backward.
+
+    Args:
+        query: local tokens, (T, Nidx, Didx), or (1, T, Nidx, Didx) in layout BSND.
+        key: local tokens, (T, 1, Didx) or (1, T, 1, Didx); query's dtype.
+        weights: local tokens, (T, Nidx) or (1, T, Nidx); query's dtype or float32.
+        shards: which tokens are local.
+        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        sparse_count: K, how many keys to select.
+        sparse_mode: 0, every key of the sequence is visible; 3, causal.
+        pre_tokens: ignored in modes 0 and 3.
+        next_tokens: ignored in modes 0 and 3.
+        return_values: also return the scores of the selected keys, through which the call is then
+            differentiable.
+        prefetch: the `key`, or the `key` and the `key_rope`, of the
+            :func:`sparse_flash_attention` that follows. They travel while the indexer computes.
+        save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
+
+    Returns:
+        sparse_indices, int32, (T, 1, K) or (1, T, 1, K): keys of all ranks, counted from the first
+        of their sequence; and sparse_values: bit for bit what one process returns for these tokens.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the operator, and ValueError for tensors that
+            do not have the local tokens of `shards`, for a device that the group does not
+            communicate on, and for arguments that differ between ranks. All ranks raise the same.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([4, 2])  # of a group of one rank
+        >>> query = torch.randn(shards.local_tokens, 8, 128, dtype=torch.bfloat16)
+        >>> key = torch.randn(shards.local_tokens, 1, 128, dtype=torch.bfloat16)
+        >>> weights = torch.rand(shards.local_tokens, 8, dtype=torch.bfloat16)
+        >>> indices, _ = distributed.lightning_indexer(
+        ...     query, key, weights, shards=shards, sparse_count=4)
+        >>> indices[4, 0].tolist()  # the first token of the second sequence sees itself only
+        [0, -1, -1, -1]
+    """
+    operation = Indexer(sparse_count, sparse_mode, pre_tokens, next_tokens, return_values)
+    attention_keys = dict(zip(("key", "key_rope"), prefetch, strict=False))
+    given = {"query": query, "weights": weights, "key": key}
+    given |= {f"prefetch ({name})": x for name, x in attention_keys.items()}
+    tensors, error = as_tokens(operation.name, shards, layout, given)
+    if len(prefetch) > len(attention_keys):
+        error = ValueError(
+            f"ascend::{operation.name}: prefetch: expected the key, or the key and the key_rope, "
+            f"got {len(prefetch)} tensors"
+        )
+    *local, local_key = (tensors.get(name) for name in ("query", "weights", "key"))
+    ahead = {name: tensors.get(f"prefetch ({name})") for name in attention_keys}
+    kinds = {"key_index": local_key, **ahead}
+    missing = check(
+        operation, shards, error, queries=dict(zip(("query", "weights"), local, strict=True)),
+        keys={"key": local_key}, others=ahead, kinds=kinds,
+    )  # fmt: skip
+    forget_unless_all_have(shards, kinds, missing)
+    if not is_compiling() and shards.world_size > 1:
+        with torch.no_grad():
+            for kind, x in kinds.items():
+                if x is not None:
+                    shards._gathered.start(shards, kind, x)
+    if return_values:
+        indices, values = RunParts.apply(
+            operation, shards, save_gathered, len(local), *local, local_key
+        )
+        return batch_first(indices, layout), batch_first(values, layout)
+    with torch.no_grad():
+        full = gather_keys(shards, operation.kinds, (local_key,))
+        indices, values = run_parts(operation, shards, local, full)
+    return batch_first(indices, layout), values
+
+
+def sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    *,
+    shards: SequenceShards,
+    scale_value: float,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout: str = "TND",
+    sparse_mode: int = 3,
+    deterministic: bool = False,
+    save_gathered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`ascend_attn_ops.sparse_flash_attention` of local tokens, over the keys of all ranks.
+
+    A collective call, as is its backward: key, value and key_rope are gathered, and their gradients
+    summed over the ranks in float32. One tensor as key and value travels once.
+
+    Args:
+        query: local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
+        key: local tokens, (T, 1, D) or (1, T, 1, D); query's dtype.
+        value: as key. The NPU requires the same tensor as key: absorbed MLA.
+        sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K); int32. Keys, counted from
+            the first of the sequence, on whichever rank they are.
+        shards: which tokens are local.
+        scale_value: factor of the scores.
+        query_rope: (T, N1, Dr) or (1, T, N1, Dr); query's dtype. With key_rope or not at all.
+        key_rope: (T, 1, Dr) or (1, T, 1, Dr); query's dtype.
+        sparse_block_size: keys per index.
+        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        sparse_mode: 0, every key of the sequence is visible; 3, causal.
+        deterministic: request a deterministic backward.
+        save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
+
+    Returns:
+        out, with query's shape and dtype; softmax_max and softmax_sum, float32 (float64 for float64
+        inputs), (1, T, N1), or (1, 1, T, N1) in BSND: bit for bit what one process returns for
+        these tokens.
+
+    Raises:
+        As :func:`lightning_indexer`.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([8])  # of a group of one rank
+        >>> def local(*shape):
+        ...     return torch.randn(shards.local_tokens, *shape, dtype=torch.bfloat16)
+        >>> latent, key_rope = local(1, 512), local(1, 64)
+        >>> indices = torch.arange(1024, dtype=torch.int32).where(torch.arange(1024) < 8, -1)
+        >>> out, softmax_max, softmax_sum = distributed.sparse_flash_attention(
+        ...     local(32, 512), latent, latent, indices.repeat(shards.local_tokens, 1, 1),
+        ...     shards=shards, scale_value=192**-0.5, query_rope=local(32, 64), key_rope=key_rope)
+        >>> out.shape
+        torch.Size([8, 32, 512])
+    """
+    tied = value is key
+    operation = SparseAttention(scale_value, sparse_block_size, sparse_mode, deterministic, tied)
+    tensors, error = as_tokens(
+        operation.name, shards, layout,
+        {
+            "query": query, "sparse_indices": sparse_indices, "query_rope": query_rope,
+            "key": key, "value": None if tied else value, "key_rope": key_rope,
+        },
+    )  # fmt: skip
+    queries = {name: tensors.get(name) for name in ("query", "sparse_indices", "query_rope")}
+    keys = {name: tensors.get(name) for name in ("key", "value", "key_rope")}
+    missing = check(operation, shards, error, queries=queries, keys=keys, kinds=keys)
+    forget_unless_all_have(shards, keys, missing)
+    out, softmax_max, softmax_sum = RunParts.apply(
+        operation, shards, save_gathered, len(queries), *queries.values(), *keys.values()
+    )
+    statistics = (batch_first(x.unsqueeze(0), layout) for x in (softmax_max, softmax_sum))
+    return batch_first(out, layout), next(statistics), next(statistics)
+
+
+def lightning_indexer_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    *,
+    shards: SequenceShards,
+    scale_value: float,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    layout: str = "TND",
+    sparse_mode: int = 3,
+    deterministic: bool = False,
+    reduction: Literal["sum", "mean"] = "sum",
+) -> Tensor:
+    """:func:`ascend_attn_ops.lightning_indexer_kl_loss` of the tokens of all ranks.
+
+    A collective call; its backward communicates nothing. The loss is the same number on all ranks.
+    Every rank calls backward on it, and gets the gradients of its own tokens: parameters that all
+    ranks share want the sum of the ranks' gradients, not their mean.
+
+    Args:
+        query: of the main attention, local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
+        key: (T, 1, D) or (1, T, 1, D); query's dtype.
+        query_index: (T, Nidx, Didx) or (1, T, Nidx, Didx); query's dtype.
+        key_index: (T, 1, Didx) or (1, T, 1, Didx); query's dtype.
+        weights: (T, Nidx) or (1, T, Nidx); query's dtype or float32.
+        sparse_indices: from :func:`lightning_indexer`, (T, 1, K) or (1, T, 1, K); int32.
+        softmax_max, softmax_sum: from :func:`sparse_flash_attention` over the same keys.
+        shards: which tokens are local.
+        scale_value: factor of the main attention's scores.
+        query_rope: (T, N1, Dr) or (1, T, N1, Dr); query's dtype.
+        key_rope: (T, 1, Dr) or (1, T, 1, Dr); query's dtype.
+        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        sparse_mode: 3, causal.
+        deterministic: as in :func:`sparse_flash_attention`.
+        reduction: "sum" over the tokens of all ranks, or their "mean".
+
+    Returns:
+        The loss in nats, shape (), float32 (float64 for float64 inputs).
+
+    Raises:
+        As :func:`lightning_indexer`.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([8])  # of a group of one rank
+        >>> def local(*shape):
+        ...     return torch.randn(shards.local_tokens, *shape, dtype=torch.bfloat16)
+        >>> latent, key_rope = local(1, 512), local(1, 64)
+        >>> query, query_rope = local(32, 512), local(32, 64)
+        >>> q_index, k_index, weights = local(8, 128).requires_grad_(), local(1, 128), local(8)
+        >>> indices, _ = distributed.lightning_indexer(
+        ...     q_index, k_index, weights, shards=shards, sparse_count=1024,
+        ...     prefetch=(latent, key_rope))
+        >>> attention = {"query_rope": query_rope, "key_rope": key_rope, "scale_value": 192**-0.5}
+        >>> out, *statistics = distributed.sparse_flash_attention(
+        ...     query, latent, latent, indices, shards=shards, **attention)
+        >>> loss = distributed.lightning_indexer_kl_loss(
+        ...     query, latent, q_index, k_index, weights, indices, *statistics,
+        ...     shards=shards, **attention, reduction="mean")
+        >>> loss.backward()
+        >>> q_index.grad.shape
+        torch.Size([8, 8, 128])
+    """
+    operation = IndexerLoss(scale_value, sparse_mode, deterministic)
+    tensors, error = as_tokens(
+        operation.name, shards, layout,
+        {
+            "query_index": query_index, "weights": weights, "query": query,
+            "sparse_indices": sparse_indices, "softmax_max": softmax_max,
+            "softmax_sum": softmax_sum, "query_rope": query_rope,
+            "key_index": key_index, "key": key, "key_rope": key_rope,
+        },
+        statistics=("softmax_max", "softmax_sum"),
+    )  # fmt: skip
+    if error is None and reduction not in ("sum", "mean"):
+        error = ValueError(
+            f"ascend::{operation.name}: reduction: expected 'sum' or 'mean', got {reduction!r}"
+        )
+    keys = {name: tensors.get(name) for name in operation.kinds}
+    queries = {name: x for name, x in tensors.items() if name not in keys}
+    missing = check(
+        operation, shards, error, queries=queries, keys=keys, kinds=keys,
+        options={"reduction": reduction},
+    )  # fmt: skip
+    forget_unless_all_have(shards, keys, missing)
+    trained = [tensors[name] for name in ("query_index", "weights", "key_index")]
+    constants = [
+        x if x is None else x.detach()
+        for x in (*list(queries.values())[2:], keys["key"], keys["key_rope"])
+    ]
+    loss = _GroupLoss.apply(operation, shards, *trained, *constants)
+    # The loss reads the keys of a layer last.
+    if not is_compiling():
+        for kind in operation.kinds:
+            shards._gathered.drop(shards, kind)
+    return loss if reduction == "sum" else loss / max(shards.tokens, 1)

@@ -1,0 +1,125 @@
+"""Runs functions on several ranks: gloo, one process per rank, and a time-out for everything.
+
+The processes are started once and wait for work, since importing torch takes longer than most
+tests. A group of fewer ranks leaves the last processes idle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZE = 4
+# Of a collective; less than that of a call, so that a hang says where it is.
+COLLECTIVE_SECONDS = 40
+CALL_SECONDS = 90
+START_SECONDS = 120
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def join(rank: int, world_size: int, port: int, seconds: float = COLLECTIVE_SECONDS) -> None:
+    """Make this process a rank."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    join(rank, WORLD_SIZE, port)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD_SIZE)}
+    groups[WORLD_SIZE] = dist.group.WORLD
+    pipe.send(("ready", None))
+    while True:
+        try:
+            size, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("result", function(groups[size], *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+class _Pool:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.collect(WORLD_SIZE, START_SECONDS)
+
+    def collect(self, size: int, seconds: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        waiting = {self.pipes[rank]: rank for rank in range(size)}
+        failures = []
+        while waiting:
+            ready = wait(list(waiting), timeout=seconds)
+            if not ready:
+                failures.append(f"ranks {sorted(waiting.values())}: no answer in {seconds} s")
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    kind, answers[rank] = pipe.recv()
+                except EOFError:
+                    kind, answers[rank] = "error", "the process ended"
+                if kind == "error":
+                    failures.append(f"rank {rank}: {answers[rank]}")
+                    # The others may wait for this rank in vain.
+                    seconds = min(seconds, 5)
+        if failures:
+            self.kill()
+            raise AssertionError("\n".join(failures))
+        return [answers[rank] for rank in range(size)]
+
+    def kill(self) -> None:
+        global _pool
+        for process in self.processes:
+            process.kill()
+            process.join()
+        _pool = None
+
+
+_pool: _Pool | None = None
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call function(group, *args) on `size` ranks, and return what it returns on each.
+
+    The function is one of a module, and what goes in and out is plain data. A failure on any rank
+    is a failure here, and so is silence.
+    """
+    global _pool
+    if _pool is None:
+        _pool = _Pool()
+        atexit.register(_pool.kill)
+    pool = _pool
+    for pipe in pool.pipes[:size]:
+        pipe.send((size, function, args))
+    return pool.collect(size, CALL_SECONDS)
