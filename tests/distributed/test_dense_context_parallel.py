@@ -109,7 +109,7 @@ def compare_without_limits(group: ProcessGroup, method: str, modes: list[dict[st
 CAUSAL = [{"sparse_mode": 3}]
 ALL_MODES = [
     {}, {"sparse_mode": 2}, *CAUSAL, {"sparse_mode": 4, "pre_tokens": 5, "next_tokens": 0},
-    {"sparse_mode": 4, "pre_tokens": 2, "next_tokens": 3}, {"pre_tokens": 4, "next_tokens": 2},
+    {"sparse_mode": 4, "pre_tokens": 2, "next_tokens": 3},
 ]  # fmt: skip
 
 

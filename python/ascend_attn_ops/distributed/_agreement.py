@@ -18,6 +18,10 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards
 
+# How many `missing` may be asked. All votes have one length, or two functions that the ranks call at
+# a time would wait for each other.
+_QUESTIONS = 4
+
 # By the name of the group that it accompanies.
 _host_groups: dict[str, ProcessGroup] = {}
 
@@ -47,10 +51,10 @@ def agree(
         caller: begins the message.
         error: what is wrong on this rank.
         facts: what must be equal on all ranks.
-        missing: questions that any rank may answer with yes for all of them.
+        missing: what this rank lacks.
 
     Returns:
-        The answers to `missing`.
+        For each of `missing`, whether any rank lacks it.
     """
     if is_compiling():
         # Errors are those of the trace. What it specializes on is equal if the programs are.
@@ -61,15 +65,17 @@ def agree(
         if error is not None:
             raise error
         return list(missing)
+    facts = {"function": caller, **facts}
     text = repr(sorted(facts.items()))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    vote = torch.tensor([error is not None, digest, -digest, *missing], dtype=torch.int64)
+    asked = [*missing, *[False] * (_QUESTIONS - len(missing))]
+    vote = torch.tensor([error is not None, digest, -digest, *asked], dtype=torch.int64)
     dist.all_reduce(vote, dist.ReduceOp.MAX, group=shards._host_group)
     failed, highest, lowest, *answers = vote.tolist()
     if not failed and highest == -lowest:
-        return [bool(answer) for answer in answers]
+        return [bool(answer) for answer in answers[: len(missing)]]
     reports: list[Any] = [None] * shards.world_size
-    dist.all_gather_object(reports, (error, dict(facts)), group=shards._host_group)
+    dist.all_gather_object(reports, (error, facts), group=shards._host_group)
     raise _verdict(caller, reports)
 
 

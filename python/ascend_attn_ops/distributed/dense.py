@@ -55,11 +55,10 @@ def flash_attention_score(
             torch.compile. "ulysses" exchanges tokens for heads: the number of ranks must divide N
             and Nk.
         scale_value: factor of the scores; None for 1 / sqrt(D).
-        pre_tokens: sparse_mode 0 and 4: how many keys before the diagonal are kept.
-        next_tokens: how many after it.
+        pre_tokens: sparse_mode 4: how many keys before the diagonal are kept.
+        next_tokens: how many after it. Neither may be negative.
         inner_precise: as in the operator.
-        sparse_mode: 0, the keys within pre_tokens and next_tokens, by default all; 2 and 3, causal;
-            4, a band.
+        sparse_mode: 0, all keys; 2 and 3, causal; 4, a band.
         save_gathered: "allgather": keep the keys of all ranks for the backward, instead of
             gathering them again.
 
@@ -87,14 +86,13 @@ def flash_attention_score(
     tensors, error = as_tokens(
         DenseAttention.name, shards, layout, {"query": query, "key": key, "value": value}
     )
-    mode = sparse_mode
-    if mode == 2:  # a sequence has as many queries as keys
-        mode = 3
-    if mode == 0 and (pre_tokens, next_tokens) != (ALL_TOKENS, ALL_TOKENS):
-        mode = 4
+    # A sequence has as many queries as keys.
+    mode = 3 if sparse_mode == 2 else sparse_mode
     if scale_value is None:
         scale_value = (query.shape[-1] if query.dim() else 1) ** -0.5
-    error = error or _wrong_method(method, mode, sparse_mode, num_heads, tensors, shards)
+    error = error or _wrong_method(
+        method, sparse_mode, pre_tokens, next_tokens, num_heads, tensors, shards
+    )
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
     local: list[Any] = [tensors.get(name) for name in ("query", "key", "value")]
     by_head = method == "ulysses" and error is None
@@ -119,8 +117,9 @@ def flash_attention_score(
 
 def _wrong_method(
     method: str,
-    mode: int,
     sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
     num_heads: int,
     tensors: dict[str, Tensor | None],
     shards: SequenceShards,
@@ -130,15 +129,20 @@ def _wrong_method(
         return ValueError(
             f"{where}: method: expected 'allgather', 'ring' or 'ulysses', got {method!r}"
         )
-    if mode not in (0, 3, 4) or (method == "ring" and mode == 4):
-        modes = "0 without pre_tokens and next_tokens, 2 or 3" if method == "ring" else "0, 2, 3, 4"
+    modes = (0, 2, 3) if method == "ring" else (0, 2, 3, 4)
+    if sparse_mode not in modes:
         return NotImplementedError(
-            f"{where}: sparse_mode: expected {modes} with shards and method {method!r}, "
+            f"{where}: sparse_mode: expected one of {modes} with shards and method {method!r}, "
             f"got {sparse_mode}"
         )
     if method == "ring" and is_compiling():
         return NotImplementedError(
             f"{where}: method: expected 'allgather' or 'ulysses' under torch.compile, got 'ring'"
+        )
+    if sparse_mode == 4 and min(pre_tokens, next_tokens) < 0:
+        return NotImplementedError(
+            f"{where}: pre_tokens: expected none negative of pre_tokens and next_tokens with "
+            f"shards, got {pre_tokens} and {next_tokens}"
         )
     if method == "ulysses":
         for argument, x in tensors.items():

@@ -1,0 +1,219 @@
+"""What travels between the ranks, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from ascend_attn_ops import distributed
+from ascend_attn_ops.distributed import SequenceShards
+from processes import on_ranks
+from sparse_layer import SCALE, Sizes, inputs, of_ranks
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor.debug import CommDebugMode
+
+# Latent, rope and indexer key as on the device: 1408 bytes per token in bfloat16.
+SIZES = Sizes(heads=2, latent=512, rope=64, index_heads=2, index=128, count=16)
+
+
+class Traffic(CommDebugMode):
+    """Also the bytes that a rank receives, by collective, and the order of all operators."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.received: dict[str, float] = {}
+        self.order: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            share = args[0].nbytes * (1 if name.startswith("all") else 1 / self.ranks)
+            self.received[name] = self.received.get(name, 0) + share * (self.ranks - 1)
+        self.order.append((name, tuple(args[0].shape) if isinstance(args[0], Tensor) else ()))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def layer(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> tuple[Tensor, Tensor]:
+    keys = x["latent"], x["key_rope"]
+    ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
+    indices, _ = distributed.lightning_indexer(
+        x["query_index"], x["key_index"], x["weights"], shards=shards,
+        sparse_count=SIZES.count, prefetch=keys,
+    )  # fmt: skip
+    out, *statistics = distributed.sparse_flash_attention(
+        x["query"], x["latent"], x["latent"], indices, **ropes, shards=shards, **options
+    )
+    # Detached: the same memory, and so gathered already.
+    constants = {name: value.detach() for name, value in x.items()}
+    loss = distributed.lightning_indexer_kl_loss(
+        constants["query"], constants["latent"], x["query_index"], x["key_index"], x["weights"],
+        indices, *statistics, scale_value=SCALE, query_rope=constants["query_rope"],
+        key_rope=constants["key_rope"], shards=shards,
+    )  # fmt: skip
+    return out, loss
+
+
+def leaves(lengths: list[int], shards: SequenceShards) -> dict[str, Tensor]:
+    tokens = inputs(lengths, torch.bfloat16, SIZES)
+    return {name: shards.shard(x).requires_grad_() for name, x in tokens.items()}
+
+
+def traffic(group: ProcessGroup, lengths: list[int], save_gathered: bool) -> list[dict[str, float]]:
+    with ops.limits(None):
+        shards = SequenceShards(lengths, group)
+        x = leaves(lengths, shards)
+        ranks = group.size()
+        with Traffic(ranks) as forward:
+            out, loss = layer(x, shards, save_gathered=save_gathered)
+        with Traffic(ranks) as backward:
+            (out.sum() + loss).backward()
+    return [forward.received, backward.received]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("lengths", [[64], [40, 64, 24], [33, 2, 30]], ids=str)
+def test_bytes_are_those_of_the_formula(ranks: int, lengths: list[int]) -> None:
+    """Per token and (P - 1) / P of the tokens: 1408 forward, 1152 + 2816 for the gradients."""
+    results = on_ranks(ranks, traffic, lengths, False)
+    assert all(result == results[0] for result in results)
+    forward, backward = results[0]
+    tokens = sum(lengths) * (ranks - 1) / ranks
+    # Every rank's part of every sequence is rounded to at most two tokens more.
+    padding = 2 * len(lengths) * (ranks - 1) if any(n % (2 * ranks) for n in lengths) else 0
+    gathered = forward["all_gather_into_tensor"], backward["all_gather_into_tensor"]
+    # The loss has its gradients in the forward, and sums those of the indexer's key there.
+    summed = forward["reduce_scatter_tensor"] + backward["reduce_scatter_tensor"]
+    for received, per_token in zip((*gathered, summed), (1408, 1152, 2816), strict=True):
+        assert tokens * per_token <= received <= (tokens + padding) * per_token
+
+
+def test_gathered_keys_can_be_kept() -> None:
+    for forward, backward in on_ranks(2, traffic, [64], True):
+        assert forward["all_gather_into_tensor"] == 32 * 1408
+        assert backward == {"reduce_scatter_tensor": 32 * (576 * 4)}
+
+
+def order_of_operators(group: ProcessGroup) -> None:
+    with ops.limits(None), Traffic(group.size()) as seen:
+        shards = SequenceShards([64], group)
+        with torch.no_grad():
+            layer(leaves([64], shards), shards)
+    names = [name for name, _ in seen.order]
+    gathers = [i for i, name in enumerate(names) if name == "all_gather_into_tensor"]
+    first_wait = names.index("wait_tensor")
+    # The calls before had no data: they checked the arguments.
+    indexer = names.index("lightning_indexer", first_wait)
+    assert [seen.order[i][1][-1] for i in gathers] == [128, 512, 64]
+    assert max(gathers) < first_wait
+    # The indexer waits for its own keys, the others are still on their way.
+    assert names[:indexer].count("wait_tensor") == 1
+
+
+def test_keys_travel_while_the_indexer_computes() -> None:
+    on_ranks(2, order_of_operators)
+
+
+def changed_keys(group: ProcessGroup) -> None:
+    """Keys that were written to since, or others in the same place, are gathered again."""
+    with ops.limits(None), torch.no_grad():
+        shards = SequenceShards([16], group)
+        x = {name: value.detach().clone() for name, value in leaves([16], shards).items()}
+        layer(x, shards)
+        attention = {"query_rope": x["query_rope"], "key_rope": x["key_rope"]}
+        indices = torch.arange(SIZES.count, dtype=torch.int32).repeat(shards.local_tokens, 1, 1)
+
+        def attend() -> Tensor:
+            return distributed.sparse_flash_attention(
+                x["query"], x["latent"], x["latent"], indices, scale_value=SCALE, shards=shards,
+                **attention,
+            )[0]  # fmt: skip
+
+        before = attend()
+        x["latent"].mul_(2)
+        assert not torch.equal(attend(), before)
+        with torch.inference_mode():
+            x["latent"] = x["latent"].clone()
+            before = attend()
+            x["latent"].mul_(2)
+            assert not torch.equal(attend(), before)
+
+
+def test_changed_keys_are_gathered_again() -> None:
+    on_ranks(3, changed_keys)
+
+
+def keys_only_some_ranks_have(group: ProcessGroup) -> None:
+    """A rank without tokens cannot tell a copy of nothing from nothing."""
+    with ops.limits(None):
+        shards = SequenceShards([2], group)
+        x = {name: value.detach() for name, value in leaves([2], shards).items()}
+        indices = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
+        for _ in range(2):
+            distributed.sparse_flash_attention(
+                x["query"], *[x["latent"].transpose(0, 1).contiguous().transpose(0, 1)] * 2,
+                indices, scale_value=SCALE, shards=shards,
+                query_rope=x["query_rope"], key_rope=x["key_rope"],
+            )  # fmt: skip
+            if group.rank():
+                shards._gathered.drop(shards, "key_rope")
+
+
+def test_all_ranks_gather_or_none() -> None:
+    on_ranks(3, keys_only_some_ranks_have)
+
+
+def balance(group: ProcessGroup, order: Any) -> int:
+    shards = SequenceShards([8192], group, order)
+    return int((shards.positions() + 1).sum())
+
+
+def test_zigzag_balances_the_indexer() -> None:
+    """The keys that the queries of a rank score."""
+    for order, allowed in (("zigzag", 1.1), ("contiguous", 1.8)):
+        work = on_ranks(4, balance, order)
+        ratio = max(work) * len(work) / sum(work)
+        print(f"{order}: max/mean {ratio:.4f}")
+        assert ratio <= allowed
+
+
+def roundtrip(group: ProcessGroup) -> None:
+    for lengths in ([7, 0, 12], [1], [0], []):
+        for order in ("zigzag", "contiguous"):
+            shards = SequenceShards(lengths, group, order)  # type: ignore[arg-type]
+            x = torch.arange(3 * shards.tokens, dtype=torch.float64).reshape(3, -1)
+            local = shards.shard(x, dim=1).requires_grad_()
+            whole = shards.unshard(local, dim=1)
+            assert torch.equal(whole, x)
+            assert local.shape[1] == shards.local_tokens
+            (whole * whole.detach()).sum().backward()
+            assert torch.equal(local.grad, group.size() * local)
+            positions = torch.cat([torch.arange(n) for n in lengths] or [torch.empty(0).long()])
+            assert torch.equal(shards.positions(), shards.shard(positions))
+            counted = [p for part in shards.parts() for p in range(part.begin, part.end)]
+            assert counted == shards.positions().tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_unshard_is_the_inverse_of_shard(ranks: int) -> None:
+    on_ranks(ranks, roundtrip)
+
+
+def layer_without_tokens(group: ProcessGroup) -> None:
+    with ops.limits(None):
+        shards = SequenceShards([0, 0], group)
+        results = of_ranks(inputs([0, 0], torch.float64, SIZES), shards, SIZES, reduction="mean")
+        assert results["loss"] == 0
+        query = torch.zeros(0, 4, 8)
+        for method in ("allgather", "ring", "ulysses"):
+            out, *_ = distributed.flash_attention_score(
+                query, query, query, num_heads=4, shards=shards, method=method
+            )  # type: ignore[call-overload]
+            assert out.shape == (0, 4, 8)
+
+
+def test_no_tokens_at_all() -> None:
+    on_ranks(2, layer_without_tokens)
