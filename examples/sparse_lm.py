@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ascend_attn_ops as ops
 import torch
+import torch.distributed
+from ascend_attn_ops import distributed
+from ascend_attn_ops.distributed import SequenceShards
 from ascend_attn_ops.modules import IndexerProjections, LightningIndexer, rotary_embedding
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +44,8 @@ class AttentionInputs(NamedTuple):
     latent: Tensor  # (B, S, 1, latent_dim), key and value
     key_rope: Tensor  # (B, S, 1, rope_dim)
     projections: IndexerProjections
+    # Which tokens these are, if ranks share the sequences: B is 1 then, and S the local tokens.
+    shards: SequenceShards | None = None
 
 
 Select = Callable[["LatentAttention", AttentionInputs], Tensor]
@@ -50,13 +55,20 @@ Select = Callable[["LatentAttention", AttentionInputs], Tensor]
 def select_all(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
     """Select every key: dense attention. The operators themselves apply the causal mask."""
     batch, length = inputs.query.shape[:2]
-    keys = torch.arange(length, dtype=torch.int32, device=inputs.query.device)
-    return keys.expand(batch, length, 1, length).contiguous()
+    count = length if inputs.shards is None else max(inputs.shards.lengths)
+    keys = torch.arange(count, dtype=torch.int32, device=inputs.query.device)
+    return keys.expand(batch, length, 1, count).contiguous()
 
 
 def select_by_indexer(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
     """Select the top-k keys of the layer's lightning indexer: sparse attention."""
-    return layer.indexer.select(inputs.projections, layer.top_k)
+    if inputs.shards is None:
+        return layer.indexer.select(inputs.projections, layer.top_k)
+    indices, _ = distributed.lightning_indexer(
+        *inputs.projections, sparse_count=layer.top_k, layout="BSND", shards=inputs.shards,
+        prefetch=(inputs.latent, inputs.key_rope),
+    )  # fmt: skip
+    return indices
 
 
 class LatentAttention(nn.Module):
@@ -99,18 +111,27 @@ class LatentAttention(nn.Module):
             projections=self.indexer(x.detach(), positions),
         )
 
-    def forward(self, x: Tensor, select: Select) -> tuple[Tensor, Tensor]:
-        """Attention over the selected keys, and the indexer's mean KL loss over the same keys."""
-        inputs = self.project(x)
-        query, query_rope, latent, key_rope, projections = inputs
+    def forward(
+        self, x: Tensor, select: Select, shards: SequenceShards | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the selected keys, and the indexer's mean KL loss over the same keys.
+
+        With ``shards``, x is (1, local tokens, hidden_size), and the keys are those of all ranks.
+        """
+        positions = None if shards is None else shards.positions(x.device)
+        inputs = self.project(x, positions)._replace(shards=shards)
+        query, query_rope, latent, key_rope, projections, _ = inputs
         indices = select(self, inputs)
-        attended, softmax_max, softmax_sum = ops.sparse_flash_attention(
+        # The same functions, for all tokens or for those of this rank.
+        operators: Any = ops if shards is None else distributed
+        where: Any = {} if shards is None else {"shards": shards, "layout": "BSND"}
+        attended, softmax_max, softmax_sum = operators.sparse_flash_attention(
             query, latent, latent, indices,
-            scale_value=self.scale, query_rope=query_rope, key_rope=key_rope,
+            scale_value=self.scale, query_rope=query_rope, key_rope=key_rope, **where,
         )  # fmt: skip
-        kl_loss = ops.lightning_indexer_kl_loss(
-            query, latent, *projections, indices, softmax_max, softmax_sum,
-            scale_value=self.scale, query_rope=query_rope, key_rope=key_rope, reduction="mean",
+        kl_loss = operators.lightning_indexer_kl_loss(
+            query, latent, *projections, indices, softmax_max, softmax_sum, scale_value=self.scale,
+            query_rope=query_rope, key_rope=key_rope, reduction="mean", **where,
         )  # fmt: skip
         values = torch.einsum("bsnl,nld->bsnd", attended, self.absorbed_value)
         return self.out(values.flatten(-2)), kl_loss
@@ -129,8 +150,10 @@ class Block(nn.Module):
             nn.Linear(4 * hidden, hidden, bias=False),
         )
 
-    def forward(self, x: Tensor, select: Select) -> tuple[Tensor, Tensor]:
-        attended, kl_loss = self.attention(self.attention_norm(x), select)
+    def forward(
+        self, x: Tensor, select: Select, shards: SequenceShards | None = None
+    ) -> tuple[Tensor, Tensor]:
+        attended, kl_loss = self.attention(self.attention_norm(x), select, shards)
         x = x + attended
         return x + self.mlp(x), kl_loss
 
@@ -150,15 +173,30 @@ class SparseLM(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocabulary, bias=False)
 
-    def forward(self, text: Tensor, select: Select) -> tuple[Tensor, Tensor]:
-        """LM loss and KL loss (mean over layers) of ``text``, (B, S + 1) int64 bytes."""
-        x = self.embed(text[:, :-1])
+    def forward(
+        self, text: Tensor, select: Select, shards: SequenceShards | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """LM loss and KL loss (mean over layers) of ``text``, (B, S + 1) int64 bytes.
+
+        With ``shards`` of B sequences of S tokens, every rank passes all of ``text`` and computes
+        its own tokens. The losses are those of all tokens, the same on all ranks, and their
+        gradients on a rank are what its tokens add to them.
+        """
+        x, targets = self.embed(text[:, :-1]), text[:, 1:].flatten()
+        if shards is not None:
+            x, targets = shards.shard(x.flatten(0, 1)).unsqueeze(0), shards.shard(targets)
         kl_losses = []
         for block in self.blocks:
-            x, kl_loss = block(x, select)
+            x, kl_loss = block(x, select, shards)
             kl_losses.append(kl_loss)
-        logits = self.head(self.norm(x)).float()
-        lm_loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        logits = self.head(self.norm(x)).float().flatten(0, 1)
+        if shards is None:
+            lm_loss = F.cross_entropy(logits, targets)
+        else:
+            mine = F.cross_entropy(logits, targets, reduction="sum") / shards.tokens
+            total = mine.detach().clone()
+            torch.distributed.all_reduce(total, group=shards.group)
+            lm_loss = mine + (total - mine.detach())
         return lm_loss, torch.stack(kl_losses).mean()
 
     def embed(self, text: Tensor) -> Tensor:

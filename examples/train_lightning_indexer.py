@@ -1,6 +1,7 @@
 """Train a lightning indexer as in DeepSeek Sparse Attention, on the Python standard library.
 
     python examples/train_lightning_indexer.py
+    torchrun --nproc-per-node 2 examples/train_lightning_indexer.py --context-parallel 2
 
 1. Dense warm-up: the language model attends to every earlier byte, while the indexer of each layer
    learns, from the KL loss, to score keys as the attention does.
@@ -11,6 +12,10 @@ attending to nothing else costs the language model, compared with random keys, t
 and the best possible k keys. Writes metrics.json, curves.png and checkpoint.pt to the output
 directory; `--resume` continues from the checkpoint and ends exactly where an uninterrupted run
 would have. Two runs with the same options on the same machine are identical, too.
+
+Under torchrun, `--context-parallel` ranks share every sequence, and `--data-parallel` such groups
+share the batch. The losses are those of one process, but for the order of float32 sums. Parameters
+are sharded (FSDP2), and the checkpoint is a folder that any number of ranks resumes from.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ from typing import Any
 
 import ascend_attn_ops as ops
 import torch
+import torch.distributed as dist
 from evaluate import evaluate
+from parallel import Parallel, checkpoints
 from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
 from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
@@ -38,6 +45,11 @@ from torch import Tensor
 DEVICE_SHAPES = {
     "heads": 64, "latent_dim": 512, "rope_dim": 64, "index_heads": 32, "index_dim": 128,
     "top_k": 2048, "sequence_length": 4096,
+}  # fmt: skip
+
+# Options that do not change the numbers, or not by more than the order of sums.
+NOT_IN_RECIPE = {
+    "out", "resume", "checkpoint_every", "log_every", "context_parallel", "data_parallel",
 }  # fmt: skip
 
 
@@ -52,6 +64,13 @@ def parse_arguments() -> argparse.Namespace:
     run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     run.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     run.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="if no terminal")
+    run.add_argument(
+        "--context-parallel", type=int, default=1, metavar="RANKS", help="that share a sequence"
+    )
+    run.add_argument(
+        "--data-parallel", type=int, default=1, nargs="?", const=0, metavar="GROUPS",
+        help="of such ranks, which share the batch; without a number, as many as there are",
+    )  # fmt: skip
     train = parser.add_argument_group("training")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--warmup-steps", type=int, default=250, help="steps of dense warm-up")
@@ -91,13 +110,16 @@ def set_up_device(name: str) -> torch.device:
 class Trainer:
     """Model, optimizer and history: the contents of a checkpoint."""
 
-    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.arguments, self.device = arguments, device
+    def __init__(
+        self, arguments: argparse.Namespace, device: torch.device, parallel: Parallel
+    ) -> None:
+        self.arguments, self.device, self.parallel = arguments, device, parallel
         fields = asdict(ModelConfig())
-        config = ModelConfig(**{name: getattr(arguments, name) for name in fields})
+        self.config = ModelConfig(**{name: getattr(arguments, name) for name in fields})
         torch.manual_seed(arguments.seed)
         # Parameters are fp32; under autocast the model computes, and calls the operators, in bf16.
-        self.model = SparseLM(config).to(device)
+        self.model = SparseLM(self.config).to(device)
+        parallel.shard_parameters(self.model)
         self.groups = self.model.parameter_groups()
         rates = (arguments.learning_rate, arguments.indexer_learning_rate)
         self.optimizer = torch.optim.AdamW(
@@ -114,7 +136,7 @@ class Trainer:
         self.recipe = {
             name: value
             for name, value in sorted(vars(arguments).items())
-            if name not in ("out", "resume", "checkpoint_every", "log_every")
+            if name not in NOT_IN_RECIPE
         }
 
     @property
@@ -132,52 +154,72 @@ class Trainer:
 
     def train_step(self, text: Tensor) -> tuple[float, float]:
         select = select_all if self.phase == "dense" else select_by_indexer
+        text = self.parallel.my_sequences(text).to(self.device)
+        shards = self.parallel.shards(len(text), text.shape[1] - 1)
         with torch.autocast(self.device.type, torch.bfloat16):
-            lm_loss, kl_loss = self.model(text.to(self.device), select)
+            lm_loss, kl_loss = self.model(text, select, shards)
         # No parameter contributes to both losses, so adding them trades nothing off.
-        (lm_loss + kl_loss).backward()
+        (self.parallel.gradient_factor * (lm_loss + kl_loss)).backward()
         factor = self.learning_rate_factor()
         for group in self.optimizer.param_groups:
             torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
             group["lr"] = factor * group["peak_lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        bits_per_byte, kl = lm_loss.item() / math.log(2), kl_loss.item()
+        lm, kl = self.parallel.mean(lm_loss, kl_loss)
+        bits_per_byte = lm / math.log(2)
         if not math.isfinite(bits_per_byte + kl):
             raise SystemExit(f"step {self.step + 1}: loss {bits_per_byte} bits/byte, KL {kl}")
         self.history["bits_per_byte"].append(bits_per_byte)
         self.history["kl"].append(kl)
         return bits_per_byte, kl
 
-    def save(self, path: Path) -> None:
-        state = {
-            "recipe": self.recipe,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "history": self.history,
-        }
+    def save(self) -> None:
+        about = {"recipe": self.recipe, "history": self.history}
+        out = self.arguments.out
+        if self.parallel.distributed:
+            self.parallel.save(out, self.step, self.model, self.optimizer, about)
+            return
+        path = out / "checkpoint.pt"
+        tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         # Renaming is atomic: a run killed at any moment leaves a complete checkpoint.
-        torch.save(state, path.with_suffix(".tmp"))
+        torch.save(about | tensors, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
 
-    def load(self, path: Path) -> None:
+    def load(self) -> bool:
+        """Continue from the checkpoint, if there is one."""
+        out = self.arguments.out
+        if self.parallel.distributed:
+            folders = checkpoints(out)
+            if not folders:
+                return False
+            about = json.loads((folders[-1] / "about.json").read_text())
+            self.check_recipe(about["recipe"], folders[-1])
+            self.parallel.load(folders[-1], self.model, self.optimizer)
+            self.history = about["history"]
+            return True
+        path = out / "checkpoint.pt"
+        if not path.exists():
+            return False
         state = torch.load(path, map_location=self.device, weights_only=True)
-        for name, value in self.recipe.items():
-            if state["recipe"][name] != value:
-                raise SystemExit(
-                    f"--resume: {path} was trained with --{name.replace('_', '-')} "
-                    f"{state['recipe'][name]}, not {value}"
-                )
+        self.check_recipe(state["recipe"], path)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = state["history"]
+        return True
+
+    def check_recipe(self, recipe: dict[str, Any], path: Path) -> None:
+        for name, value in self.recipe.items():
+            if recipe[name] != value:
+                raise SystemExit(
+                    f"--resume: {path} was trained with --{name.replace('_', '-')} "
+                    f"{recipe[name]}, not {value}"
+                )
 
 
 def train(trainer: Trainer, text: Tensor) -> None:
-    arguments = trainer.arguments
-    checkpoint = arguments.out / "checkpoint.pt"
-    if arguments.resume and checkpoint.exists():
-        trainer.load(checkpoint)
+    arguments, is_main = trainer.arguments, trainer.parallel.is_main
+    if arguments.resume and trainer.load() and is_main:
         print(f"resumed at step {trainer.step}", flush=True)
     tokens_per_step = arguments.batch_size * arguments.sequence_length
     progress = Progress(trainer.step, trainer.total_steps, tokens_per_step, arguments.log_every)
@@ -186,33 +228,29 @@ def train(trainer: Trainer, text: Tensor) -> None:
         seed = arguments.seed * 1_000_003 + trainer.step
         batch = sample_windows(text, arguments.batch_size, arguments.sequence_length + 1, seed)
         phase = trainer.phase
-        progress.update(phase, *trainer.train_step(batch))
+        losses = trainer.train_step(batch)
+        if is_main:
+            progress.update(phase, *losses)
         if trainer.step % arguments.checkpoint_every == 0 or trainer.step == trainer.total_steps:
-            trainer.save(checkpoint)
+            trainer.save()
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    device = set_up_device(arguments.device)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    train_text, held_out_text = load_corpus()
-    print(
-        f"text: {len(train_text):,} bytes to train on, {len(held_out_text):,} held out; "
-        f"threads: {torch.get_num_threads()}; output: {arguments.out}",
-        flush=True,
+def finish(trainer: Trainer, held_out_text: Tensor, start: float) -> None:
+    """Evaluate, and write what came of it."""
+    arguments, trained = trainer.arguments, time.perf_counter()
+    parameters = trainer.parallel.whole(trainer.model)
+    if not trainer.parallel.is_main:
+        return
+    model = trainer.model
+    if trainer.parallel.distributed:
+        model = SparseLM(trainer.config).to(trainer.device)
+        model.load_state_dict(parameters)
+        torch.save({"recipe": trainer.recipe, "model": parameters}, arguments.out / "checkpoint.pt")
+    windows = sample_windows(
+        held_out_text, arguments.eval_windows, arguments.sequence_length + 1, arguments.seed
     )
-    start = time.perf_counter()
-    # Laptop sizes are outside the NPU's limits; those of --device-shapes stay under its checks.
-    limits = contextlib.nullcontext() if arguments.device_shapes else ops.limits(None)
-    with limits:
-        trainer = Trainer(arguments, device)
-        train(trainer, train_text)
-        trained = time.perf_counter()
-        windows = sample_windows(
-            held_out_text, arguments.eval_windows, arguments.sequence_length + 1, arguments.seed
-        )
-        print("evaluating on held-out text ...", flush=True)
-        held_out = evaluate(trainer.model, windows.to(device), arguments.batch_size)
+    print("evaluating on held-out text ...", flush=True)
+    held_out = evaluate(model, windows.to(trainer.device), arguments.batch_size)
     metrics: dict[str, Any] = {
         **trainer.recipe,
         "held_out": held_out,
@@ -224,6 +262,31 @@ def main() -> None:
     plot(metrics, arguments.out / "curves.png")
     print(f"\n{summary_table(metrics)}\n")
     print(f"{time.perf_counter() - start:.0f} s; see {arguments.out}/curves.png and metrics.json")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = set_up_device(arguments.device)
+    parallel = Parallel(arguments.context_parallel, arguments.data_parallel, arguments.device)
+    if arguments.batch_size % parallel.data:
+        raise SystemExit(f"--batch-size: expected a multiple of --data-parallel, {parallel.data}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train_text, held_out_text = load_corpus()
+    if parallel.is_main:
+        print(
+            f"text: {len(train_text):,} bytes to train on, {len(held_out_text):,} held out; "
+            f"threads: {torch.get_num_threads()}; output: {arguments.out}",
+            flush=True,
+        )
+    start = time.perf_counter()
+    # Laptop sizes are outside the NPU's limits; those of --device-shapes stay under its checks.
+    limits = contextlib.nullcontext() if arguments.device_shapes else ops.limits(None)
+    with limits:
+        trainer = Trainer(arguments, device, parallel)
+        train(trainer, train_text)
+        finish(trainer, held_out_text, start)
+    if parallel.distributed:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

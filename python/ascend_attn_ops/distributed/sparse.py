@@ -39,9 +39,6 @@ class _GroupLoss(torch.autograd.Function):
     since kept for the backward it would have the size of all keys.
     """
 
-    # Of the arguments of forward, after which all are constants to autograd.
-    TRAINED = 3
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -52,6 +49,7 @@ class _GroupLoss(torch.autograd.Function):
         key_index: Tensor,
         *others: Tensor | None,
     ) -> Tensor:
+        ctx.constants = len(others)
         *attention_queries, key, key_rope = others
         queries = (query_index, weights, *attention_queries)
         full = gather_keys(shards, operation.kinds, (key_index, key, key_rope))
@@ -81,7 +79,6 @@ class _GroupLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         d_query_index, d_weights, d_keys = ctx.saved_tensors
-        constants = (None,) * (len(ctx.needs_input_grad) - 2 - _GroupLoss.TRAINED)
         # Multiplied in fp32: for a mean over many tokens, d is small.
         return (
             None,
@@ -89,7 +86,7 @@ class _GroupLoss(torch.autograd.Function):
             (d_query_index * d).to(d_query_index.dtype),
             (d_weights * d).to(d_weights.dtype),
             (d_keys * d).to(ctx.key_dtype),
-            *constants,
+            *[None] * ctx.constants,
         )
 
 
