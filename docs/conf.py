@@ -59,7 +59,9 @@ napoleon_custom_sections = ["Returns", "Errors"]
 # Every reference must resolve, but for the names of other projects: their inventories would have to
 # be fetched.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|typing|nn)\..*|Tensor|Sequence|Any")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(ProcessGroup|torch|collections|typing|nn)\..*|Tensor|Sequence|Any")
+]
 
 # What examples may take for granted. They run under the default device limits.
 doctest_global_setup = """
@@ -68,6 +70,10 @@ import ascend_attn_ops  # noqa: E402
 import ascend_attn_ops as ops
 from ascend_attn_ops import *
 torch.manual_seed(0)
+if not torch.distributed.is_initialized():  # one rank, for the examples of ops.distributed
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
 """
 
 # Internal links only: nothing is fetched.

@@ -5,7 +5,6 @@ Without torchrun there is one rank, and nothing here communicates.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_lm import SparseLM
 from torch import Tensor
@@ -24,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -73,7 +73,6 @@ class Parallel:
             text.chunk(self.data)[self.mesh["data"].get_local_rank()] if self.distributed else text
         )
 
-    @functools.cache  # noqa: B019 -- one object, as long as the process
     def shards(self, sequences: int, length: int) -> SequenceShards | None:
         """This rank's part of those sequences; None for all of them."""
         if not self.distributed:
@@ -94,7 +93,7 @@ class Parallel:
         folder = out / f"checkpoint-{step:07}"
         partial = folder.with_suffix(".partial")
         parameters, state = get_state_dict(model, optimizer)
-        dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=partial)
+        save({"model": parameters, "optimizer": state}, checkpoint_id=partial)
         if self.is_main:
             (partial / "about.json").write_text(json.dumps(about))
             older = checkpoints(out)
@@ -107,7 +106,7 @@ class Parallel:
     def load(self, folder: Path, model: SparseLM, optimizer: torch.optim.Optimizer) -> None:
         """Read a checkpoint, whatever number of ranks has written it."""
         parameters, state = get_state_dict(model, optimizer)
-        dcp.load({"model": parameters, "optimizer": state}, checkpoint_id=folder)
+        load({"model": parameters, "optimizer": state}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=state)
 
     def whole(self, model: SparseLM) -> dict[str, Any]:

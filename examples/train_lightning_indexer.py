@@ -14,8 +14,9 @@ directory; `--resume` continues from the checkpoint and ends exactly where an un
 would have. Two runs with the same options on the same machine are identical, too.
 
 Under torchrun, `--context-parallel` ranks share every sequence, and `--data-parallel` such groups
-share the batch. The losses are those of one process, but for the order of float32 sums. Parameters
-are sharded (FSDP2), and the checkpoint is a folder that any number of ranks resumes from.
+share the batch. The losses are those of one process, but for the rounding of sums over the ranks.
+Parameters are sharded (FSDP2), and the checkpoint is a folder that any number of ranks resumes
+from.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards
 
-# How many `missing` may be asked. All votes have one length, or two functions that the ranks call at
-# a time would wait for each other.
+# How many may be `missing`. All votes have one length: ranks that call different functions still
+# hear each other.
 _QUESTIONS = 4
 
 # By the name of the group that it accompanies.
