@@ -20,7 +20,6 @@ from torch.compiler import is_compiling
 from ascend_attn_ops import _C
 from ascend_attn_ops.distributed._agreement import agree
 from ascend_attn_ops.distributed._collectives import gather, reduce_scatter, sum_dtype
-from ascend_attn_ops.distributed._gathered_keys import same_memory
 
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards
@@ -104,25 +103,13 @@ class DifferentiableOperation(Operation):
 def gather_keys(
     shards: SequenceShards, kinds: tuple[str, ...], keys: Tensors
 ) -> list[Tensor | None]:
-    """The keys of all ranks; one that is passed twice travels once."""
-    full: list[Tensor | None] = []
-    for i, x in enumerate(keys):
-        twin = None
-        if x is not None and not is_compiling():
-            twin = next((j for j in range(i) if _same(keys[j], x)), None)
-        if x is None:
-            full.append(None)
-        elif twin is not None:
-            full.append(full[twin])
-        elif kinds:
-            full.append(shards._gathered.take(shards, kinds[i], x))
-        else:
-            full.append(gather(shards, x))
-    return full
-
-
-def _same(x: Tensor | None, y: Tensor) -> bool:
-    return x is not None and same_memory(x, y)
+    """The keys of all ranks, and with `kinds` kept for the next operator."""
+    if not kinds:
+        return [None if x is None else gather(shards, x) for x in keys]
+    return [
+        None if x is None else shards._gathered.take(shards, kind, x)
+        for kind, x in zip(kinds, keys, strict=True)
+    ]
 
 
 def run_parts(
@@ -237,6 +224,14 @@ def _run_parts_backward(
         for parts in zip(*pieces, strict=True)
     ]
     return d_rows, d_full
+
+
+def distinct(tensors: Tensors) -> list[Any]:
+    """Stand-ins for tensors that occur twice, which torch.compile does not take in a Function."""
+    return [
+        x if x is None or all(x is not y for y in tensors[:i]) else x.view_as(x)
+        for i, x in enumerate(tensors)
+    ]
 
 
 def limits_in_force() -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ import ascend_attn_ops as ops
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.distributed._collectives import ExchangeHeads, heads_to_tokens
 from ascend_attn_ops.distributed._dense_operation import LANES, DenseAttention
-from ascend_attn_ops.distributed._parts import RunParts, as_tokens, batch_first, check
+from ascend_attn_ops.distributed._parts import RunParts, as_tokens, batch_first, check, distinct
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
 
@@ -94,7 +94,7 @@ def flash_attention_score(
         method, sparse_mode, pre_tokens, next_tokens, num_heads, tensors, shards
     )
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
-    local: list[Any] = [tensors.get(name) for name in ("query", "key", "value")]
+    local = distinct([tensors.get(name) for name in ("query", "key", "value")])
     by_head = method == "ulysses" and error is None
     ranks = shards.world_size if by_head else 1
     checked = replace(operation, num_heads=num_heads // ranks)

@@ -17,6 +17,7 @@ from ascend_attn_ops.distributed._parts import (
     as_tokens,
     batch_first,
     check,
+    distinct,
     forget_unless_all_have,
     gather_keys,
     keys_of,
@@ -253,7 +254,11 @@ def sparse_flash_attention(
     missing = check(operation, shards, error, queries=queries, keys=keys, kinds=keys)
     forget_unless_all_have(shards, keys, missing)
     out, softmax_max, softmax_sum = RunParts.apply(
-        operation, shards, save_gathered, len(queries), *queries.values(), *keys.values()
+        operation,
+        shards,
+        save_gathered,
+        len(queries),
+        *distinct([*queries.values(), *keys.values()]),
     )
     statistics = (batch_first(x.unsqueeze(0), layout) for x in (softmax_max, softmax_sum))
     return batch_first(out, layout), next(statistics), next(statistics)
@@ -356,7 +361,7 @@ def lightning_indexer_kl_loss(
         x if x is None else x.detach()
         for x in (*list(queries.values())[2:], keys["key"], keys["key_rope"])
     ]
-    loss = _GroupLoss.apply(operation, shards, *trained, *constants)
+    loss = _GroupLoss.apply(operation, shards, *trained, *distinct(constants))
     # The loss reads the keys of a layer last.
     if not is_compiling():
         for kind in operation.kinds:
