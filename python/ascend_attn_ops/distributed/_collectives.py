@@ -32,7 +32,7 @@ def finish_gather(shards: SequenceShards, rows: Tensor) -> Tensor:
     if shards.world_size == 1 or shards._width == 0:
         return rows
     rows = torch.ops._c10d_functional.wait_tensor(rows)
-    return rows.index_select(0, shards._on(rows.device, shards._from_padded))
+    return rows.index_select(0, shards._index("from_padded", rows.device))
 
 
 def gather(shards: SequenceShards, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def reduce_scatter(shards: SequenceShards, x: Tensor) -> Tensor:
     if shards.world_size == 1 or shards._width == 0:
         return x
     # Rows of padding carry token 0, and are cut off at the end.
-    rows = x.index_select(0, shards._on(x.device, shards._to_padded))
+    rows = x.index_select(0, shards._index("to_padded", x.device))
     mine = torch.ops._c10d_functional.reduce_scatter_tensor(
         rows, "sum", shards.world_size, shards._group_name
     )
@@ -66,7 +66,7 @@ def tokens_to_heads(shards: SequenceShards, x: Tensor) -> Tensor:
         return x[:, : x.shape[1] // size]
     by_rank = pad(shards, x).unflatten(1, (size, -1)).transpose(0, 1).contiguous()
     rows = _exchange(shards, by_rank).flatten(0, 1)
-    return rows.index_select(0, shards._on(x.device, shards._from_padded))
+    return rows.index_select(0, shards._index("from_padded", x.device))
 
 
 def heads_to_tokens(shards: SequenceShards, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def heads_to_tokens(shards: SequenceShards, x: Tensor) -> Tensor:
     size = shards.world_size
     if size == 1 or shards._width == 0:
         return x.repeat(1, size, 1)
-    rows = x.index_select(0, shards._on(x.device, shards._to_padded))
+    rows = x.index_select(0, shards._index("to_padded", x.device))
     by_rank = _exchange(shards, rows.unflatten(0, (size, -1)))
     return by_rank.transpose(0, 1).flatten(1, 2)[: shards.local_tokens]
 

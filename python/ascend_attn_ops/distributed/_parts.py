@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
 
 from ascend_attn_ops import _C
 from ascend_attn_ops.distributed._agreement import agree
@@ -288,8 +289,11 @@ def as_tokens(
         if x is None:
             result[argument] = None
             continue
-        if not isinstance(x, Tensor):
-            return {}, TypeError(f"{where}: {argument}: expected a tensor, got {type(x).__name__}")
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            return {}, TypeError(
+                f"{where}: {argument}: expected a tensor of this rank's tokens, "
+                f"got {type(x).__name__}"
+            )
         device = device or x.device
         if x.device.type not in shards._device_types or x.device != device:
             return {}, ValueError(
@@ -354,8 +358,11 @@ def check(
             for argument, x in tensors.items()
             if x is not None and x.requires_grad and torch.is_grad_enabled()
         ]
+        call = (operation.name, repr(facts), _C.limits_override())
         try:
-            _run_on_meta(operation, shards, queries, keys)
+            if call not in shards._checked:
+                _run_on_meta(operation, shards, queries, keys)
+                shards._checked.add(call)
         except (TypeError, ValueError, NotImplementedError) as wrong:
             error = wrong
     return agree(shards, f"ascend::{operation.name}", error, facts, missing)

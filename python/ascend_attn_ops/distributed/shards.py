@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from ascend_attn_ops.distributed._agreement import agree, host_group
@@ -112,16 +113,22 @@ class SequenceShards:
         # Collectives want equal sizes: every rank's tokens are padded to this many rows.
         self._width = max(sizes)
         indices = [_batch_tokens(parts, self._starts) for parts in self._parts]
-        # The local tokens in the batch, all tokens in the padded rows, and those rows in the batch
-        # (0 where they are padding).
-        self._local = indices[self.rank]
-        self._from_padded = torch.empty(self.tokens, dtype=torch.int64)
-        self._to_padded = torch.zeros(self.world_size * self._width, dtype=torch.int64)
+        # Of each token of the batch, its padded row; of each padded row, its token, and 0 where it
+        # is padding.
+        from_padded = torch.empty(self.tokens, dtype=torch.int64)
+        to_padded = torch.zeros(self.world_size * self._width, dtype=torch.int64)
         for rank, index in enumerate(indices):
             rows = rank * self._width + torch.arange(len(index))
-            self._from_padded[index] = rows
-            self._to_padded[rows] = index
+            from_padded[index] = rows
+            to_padded[rows] = index
+        self._indices = {
+            ("local", "cpu"): indices[self.rank],
+            ("from_padded", "cpu"): from_padded,
+            ("to_padded", "cpu"): to_padded,
+        }
         self._gathered = GatheredKeys()
+        # Calls that the operators have found right; see `check`.
+        self._checked: set[tuple[object, ...]] = set()
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """Take the local tokens out of those of the batch; differentiable.
@@ -141,7 +148,7 @@ class SequenceShards:
                 f"SequenceShards.shard: x: expected the {self.tokens} tokens of the batch on axis "
                 f"{dim}, got shape {tuple(x.shape)}"
             )
-        return x.index_select(dim, self._on(x.device, self._local))
+        return x.index_select(dim, self._index("local", x.device))
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """Collect the tokens of all ranks; the inverse of :meth:`shard`, and a collective call.
@@ -197,8 +204,14 @@ class SequenceShards:
             f"order={self.order!r}, rank={self.rank}, world_size={self.world_size})"
         )
 
-    def _on(self, device: torch.device, index: Tensor) -> Tensor:
-        return index.to(device)
+    def _index(self, name: str, device: torch.device) -> Tensor:
+        """Token numbers, on a device; copied there once."""
+        index = self._indices.get((name, str(device)))
+        if index is None:
+            index = self._indices[name, "cpu"].to(device)
+            if not is_compiling():
+                self._indices[name, str(device)] = index
+        return index
 
 
 def _checked(lengths: Sequence[int], order: str) -> tuple[int, ...]:
