@@ -49,6 +49,8 @@ class Indexer(DifferentiableOperation):
     pre_tokens: int
     next_tokens: int
     return_values: bool
+    # Of the backward.
+    deterministic: bool
 
     def last_key(self, part: Rows) -> int:
         return _last_key(part, self.sparse_mode)
@@ -75,7 +77,7 @@ class Indexer(DifferentiableOperation):
         (query, weights), indices = queries, outputs[0]
         d_query, d_key, d_weights = ops.lightning_indexer_grad(
             query, keys[0], d.unsqueeze(0), indices.unsqueeze(0), weights,
-            layout=_LAYOUT, sparse_mode=self.sparse_mode,
+            layout=_LAYOUT, sparse_mode=self.sparse_mode, deterministic=self.deterministic,
         )  # fmt: skip
         return (d_query, d_weights), (d_key,)
 

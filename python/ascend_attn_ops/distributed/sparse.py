@@ -124,6 +124,7 @@ def lightning_indexer(
             differentiable.
         prefetch: the `key`, or the `key` and the `key_rope`, of the
             :func:`sparse_flash_attention` that follows. They travel while the indexer computes.
+            Under torch.compile the compiler decides when to communicate.
         save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
 
     Returns:
@@ -147,7 +148,10 @@ def lightning_indexer(
         >>> indices[4, 0].tolist()  # the first token of the second sequence sees itself only
         [0, -1, -1, -1]
     """
-    operation = Indexer(sparse_count, sparse_mode, pre_tokens, next_tokens, return_values)
+    operation = Indexer(
+        sparse_count, sparse_mode, pre_tokens, next_tokens, return_values,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
     attention_keys = dict(zip(("key", "key_rope"), prefetch, strict=False))
     given = {"query": query, "weights": weights, "key": key}
     given |= {f"prefetch ({name})": x for name, x in attention_keys.items()}
@@ -241,6 +245,8 @@ def sparse_flash_attention(
         torch.Size([8, 32, 512])
     """
     tied = value is key
+    # As of now: the backward may run when the switch stands otherwise.
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     operation = SparseAttention(scale_value, sparse_block_size, sparse_mode, deterministic, tied)
     tensors, error = as_tokens(
         operation.name, shards, layout,
