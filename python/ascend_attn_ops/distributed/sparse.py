@@ -362,12 +362,15 @@ def lightning_indexer_kl_loss(
         options={"reduction": reduction},
     )  # fmt: skip
     forget_unless_all_have(shards, keys, missing)
-    trained = [tensors[name] for name in ("query_index", "weights", "key_index")]
-    constants = [
-        x if x is None else x.detach()
-        for x in (*list(queries.values())[2:], keys["key"], keys["key_rope"])
+    trained = ("query_index", "weights", "key_index")
+    of_attention = [x for name, x in tensors.items() if name not in trained]
+    # A Function is told what requires grad also where no gradient is wanted.
+    leaves = [
+        x if x is None or torch.is_grad_enabled() else x.detach()
+        for x in (tensors[name] for name in trained)
     ]
-    loss = _GroupLoss.apply(operation, shards, *trained, *distinct(constants))
+    constants = [x if x is None else x.detach() for x in of_attention]
+    loss = _GroupLoss.apply(operation, shards, *leaves, *distinct(constants))
     # The loss reads the keys of a layer last.
     if not is_compiling():
         for kind in operation.kinds:
