@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import dtensor_cases
 import dtensor_rules
@@ -11,7 +12,7 @@ import torch
 from ascend_attn_ops.distributed import enable_dtensor
 from ascend_attn_ops.distributed._axes import LINES
 from dtensor_cases import LARGEST_ERROR
-from pool import Pool
+from processes import on_ranks
 from samples import OPERATORS
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -20,11 +21,9 @@ DENSE = [name for name in OPERATORS if "flash" in name and name not in SPARSE]
 COMPUTING = [name for name, record in OPERATORS.items() if not record.in_place]
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
+def on_four(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function on four ranks, and return what it returns on each."""
+    return on_ranks(4, dtensor_cases.without_group, function, *args)
 
 
 # Sharded by an axis: of 2, 3 and 4 ranks with a rank outside of the mesh, ranks without a part, and
@@ -53,9 +52,9 @@ PLACEMENTS = [
     ids=[f"{mesh}-{kind}-{operators[0]}" for mesh, kind, operators in PLACEMENTS],
 )
 def test_results_and_gradients_of_one_process(
-    four: Pool, mesh: str, kind: str, operators: list[str], part: slice
+    mesh: str, kind: str, operators: list[str], part: slice
 ) -> None:
-    for worst in four.run(dtensor_cases.check, mesh, kind, operators, part):
+    for worst in on_four(dtensor_cases.check, mesh, kind, operators, part):
         assert worst.keys() == set(operators)
         for name, (error, sample) in worst.items():
             assert error <= LARGEST_ERROR, (name, sample)
@@ -72,16 +71,16 @@ def test_results_and_gradients_of_one_process(
         ("2x2", "BS", 1),
     ],
 )
-def test_step_of_a_layer(four: Pool, mesh: str, placements: str, batch: int) -> None:
+def test_step_of_a_layer(mesh: str, placements: str, batch: int) -> None:
     """With the public functions; where heads are sharded, the KL loss is exact as well."""
-    errors = four.run(dtensor_rules.whole_step, mesh, batch, list(placements))
+    errors = on_four(dtensor_rules.whole_step, mesh, batch, list(placements))
     assert max(errors) <= LARGEST_ERROR
 
 
-def test_compiled_step(four: Pool) -> None:
+def test_compiled_step() -> None:
     """The second size is symbolic to torch.compile."""
     for tokens in (7, 9):
-        errors = four.run(dtensor_rules.whole_step, "2x2", 2, ["B", "N"], tokens, True)
+        errors = on_four(dtensor_rules.whole_step, "2x2", 2, ["B", "N"], tokens, True)
         assert max(errors) <= LARGEST_ERROR
 
 
@@ -96,8 +95,8 @@ def test_compiled_step(four: Pool) -> None:
         ("2x2", 5, [Shard(2), Shard(2)], [Replicate(), Replicate()]),
     ],
 )
-def test_scatter_writes(four: Pool, mesh: str, heads: int, cache: list, key: list) -> None:
-    four.run(dtensor_rules.scatter, mesh, heads, cache, key)
+def test_scatter_writes(mesh: str, heads: int, cache: list, key: list) -> None:
+    on_four(dtensor_rules.scatter, mesh, heads, cache, key)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +109,21 @@ def test_scatter_writes(four: Pool, mesh: str, heads: int, cache: list, key: lis
     ],
 )
 def test_scatter_refuses_what_it_cannot_write(
-    four: Pool, key_cache: list, value_cache: list, mode: str, expected: str
+    key_cache: list, value_cache: list, mode: str, expected: str
 ) -> None:
-    for message in four.run(dtensor_rules.refused_write, "2", key_cache, value_cache, mode):
+    for message in on_four(dtensor_rules.refused_write, "2", key_cache, value_cache, mode):
         assert message.startswith(f"ValueError: ascend::scatter_pa_kv_cache_: {expected}")
 
 
-def test_limits_are_those_of_a_part(four: Pool) -> None:
-    assert four.run(dtensor_rules.limits_of_parts, 256, True) == ["no error"] * 4
-    for message in four.run(dtensor_rules.limits_of_parts, 256, False):
+def test_limits_are_those_of_a_part() -> None:
+    assert on_four(dtensor_rules.limits_of_parts, 256, True) == ["no error"] * 4
+    for message in on_four(dtensor_rules.limits_of_parts, 256, False):
         assert message.startswith("ValueError: ascend::sparse_flash_attention: query: expected")
         assert "for a rank's part" in message
 
 
-def test_wrong_arguments(four: Pool) -> None:
-    for messages in four.run(dtensor_rules.wrong_arguments):
+def test_wrong_arguments() -> None:
+    for messages in on_four(dtensor_rules.wrong_arguments):
         form = "ascend::sparse_flash_attention: key_rope: expected"
         assert messages["plain"].startswith(f"TypeError: {form} a DTensor beside DTensors")
         assert messages["mesh"].startswith(f"ValueError: {form} the device mesh of query")
@@ -133,25 +132,25 @@ def test_wrong_arguments(four: Pool) -> None:
         assert messages["drop_mask"].startswith(f"TypeError: {form}")
 
 
-def test_explicit_redistribution_only(four: Pool) -> None:
-    for message in four.run(dtensor_rules.implicit_redistribution):
+def test_explicit_redistribution_only() -> None:
+    for message in on_four(dtensor_rules.implicit_redistribution):
         assert "ascend::sparse_flash_attention: key_rope: expected placements" in message
 
 
-def test_index_of_a_key_that_is_elsewhere(four: Pool) -> None:
+def test_index_of_a_key_that_is_elsewhere() -> None:
     """One process passes over it; the rank that does not have the key tells all others."""
-    first, *others = four.run(dtensor_rules.unseen_index)
+    first, *others = on_four(dtensor_rules.unseen_index)
     assert "sparse_indices: expected values in [-1, 1), got 3" in first
     assert all("got others on another rank" in message for message in others)
 
 
 @pytest.mark.parametrize("axis", ["B", "N"])
-def test_no_communication(four: Pool, axis: str) -> None:
-    assert four.run(dtensor_rules.communication, axis) == [0] * 4
+def test_no_communication(axis: str) -> None:
+    assert on_four(dtensor_rules.communication, axis) == [0] * 4
 
 
-def test_a_decision_is_made_once(four: Pool) -> None:
-    assert four.run(dtensor_rules.decisions) == [(0, 1)] * 4
+def test_a_decision_is_made_once() -> None:
+    assert on_four(dtensor_rules.decisions) == [(0, 1)] * 4
 
 
 def test_every_operator_has_its_axes() -> None:

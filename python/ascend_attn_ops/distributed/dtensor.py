@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ascend_attn_ops.distributed._axes import LINES
 from ascend_attn_ops.distributed._plan import Plan
 from ascend_attn_ops.distributed._signature import Signature, sizes_of
-from ascend_attn_ops.limits import product_in_force
+from ascend_attn_ops.limits import device_in_force
 
 _signatures: dict[Any, Signature] = {}
 # Lengths are part of the key, and may be others in every step: the oldest plan goes first.
@@ -70,12 +70,12 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor does instead of `overload`."""
     signature = _signatures[overload]
     values = signature.bind(args, kwargs)
-    key = (overload, product_in_force(), *map(_described, values))
+    key = (overload, device_in_force(), *map(_described, values))
     try:
         plan = _plans.get(key)
     except TypeError:
         # Symbolic sizes of torch.compile have no hash; a decision is for one size.
-        key = (overload, product_in_force(), *map(_specialized, values))
+        key = (overload, device_in_force(), *map(_specialized, values))
         plan = _plans.get(key)
     if plan is None:
         # While torch.compile traces, the decision is no part of the graph.
