@@ -163,6 +163,7 @@ def whole_statistics(x: DTensor, sample: Sample) -> Tensor:
     rows = locals_.shape[0] // max(tokens, 1)
     pieces, begin = [], 0
     for end in [*sample.options["actual_seq_lengths_query"], tokens]:
+        end = max(begin, end)  # a list may be closed by a 0
         part = locals_[rows * begin : rows * end].view(rows, end - begin, lanes)
         placements = [Shard(0) if dim in dims else Replicate() for dim in range(mesh.ndim)]
         shape = (heads, end - begin, lanes)

@@ -160,7 +160,7 @@ def breaks_a_limit(group: ProcessGroup) -> str:
 def test_device_limits_hold_on_ranks_without_tokens() -> None:
     messages = on_ranks(3, breaks_a_limit)
     assert len(set(messages)) == 1
-    assert "query: expected Nidx" in messages[0]
+    assert "query: expected Didx" in messages[0]
 
 
 def wrong_unshard(group: ProcessGroup) -> str:

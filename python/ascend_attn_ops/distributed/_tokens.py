@@ -55,6 +55,7 @@ def heads_of_sequences(statistic: Tensor, ends: list[int], part: Part) -> Tensor
     begin = 0
     # What follows the last sequence is never read.
     for end in [*ends, tokens]:
+        end = max(begin, end)  # a list may be closed by a 0
         sequence = rows[heads * begin : heads * end].view(heads, end - begin, lanes)
         pieces.append(sequence[part.begin : part.end].reshape(-1, lanes))
         begin = end
