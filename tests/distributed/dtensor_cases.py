@@ -50,7 +50,7 @@ def distribute(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
         if placement.is_partial():
             # Half of it on two ranks each, which sums exactly, and nothing on the others.
             coordinate = mesh.get_local_rank(dim)
-            local = local * {0: 0.5, 1: 0.5}.get(coordinate, 0.0)
+            local = 0.5 * local if coordinate < 2 else torch.zeros_like(local)
     return DTensor.from_local(
         local.clone(), mesh, placements, run_check=False, shape=x.shape, stride=x.stride()
     )
