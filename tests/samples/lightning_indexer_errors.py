@@ -30,7 +30,7 @@ WRONG_CALLS = [
     *shared.token_rules(LIGHTNING_INDEXER, DEVICE),
     *shared.limit_rules(
         LIGHTNING_INDEXER_GRAD, DEVICE,
-        N=HEADS, B=("query", {"b": 1025, "s": (1, 1), "k": 1}),
+        N=HEADS,
         K_too_large=("sparse_indices", {"k": 2049}),
         fewer_keys_than_slots=("sparse_indices", {"mode": 0}),
     ),
