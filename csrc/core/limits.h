@@ -64,6 +64,10 @@ constexpr Devices on(Products... each) {
   return {static_cast<uint8_t>((static_cast<uint8_t>(each) | ...))};
 }
 
+inline constexpr Devices kA2A3 = on(Product::A2, Product::A3);
+inline constexpr Devices k950 = on(Product::P950);
+inline constexpr Devices k310P = on(Product::P310);
+
 std::string_view product_name(Product product);
 std::string_view cann_name(Cann cann);
 // Return the product or the version of that name; otherwise raise an error with the valid names.

@@ -19,9 +19,6 @@
 
 namespace ascend_attn {
 
-inline constexpr Devices kA2A3 = on(Product::A2, Product::A3);
-inline constexpr Devices k950 = on(Product::P950);
-
 // Limits and rules shared by the sparse operators.
 inline constexpr Limit kHeadDim{"D", "head size without rope", {.one_of = {512}}};
 inline constexpr Limit kRopeDim{"Dr", "head size of the rope part", {.one_of = {64}}};

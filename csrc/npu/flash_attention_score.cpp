@@ -75,7 +75,7 @@ Ends ends_of(OptionalIntList list) {
 void mark_padding(const at::Tensor& query, const at::Tensor& key,
                   const FlashAttentionOptions& options, Ends& query_ends, Ends& key_ends,
                   Ends& prefix) {
-  static const bool wanted = runs_on(on(Product::A2, Product::A3).since(Cann::v9_0));
+  static const bool wanted = runs_on(kA2A3.since(Cann::v9_0));
   const auto per_batch = [](const OptionalTensor& tensor, int64_t rank) {
     return tensor && tensor->dim() == rank && tensor->size(0) > 1;
   };

@@ -20,7 +20,7 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   }
   // On A2 and A3 row t is read at t * N * D, whatever the strides: CANN 9.1 gives wrong rows
   // without a word, earlier releases refuse the call. Ascend 950 reads by strides.
-  static const bool by_strides = runs_on(on(Product::P950));
+  static const bool by_strides = runs_on(k950);
   const auto rows = [](const at::Tensor& source) {
     return by_strides ? source : source.contiguous();
   };

@@ -16,38 +16,33 @@
 namespace ascend_attn {
 
 // Rules of devices. A direction obeys those that its table of limits lists.
-inline constexpr Devices kAtlas = on(Product::A2, Product::A3);
 
 inline constexpr Rule kPaddedPack{"actual_seq_lengths_query",
                                   "both lists of lengths to end with 0 (100, 200, 0) where query "
                                   "and key have tokens behind their "
                                   "last sequence",
-                                  kAtlas.since(Cann::v9_0)};
-inline constexpr Rule kPseOfTypeZero{"pse_shift", "a tensor for pse_type 0", kAtlas};
+                                  kA2A3.since(Cann::v9_0)};
+inline constexpr Rule kPseOfTypeZero{"pse_shift", "a tensor for pse_type 0", kA2A3};
 inline constexpr Rule kPsePerKeyOfGradient{
     "pse_shift", "(B, N, 1, Skv) instead of (1, N, 1, Skv) for a batch size B > 1"};
 inline constexpr Rule kCausalTokens{
     "next_tokens",
-    "0, and pre_tokens of at least Sq, for sparse_mode 0 beside the pse_shift of 1024 rows",
-    kAtlas};
+    "0, and pre_tokens of at least Sq, for sparse_mode 0 beside the pse_shift of 1024 rows", kA2A3};
 inline constexpr Rule kQueriesOfMode3{
-    "sparse_mode", "no sequence with more queries than keys for sparse_mode 3 in layout TND",
-    on(Product::P950)};
+    "sparse_mode", "no sequence with more queries than keys for sparse_mode 3 in layout TND", k950};
 inline constexpr Rule kBandPreTokens{"pre_tokens", "at least 0 for sparse_mode 4 in layout TND"};
-inline constexpr Rule kBandPreTokensOn950{"pre_tokens", "at least 0 for sparse_mode 4",
-                                          on(Product::P950)};
+inline constexpr Rule kBandPreTokensOn950{"pre_tokens", "at least 0 for sparse_mode 4", k950};
 inline constexpr Rule kBandNextTokensOn950{
-    "next_tokens", "at least Sq - Skv of every sequence for sparse_mode 4 in layout TND",
-    on(Product::P950)};
+    "next_tokens", "at least Sq - Skv of every sequence for sparse_mode 4 in layout TND", k950};
 inline constexpr Rule kQueriesOfMode7{"sparse_mode",
                                       "no sequence with more queries than keys for sparse_mode 7"};
 inline constexpr Rule kBandOfMode7{"next_tokens",
                                    "at least Sq - Skv of the last sequence for sparse_mode 7"};
 inline constexpr Rule kTokensOfGradient{
-    "pre_tokens", "pre_tokens + next_tokens of at least 0, also without an atten_mask", kAtlas};
+    "pre_tokens", "pre_tokens + next_tokens of at least 0, also without an atten_mask", kA2A3};
 inline constexpr Rule kTokensOfPackedGradient{
     "pre_tokens", "pre_tokens + next_tokens of at least 1 for sparse_mode 0 and 4 in layout TND",
-    kAtlas};
+    kA2A3};
 inline constexpr Rule kSlopesOfMode7{"pse_type", "0 or 1 for sparse_mode 7"};
 inline constexpr Rule kSlopesOfMode8{
     "pse_type", "0 or 1 for sparse_mode 8, unless every sequence after the first has Sq = Skv"};
@@ -56,7 +51,7 @@ inline constexpr Rule kSlopesOfMode8Band{
     "Sq + q_start_idx = Skv + kv_start_idx in the first sequence for pse_type 2 and 3 in "
     "sparse_mode 8"};
 inline constexpr Rule kSlopesOn950{
-    "pse_type", "0 or 1, unless every sequence in layout TND has Sq = Skv", on(Product::P950)};
+    "pse_type", "0 or 1, unless every sequence in layout TND has Sq = Skv", k950};
 
 // Checks one call. Every method raises on the first violated rule.
 class FlashAttentionRules {

@@ -19,17 +19,18 @@ const OperatorLimits PromptFlashAttention::limits{
     name,
     functions,
     {{on(Product::A2), {at::kHalf, at::kBFloat16, at::kChar}},
+     // A3 has only the third version of the function.
      {on(Product::A3).since(Cann::v9_1), {at::kHalf, at::kBFloat16, at::kChar}},
-     {kOn310P, {at::kHalf}}},
-    {{"B", "batch size", {.min = 0, .max = 65536}, kOnTraining},
-     {"B", "batch size", {.min = 0, .max = 128}, kOn310P},
-     {"B in BSH", "batch size in layout BSH", {.min = 0, .max = 300}, kOn310P},
+     {k310P, {at::kHalf}}},
+    {{"B", "batch size", {.min = 0, .max = 65536}, kA2A3},
+     {"B", "batch size", {.min = 0, .max = 128}, k310P},
+     {"B in BSH", "batch size in layout BSH", {.min = 0, .max = 300}, k310P},
      {"unaligned B",
       "batch size when D is not a multiple of 16, in int8 of 32",
       {.min = 0, .max = 128},
-      kOnTraining},
+      kA2A3},
      {"N", "query heads", {.min = 1, .max = 256}},
-     {"S", "tokens per sequence", {.min = 0, .max = 65535}, kOn310P},
+     {"S", "tokens per sequence", {.min = 0, .max = 65535}, k310P},
      {"D", "head size", {.min = 1, .max = 512}}},
     {prompt_rules::kNotEmptyInt8, prompt_rules::kBandOfEmpty, prompt_rules::kNextOfMode3,
      prompt_rules::kNoScales, prompt_rules::kModeZero, prompt_rules::kAllPreTokens,
@@ -136,7 +137,7 @@ void PromptFlashAttentionRules::check_limits() const {
   for (const auto& [argument, name, size_of] :
        {std::tuple("query", "B", &batch_), std::tuple("query", "Sq", &queries_),
         std::tuple("key", "Skv", &keys_)}) {
-    limits_.rule({argument, prompt_rules::kNotEmptyInt8.expected, kOnTraining},
+    limits_.rule({argument, prompt_rules::kNotEmptyInt8.expected, kA2A3},
                  !is_int8() || size_of->maybe_as_int() != 0, name, " = 0");
   }
   limits_.rule(prompt_rules::kKeyHeads, !is_310p() || key_heads_ == op_.num_heads,

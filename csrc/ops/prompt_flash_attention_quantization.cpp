@@ -25,7 +25,7 @@ void PromptFlashAttentionRules::check_quantization() const {
                                                 {"quant_offset2", op_.quant_offset2}}};
   for (const auto& [argument, tensor] : all) {
     if (tensor) {
-      limits_.rule({argument, prompt_rules::kNoScales.expected, kOn310P}, false, "a tensor");
+      limits_.rule({argument, prompt_rules::kNoScales.expected, k310P}, false, "a tensor");
       check_device(kName, {argument, *tensor}, query());
     }
   }

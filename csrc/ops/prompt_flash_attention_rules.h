@@ -13,28 +13,22 @@
 
 namespace ascend_attn {
 
-inline constexpr Devices kOn310P = on(Product::P310);
-// A3 has only the third version of the function.
-inline constexpr Devices kOnTraining = on(Product::A2, Product::A3);
-
 namespace prompt_rules {
-inline constexpr Rule kNotEmptyInt8{"query", "B, Sq and Skv of at least 1 for int8 inputs",
-                                    kOnTraining};
+inline constexpr Rule kNotEmptyInt8{"query", "B, Sq and Skv of at least 1 for int8 inputs", kA2A3};
 inline constexpr Rule kBandOfEmpty{
     "pre_tokens, next_tokens", "a band that meets every batch, also one without queries or keys,"};
-inline constexpr Rule kNextOfMode3{"next_tokens", "more than -2147483647 in sparse_mode 3",
-                                   kOnTraining};
+inline constexpr Rule kNextOfMode3{"next_tokens", "more than -2147483647 in sparse_mode 3", kA2A3};
 
 inline constexpr Rule kNoScales{"deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2",
-                                "None", kOn310P};
-inline constexpr Rule kModeZero{"sparse_mode", "0", kOn310P};
-inline constexpr Rule kAllPreTokens{"pre_tokens", "at least Sq", kOn310P};
-inline constexpr Rule kNextTokens{"next_tokens", "0, or at least Skv,", kOn310P};
-inline constexpr Rule kBoolMask{"atten_mask", "dtype bool", kOn310P};
-inline constexpr Rule kMaskSizes{"atten_mask", "None unless Sq = Skv, a multiple of 128,", kOn310P};
-inline constexpr Rule kKeyHeads{"num_key_value_heads", "0 or num_heads", kOn310P};
-inline constexpr Rule kNoQueryLengths{"actual_seq_lengths_query", "None", kOn310P};
-inline constexpr Rule kNoKeyLengths{"actual_seq_lengths_key", "None", kOn310P};
+                                "None", k310P};
+inline constexpr Rule kModeZero{"sparse_mode", "0", k310P};
+inline constexpr Rule kAllPreTokens{"pre_tokens", "at least Sq", k310P};
+inline constexpr Rule kNextTokens{"next_tokens", "0, or at least Skv,", k310P};
+inline constexpr Rule kBoolMask{"atten_mask", "dtype bool", k310P};
+inline constexpr Rule kMaskSizes{"atten_mask", "None unless Sq = Skv, a multiple of 128,", k310P};
+inline constexpr Rule kKeyHeads{"num_key_value_heads", "0 or num_heads", k310P};
+inline constexpr Rule kNoQueryLengths{"actual_seq_lengths_query", "None", k310P};
+inline constexpr Rule kNoKeyLengths{"actual_seq_lengths_key", "None", k310P};
 }  // namespace prompt_rules
 
 // Checks one call. Every method raises on the first violated rule.
@@ -66,7 +60,7 @@ class PromptFlashAttentionRules {
   void check_every_row_has_keys() const;
 
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
-  bool is_310p() const { return limits_.on(kOn310P); }
+  bool is_310p() const { return limits_.on(k310P); }
   NamedTensor query() const { return {"query", op_.query}; }
   // One per batch; empty while a length is symbolic.
   std::vector<Sequence> sequences() const;

@@ -13,24 +13,22 @@ namespace {
 
 constexpr const char* kName = ScatterPaKvCache::name;
 
-constexpr Devices kTrainingProducts = on(Product::A2, Product::A3);
-constexpr Devices k950 = on(Product::P950);
 constexpr Devices k950IgnoresModes = k950.before(Cann::v9_1);
 
-constexpr Rule kRank3{"key", "rank 3 (Ascend 950 alone takes rank 4)", kTrainingProducts};
+constexpr Rule kRank3{"key", "rank 3 (Ascend 950 alone takes rank 4)", kA2A3};
 constexpr Rule kRank4Runs{"key", "rank 4 in scatter modes 'Alibi', 'Rope' and 'Omni'",
                           k950.since(Cann::v9_1)};
-constexpr Rule kRank4Cache{"key_cache", "rank 4", kTrainingProducts.before(Cann::v9_0)};
+constexpr Rule kRank4Cache{"key_cache", "rank 4", kA2A3.before(Cann::v9_0)};
 constexpr Rule kValue{"value", "a tensor", k950};
 constexpr Rule kWholeFractals{"key",
                               "D to be a multiple of 32 bytes in scatter modes 'Rope' and 'Omni'"};
 constexpr Rule kHalfRuns{"key", "dtype float16 or bfloat16 in scatter modes 'Rope' and 'Omni'",
-                         kTrainingProducts.since(Cann::v9_0)};
+                         kA2A3.since(Cann::v9_0)};
 constexpr Rule kInt32Slots{"slot_mapping",
                            "dtype int32, which the kernel reads whatever is declared"};
-constexpr Rule kSlotsForAll{"key_cache", "num_blocks * block_size >= T", kTrainingProducts};
+constexpr Rule kSlotsForAll{"key_cache", "num_blocks * block_size >= T", kA2A3};
 constexpr Rule kNotEmpty{"key", "T, N, D, B and block_size of at least 1",
-                         kTrainingProducts.before(Cann::v9_0)};
+                         kA2A3.before(Cann::v9_0)};
 constexpr Rule kContiguousCache{"key_cache", "a contiguous tensor", kAllDevices.before(Cann::v9_1)};
 constexpr Rule kBufferGoesOn{"key",
                              "a buffer that goes on behind the last row in scatter mode 'Nct'",
@@ -405,14 +403,14 @@ const at::Tensor& ScatterRules::checked(NamedOptionalTensor argument) const {
 const OperatorLimits ScatterPaKvCache::limits{
     name,
     functions,
-    {{kTrainingProducts, {at::kHalf, at::kBFloat16, at::kChar}},
+    {{kA2A3, {at::kHalf, at::kBFloat16, at::kChar}},
      {k950,
       {at::kHalf, at::kBFloat16, at::kChar, at::kFloat, at::kByte, at::kShort, at::kUInt16,
        at::kInt, at::kUInt32, at::kFloat8_e5m2, at::kFloat8_e4m3fn}}},
     {{"block_size",
       "positions per block in cache mode 'PA_NZ'",
       {.min = 0, .max = 65535},
-      kTrainingProducts.since(Cann::v9_0)}},
+      kA2A3.since(Cann::v9_0)}},
     {kRank3, kRank4Runs, kRank4Cache, kValue, kWholeFractals, kHalfRuns, kInt32Slots, kSlotsForAll,
      kNotEmpty, kContiguousCache, kBufferGoesOn}};
 
