@@ -15,7 +15,7 @@ from ascend_attn_ops.limits import Device, device_in_force, parse
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
     parser.add_argument(
-        "--limits", type=_device, nargs="?", const=device_in_force() or Device("A2", "9.1"),
+        "--limits", type=_device, nargs="?", const=device_in_force() or parse("A2"),
         metavar="PRODUCT:CANN", help="what a device accepts, as A3 or A3:9.0; without a name, the "
         "device that calls are checked for",
     )  # fmt: skip
