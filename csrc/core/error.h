@@ -22,9 +22,10 @@ enum class Status : int {
 // Returns "ACLNN_ERR_PARAM_INVALID 161002", or only the number of an unknown code.
 std::string status_text(int code);
 
-// Returns the Python name of a dtype, such as "bfloat16".
-inline std::string_view dtype_name(c10::ScalarType dtype) {
-  return c10::getDtypeNames(dtype).first;
+// Returns the Python name of a dtype, such as "bfloat16". A copy: up to torch 2.12 the names are
+// temporary strings.
+inline std::string dtype_name(c10::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 // The kind of Python exception that a violated rule raises.

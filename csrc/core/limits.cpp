@@ -163,14 +163,13 @@ void LimitsCheck::dtype(std::string_view argument, c10::ScalarType dtype) const 
   }
   std::string expected;
   for (const auto allowed : *dtypes_) {
-    expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
+    expected += (expected.empty() ? "" : " or ") + dtype_name(allowed);
   }
   const bool of_version = depends_on_version([&](Device device) {
     const auto* dtypes = table_.dtypes_on(device);
     return dtypes && dtypes->dtypes == *dtypes_;
   });
-  reject(Violation::type, argument, "dtype " + expected, of_version,
-         std::string(dtype_name(dtype)));
+  reject(Violation::type, argument, "dtype " + expected, of_version, dtype_name(dtype));
 }
 
 void LimitsCheck::size(std::string_view argument, std::string_view quantity,

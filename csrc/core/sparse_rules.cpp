@@ -209,7 +209,7 @@ void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,
                                 at::OptionalSymIntArrayRef key_lengths,
                                 bool allowed_in_bsnd) const {
   check_lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
-                        [this](const char*, c10::SymIntArrayRef lengths) {
+                        [](const char*, c10::SymIntArrayRef lengths) {
                           return c10::SymInt(static_cast<int64_t>(lengths.size()));
                         });
   const auto values = [this](const char* name, at::OptionalSymIntArrayRef lengths,

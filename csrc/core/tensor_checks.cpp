@@ -59,9 +59,9 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
 }
 
 at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
-  if (npu_allocation && options.device().is_privateuseone()) {
+  if (const Allocation allocate = npu_allocation; allocate && options.device().is_privateuseone()) {
     if (const auto known = c10::asIntArrayRefSlowOpt(sizes)) {
-      return npu_allocation(*known, options);
+      return allocate(*known, options);
     }
   }
   return at::empty_symint(sizes, options);

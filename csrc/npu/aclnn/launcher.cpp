@@ -24,6 +24,7 @@
 #include "npu/aclnn/executor_cache.h"
 #include "npu/aclnn/library.h"
 #include "npu/product.h"
+#include "npu/torch_npu_compat.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -91,14 +92,6 @@ void run(const Function& function, bool queued, Task task) {
     }
   });
 }
-
-// What the caller's thread has to say about determinism. The queue's thread has no view of it.
-struct Determinism {
-  uint32_t level = c10_npu::GetDeterministicLevel();
-  bool algorithms = at::globalContext().deterministicAlgorithms();
-
-  void apply() const { at_npu::native::ApplyDeterministicLevel(level, algorithms, true); }
-};
 
 // Switches determinism on in the context of this thread, where `on` asks for it, and puts back what
 // was there. torch_npu remembers what it has set last, and sets nothing that has not changed.
@@ -193,7 +186,7 @@ struct CallContext {
   CallContext(const Function& function, DeterministicContext deterministic)
       : stream(GetAclStream()), deterministic(deterministic) {
     if (function.reuses_executor) {
-      cores = GetCacheParams();
+      cores = core_limits(GetCacheParams());
     }
   }
 
@@ -207,7 +200,7 @@ struct CallContext {
   aclrtStream stream;
   DeterministicContext deterministic;
   Determinism determinism;
-  CacheParams cores;
+  std::array<uint32_t, 2> cores{};
 };
 
 // All threads of a device share its context: first phases run side by side, and one that switches
