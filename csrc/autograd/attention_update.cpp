@@ -51,7 +51,7 @@ struct AttentionUpdateFunction : OperatorFunction<AttentionUpdateFunction, Atten
       gradients.set(op.lse, d_lse.unbind());
       gradients.set(op.local_out, d_local_out.unbind());
     }
-    return std::move(gradients);
+    return gradients;
   }
 };
 

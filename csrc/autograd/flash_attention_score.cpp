@@ -80,7 +80,7 @@ struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAt
     const auto pse = pse_of_gradient(op);
     std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
         call(FlashAttentionScoreGrad{with_pse(arguments, pse)});
-    return std::move(gradients);
+    return gradients;
   }
 };
 

@@ -47,7 +47,7 @@ struct LightningIndexerFunction : OperatorFunction<LightningIndexerFunction, Lig
                                   .pre_tokens = op.pre_tokens,
                                   .next_tokens = op.next_tokens,
                                   .deterministic = context->saved_data["deterministic"].toBool()});
-    return std::move(gradients);
+    return gradients;
   }
 };
 

@@ -55,7 +55,7 @@ struct SparseFlashAttentionFunction
       gradients.of(op.options.query_rope) = std::move(d_query_rope);
       gradients.of(op.options.key_rope) = std::move(d_key_rope);
     }
-    return std::move(gradients);
+    return gradients;
   }
 };
 

@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "core/operator.h"
@@ -111,7 +112,9 @@ void merge(const std::vector<Part<Input>>& parts, int64_t rows, int64_t size, In
 }
 
 void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outputs) {
-  const auto& [out, lse_out] = outputs;
+  // Not structured bindings: Clang 16 cannot capture those where OpenMP is enabled.
+  const auto& out = std::get<0>(outputs);
+  const auto& lse_out = std::get<1>(outputs);
   const int64_t rows = lse_out.numel();
   const int64_t size = out.size(-1);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(),

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "core/operator.h"
@@ -116,7 +117,9 @@ class Scorer {
 template <typename Input, typename Operand>
 void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   using Sum = Accumulator<Operand>;
-  auto& [indices, values] = outputs;
+  // Not structured bindings: Clang 16 cannot capture those where OpenMP is enabled.
+  auto& indices = std::get<0>(outputs);
+  auto& values = std::get<1>(outputs);
   indices.fill_(-1);
   values.fill_(-std::numeric_limits<double>::infinity());
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "core/operator.h"
@@ -53,7 +54,10 @@ template <typename Input, typename Operand>
 void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequences,
              const LightningIndexerGrad::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  const auto& [d_query, d_key, d_weights] = outputs;
+  // Not structured bindings: Clang 16 cannot capture those where OpenMP is enabled.
+  const auto& d_query = std::get<0>(outputs);
+  const auto& d_key = std::get<1>(outputs);
+  const auto& d_weights = std::get<2>(outputs);
   const auto query = with_dense_rows(op.query);
   const auto key = with_dense_rows(op.key);
   const auto d_values = with_dense_rows(with_heads(op.d_values, op.query));

@@ -313,8 +313,9 @@ void write_mean(const char* from, int64_t row_stride, int64_t rows, char* to, in
     const auto value = sums[i] / static_cast<Sum>(rows);
     if constexpr (std::is_integral_v<T>) {
       // Clamped, because float32 rounds the largest integers up to values that T cannot hold.
-      mean[i] = static_cast<T>(std::clamp<double>(
-          std::nearbyint(value), std::numeric_limits<T>::min(), std::numeric_limits<T>::max()));
+      constexpr auto lowest = static_cast<double>(std::numeric_limits<T>::min());
+      constexpr auto highest = static_cast<double>(std::numeric_limits<T>::max());
+      mean[i] = static_cast<T>(std::clamp<double>(std::nearbyint(value), lowest, highest));
     } else {
       mean[i] = static_cast<T>(value);
     }

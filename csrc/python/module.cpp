@@ -20,7 +20,7 @@ namespace py = pybind11;
 py::dict limits_of(const OperatorLimits& table, Device device) {
   py::list dtypes;
   for (const auto dtype : table.dtypes_on(device)->dtypes) {
-    dtypes.append(std::string(dtype_name(dtype)));
+    dtypes.append(dtype_name(dtype));
   }
   py::list limits;
   for (const auto& limit : table.limits) {
