@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/sparse_mode.h"
+#include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
 
@@ -111,6 +112,14 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
   return rows;
 }
 
+py::dict cpu_implementations() {
+  py::dict result;
+  for (const auto& [kind, text] : cpu::implementations()) {
+    result[kind] = text;
+  }
+  return result;
+}
+
 // The sparse_modes that read a compressed mask.
 py::tuple compressed_modes() {
   py::list modes;
@@ -143,6 +152,12 @@ void add_operators(OperatorList<Ops...>, py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;
   add_operators(Operators(), m);
+#if defined(__clang__)
+  m.attr("compiler") = __VERSION__;
+#else
+  m.attr("compiler") = "GCC " __VERSION__;
+#endif
+  m.def("cpu_implementations", &cpu_implementations);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", [] { return limits_of_operators(Operators()); });
   m.attr("layout_axes") = layout_axes();

@@ -43,7 +43,7 @@ bool multiply_bfloat16() {
 }
 
 // brgemm exists on x86-64 only; elsewhere it raises.
-bool multiplies_float() {
+bool multiply_float() {
   const float one = 1;
   float product = 0;
   try {
@@ -58,7 +58,7 @@ bool multiplies_float() {
 // brgemm requires AVX512 with VNNI. With an unsigned A it is exact; with a signed A it would need,
 // except on AMX, a correction that it leaves to the caller. Tests the largest values, because
 // implementations that add pairs of products in 16 bits would saturate.
-bool multiplies_int8() {
+bool multiply_int8() {
   constexpr int64_t size = 16;
   std::array<uint8_t, size * size> a;
   std::array<int8_t, size * size> b;
@@ -74,6 +74,16 @@ bool multiplies_int8() {
   }
   return std::all_of(c.begin(), c.end(),
                      [](int32_t product) { return product == size * 255 * -128; });
+}
+
+bool has_float_brgemm() {
+  static const bool has = multiply_float();
+  return has;
+}
+
+bool has_int8_brgemm() {
+  static const bool has = multiply_int8();
+  return has;
 }
 
 template <typename T>
@@ -151,8 +161,7 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a
 
 void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
                int64_t b_stride, float* c, int64_t c_stride, bool accumulate) {
-  static const bool has_brgemm = multiplies_float();
-  if (has_brgemm) {
+  if (has_float_brgemm()) {
     at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
                                 /*is_vnni=*/false);
   } else {
@@ -168,13 +177,22 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_strid
 
 void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
                int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate) {
-  static const bool has_brgemm = multiplies_int8();
-  if (has_brgemm) {
+  if (has_int8_brgemm()) {
     at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
                                 /*is_vnni=*/true);
   } else {
     multiply_as_floats(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
   }
+}
+
+std::vector<Implementation> implementations() {
+  // torch packs bfloat16 for the products of AMX alone.
+  const bool has_amx = at::native::cpublas::could_pack(at::kBFloat16);
+  const std::string brgemm = has_amx ? "brgemm (AMX)" : "brgemm";
+  return {{"vector loops", vector_unit_name()},
+          {"bfloat16 products", has_bfloat16_products() ? brgemm : "as float32"},
+          {"float32 products", has_float_brgemm() ? "brgemm" : "plain loops"},
+          {"int8 products", has_int8_brgemm() ? brgemm : "as float32"}};
 }
 
 }  // namespace ascend_attn::cpu

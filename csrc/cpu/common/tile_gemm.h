@@ -15,8 +15,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "cpu/common/vectorized.h"
 
@@ -147,6 +149,14 @@ OperandB<T> operand_b(int64_t k, int64_t n, const T* rows, int64_t stride, T* pa
     return {packed, n};
   }
 }
+
+// The implementation that is used on this machine, in words, of each of `kind`: "vector loops", and
+// the products of each type.
+struct Implementation {
+  const char* kind;
+  std::string text;
+};
+std::vector<Implementation> implementations();
 
 // Calls function.template operator()<Input, Operand>() for tensors of `dtype`.
 template <typename Function>

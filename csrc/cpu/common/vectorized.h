@@ -10,13 +10,72 @@
 
 namespace ascend_attn::cpu {
 
-// Runs the loops in `body`. GCC compiles one version per x86-64 level and picks one when the
-// library is loaded; other compilers and processors have a single baseline version.
+// The vector instructions that a build for any machine may use on this one.
+enum class VectorUnit {
+  baseline,  // what the compiler may use everywhere: SSE2 on x86-64, NEON on aarch64
+  avx2,
+  avx512
+};
+
+#if defined(__x86_64__) && defined(__GNUC__)
+inline VectorUnit find_vector_unit() {
+  __builtin_cpu_init();
+  const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512cd") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return !has_avx2 ? VectorUnit::baseline : has_avx512 ? VectorUnit::avx512 : VectorUnit::avx2;
+}
+
 template <typename Body>
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-[[gnu::noinline, gnu::flatten, gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
+[[gnu::noinline, gnu::flatten, gnu::target("avx2,fma,bmi,bmi2")]]
+void run_with_avx2(Body& body) {
+  body();
+}
+
+template <typename Body>
+[[gnu::noinline, gnu::flatten,
+  gnu::target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi,bmi2")]]
+void run_with_avx512(Body& body) {
+  body();
+}
+#else
+inline VectorUnit find_vector_unit() { return VectorUnit::baseline; }
 #endif
-static void vectorized(Body body) {
+
+inline const VectorUnit kVectorUnit = find_vector_unit();
+
+inline const char* vector_unit_name() {
+  switch (kVectorUnit) {
+    case VectorUnit::avx512:
+      return "AVX512";
+    case VectorUnit::avx2:
+      return "AVX2";
+    case VectorUnit::baseline:
+      break;
+  }
+#if defined(__x86_64__)
+  return "SSE2";
+#elif defined(__aarch64__)
+  return "NEON";
+#else
+  return "the compiler's baseline";
+#endif
+}
+
+// Runs the loops in `body`, which is compiled once for each vector unit. Not target_clones: Clang
+// has it for fewer targets, and cannot tell which clone runs.
+template <typename Body>
+void vectorized(Body body) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (kVectorUnit == VectorUnit::avx512) {
+    return run_with_avx512(body);
+  }
+  if (kVectorUnit == VectorUnit::avx2) {
+    return run_with_avx2(body);
+  }
+#endif
   body();
 }
 
