@@ -198,8 +198,9 @@ class Nothing(TorchDispatchMode):
 
 @pytest.mark.parametrize("namespace", [torch.ops.ascend, ascend_attn_ops])
 def test_a_mode_that_returns_something_else(namespace: Any) -> None:
+    sample = ATTENTION.small_sample()
     with Nothing(), pytest.raises(TypeError, match="sequence"):
-        ATTENTION.small_sample().call(namespace)
+        sample.call(namespace)
 
 
 @each_operator

@@ -54,6 +54,9 @@ def matmul_backward(
     return tuple(x if wanted else None for x, wanted in zip(both, mask, strict=True))
 
 
+# These read what only an NPU tensor has.
+ABOUT_THE_NPU = {"npu::get_npu_format"}
+
 CPU_SUBSTITUTES = {torch.ops.aten.matmul_backward.default: matmul_backward}
 
 
@@ -77,7 +80,8 @@ class RestOnCPU(TorchDispatchMode):
         asked = kwargs.get("device")
         wants_npu = asked is not None and torch.device(asked).type == "npu"
         given_npu = any(map(is_npu, tree_leaves((args, kwargs))))
-        if func.is_view or not (wants_npu or given_npu):
+        reads_the_tensor = func.is_view or func._schema.name in ABOUT_THE_NPU
+        if reads_the_tensor or not (wants_npu or given_npu):
             return func(*args, **kwargs)
         return self.compute(func, args, kwargs, wants_npu or (given_npu and asked is None))
 
