@@ -4,19 +4,72 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
+import re
+import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from setuptools import setup
 
 # With torch_npu installed, importing torch loads it, which fails on a machine without CANN.
 # Building needs only its headers and libraries.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-import torch
-from setuptools import Extension, setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
-
 ROOT = Path(__file__).parent
-COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall"]
+OLDEST_TORCH = (2, 7, 1)
+COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+# Clang wants braces around `options` in an operator's list of all arguments.
+COMPILE_ARGS += ["-Wno-missing-braces"]
+# Read by python/ascend_attn_ops/_built_with.py before it loads what was compiled.
+BUILT_WITH = "built_with.json"
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return (2, 10, 0) for "2.10.0.post4+cpu"."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers.group().split("."))) if numbers else ()
+
+
+def minor(version: str) -> str:
+    """Return "2.10" for "2.10.0.post4+cpu"."""
+    return ".".join(map(str, release(version)[:2]))
+
+
+def refuse(reason: str) -> None:
+    sys.exit(f"ascend_attn_ops cannot be built: {reason}")
+
+
+def version_of_torch() -> str | None:
+    """Return the version of the torch to compile with; None for a source distribution without."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        # pip asks for "egg_info" before it builds anything, also in a source distribution.
+        if {"sdist", "egg_info"} & set(sys.argv):
+            return None
+        refuse(
+            "torch is not installed here; install torch (for the NPU kernels torch_npu too) first, "
+            "and then this package with pip install --no-build-isolation"
+        )
+    version = str(torch.__version__)
+    if release(version) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        refuse(f"it needs torch {oldest} or later, and torch {version} is installed")
+    return version
+
+
+def torch_npu_folder() -> Path | None:
+    spec = importlib.util.find_spec("torch_npu")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+TORCH = version_of_torch()
+PUBLIC_VERSION = re.search(
+    r'^__version__ = "(.+)"', (ROOT / "python/ascend_attn_ops/__init__.py").read_text(), re.M
+).group(1)  # type: ignore[union-attr]
 
 
 def sources(*, npu: bool) -> list[str]:
@@ -25,24 +78,46 @@ def sources(*, npu: bool) -> list[str]:
     return [source for source in found if source.startswith("csrc/npu/") == npu]
 
 
-def core_extension() -> CppExtension:
+def torch_headers() -> list[str]:
+    """Return torch's folders as system folders: its warnings are not ours."""
+    from torch.utils.cpp_extension import include_paths
+
+    return [f"-isystem{path}" for path in include_paths()]
+
+
+def core_extension() -> Any:
     """Schemas, checks, and the CPU, Meta and autograd kernels: needs torch alone."""
+    from torch.utils.cpp_extension import CppExtension
+
     return CppExtension(
         "ascend_attn_ops._C",
         sources(npu=False),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=COMPILE_ARGS,
+        extra_compile_args=[*COMPILE_ARGS, *torch_headers()],
     )
 
 
-def npu_extension() -> CppExtension | None:
+def npu_extension() -> Any | None:
     """The NPU kernels, compiled against the headers of the installed torch_npu."""
-    spec = importlib.util.find_spec("torch_npu")
-    if spec is None or spec.origin is None or not sources(npu=True):
+    from torch.utils.cpp_extension import CppExtension
+
+    torch_npu = torch_npu_folder()
+    if torch_npu is None or TORCH is None:
         return None
-    torch_npu = Path(spec.origin).parent
+    version = metadata.version("torch_npu")
+    if minor(version) != minor(TORCH):
+        refuse(
+            f"torch {TORCH} and torch_npu {version} do not belong together; install the torch_npu "
+            f"of torch {minor(TORCH)}, or none"
+        )
+    op_plugin = torch_npu / "include/third_party/op-plugin"
+    if not op_plugin.exists():
+        refuse(
+            f"torch_npu {version} has no headers of op-plugin; install a post release of it, such "
+            f"as the newest: pip install --no-deps 'torch_npu=={minor(version)}.*'"
+        )
     # System headers, to silence warnings that are not ours.
-    includes = ["", "/third_party/op-plugin", "/third_party/acl/inc"]
+    includes = [torch_npu / "include", op_plugin, torch_npu / "include/third_party/acl/inc"]
     return CppExtension(
         "ascend_attn_ops._npu",
         sources(npu=True),
@@ -51,26 +126,47 @@ def npu_extension() -> CppExtension | None:
         libraries=["torch_npu"],
         extra_compile_args=[
             *COMPILE_ARGS,
-            *(f"-isystem{torch_npu}/include{folder}" for folder in includes),
+            *torch_headers(),
+            *(f"-isystem{folder}" for folder in includes),
             # The torch version, in the form that torch_npu's headers expect.
-            f"-DCURRENT_VERSION=V{'R'.join(torch.__version__.split('.')[:2])}",
+            f"-DCURRENT_VERSION=V{'R'.join(TORCH.split('.')[:2])}",
         ],
         extra_link_args=["-Wl,-rpath,$ORIGIN"],
     )
 
 
-class Build(BuildExtension):
-    """Links `_npu` against `_C`, which provides its schemas, checks and limits."""
+def build_command() -> Any:
+    from torch.utils.cpp_extension import BuildExtension
 
-    def build_extension(self, ext: Extension) -> None:
-        if ext.name.endswith("._npu"):
+    class Build(BuildExtension):
+        """Records what each module is compiled with, and links `_npu` against `_C`."""
+
+        def build_extension(self, ext: Any) -> None:
+            module = ext.name.rpartition(".")[2]
             core = Path(self.get_ext_fullpath("ascend_attn_ops._C"))
-            ext.library_dirs.append(str(core.parent))
-            ext.extra_link_args.append(f"-l:{core.name}")
-        super().build_extension(ext)
+            if module == "_npu":
+                # `_C` provides its schemas, checks and limits.
+                ext.library_dirs.append(str(core.parent))
+                ext.extra_link_args.append(f"-l:{core.name}")
+            record = core.parent / BUILT_WITH
+            modules = json.loads(record.read_text()) if record.exists() else {}
+            versions = {"torch": TORCH}
+            if module == "_npu":
+                versions["torch_npu"] = metadata.version("torch_npu")
+            # setuptools compares times, which do not tell that torch is another.
+            self.force = self.force or modules.get(module) != versions
+            super().build_extension(ext)
+            record.write_text(json.dumps({**modules, module: versions}, indent=2) + "\n")
+
+        def copy_extensions_to_source(self) -> None:
+            super().copy_extensions_to_source()
+            folder = Path(self.get_finalized_command("build_py").get_package_dir("ascend_attn_ops"))
+            self.copy_file(str(Path(self.build_lib, "ascend_attn_ops", BUILT_WITH)), str(folder))
+
+    return Build.with_options(use_ninja=True)
 
 
-def extensions() -> list[Extension]:
+def extensions() -> list[Any]:
     """Return the extensions that ASCEND_ATTN_OPS_BUILD names, by default both.
 
     The Makefile builds `_npu` alone, next to a `_C` built with the same torch, and installs with
@@ -82,9 +178,16 @@ def extensions() -> list[Extension]:
     return [extension for extension in (core, npu) if extension]
 
 
-setup(
-    ext_modules=extensions(),
-    cmdclass={"build_ext": Build.with_options(use_ninja=True)},
-    package_dir={"": "python"},
-    zip_safe=False,
-)
+def arguments_of_build() -> dict[str, Any]:
+    """What is compiled, and what it then requires: no other minor version of torch loads it."""
+    if TORCH is None or "sdist" in sys.argv:
+        return {"version": PUBLIC_VERSION, "install_requires": ["torch"]}
+    return {
+        "version": f"{PUBLIC_VERSION}+torch{minor(TORCH)}",
+        "install_requires": [f"torch=={minor(TORCH)}.*"],
+        "ext_modules": extensions(),
+        "cmdclass": {"build_ext": build_command()},
+    }
+
+
+setup(**arguments_of_build(), package_dir={"": "python"}, zip_safe=False)

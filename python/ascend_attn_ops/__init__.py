@@ -4,7 +4,8 @@ Importing this package registers ``torch.ops.ascend.*``. The functions below are
 with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and on fake tensors.
 """
 
-from ascend_attn_ops import _library
+# The first import says why `_C` cannot be loaded here, which all others need.
+from ascend_attn_ops import _built_with, _library  # noqa: F401
 from ascend_attn_ops.attention_update import attention_update
 from ascend_attn_ops.flash_attention_score import flash_attention_score, flash_attention_score_grad
 from ascend_attn_ops.lightning_indexer import lightning_indexer, lightning_indexer_grad

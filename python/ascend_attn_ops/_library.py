@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ascend_attn_ops import _C
+from ascend_attn_ops import _C, _built_with
 from ascend_attn_ops.limits import apply_environment
 
 # Stands in for the NPU kernels if they cannot be loaded.
@@ -54,10 +54,19 @@ def _load_npu() -> str | None:
             "built without torch_npu: install ascend_attn_ops again, with --no-build-isolation, "
             "in the environment that has torch_npu"
         )
+    if reason := _built_with.mismatch("_npu"):
+        return reason
     try:
         importlib.import_module("torch_npu")
-        importlib.import_module("ascend_attn_ops._npu")
     except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()
-        return f"torch_npu cannot be loaded: {reason[0] if reason else type(error).__name__}"
+        return f"torch_npu cannot be loaded: {_first_line(error)}"
+    try:
+        importlib.import_module("ascend_attn_ops._npu")
+    except ImportError as error:
+        # Post releases of one torch_npu may export different functions.
+        return _built_with.difference("_npu") or f"_npu cannot be loaded: {_first_line(error)}"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

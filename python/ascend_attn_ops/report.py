@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import ascend_attn_ops
-from ascend_attn_ops import _C, _library
+from ascend_attn_ops import _C, _built_with, _library
 from ascend_attn_ops.limits import Device, device_in_force, table
 
 
@@ -22,8 +22,12 @@ def print_report() -> int:
     for name, value in _versions(npu).items():
         print(f"  {name:<10} {value}")
     print("\nShared objects")
-    print("  _C         loaded")
-    print(f"  _npu       {_library.npu_unavailable or 'loaded'}")
+    print(f"  _C         loaded{_built_with_text('_C')}, {_C.compiler}")
+    print(f"  _npu       {_library.npu_unavailable or 'loaded' + _built_with_text('_npu')}")
+
+    print("\nCPU kernels use here")
+    for kind, implementation in _C.cpu_implementations().items():
+        print(f"  {kind:<18} {implementation}")
 
     failure = _cpu_failure()
     device = device_in_force()
@@ -102,6 +106,11 @@ def _versions(npu: ModuleType | None) -> dict[str, str]:
         "CANN": npu.cann_version() if npu else "not loaded",
         "SoC": npu.soc_name() if npu else "no NPU",
     }
+
+
+def _built_with_text(module: str) -> str:
+    built = ", ".join(f"{name} {version}" for name, version in _built_with.versions(module).items())
+    return f", built with {built}"
 
 
 def _registered(operator: str, dispatch_key: str) -> str:

@@ -1,0 +1,62 @@
+"""What the extension modules were compiled with, checked before they are loaded.
+
+Another torch lacks some of the symbols that they need, and the loader would name one of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_REMEDY = "install it again in this environment: pip install --no-build-isolation --no-deps ."
+
+
+def versions(module: str) -> dict[str, str]:
+    """Return the versions of torch and torch_npu with which `_C` or `_npu` was compiled."""
+    record = Path(__file__).with_name("built_with.json")
+    found: dict[str, dict[str, str]] = json.loads(record.read_text()) if record.exists() else {}
+    return found.get(module, {})
+
+
+def installed(package: str) -> str:
+    """Return the version of torch or torch_npu in this environment."""
+    return str(torch.__version__) if package == "torch" else metadata.version(package)
+
+
+def mismatch(module: str) -> str | None:
+    """Return why `_C` or `_npu` cannot be loaded here, in one line; None if it can."""
+    if importlib.util.find_spec(f"ascend_attn_ops.{module}") is None or not versions(module):
+        python = ".".join(map(str, sys.version_info[:2]))
+        return f"ascend_attn_ops.{module} is not built (for Python {python}); {_REMEDY}"
+    return difference(module, minor)
+
+
+def difference(module: str, part: Callable[[str], str] = str) -> str | None:
+    """Return which version differs in `part` from that with which `module` was compiled."""
+    for package, built in versions(module).items():
+        here = installed(package)
+        if part(built) != part(here):
+            return (
+                f"ascend_attn_ops.{module} was built with {package} {built}, and {package} {here} "
+                f"is installed; {_REMEDY}"
+            )
+    return None
+
+
+def minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def check_core() -> None:
+    if reason := mismatch("_C"):
+        raise ImportError(reason)
+
+
+# At import, and before any other module of the package imports `_C`.
+check_core()
