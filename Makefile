@@ -3,15 +3,19 @@
 # make bench   the benchmarks: ours, the peer and the physical limit side by side
 # make lint    ruff, clang-format, mypy
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
+# make wheel   a wheel in dist/, for the torch of PYTHON
+# make wheels  wheels in dist/ for VERSIONS, and for all PYTHONS
+# make matrix  build and test with VERSIONS, SAMPLE=12 a part of the tests; prints a table
 # make clean   remove what was built
 #
 # Targets set up .venv and .venv-npu in this checkout as needed, and reuse them. PYTHON selects the
-# interpreter, MAX_JOBS the number of parallel compilers.
+# interpreter, MAX_JOBS the number of parallel compilers. VERSIONS="2.7.1 2.10.0:2.10.0.post4" are
+# versions of torch, each alone or with that of torch_npu.
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
 TORCH_NPU := torch_npu==2.13.0
-BUILD_TOOLS := 'setuptools>=77,<82' wheel 'ninja>=1.11' 'pybind11>=2.12,<4'
+BUILD_TOOLS := 'setuptools>=77,<82' wheel 'ninja>=1.11'
 
 CPU := .venv/bin/python
 NPU := .venv-npu/bin/python
@@ -21,7 +25,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu bench lint format docs clean build build-npu
+.PHONY: demo test test-cpu test-npu bench lint format docs wheel wheels matrix clean build build-npu
 
 demo: build
 	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
@@ -61,9 +65,19 @@ docs: build
 	$(SPHINX) -b doctest docs out/docs/doctest
 	$(SPHINX) -b linkcheck docs out/docs/linkcheck
 
+wheel:
+	$(PYTHON) $(PIP_INSTALL:install=wheel) --no-build-isolation --no-deps --wheel-dir dist .
+
+wheels:
+	$(PYTHON) tools/wheels.py $(VERSIONS) --python $(or $(PYTHONS),$(PYTHON))
+
+matrix:
+	$(PYTHON) tools/matrix.py $(VERSIONS) --sample $(or $(SAMPLE),1) $(MATRIX_ARGS)
+
 clean:
 	rm -rf build build-npu .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
 	find python -name '*.so' -delete
+	rm -f python/ascend_attn_ops/built_with.json
 
 # Compiles only what has changed.
 build: .venv/ready

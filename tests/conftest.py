@@ -1,7 +1,8 @@
-"""What tests of every operator need."""
+"""What tests of every operator need, and --sample, which runs a part of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import ascend_attn_ops
@@ -13,3 +14,26 @@ def no_limits() -> Iterator[None]:
     """The samples are far smaller than what the device's tables allow."""
     with ascend_attn_ops.limits(None):
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of every test function run the first parameters, and each N-th after them",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    step = config.getoption("sample")
+    seen: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        (left_out if seen[function] % step else kept).append(item)
+        seen[function] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept

@@ -1,0 +1,187 @@
+"""Makes a virtual environment with any torch, and with torch_npu if asked.
+
+    python tools/environment.py FOLDER TORCH [TORCH_NPU]
+
+The newest torch on the package index of x86-64 is built for CUDA and requires 4 GB of NVIDIA's
+libraries, of which a CPU test calls nothing. They are left out here, and empty libraries stand in
+for them, so that an environment takes 1.5 GB. It is for tests alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+
+TOOLS = ["setuptools>=77,<82", "wheel", "ninja>=1.11"]
+TESTS = ["pytest>=8,<10", "numpy>=1.26,<3", "expecttest>=0.3,<1"]
+# matplotlib for the examples' tests; torch_npu imports yaml.
+TESTS += ["matplotlib>=3.8,<4", "pyyaml>=6,<7"]
+FOR_GPUS = re.compile(r"nvidia|cuda|triton|extra ==")
+# Settings that libtorch_npu registers too: torch_npu 2.10 and 2.11 stop at the second of a name.
+CONTESTED = (
+    b"pinned_reserve_segment_size_mb",
+    b"pinned_num_register_threads",
+    b"pinned_use_cuda_host_register",
+    b"release_lock_on_cudamalloc",
+    b"graph_capture_record_stream_reuse",
+    b"per_process_memory_fraction",
+    b"throw_on_cudamalloc_oom",
+)
+# Defined by the interpreter or by C++ headers, not by a library of NVIDIA's.
+NOT_MISSING = re.compile(r"_?Py|_Z|__|_Unwind")
+
+
+def output(*command: object) -> str:
+    return subprocess.run(
+        [str(part) for part in command], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def install(interpreter: Path, *arguments: str) -> None:
+    command = [str(interpreter), "-m", "pip", "install", "-q", "--no-warn-conflicts"]
+    subprocess.run([*command, *arguments], check=True)
+
+
+def site_packages(folder: Path) -> Path:
+    return next(folder.glob("lib/python3*/site-packages"))
+
+
+def with_torch(folder: Path, torch: str, python: str = sys.executable) -> Path:
+    """Return the interpreter of an environment with torch, which is made if needed."""
+    interpreter, ready = folder / "bin/python", folder / "ready"
+    if not ready.exists():
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
+        install(interpreter, *TOOLS, *TESTS)
+        install(interpreter, "--no-deps", f"torch=={torch}")
+        packages = site_packages(folder)
+        distribution = next(iter(metadata.distributions(name="torch", path=[str(packages)])))
+        needed = [line for line in distribution.requires or [] if not FOR_GPUS.search(line)]
+        install(interpreter, *needed)
+        stand_in_for_missing_libraries(packages / "torch/lib")
+        rename_contested_settings(packages / "torch/lib/libc10_cuda.so")
+        ready.touch()
+    return interpreter
+
+
+def with_torch_npu(folder: Path, base: Path, torch_npu: str, python: str = sys.executable) -> Path:
+    """Return the interpreter of an environment with torch_npu and all that is in `base`.
+
+    torch_npu is not in `base` itself: where it is installed, `import torch` loads it.
+    """
+    interpreter, ready = folder / "bin/python", folder / "ready"
+    if not ready.exists():
+        subprocess.run([python, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+        packages = site_packages(folder)
+        (packages / "base.pth").write_text(f"{site_packages(base)}\n")
+        target = f"--target={packages}"
+        install(base / "bin/python", "--no-deps", target, f"torch_npu=={torch_npu}")
+        ready.touch()
+    return interpreter
+
+
+def rename_contested_settings(library: Path) -> None:
+    """Make the CUDA half of torch register other names than torch_npu."""
+    if not library.exists():
+        return
+    content = library.read_bytes()
+    for name in CONTESTED:
+        # Compilers store a name in pieces of 16 bytes.
+        content = content.replace(name[:16], name[:1].upper() + name[1:16])
+    library.write_bytes(content)
+
+
+def stand_in_for_missing_libraries(folder: Path) -> None:
+    """Write libraries that define what torch's own libraries look for in NVIDIA's."""
+    libraries = sorted(folder.glob("*.so*"))
+    present = {library.name for library in libraries}
+    # For each missing library, the versions of its symbols.
+    missing: dict[str, set[str]] = {}
+    defined: set[str] = set()
+    wanted: set[str] = set()
+    for library in libraries:
+        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "-dW", library))
+        for name in needed:
+            if name not in present and not is_of_the_system(name):
+                missing.setdefault(name, set())
+        for name, versions in versions_needed(library).items():
+            if name in missing:
+                missing[name] |= versions
+        for line in output("nm", "-D", "--with-symbol-versions", library).splitlines():
+            kind, symbol = line.split()[-2:]
+            if kind == "U":
+                wanted.add(symbol)
+            else:
+                defined.add(symbol.split("@")[0])
+    owners = {version: name for name, versions in missing.items() for version in versions}
+    symbols: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    # Symbols without a version are found in whatever library has them.
+    anywhere = next((name for name, versions in missing.items() if not versions), None)
+    for symbol in sorted(wanted):
+        name, _, version = symbol.partition("@")
+        owner = owners.get(version) if version else anywhere
+        if owner and name not in defined and not NOT_MISSING.match(name):
+            symbols[owner].append((name, version))
+    for library_name, versions in missing.items():
+        write_library(folder / library_name, symbols[library_name], versions)
+
+
+def is_of_the_system(library: str) -> bool:
+    folders = output("ldconfig", "-p") if os.path.exists("/sbin/ldconfig") else ""
+    return library in folders or library.startswith(("ld-linux", "libc.", "libm.", "libstdc++"))
+
+
+def versions_needed(library: Path) -> dict[str, set[str]]:
+    """For each library that another needs, the versions of symbols."""
+    versions: dict[str, set[str]] = {}
+    current: set[str] = set()
+    for line in output("readelf", "-VW", library).splitlines():
+        if found := re.search(r"File: (\S+)", line):
+            current = versions.setdefault(found.group(1), set())
+        elif found := re.search(r"Name: (\S+)\s+Flags", line):
+            current.add(found.group(1))
+    return versions
+
+
+def body_of(function: str) -> str:
+    if function.endswith(("String", "Name", "LastError")):
+        return "0" if function.endswith("LastError") else '(long)"stand-in"'
+    return "100"  # cudaErrorNoDevice
+
+
+def write_library(path: Path, symbols: list[tuple[str, str]], versions: set[str]) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        source, script = Path(temporary, "library.c"), Path(temporary, "versions")
+        source.write_text(
+            "".join(f"long {name}(void) {{ return {body_of(name)}; }}\n" for name, _ in symbols)
+        )
+        blocks = []
+        for version in sorted(versions):
+            names = "".join(f"{name}; " for name, owner in symbols if owner == version)
+            blocks.append(f"{version} {{ {'global: ' + names if names else ''}}};\n")
+        script.write_text("".join(blocks))
+        options = [f"-Wl,--version-script={script}"] if versions else []
+        flags = ["-shared", "-fPIC", "-w", "-nostdlib", "-fno-builtin", f"-Wl,-soname,{path.name}"]
+        subprocess.run(["cc", *flags, source, *options, "-o", path], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("torch")
+    parser.add_argument("torch_npu", nargs="?", help="in an environment of its own, FOLDER-npu")
+    options = parser.parse_args()
+    print(with_torch(options.folder, options.torch))
+    if options.torch_npu:
+        npu = options.folder.with_name(f"{options.folder.name}-npu")
+        print(with_torch_npu(npu, options.folder, options.torch_npu))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Builds and tests this checkout with several versions of torch, and prints a table.
+
+    python tools/matrix.py 2.7.1 2.10.0:2.10.0.post4 --sample 12
+
+TORCH:TORCH_NPU names a torch and the torch_npu to build with, TORCH alone a build for the CPU.
+Environments and copies of the sources are kept in --home, and used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import environment
+
+CHECKOUT = Path(__file__).parents[1]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+
+
+@dataclass
+class Row:
+    """What one version gave."""
+
+    torch: str
+    torch_npu: str = ""
+    built: dict[str, str] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        results = [*self.built.values(), *self.tests.values()]
+        return not any(text == "no" or "failed" in text or "error" in text for text in results)
+
+    def cells(self) -> list[str]:
+        return [
+            self.torch,
+            self.built.get("_C", ""),
+            self.tests.get("CPU", ""),
+            self.torch_npu or "-",
+            self.built.get("_npu", ""),
+            self.tests.get("NPU", ""),
+        ]
+
+
+HEADER = ["torch", "`_C` compiles", "CPU tests", "torch_npu", "`_npu` compiles", "NPU tests"]
+
+
+def copy_sources(target: Path) -> None:
+    """Copy what git knows and what it does not ignore, and leave alone what is the same."""
+    names = environment.output(
+        "git", "-C", CHECKOUT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"
+    )
+    for name in filter(None, names.split("\0")):
+        source, copy = CHECKOUT / name, target / name
+        if not source.exists():
+            copy.unlink(missing_ok=True)
+        elif not copy.exists() or copy.read_bytes() != source.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+
+
+def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
+    print(f"  {log}", flush=True)
+    with log.open("w") as file:
+        finished = subprocess.run(
+            [str(part) for part in command],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder / "python"), **variables},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    return finished.returncode == 0
+
+
+def build(row: Row, module: str, python: Path, sources: Path, log: Path) -> bool:
+    built = run(
+        log, sources, python, "setup.py", "-q", "build_ext", "--inplace",
+        f"--build-temp=build{module}", ASCEND_ATTN_OPS_BUILD="npu" if module == "_npu" else "core",
+    )  # fmt: skip
+    warnings = len(re.findall(r"warning:", log.read_text()))
+    row.built[module] = "no" if not built else f"{warnings} warnings" if warnings else "yes"
+    return built
+
+
+def test(row: Row, kind: str, log: Path, sources: Path, *command: object, sample: int) -> None:
+    run(log, sources, *command, "-q", f"--sample={sample}")
+    text = log.read_text()
+    # pytest's last lines, one for each level of the task queue.
+    found = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", text, re.M)
+    results = [re.sub(r"(, \d+ (?:deselected|warnings?))+", "", line) for line in found]
+    row.tests[kind] = "; ".join(results) or "error"
+
+
+def run_version(spec: str, options: argparse.Namespace) -> Row:
+    torch, _, torch_npu = spec.partition(":")
+    row = Row(torch, torch_npu)
+    home = options.home / spec.replace(":", "-")
+    print(spec, flush=True)
+    base = options.home / torch / "environment"
+    python = environment.with_torch(base, torch, options.python)
+    if torch_npu:
+        npu = environment.with_torch_npu(home / "npu", base, torch_npu, options.python)
+    sources = home / "sources"
+    copy_sources(sources)
+    logs = home / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir()
+    if not build(row, "_C", python, sources, logs / "build_C"):
+        return row
+    if torch_npu:
+        build(row, "_npu", npu, sources, logs / "build_npu")
+    if options.compile_only:
+        return row
+    test(
+        row, "CPU", logs / "test_cpu", sources, python, "-m", "pytest", "tests",
+        "--ignore=tests/npu", sample=options.sample,
+    )  # fmt: skip
+    if row.built.get("_npu", "no") != "no":
+        test(
+            row, "NPU", logs / "test_npu", sources, npu, "tests/npu/run.py",
+            sample=options.sample,
+        )  # fmt: skip
+    return row
+
+
+def print_table(rows: list[Row], options: argparse.Namespace) -> None:
+    extent = "compiled only" if options.compile_only else "every test"
+    if options.sample > 1 and not options.compile_only:
+        extent = f"every {options.sample}th parameter of each test"
+    compiler = environment.output(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
+    version = environment.output(options.python, "--version").strip()
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    print(f"\n{today}, {platform.machine()}, {version}, {compiler}; {extent}\n")
+    for cells in (HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)):
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Builds and tests with several torch versions.")
+    parser.add_argument("versions", nargs="+", metavar="TORCH[:TORCH_NPU]")
+    parser.add_argument("--sample", type=int, default=1, metavar="N", help="see tests/conftest.py")
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter to test with")
+    parser.add_argument("--home", type=Path, default=CACHE / "ascend_attn_ops/matrix")
+    options = parser.parse_args()
+    rows = [run_version(spec, options) for spec in options.versions]
+    print_table(rows, options)
+    return sum(not row.ok for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
