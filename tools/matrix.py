@@ -3,7 +3,8 @@
     python tools/matrix.py 2.7.1 2.10.0:2.10.0.post4 --sample 12
 
 TORCH:TORCH_NPU names a torch and the torch_npu to build with, TORCH alone a build for the CPU.
-Environments and copies of the sources are kept in --home, and used again.
+What is built and tested is the source distribution, so that what it lacks shows. Environments and
+sources are kept in --home, and used again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,18 +55,30 @@ class Row:
 HEADER = ["torch", "`_C` compiles", "CPU tests", "torch_npu", "`_npu` compiles", "NPU tests"]
 
 
-def copy_sources(target: Path) -> None:
-    """Copy what git knows and what it does not ignore, and leave alone what is the same."""
-    names = environment.output(
-        "git", "-C", CHECKOUT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"
-    )
-    for name in filter(None, names.split("\0")):
-        source, copy = CHECKOUT / name, target / name
-        if not source.exists():
-            copy.unlink(missing_ok=True)
-        elif not copy.exists() or copy.read_bytes() != source.read_bytes():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
+def unpack_sources(python: Path, target: Path) -> None:
+    """Make `target` a source distribution of this checkout; files that are the same keep their age.
+
+    So that what was compiled before is not compiled again, and what the distribution lacks shows.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        information = ["egg_info", f"--egg-base={folder}"]
+        sdist = ["setup.py", "-q", *information, "sdist", f"--dist-dir={folder}"]
+        subprocess.run([python, *sdist], cwd=CHECKOUT, check=True, stderr=subprocess.DEVNULL)
+        (archive,) = folder.glob("*.tar.gz")
+        shutil.unpack_archive(archive, folder)
+        unpacked = folder / archive.name.removesuffix(".tar.gz")
+        names = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+        for name in names:
+            source, copy = unpacked / name, target / name
+            if not copy.exists() or copy.read_bytes() != source.read_bytes():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
+        record = target / ".sources"
+        before = record.read_text().splitlines() if record.exists() else []
+        for name in set(map(Path, before)) - names:
+            (target / name).unlink(missing_ok=True)
+        record.write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
 def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
@@ -110,7 +124,7 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
     if torch_npu:
         npu = environment.with_torch_npu(home / "npu", base, torch_npu, options.python)
     sources = home / "sources"
-    copy_sources(sources)
+    unpack_sources(python, sources)
     logs = home / "logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir()
