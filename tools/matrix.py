@@ -82,6 +82,7 @@ def unpack_sources(python: Path, target: Path) -> None:
 
 
 def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
+    """Run a command with its output in `log`, and print the end of that if it fails."""
     print(f"  {log}", flush=True)
     with log.open("w") as file:
         finished = subprocess.run(
@@ -92,6 +93,8 @@ def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
             stderr=subprocess.STDOUT,
             check=False,
         )
+    if finished.returncode != 0:
+        print("".join(log.read_text().splitlines(keepends=True)[-40:]), flush=True)
     return finished.returncode == 0
 
 
