@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,11 +111,12 @@ def build(row: Row, module: str, python: Path, sources: Path, log: Path) -> bool
 
 def test(row: Row, kind: str, log: Path, sources: Path, *command: object, sample: int) -> None:
     run(log, sources, *command, "-q", f"--sample={sample}")
-    text = log.read_text()
-    # pytest's last lines, one for each level of the task queue.
-    found = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", text, re.M)
-    results = [re.sub(r"(, \d+ (?:deselected|warnings?))+", "", line) for line in found]
-    row.tests[kind] = "; ".join(results) or "error"
+    # pytest's last lines: the NPU tests run once for each device and level of the task queue.
+    endings = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", log.read_text(), re.M)
+    counts: Counter[str] = Counter()
+    for count, result in re.findall(r"(\d+) (failed|passed|skipped|error)", " ".join(endings)):
+        counts[result] += int(count)
+    row.tests[kind] = ", ".join(f"{count} {result}" for result, count in counts.items()) or "error"
 
 
 def run_version(spec: str, options: argparse.Namespace) -> Row:
