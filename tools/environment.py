@@ -121,12 +121,13 @@ def stand_in_for_missing_libraries(folder: Path) -> None:
                 defined.add(symbol.split("@")[0])
     owners = {version: name for name, versions in missing.items() for version in versions}
     symbols: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-    # Symbols without a version are found in whatever library has them.
-    anywhere = next((name for name, versions in missing.items() if not versions), None)
+    # Which library has a symbol without a version cannot be told: each of them has all.
+    unversioned = [name for name, versions in missing.items() if not versions]
     for symbol in sorted(wanted):
         name, _, version = symbol.partition("@")
-        owner = owners.get(version) if version else anywhere
-        if owner and name not in defined and not NOT_MISSING.match(name):
+        if name in defined or (not version and NOT_MISSING.match(name)):
+            continue
+        for owner in unversioned if not version else filter(None, [owners.get(version)]):
             symbols[owner].append((name, version))
     for library_name, versions in missing.items():
         write_library(folder / library_name, symbols[library_name], versions)
