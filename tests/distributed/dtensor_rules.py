@@ -8,11 +8,11 @@ from typing import Any
 import ascend_attn_ops as ops
 import torch
 from ascend_attn_ops.distributed import dtensor, enable_dtensor
+from ascend_attn_ops.distributed._plan import EXPLICIT
 from dtensor_cases import distribute, error, mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.debug import CommDebugMode
 
 HEADS = 4
@@ -134,7 +134,7 @@ def implicit_redistribution() -> str:
     enable_dtensor()
     mesh = mesh_of("2")
     rope = distribute(numbers(1, 3, 1, 64, dtype=torch.bfloat16), mesh, [Shard(1)])
-    with ExplicitRedistributionContext():
+    with EXPLICIT():
         return message_of(attention(mesh, [Shard(2)], key_rope=rope))
 
 

@@ -11,10 +11,15 @@ import pytest
 import torch
 from ascend_attn_ops.distributed import enable_dtensor
 from ascend_attn_ops.distributed._axes import LINES
+from ascend_attn_ops.distributed._plan import EXPLICIT
 from dtensor_cases import LARGEST_ERROR
 from processes import on_ranks
 from samples import OPERATORS
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+pytestmark = pytest.mark.skipif(
+    EXPLICIT is None, reason=f"enable_dtensor() refuses torch {torch.__version__}"
+)
 
 SPARSE = [name for name in OPERATORS if "sparse" in name or "indexer" in name]
 DENSE = [name for name in OPERATORS if "flash" in name and name not in SPARSE]

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch._logging._internal import LazyString
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.placement_types import Placement
 
 from ascend_attn_ops.distributed import _tokens
@@ -38,6 +37,9 @@ from ascend_attn_ops.distributed._signature import (
     tensors_of,
 )
 from ascend_attn_ops.limits import limits
+
+# The context in which nothing is redistributed unasked. torch 2.9 and earlier have none.
+EXPLICIT: Any = getattr(_utils, "ExplicitRedistributionContext", None)
 
 # Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
 # compressed masks by itself, and lengths are numbers.
@@ -423,7 +425,7 @@ class Plan:
             for x in tensors_of(values[index]):
                 specs[id(x)] = _moved(x._spec, target)
                 message = LazyString(self._message, index, x._spec, target)
-                ExplicitRedistributionContext.observe_redistribution(x._spec, specs[id(x)], message)
+                EXPLICIT.observe_redistribution(x._spec, specs[id(x)], message)
         done: dict[int, Tensor] = {}
 
         def move(x: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_attn_ops.distributed._axes import LINES
-from ascend_attn_ops.distributed._plan import Plan
+from ascend_attn_ops.distributed._plan import EXPLICIT, Plan
 from ascend_attn_ops.distributed._signature import Signature, sizes_of
 from ascend_attn_ops.limits import device_in_force
 
@@ -50,15 +50,16 @@ def enable_dtensor() -> None:
     are taken to be the same on all ranks. Every rank must pass the same numbers and lists.
 
     Raises:
-        RuntimeError: this version of torch does not let a library handle DTensors.
+        RuntimeError: this version of torch does not let a library handle DTensors; 2.10 and later
+            do. Earlier ones cannot redistribute every tensor, and compiled steps come out wrong.
     """
     dispatcher = getattr(DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    if not isinstance(handlers, dict):
+    if not isinstance(handlers, dict) or EXPLICIT is None:
         raise RuntimeError(
-            "ascend_attn_ops.distributed.enable_dtensor: torch: expected a version with "
-            "DTensor._op_dispatcher._custom_op_handlers, which torch 2.13 has, "
-            f"got torch {torch.__version__}"
+            "ascend_attn_ops.distributed.enable_dtensor: torch: expected a version whose DTensor "
+            "has _op_dispatcher._custom_op_handlers and ExplicitRedistributionContext, as 2.10 to "
+            f"2.15 have, got torch {torch.__version__}"
         )
     for name in LINES:
         overload = getattr(torch.ops.ascend, name).default
