@@ -152,7 +152,8 @@ def lightning_indexer(
         sparse_count, sparse_mode, pre_tokens, next_tokens, return_values,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    attention_keys = dict(zip(("key", "key_rope"), prefetch, strict=False))
+    names = ("key", "key_rope")[: len(prefetch)]
+    attention_keys = dict(zip(names, prefetch[: len(names)], strict=True))
     given = {"query": query, "weights": weights, "key": key}
     given |= {f"prefetch ({name})": x for name, x in attention_keys.items()}
     tensors, error = as_tokens(operation.name, shards, layout, given)
