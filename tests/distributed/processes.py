@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -123,3 +124,16 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     for pipe in pool.pipes[:size]:
         pipe.send((size, function, args))
     return pool.collect(size, CALL_SECONDS)
+
+
+def _average(group: dist.ProcessGroup) -> float:
+    mine = torch.zeros(1)
+    everybodys = torch.ones(group.size())
+    dist.reduce_scatter_tensor(mine, everybodys, op=dist.ReduceOp.AVG, group=group)
+    return mine.item()
+
+
+def skip_unless_gloo_averages() -> None:
+    """Skip a test of FSDP2, which asks for averages of float32 gradients."""
+    if on_ranks(2, _average) != [1, 1]:
+        pytest.skip(f"gloo of torch {torch.__version__} gives a sum for the average of FSDP2")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import skip_unless_gloo_averages
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
@@ -65,6 +66,7 @@ def history(out: Path) -> dict[str, Any]:
 
 
 def test_losses_are_those_of_one_process_also_when_resumed(tmp_path: Path) -> None:
+    skip_unless_gloo_averages()
     alone, together = tmp_path / "alone", tmp_path / "together"
     run(command(0, alone))
     with start(command(2, together, "--context-parallel=2")) as process:

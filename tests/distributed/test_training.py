@@ -13,7 +13,7 @@ import pytest
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from processes import on_ranks
+from processes import on_ranks, skip_unless_gloo_averages
 from sparse_layer import KEYS, QUERIES, SCALE, Sizes, inputs, relative_error
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -294,4 +294,5 @@ def sharded_indexer(group: ProcessGroup) -> None:
 
 
 def test_fsdp_with_the_indexer() -> None:
+    skip_unless_gloo_averages()
     on_ranks(4, sharded_indexer)
