@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/sparse_mode.h"
+#include "cpu/common/capability.h"
 #include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
@@ -158,6 +159,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("compiler") = "GCC " __VERSION__;
 #endif
   m.def("cpu_implementations", &cpu_implementations);
+  m.def("check_cpu_capability", &cpu::check_capability);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", [] { return limits_of_operators(Operators()); });
   m.attr("layout_axes") = layout_axes();

@@ -20,8 +20,9 @@ npu_unavailable: str | None = "not loaded yet"
 
 
 def load() -> None:
-    """Register the NPU kernels, or set `npu_unavailable`; set the default limits."""
+    """Register the NPU kernels, or set `npu_unavailable`; apply the environment variables."""
     global npu_unavailable
+    _C.check_cpu_capability()
     npu_unavailable = _load_npu()
     if npu_unavailable:
         _explain_on_npu_tensors(npu_unavailable)

@@ -6,6 +6,8 @@
 #include <array>
 #include <exception>
 
+#include "cpu/common/capability.h"
+
 namespace ascend_attn::cpu {
 namespace {
 
@@ -77,12 +79,12 @@ bool multiply_int8() {
 }
 
 bool has_float_brgemm() {
-  static const bool has = multiply_float();
+  static const bool has = kNative && multiply_float();
   return has;
 }
 
 bool has_int8_brgemm() {
-  static const bool has = multiply_int8();
+  static const bool has = kNative && multiply_int8();
   return has;
 }
 
@@ -146,7 +148,7 @@ void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64
 // Not cpublas::could_pack(kBFloat16), which requires AMX: brgemm also supports AVX512 with
 // bfloat16.
 bool has_bfloat16_products() {
-  static const bool has = multiply_bfloat16();
+  static const bool has = kNative && multiply_bfloat16();
   return has;
 }
 

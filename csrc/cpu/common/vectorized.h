@@ -1,5 +1,4 @@
-// Elementwise loops that use the vector units of the machine they run on, in a binary that runs on
-// any machine.
+// Loops that use the vector units of the machine they run on, in a binary that runs on any machine.
 #pragma once
 
 #include <bit>
@@ -8,26 +7,11 @@
 #include <limits>
 #include <type_traits>
 
+#include "cpu/common/capability.h"
+
 namespace ascend_attn::cpu {
 
-// The vector instructions that a build for any machine may use on this one.
-enum class VectorUnit {
-  baseline,  // what the compiler may use everywhere: SSE2 on x86-64, NEON on aarch64
-  avx2,
-  avx512
-};
-
 #if defined(__x86_64__) && defined(__GNUC__)
-inline VectorUnit find_vector_unit() {
-  __builtin_cpu_init();
-  const auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-  const auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512cd") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return !has_avx2 ? VectorUnit::baseline : has_avx512 ? VectorUnit::avx512 : VectorUnit::avx2;
-}
-
 template <typename Body>
 [[gnu::noinline, gnu::flatten, gnu::target("avx2,fma,bmi,bmi2")]]
 void run_with_avx2(Body& body) {
@@ -40,29 +24,7 @@ template <typename Body>
 void run_with_avx512(Body& body) {
   body();
 }
-#else
-inline VectorUnit find_vector_unit() { return VectorUnit::baseline; }
 #endif
-
-inline const VectorUnit kVectorUnit = find_vector_unit();
-
-inline const char* vector_unit_name() {
-  switch (kVectorUnit) {
-    case VectorUnit::avx512:
-      return "AVX512";
-    case VectorUnit::avx2:
-      return "AVX2";
-    case VectorUnit::baseline:
-      break;
-  }
-#if defined(__x86_64__)
-  return "SSE2";
-#elif defined(__aarch64__)
-  return "NEON";
-#else
-  return "the compiler's baseline";
-#endif
-}
 
 // Runs the loops in `body`, which is compiled once for each vector unit. Not target_clones: Clang
 // has it for fewer targets, and cannot tell which clone runs.
