@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "cpu/common/capability.h"
+#include "cpu/common/portable_gemm.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -88,26 +89,6 @@ bool has_int8_brgemm() {
   return has;
 }
 
-template <typename T>
-void multiply_plainly(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_stride, const T* b,
-                      int64_t b_stride, T* c, int64_t c_stride, bool accumulate) {
-  vectorized([=] {
-    for (int64_t i = 0; i < m; ++i) {
-      T* out = c + i * c_stride;
-      for (int64_t j = 0; !accumulate && j < n; ++j) {
-        out[j] = 0;
-      }
-      for (int64_t l = 0; l < k; ++l) {
-        const T factor = a[i * a_stride + l];
-        const T* row = b + l * b_stride;
-        for (int64_t j = 0; j < n; ++j) {
-          out[j] += factor * row[j];
-        }
-      }
-    }
-  });
-}
-
 // Floats sum integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
 void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
                         const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
@@ -167,14 +148,14 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride
     at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
                                 /*is_vnni=*/false);
   } else {
-    multiply_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+    multiply<float>({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   }
 }
 
 // ATen exports no double matrix product below the tensor level.
 void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
                int64_t b_stride, double* c, int64_t c_stride, bool accumulate) {
-  multiply_plainly(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
+  multiply<double>({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
 }
 
 void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
@@ -193,7 +174,7 @@ std::vector<Implementation> implementations() {
   const std::string brgemm = has_amx ? "brgemm (AMX)" : "brgemm";
   return {{"vector loops", vector_unit_name()},
           {"bfloat16 products", has_bfloat16_products() ? brgemm : "as float32"},
-          {"float32 products", has_float_brgemm() ? "brgemm" : "plain loops"},
+          {"float32 products", has_float_brgemm() ? "brgemm" : "vector blocks"},
           {"int8 products", has_int8_brgemm() ? brgemm : "as float32"}};
 }
 

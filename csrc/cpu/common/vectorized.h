@@ -11,18 +11,32 @@
 
 namespace ascend_attn::cpu {
 
+// The size of a vector, given to the bodies that take one.
+template <int64_t bytes>
+using VectorBytes = std::integral_constant<int64_t, bytes>;
+template <typename Body>
+inline constexpr bool takes_vector_bytes = std::is_invocable_v<Body&, VectorBytes<16>>;
+
 #if defined(__x86_64__) && defined(__GNUC__)
 template <typename Body>
 [[gnu::noinline, gnu::flatten, gnu::target("avx2,fma,bmi,bmi2")]]
 void run_with_avx2(Body& body) {
-  body();
+  if constexpr (takes_vector_bytes<Body>) {
+    body(VectorBytes<32>());
+  } else {
+    body();
+  }
 }
 
 template <typename Body>
 [[gnu::noinline, gnu::flatten,
   gnu::target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi,bmi2")]]
 void run_with_avx512(Body& body) {
-  body();
+  if constexpr (takes_vector_bytes<Body>) {
+    body(VectorBytes<64>());
+  } else {
+    body();
+  }
 }
 #endif
 
@@ -38,7 +52,11 @@ void vectorized(Body body) {
     return run_with_avx2(body);
   }
 #endif
-  body();
+  if constexpr (takes_vector_bytes<Body>) {
+    body(VectorBytes<16>());
+  } else {
+    body();
+  }
 }
 
 inline double exponential(double x) { return std::exp(x); }

@@ -1,0 +1,100 @@
+#include "cpu/common/portable_gemm.h"
+
+#include <algorithm>
+
+#include "cpu/common/vectorized.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// Computes `rows` rows and `columns` columns of C. Both are constants, and the inner loop is marked
+// omp simd: compilers then hold all sums in vector registers.
+template <int64_t rows, int64_t columns, typename T>
+[[gnu::always_inline]] inline void multiply_block(const Product<T>& p) {
+  T sums[rows][columns] = {};
+  for (int64_t l = 0; l < p.k; ++l) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < rows; ++i) {
+      const T factor = p.a[i * p.a_stride + l];
+#pragma omp simd
+      for (int64_t j = 0; j < columns; ++j) {
+        sums[i][j] += factor * p.b[l * p.b_stride + j];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < rows; ++i) {
+    T* out = p.c + i * p.c_stride;
+#pragma omp simd
+    for (int64_t j = 0; j < columns; ++j) {
+      out[j] = p.accumulate ? out[j] + sums[i][j] : sums[i][j];
+    }
+  }
+}
+
+// Computes `columns` columns of C: blocks of `rows` rows, then the remaining rows.
+template <int64_t rows, int64_t columns, typename T>
+[[gnu::always_inline]] inline void multiply_rows(Product<T> p) {
+  for (; p.m >= rows; p.m -= rows) {
+    multiply_block<rows, columns>(p);
+    p.a += rows * p.a_stride;
+    p.c += rows * p.c_stride;
+  }
+  if constexpr (rows > 1) {
+    multiply_rows<rows / 2, columns>(p);
+  }
+}
+
+template <int64_t rows, int64_t columns, typename T>
+[[gnu::always_inline]] inline void multiply_panel(Product<T> p) {
+  // Many rows of A share a copy of B that is adjacent in the L1 cache, whatever the stride of B is.
+  constexpr int64_t depth = 128;
+  alignas(64) T panel[depth * columns];
+  if (p.m <= 2 * rows || p.b_stride == columns) {
+    return multiply_rows<rows, columns>(p);
+  }
+  auto part = p;
+  part.b = panel;
+  part.b_stride = columns;
+  for (int64_t first = 0; first == 0 || first < p.k; first += depth) {
+    part.k = std::min(depth, p.k - first);
+    for (int64_t l = 0; l < part.k; ++l) {
+      std::copy_n(p.b + (first + l) * p.b_stride, columns, panel + l * columns);
+    }
+    part.a = p.a + first;
+    multiply_rows<rows, columns>(part);
+    part.accumulate = true;
+  }
+}
+
+template <int64_t rows, int64_t columns, typename T>
+[[gnu::always_inline]] inline void multiply_columns(Product<T> p) {
+  for (; p.n >= columns; p.n -= columns) {
+    multiply_panel<rows, columns>(p);
+    p.b += columns;
+    p.c += columns;
+  }
+  if constexpr (columns > 1) {
+    multiply_columns<rows, columns / 2>(p);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+void multiply(const Product<T>& product) {
+  vectorized([product](auto bytes) {
+#if defined(__aarch64__)
+    constexpr bool has_32_registers = true;
+#else
+    constexpr bool has_32_registers = bytes == 64;
+#endif
+    // Sums fill half of the registers; factors and elements of B need the others.
+    multiply_columns<has_32_registers ? 8 : 4, 2 * bytes / sizeof(T)>(product);
+  });
+}
+
+template void multiply(const Product<float>&);
+template void multiply(const Product<double>&);
+
+}  // namespace ascend_attn::cpu
