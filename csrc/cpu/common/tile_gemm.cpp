@@ -6,6 +6,7 @@
 #include <array>
 #include <exception>
 
+#include "cpu/common/arm_gemm.h"
 #include "cpu/common/capability.h"
 #include "cpu/common/portable_gemm.h"
 
@@ -138,8 +139,12 @@ TileGemmScope::~TileGemmScope() { at::native::cpublas::brgemm_release(); }
 void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a_stride,
                const at::BFloat16* b, int64_t b_stride, float* c, int64_t c_stride,
                bool accumulate) {
-  at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
-                              /*is_vnni=*/true);
+  if (has_bfmmla()) {
+    multiply_with_bfmmla({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
+  } else {
+    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
+                                /*is_vnni=*/true);
+  }
 }
 
 void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
@@ -163,6 +168,8 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stri
   if (has_int8_brgemm()) {
     at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
                                 /*is_vnni=*/true);
+  } else if (has_usmmla()) {
+    multiply_with_usmmla({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   } else {
     multiply_as_floats(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
   }
@@ -173,9 +180,13 @@ std::vector<Implementation> implementations() {
   const bool has_amx = at::native::cpublas::could_pack(at::kBFloat16);
   const std::string brgemm = has_amx ? "brgemm (AMX)" : "brgemm";
   return {{"vector loops", vector_unit_name()},
-          {"bfloat16 products", has_bfloat16_products() ? brgemm : "as float32"},
+          {"bfloat16 products", !has_bfloat16_products() ? "as float32"
+                                : has_bfmmla()           ? "BFMMLA"
+                                                         : brgemm},
           {"float32 products", has_float_brgemm() ? "brgemm" : "vector blocks"},
-          {"int8 products", has_int8_brgemm() ? brgemm : "as float32"}};
+          {"int8 products", has_int8_brgemm() ? brgemm
+                            : has_usmmla()    ? "USMMLA"
+                                              : "as float32"}};
 }
 
 }  // namespace ascend_attn::cpu
