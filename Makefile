@@ -44,6 +44,7 @@ bench: build-npu
 	$(CPU) benchmarks/flash_attention_score.py
 	$(CPU) benchmarks/prompt_flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py
+	$(CPU) benchmarks/products.py
 	$(CPU) benchmarks/call_overhead.py
 	$(CPU) benchmarks/dtensor_call.py
 	$(NPU) benchmarks/host_time.py
