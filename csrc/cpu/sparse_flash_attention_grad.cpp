@@ -165,6 +165,8 @@ class AttentionGrad {
                 d_scores = d_scores_.rounded.data(), lost_d_scores = d_scores_.remainders.data(),
                 max = max(), inverse_sum = inverse_sum(), delta = delta()] {
       for (int64_t i = 0; i < count; ++i) {
+        // Compilers do not test at run time whether so many pointers overlap.
+#pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
           const int64_t at = i * heads + h;
           const T p = exponential(scale * scores[at] - max[h]) * inverse_sum[h];
