@@ -43,7 +43,7 @@ def compile_all(sources: list[Path], include: list[str]) -> list[Path]:
             run("g++", *FLAGS, *include, "-c", source, "-o", target)
         return target
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
         return list(pool.map(compile_one, sources))
 
 
