@@ -7,6 +7,7 @@
 # make wheels  wheels in dist/ for VERSIONS, and for all PYTHONS
 # make matrix  build and test with VERSIONS, SAMPLE=12 a part of the tests; prints a table
 # make clean   remove what was built
+# make test-aarch64   cross-compile for ARM hosts, and run a sample of the tests in QEMU
 #
 # Targets set up .venv and .venv-npu in this checkout as needed, and reuse them. PYTHON selects the
 # interpreter, MAX_JOBS the number of parallel compilers. VERSIONS="2.7.1 2.10.0:2.10.0.post4" are
@@ -25,7 +26,8 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu bench lint format docs wheel wheels matrix clean build build-npu
+.PHONY: demo test test-cpu test-npu bench lint format docs wheel wheels matrix test-aarch64 clean build \
+	build-npu
 
 demo: build
 	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
@@ -74,6 +76,9 @@ wheels:
 
 matrix:
 	$(PYTHON) tools/matrix.py $(VERSIONS) --sample $(or $(SAMPLE),1) $(MATRIX_ARGS)
+
+test-aarch64:
+	$(PYTHON) tools/aarch64.py $(VERSIONS) --sample $(or $(SAMPLE),60)
 
 clean:
 	rm -rf build build-npu .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
