@@ -241,6 +241,8 @@ def main() -> int:
         sys.exit(f"aarch64 needs Debian's packages: apt-get install {' '.join(missing)}")
     options.home = options.home.resolve()
     os.environ["PATH"] = f"{compilers(options.home)}{os.pathsep}{os.environ['PATH']}"
+    # Not where this machine keeps its own.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(options.home / "inductor")
     report = Report()
     ok = build_and_test(options.version, options, report)
     report.print()
