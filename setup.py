@@ -7,6 +7,9 @@ import importlib.util
 import json
 import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -97,7 +100,21 @@ def core_extension() -> Any:
         sources(npu=False),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[*COMPILE_ARGS, *torch_headers()],
+        extra_link_args=openmp(),
     )
+
+
+def openmp() -> list[str]:
+    """Return what links the OpenMP library of the compiler.
+
+    GCC's is the one that torch brings, and a second copy would have threads of its own. Clang's is
+    another, which torch does not have.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        refuse(f"there is no compiler {compiler[0]}; install g++, or set CXX to another")
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
+    return ["-fopenmp"] if "clang" in version.stdout else []
 
 
 def npu_extension() -> Any | None:
@@ -134,7 +151,7 @@ def npu_extension() -> Any | None:
             # The torch version, in the form that torch_npu's headers expect.
             f"-DCURRENT_VERSION=V{'R'.join(TORCH.split('.')[:2])}",
         ],
-        extra_link_args=["-Wl,-rpath,$ORIGIN"],
+        extra_link_args=["-Wl,-rpath,$ORIGIN", *openmp()],
     )
 
 
