@@ -193,7 +193,16 @@ def write(key: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
     return memory.float().sum()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+# Any torch.library.custom_op shows it as well, with dynamic=False too.
+INDUCTOR_LOSES_THE_OFFSET = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason=f"inductor of torch {torch.__version__} loses the offset of a view that is mutated",
+)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR_LOSES_THE_OFFSET)]
+)
 def test_compiles(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(write, fullgraph=True, dynamic=True, backend=backend)

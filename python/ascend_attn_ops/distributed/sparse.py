@@ -155,7 +155,7 @@ def lightning_indexer(
     names = ("key", "key_rope")[: len(prefetch)]
     attention_keys = dict(zip(names, prefetch[: len(names)], strict=True))
     given = {"query": query, "weights": weights, "key": key}
-    given |= {f"prefetch ({name})": x for name, x in attention_keys.items()}
+    given.update({f"prefetch ({name})": x for name, x in attention_keys.items()})
     tensors, error = as_tokens(operation.name, shards, layout, given)
     if len(prefetch) > len(attention_keys):
         error = ValueError(
