@@ -76,7 +76,7 @@ void mark_padding(const at::Tensor& query, const at::Tensor& key,
                   const FlashAttentionOptions& options, Ends& query_ends, Ends& key_ends,
                   Ends& prefix) {
   static const bool wanted = runs_on(kA2A3.since(Cann::v9_0));
-  const auto per_batch = [](const OptionalTensor& tensor, int64_t rank) {
+  const auto per_batch = [](OptionalTensor tensor, int64_t rank) {
     return tensor && tensor->dim() == rank && tensor->size(0) > 1;
   };
   if (per_batch(options.pse_shift, 2) || per_batch(options.atten_mask, 4)) {
