@@ -64,7 +64,8 @@ def scatter_pa_kv_cache_(
 
     Under torch.compile(dynamic=True), the inductor of torch 2.13 confuses two mutated views of one
     buffer, for any operator. If key_cache and value_cache share a buffer, compile with
-    dynamic=False.
+    dynamic=False. That of torch 2.12 and earlier is wrong about the storage offset of a mutated
+    view: pass caches that begin where their storage begins.
 
     For inference only: no gradient flows through a cache. While grad mode is on, an argument that
     requires grad is an error; call the function under torch.no_grad(), or detach the argument.
