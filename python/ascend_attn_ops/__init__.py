@@ -29,6 +29,7 @@ from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
     lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
 )
+from ascend_attn_ops.training import attach_loss
 
 _library.load()
 
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LightningIndexer",
+    "attach_loss",
     "attention_update",
     "flash_attention_score",
     "flash_attention_score_grad",

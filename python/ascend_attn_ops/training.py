@@ -1,0 +1,74 @@
+"""What a trainer needs beside the operators."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class _AttachLoss(torch.autograd.Function):
+    """The identity of its first argument, whose backward starts the backward of the second."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, loss, scale = inputs
+        ctx.set_materialize_grads(False)
+        ctx.factor = None if isinstance(scale, Tensor) else float(scale)
+        # The loss itself, a scalar, for its shape, dtype and device.
+        ctx.save_for_backward(loss, *([scale] if ctx.factor is None else []))
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        loss, *scale = ctx.saved_tensors
+        if ctx.factor is None:
+            d_loss = torch.ones_like(loss) * scale[0].to(loss.dtype)
+        else:
+            d_loss = torch.full_like(loss, ctx.factor)
+        return d_outputs[0], d_loss, None
+
+
+def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Train on `loss` in the backward of `output`, without adding it to the trainer's own loss.
+
+    Returns `output` unchanged. When its gradient arrives in the backward, `scale` times the
+    gradient of `loss` is added to what `loss` depends on, as if the trainer had minimised its own
+    loss plus ``scale * loss``. A layer can so train its indexer under any trainer. Nothing waits
+    for the device.
+
+    Works under torch.compile, activation checkpointing, accumulation of gradients, and where
+    `output` itself requires no gradient. A loss that is attached to an output that no gradient
+    reaches is not trained on.
+
+    Args:
+        output: any tensor on the way to the trainer's loss: the layer's output.
+        loss: usually a scalar; of other shapes the sum of the elements is the loss.
+        scale: factor of the loss's gradient. A tensor with one element is read on its device.
+            A trainer that scales its loss, as torch.amp.GradScaler and accumulation of gradients
+            do, does not scale an attached one: that is what `scale` is for.
+
+    Returns:
+        A view of `output`. Not to be modified in place, which autograd refuses.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> output = torch.randn(3, requires_grad=True)
+        >>> parameter = torch.ones(2, requires_grad=True)
+        >>> indexer_loss = (parameter**2).sum()
+        >>> output = ascend_attn_ops.attach_loss(output, indexer_loss, scale=0.5)
+        >>> output.mean().backward()
+        >>> parameter.grad
+        tensor([1., 1.])
+    """
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise ValueError(
+            f"attach_loss: scale: expected one element, got shape {tuple(scale.shape)}"
+        )
+    return cast("Tensor", _AttachLoss.apply(output, loss, scale))
