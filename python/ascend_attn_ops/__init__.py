@@ -29,7 +29,7 @@ from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
     lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
 )
-from ascend_attn_ops.training import attach_loss
+from ascend_attn_ops.training import attach_loss, save_attention_policy
 
 _library.load()
 
@@ -50,6 +50,7 @@ __all__ = [
     "nz_to_nd",
     "prompt_flash_attention",
     "quantize_attention_inputs",
+    "save_attention_policy",
     "scatter_pa_kv_cache_",
     "slot_mapping",
     "sparse_flash_attention",

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -72,3 +73,29 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
             f"attach_loss: scale: expected one element, got shape {tuple(scale.shape)}"
         )
     return cast("Tensor", _AttachLoss.apply(output, loss, scale))
+
+
+def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective activation checkpointing that computes no operator of this library twice.
+
+    A policy for :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`. A checkpoint
+    keeps what the operators return: attention outputs and statistics, selected indices, the
+    gradients of the KL loss. All else is recomputed in the backward. In eager mode and under
+    torch.compile, with ``use_reentrant=False``.
+
+    Example:
+        >>> import functools, torch, ascend_attn_ops
+        >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+        >>> context_fn = functools.partial(
+        ...     create_selective_checkpoint_contexts, ascend_attn_ops.save_attention_policy)
+        >>> def attention(x):
+        ...     return ascend_attn_ops.flash_attention_score(
+        ...         x, x, x, num_heads=2, layout="BSND")[0].sin()
+        >>> x = torch.randn(1, 8, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+        >>> out = checkpoint(attention, x, use_reentrant=False, context_fn=context_fn)
+        >>> out.sum().backward()
+    """
+    # What writes to its arguments has nothing to keep.
+    if op.namespace == "ascend" and not op._schema.is_mutable:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
