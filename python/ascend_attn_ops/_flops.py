@@ -1,0 +1,197 @@
+"""What the operators compute, for torch.utils.flop_counter: two operations per multiply-add of a
+matrix product, over the keys that each query really reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ascend_attn_ops import _C
+from ascend_attn_ops._operators import schema_parameters
+
+Lengths = Tensor | Sequence[int] | None
+
+
+def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], None]:
+    """Register a formula of the arguments of a call, by name."""
+
+    def register(formula: Callable[[SimpleNamespace], int]) -> None:
+        for operator in operators:
+            signature = inspect.Signature(list(schema_parameters(operator).values()))
+
+            @wraps(formula)
+            def count(
+                *args: Any,
+                out_val: Any = None,
+                signature: inspect.Signature = signature,
+                **kwargs: Any,
+            ) -> int:
+                call = signature.bind(*args, **kwargs)
+                call.apply_defaults()
+                return formula(SimpleNamespace(**call.arguments))
+
+            register_flop_formula(getattr(torch.ops.ascend, operator), get_raw=True)(count)
+
+    return register
+
+
+def _values(lengths: Lengths, tokens: int, packed: bool) -> Sequence[int]:
+    """The lengths of sequences. A fake tensor has none: they count as equal."""
+    if lengths is None:
+        return ()
+    if isinstance(lengths, Tensor):
+        if isinstance(lengths, FakeTensor) or lengths.is_meta:
+            count = lengths.shape[0]
+            return [tokens // count if packed else tokens] * count
+        lengths = lengths.tolist()
+    if not packed:
+        return lengths
+    # A 0 that closes a list is an empty sequence.
+    return [end - begin for begin, end in pairwise([0, *accumulate(lengths, max)])]
+
+
+def _sequences(a: SimpleNamespace, tokens: int, packed: bool) -> list[tuple[int, int]]:
+    """The number of queries and keys of every sequence."""
+    batch = 1 if packed else a.query.shape[_C.layout_axes[a.layout][0]]
+    sides = []
+    for x, lengths in (
+        (a.query, a.actual_seq_lengths_query),
+        (a.key, a.actual_seq_lengths_key),
+    ):
+        values = _values(lengths, x.shape[tokens], packed)
+        if not packed and len(values) <= 1:
+            values = [values[0] if values else x.shape[tokens]] * batch
+        sides.append(values)
+    # PromptFlashAttention takes longer lists, and reads as much of them as there are batches.
+    return list(zip(*sides, strict=packed))[: None if packed else batch]
+
+
+def _of_sparse(a: SimpleNamespace) -> list[tuple[int, int]]:
+    return _sequences(a, tokens=-3, packed=a.layout == "TND")
+
+
+def _read_keys(a: SimpleNamespace, most: int | None = None) -> int:
+    """The number of pairs of a query and a key that it reads, at most `most` for each query."""
+    pairs = 0
+    for queries, keys in _of_sparse(a):
+        limit = keys if most is None else min(keys, most)
+        if a.sparse_mode == 0:
+            pairs += queries * limit
+        else:
+            # The last query sees all keys, and each before it one fewer.
+            pairs += _up_to(keys, limit) - _up_to(max(keys - queries, 0), limit)
+    return pairs
+
+
+def _up_to(count: int, most: int) -> int:
+    """The sum of min(i, most) for i = 1 ... count."""
+    rising = min(count, most)
+    return rising * (rising + 1) // 2 + (count - rising) * most
+
+
+@_formula("lightning_indexer")
+def _(a: SimpleNamespace) -> int:
+    heads, size = a.query.shape[-2:]
+    return _read_keys(a) * heads * (2 * size + 2)
+
+
+@_formula("lightning_indexer_grad")
+def _(a: SimpleNamespace) -> int:
+    heads, size = a.query.shape[-2:]
+    # The scores again, d_query and d_key; and d_weights.
+    return _read_keys(a, a.sparse_indices.shape[-1]) * heads * (3 * 2 * size + 2)
+
+
+def _selected_keys(a: SimpleNamespace) -> int:
+    return _read_keys(a, a.sparse_indices.shape[-1] * a.sparse_block_size)
+
+
+def _sizes(a: SimpleNamespace) -> tuple[int, int, int]:
+    """Heads, the size of the scores' products with their ropes, and that without."""
+    heads, size = a.query.shape[-2:]
+    rope = 0 if a.query_rope is None else a.query_rope.shape[-1]
+    return heads, size + rope, size
+
+
+@_formula("sparse_flash_attention")
+def _(a: SimpleNamespace) -> int:
+    heads, joined, size = _sizes(a)
+    return _selected_keys(a) * heads * 2 * (joined + size)
+
+
+@_formula("sparse_flash_attention_grad")
+def _(a: SimpleNamespace) -> int:
+    heads, joined, size = _sizes(a)
+    # The scores again, d_query and d_key; the gradient of the weights, and d_value.
+    return _selected_keys(a) * heads * 2 * (3 * joined + 2 * size)
+
+
+@_formula("sparse_lightning_indexer_grad_kl_loss")
+def _(a: SimpleNamespace) -> int:
+    heads, joined, _size = _sizes(a)
+    index_heads, index_size = a.query_index.shape[-2:]
+    # The attention's scores; the indexer's scores and their gradients.
+    of_key = heads * 2 * joined + index_heads * (3 * 2 * index_size + 2 * 2)
+    return _read_keys(a, a.sparse_indices.shape[-1]) * of_key
+
+
+def _kept_pairs(a: SimpleNamespace) -> int:
+    """The number of pairs that the sparse_mode keeps; all without a mask. The values of a mask are
+    not looked at."""
+    mode = 1 if a.atten_mask is None else a.sparse_mode
+    sequences = _sequences(a, _C.layout_axes[a.layout][1], packed=a.layout == "TND")
+    # The band of modes 7 and 8 is in the last and in the first sequence that is not empty.
+    filled = [i for i, (queries, keys) in enumerate(sequences) if queries and keys]
+    band = {7: filled[-1:], 8: filled[:1]}.get(mode, [])
+    prefix = getattr(a, "prefix", None)
+    counts: dict[tuple[Any, ...], int] = {}
+
+    def kept(queries: int, keys: int, prefix: int, is_band: bool) -> int:
+        call = (mode, queries, keys, a.pre_tokens, a.next_tokens, prefix, is_band)
+        if call not in counts:
+            counts[call] = sum(end - begin for begin, end in _C.kept_keys(*call))
+        return counts[call]
+
+    return sum(
+        kept(queries, keys, prefix[i] if prefix else 0, i in band)
+        for i, (queries, keys) in enumerate(sequences)
+    )
+
+
+def _dense(a: SimpleNamespace) -> tuple[int, int, int]:
+    """Pairs of queries and keys over all heads, D, and the D of value."""
+    merged = _C.layout_axes[a.layout][2] == a.query.dim() - 1
+    size = a.query.shape[-1] // a.num_heads if merged else a.query.shape[-1]
+    value_size = a.value.shape[-1]
+    if merged:
+        value_size = value_size * size // a.key.shape[-1]
+    return _kept_pairs(a) * a.num_heads, size, value_size
+
+
+# The gradient of the bias needs the scores and the gradient of the weights: as much as the forward.
+@_formula("flash_attention_score", "prompt_flash_attention", "_flash_attention_score_pse_grad")
+def _(a: SimpleNamespace) -> int:
+    pairs, size, value_size = _dense(a)
+    return pairs * 2 * (size + value_size)
+
+
+@_formula("flash_attention_score_grad")
+def _(a: SimpleNamespace) -> int:
+    pairs, size, value_size = _dense(a)
+    # The scores again, dq and dk; the gradient of the weights, and dv.
+    return pairs * 2 * (3 * size + 2 * value_size)
+
+
+@_formula("attention_update", "_attention_update_grad")
+def _(a: SimpleNamespace) -> int:
+    # A sum over the parts, weighted in each row; in the gradient, as many products of rows.
+    return 2 * sum(part.numel() for part in a.local_out)
