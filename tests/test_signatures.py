@@ -141,6 +141,7 @@ def test_the_loss_takes_the_arguments_of_its_operator() -> None:
         for name in ("lightning_indexer_kl_loss", "sparse_lightning_indexer_grad_kl_loss")
     )
     assert loss.pop("reduction")[1] == "sum"
+    assert loss.pop("normalizer")[1] is None
     # The mode ignores both.
     del operator["pre_tokens"], operator["next_tokens"]
     assert loss == operator

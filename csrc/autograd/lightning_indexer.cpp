@@ -4,20 +4,13 @@
 
 #include "autograd/operator_function.h"
 #include "core/determinism.h"
-#include "core/sequence_lengths.h"
 
 namespace ascend_attn {
 namespace {
 
 // The indexer is differentiable through the values it returns, not through the selection.
 struct LightningIndexerFunction : OperatorFunction<LightningIndexerFunction, LightningIndexer> {
-  static bool differentiable(const LightningIndexer& op) {
-    if (op.return_values) {
-      check_lengths_have_gradient(op.name, op.layout, op.actual_seq_lengths_query,
-                                  op.actual_seq_lengths_key);
-    }
-    return op.return_values;
-  }
+  static bool differentiable(const LightningIndexer& op) { return op.return_values; }
 
   static void save(AutogradContext* context, const LightningIndexer& op, const Outputs& outputs) {
     const auto& sparse_indices = std::get<0>(outputs);

@@ -4,7 +4,6 @@
 
 #include "autograd/operator_function.h"
 #include "core/determinism.h"
-#include "core/sequence_lengths.h"
 
 namespace ascend_attn {
 namespace {
@@ -14,12 +13,6 @@ constexpr int64_t kIgnoredTokens = INT32_MAX;
 
 struct SparseFlashAttentionFunction
     : OperatorFunction<SparseFlashAttentionFunction, SparseFlashAttention> {
-  static bool differentiable(const SparseFlashAttention& op) {
-    check_lengths_have_gradient(op.name, op.options.layout, op.options.actual_seq_lengths_query,
-                                op.options.actual_seq_lengths_key);
-    return true;
-  }
-
   static void save(AutogradContext* context, const SparseFlashAttention& op,
                    const Outputs& outputs) {
     const auto& [out, softmax_max, softmax_sum] = outputs;

@@ -99,18 +99,6 @@ c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
   return !given(lengths) ? tokens : (*lengths)[lengths->size() == 1 ? 0 : batch];
 }
 
-void check_lengths_have_gradient(std::string_view op, const LayoutArgument& layout,
-                                 const std::optional<at::Tensor>& lengths_query,
-                                 const std::optional<at::Tensor>& lengths_key) {
-  const auto& given = lengths_query ? lengths_query : lengths_key;
-  if (layout == Layout::BSND && given) {
-    raise(Violation::value, op, lengths_query ? kQueryLengths : kKeyLengths,
-          c10::str("expected None in layout BSND when a gradient is wanted, because the gradient "
-                   "ignores lengths there, got a tensor of shape ",
-                   given->sym_sizes(), "; use layout TND for sequences of different lengths"));
-  }
-}
-
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
                                        c10::ArrayRef<int64_t> key_ends) {
   std::vector<Sequence> sequences;

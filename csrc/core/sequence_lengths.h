@@ -45,12 +45,6 @@ void check_actual_lengths(std::string_view op, std::string_view argument,
 c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
                           const c10::SymInt& tokens);
 
-// Rejects lengths in BSND if a gradient is needed: on the device, the gradients of the sparse
-// operators ignore lengths in that layout.
-void check_lengths_have_gradient(std::string_view op, const LayoutArgument& layout,
-                                 const std::optional<at::Tensor>& lengths_query,
-                                 const std::optional<at::Tensor>& lengths_key);
-
 // Converts inclusive prefix sums to sequences. A 0 that closes a list, where an operator takes one,
 // is an empty sequence.
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,

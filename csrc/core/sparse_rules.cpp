@@ -90,12 +90,20 @@ void SparseRules::check_weights(NamedTensor argument, const c10::SymInt& heads) 
               layout_ == Layout::TND ? "(T1, Nidx)" : "(B, S1, Nidx)");
 }
 
-void SparseRules::check_sparse_indices(NamedTensor argument, bool or_without_heads) const {
+void SparseRules::check_token_weight(NamedTensor argument) const {
+  check_same_device(argument);
+  const auto dtype = argument.tensor.scalar_type();
+  check_type(dtype == at::kBool || at::isFloatingType(dtype), op_, argument.name,
+             "expected dtype bool or a floating point dtype, got ", dtype_name(dtype));
+  check_shape(op_, argument, query_tokens_and({}), layout_ == Layout::TND ? "(T1)" : "(B, S1)");
+}
+
+void SparseRules::check_sparse_indices(NamedTensor argument) const {
   check_same_device(argument);
   const auto& indices = argument.tensor;
   check_dtype(op_, argument, at::kInt);
   const int64_t rank = query_.tensor.dim();
-  if (or_without_heads && indices.dim() == rank - 1) {
+  if (indices.dim() == rank - 1) {
     check_shape(op_, argument, query_tokens_and({indices.sym_size(-1)}),
                 layout_ == Layout::TND ? "(T1, K)" : "(B, S1, K)");
   } else {
@@ -156,7 +164,7 @@ void SparseRules::check_ropes(NamedOptionalTensor query_rope, NamedOptionalTenso
 // `count` returns the number of lengths in an argument.
 template <typename Lengths, typename Count>
 void SparseRules::check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
-                                        bool allowed_in_bsnd, Count count) const {
+                                        Count count) const {
   constexpr const char* query_name = "actual_seq_lengths_query";
   constexpr const char* key_name = "actual_seq_lengths_key";
   if (layout_ == Layout::TND) {
@@ -179,9 +187,6 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
       return;
     }
     const auto given = count(name, *lengths);
-    check_value(allowed_in_bsnd, op_, name,
-                "expected None in layout BSND, where the device ignores lengths, got ", given,
-                " lengths; use layout TND for sequences of different lengths");
     const auto& batch = query_.tensor.sym_size(0);
     check_value(same(given, batch), op_, name, "expected one length per batch, ", batch, ", got ",
                 given);
@@ -191,27 +196,23 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
 }
 
 void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
-                                const std::optional<at::Tensor>& key_lengths,
-                                bool allowed_in_bsnd) const {
-  check_lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
-                        [this](const char* name, const at::Tensor& lengths) {
-                          check_same_device({name, lengths});
-                          check_type(lengths.scalar_type() == at::kInt, op_, name,
-                                     "expected dtype int32, got ",
-                                     dtype_name(lengths.scalar_type()));
-                          check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
-                                      lengths.sym_sizes());
-                          return lengths.sym_numel();
-                        });
+                                const std::optional<at::Tensor>& key_lengths) const {
+  check_lengths_present(
+      query_lengths, key_lengths, [this](const char* name, const at::Tensor& lengths) {
+        check_same_device({name, lengths});
+        check_type(lengths.scalar_type() == at::kInt, op_, name, "expected dtype int32, got ",
+                   dtype_name(lengths.scalar_type()));
+        check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
+                    lengths.sym_sizes());
+        return lengths.sym_numel();
+      });
 }
 
 void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,
-                                at::OptionalSymIntArrayRef key_lengths,
-                                bool allowed_in_bsnd) const {
-  check_lengths_present(query_lengths, key_lengths, allowed_in_bsnd,
-                        [](const char*, c10::SymIntArrayRef lengths) {
-                          return c10::SymInt(static_cast<int64_t>(lengths.size()));
-                        });
+                                at::OptionalSymIntArrayRef key_lengths) const {
+  check_lengths_present(query_lengths, key_lengths, [](const char*, c10::SymIntArrayRef lengths) {
+    return c10::SymInt(static_cast<int64_t>(lengths.size()));
+  });
   const auto values = [this](const char* name, at::OptionalSymIntArrayRef lengths,
                              const at::Tensor& tensor) {
     if (lengths.has_value()) {

@@ -38,6 +38,12 @@ constexpr Rule weights_like_query(Devices devices) {
 // Half-precision inputs on A2 and A3, and with CANN 9.1 on Ascend 950.
 std::vector<Dtypes> sparse_dtypes();
 
+// Adds the axis of the one key head, which sparse_indices and the gradient of the indexer's values
+// may leave out.
+inline at::Tensor with_head_axis(const at::Tensor& selection, const at::Tensor& query) {
+  return selection.dim() == query.dim() ? selection : selection.unsqueeze(-2);
+}
+
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {
  public:
@@ -64,22 +70,21 @@ class SparseRules {
   void check_like_key(NamedTensor argument, const c10::SymInt& size) const;
   // Expects (B, S1, heads) or (T1, heads).
   void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
-  // Expects int32 (B, S1, 1, K) or (T1, 1, K); also (B, S1, K) or (T1, K) if the axis of heads may
-  // be missing.
-  void check_sparse_indices(NamedTensor argument, bool or_without_heads = false) const;
-  // Expects (B, S1, 1, K) or (T1, 1, K), with K of sparse_indices; the axis of heads may be
-  // missing.
+  // Expects a factor for each token, (B, S1) or (T1): bool or floating point.
+  void check_token_weight(NamedTensor argument) const;
+  // Expects int32 (B, S1, 1, K) or (T1, 1, K); the axis of heads may be missing.
+  void check_sparse_indices(NamedTensor argument) const;
+  // The same, with K of sparse_indices.
   void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
   // Expects softmax statistics (B, 1, S1, N1) or (1, T1, N1), in fp32, or fp64 for fp64 inputs.
   void check_statistics(NamedTensor argument) const;
   // Expects both ropes or neither: (..., N1, Dr) for query and (..., 1, Dr) for key.
   void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
-  // Checks lengths, given as int32 tensors (B) or on the host. TND requires both; some operators
-  // accept them in TND only.
+  // Checks lengths, given as int32 tensors (B) or on the host. TND requires both.
   void check_lengths(const std::optional<at::Tensor>& query_lengths,
-                     const std::optional<at::Tensor>& key_lengths, bool allowed_in_bsnd) const;
+                     const std::optional<at::Tensor>& key_lengths) const;
   void check_lengths(at::OptionalSymIntArrayRef query_lengths,
-                     at::OptionalSymIntArrayRef key_lengths, bool allowed_in_bsnd) const;
+                     at::OptionalSymIntArrayRef key_lengths) const;
   void check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
 
   at::Tensor new_statistics() const;
@@ -89,7 +94,7 @@ class SparseRules {
  private:
   template <typename Lengths, typename Count>
   void check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
-                             bool allowed_in_bsnd, Count count) const;
+                             Count count) const;
   void check_not_empty(const c10::SymInt& count) const;
   c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
 

@@ -10,16 +10,12 @@
 
 #include "core/operator.h"
 #include "core/sparse_mode.h"
+#include "core/sparse_rules.h"
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 namespace {
-
-// Adds the axis of the one key head, which the caller may leave out.
-at::Tensor with_heads(const at::Tensor& selection, const at::Tensor& query) {
-  return selection.dim() == query.dim() ? selection : selection.unsqueeze(-2);
-}
 
 template <typename Input, typename Operand>
 class Gradient {
@@ -60,8 +56,8 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
   const auto& d_weights = std::get<2>(outputs);
   const auto query = with_dense_rows(op.query);
   const auto key = with_dense_rows(op.key);
-  const auto d_values = with_dense_rows(with_heads(op.d_values, op.query));
-  const auto indices = with_dense_rows(with_heads(op.sparse_indices, op.query));
+  const auto d_values = with_dense_rows(with_head_axis(op.d_values, op.query));
+  const auto indices = with_dense_rows(with_head_axis(op.sparse_indices, op.query));
   const HeadWeights<Input> weights(op.weights);
 
   const int64_t max_workers = worker_count(longest(sequences, &Sequence::queries));
@@ -91,8 +87,8 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
   const auto sequences = sequences_of(op);
   op.check_key_lengths(sequences);
-  check_sparse_indices(op.name, op.layout.value(), with_heads(op.sparse_indices, op.query), op.key,
-                       sequences);
+  check_sparse_indices(op.name, op.layout.value(), with_head_axis(op.sparse_indices, op.query),
+                       op.key, sequences);
   zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     compute<Input, Operand>(op, sequences, outputs);

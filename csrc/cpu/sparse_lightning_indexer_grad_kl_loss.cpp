@@ -12,6 +12,7 @@
 
 #include "core/operator.h"
 #include "core/sparse_mode.h"
+#include "core/sparse_rules.h"
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
@@ -35,7 +36,7 @@ struct Inputs {
         key_rope(op.key_rope ? with_dense_rows(*op.key_rope) : at::Tensor()),
         query_index(with_dense_rows(op.query_index)),
         key_index(with_dense_rows(op.key_index)),
-        sparse_indices(with_dense_rows(op.sparse_indices)),
+        sparse_indices(with_dense_rows(with_head_axis(op.sparse_indices, op.query))),
         softmax_max(by_token(op.softmax_max)),
         softmax_sum(by_token(op.softmax_sum)) {}
 
@@ -119,8 +120,9 @@ class TokenLoss {
     }
   }
 
-  // Returns the loss of one token. Its gradients go to row `row` of the outputs and to `d_keys`.
-  double operator()(const SequenceRows<Input, T>& rows, const HeadWeights<Input>& weights,
+  // Returns `factor` times the loss of one token. Its gradients go to row `row` of the outputs and
+  // to `d_keys`. A token whose factor is 0 is not read.
+  double operator()(const SequenceRows<Input, T>& rows, const HeadWeights<Input>& weights, T factor,
                     int64_t token, int64_t row, int64_t slots, ParallelScatterAdd<T>& d_keys,
                     int64_t worker, const Op::Outputs& outputs) {
     positions_.clear();
@@ -129,7 +131,7 @@ class TokenLoss {
                  [](int32_t index) { return index != -1; });
     gradient_.load_query(rows.query_index, weights, token, row);
     double loss = 0;
-    if (!positions_.empty()) {
+    if (!positions_.empty() && factor != 0) {
       load_attention(rows, token);
       for_each_tile([&](int64_t begin, int64_t count, const Tile<T>& logits) {
         const auto* positions = positions_.data() + begin;
@@ -140,7 +142,9 @@ class TokenLoss {
         gradient_.logits(logits);
         gradient_.scores(logits, scores_.data() + begin);
       });
-      loss = divergence(target_.data(), scores_.data(), static_cast<int64_t>(positions_.size()));
+      const auto count = static_cast<int64_t>(positions_.size());
+      loss = factor * divergence(target_.data(), scores_.data(), count);
+      scale(scores_.data(), factor, scores_.data(), count);
       for_each_tile([&](int64_t begin, int64_t count, const Tile<T>& logits) {
         const auto* positions = positions_.data() + begin;
         gradient_.load_keys(rows.key_index, positions, count);
@@ -207,6 +211,9 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
   using T = Accumulator<Operand>;
   const Inputs inputs(op);
   const HeadWeights<Input> weights(op.weights);
+  const auto factors =
+      op.weight ? op.weight->to(at::CppTypeToScalarType<T>::value).contiguous() : at::Tensor();
+  const T* factor = op.weight ? factors.template const_data_ptr<T>() : nullptr;
   const int64_t slots = inputs.sparse_indices.size(-1);
   const int64_t max_keys = longest(sequences, &Sequence::keys);
   const int64_t max_tokens = longest(sequences, &Sequence::queries);
@@ -228,7 +235,8 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
             own = std::make_unique<TokenLoss<Input, Operand>>(inputs, op.scale_value,
                                                               std::min(slots, max_keys));
           }
-          losses[token] = (*own)(rows, weights, token, sequence.query_begin + token,
+          const int64_t row = sequence.query_begin + token;
+          losses[token] = (*own)(rows, weights, factor ? factor[row] : T(1), token, row,
                                  std::min(slots, visible.end(token)), d_keys, worker, outputs);
         });
     loss = std::accumulate(losses.begin(), losses.begin() + sequence.queries, loss);
@@ -238,7 +246,8 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
 
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   const auto sequences = sequences_of(op);
-  check_sparse_indices(op.name, op.layout.value(), op.sparse_indices, op.key, sequences);
+  check_sparse_indices(op.name, op.layout.value(), with_head_axis(op.sparse_indices, op.query),
+                       op.key, sequences);
   zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     std::get<3>(outputs).fill_(compute<Input, Operand>(op, sequences, outputs));

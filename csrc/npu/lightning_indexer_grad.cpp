@@ -1,12 +1,12 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
-#include <torch_npu/csrc/core/npu/NPUGraphsUtils.h>
 
 #include <optional>
 #include <vector>
 
 #include "core/sequence_lengths.h"
 #include "npu/kernel.h"
+#include "npu/packing.h"
 #include "ops/lightning_indexer.h"
 
 namespace ascend_attn::aclnn {
@@ -49,19 +49,6 @@ std::vector<EqualSequences> runs_of(const std::vector<Sequence>& sequences) {
   return runs;
 }
 
-// Waits for the device.
-std::vector<Sequence> sequences_on_host(const LightningIndexerGrad& op) {
-  check_implemented(
-      c10_npu::currentStreamCaptureStatusMayInitCtx() == c10_npu::CaptureStatus::None, op.name,
-      "actual_seq_lengths_query",
-      "expected a single sequence, or layout BSND, in a call that a graph captures, got ",
-      op.actual_seq_lengths_query->numel(),
-      " sequences, whose lengths the launch has to know on the host");
-  const auto ends = at::stack({*op.actual_seq_lengths_query, *op.actual_seq_lengths_key}).cpu();
-  return read_sequences(op.name, op.layout.value(), op.query, op.key, std::optional(ends[0]),
-                        std::optional(ends[1]));
-}
-
 // The prefix sums of every run, counted from its own first token: row 0 of the queries, row 1 of
 // the keys, one run behind the other.
 at::Tensor ends_of(const std::vector<EqualSequences>& runs, const at::Tensor& like) {
@@ -73,9 +60,7 @@ at::Tensor ends_of(const std::vector<EqualSequences>& runs, const at::Tensor& li
       key_ends.push_back(static_cast<int32_t>(i * run.first.keys));
     }
   }
-  // From pinned memory: the copy does not wait.
-  const auto ends = at::stack({at::tensor(query_ends), at::tensor(key_ends)});
-  return ends.pin_memory().to(like.device(), ends.scalar_type(), /*non_blocking=*/true);
+  return to_device(at::stack({at::tensor(query_ends), at::tensor(key_ends)}), like);
 }
 
 void launch_grad(const LightningIndexerGrad& op, const LightningIndexerGrad::Outputs& outputs) {
@@ -92,7 +77,8 @@ void launch_grad(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
 // empty sequence, which divides by zero, is in none of them.
 void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_weights] = outputs;
-  const auto sequences = sequences_on_host(op);
+  const auto sequences = sequences_on_host(op.name, Layout::TND, op.query, op.key,
+                                           op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   op.check_key_lengths(sequences);
   const auto runs = runs_of(sequences);
   if (runs.size() == 1 && runs[0].count == static_cast<int64_t>(sequences.size())) {
@@ -138,6 +124,8 @@ void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
   }
 }
 
+void launch_padded(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs);
+
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_weights] = outputs;
@@ -155,9 +143,64 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   }
   if (packed && sequences > 1) {
     launch_runs(op, outputs);
+  } else if (!packed && (op.actual_seq_lengths_query || op.actual_seq_lengths_key)) {
+    launch_padded(op, outputs);
   } else {
     launch_grad(op, outputs);
   }
+}
+
+// The kernel ignores lengths in BSND.
+void launch_padded(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs) {
+  const auto sequences = sequences_on_host(op.name, Layout::BSND, op.query, op.key,
+                                           op.actual_seq_lengths_query, op.actual_seq_lengths_key);
+  op.check_key_lengths(sequences);
+  const Packing packing(sequences, op.query, op.key);
+  const auto with = [&](const at::Tensor& query, const at::Tensor& key, const at::Tensor& d_values,
+                        const at::Tensor& sparse_indices, const at::Tensor& weights,
+                        OptionalTensor query_ends, OptionalTensor key_ends,
+                        std::string_view layout) {
+    return LightningIndexerGrad{.query = query,
+                                .key = key,
+                                .d_values = d_values,
+                                .sparse_indices = sparse_indices,
+                                .weights = weights,
+                                .actual_seq_lengths_query = query_ends,
+                                .actual_seq_lengths_key = key_ends,
+                                .layout = layout,
+                                .sparse_mode = op.sparse_mode,
+                                .pre_tokens = op.pre_tokens,
+                                .next_tokens = op.next_tokens,
+                                .deterministic = op.deterministic};
+  };
+  if (packing.complete()) {
+    const std::optional<at::Tensor> none;
+    launch_grad(with(op.query, op.key, op.d_values, op.sparse_indices, op.weights, none, none,
+                     op.layout.text()),
+                outputs);
+    return;
+  }
+  const auto& [d_query, d_key, d_weights] = outputs;
+  for (const auto& output : {d_query, d_key, d_weights}) {
+    fill_before_launch(output, 0);
+  }
+  if (packing.empty()) {
+    return;
+  }
+  const auto query = packing.queries(op.query);
+  const auto key = packing.keys(op.key);
+  const auto d_values = packing.queries(op.d_values);
+  const auto sparse_indices = packing.queries(op.sparse_indices);
+  const auto weights = packing.queries(op.weights);
+  const std::optional query_ends(to_device(at::tensor(packing.query_ends()), op.query));
+  const std::optional key_ends(to_device(at::tensor(packing.key_ends()), op.query));
+  const auto packed =
+      with(query, key, d_values, sparse_indices, weights, query_ends, key_ends, "TND");
+  auto gradients = packed.check_and_allocate();
+  lightning_indexer_grad(packed, gradients);
+  packing.unpack_queries(std::get<0>(gradients), d_query);
+  packing.unpack_keys(std::get<1>(gradients), d_key);
+  packing.unpack_queries(std::get<2>(gradients), d_weights);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

@@ -1,6 +1,14 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "core/sparse_mode.h"
+#include "core/sparse_rules.h"
 #include "npu/kernel.h"
+#include "npu/packing.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -15,15 +23,150 @@ struct SparseLightningIndexerGradKLLossFunction : FunctionOf<SparseLightningInde
                         Tensor d_key_index, Tensor d_weights, Tensor loss);
 };
 
-void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLoss& op,
-                                           SparseLightningIndexerGradKLLoss::Outputs& outputs) {
+using Op = SparseLightningIndexerGradKLLoss;
+
+// The arguments of `op`, with other tensors and lengths, and without a weight.
+Op with(const Op& op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& query_index,
+        const at::Tensor& key_index, const at::Tensor& weights, const at::Tensor& sparse_indices,
+        const at::Tensor& softmax_max, const at::Tensor& softmax_sum, OptionalTensor query_rope,
+        OptionalTensor key_rope, OptionalIntList query_lengths, OptionalIntList key_lengths,
+        std::string_view layout) {
+  static const std::optional<at::Tensor> no_weight;
+  return {query,       key,         query_index,    key_index,     weights,        sparse_indices,
+          softmax_max, softmax_sum, op.scale_value, query_rope,    key_rope,       query_lengths,
+          key_lengths, layout,      op.sparse_mode, op.pre_tokens, op.next_tokens, op.deterministic,
+          no_weight};
+}
+
+void launch_loss(const Op& op, const Op::Outputs& outputs) {
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   launch<SparseLightningIndexerGradKLLossFunction>(
-      op.query, op.key, op.query_index, op.key_index, op.weights, op.sparse_indices, op.softmax_max,
-      op.softmax_sum, op.query_rope, op.key_rope, list_or_empty(op.actual_seq_lengths_query),
+      op.query, op.key, op.query_index, op.key_index, op.weights,
+      with_head_axis(op.sparse_indices, op.query), op.softmax_max, op.softmax_sum, op.query_rope,
+      op.key_rope, list_or_empty(op.actual_seq_lengths_query),
       list_or_empty(op.actual_seq_lengths_key), op.scale_value, op.layout.text(), op.sparse_mode,
       op.pre_tokens, op.next_tokens, DeterministicContext{is_deterministic(op.deterministic)},
       d_query_index, d_key_index, d_weights, loss);
+}
+
+std::vector<Sequence> sequences_of(const Op& op) {
+  return read_sequences(op.name, op.layout.value(), op.query, op.key, op.actual_seq_lengths_query,
+                        op.actual_seq_lengths_key);
+}
+
+// The kernel ignores lengths in BSND.
+void launch_padded(const Op& op, const Op::Outputs& outputs) {
+  const Packing packing(sequences_of(op), op.query, op.key);
+  if (packing.complete()) {
+    launch_loss(with(op, op.query, op.key, op.query_index, op.key_index, op.weights,
+                     op.sparse_indices, op.softmax_max, op.softmax_sum, op.query_rope, op.key_rope,
+                     std::nullopt, std::nullopt, op.layout.text()),
+                outputs);
+    return;
+  }
+  const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
+  for (const auto& output : {d_query_index, d_key_index, d_weights, loss}) {
+    fill_before_launch(output, 0);
+  }
+  if (packing.empty()) {
+    return;
+  }
+  const auto statistics = [&](const at::Tensor& tensor) {
+    return packing.queries(tensor.squeeze(1)).unsqueeze(0);
+  };
+  const auto ends = [](const std::vector<int32_t>& values) {
+    return std::vector<c10::SymInt>(values.begin(), values.end());
+  };
+  const auto query = packing.queries(op.query);
+  const auto key = packing.keys(op.key);
+  const auto query_index = packing.queries(op.query_index);
+  const auto key_index = packing.keys(op.key_index);
+  const auto weights = packing.queries(op.weights);
+  const auto sparse_indices = packing.queries(with_head_axis(op.sparse_indices, op.query));
+  const auto softmax_max = statistics(op.softmax_max);
+  const auto softmax_sum = statistics(op.softmax_sum);
+  const auto query_rope =
+      op.query_rope ? std::optional(packing.queries(*op.query_rope)) : std::nullopt;
+  const auto key_rope = op.key_rope ? std::optional(packing.keys(*op.key_rope)) : std::nullopt;
+  const auto query_ends = ends(packing.query_ends());
+  const auto key_ends = ends(packing.key_ends());
+  const auto packed = with(op, query, key, query_index, key_index, weights, sparse_indices,
+                           softmax_max, softmax_sum, query_rope, key_rope,
+                           OptionalIntList(query_ends), OptionalIntList(key_ends), "TND");
+  const auto results = packed.check_and_allocate();
+  launch_loss(packed, results);
+  packing.unpack_queries(std::get<0>(results), d_query_index);
+  packing.unpack_keys(std::get<1>(results), d_key_index);
+  packing.unpack_queries(std::get<2>(results), d_weights);
+  loss.copy_(std::get<3>(results));
+}
+
+void launch_unweighted(const Op& op, const Op::Outputs& outputs) {
+  const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
+  if (op.layout == Layout::BSND && has_lengths) {
+    launch_padded(op, outputs);
+  } else {
+    launch_loss(op, outputs);
+  }
+}
+
+// The number of keys that each token reads, at least 1: shaped as one head of the statistics.
+at::Tensor selected_keys(const Op& op) {
+  const auto slots = op.sparse_indices.size(-1);
+  std::vector<float> counts(op.query.numel() / (op.query.size(-1) * op.query.size(-2)), 1);
+  for (const auto& sequence : sequences_of(op)) {
+    const auto visible =
+        visible_keys(static_cast<SparseMode>(op.sparse_mode), sequence.queries, sequence.keys);
+    for (int64_t token = 0; token < sequence.queries; ++token) {
+      counts[sequence.query_begin + token] = static_cast<float>(
+          std::clamp<int64_t>(visible.end(token), 1, std::max<int64_t>(slots, 1)));
+    }
+  }
+  auto sizes = op.softmax_sum.sizes().vec();
+  sizes.back() = 1;
+  return to_device(at::tensor(counts), op.query).view(sizes);
+}
+
+// The kernel has no factor per token. A token that is left out gets inputs of which the loss and
+// all gradients are zero: with queries of zeros its attention and its scores are uniform, and equal
+// once the statistics are those of n equal scores.
+void launch_masked(const Op& op, const Op::Outputs& outputs) {
+  const auto dropped = op.weight->eq(0);
+  const auto cleared = [&](const at::Tensor& tensor) {
+    auto mask = dropped;
+    while (mask.dim() < tensor.dim()) {
+      mask = mask.unsqueeze(-1);
+    }
+    return tensor.clone().masked_fill_(mask, 0);
+  };
+  const bool packed = op.layout == Layout::TND;
+  const auto of_heads =
+      packed ? dropped.unsqueeze(0).unsqueeze(-1) : dropped.unsqueeze(1).unsqueeze(-1);
+  const auto query = cleared(op.query);
+  const auto query_index = cleared(op.query_index);
+  const auto weights = cleared(op.weights);
+  const auto query_rope = op.query_rope ? std::optional(cleared(*op.query_rope)) : std::nullopt;
+  const auto softmax_max = op.softmax_max.clone().masked_fill_(of_heads, 0);
+  const auto softmax_sum =
+      op.softmax_sum.clone()
+          .masked_fill_(of_heads, 0)
+          .add_(of_heads.to(op.softmax_sum.scalar_type()).mul(selected_keys(op)));
+  launch_unweighted(with(op, query, op.key, query_index, op.key_index, weights, op.sparse_indices,
+                         softmax_max, softmax_sum, query_rope, op.key_rope,
+                         op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.layout.text()),
+                    outputs);
+}
+
+void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
+  check_implemented(!op.weight || op.weight->scalar_type() == at::kBool, op.name, "weight",
+                    "expected dtype bool on the NPU, whose kernel has no factor per token, got ",
+                    op.weight ? dtype_name(op.weight->scalar_type()) : "",
+                    "; sum the losses of groups of tokens: factor * loss(weight=weight == factor)");
+  if (op.weight) {
+    launch_masked(op, outputs);
+  } else {
+    launch_unweighted(op, outputs);
+  }
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

@@ -17,11 +17,10 @@ constexpr Rule kKeysForAllSlots{"sparse_indices",
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
+SparseRules check_common(const Op& op) {
   SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key});
   rules.check_weights({"weights", op.weights}, rules.heads());
-  rules.check_lengths(op.actual_seq_lengths_query, op.actual_seq_lengths_key,
-                      lengths_allowed_in_bsnd);
+  rules.check_lengths(op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   rules.check_sparse_mode(op.sparse_mode, {0, 3});
   const auto& limits = rules.limits();
   limits.size("query", "Nidx", rules.heads());
@@ -55,7 +54,7 @@ const OperatorLimits LightningIndexerGrad::limits{
     {kNotEmpty, kGradWeights, kKeyElements, kKeysForAllSlots}};
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
-  const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);
+  const auto rules = check_common(*this);
   const auto count = sparse_count.maybe_as_int();
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
@@ -72,8 +71,8 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
 }
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
-  const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/false);
-  rules.check_sparse_indices({"sparse_indices", sparse_indices}, /*or_without_heads=*/true);
+  const auto rules = check_common(*this);
+  rules.check_sparse_indices({"sparse_indices", sparse_indices});
   rules.check_same_dtype({"d_values", d_values});
   rules.check_values({"d_values", d_values}, sparse_indices);
   if (const auto& on_device = rules.limits()) {

@@ -24,14 +24,13 @@ at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Te
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op, bool lengths_allowed_in_bsnd) {
+SparseRules check_common(const Op& op) {
   SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key});
   rules.check_same_dtype({"value", op.value});
   rules.check_like_key({"value", op.value}, rules.head_size());
   rules.check_sparse_indices({"sparse_indices", op.sparse_indices});
   rules.check_ropes({"query_rope", op.options.query_rope}, {"key_rope", op.options.key_rope});
-  rules.check_lengths(op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key,
-                      lengths_allowed_in_bsnd);
+  rules.check_lengths(op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key);
   rules.check_sparse_mode(op.options.sparse_mode, {0, 3});
   check_value(op.options.sparse_block_size >= 1, Op::name, "sparse_block_size",
               "expected a positive number of keys per block, got ", op.options.sparse_block_size);
@@ -74,7 +73,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
     {kNotEmpty, kSelection, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
-  const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/true);
+  const auto rules = check_common(*this);
   const auto& on_device = rules.limits();
   on_device.rule(kQueryRope, options.query_rope.has_value(), "None");
   on_device.size("pre_tokens", "pre_tokens", options.pre_tokens);
@@ -83,7 +82,7 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
 }
 
 SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate() const {
-  const auto rules = check_common(*this, /*lengths_allowed_in_bsnd=*/false);
+  const auto rules = check_common(*this);
   for (const auto& argument : {NamedTensor{"d_out", d_out}, NamedTensor{"out", out}}) {
     rules.check_same_dtype(argument);
     rules.check_like_query(argument, rules.heads(), rules.head_size());

@@ -32,6 +32,21 @@ void check_tokens(const LimitsCheck& limits, const c10::SymInt& queries, const c
   check_keys_cover_queries(limits, queries, keys);
 }
 
+// Checks every batch by its own lengths: a padded batch reaches the device without its padding.
+void check_padded(const LimitsCheck& limits, const at::Tensor& query, const at::Tensor& key,
+                  at::OptionalSymIntArrayRef query_lengths,
+                  at::OptionalSymIntArrayRef key_lengths) {
+  if (!query_lengths && !key_lengths) {
+    check_tokens(limits, query.sym_size(1), key.sym_size(1));
+    return;
+  }
+  const auto batches = static_cast<int64_t>((query_lengths ? query_lengths : key_lengths)->size());
+  for (int64_t batch = 0; batch < batches; ++batch) {
+    check_tokens(limits, actual_length(query_lengths, batch, query.sym_size(1)),
+                 actual_length(key_lengths, batch, key.sym_size(1)));
+  }
+}
+
 // Checks what the device wants of packed sequences.
 void check_packed(const LimitsCheck& limits, const at::Tensor& query, const at::Tensor& key,
                   c10::SymIntArrayRef query_ends, c10::SymIntArrayRef key_ends) {
@@ -96,7 +111,10 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
   rules.check_ropes({"query_rope", query_rope}, {"key_rope", key_rope});
-  rules.check_lengths(actual_seq_lengths_query, actual_seq_lengths_key, /*allowed_in_bsnd=*/false);
+  rules.check_lengths(actual_seq_lengths_query, actual_seq_lengths_key);
+  if (weight) {
+    rules.check_token_weight({"weight", *weight});
+  }
   rules.check_sparse_mode(sparse_mode, {3});
 
   if (const auto& on_device = rules.limits()) {
@@ -111,10 +129,10 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     on_device.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
                    dtype_name(weights.scalar_type()));
     on_device.rule(kQueryRope, query_rope.has_value(), "None");
-    if (rules.layout() == Layout::BSND) {
-      check_tokens(on_device, query.sym_size(1), key.sym_size(1));
-    } else {
+    if (rules.layout() == Layout::TND) {
       check_packed(on_device, query, key, *actual_seq_lengths_query, *actual_seq_lengths_key);
+    } else {
+      check_padded(on_device, query, key, actual_seq_lengths_query, actual_seq_lengths_key);
     }
   }
   return {new_like(query_index), new_like(key_index), new_like(weights),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._operators import Lengths, lengths_of
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
 _NAME = "ascend::flash_attention_score"
@@ -70,8 +70,8 @@ def given_or_drawn_mask(
     key: Tensor,
     num_heads: int,
     layout: str,
-    actual_seq_lengths_query: Sequence[int] | None,
-    actual_seq_lengths_key: Sequence[int] | None,
+    actual_seq_lengths_query: Lengths,
+    actual_seq_lengths_key: Lengths,
 ) -> Tensor | None:
     """`drop_mask`, or with `dropout_p` one bit for each score."""
     if dropout_p == 0:
@@ -86,7 +86,7 @@ def given_or_drawn_mask(
             f"got {dropout_p} {_INVALID}"
         )
     if layout == "TND":
-        ends = (actual_seq_lengths_query, actual_seq_lengths_key)
+        ends = [lengths_of(x) for x in (actual_seq_lengths_query, actual_seq_lengths_key)]
         # A 0 that closes a list is an empty sequence.
         lengths = [[b - a for a, b in pairwise([0, *accumulate(x or [], max)])] for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))

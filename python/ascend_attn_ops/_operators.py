@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
@@ -35,6 +37,10 @@ _ANNOTATIONS = {
     "List[int]": "Sequence[int]",
     "Optional[List[int]]": "Sequence[int] | None",
 }
+
+# The public functions take sequence lengths as a tensor or as a list, whatever the schema wants.
+_LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+Lengths = Tensor | Sequence[int] | None
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,7 +88,7 @@ def schema_parameters(name: str) -> dict[str, inspect.Parameter]:
             x.name,
             kinds[x.kwarg_only],
             default=x.default_value if x.has_default_value() else inspect.Parameter.empty,
-            annotation=_ANNOTATIONS[str(x.type)],
+            annotation="Lengths" if x.name in _LENGTHS else _ANNOTATIONS[str(x.type)],
         )
         for x in getattr(torch.ops.ascend, name).default._schema.arguments
     }
@@ -108,14 +114,38 @@ def _assignment(argument: str, compute: Callable[..., Any]) -> str:
 
 def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[..., Any]:
     overload = getattr(torch.ops.ascend, name).default
+    types = {x.name: str(x.type) for x in overload._schema.arguments}
+    convert = lengths_on if types.get(_LENGTHS[0]) == "Optional[Tensor]" else lengths_of
+    lengths = [position for position, argument in enumerate(schema) if argument in _LENGTHS]
     keywords = [x.name for x in schema.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = len(schema) - len(keywords)
 
-    def call(*values: Any) -> Any:
+    # The direct call comes here with what is not plain, as lengths in the other form are.
+    def call(*given: Any) -> Any:
+        values = list(given)
+        for position in lengths:
+            values[position] = convert(values[position], values[0])
         keyword_values = dict(zip(keywords, values[positional:], strict=True))
         return overload(*values[:positional], **keyword_values)
 
     return call
+
+
+def lengths_of(lengths: Lengths, query: Tensor | None = None) -> Sequence[int] | None:
+    """As a list. Waits for the device if they are a tensor on it."""
+    return cast("list[int]", lengths.tolist()) if isinstance(lengths, Tensor) else lengths
+
+
+def lengths_on(lengths: Lengths, query: Tensor) -> Tensor | None:
+    """As a tensor on the device of `query`, without waiting for it."""
+    if not isinstance(lengths, list | tuple):
+        return cast("Tensor | None", lengths)
+    if is_dynamo_compiling():
+        return torch.tensor(lengths, dtype=torch.int32, device=query.device)
+    on_host = torch.tensor([index(length) for length in lengths], dtype=torch.int32)
+    if query.device.type in ("cpu", "meta"):
+        return on_host.to(query.device)
+    return on_host.pin_memory().to(query.device, non_blocking=True)
 
 
 def _function(

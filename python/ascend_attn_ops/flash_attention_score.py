@@ -14,7 +14,7 @@ from ascend_attn_ops._dense_attention import (
     keep_prob_of,
     mask_of_either_polarity,
 )
-from ascend_attn_ops._operators import ALL_TOKENS, operator
+from ascend_attn_ops._operators import ALL_TOKENS, Lengths, operator
 
 
 @operator(
@@ -35,8 +35,8 @@ def flash_attention_score(
     atten_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     prefix: Sequence[int] | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
     q_start_idx: Sequence[int] | None = None,
     kv_start_idx: Sequence[int] | None = None,
     scale_value: float | None = None,
@@ -90,8 +90,9 @@ def flash_attention_score(
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
             queries keep.
         actual_seq_lengths_query: TND: inclusive prefix sums of the lengths of the sequences
-            (lengths 3, 2, 4 are given as 3, 5, 9). Where both tensors have tokens behind the last
-            sequence, a 0 closes both lists (3, 5, 9, 0): Atlas A2 and A3 want it from CANN 9.0 on.
+            (lengths 3, 2, 4 are given as 3, 5, 9), a list, or a tensor, which is read on the host.
+            Where query and key have tokens behind the last sequence, a 0 closes both lists (3, 5,
+            9, 0): Atlas A2 and A3 want it from CANN 9.0 on.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.

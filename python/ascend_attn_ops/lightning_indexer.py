@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, operator
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, operator
 
 
 @operator()
@@ -15,8 +15,8 @@ def lightning_indexer(
     key: Tensor,
     weights: Tensor,
     *,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
     layout: str = "BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
@@ -38,8 +38,9 @@ def lightning_indexer(
         key: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative. The
             gradient and some NPUs want query's dtype.
-        actual_seq_lengths_query: (B,); int32. BSND: valid tokens per batch, optional, without
-            gradient only. TND: required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
+        actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
+            valid tokens per batch, optional; the others have no part and zero gradients. TND:
+            required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
         sparse_count: K, how many keys to select.
@@ -95,15 +96,15 @@ def lightning_indexer_grad(
         d_values: gradient of sparse_values; shaped as sparse_indices, query's dtype.
         sparse_indices: from the forward, (B, S1, 1, K) or (T1, 1, K); as d_values also without the
             axis of heads, (B, S1, K) or (T1, K). The first min(K, visible keys) slots are read.
-        options: the keywords of the forward that select keys (layout, sparse_mode and, for TND
-            only, the sequence lengths), with the same values; and `deterministic`, as in
+        options: the keywords of the forward that select keys (layout, sparse_mode and the sequence
+            lengths), with the same values; and `deterministic`, as in
             :func:`sparse_flash_attention`.
 
     Returns:
         d_query, d_key, d_weights, each with the shape and dtype of its tensor.
 
     Raises:
-        As :func:`lightning_indexer`; ValueError also for lengths in layout BSND.
+        As :func:`lightning_indexer`.
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """

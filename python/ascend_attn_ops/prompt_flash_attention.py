@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ascend_attn_ops._dense_attention import default_mask, default_scale
-from ascend_attn_ops._operators import ALL_TOKENS, operator
+from ascend_attn_ops._operators import ALL_TOKENS, Lengths, operator
 
 
 @operator(atten_mask=default_mask, scale_value=default_scale)
@@ -18,8 +16,8 @@ def prompt_flash_attention(
     *,
     num_heads: int,
     atten_mask: Tensor | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
     deq_scale1: Tensor | None = None,
     quant_scale1: Tensor | None = None,
     deq_scale2: Tensor | None = None,
@@ -64,7 +62,8 @@ def prompt_flash_attention(
             columns are ignored. Modes 2 to 4 take a compressed mask, (2048, 2048), (1, 2048, 2048)
             or (1, 1, 2048, 2048); None builds it once and keeps it.
         actual_seq_lengths_query: how many of the Sq queries are valid, for each batch, or one
-            number for all of them; further numbers are ignored. None or empty: all Sq.
+            number for all of them; further numbers are ignored. None or empty: all Sq. A list, or a
+            tensor, which is read on the host.
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         deq_scale1: one float32, or one uint64 whose low half holds the upper 19 bits of a float32.
             Required with int8 inputs, like quant_scale1 and deq_scale2; None otherwise.

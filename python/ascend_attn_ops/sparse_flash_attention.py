@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, operator
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, operator
 
 
 @operator()
@@ -17,8 +17,8 @@ def sparse_flash_attention(
     sparse_indices: Tensor,
     *,
     scale_value: float,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     sparse_block_size: int = 1,
@@ -43,12 +43,14 @@ def sparse_flash_attention(
             float64 as well when the device limits are off).
         key: (B, S2, 1, D) or (T2, 1, D); query's dtype.
         value: as key. The NPU requires the same tensor as key: absorbed MLA.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K); int32. Keys, or blocks of `sparse_block_size`
-            keys, counted from the first key of the sequence. The first min(K, visible blocks) slots
-            are read. The first -1 ends a row; an index that occurs twice counts twice.
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. Keys, or
+            blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
+            first min(K, visible blocks) slots are read. The first -1 ends a row; an index that
+            occurs twice counts twice.
         scale_value: factor of the scores, usually 1 / sqrt(D of the unabsorbed head + Dr).
-        actual_seq_lengths_query: (B,); int32. BSND: valid tokens per batch, optional, without
-            gradient only. TND: required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
+        actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
+            valid tokens per batch, optional; the others have no part and zero gradients. TND:
+            required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. With key_rope or not at all; the
             NPU requires both.
@@ -120,8 +122,8 @@ def sparse_flash_attention_grad(
             block of the diagonal.
         d_out: gradient of out; out's shape and dtype.
         out, softmax_max, softmax_sum: results of the forward.
-        options: the forward's keywords, with the same values; scale_value is required, sequence
-            lengths are for TND only, and pre_tokens and next_tokens stay at their defaults.
+        options: the forward's keywords, with the same values; scale_value is required, and
+            pre_tokens and next_tokens stay at their defaults.
 
     Returns:
         d_query, d_key, d_value, d_query_rope, d_key_rope, each with the shape and dtype of its
@@ -129,7 +131,7 @@ def sparse_flash_attention_grad(
         and value are one tensor, whose gradient is their sum.
 
     Raises:
-        As :func:`sparse_flash_attention`; ValueError also for lengths in layout BSND.
+        As :func:`sparse_flash_attention`.
 
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.

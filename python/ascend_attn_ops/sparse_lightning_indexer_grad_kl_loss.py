@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from ascend_attn_ops._operators import operator
+from ascend_attn_ops._operators import Lengths, lengths_of, operator
+
+_NAME = "ascend::lightning_indexer_kl_loss"
 
 
 @operator()
@@ -21,8 +24,8 @@ def sparse_lightning_indexer_grad_kl_loss(
     :func:`lightning_indexer_kl_loss`, which returns only the loss.
 
     Args:
-        tensors, options: the arguments of :func:`lightning_indexer_kl_loss` except `reduction`,
-            and pre_tokens and next_tokens, which mode 3 ignores.
+        tensors, options: the arguments of :func:`lightning_indexer_kl_loss` except `reduction` and
+            `normalizer`, and pre_tokens and next_tokens, which mode 3 ignores.
 
     Returns:
         d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor; and
@@ -49,12 +52,14 @@ def lightning_indexer_kl_loss(
     scale_value: float,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
-    actual_seq_lengths_query: Sequence[int] | None = None,
-    actual_seq_lengths_key: Sequence[int] | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
     layout: str = "BSND",
     sparse_mode: int = 3,
     deterministic: bool = False,
+    weight: Tensor | None = None,
     reduction: Literal["sum", "mean"] = "sum",
+    normalizer: Tensor | float | None = None,
 ) -> Tensor:
     """The KL loss between the main attention and the indexer, a differentiable scalar.
 
@@ -72,22 +77,29 @@ def lightning_indexer_kl_loss(
         query_index: (B, S1, Nidx, Didx) or (T1, Nidx, Didx); query's dtype.
         key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K); int32. The keys selected for each token,
-            counted from the first key of the sequence, padded with -1.
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. The keys
+            selected for each token, counted from the first key of the sequence, padded with -1.
         softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
             :func:`sparse_flash_attention` over the same keys: p is not renormalised, and with other
             statistics it does not sum to one.
         scale_value: factor of the main attention's scores; the indexer's scores have none.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. The NPU requires both ropes.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
-        actual_seq_lengths_query: TND only and required there: inclusive prefix sums as Python
-            integers (lengths 3, 2, 4 are 3, 5, 9).
+        actual_seq_lengths_query: B numbers, as a list or an int32 tensor; the NPU's kernel reads
+            them on the host, so that a tensor on the NPU makes the call wait for it. BSND: valid
+            tokens per batch, optional; the others have no part and zero gradients. TND: required,
+            inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.
         deterministic: as in :func:`sparse_flash_attention`.
-        reduction: "sum" over the query tokens, or their "mean": the sum divided by B * S1 in BSND,
-            by the last prefix sum in TND.
+        weight: a factor of each token's loss and gradients, (B, S1) or (T1,): bool, False for
+            padding and for tokens that are not to be trained on, or floating point. A token whose
+            factor is 0 is not read. The NPU takes bool only.
+        reduction: "sum" over the query tokens that belong to a sequence, or their "mean": the sum
+            divided by their number, or by the sum of their weights.
+        normalizer: what the sum is divided by, e.g. the number of valid tokens of all ranks; a
+            tensor with one element is read on its device. Instead of reduction="mean".
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).
@@ -95,7 +107,8 @@ def lightning_indexer_kl_loss(
     Raises:
         TypeError: a dtype is not supported or disagrees.
         ValueError: a shape, length, index, layout, mode, reduction or device limit is violated.
-        NotImplementedError: the product in force has no such operator.
+        NotImplementedError: the product in force has no such operator; a weight that is not bool,
+            on the NPU.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -119,10 +132,13 @@ def lightning_indexer_kl_loss(
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
     """
     if reduction not in ("sum", "mean"):
+        raise ValueError(f"{_NAME}: reduction: expected 'sum' or 'mean', got {reduction!r}")
+    if normalizer is not None and reduction == "mean":
         raise ValueError(
-            "ascend::lightning_indexer_kl_loss: reduction: expected 'sum' or 'mean', "
-            f"got {reduction!r}"
+            f"{_NAME}: normalizer: expected None beside reduction='mean', which has its own, got "
+            f"{normalizer!r}"
         )
+    query_lengths = lengths_of(actual_seq_lengths_query)
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
         query,
         key,
@@ -135,18 +151,37 @@ def lightning_indexer_kl_loss(
         scale_value=scale_value,
         query_rope=query_rope,
         key_rope=key_rope,
-        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_query=query_lengths,
         actual_seq_lengths_key=actual_seq_lengths_key,
         layout=layout,
         sparse_mode=sparse_mode,
         deterministic=deterministic,
+        weight=weight,
     )
     loss = loss.squeeze(0)
-    if reduction == "sum":
+    if reduction == "mean":
+        return loss / _tokens(query, query_lengths, layout, weight)
+    if normalizer is None:
         return loss
-    if actual_seq_lengths_query is None:
-        tokens = query.shape[0] * query.shape[1]
+    return loss / (normalizer.reshape(()) if isinstance(normalizer, Tensor) else normalizer)
+
+
+def _tokens(
+    query: Tensor, lengths: Sequence[int] | None, layout: str, weight: Tensor | None
+) -> Tensor | int:
+    """The number of query tokens that belong to a sequence, or the sum of their weights."""
+    if layout == "TND":
+        count = lengths[-1] if lengths else 0
+        tokens = None if weight is None else weight[:count]
+    elif lengths is None:
+        count, tokens = query.shape[0] * query.shape[1], weight
     else:
-        tokens = actual_seq_lengths_query[-1] if len(actual_seq_lengths_query) else 0
+        count, tokens = sum(lengths), None
+        if weight is not None:
+            positions = torch.arange(query.shape[1], device=query.device)
+            tokens = weight * (positions < positions.new_tensor(lengths)[:, None])
     # Without tokens the sum is zero, and so is its mean.
-    return loss / max(tokens, 1)
+    if tokens is None:
+        return max(count, 1)
+    total = tokens.sum(dtype=torch.promote_types(tokens.dtype, torch.float32))
+    return torch.where(total == 0, 1, total)

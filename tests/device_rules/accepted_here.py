@@ -9,6 +9,14 @@ from collections.abc import Callable
 
 from device_rules.verdicts import ParameterSet
 
+
+def without_heads(x: ParameterSet) -> bool:
+    if "sparse_indices" not in x.arguments:
+        return False
+    shapes = [x.arguments[name]["shape"] for name in ("query", "sparse_indices")]
+    return len(shapes[1]) == len(shapes[0]) - 1
+
+
 # For each operator: the name of a class, as the documentation has it, and which sets belong to it.
 ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
     "flash_attention_score_grad": {
@@ -16,5 +24,7 @@ ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
             abs(x.arguments.get(name, 0)) >= 2**31 for name in ("pre_tokens", "next_tokens")
         ),
     },
+    "sparse_flash_attention": {"indices without the axis of heads": without_heads},
+    "sparse_flash_attention_grad": {"indices without the axis of heads": without_heads},
     "scatter_pa_kv_cache": {"key without value": lambda x: "value" not in x.arguments},
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import SparseCase, indices, on_device, without_counts
+from .sparse import SparseCase, indices, on_device
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -35,6 +35,8 @@ CASES = [
     SparseCase(s=(5, 0), mode=0),
     SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 0))),
     SparseCase(b=2, s=(6, 20), lengths=((5, 6), (17, 9)), mode=0, k=14),
+    SparseCase(b=2, s=(6, 9), lengths=((6, 6), (9, 9))),
+    SparseCase(b=3, s=(5, 9), lengths=((0, 0, 0), (3, 9, 0))),
     _TND,
     replace(_TND, tail=(2, 3), k=6),
     replace(_TND, mode=0, heads=8, k=12),
@@ -77,8 +79,6 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
 def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     forward, random = build(case, dtype), Random(case.id, dtype)
     chosen = forward.call(reference)[0] if case in CASES else indices(case, random)
-    if not case.selection_heads:
-        chosen = chosen.squeeze(-2)
     inputs = {
         "query": forward.inputs["query"],
         "key": forward.inputs["key"],
@@ -183,7 +183,6 @@ LIGHTNING_INDEXER = Operator(
         ("sparse_values",),
         backward,
         incoming=gradient_by_key,
-        takes=without_counts,
     ),
     compare=assert_same_selection,
     on_device=on_device,
@@ -192,7 +191,7 @@ LIGHTNING_INDEXER = Operator(
 
 LIGHTNING_INDEXER_GRAD = Operator(
     "lightning_indexer_grad",
-    [case for case in CASES + GRAD_CASES if without_counts(case)],
+    CASES + GRAD_CASES,
     build_grad,
     on_device=on_device,
     torch_npu=torch_npu_grad,

@@ -20,8 +20,6 @@ WRONG_CALLS = [
         for make in (shared.tensor_rules, shared.option_rules, shared.length_rules)
         for row in make(operator)
     ),
-    *shared.count_rules(LIGHTNING_INDEXER),
-    *shared.no_count_rules(LIGHTNING_INDEXER_GRAD),
     *shared.index_rules(LIGHTNING_INDEXER_GRAD),
     *shared.limit_rules(
         LIGHTNING_INDEXER, DEVICE,

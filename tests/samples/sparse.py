@@ -31,7 +31,7 @@ class SparseCase:
     block: int = 1
     pattern: str = "random"  # of sparse_indices, see `indices`
     absorbed: bool = False  # value is key
-    selection_heads: bool = True  # the axis of heads in sparse_indices, which a gradient may lack
+    selection_heads: bool = True  # whether sparse_indices have the axis of heads
 
     @property
     def id(self) -> str:
@@ -51,11 +51,6 @@ class SparseCase:
         parts += ["absorbed"] if self.absorbed else []
         parts += [] if self.selection_heads else ["noheads"]
         return "-".join(parts)
-
-    @property
-    def has_counts(self) -> bool:
-        """Lengths of padded sequences, which gradient operators do not take."""
-        return self.layout == "BSND" and self.lengths is not None
 
     def tokens(self, side: int) -> tuple[int, ...]:
         """The leading dimensions of queries (0) or keys (1)."""
@@ -86,7 +81,8 @@ class SparseCase:
 
 
 def indices(case: SparseCase, random: Random) -> Tensor:
-    """(B,S1,1,K) or (T1,1,K): blocks that each query may see, in random order, padded by -1.
+    """(B,S1,1,K) or (T1,1,K), or as the case says without the axis of heads: blocks that each query
+    may see, in random order, padded by -1.
 
     The other patterns: `padded` rows stop short of K; `first` has a -1 in the first slot of every
     third row; `hole` has one in the middle; `duplicates` draws with replacement; `future` names
@@ -104,7 +100,7 @@ def indices(case: SparseCase, random: Random) -> Tensor:
     )
     for row in rows(arguments):
         result[row.token] = torch.tensor(_row_indices(case, row, random), dtype=torch.int32)
-    return result.view(*query.shape, 1, case.k)
+    return result.view(*query.shape, *([1] if case.selection_heads else []), case.k)
 
 
 def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
@@ -127,10 +123,6 @@ def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
         case "unread" if blocks > 0:
             filler = [random.integer(0, blocks - 1) for _ in filler]
     return chosen + filler
-
-
-def without_counts(case: SparseCase) -> bool:
-    return not case.has_counts
 
 
 def on_device(case: SparseCase) -> bool:

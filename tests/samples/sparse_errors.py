@@ -114,7 +114,7 @@ def option_rules(operator: Operator, modes: tuple[int, ...] = (0, 3)) -> Iterato
 
 
 def length_rules(operator: Operator) -> Iterator[WrongCall]:
-    """Of prefix sums, and of the counts that operators alone take whose gradient does not."""
+    """Of prefix sums, and of counts."""
 
     def wrong(
         rule: str, case: SparseCase, name: str, change: Callable[[object], object], on_meta: bool
@@ -137,33 +137,13 @@ def length_rules(operator: Operator) -> Iterator[WrongCall]:
         "TND-fewer lengths of keys", operator, TND, put(LENGTHS[1], lambda x: x[:2]),
         r"actual_seq_lengths_\w+",
     )  # fmt: skip
-
-
-def count_rules(operator: Operator) -> Iterator[WrongCall]:
-    """Where padded sequences are allowed, though not to be differentiated."""
     for side, name in enumerate(LENGTHS):
         for rule, values, on_meta in (
-            ("beyond S", [COUNTS.s[side] + 1, 3], False),
-            ("negative", [-1, 3], False),
+            ("beyond S", [COUNTS.s[side] + 1, 3], on_host),
+            ("negative", [-1, 3], on_host),
             ("too many", [3, 3, 3], True),
         ):
-            change = put(name, edited(values))
-            id = f"BSND-{rule}-{name}"
-            yield WrongCall(id, operator, COUNTS, change, name, on_meta=on_meta)
-    for name in operator.make(COUNTS, torch.bfloat16).tensor_names(operator.differentiable):
-        yield WrongCall(
-            f"BSND-gradient of {name} wanted", operator, COUNTS,
-            lambda sample, name=name: sample.requires_grad((name,)), r"actual_seq_lengths_\w+",
-        )  # fmt: skip
-
-
-def no_count_rules(operator: Operator) -> Iterator[WrongCall]:
-    """Where padded sequences are not allowed."""
-    good = operator.make(TND, torch.bfloat16)
-    on_host = isinstance(good.arguments[LENGTHS[0]], list)
-    counts = [3, 3] if on_host else torch.full((2,), 3, dtype=torch.int32)
-    for name in LENGTHS:
-        yield WrongCall(f"BSND-given-{name}", operator, BSND, {name: counts}, name)
+            yield wrong(f"BSND-{rule}", COUNTS, name, edited(values), on_meta)
 
 
 def index_rules(operator: Operator) -> Iterator[WrongCall]:

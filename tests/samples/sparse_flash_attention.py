@@ -12,7 +12,7 @@ from torch import Tensor
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import SparseCase, indices, on_device, without_counts
+from .sparse import SparseCase, indices, on_device
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -46,6 +46,12 @@ CASES = [
     # Counts shorter than S: queries beyond are zero, keys beyond are never read.
     SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 0)), rope=8),
     SparseCase(b=2, s=(6, 20), lengths=((5, 6), (17, 9)), mode=0, block=8, k=3),
+    SparseCase(b=3, s=(5, 9), lengths=((0, 0, 0), (3, 9, 0)), rope=8),
+    SparseCase(b=2, s=(5, 9), lengths=((5, 5), (9, 9)), absorbed=True),
+    SparseCase(b=3, s=(6, 9), lengths=((6, 3, 4), (9, 5, 4)), rope=8, absorbed=True),
+    SparseCase(s=(9, 9), pattern="padded", k=5, rope=8, selection_heads=False),
+    SparseCase(s=(6, 9), lengths=((6, 3), (9, 5)), selection_heads=False),
+    replace(_TND, tail=(2, 3), k=6, selection_heads=False),
     replace(_TND, rope=8),
     _TND,
     replace(_TND, tail=(2, 3), rope=8, k=6, pattern="padded"),
@@ -136,7 +142,6 @@ SPARSE_FLASH_ATTENTION = Operator(
         ("query", "key", "value", "query_rope", "key_rope"),
         ("out",),
         backward,
-        takes=without_counts,
     ),
     on_device=on_device,
     torch_npu=torch_npu,
@@ -144,7 +149,7 @@ SPARSE_FLASH_ATTENTION = Operator(
 
 SPARSE_FLASH_ATTENTION_GRAD = Operator(
     "sparse_flash_attention_grad",
-    [case for case in CASES if without_counts(case)],
+    CASES,
     build_grad,
     on_device=on_device,
     torch_npu=torch_npu_grad,

@@ -22,8 +22,6 @@ WRONG_CALLS = [
         )
         for row in make(operator)
     ),
-    *shared.count_rules(SPARSE_FLASH_ATTENTION),
-    *shared.no_count_rules(SPARSE_FLASH_ATTENTION_GRAD),
     *shared.limit_rules(
         SPARSE_FLASH_ATTENTION, shared.DEVICE,
         N=HEADS, Dr=ROPE, block=BLOCK, no_ropes=("query_rope", {"rope": 0}),

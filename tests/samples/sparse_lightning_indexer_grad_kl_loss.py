@@ -34,6 +34,12 @@ CASES = [
     SparseCase(s=(9, 9), pattern="unread", k=8, rope=8),
     SparseCase(s=(5, 17), pattern="clamped", k=8, rope=8),
     SparseCase(s=(5, 17), pattern="partial", k=8, rope=8),
+    SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 4)), rope=8),
+    SparseCase(b=2, s=(6, 9), lengths=((6, 6), (9, 9)), rope=8),
+    SparseCase(b=2, s=(6, 9), lengths=((5, 6), (3, 0)), k=3),  # rows without keys
+    SparseCase(b=3, s=(5, 9), lengths=((0, 0, 0), (3, 9, 0)), rope=8),
+    SparseCase(s=(9, 9), pattern="padded", k=5, rope=8, selection_heads=False),
+    SparseCase(s=(6, 9), lengths=((6, 3), (9, 5)), selection_heads=False),
     SparseCase(b=0, rope=8),
     SparseCase(s=(0, 7), rope=8),
     SparseCase(s=(5, 0), rope=8),

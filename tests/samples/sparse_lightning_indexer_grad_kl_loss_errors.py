@@ -11,7 +11,6 @@ WRONG_CALLS = [
     *shared.tensor_rules(KL_LOSS),
     *shared.option_rules(KL_LOSS, modes=(3,)),
     *shared.length_rules(KL_LOSS),
-    *shared.no_count_rules(KL_LOSS),
     *shared.index_rules(KL_LOSS),
     *shared.limit_rules(
         KL_LOSS, replace(shared.DEVICE, heads=32),

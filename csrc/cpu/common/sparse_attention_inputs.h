@@ -9,6 +9,7 @@
 #include "core/layout.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
+#include "core/sparse_rules.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
 #include "cpu/common/token_rows.h"
@@ -27,7 +28,7 @@ struct SparseAttentionInputs {
         value(same_rows(op.key, op.value) ? key : with_dense_rows(op.value)),
         query_rope(op.options.query_rope ? with_dense_rows(*op.options.query_rope) : at::Tensor()),
         key_rope(op.options.key_rope ? with_dense_rows(*op.options.key_rope) : at::Tensor()),
-        sparse_indices(with_dense_rows(op.sparse_indices)),
+        sparse_indices(with_dense_rows(with_head_axis(op.sparse_indices, op.query))),
         heads(query.size(-2)),
         size(query.size(-1)),
         rope_size(query_rope.defined() ? query_rope.size(-1) : 0),

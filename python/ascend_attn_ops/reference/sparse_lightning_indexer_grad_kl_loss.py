@@ -29,15 +29,17 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
         s = scale_value * (query @ key[j]^T + query_rope @ key_rope[j]^T)
         p = (exp(s - softmax_max) / softmax_sum).mean(heads)
         S = query_index @ key_index[j]^T;  r = relu(S);  y = softmax((weights * r).sum(heads))
-        loss += (p * (log p - log y)).sum()        both clamped to at least 1e-8
+        loss += c * (p * (log p - log y)).sum()    both clamped to at least 1e-8
+        d     = c * (y - p)
 
-        d_weights         = (r * (y - p)).sum(keys)
-        dS                = (y - p) * weights * (S > 0)
+        d_weights         = (r * d).sum(keys)
+        dS                = d * weights * (S > 0)
         d_query_index     = dS @ key_index[j]
         d_key_index[j]   += dS^T @ query_index
 
-    The loss is the sum over all tokens. Its gradients are stated, not derived: y - p also where the
-    clamp acts and where p does not sum to one.
+    c is the token's `weight`, 1 without one; where it is 0, the row is not read. The loss is the
+    sum over all tokens. Its gradients are stated, not derived: y - p also where the clamp acts and
+    where p does not sum to one.
 
     Returns d_query_index, d_key_index and d_weights with the shapes and dtypes of what they belong
     to, and loss (1,), fp32, or fp64 for fp64 inputs.
@@ -50,14 +52,16 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
     maximum, total = (
         statistics_to_tokens(x, a.layout, dtype)[..., None] for x in (a.softmax_max, a.softmax_sum)
     )
+    factors = None if a.weight is None else to_tokens(a.weight, a.layout, dtype).tolist()
     selected = index_lists(a.sparse_indices, a.layout)
     d_q, d_k, d_w = (torch.zeros_like(x) for x in (q_index, k_index, w))
     loss = q.new_zeros(1)
 
     for row in rows(a):
         i = row.token
+        factor = 1.0 if factors is None else factors[i]
         kept = [index for index in leading_indices(selected[i], row) if index != -1]
-        if not kept:
+        if not kept or factor == 0:
             continue
         j = row.first_key + torch.tensor(kept, device=q.device)
         s = a.scale_value * (q[i] @ k[j].T)
@@ -66,9 +70,9 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
         r = torch.relu(s_index)
         y = torch.softmax(w[i] @ r, -1)
         p_clamped, y_clamped = p.clamp(min=1e-8), y.clamp(min=1e-8)
-        loss += (p_clamped * (p_clamped.log() - y_clamped.log())).sum()
+        loss += factor * (p_clamped * (p_clamped.log() - y_clamped.log())).sum()
 
-        d = y - p
+        d = factor * (y - p)
         d_s = d * w[i, :, None] * (s_index > 0)
         d_w[i] = (r * d).sum(-1)
         d_q[i] = d_s @ k_index[j]

@@ -1,0 +1,55 @@
+"""Weights of tokens in the KL loss on the NPU, whose kernel knows none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from samples import OPERATORS
+from samples.sparse import SparseCase
+from tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+KL_LOSS = OPERATORS["sparse_lightning_indexer_grad_kl_loss"]
+BSND = SparseCase(s=(6, 9), rope=8)
+PADDED = SparseCase(s=(6, 9), lengths=((6, 3), (9, 5)), rope=8)
+TND = SparseCase(layout="TND", lengths=((3, 0, 6), (5, 2, 9)), tail=(2, 3), rope=8)
+
+
+def weight_of(case: SparseCase) -> Tensor:
+    shape = torch.Size(case.tokens(0))
+    return (torch.arange(shape.numel()) % 3 > 0).view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case", [BSND, PADDED, TND, replace(BSND, selection_heads=False)], ids=lambda case: case.id
+)
+def test_bool_weights(case: SparseCase, dtype: torch.dtype) -> None:
+    """The gradients to the bit. A token that is left out adds the rounding of 1/n to the loss."""
+    sample, weight = KL_LOSS.make(case, dtype), weight_of(case)
+    on_npu = sample.to("npu").given(weight=weight.npu()).call(torch.ops.ascend)
+    *gradients, loss = (x.cpu() for x in on_npu)
+    *expected_gradients, expected = sample.given(weight=weight).call(torch.ops.ascend)
+    assert_same_bits(tuple(gradients), tuple(expected_gradients))
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_all_is_left_out() -> None:
+    sample = KL_LOSS.make(BSND, torch.bfloat16).to("npu")
+    nothing = torch.zeros(BSND.tokens(0), dtype=torch.bool).npu()
+    *gradients, loss = sample.given(weight=nothing).call(torch.ops.ascend)
+    assert not any(x.cpu().any() for x in gradients)
+    assert loss.cpu().abs() < 1e-6
+
+
+def test_other_factors_are_refused() -> None:
+    sample = KL_LOSS.make(BSND, torch.bfloat16).to("npu")
+    weight = torch.ones(BSND.tokens(0)).npu()
+    message = r"kl_loss: weight: expected dtype bool on the NPU, .* got float32; sum the losses of"
+    with pytest.raises(NotImplementedError, match=message):
+        ops.lightning_indexer_kl_loss(**sample.arguments, weight=weight)
