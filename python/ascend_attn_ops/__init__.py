@@ -5,7 +5,7 @@ with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and
 """
 
 # The first import says why `_C` cannot be loaded here, which all others need.
-from ascend_attn_ops import _built_with, _flops, _library  # noqa: F401
+from ascend_attn_ops import _built_with, _flops, _library, _transforms  # noqa: F401
 from ascend_attn_ops.attention_update import attention_update
 from ascend_attn_ops.flash_attention_score import flash_attention_score, flash_attention_score_grad
 from ascend_attn_ops.lightning_indexer import lightning_indexer, lightning_indexer_grad
