@@ -16,9 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._operators import schema_parameters
-
-Lengths = Tensor | Sequence[int] | None
+from ascend_attn_ops._operators import Lengths, schema_parameters
 
 
 def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], None]:
