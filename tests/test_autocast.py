@@ -13,6 +13,7 @@ from samples.prompt_flash_attention import PromptCase
 from tolerance import assert_same_bits
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -135,24 +136,35 @@ def test_slopes_and_biases() -> None:
     assert torch.equal(with_bias, out(bias.bfloat16(), x.bfloat16(), 1))
 
 
+class Casts(TorchDispatchMode):
+    """Counts those of tensors of one shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
 def test_weights_are_cast_once() -> None:
     """The cast of a leaf is kept within the region, as for torch's own operators."""
     key = torch.randn(1, 4, 1, 16, requires_grad=True)
     query, weights = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2)
-    casts = 0
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal casts
-            casts += func is torch.ops.aten._to_copy.default and args[0].shape == key.shape
-            return func(*args, **(kwargs or {}))
-
-    with Count(), torch.autocast("cpu", torch.bfloat16):
+    with Casts(key.shape) as casts, torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
             ops.lightning_indexer(query, key, weights, sparse_count=2)
-    assert casts == 1
+    assert casts.count == 1
+
+
+def test_a_value_that_is_the_key_stays_the_key() -> None:
+    """As the device wants it."""
+    query, key = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 1, 16)
+    indices = torch.zeros(1, 4, 1, 1, dtype=torch.int32)
+    with Casts(key.shape) as casts, torch.autocast("cpu", torch.bfloat16):
+        ops.sparse_flash_attention(query, key, key, indices, scale_value=0.25)
+    assert casts.count == 1
 
 
 @each_operator

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ops/operators.h"
@@ -34,6 +35,36 @@ KeptArguments kept_arguments(const PromptFlashAttention& op) {
   return {&op.deq_scale1, &op.quant_scale1, &op.deq_scale2, &op.quant_scale2, &op.quant_offset2};
 }
 
+// The casts of one call. A tensor that is passed twice is cast once: the device wants value to be
+// key itself.
+template <at::DeviceType device>
+class Casts {
+ public:
+  // Leaves integers, float64 and tensors of other devices as they are.
+  at::Tensor unless(bool keep, const at::Tensor& tensor) {
+    if (keep || !tensor.defined()) {
+      return tensor;
+    }
+    for (const auto& [from, to] : done_) {
+      if (from.is_same(tensor)) {
+        return to;
+      }
+    }
+    const auto dtype = at::autocast::get_autocast_dtype(device);
+    return done_.emplace_back(tensor, at::autocast::cached_cast(dtype, tensor, device)).second;
+  }
+  std::optional<at::Tensor> unless(bool keep, const std::optional<at::Tensor>& tensor) {
+    return tensor ? std::optional(unless(keep, *tensor)) : std::nullopt;
+  }
+  template <typename Argument>
+  const Argument& unless(bool, const Argument& argument) {
+    return argument;
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> done_;
+};
+
 template <typename Op, at::DeviceType device, typename Signature = SignatureOf<Op>>
 struct Autocast;
 
@@ -43,26 +74,12 @@ struct Autocast<Op, device, typename Op::Outputs(Args...)> {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(
         at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const auto kept = kept_arguments(Op{args...});
+    Casts<device> casts;
     const auto cast = [&](const auto& argument) -> decltype(auto) {
       const bool keep = std::ranges::find(kept, static_cast<const void*>(&argument)) != kept.end();
-      return cast_unless(keep, argument);
+      return casts.unless(keep, argument);
     };
     return call<Op>(cast(args)...);
-  }
-
- private:
-  // Leaves integers, float64 and tensors of other devices as they are.
-  static at::Tensor cast_unless(bool keep, const at::Tensor& tensor) {
-    return keep ? tensor
-                : at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor,
-                                            device);
-  }
-  static std::optional<at::Tensor> cast_unless(bool keep, const std::optional<at::Tensor>& tensor) {
-    return tensor ? std::optional(cast_unless(keep, *tensor)) : std::nullopt;
-  }
-  template <typename Argument>
-  static const Argument& cast_unless(bool, const Argument& argument) {
-    return argument;
   }
 };
 
