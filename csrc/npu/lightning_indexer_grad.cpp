@@ -75,19 +75,33 @@ void launch_grad(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
 // it leaves rows of d_query and d_weights unwritten, and adds others to d_key twice. It does not
 // where all are of the same lengths, so that every such run has a launch of its own, on views. An
 // empty sequence, which divides by zero, is in none of them.
+//
+// Lengths in BSND, which the kernel ignores, are launched as well as runs in TND: between them lies
+// the padding.
 void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_weights] = outputs;
-  const auto sequences = sequences_on_host(op.name, Layout::TND, op.query, op.key,
+  const bool packed = op.layout == Layout::TND;
+  const auto sequences = sequences_on_host(op.name, op.layout.value(), op.query, op.key,
                                            op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   op.check_key_lengths(sequences);
   const auto runs = runs_of(sequences);
-  if (runs.size() == 1 && runs[0].count == static_cast<int64_t>(sequences.size())) {
+  if (packed && runs.size() == 1 && runs[0].count == static_cast<int64_t>(sequences.size())) {
     launch_grad(op, outputs);
     return;
   }
   if (runs.empty()) {
     return;
   }
+  const auto by_token = [&](const at::Tensor& tensor) {
+    return packed ? tensor : tensor.flatten(0, 1);
+  };
+  const auto all_queries = by_token(op.query);
+  const auto all_keys = by_token(op.key);
+  const auto all_d_values = by_token(op.d_values);
+  const auto all_indices = by_token(op.sparse_indices);
+  const auto all_weights = by_token(op.weights);
+  const LightningIndexerGrad::Outputs all_gradients{by_token(d_query), by_token(d_key),
+                                                    by_token(d_weights)};
   const auto ends = ends_of(runs, op.query);
   int64_t sequence = 0;
   for (const auto& run : runs) {
@@ -100,11 +114,11 @@ void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
     const auto of_sequences = [&](int64_t row) {
       return std::optional(ends[row].narrow(0, sequence, run.count));
     };
-    const auto query = of_queries(op.query);
-    const auto key = of_keys(op.key);
-    const auto d_values = of_queries(op.d_values);
-    const auto sparse_indices = of_queries(op.sparse_indices);
-    const auto weights = of_queries(op.weights);
+    const auto query = of_queries(all_queries);
+    const auto key = of_keys(all_keys);
+    const auto d_values = of_queries(all_d_values);
+    const auto sparse_indices = of_queries(all_indices);
+    const auto weights = of_queries(all_weights);
     const auto query_ends = of_sequences(0);
     const auto key_ends = of_sequences(1);
     launch_grad({.query = query,
@@ -114,17 +128,16 @@ void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
                  .weights = weights,
                  .actual_seq_lengths_query = query_ends,
                  .actual_seq_lengths_key = key_ends,
-                 .layout = op.layout,
+                 .layout = LayoutArgument("TND"),
                  .sparse_mode = op.sparse_mode,
                  .pre_tokens = op.pre_tokens,
                  .next_tokens = op.next_tokens,
                  .deterministic = op.deterministic},
-                {of_queries(d_query), of_keys(d_key), of_queries(d_weights)});
+                {of_queries(std::get<0>(all_gradients)), of_keys(std::get<1>(all_gradients)),
+                 of_queries(std::get<2>(all_gradients))});
     sequence += run.count;
   }
 }
-
-void launch_padded(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs);
 
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
@@ -132,7 +145,8 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   const bool packed = op.layout == Layout::TND;
   const int64_t sequences = packed ? op.actual_seq_lengths_query->numel() : op.query.size(0);
   const bool empty = sequences == 0 || op.query.numel() == 0 || op.key.numel() == 0;
-  if (packed || empty) {
+  const bool padded = !packed && (op.actual_seq_lengths_query || op.actual_seq_lengths_key);
+  if (packed || padded || empty) {
     // Rows of no sequence are not written.
     for (const auto& output : {d_query, d_key, d_weights}) {
       fill_before_launch(output, 0);
@@ -141,66 +155,11 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   if (empty) {
     return;
   }
-  if (packed && sequences > 1) {
+  if (padded || (packed && sequences > 1)) {
     launch_runs(op, outputs);
-  } else if (!packed && (op.actual_seq_lengths_query || op.actual_seq_lengths_key)) {
-    launch_padded(op, outputs);
   } else {
     launch_grad(op, outputs);
   }
-}
-
-// The kernel ignores lengths in BSND.
-void launch_padded(const LightningIndexerGrad& op, LightningIndexerGrad::Outputs& outputs) {
-  const auto sequences = sequences_on_host(op.name, Layout::BSND, op.query, op.key,
-                                           op.actual_seq_lengths_query, op.actual_seq_lengths_key);
-  op.check_key_lengths(sequences);
-  const Packing packing(sequences, op.query, op.key);
-  const auto with = [&](const at::Tensor& query, const at::Tensor& key, const at::Tensor& d_values,
-                        const at::Tensor& sparse_indices, const at::Tensor& weights,
-                        OptionalTensor query_ends, OptionalTensor key_ends,
-                        std::string_view layout) {
-    return LightningIndexerGrad{.query = query,
-                                .key = key,
-                                .d_values = d_values,
-                                .sparse_indices = sparse_indices,
-                                .weights = weights,
-                                .actual_seq_lengths_query = query_ends,
-                                .actual_seq_lengths_key = key_ends,
-                                .layout = layout,
-                                .sparse_mode = op.sparse_mode,
-                                .pre_tokens = op.pre_tokens,
-                                .next_tokens = op.next_tokens,
-                                .deterministic = op.deterministic};
-  };
-  if (packing.complete()) {
-    const std::optional<at::Tensor> none;
-    launch_grad(with(op.query, op.key, op.d_values, op.sparse_indices, op.weights, none, none,
-                     op.layout.text()),
-                outputs);
-    return;
-  }
-  const auto& [d_query, d_key, d_weights] = outputs;
-  for (const auto& output : {d_query, d_key, d_weights}) {
-    fill_before_launch(output, 0);
-  }
-  if (packing.empty()) {
-    return;
-  }
-  const auto query = packing.queries(op.query);
-  const auto key = packing.keys(op.key);
-  const auto d_values = packing.queries(op.d_values);
-  const auto sparse_indices = packing.queries(op.sparse_indices);
-  const auto weights = packing.queries(op.weights);
-  const std::optional query_ends(to_device(at::tensor(packing.query_ends()), op.query));
-  const std::optional key_ends(to_device(at::tensor(packing.key_ends()), op.query));
-  const auto packed =
-      with(query, key, d_values, sparse_indices, weights, query_ends, key_ends, "TND");
-  auto gradients = packed.check_and_allocate();
-  lightning_indexer_grad(packed, gradients);
-  packing.unpack_queries(std::get<0>(gradients), d_query);
-  packing.unpack_keys(std::get<1>(gradients), d_key);
-  packing.unpack_queries(std::get<2>(gradients), d_weights);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
