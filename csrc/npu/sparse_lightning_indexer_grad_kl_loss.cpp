@@ -113,7 +113,7 @@ void launch_unweighted(const Op& op, const Op::Outputs& outputs) {
 // The number of keys that each token reads, at least 1: shaped as one head of the statistics.
 at::Tensor selected_keys(const Op& op) {
   const auto slots = op.sparse_indices.size(-1);
-  std::vector<float> counts(op.query.numel() / (op.query.size(-1) * op.query.size(-2)), 1);
+  std::vector<float> counts(op.weight->numel(), 1);
   for (const auto& sequence : sequences_of(op)) {
     const auto visible =
         visible_keys(static_cast<SparseMode>(op.sparse_mode), sequence.queries, sequence.keys);

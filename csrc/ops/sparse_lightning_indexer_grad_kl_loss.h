@@ -18,9 +18,8 @@ struct SparseLightningIndexerGradKLLoss {
       "SymInt[]? actual_seq_lengths_query=None, SymInt[]? actual_seq_lengths_key=None, "
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, "
-      "bool deterministic=False, Tensor? weight=None) -> (Tensor d_query_index, Tensor "
-      "d_key_index, "
-      "Tensor d_weights, Tensor loss)";
+      "bool deterministic=False, Tensor? weight=None) -> (Tensor d_query_index, "
+      "Tensor d_key_index, Tensor d_weights, Tensor loss)";
   static constexpr std::array functions{"aclnnSparseLightningIndexerGradKLLoss"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor,
