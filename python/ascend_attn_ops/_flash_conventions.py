@@ -1,0 +1,305 @@
+"""flash-attn's conventions on flash_attention_score: windows, prefix sums, slopes, log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops.flash_attention_score import flash_attention_score
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_LANES = 8  # how often each statistic is given
+_SHAPES = {3: "(total, nheads, headdim)", 4: "(batch_size, seqlen, nheads, headdim)"}
+
+# What was copied from a device: the version of the tensor then, and its values.
+_ON_HOST = WeakTensorKeyDictionary()
+
+
+class Mask(NamedTuple):
+    """Which keys are kept, in the operator's terms: the corner is always the bottom right one."""
+
+    sparse_mode: int
+    pre_tokens: int = ALL_TOKENS
+    next_tokens: int = ALL_TOKENS
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether no key comes after the diagonal."""
+        return self.sparse_mode == 3 or self.next_tokens == 0
+
+
+_EVERYTHING, _CAUSAL = Mask(0), Mask(3)
+
+
+def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{function}: window_size: expected (left, right), got {window_size}"
+        ) from None
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{function}: window_size: expected -1, which bounds nothing, or more, "
+            f"got ({left}, {right})"
+        )
+    if causal:
+        right = 0
+    if left == -1 and right <= 0:
+        return _EVERYTHING if right else _CAUSAL
+    return Mask(4, ALL_TOKENS if left == -1 else left, ALL_TOKENS if right == -1 else right)
+
+
+def check_tensors(function: str, rank: int, names: str, *tensors: object) -> None:
+    """What is read here before the operator checks its arguments."""
+    for at, x in enumerate(tensors):
+        if not isinstance(x, Tensor):
+            name = names.split()[at]
+            raise TypeError(f"{function}: {name}: expected a tensor, got {type(x).__name__}")
+        if x.dim() != rank:
+            raise ValueError(
+                f"{function}: {names.split()[at]}: expected shape {_SHAPES[rank]}, "
+                f"got {list(x.shape)}"
+            )
+
+
+def refuse(function: str, argument: str, expected: str, got: object) -> None:
+    raise NotImplementedError(f"{function}: {argument}: expected {expected}, got {got}")
+
+
+def _host_values(tensor: Tensor) -> list[int]:
+    """The values of a tensor on a device. They are copied once, as long as they do not change: the
+    layers of a model share their lengths, and each copy waits for the device."""
+    # A tensor of inference mode does not count its changes.
+    if tensor.is_inference() or torch.compiler.is_compiling():
+        return tensor.tolist()
+    version, values = _ON_HOST.get(tensor, (None, []))
+    if version != tensor._version:
+        values = tensor.tolist()
+        _ON_HOST[tensor] = (tensor._version, values)
+    return values
+
+
+def counts(function: str, argument: str, tensor: Tensor, size: int | None = None) -> list[int]:
+    """The values of lengths or of their prefix sums."""
+    if tensor.dtype != torch.int32:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{function}: {argument}: expected dtype int32, got {dtype}")
+    if tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
+        wanted = "batch_size + 1" if size is None else size
+        raise ValueError(
+            f"{function}: {argument}: expected shape ({wanted},), got {list(tensor.shape)}"
+        )
+    return tensor.tolist() if tensor.is_cpu else _host_values(tensor)
+
+
+def ends_of(function: str, argument: str, cu_seqlens: object) -> list[int]:
+    """Prefix sums without the leading 0."""
+    if isinstance(cu_seqlens, Tensor):
+        values = counts(function, argument, cu_seqlens)
+    elif isinstance(cu_seqlens, Sequence):
+        values = list(cu_seqlens)
+    else:
+        raise TypeError(
+            f"{function}: {argument}: expected a tensor, or its values as a list, "
+            f"got {type(cu_seqlens).__name__}"
+        )
+    if len(values) < 2 or values[0] != 0:
+        raise ValueError(
+            f"{function}: {argument}: expected the batch_size + 1 prefix sums of the lengths, of "
+            f"which the first is 0, got {values}"
+        )
+    return values[1:]
+
+
+def lengths_of(ends: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in pairwise([0, *ends])]
+
+
+def from_blocks(
+    function: str, k: Tensor, v: Tensor, table: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
+    the longest sequence has."""
+    if table.dtype not in (torch.int32, torch.int64):
+        dtype = str(table.dtype).removeprefix("torch.")
+        raise TypeError(f"{function}: block_table: expected dtype int32, got {dtype}")
+    size = k.shape[1]
+    blocks = -(-max(lengths) // size) if size else 0
+    shape = list(table.shape)
+    if len(shape) != 2 or shape[0] != len(lengths) or shape[1] < blocks:
+        raise ValueError(
+            f"{function}: block_table: expected shape ({len(lengths)}, {blocks}), batch_size and "
+            f"the blocks of {size} for the {max(lengths)} keys of the longest sequence, or with "
+            f"more columns, got {shape}"
+        )
+    # Entries without a block are often -1.
+    table = table[:, :blocks].clamp(min=0)
+    return k[table].flatten(1, 2), v[table].flatten(1, 2)
+
+
+def with_gaps(
+    query_ends: list[int], used: Sequence[int], key_ends: list[int]
+) -> tuple[list[int], list[int]]:
+    """Prefix sums of sequences that use the first of their keys. What follows them is a sequence of
+    its own, without queries, so that nothing is copied."""
+    begins = [0, *key_ends[:-1]]
+    spans = zip(begins, used, key_ends, strict=False)  # the operator compares their numbers
+    return (
+        [end for end in query_ends for _ in range(2)],
+        [x for begin, length, end in spans for x in (begin + length, end)],
+    )
+
+
+def multiples(length: int, count: int) -> list[int]:
+    """The prefix sums of `count` sequences of one length."""
+    return [length * (i + 1) for i in range(count)]
+
+
+def closed(
+    q: Tensor, k: Tensor, q_ends: list[int], k_ends: list[int]
+) -> tuple[list[int], list[int]]:
+    """With the 0 that CANN wants where queries and keys have tokens behind the last sequence."""
+    if q.shape[0] > q_ends[-1] and k.shape[0] > k_ends[-1]:
+        return [*q_ends, 0], [*k_ends, 0]
+    return q_ends, k_ends
+
+
+def attend(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    slopes: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q)."""
+    if slopes is not None and q.shape[0] and q.shape[1] != k.shape[1]:
+        batch, queries, _, _ = q.shape
+        # Outside of TND, the operator wants as many queries as keys.
+        out, lse = attend_packed(
+            function, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
+            multiples(queries, batch), multiples(k.shape[1], batch),
+            mask, slopes, scale, dropout_p, return_lse,
+        )  # fmt: skip
+        return out.unflatten(0, (batch, queries)), by_batch(lse, batch)
+    out, maximum, total = flash_attention_score(
+        q, k, v, num_heads=q.shape[2], layout="BSND", pse_shift=slopes,
+        pse_type=1 if slopes is None else 2, scale_value=scale, dropout_p=dropout_p,
+        sparse_mode=mask.sparse_mode, pre_tokens=mask.pre_tokens, next_tokens=mask.next_tokens,
+    )  # fmt: skip
+    return out, log_sum_exp(maximum, total) if return_lse else None
+
+
+def by_batch(lse: Tensor | None, batch: int) -> Tensor | None:
+    """(nheads, batch_size * seqlen_q) to (batch_size, nheads, seqlen_q)."""
+    return None if lse is None else lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
+
+
+def attend_packed(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: list[int],
+    k_ends: list[int],
+    mask: Mask,
+    slopes: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    return_lse: bool,
+    used: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """out (total_q, nheads, headdim) and lse (nheads, total_q). `used`: how many of its keys each
+    sequence uses; None for all."""
+    if used is not None:
+        q_ends, k_ends = with_gaps(q_ends, used, k_ends)
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes.repeat_interleave(2, 0)
+    q_list, k_list = closed(q, k, q_ends, k_ends)
+    pse, q_start, k_start = slopes, None, None
+    if slopes is not None:
+        lead, excess = _leads(function, q_ends, k_ends, mask)
+        q_start, k_start = [max(lead, 0)], [max(-lead, 0)]
+        if slopes.dim() == 2 and len(q_list) > len(q_ends):
+            # The 0 that closes the lists counts as a sequence.
+            pse = torch.cat((slopes, slopes[-1:]))
+    out, maximum, total = flash_attention_score(
+        q, k, v, num_heads=q.shape[1], layout="TND", pse_shift=pse,
+        pse_type=1 if pse is None else 2, q_start_idx=q_start, kv_start_idx=k_start,
+        actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list, scale_value=scale,
+        dropout_p=dropout_p, sparse_mode=mask.sparse_mode, pre_tokens=mask.pre_tokens,
+        next_tokens=mask.next_tokens,
+    )  # fmt: skip
+    if not return_lse:
+        return out, None
+    lse = packed_log_sum_exp(maximum, total, q_ends)
+    if slopes is not None and any(excess):
+        rows = slopes.to(lse.dtype).expand(len(q_ends), -1)
+        for begin, end, more, row in zip([0, *q_ends[:-1]], q_ends, excess, rows, strict=True):
+            lse[:, begin:end] += more * row[:, None]
+    return out, lse
+
+
+def _leads(
+    function: str, q_ends: list[int], k_ends: list[int], mask: Mask
+) -> tuple[int, list[int]]:
+    """How many keys come before the first query, seqlen_k - seqlen_q. The operator takes one number
+    for all sequences: the largest, and by how much it exceeds that of each sequence.
+
+    Where no key comes after its query, a larger number adds the same to all scores of a row.
+    """
+    lengths = list(zip(lengths_of(q_ends), lengths_of(k_ends), strict=False))
+    leads = [keys - queries for queries, keys in lengths if queries and keys]
+    lead = max(leads, default=0)
+    if min(leads, default=0) != lead and not mask.looks_back:
+        refuse(
+            function, "alibi_slopes",
+            "causal attention, or one seqlen_k - seqlen_q for all sequences", sorted(set(leads)),
+        )  # fmt: skip
+    return lead, [lead - (keys - queries) for queries, keys in lengths]
+
+
+def log_sum_exp(maximum: Tensor, total: Tensor) -> Tensor:
+    """+inf in rows that see no key, as flash-attn has it. The operator has FLT_MAX there, negative
+    as the maximum and positive as the sum, or without any keys zeros."""
+    lse = maximum[..., 0] + total[..., 0].log()
+    return lse.masked_fill(lse <= -_FLT_MAX, torch.inf)
+
+
+def packed_log_sum_exp(maximum: Tensor, total: Tensor, ends: list[int]) -> Tensor:
+    """(nheads, total_q), from statistics that hold (nheads, length) of one sequence after another.
+
+    Tokens behind the last sequence see no key.
+    """
+    tokens, heads, _ = maximum.shape
+    flat = log_sum_exp(maximum, total).flatten()
+    lengths = [*lengths_of(ends), tokens - ends[-1]]
+    parts = flat.split([heads * length for length in lengths])
+    rows = [part.view(heads, length) for part, length in zip(parts, lengths, strict=True)]
+    rows[-1] = rows[-1].new_full(rows[-1].shape, torch.inf)
+    return torch.cat(rows, 1)
+
+
+def packed_statistics(lse: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
+    """Statistics for the backward, which weighs with exp(score - maximum) / sum."""
+    heads, tokens = lse.shape
+    no_key = lse == torch.inf
+    maximum = lse.masked_fill(no_key, -_FLT_MAX)
+    total = torch.ones_like(lse).masked_fill(no_key, _FLT_MAX)
+    lengths = [*lengths_of(ends), tokens - ends[-1]]
+
+    def in_the_order_of_statistics(x: Tensor) -> Tensor:
+        flat = torch.cat([part.flatten() for part in x.split(lengths, 1)])
+        return flat.view(tokens, heads, 1).expand(-1, -1, _LANES).contiguous()
+
+    return in_the_order_of_statistics(maximum), in_the_order_of_statistics(total)

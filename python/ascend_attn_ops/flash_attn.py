@@ -1,0 +1,323 @@
+"""flash-attn's functions, by their own names and signatures, over the operators.
+
+``from ascend_attn_ops.flash_attn import flash_attn_func`` takes the place of
+``from flash_attn import flash_attn_func``, on the CPU and on an NPU. Not imported by
+`import ascend_attn_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._flash_cache import Cache, lengths_of, table_of
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Attention of sequences that all have one length, with gradients.
+
+    Query i sees key j where, with d = seqlen_k - seqlen_q::
+
+        i + d - window_size[0] <= j <= i + d + window_size[1]
+
+    The last query sees the last key. A row that sees no key is 0. Query head n reads key head
+    n // (nheads / nheads_k).
+
+    Args:
+        q: (batch_size, seqlen_q, nheads, headdim); float16, bfloat16 or float32.
+        k: (batch_size, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
+        v: as k. Its headdim may be smaller, which flash-attn does not take.
+        dropout_p: probability of dropping a weight; 0 in evaluation.
+        softmax_scale: factor of the scores; None for 1 / sqrt(headdim).
+        causal: no key after the diagonal, as window_size[1] = 0.
+        window_size: (left, right); -1 bounds nothing.
+        softcap: only 0: the operators have no cap of the scores.
+        alibi_slopes: float32 (nheads,) or (batch_size, nheads). Adds -slope * abs(i + d - j) to the
+            scaled score of query i and key j.
+        deterministic: a deterministic backward. The CPU's always is; an NPU's listens to
+            torch.use_deterministic_algorithms alone, without which True is an error there.
+        return_attn_probs: return the log-sum-exp, too. An error with dropout_p, as the operators
+            keep no probabilities.
+
+    Returns:
+        out, (batch_size, seqlen_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse,
+        S_dmask): softmax_lse is float32 (batch_size, nheads, seqlen_q), **+inf** in rows that see
+        no key, and has no gradient; S_dmask is empty.
+
+    Raises:
+        NotImplementedError: softcap, and what is said above.
+        TypeError, ValueError: an argument is wrong; also what
+            :func:`ascend_attn_ops.flash_attention_score` raises, which is called with layout "BSND"
+            ("TND" for slopes where seqlen_q and seqlen_k differ).
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops.flash_attn import flash_attn_func
+        >>> q = torch.randn(2, 5, 8, 64, dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 9, 2, 64, dtype=torch.bfloat16)
+        >>> out, softmax_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        >>> out.shape, softmax_lse.shape
+        (torch.Size([2, 5, 8, 64]), torch.Size([2, 8, 5]))
+    """
+    name = "flash_attn_func"
+    conventions.check_tensors(name, 4, "q k v", q, k, v)
+    _refuse(name, q, softcap, deterministic, dropout_p, return_attn_probs)
+    mask = conventions.mask_of(name, causal, window_size)
+    out, lse = conventions.attend(
+        name, q, k, v, mask, alibi_slopes, softmax_scale, dropout_p, return_attn_probs
+    )
+    return out if lse is None else (out, lse, q.new_empty(0))
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Attention of packed sequences, with gradients.
+
+    What a query sees is as in :func:`flash_attn_func`, counted inside its sequence. Sequences may
+    be empty. Tokens behind the last one belong to none: their rows are 0.
+
+    CANN takes the lengths on the host. Prefix sums on an NPU are copied from there, which waits for
+    the device, once for each tensor as long as it does not change: the layers of a model that share
+    them wait once in a step (under torch.inference_mode in each call). A tensor on the CPU does not
+    wait, and neither does a list, which is also what torch.compile(fullgraph=True) wants.
+
+    Args:
+        q: (total_q, nheads, headdim), the sequences one after another; float16, bfloat16 or
+            float32.
+        k: (total_k, nheads_k, headdim); with block_table the blocks of a cache, (num_blocks,
+            block_size, nheads_k, headdim).
+        v: as k. Its headdim may be smaller, which flash-attn does not take.
+        cu_seqlens_q: the prefix sums of the lengths, int32 (batch_size + 1,), of which the first is
+            0; on any device, or as a list.
+        cu_seqlens_k: as cu_seqlens_q, of k.
+        max_seqlen_q: not needed: the lengths say it.
+        max_seqlen_k: as max_seqlen_q.
+        dropout_p, softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
+        alibi_slopes: as there. Where seqlen_k - seqlen_q differs between sequences, no key may come
+            after the diagonal.
+        deterministic, return_attn_probs: as there.
+        block_table: int32 (batch_size, max_num_blocks). The blocks of each sequence are copied side
+            by side in every call.
+
+    Returns:
+        out, (total_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse, S_dmask):
+        softmax_lse is float32 (nheads, total_q), **+inf** in rows that see no key, and has no
+        gradient; S_dmask is empty.
+
+    Raises:
+        As :func:`flash_attn_func`; the operator is called with layout "TND".
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops.flash_attn import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
+        >>> cu_seqlens = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
+        torch.Size([9, 8, 64])
+    """
+    name = "flash_attn_varlen_func"
+    if block_table is None:
+        conventions.check_tensors(name, 3, "q k v", q, k, v)
+    else:
+        conventions.check_tensors(name, 3, "q", q)
+        conventions.check_tensors(name, 4, "k v", k, v)
+    _refuse(name, q, softcap, deterministic, dropout_p, return_attn_probs)
+    mask = conventions.mask_of(name, causal, window_size)
+    q_ends = conventions.ends_of(name, "cu_seqlens_q", cu_seqlens_q)
+    k_ends = conventions.ends_of(name, "cu_seqlens_k", cu_seqlens_k)
+    used = None
+    if block_table is not None:
+        used = conventions.lengths_of(k_ends)
+        k, v = conventions.from_blocks(name, k, v, block_table, used)
+        k_ends = conventions.multiples(k.shape[1], len(used))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = conventions.attend_packed(
+        name, q, k, v, q_ends, k_ends, mask, alibi_slopes, softmax_scale, dropout_p,
+        return_attn_probs, used,
+    )  # fmt: skip
+    return out if lse is None else (out, lse, q.new_empty(0))
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write new keys and values into a cache, in place, and attend to all that it holds then.
+
+    For inference: no gradient flows. What a query sees is as in :func:`flash_attn_func`, where
+    seqlen_k is what the cache holds of the sequence, the new keys included.
+
+    The lengths are needed on the host: as in :func:`flash_attn_varlen_func`, a cache_seqlens on the
+    CPU, or one int for all sequences, does not wait for the device.
+
+    Args:
+        q: (batch_size, seqlen_q, nheads, headdim).
+        k_cache: (batch_size, seqlen_cache, nheads_k, headdim); with block_table (num_blocks,
+            block_size, nheads_k, headdim).
+        v_cache: as k_cache. Its headdim may be smaller, which flash-attn does not take.
+        k: (batch_size, seqlen_new, nheads_k, headdim), written behind the first cache_seqlens rows
+            by :func:`ascend_attn_ops.scatter_pa_kv_cache_`, which wants a contiguous cache; None
+            writes nothing.
+        v: as k, of v_cache.
+        rotary_cos, rotary_sin: only None: rotate q and k before the call.
+        cache_seqlens: how many rows of each sequence the cache holds before the call, one int or
+            int32 (batch_size,). None, without k: all.
+        cache_batch_idx: int32 (batch_size,), the rows of the caches that are meant. They are copied
+            in every call.
+        cache_leftpad: only None.
+        block_table: int32 (batch_size, max_num_blocks), the blocks of each sequence; of any size.
+            They are copied side by side in every call.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in
+            :func:`flash_attn_varlen_func`.
+        rotary_interleaved: of no effect without rotary_cos.
+        num_splits: of no effect: the kernels divide the work themselves.
+        return_softmax_lse: return the log-sum-exp, too, by which
+            :func:`ascend_attn_ops.attention_update` merges the result with others.
+
+    Returns:
+        out, (batch_size, seqlen_q, nheads, headdim of v_cache). With return_softmax_lse (out,
+        softmax_lse), float32 (batch_size, nheads, seqlen_q), **+inf** in rows that see no key.
+
+    Raises:
+        NotImplementedError: softcap, rotary_cos, cache_leftpad; an argument requires grad while
+            grad mode is on.
+        TypeError, ValueError: an argument is wrong. The caches then are as they were.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 128, 2, 64, dtype=torch.bfloat16)
+        >>> q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 1, 2, 64, dtype=torch.bfloat16)
+        >>> cache_seqlens = torch.tensor([7, 90], dtype=torch.int32)
+        >>> out = flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True)
+        >>> out.shape, torch.equal(k_cache[1, 90], k[1, 0])
+        (torch.Size([2, 1, 8, 64]), True)
+    """
+    name = "flash_attn_with_kvcache"
+    conventions.check_tensors(name, 4, "q k_cache v_cache", q, k_cache, v_cache)
+    if softcap > 0:
+        _refuse_softcap(name, softcap)
+    if rotary_cos is not None or rotary_sin is not None or cache_leftpad is not None:
+        _refuse_given(
+            name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad
+        )
+    wants_grad = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+    new, table = 0, None
+    if k is not None or v is not None:
+        conventions.check_tensors(name, 4, "k v", k, v)
+    if k is not None and v is not None:
+        wants_grad = wants_grad or k.requires_grad or v.requires_grad
+        new = k.shape[1]
+    if wants_grad and torch.is_grad_enabled():
+        conventions.refuse(
+            name, "q, k_cache, v_cache, k, v", "no gradient to be wanted",
+            "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
+            "tensor",
+        )  # fmt: skip
+    batch = q.shape[0]
+    if block_table is not None or cache_batch_idx is not None:
+        table = table_of(name, batch, cache_batch_idx, block_table)
+    slots = k_cache.shape[1] * (1 if table is None else table.shape[-1])
+    lengths = lengths_of(name, batch, slots, new, cache_seqlens)
+    cache = Cache(name, k_cache, v_cache, table, lengths)
+    mask = conventions.mask_of(name, causal, window_size)
+    if k is not None and v is not None and new:
+        # What is wrong with the attention is said before the caches are written.
+        slopes = None if alibi_slopes is None else alibi_slopes.to("meta")
+        cache.to_meta().attend(q.to("meta"), mask, slopes, softmax_scale, False)
+        cache.append(k, v, 0 if cache_seqlens is None else cache_seqlens)
+    out, lse = cache.attend(q, mask, alibi_slopes, softmax_scale, return_softmax_lse)
+    return out if lse is None else (out, lse)
+
+
+def _refuse(
+    function: str,
+    q: Tensor,
+    softcap: float,
+    deterministic: bool,
+    dropout_p: float,
+    return_attn_probs: bool,
+) -> None:
+    if softcap > 0:
+        _refuse_softcap(function, softcap)
+    if return_attn_probs and dropout_p > 0:
+        conventions.refuse(
+            function, "return_attn_probs",
+            "False beside dropout_p, as no operator keeps its probabilities", return_attn_probs,
+        )  # fmt: skip
+    if (
+        deterministic
+        and q.device.type not in ("cpu", "meta")
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        conventions.refuse(
+            function, "deterministic",
+            f"torch.use_deterministic_algorithms(True), to which alone {q.device} listens",
+            deterministic,
+        )  # fmt: skip
+
+
+def _refuse_softcap(function: str, softcap: float) -> None:
+    conventions.refuse(function, "softcap", "0, as no operator caps its scores", softcap)
+
+
+def _refuse_given(function: str, **arguments: Tensor | None) -> None:
+    for argument, value in arguments.items():
+        if value is not None:
+            conventions.refuse(function, argument, "None", type(value).__name__)

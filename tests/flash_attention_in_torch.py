@@ -1,0 +1,89 @@
+"""What flash-attn documents, in a few lines of torch: the expected values of its functions here."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def visible(sq: int, skv: int, causal: bool, window: tuple[int, int]) -> Tensor:
+    """(seqlen_q, seqlen_k), True where query i sees key j."""
+    left, right = window
+    d = skv - sq
+    i, j = torch.arange(sq)[:, None], torch.arange(skv)
+    seen = torch.ones(sq, skv, dtype=torch.bool)
+    if left >= 0:
+        seen &= j >= i + d - left
+    if right >= 0:
+        seen &= j <= i + d + right
+    if causal:
+        seen &= j <= i + d
+    return seen
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of (batch_size, seqlen, nheads, headdim), in float64 and differentiable."""
+    batch, sq, heads, size = q.shape
+    skv = k.shape[1]
+    group = heads // k.shape[2]
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    seen = visible(sq, skv, causal, window_size)
+    bias = torch.zeros(batch, heads, sq, skv, dtype=torch.float64)
+    if alibi_slopes is not None:
+        distance = (torch.arange(sq)[:, None] + skv - sq - torch.arange(skv)).abs()
+        bias -= alibi_slopes.double().expand(batch, heads)[..., None, None] * distance
+    bias = bias.masked_fill(~seen, -torch.inf)
+    scale = size**-0.5 if softmax_scale is None else softmax_scale
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    # A row that sees no key: 0, which not every torch says, and +inf.
+    some = seen.any(-1)
+    out = torch.where(some[:, None], out, 0)
+    lse = (q.detach() @ k.detach().mT * scale + bias).logsumexp(-1)
+    return out.transpose(1, 2), torch.where(some, lse, torch.inf)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: list[int],
+    cu_seqlens_k: list[int],
+    *,
+    alibi_slopes: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One sequence after another: out (total_q, nheads, headdim) and lse (nheads, total_q)."""
+    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.inf, dtype=torch.float64)
+    spans = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
+    outs = []
+    for b, ((q_begin, q_end), (k_begin, k_end)) in enumerate(spans):
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b]
+        part, part_lse = attend(
+            q[None, q_begin:q_end],
+            k[None, k_begin:k_end],
+            v[None, k_begin:k_end],
+            alibi_slopes=slopes,
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+        )
+        outs.append(part[0])
+        lse[:, q_begin:q_end] = part_lse[0]
+    return torch.cat((*outs, out[cu_seqlens_q[-1] :])), lse

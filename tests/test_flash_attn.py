@@ -1,0 +1,341 @@
+"""flash-attn's functions against what it documents, written with torch's own attention.
+
+Exact where the numbers may be: in float64, of which the operators' CPU kernels are capable.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops import flash_attn
+from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attention_in_torch import attend, attend_packed, visible
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+no_limits = pytest.mark.usefixtures("no_limits")
+
+B, N, D = 2, 4, 24
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (5, 0)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 4)},
+    {"window_size": (2, -1)},
+    {"window_size": (4, 9), "causal": True},
+]
+SIZES = [(12, 12), (7, 13), (13, 5), (1, 33), (33, 1)]
+
+each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
+each_size = pytest.mark.parametrize(("sq", "skv"), SIZES)
+each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
+
+
+def qkv(
+    sq: int, skv: int, key_heads: int = N, dtype: torch.dtype = torch.float64, value_size: int = D
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sq * 100 + skv)
+    shapes = (B, sq, N, D), (B, skv, key_heads, D), (B, skv, key_heads, value_size)
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
+
+
+def packed(
+    cu_q: list[int], cu_k: list[int], key_heads: int = N, dtype: torch.dtype = torch.float64,
+    behind: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    generator = torch.Generator().manual_seed(len(cu_q))
+    sizes = (cu_q[-1] + behind, N), (cu_k[-1] + behind, key_heads), (cu_k[-1] + behind, key_heads)
+    return [torch.randn(*x, D, generator=generator, dtype=torch.float64).to(dtype) for x in sizes]
+
+
+def cu(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def slopes_of(rows: tuple[int, ...]) -> Tensor:
+    return torch.rand(*rows, N, generator=torch.Generator().manual_seed(1)) / 2 + 0.05
+
+
+def assert_within_the_specification(
+    out: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor, **mask: Any
+) -> None:
+    """docs/specification/tolerances.md: by the size of what was summed."""
+    c = {torch.float16: 2**-9, torch.bfloat16: 2**-7, torch.float32: 1e-5}[out.dtype]
+    summed, _ = attend(q, k, v.abs(), **mask)
+    ulp = torch.finfo(out.dtype).eps * 2.0 ** (torch.frexp(exact).exponent - 1)
+    assert ((out.double() - exact).abs() <= c * summed + ulp / 2).all()
+
+
+def assert_gradients(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected)
+    d_out = torch.randn(expected.shape, dtype=expected.dtype)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, leaves, d_out), torch.autograd.grad(expected, leaves, d_out)
+    )
+
+
+@no_limits
+@each_group
+@each_size
+@each_mask
+def test_masks_sizes_and_gradients(mask: dict[str, Any], sq: int, skv: int, key_heads: int) -> None:
+    tensors = [x.requires_grad_() for x in qkv(sq, skv, key_heads)]
+    out, lse, probabilities = flash_attn_func(*tensors, **mask, return_attn_probs=True)
+    expected, expected_lse = attend(*tensors, **mask)
+    assert_gradients(out, expected, tensors)
+    torch.testing.assert_close(lse, expected_lse)
+    assert not lse.requires_grad
+    assert probabilities.numel() == 0
+
+
+@no_limits
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("sq", "skv"), SIZES[1:3])  # flex_attention compiles for every size
+@each_mask
+def test_the_same_as_flex_attention(mask: dict[str, Any], sq: int, skv: int) -> None:
+    q, k, v = qkv(sq, skv, 2)
+    seen = visible(sq, skv, mask.get("causal", False), mask.get("window_size", (-1, -1)))
+    block_mask = create_block_mask(lambda b, h, i, j: seen[i, j], None, None, sq, skv, device="cpu")
+    expected = flex_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=True
+    )
+    torch.testing.assert_close(flash_attn_func(q, k, v, **mask).transpose(1, 2), expected)
+
+
+def test_causal_is_aligned_to_the_bottom_right() -> None:
+    """The two drawings of flash-attn's README, by what is not seen."""
+    assert visible(2, 5, True, (-1, -1)).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    drawn = [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
+    assert visible(5, 2, True, (-1, -1)).int().tolist() == drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS[1:3], ids=str)
+def test_every_dtype_of_the_device(dtype: torch.dtype, mask: dict[str, Any]) -> None:
+    """Under its limits."""
+    tensors = qkv(70, 130, 2, dtype)
+    out, lse, _ = flash_attn_func(*tensors, **mask, return_attn_probs=True)
+    expected, expected_lse = attend(*tensors, **mask)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert_within_the_specification(out, expected, *tensors, **mask)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@no_limits
+def test_scale_and_a_smaller_value() -> None:
+    tensors = [x.requires_grad_() for x in qkv(9, 14, 2, value_size=8)]
+    for scale in (0.3, 1, None):
+        out = flash_attn_func(*tensors, softmax_scale=scale, causal=True)
+        assert_gradients(out, attend(*tensors, softmax_scale=scale, causal=True)[0], tensors)
+
+
+@no_limits
+@pytest.mark.parametrize("rows", [(), (B,)], ids=["of heads", "of batches"])
+@each_size
+@pytest.mark.parametrize("mask", [*MASKS[:3], {"window_size": (4, 0)}], ids=str)
+def test_alibi(mask: dict[str, Any], sq: int, skv: int, rows: tuple[int, ...]) -> None:
+    tensors = [x.requires_grad_() for x in qkv(sq, skv, 2)]
+    slopes = slopes_of(rows)
+    out, lse, _ = flash_attn_func(*tensors, **mask, alibi_slopes=slopes, return_attn_probs=True)
+    expected, expected_lse = attend(*tensors, **mask, alibi_slopes=slopes)
+    assert_gradients(out, expected, tensors)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 4), (4, 0)], ids=str)
+def test_empty(sizes: tuple[int, int]) -> None:
+    q, k, v = qkv(*sizes, dtype=torch.bfloat16)
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((B, N, sizes[0]), torch.inf))
+
+
+@no_limits
+def test_dropout_takes_weights_away() -> None:
+    """With the unit matrix as value, out is the weights, and dv their sums."""
+    q, k, _ = (x[:, :, :1] for x in qkv(40, D))
+    v = torch.eye(D, dtype=torch.float64).expand(B, D, D)[:, :, None].clone().requires_grad_()
+    torch.manual_seed(0)
+    out = flash_attn_func(q, k, v, dropout_p=0.4)
+    kept = out / flash_attn_func(q, k, v) * 0.6
+    torch.testing.assert_close(kept, kept.round())
+    assert 0.55 < kept.mean() < 0.65
+    (d_v,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(d_v, out.detach().sum(1)[:, 0, :, None, None].expand(d_v.shape))
+
+
+# Sequences: empty ones, more keys than queries, and the reverse.
+PACKS = [
+    ([0, 5, 12], [0, 5, 12]),
+    ([0, 5, 5, 12, 13], [0, 9, 12, 12, 40]),
+    ([0, 30], [0, 3]),
+    ([0, 0, 7], [0, 4, 11]),
+    ([0, 0], [0, 0]),
+]
+each_pack = pytest.mark.parametrize(("cu_q", "cu_k"), PACKS, ids=str)
+
+
+@no_limits
+@pytest.mark.parametrize("behind", [0, 3])
+@each_pack
+@each_mask
+def test_packed_sequences(
+    mask: dict[str, Any], cu_q: list[int], cu_k: list[int], behind: int
+) -> None:
+    tensors = [x.requires_grad_() for x in packed(cu_q, cu_k, 2, behind=behind)]
+    out, lse, _ = flash_attn_varlen_func(
+        *tensors, cu(cu_q), cu(cu_k), 30, 40, **mask, return_attn_probs=True
+    )
+    expected, expected_lse = attend_packed(*tensors, cu_q, cu_k, **mask)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    if expected.requires_grad:
+        assert_gradients(out, expected, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_packed_sequences_under_the_limits(dtype: torch.dtype) -> None:
+    """With tokens behind the last sequence, which the device wants to be told of."""
+    cu_q, cu_k = PACKS[1]
+    leaves = [x.requires_grad_() for x in packed(cu_q, cu_k, 2, dtype, behind=3)]
+    out = flash_attn_varlen_func(*leaves, cu(cu_q), cu(cu_k), 7, 28, causal=True)
+    for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+        q, k, v = leaves[0][None, a:b], leaves[1][None, c:d], leaves[2][None, c:d]
+        expected, _ = attend(q, k, v, causal=True)
+        assert_within_the_specification(out[None, a:b], expected, q, k, v, causal=True)
+    out.sum().backward()
+    assert all(x.grad is not None and not x.grad[-3:].any() for x in leaves)
+
+
+@no_limits
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("rows", [(), (3,)], ids=["of heads", "of sequences"])
+@pytest.mark.parametrize(
+    ("cu_k", "mask"),
+    [
+        ([0, 5, 5, 11], {}),
+        ([0, 8, 9, 18], {}),
+        ([0, 3, 9, 13], {}),
+        ([0, 9, 9, 20], {"causal": True}),
+        ([0, 3, 9, 33], {"causal": True}),
+        ([0, 3, 9, 33], {"window_size": (4, 0)}),
+    ],
+    ids=str,
+)
+def test_packed_alibi(
+    cu_k: list[int], mask: dict[str, Any], rows: tuple[int, ...], behind: int
+) -> None:
+    """The distance counts from the bottom right corner of each sequence."""
+    cu_q = [0, 5, 5, 11]
+    tensors = [x.requires_grad_() for x in packed(cu_q, cu_k, 2, behind=behind)]
+    slopes = slopes_of(rows)
+    out, lse, _ = flash_attn_varlen_func(
+        *tensors, cu(cu_q), cu(cu_k), 6, 24, **mask, alibi_slopes=slopes, return_attn_probs=True
+    )
+    expected, expected_lse = attend_packed(*tensors, cu_q, cu_k, **mask, alibi_slopes=slopes)
+    assert_gradients(out, expected, tensors)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_lists_are_lengths_too() -> None:
+    cu_q, cu_k = PACKS[1]
+    tensors = packed(cu_q, cu_k, dtype=torch.bfloat16)
+    expected = flash_attn_varlen_func(*tensors, cu(cu_q), cu(cu_k), 7, 28)
+    assert torch.equal(flash_attn_varlen_func(*tensors, cu_q, tuple(cu_k), 7, 28), expected)
+
+
+@no_limits
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("rows", [None, (), (3,)], ids=str)
+def test_packed_keys_in_blocks(block_size: int, rows: tuple[int, ...] | None) -> None:
+    cu_q, cu_k = [0, 5, 5, 11], [0, 9, 10, 22]
+    q, k, v = packed(cu_q, cu_k, 2)
+    slopes = None if rows is None else slopes_of(rows)
+    used = [-(-n // block_size) for n in (9, 1, 12)]
+    order = iter(torch.randperm(sum(used), generator=torch.Generator().manual_seed(0)).tolist())
+    table = torch.full((3, max(used) + 1), -1, dtype=torch.int32)
+    k_blocks, v_blocks = torch.full((2, sum(used), block_size, 2, D), torch.nan).double()
+    for b, (begin, end) in enumerate(pairwise(cu_k)):
+        for i in range(used[b]):
+            table[b, i] = block = next(order)
+            rows_of = slice(begin + i * block_size, min(begin + (i + 1) * block_size, end))
+            for blocks, x in ((k_blocks, k), (v_blocks, v)):
+                blocks[block, : rows_of.stop - rows_of.start] = x[rows_of]
+    options: dict[str, Any] = {"causal": True, "alibi_slopes": slopes}
+    out, lse, _ = flash_attn_varlen_func(
+        q, k_blocks, v_blocks, cu(cu_q), cu(cu_k), 6, 12, block_table=table,
+        return_attn_probs=True, **options,
+    )  # fmt: skip
+    expected, expected_lse = attend_packed(q, k, v, cu_q, cu_k, **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_compiles() -> None:
+    q, k, v = qkv(16, 16, dtype=torch.float32)
+    function = torch.compile(
+        lambda *x: flash_attn_func(*x, causal=True, return_attn_probs=True)[:2],
+        backend="aot_eager", fullgraph=True,
+    )  # fmt: skip
+    for compiled, eager in zip(
+        function(q, k, v), flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
+        strict=False,
+    ):  # fmt: skip
+        assert torch.equal(compiled, eager)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    lengths = [0, 10, 32]
+
+    def of_lists(*x: Tensor) -> Any:
+        return flash_attn_varlen_func(*x, lengths, lengths, 22, 22, causal=True)
+
+    compiled = torch.compile(of_lists, backend="aot_eager", fullgraph=True)(*flat)
+    assert torch.equal(compiled, of_lists(*flat))
+    # Lengths in a tensor break the graph in two.
+    with_tensors = torch.compile(flash_attn_varlen_func, backend="aot_eager")
+    assert torch.equal(
+        with_tensors(*flat, cu(lengths), cu(lengths), 22, 22, causal=True), of_lists(*flat)
+    )
+
+
+def test_signatures_are_those_of_flash_attn_2_8() -> None:
+    """Names, order and defaults, as its documentation has them."""
+    common = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+              "deterministic", "return_attn_probs"]  # fmt: skip
+    expected = {
+        "flash_attn_func": ["q", "k", "v", *common],
+        "flash_attn_varlen_func": [
+            "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *common,
+            "block_table",
+        ],
+        "flash_attn_with_kvcache": [
+            "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
+            "cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale", "causal",
+            "window_size", "softcap", "rotary_interleaved", "alibi_slopes", "num_splits",
+            "return_softmax_lse",
+        ],
+    }  # fmt: skip
+    defaults = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
+        "softcap": 0.0, "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
+        "block_table": None, "k": None, "v": None, "rotary_cos": None, "rotary_sin": None,
+        "cache_seqlens": None, "cache_batch_idx": None, "cache_leftpad": None,
+        "rotary_interleaved": True, "num_splits": 0, "return_softmax_lse": False,
+    }  # fmt: skip
+    for name, parameters in expected.items():
+        signature = inspect.signature(getattr(flash_attn, name)).parameters
+        assert list(signature) == parameters
+        for argument, parameter in signature.items():
+            if parameter.default is not parameter.empty:
+                assert parameter.default == defaults[argument], argument
+
+
+def test_is_not_imported_by_the_package() -> None:
+    assert "flash_attn" not in ascend_attn_ops.__all__

@@ -1,0 +1,136 @@
+"""Wrong arguments of flash-attn's functions: one line that names the argument, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ascend_attn_ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from torch import Tensor
+
+CU = torch.tensor([0, 4, 9], dtype=torch.int32)
+NOT_IMPLEMENTED, TYPE, VALUE = NotImplementedError, TypeError, ValueError
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+def func() -> dict[str, Any]:
+    return {"q": bf16(2, 5, 4, 16), "k": bf16(2, 7, 2, 16), "v": bf16(2, 7, 2, 16)}
+
+
+def varlen() -> dict[str, Any]:
+    return {
+        "q": bf16(9, 4, 16), "k": bf16(9, 2, 16), "v": bf16(9, 2, 16),
+        "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 5, "max_seqlen_k": 5,
+    }  # fmt: skip
+
+
+def kvcache() -> dict[str, Any]:
+    return {
+        "q": bf16(2, 1, 4, 16), "k_cache": bf16(2, 8, 2, 16), "v_cache": bf16(2, 8, 2, 16),
+        "k": bf16(2, 1, 2, 16), "v": bf16(2, 1, 2, 16),
+        "cache_seqlens": torch.tensor([3, 5], dtype=torch.int32), "causal": True,
+    }  # fmt: skip
+
+
+FUNCTIONS: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
+    flash_attn_func: func,
+    flash_attn_varlen_func: varlen,
+    flash_attn_with_kvcache: kvcache,
+}
+
+# Of all three functions.
+COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"softcap": 30.0}, NOT_IMPLEMENTED, "softcap: expected 0"),
+    ({"q": None}, TYPE, "q: expected a tensor, got NoneType"),
+    ({"q": bf16(4, 16)}, VALUE, r"q: expected shape \(.*, nheads, headdim\), got \[4, 16\]"),
+    ({"window_size": 3}, VALUE, r"window_size: expected \(left, right\), got 3"),
+    ({"window_size": (1, 2, 3)}, VALUE, r"window_size: expected \(left, right\)"),
+    ({"window_size": (-2, 0)}, VALUE, r"window_size: expected -1.* got \(-2, 0\)"),
+    ({"alibi_slopes": torch.ones(4, dtype=torch.bfloat16)}, TYPE, "float32"),
+    ({"alibi_slopes": torch.ones(3)}, VALUE, "slopes of shape"),
+]  # fmt: skip
+WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]] = {
+    flash_attn_func: [
+        ({"k": bf16(2, 7, 3, 16)}, VALUE, "value: expected key's number of heads|key: expected a"),
+        ({"k": bf16(2, 7, 2, 8)}, VALUE, "key: expected query's D = 16"),
+        ({"k": bf16(1, 7, 2, 16)}, VALUE, "key: expected query's batch size 2"),
+        ({"v": bf16(2, 7, 2, 16).half()}, TYPE, "value: expected dtype bfloat16"),
+        ({"v": bf16(2, 6, 2, 16)}, VALUE, "value: expected as many tokens as key"),
+        ({"dropout_p": 1.0}, VALUE, r"dropout_p: expected a probability in \[0, 1\)"),
+        ({"dropout_p": 0.1, "return_attn_probs": True}, NOT_IMPLEMENTED, "return_attn_probs"),
+        ({"q": torch.ones(2, 5, 4, 16, dtype=torch.int32)}, TYPE, "query: expected dtype"),
+    ],
+    flash_attn_varlen_func: [
+        ({"cu_seqlens_q": None}, TYPE, "cu_seqlens_q: expected a tensor, or its values"),
+        ({"cu_seqlens_q": CU.long()}, TYPE, "cu_seqlens_q: expected dtype int32, got int64"),
+        ({"cu_seqlens_k": CU[None]}, VALUE, r"cu_seqlens_k: expected shape \(batch_size \+ 1,\)"),
+        ({"cu_seqlens_k": CU[1:]}, VALUE, r"cu_seqlens_k: .* first is 0, got \[4, 9\]"),
+        ({"cu_seqlens_q": [0]}, VALUE, r"cu_seqlens_q: expected the batch_size \+ 1"),
+        ({"cu_seqlens_q": [0, 5, 4]}, VALUE, "actual_seq_lengths_query: .* never decrease"),
+        ({"cu_seqlens_q": [0, 4, 10]}, VALUE, "actual_seq_lengths_query: .* at most T = 9"),
+        ({"cu_seqlens_k": [0, 4, 5, 9]}, VALUE, "as many lengths as actual_seq_lengths_query"),
+        ({"alibi_slopes": torch.ones(4), "cu_seqlens_k": [0, 6, 9]}, NOT_IMPLEMENTED,
+         r"alibi_slopes: expected causal attention, or one .*, got \[-2, 2\]"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, VALUE, "k: expected shape"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32), "k": bf16(3, 4, 2, 16),
+          "v": bf16(3, 4, 2, 16)}, VALUE, r"block_table: expected shape \(2, 2\).* got \[2, 1\]"),
+    ],
+    flash_attn_with_kvcache: [
+        ({"rotary_cos": bf16(8, 8)}, NOT_IMPLEMENTED, "rotary_cos: expected None"),
+        ({"rotary_sin": bf16(8, 8)}, NOT_IMPLEMENTED, "rotary_sin: expected None"),
+        ({"cache_leftpad": CU}, NOT_IMPLEMENTED, "cache_leftpad: expected None"),
+        ({"alibi_slopes": torch.ones(4), "causal": False}, NOT_IMPLEMENTED,
+         r"alibi_slopes: expected causal attention, or one .*, got \[3, 5\]"),
+        ({"v": None}, TYPE, "v: expected a tensor, got NoneType"),
+        ({"cache_seqlens": None}, VALUE, "cache_seqlens: expected where k and v are written"),
+        ({"cache_seqlens": 8}, VALUE, r"cache_seqlens: expected 0\.\.7, .* got 8"),
+        ({"cache_seqlens": -1}, VALUE, r"cache_seqlens: expected 0\.\.7, .* got -1"),
+        ({"cache_seqlens": 1.5}, TYPE, "cache_seqlens: expected an int or a tensor, got float"),
+        ({"cache_seqlens": CU}, VALUE, r"cache_seqlens: expected shape \(2,\), got \[3\]"),
+        ({"cache_seqlens": CU[:2].long()}, TYPE, "cache_seqlens: expected dtype int32"),
+        ({"q": bf16(3, 1, 4, 16), "cache_seqlens": 3}, VALUE, "key: expected query's batch size 3"),
+        ({"q": bf16(3, 1, 4, 16), "cache_seqlens": CU}, VALUE,
+         "cache_seqlens: expected 0|actual_seq_lengths_key: expected prefix sums of at most T"),
+        ({"block_table": torch.zeros(2, 1)}, TYPE, "block_table: expected dtype int32, got float"),
+        ({"cache_batch_idx": CU}, VALUE, r"cache_batch_idx: expected shape \(2,\)"),
+        ({"cache_batch_idx": CU[:2], "block_table": CU[None, :2]}, VALUE, "beside block_table"),
+        ({"k": bf16(2, 1, 3, 16)}, VALUE, "scatter_pa_kv_cache_: "),
+        ({"k": bf16(2, 1, 2, 16).half()}, TYPE, "scatter_pa_kv_cache_: "),
+        ({"v_cache": bf16(2, 8, 4, 16)}, VALUE, "value: expected key's number of heads"),
+        ({"k_cache": bf16(2, 8, 2, 8)}, VALUE, "key: expected query's D = 16"),
+        ({"k_cache": bf16(2, 8, 2, 32)[..., ::2]}, VALUE, "key_cache"),
+    ],
+}  # fmt: skip
+CASES = [
+    pytest.param(function, *case, id=f"{function.__name__}-{index}")
+    for function, cases in WRONG.items()
+    for index, case in enumerate((*COMMON, *cases))
+]
+
+
+@pytest.mark.parametrize(("function", "change", "kind", "message"), CASES)
+def test_wrong_arguments(
+    function: Callable[..., Any], change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    arguments = FUNCTIONS[function]() | change
+    caches = [arguments[name] for name in ("k_cache", "v_cache") if name in arguments]
+    before = [x.clone() for x in caches]
+    with pytest.raises(kind, match=message) as caught:
+        function(**arguments)
+    assert "\n" not in str(caught.value)
+    assert all(map(torch.equal, caches, before))
+
+
+def test_deterministic_is_what_the_cpu_is() -> None:
+    arguments = func()
+    out = flash_attn_func(**arguments, deterministic=True)
+    assert torch.equal(out, flash_attn_func(**arguments))

@@ -1,0 +1,187 @@
+"""flash_attn_with_kvcache: the cache's rows, and attention to what it holds then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops.flash_attn import flash_attn_with_kvcache
+from flash_attention_in_torch import attend
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+B, N, NK, D, SLOTS = 3, 4, 2, 16, 24
+LENGTHS = [7, 0, 20]
+
+
+def random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def holding(lengths: list[int], rows: int = B) -> tuple[Tensor, Tensor]:
+    """Caches that hold NaN where nothing was written."""
+    k, v = random(2, rows, SLOTS, NK, D)
+    for row, length in enumerate(lengths):
+        k[row, length:], v[row, length:] = torch.nan, torch.nan
+    return k, v
+
+
+def seqlens(lengths: list[int]) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+def expected_of(
+    q: Tensor, k: list[Tensor], v: list[Tensor], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Each sequence alone."""
+    slopes = options.pop("alibi_slopes", None)
+    results = [
+        attend(
+            q[b, None], k[b][None], v[b][None], **options,
+            alibi_slopes=slopes[b] if slopes is not None and slopes.dim() == 2 else slopes,
+        )
+        for b in range(len(q))
+    ]  # fmt: skip
+    out, lse = zip(*results, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+each_options = pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (4, 0)}, {"window_size": (6, 1)}, {"slopes": ()},
+     {"causal": True, "slopes": (B,)}],
+    ids=str,
+)  # fmt: skip
+
+
+def with_slopes(options: dict[str, Any]) -> dict[str, Any]:
+    options = dict(options)
+    if "slopes" in options:
+        options["alibi_slopes"] = torch.rand(*options.pop("slopes"), N) / 2 + 0.05
+        options.setdefault("causal", True)
+    return options
+
+
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9]], ids=str)
+@each_options
+def test_attends_to_what_the_cache_holds(
+    options: dict[str, Any], lengths: list[int], new: int
+) -> None:
+    options = with_slopes(options)
+    caches = holding(lengths)
+    before = [x.clone() for x in caches]
+    q, k, v = random(B, max(new, 2), N, D), random(B, new, NK, D), random(B, new, NK, D) + 1
+    out, lse = flash_attn_with_kvcache(
+        q, *caches, *((k, v) if new else ()), cache_seqlens=seqlens(lengths),
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    whole = [
+        [torch.cat((x[b, :n], y[b])) for b, n in enumerate(lengths)]
+        for x, y in zip(before, (k, v), strict=True)
+    ]
+    expected, expected_lse = expected_of(q, *whole, **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    for cache, old, x in zip(caches, before, (k, v), strict=True):
+        for b, n in enumerate(lengths):
+            old[b, n : n + new] = x[b]
+        assert torch.equal(cache.view(torch.int64), old.view(torch.int64))
+
+
+def test_one_length_for_all_and_none() -> None:
+    caches = random(2, B, SLOTS, NK, D)
+    q = random(B, 1, N, D)
+    expected, _ = attend(q, *caches[:, :, :5])
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, cache_seqlens=5), expected)
+    expected, _ = attend(q, *caches)
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *caches), expected)
+    # Rows behind the batch are not looked at.
+    torch.testing.assert_close(flash_attn_with_kvcache(q[:2], *caches), expected[:2])
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_rows_of_the_cache(new: int) -> None:
+    rows = [4, 0, 2]
+    caches = holding([LENGTHS[rows.index(i)] if i in rows else 0 for i in range(5)], rows=5)
+    before = [x.clone() for x in caches]
+    q, k, v = random(B, 1, N, D), random(B, new, NK, D), random(B, new, NK, D) + 1
+    out = flash_attn_with_kvcache(
+        q, *caches, *((k, v) if new else ()), cache_seqlens=seqlens(LENGTHS),
+        cache_batch_idx=torch.tensor(rows, dtype=torch.int32), causal=True,
+    )  # fmt: skip
+    whole = [
+        [
+            torch.cat((x[row, :n], y[b]))
+            for b, (row, n) in enumerate(zip(rows, LENGTHS, strict=True))
+        ]
+        for x, y in zip(before, (k, v), strict=True)
+    ]
+    torch.testing.assert_close(out, expected_of(q, *whole, causal=True)[0])
+    for b, (row, n) in enumerate(zip(rows, LENGTHS, strict=True)):
+        assert torch.equal(caches[0][row, n : n + new], k[b])
+
+
+@pytest.mark.parametrize("new", [0, 1, 5])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_blocks(block_size: int, new: int) -> None:
+    """The same as with a cache that is not paged, whatever the order of the blocks."""
+    q, k, v = random(B, 2, N, D), random(B, new, NK, D), random(B, new, NK, D) + 1
+    plain = holding(LENGTHS)
+    appended = (k, v) if new else ()
+    options: dict[str, Any] = {"cache_seqlens": seqlens(LENGTHS), "causal": True}
+    blocks = -(-max(SLOTS, max(LENGTHS) + new) // block_size)
+    order = torch.randperm(B * blocks + 3, generator=torch.Generator().manual_seed(0))
+    table = order[: B * blocks].view(B, blocks).int()
+    paged = [torch.full((B * blocks + 3, block_size, NK, D), torch.nan).double() for _ in range(2)]
+    for cache, x in zip(paged, plain, strict=True):
+        for b, n in enumerate(LENGTHS):
+            for position in range(n):
+                block = table[b, position // block_size]
+                cache[block, position % block_size] = x[b, position]
+    wide = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 8)) for x in plain]
+    expected = flash_attn_with_kvcache(q, *wide, *appended, **options, return_softmax_lse=True)
+    actual = flash_attn_with_kvcache(
+        q, *paged, *appended, **options, block_table=table, return_softmax_lse=True
+    )
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_table_padded_with_minus_one() -> None:
+    q, cache = random(2, 1, N, D), random(3, 8, NK, D)
+    table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+    out = flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=seqlens([13, 8]), block_table=table
+    )
+    whole = [torch.cat((cache[2], cache[0]))[:13], cache[1]]
+    torch.testing.assert_close(out, expected_of(q, whole, whole)[0])
+
+
+def test_parts_of_a_cache_are_merged_with_the_log_sum_exp() -> None:
+    """What return_softmax_lse is for."""
+    q, (k, v) = random(B, 2, N, D), random(2, B, SLOTS, NK, D)
+    parts = [
+        flash_attn_with_kvcache(q, k[:, span], v[:, span], return_softmax_lse=True)
+        for span in (slice(0, 10), slice(10, None))
+    ]
+    lse = [x.transpose(1, 2).float().contiguous() for _, x in parts]
+    merged, _ = ascend_attn_ops.attention_update(lse, [x.float() for x, _ in parts])
+    torch.testing.assert_close(merged.double(), attend(q, k, v)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_inference_mode_and_gradients() -> None:
+    caches = holding(LENGTHS)
+    leaf = random(B, 1, N, D).requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"q, .*: expected no gradient .*torch\.no_grad"):
+        flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
+    with torch.no_grad():
+        out = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
+    with torch.inference_mode():
+        again = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
+    assert not out.requires_grad
+    assert torch.equal(out, again)
