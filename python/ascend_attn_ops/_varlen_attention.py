@@ -1,0 +1,137 @@
+"""The operators as an implementation of flash attention in torch.nn.attention.
+
+torch's varlen_attn calls operators of aten that have no kernel on the CPU. These are such kernels,
+for the CPU and for NPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._dense_attention import default_mask
+from ascend_attn_ops.flash_attention_score import flash_attention_score_grad
+
+_FORWARD = "_flash_attention_forward"
+_BACKWARD = "_flash_attention_backward"
+_IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
+_DEVICES = ("CPU", "PrivateUse1")
+
+
+class Kernels:
+    """The registered kernels; what torch calls a handle."""
+
+    def __init__(self) -> None:
+        library = torch.library.Library("aten", "IMPL")
+        for name, kernel in ((_FORWARD, forward), (_BACKWARD, backward), (_IN_PLACE, in_place)):
+            if hasattr(torch.ops.aten, name):  # the last one came with torch 2.12
+                for device in _DEVICES:
+                    library.impl(name, kernel, device)
+        self._library: torch.library.Library | None = library
+
+    def remove(self) -> None:
+        # Its kernels go with it.
+        self._library = None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, softmax_logsumexp (nheads, total_q), and three that are of no use without dropout."""
+    name = f"aten::{_FORWARD}"
+    _refuse_unless_zero(
+        name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, num_splits=num_splits
+    )
+    q_ends = conventions.ends_of(name, "cum_seq_q", cum_seq_q)
+    # With both, cum_seq_k may be None: they say where the keys are.
+    in_blocks = block_table is not None and seqused_k is not None
+    k_ends = q_ends if in_blocks else conventions.ends_of(name, "cum_seq_k", cum_seq_k)
+    batch = len(q_ends)
+    used = None if seqused_k is None else conventions.counts(name, "seqused_k", seqused_k, batch)
+    if block_table is not None:
+        used = used or conventions.lengths_of(k_ends)
+        key, value = conventions.from_blocks(name, key, value, block_table, used)
+        k_ends = conventions.multiples(key.shape[1], batch)
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    out, lse = conventions.attend_packed(
+        name, query, key, value, q_ends, k_ends,
+        _mask(name, is_causal, window_size_left, window_size_right),
+        alibi_slopes, scale, 0.0, True, used,
+    )  # fmt: skip
+    assert lse is not None
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    # torch says float32, for float64 as well.
+    return out, lse.float(), state, query.new_empty(0), query.new_empty(0)
+
+
+def in_place(out: Tensor, *args: Any, **options: Any) -> Tensor:
+    result, lse, *_ = forward(*args, **options)
+    out.copy_(result)
+    return lse
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = f"aten::{_BACKWARD}"
+    _refuse_unless_zero(name, dropout_p=dropout_p)
+    q_ends = conventions.ends_of(name, "cum_seq_q", cum_seq_q)
+    k_ends = conventions.ends_of(name, "cum_seq_k", cum_seq_k)
+    mask = _mask(name, is_causal, window_size_left, window_size_right)
+    statistics = logsumexp.double() if query.dtype == torch.float64 else logsumexp
+    maximum, total = conventions.packed_statistics(statistics, q_ends)
+    q_list, k_list = conventions.closed(query, key, q_ends, k_ends)
+    return flash_attention_score_grad(
+        query, key, value, grad_out, maximum, total, out, num_heads=query.shape[1], layout="TND",
+        atten_mask=default_mask(mask.sparse_mode, query), **mask._asdict(),
+        actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list,
+        scale_value=query.shape[-1] ** -0.5 if scale is None else scale,
+    )  # fmt: skip
+
+
+def _refuse_unless_zero(function: str, **arguments: float | None) -> None:
+    for argument, value in arguments.items():
+        if value:
+            conventions.refuse(function, argument, "the default", value)
+
+
+def _mask(function: str, is_causal: bool, left: int | None, right: int | None) -> conventions.Mask:
+    window = [-1 if x is None else x for x in (left, right)]
+    return conventions.mask_of(function, is_causal, window)

@@ -1,0 +1,206 @@
+"""torch's varlen_attn with the operators as its flash attention: on the CPU torch has none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ascend_attn_ops.flash_attn import flash_attn_varlen_func, register_flash_attention_impl
+from flash_attention_in_torch import attend_packed
+from torch import Tensor
+
+HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
+needs_registry = pytest.mark.skipif(
+    not HAS_REGISTRY,
+    reason=f"torch {torch.__version__} has no register_flash_attention_impl, which 2.10 brought",
+)
+
+N, D = 4, 16
+CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
+
+
+@pytest.fixture
+def varlen_attn(no_limits: None) -> Iterator[Callable[..., Any]]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    register_flash_attention_impl()
+    torch.nn.attention.activate_flash_attention_impl("ascend")
+    yield varlen_attn
+    if hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def needs(argument: str) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if argument not in inspect.signature(varlen_attn).parameters:
+        pytest.skip(f"varlen_attn of torch {torch.__version__} has no {argument}")
+
+
+def window(left: int, right: int) -> dict[str, Any]:
+    """As this torch wants it: 2.10 knows is_causal alone."""
+    if (left, right) == (-1, -1):
+        return {}
+    if (left, right) == (-1, 0):
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "is_causal" in inspect.signature(varlen_attn).parameters:
+            return {"is_causal": True}
+    needs("window_size")
+    return {"window_size": (left, right)}
+
+
+def tensors(
+    key_heads: int = N, behind: int = 0, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (CU_Q[-1] + behind, N), (CU_K[-1] + behind, key_heads), (CU_K[-1] + behind, key_heads)
+    return [torch.randn(*x, D, generator=generator, dtype=torch.float64).to(dtype) for x in sizes]
+
+
+def cu(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+LENGTHS = cu(CU_Q), cu(CU_K), 7, 28
+
+
+@needs_registry
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("bounds", [(-1, -1), (-1, 0), (3, 0), (4, 2), (2, -1)], ids=str)
+def test_forward_and_backward(
+    varlen_attn: Callable[..., Any], bounds: tuple[int, int], behind: int
+) -> None:
+    leaves = [x.requires_grad_() for x in tensors(behind=behind)]
+    out = varlen_attn(*leaves, *LENGTHS, **window(*bounds))
+    expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=bounds)
+    torch.testing.assert_close(out, expected)
+    d_out = torch.randn_like(out)
+    actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
+    # What is kept for the backward is a float32.
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@needs_registry
+def test_grouped_heads(varlen_attn: Callable[..., Any]) -> None:
+    needs("enable_gqa")
+    leaves = [x.requires_grad_() for x in tensors(key_heads=2)]
+    out = varlen_attn(*leaves, *LENGTHS, enable_gqa=True, window_size=(-1, 0))
+    expected, _ = attend_packed(*leaves, CU_Q, CU_K, causal=True)
+    torch.testing.assert_close(out, expected)
+    d_out = torch.randn_like(out)
+    actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@needs_registry
+@pytest.mark.parametrize("behind", [0, 2])
+def test_return_aux_and_scale(varlen_attn: Callable[..., Any], behind: int) -> None:
+    from torch.nn.attention.varlen import AuxRequest
+
+    needs("scale")
+    inputs = tensors(behind=behind)
+    aux = AuxRequest(lse=True)
+    out, lse = varlen_attn(*inputs, *LENGTHS, return_aux=aux, scale=0.4, **window(-1, 0))
+    expected, expected_lse = attend_packed(*inputs, CU_Q, CU_K, causal=True, softmax_scale=0.4)
+    torch.testing.assert_close(out, expected)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@needs_registry
+@pytest.mark.parametrize("paged", [False, True])
+def test_seqused_k_and_block_table(varlen_attn: Callable[..., Any], paged: bool) -> None:
+    needs("block_table")
+    q, k, v = tensors()
+    used = [7, 0, 0, 20]
+    whole = [torch.cat([x[a : a + n] for a, n in zip(CU_K, used, strict=False)]) for x in (k, v)]
+    options: dict[str, Any] = {"seqused_k": cu(used), "window_size": (-1, 0)}
+    keys = [k, v]
+    cu_k: Tensor | None = LENGTHS[1]
+    if paged:
+        blocks = torch.full((2, 9, 4, N, D), torch.nan).double()
+        table = torch.tensor([[8, 1, 0, 0, 0], [0] * 5, [0] * 5, [2, 4, 6, 7, 3]]).int()
+        for x, cache in zip((k, v), blocks, strict=True):
+            for row, begin, length in zip(table, CU_K, used, strict=False):
+                for i in range(length):
+                    cache[row[i // 4], i % 4] = x[begin + i]
+        keys, cu_k, options["block_table"] = list(blocks), None, table
+    with torch.no_grad():
+        out = varlen_attn(q, *keys, LENGTHS[0], cu_k, 7, 28, **options)
+    expected, _ = attend_packed(q, *whole, CU_Q, [0, 7, 7, 7, 27], causal=True)
+    torch.testing.assert_close(out, expected)
+
+
+@needs_registry
+def test_into_a_tensor(varlen_attn: Callable[..., Any]) -> None:
+    from torch.nn.attention import varlen
+
+    if not hasattr(varlen, "varlen_attn_out"):
+        pytest.skip(f"torch {torch.__version__} has no varlen_attn_out")
+    q, k, v = tensors()
+    out = torch.empty_like(q)
+    varlen.varlen_attn_out(out, q, k, v, *LENGTHS)
+    assert torch.equal(out, varlen_attn(q, k, v, *LENGTHS))
+
+
+@needs_registry
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_same_as_flash_attn_varlen_func(
+    varlen_attn: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    inputs = tensors(dtype=dtype)
+    expected = flash_attn_varlen_func(*inputs, *LENGTHS, causal=True)
+    assert torch.equal(varlen_attn(*inputs, *LENGTHS, **window(-1, 0)), expected)
+
+
+@needs_registry
+def test_compiles(varlen_attn: Callable[..., Any]) -> None:
+    leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
+
+    def loss(*x: Tensor) -> Tensor:
+        return varlen_attn(*x, *LENGTHS, **window(-1, 0)).square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    gradients = [torch.autograd.grad(f(*leaves), leaves) for f in (compiled, loss)]
+    torch.testing.assert_close(*gradients)
+
+
+@needs_registry
+def test_errors(varlen_attn: Callable[..., Any]) -> None:
+    q, k, v = tensors()
+    long, no_zero = LENGTHS[1].long(), LENGTHS[1] + 1
+    with pytest.raises(TypeError, match="cum_seq_k: expected dtype int32, got int64"):
+        varlen_attn(q, k, v, LENGTHS[0], long, 7, 28)
+    with pytest.raises(ValueError, match=r"cum_seq_k: .* of which the first is 0"):
+        varlen_attn(q, k, v, LENGTHS[0], no_zero, 7, 28)
+    forward = torch.ops.aten._flash_attention_forward
+    for change in ({"dropout_p": 0.1}, {"return_debug_mask": True}):
+        arguments = {"dropout_p": 0.0, "is_causal": False, "return_debug_mask": False, **change}
+        with pytest.raises(NotImplementedError, match=f"{next(iter(change))}: expected"):
+            forward(q, k, v, *LENGTHS, **arguments)
+    with pytest.raises(TypeError, match="cum_seq_q: expected a tensor"):
+        forward(q[None], k[None], v[None], None, None, 13, 40, 0.0, False, False)
+
+
+@needs_registry
+def test_torch_alone_has_no_kernel_here(varlen_attn: Callable[..., Any]) -> None:
+    """And has none again when it is told to restore its own."""
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        pytest.skip(f"torch {torch.__version__} cannot restore its own implementation")
+    inputs = tensors(dtype=torch.bfloat16)
+    varlen_attn(*inputs, *LENGTHS)
+    torch.nn.attention.restore_flash_attention_impl()
+    with pytest.raises(NotImplementedError):
+        varlen_attn(*inputs, *LENGTHS)
+    torch.nn.attention.activate_flash_attention_impl("ascend")
+
+
+def test_a_torch_without_the_registry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    if HAS_REGISTRY:
+        monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(NotImplementedError, match=r"from 2\.10 on\), got \d.*varlen_func needs"):
+        register_flash_attention_impl()
