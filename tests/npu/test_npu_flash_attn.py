@@ -1,0 +1,144 @@
+"""flash-attn's functions on the NPU: the CPU's results, and how often they wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ascend_attn_ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    register_flash_attention_impl,
+)
+from rest_on_cpu import RestOnCPU
+from tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
+
+
+def bf16(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).bfloat16()
+
+
+def cu(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def to_npu(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: x.npu() if isinstance(x, Tensor) else x.copy() if isinstance(x, list) else x
+        for name, x in arguments.items()
+    }
+
+
+def assert_like_the_cpu(function: Any, arguments: dict[str, Any], wrt: tuple[str, ...]) -> None:
+    results = []
+    for given in (arguments, to_npu(arguments)):
+        leaves = [given[name].detach().clone().requires_grad_() for name in wrt]
+        given = given | dict(zip(wrt, leaves, strict=True))
+        with RestOnCPU():
+            out, lse, *_ = function(**given)
+            gradients = torch.autograd.grad(out, leaves, torch.ones_like(out)) if leaves else ()
+        assert out.device == given["q"].device
+        results.append(tuple(x.detach().cpu() for x in (out, lse, *gradients)))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (3, 1)}, {"alibi_slopes": torch.tensor([0.5, 0.25])}],
+    ids=["all", "causal", "window", "alibi"],
+)
+def test_dense_and_packed(options: dict[str, Any]) -> None:
+    options = {**options, "return_attn_probs": True}
+    dense = {"q": bf16(2, 6, 2, 16), "k": bf16(2, 9, 1, 16), "v": bf16(2, 9, 1, 16)}
+    assert_like_the_cpu(flash_attn_func, dense | options, ("q", "k", "v"))
+    if "alibi_slopes" in options:
+        options["causal"] = True
+    packed = {
+        "q": bf16(13, 2, 16), "k": bf16(40, 1, 16), "v": bf16(40, 1, 16),
+        "cu_seqlens_q": cu(CU_Q), "cu_seqlens_k": cu(CU_K), "max_seqlen_q": 7, "max_seqlen_k": 28,
+    }  # fmt: skip
+    assert_like_the_cpu(flash_attn_varlen_func, packed | options, ("q", "k", "v"))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_with_kvcache(paged: bool) -> None:
+    arguments = {
+        "q": bf16(2, 1, 2, 16), "k_cache": bf16(4, 8, 1, 16), "v_cache": bf16(4, 8, 1, 16),
+        "k": bf16(2, 1, 1, 16), "v": bf16(2, 1, 1, 16), "cache_seqlens": cu([3, 6]),
+        "causal": True, "return_softmax_lse": True,
+    }  # fmt: skip
+    if paged:
+        arguments["block_table"] = cu([3, 1, 0, 2]).view(2, 2)
+    assert_like_the_cpu(flash_attn_with_kvcache, arguments, ())
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The tensors of an NPU whose values were asked for."""
+    asked: list[Tensor] = []
+    original = Tensor.tolist
+
+    def tolist(x: Tensor) -> Any:
+        if x.device.type == "npu":
+            asked.append(x)
+        return original(x)
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    yield asked
+    asked.clear()
+
+
+def test_lengths_are_copied_once(copies: list[Tensor]) -> None:
+    """As long as they do not change; those on the CPU never."""
+    q, k = bf16(13, 2, 16).npu(), bf16(40, 2, 16).npu()
+    on_npu = cu(CU_Q).npu(), cu(CU_K).npu()
+    rest = {"max_seqlen_q": 7, "max_seqlen_k": 28}
+    for _ in range(3):
+        flash_attn_varlen_func(q, k, k, *on_npu, **rest)
+    assert len(copies) == 2
+    on_npu[0].copy_(cu([0, 1, 5, 12, 13]))
+    out = flash_attn_varlen_func(q, k, k, *on_npu, **rest)
+    assert len(copies) == 3
+    lengths = [0, 1, 5, 12, 13], CU_K
+    for given in (lengths, tuple(map(cu, lengths))):
+        assert torch.equal(flash_attn_varlen_func(q, k, k, *given, **rest).cpu(), out.cpu())
+    assert len(copies) == 3
+
+
+def test_deterministic_is_asked_of_torch() -> None:
+    x = bf16(1, 4, 2, 16).npu()
+    with pytest.raises(NotImplementedError, match=r"use_deterministic_algorithms\(True\)"):
+        flash_attn_func(x, x, x, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash_attn_func(x, x, x, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"),
+    reason=f"torch {torch.__version__} has no register_flash_attention_impl, which 2.10 brought",
+)
+def test_varlen_attn_of_torch() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    register_flash_attention_impl()
+    torch.nn.attention.activate_flash_attention_impl("ascend")
+    results = []
+    for device in ("cpu", "npu"):
+        leaves = [bf16(n, 2, 16).to(device).requires_grad_() for n in (13, 40, 40)]
+        with RestOnCPU():
+            out = varlen_attn(*leaves, cu(CU_Q).to(device), cu(CU_K).to(device), 7, 28)
+            gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        results.append(tuple(x.detach().cpu() for x in (out, *gradients)))
+    assert_same_bits(*results)
