@@ -1,8 +1,10 @@
-"""The overhead of one call: sparse_flash_attention on tensors of a few elements.
+"""The overhead of one call: sparse_flash_attention on tensors of a few elements, and what the names
+of flash-attn add to flash_attention_score.
 
     python benchmarks/call_overhead.py
 
-Calls are timed in batches short enough to run undisturbed, and the fastest batch counts.
+Calls are timed in batches short enough to run undisturbed, and the fastest batch counts. Batches of
+calls that are compared alternate.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from functools import partial
 
 import ascend_attn_ops
 import torch
+from ascend_attn_ops import flash_attn
 from harness import Call
 
 CALLS = 100
@@ -20,13 +23,44 @@ BATCHES = 400
 
 def microseconds(call: Call) -> float:
     """Return the microseconds per call in the fastest batch."""
-    fastest = float("inf")
+    return alternating(call)[0]
+
+
+def alternating(*calls: Call) -> list[float]:
+    """Return the same of several calls, whose batches alternate."""
+    fastest = [float("inf")] * len(calls)
     for _ in range(BATCHES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest / CALLS * 1e6
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            fastest[index] = min(fastest[index], time.perf_counter() - start)
+    return [seconds / CALLS * 1e6 for seconds in fastest]
+
+
+def names_of_flash_attn() -> dict[str, tuple[Call, Call]]:
+    """For each of them, the operator's call that it makes, and its own.
+
+    Without a mask, whose content the CPU would compare with its rule.
+    """
+    x = torch.randn(1, 1, 1, 8, dtype=torch.bfloat16)
+    packed = x[0]
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    operator = partial(ascend_attn_ops.flash_attention_score, num_heads=1)
+    dense = partial(operator, x, x, x, layout="BSND")
+    of_sequences = partial(
+        operator, packed, packed, packed, layout="TND",
+        actual_seq_lengths_query=[1], actual_seq_lengths_key=[1],
+    )  # fmt: skip
+    varlen = partial(flash_attn.flash_attn_varlen_func, packed, packed, packed)
+    return {
+        "flash_attn_func": (dense, partial(flash_attn.flash_attn_func, x, x, x)),
+        "flash_attn_varlen_func": (of_sequences, partial(varlen, ends, ends, 1, 1)),
+        "flash_attn_varlen_func, lists": (of_sequences, partial(varlen, [0, 1], [0, 1], 1, 1)),
+        "flash_attn_with_kvcache": (
+            dense, partial(flash_attn.flash_attn_with_kvcache, x, x, x)
+        ),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -51,6 +85,11 @@ def main() -> None:
     with ascend_attn_ops.limits(None):
         for name, call in calls.items():
             print(f"{name:40} {microseconds(call):6.1f} us")
+    print(f"\n{'':40} {'operator':>9} {'the name':>9} {'adds':>5}")
+    for name, (operator_call, call) in names_of_flash_attn().items():
+        operator_time, time_by_name = alternating(operator_call, call)
+        adds = time_by_name - operator_time
+        print(f"{name:40} {operator_time:9.1f} {time_by_name:9.1f} {adds:5.1f} us")
 
 
 if __name__ == "__main__":
