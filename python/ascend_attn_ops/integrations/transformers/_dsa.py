@@ -1,0 +1,259 @@
+"""enable_dsa and disable_dsa: sparse attention in models of transformers, and back."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ascend_attn_ops.integrations.transformers import _sequences
+from ascend_attn_ops.integrations.transformers._sparse_attention import (
+    MODELS,
+    SPARSE_CLASSES,
+    Options,
+    SparseAttention,
+    Tokens,
+)
+
+_MASK = "indexed_attention"
+_ARGUMENTS = (
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
+)  # fmt: skip
+
+
+class _Enabled:
+    """What disable_dsa undoes beside the classes of the layers."""
+
+    def __init__(self) -> None:
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.frozen: list[nn.Parameter] = []
+
+
+def enable_dsa(
+    model: nn.Module,
+    *,
+    indexer_loss_weight: float | Tensor = 1.0,
+    dense_warmup: bool = False,
+    indexer_dtype: torch.dtype | None = None,
+) -> None:
+    """Let a DeepSeek-V3.2 or GLM-MoE-DSA model attend, and train its indexers, by our operators.
+
+    Changes the model in place: every attention layer becomes absorbed attention over the keys that
+    :func:`ascend_attn_ops.lightning_indexer` selects, without a mask or scores of all pairs. Where
+    gradients are computed, the KL loss of each indexer is attached to its layer's output
+    (:func:`ascend_attn_ops.attach_loss`): whatever trains the model trains the indexers too, which
+    learn in transformers not at all. Parameters and their names, config, caches, generate(),
+    gradient checkpointing, padding masks and packed sequences (position_ids that start over)
+    remain as they are. The logits are those of transformers but for rounding, unless scores of
+    the indexer tie at the last selected key: here the earlier key is selected, and there any.
+
+    The model gets a method ``indexer_losses()``: for each layer with an indexer, by its number,
+    the mean KL loss of the last forward in nats per token, without a gradient. It is empty after a
+    forward in eval mode without gradients, which has no use for the losses.
+
+    Call it again to change the options, as between the phases of a training.
+
+    Args:
+        model: a model of transformers, or one that holds such models.
+        indexer_loss_weight: factor of the losses' gradients. A trainer that accumulates gradients
+            over n batches and divides its loss by n does not divide this one: 1 / n does. A tensor
+            with one element may be changed between steps.
+        dense_warmup: the attention sees all keys, and only the indexers learn: every other
+            parameter is frozen until the next call, and nothing flows back through the model.
+        indexer_dtype: in which the operators get the indexer's queries, keys and weights. None: the
+            queries and keys in the attention's, and the weights, as in transformers, in float32.
+
+    Raises:
+        ValueError: the model has no layers of these kinds.
+        NotImplementedError: a layer is not as transformers made it (adapters, quantization,
+            tensor parallelism), or config.attention_dropout is not 0.
+
+    Example:
+        >>> import torch, transformers
+        >>> from ascend_attn_ops.integrations.transformers import enable_dsa
+        >>> config = transformers.DeepseekV32Config(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=32, num_key_value_heads=32, q_lora_rank=32, index_n_heads=8,
+        ...     index_topk=1024, max_position_embeddings=64)
+        >>> model = transformers.DeepseekV32ForCausalLM(config).bfloat16()
+        >>> enable_dsa(model)
+        >>> tokens = torch.randint(64, (1, 16))
+        >>> model(tokens, labels=tokens).loss.backward()
+        >>> list(model.indexer_losses())
+        [0]
+        >>> model.model.layers[0].self_attn.indexer.wk.weight.grad.shape
+        torch.Size([128, 32])
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) in SPARSE_CLASSES or isinstance(module, SparseAttention)
+    ]
+    if not layers:
+        kinds = ", ".join(kind.__name__ for kind in SPARSE_CLASSES)
+        raise ValueError(
+            f"enable_dsa: model: expected attention layers of {kinds}, and {type(model).__name__} "
+            'has none; for dense models call register() and use attn_implementation="ascend"'
+        )
+    for layer in layers:
+        _check(layer)
+    disable_dsa(model)
+    if any(isinstance(layer, SparseAttention) for layer in layers):
+        raise ValueError(
+            "enable_dsa: model: a part or the whole of it is enabled already; call disable_dsa "
+            "with what enable_dsa was called with"
+        )
+
+    enabled = _Enabled()
+    options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
+    for layer in layers:
+        layer.__class__ = SPARSE_CLASSES[type(layer)]
+        layer.dsa_options, layer.indexer_loss = options, None  # type: ignore[assignment]
+    for base in model.modules():
+        if isinstance(base, MODELS):
+            hook = base.register_forward_pre_hook(
+                _describe_tokens_densely if dense_warmup else _describe_tokens, with_kwargs=True
+            )
+            enabled.hooks.append(hook)
+            if dense_warmup:
+                enabled.hooks += _cut_gradients(base)
+    if dense_warmup:
+        indexers = {id(x) for layer in layers if layer.indexer for x in layer.indexer.parameters()}
+        enabled.frozen = [
+            x for x in model.parameters() if x.requires_grad and id(x) not in indexers
+        ]
+        for parameter in enabled.frozen:
+            parameter.requires_grad_(False)
+    model._ascend_dsa = enabled  # type: ignore[assignment]
+    model.indexer_losses = MethodType(_indexer_losses, model)  # type: ignore[assignment]
+
+
+def disable_dsa(model: nn.Module) -> None:
+    """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it."""
+    enabled = model.__dict__.pop("_ascend_dsa", None)
+    model.__dict__.pop("indexer_losses", None)
+    if enabled is None:
+        return
+    for hook in enabled.hooks:
+        hook.remove()
+    for parameter in enabled.frozen:
+        parameter.requires_grad_(True)
+    original = {sparse: kind for kind, sparse in SPARSE_CLASSES.items()}
+    for layer in model.modules():
+        if isinstance(layer, SparseAttention):
+            layer.__class__ = original[type(layer)]
+            del layer.dsa_options, layer.indexer_loss
+
+
+def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:
+    """The mean KL loss of each indexer in the last forward, by the number of its layer."""
+    return {
+        layer.layer_idx: layer.indexer_loss
+        for layer in model.modules()
+        if isinstance(layer, SparseAttention) and layer.indexer_loss is not None
+    }
+
+
+def _check(layer: Any) -> None:
+    if layer.attention_dropout:
+        raise NotImplementedError(
+            f"enable_dsa: config.attention_dropout: expected 0, got {layer.attention_dropout}: the "
+            "sparse operators have no dropout; set it to 0 when the model is made"
+        )
+    # Its weight is folded into query and output, so that nothing that wraps it would be called.
+    projection = layer.kv_b_proj
+    if type(projection) is not nn.Linear:
+        raise NotImplementedError(
+            f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, got "
+            f"{type(projection).__name__}; merge adapters and dequantize before"
+        )
+    if type(projection.weight.data) is not Tensor:
+        raise NotImplementedError(
+            f"enable_dsa: layer {layer.layer_idx}: expected the weight of kv_b_proj to be a plain "
+            f"tensor, got {type(projection.weight.data).__name__}; load without tensor parallelism"
+        )
+
+
+def _cut_gradients(base: Any) -> list[torch.utils.hooks.RemovableHandle]:
+    """In the dense warm-up gradients pass the layers on their residual path only.
+
+    There they reach the losses that are attached to the attention's outputs. They start at the
+    embeddings: reentrant checkpointing wants an input with a gradient.
+    """
+    handles = [layer.mlp.register_forward_hook(_without_gradients) for layer in base.layers]
+    return [*handles, base.embed_tokens.register_forward_hook(_start_gradients)]
+
+
+def _without_gradients(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.detach()
+
+
+def _start_gradients(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.detach().requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _describe_tokens(
+    base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Before the forward of a model: pass on which tokens belong together, instead of a mask."""
+    kwargs = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}
+    tokens = Tokens(_sequences_of(base, kwargs)[0], None)
+    return (), {**kwargs, "attention_mask": {_MASK: tokens}}
+
+
+def _describe_tokens_densely(
+    base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    kwargs = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}
+    sequences, keys = _sequences_of(base, kwargs)
+    every_key = _sequences.every_key(sequences, _input_of(kwargs), keys)
+    return (), {**kwargs, "attention_mask": {_MASK: Tokens(sequences, every_key)}}
+
+
+def _input_of(kwargs: dict[str, Any]) -> Tensor:
+    given = kwargs.get("inputs_embeds")
+    return kwargs["input_ids"] if given is None else given
+
+
+def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequences | None, int]:
+    """The sequences that transformers would see, and the number of keys of a batch."""
+    batch, queries = _input_of(kwargs).shape[:2]
+    device = _input_of(kwargs).device
+    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    if isinstance(mask, dict):
+        mask = mask[_MASK]
+    offset, keys = 0, queries
+    if cache is not None:
+        offset, keys = cache.get_query_offset(0), cache.get_mask_sizes(queries, 0)[0]
+    elif mask is None and kwargs.get("position_ids") is not None and not _makes_cache(base, kwargs):
+        positions = kwargs["position_ids"]
+        return _sequences.packed(positions.expand(batch, queries)), keys
+
+    if mask is None:
+        if not isinstance(offset, Tensor) and offset + queries == keys:
+            return None, keys
+        valid = (torch.arange(keys, device=device) < offset + queries).expand(batch, keys)
+    elif mask.ndim == 2:
+        valid = mask.to(device, torch.bool)
+        if valid.shape[-1] > keys:
+            raise ValueError(
+                f"attention_mask: expected at most {keys} columns, the tokens and what is cached, "
+                f"got {valid.shape[-1]}"
+            )
+        # A cache with room: what is not there yet is as good as padding.
+        valid = torch.nn.functional.pad(valid, (0, keys - valid.shape[-1]))
+    else:
+        valid = _sequences.valid_keys(mask, queries, offset)
+    if not is_compiling() and bool(valid.all()):
+        return None, keys
+    return _sequences.padded(valid, queries, offset), keys
+
+
+def _makes_cache(base: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the model makes a cache itself; transformers packs sequences only without one."""
+    wanted = kwargs.get("use_cache")
+    wanted = base.config.use_cache if wanted is None else wanted
+    return bool(wanted) and not (base.gradient_checkpointing and base.training)

@@ -1,0 +1,130 @@
+"""Which tokens of a batch belong together: padding, packed sequences and caches as lengths."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ascend_attn_ops._operators import Lengths, lengths_on
+from ascend_attn_ops.limits import device_in_force
+
+
+class Sequences(NamedTuple):
+    """The sequences of a batch whose axes of batch and tokens are one, as in layout TND.
+
+    Attributes:
+        query_ends: inclusive prefix sums of the queries of each sequence.
+        key_ends: of its keys, of which the queries are the last ones.
+        valid: (T1,), False for padding, whose tokens have sequences of their own: nobody reads
+            them, and what they read does not matter. None if all are valid.
+    """
+
+    query_ends: Lengths
+    key_ends: Lengths
+    valid: Tensor | None
+
+
+def padded(valid: Tensor, queries: int, offset: int | Tensor) -> Sequences:
+    """The sequences of a padded batch, or of one whose cache has unused room.
+
+    Args:
+        valid: (B, keys) bool, False for padding and for unused keys.
+        queries: tokens per batch, the keys from `offset` on.
+        offset: how many keys were cached before.
+
+    Raises:
+        ValueError: the valid keys of a batch have gaps.
+    """
+    batch, keys = valid.shape
+    positions = torch.arange(keys, device=valid.device)
+    # Three sequences per batch, some of them empty: padding, what is valid, padding and unused.
+    first = valid.int().argmax(-1)
+    behind = first + valid.sum(-1)
+    ends = torch.stack([first, behind, torch.full_like(first, keys)], -1)
+    rows = torch.arange(batch, device=valid.device)[:, None]
+    key_ends = (ends + rows * keys).flatten().int()
+    query_ends = ((ends - offset).clamp(0, queries) + rows * queries).flatten().int()
+    query_positions = offset + torch.arange(queries, device=valid.device)
+    valid_queries = valid.index_select(1, query_positions).flatten()
+    if is_compiling():
+        return Sequences(query_ends, key_ends, valid_queries)
+    if not torch.equal(valid, (positions >= first[:, None]) & (positions < behind[:, None])):
+        raise ValueError(
+            "attention_mask: expected padding before and behind the tokens of a sequence only, "
+            "got zeros between them"
+        )
+    both = list(zip(query_ends.tolist(), key_ends.tolist(), strict=True))
+    kept = [end for before, end in pairwise([(0, 0), *both]) if end != before]
+    return Sequences([q for q, _ in kept], [k for _, k in kept], valid_queries)
+
+
+# How many sequences there are is in the data.
+@torch.compiler.disable
+def packed(position_ids: Tensor) -> Sequences | None:
+    """The sequences of position ids (B, S) that start over; None if each batch is one sequence.
+
+    A sequence ends where an id is not the one before plus one, as in transformers.
+    """
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids.diff(dim=-1) != 1
+    begins = starts.flatten().nonzero().flatten().tolist()
+    if len(begins) == len(position_ids):
+        return None
+    ends = [*begins[1:], position_ids.numel()]
+    return Sequences(ends, ends, None)
+
+
+def every_key(sequences: Sequences | None, tokens: Tensor, keys: int) -> Tensor:
+    """The selection of all keys, (B, S, 1, K), or (T, 1, K) of those of a token's own sequence.
+
+    Args:
+        tokens: (B, S, ...).
+        keys: of a batch.
+    """
+    # The device's loss takes multiples of 1024.
+    count = keys if device_in_force() is None else keys + -keys % 1024
+    selected = torch.arange(count, dtype=torch.int32, device=tokens.device)
+    if sequences is None:
+        selected = selected.masked_fill(selected >= keys, -1)
+        return selected.expand(*tokens.shape[:2], 1, count).contiguous()
+    ends = [lengths_on(x, tokens) for x in (sequences.query_ends, sequences.key_ends)]
+    queries, lengths = (x.diff(prepend=x.new_zeros(1)) for x in ends if x is not None)
+    lengths = lengths.repeat_interleave(queries, output_size=tokens.shape[:2].numel())[:, None]
+    return selected.where(selected < lengths, -1).unsqueeze(1)
+
+
+def valid_keys(mask: Tensor, queries: int, offset: int | Tensor) -> Tensor:
+    """The keys (B, keys) that a mask (B, 1, queries, keys) lets anyone see, if it is causal.
+
+    Raises:
+        TypeError, ValueError: it is another mask, which no lengths describe.
+    """
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != queries:
+        raise ValueError(
+            f"attention_mask: expected shape (B, keys) or (B, 1, {queries}, keys), "
+            f"got {tuple(mask.shape)}"
+        )
+    seen = mask.squeeze(1)
+    if mask.dtype != torch.bool:
+        # Added to the scores: zero keeps a key, the smallest number masks it out.
+        seen = seen == 0
+    valid = seen[:, -1]
+    if is_compiling():
+        if queries > 1:
+            raise NotImplementedError(
+                "attention_mask: expected shape (B, keys) under torch.compile, which cannot tell "
+                "whether a mask of all pairs is causal"
+            )
+        return valid
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    causal = positions <= (offset + torch.arange(queries, device=mask.device))[:, None]
+    if not torch.equal(seen, causal & valid[:, None]):
+        raise ValueError(
+            "attention_mask: expected a causal mask with padding, got another pattern; packed "
+            "sequences are described by position_ids that start over"
+        )
+    return valid

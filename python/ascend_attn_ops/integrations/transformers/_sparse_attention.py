@@ -1,0 +1,268 @@
+"""The attention of DeepSeek-V3.2 and GLM-MoE-DSA over this library's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
+
+import ascend_attn_ops as ops
+from ascend_attn_ops.integrations.transformers._sequences import Sequences
+
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of enable_dsa."""
+
+    indexer_loss_weight: float | Tensor
+    dense_warmup: bool
+    indexer_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the model tells its layers of a batch, in the place of a mask.
+
+    Attributes:
+        sequences: of layout TND; None for BSND without padding.
+        every_key: in the dense warm-up the selection of all keys, (tokens..., 1, K).
+    """
+
+    sequences: Sequences | None
+    every_key: Tensor | None
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """(B, S, ...) in the layout of the operators."""
+        return x if self.sequences is None else x.flatten(0, 1)
+
+    def options(self) -> dict[str, Any]:
+        if self.sequences is None:
+            return {}
+        return {
+            "layout": "TND",
+            "actual_seq_lengths_query": self.sequences.query_ends,
+            "actual_seq_lengths_key": self.sequences.key_ends,
+        }
+
+
+class SparseAttention(nn.Module):
+    """What both models' attention has in common. A layer of a model becomes one by its class.
+
+    All heads attend to the cached latent itself: the projections that make keys and values of it
+    are folded into the query and into the output (absorbed MLA), so that per-head keys and values
+    never exist.
+    """
+
+    rotate_indexer: ClassVar[Rotate]
+    """The rotary embedding of the indexer, (B, S, heads, size) with unsqueeze_dim=2."""
+
+    dsa_options: Options
+    indexer_loss: Tensor | None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tokens,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        prev_topk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        if not isinstance(attention_mask, Tokens):
+            raise TypeError(
+                "enable_dsa: the layers of a model must be called by the model, which says what "
+                f"is padding; got an attention_mask of type {type(attention_mask).__name__}"
+            )
+        if kwargs.get("output_attentions"):
+            raise NotImplementedError(
+                "enable_dsa: output_attentions: the attention weights of sparse attention never "
+                "exist as a matrix; call disable_dsa(model) for them"
+            )
+        tokens, options = attention_mask, self.dsa_options
+        if options.dense_warmup:
+            hidden_states = hidden_states.detach()
+
+        compressed_query = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        query, query_rope, latent, key_rope = self._project(
+            hidden_states, compressed_query, position_embeddings
+        )
+        if past_key_values is not None:
+            latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
+        # (B, 1, keys, size), as the cache has it, to (B, keys, 1, size); under autocast the norm
+        # returns float32.
+        query, query_rope, latent, key_rope = (
+            tokens.arrange(x.to(query.dtype))
+            for x in (query, query_rope, latent.transpose(1, 2), key_rope.transpose(1, 2))
+        )
+        attention: dict[str, Any] = {
+            "scale_value": self.scaling,
+            "query_rope": query_rope,
+            "key_rope": key_rope,
+            **tokens.options(),
+        }
+
+        indexed = None
+        if self.indexer is not None:
+            # The indexer learns to imitate the attention, and must not change it.
+            indexed = self._index(
+                hidden_states.detach(),
+                compressed_query.detach(),
+                position_embeddings,
+                past_key_values,
+                tokens,
+                query.dtype,
+            )
+        indices = self._select(indexed, tokens, prev_topk_indices)
+        out, *statistics = ops.sparse_flash_attention(query, latent, latent, indices, **attention)
+
+        _, value_weight = self._absorbed_weights()
+        batch, length = hidden_states.shape[:-1]
+        values = torch.einsum("...nc,nvc->...nv", out, value_weight)
+        output = self.o_proj(values.reshape(batch, length, -1))
+
+        self.indexer_loss = None
+        if indexed is not None and self._learns():
+            loss = self._loss(indexed, query, latent, indices, statistics, attention, tokens)
+            self.indexer_loss = loss.detach()
+            output = ops.attach_loss(output, loss, scale=options.indexer_loss_weight)
+        return self._results(output, indices)
+
+    def _results(self, output: Tensor, indices: Tensor) -> tuple[Tensor | None, ...]:
+        return output, None
+
+    def _absorbed_weights(self) -> list[Tensor]:
+        """The projections of latents to keys, (N, Dn, C), and to values, (N, Dv, C)."""
+        sizes = [self.qk_nope_head_dim, self.v_head_dim]
+        weight = self.kv_b_proj.weight.view(self.num_heads, sum(sizes), self.kv_lora_rank)
+        return list(weight.split(sizes, dim=1))
+
+    def _project(
+        self,
+        hidden_states: Tensor,
+        compressed_query: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query and its rope, (B, S, N, size); latent and its rope, (B, 1, S, size)."""
+        query = self.q_b_proj(compressed_query).unflatten(-1, (self.num_heads, self.qk_head_dim))
+        query, query_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        key_weight, _ = self._absorbed_weights()
+        query = torch.einsum("bsnd,ndc->bsnc", query, key_weight)
+
+        compressed = self.kv_a_proj_with_mqa(hidden_states)
+        latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        # Both models interleave the elements of the attention's ropes.
+        query_rope, key_rope = deepseek.apply_rotary_pos_emb_interleave(
+            query_rope, key_rope.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
+        )
+        return query, query_rope, self.kv_a_layernorm(latent).unsqueeze(1), key_rope.transpose(1, 2)
+
+    def _index(
+        self,
+        hidden_states: Tensor,
+        compressed_query: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Any,
+        tokens: Tokens,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and weights of the indexer, in the layout of the operators."""
+        indexer = self.indexer
+        query = indexer.wq_b(compressed_query).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+        key = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+        rope = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+        (query_rope, query), (key_rope, key) = query.split(rope, -1), key.split(rope, -1)
+        query_rope, key_rope = type(self).rotate_indexer(
+            query_rope, key_rope, *position_embeddings, unsqueeze_dim=2
+        )
+        query = torch.cat([query_rope, query], dim=-1)
+        key = torch.cat([key_rope, key], dim=-1)
+        if past_key_values is not None:
+            key = past_key_values.update_indexer(key.squeeze(2), self.layer_idx).unsqueeze(2)
+        # The model keeps this projection in float32. Both scales are positive: relu lets them by.
+        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+        weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        dtype = self.dsa_options.indexer_dtype or dtype
+        if self.dsa_options.indexer_dtype is not None:
+            weights = weights.to(dtype)
+        return (
+            tokens.arrange(query.to(dtype)),
+            tokens.arrange(key.to(dtype)),
+            tokens.arrange(weights),
+        )
+
+    def _select(
+        self,
+        indexed: tuple[Tensor, Tensor, Tensor] | None,
+        tokens: Tokens,
+        of_previous_layer: Tensor | None,
+    ) -> Tensor:
+        if tokens.every_key is not None:
+            return tokens.every_key
+        if indexed is None:
+            if of_previous_layer is None:
+                raise ValueError(
+                    f"layer {self.layer_idx} shares the selection of a layer with an indexer, "
+                    "and there is none before it: see config.indexer_types"
+                )
+            return of_previous_layer
+        query, key, weights = (x.detach() for x in indexed)
+        count = self.indexer.index_topk
+        options = tokens.options()
+        return ops.lightning_indexer(query, key, weights, sparse_count=count, **options)[0]
+
+    def _learns(self) -> bool:
+        # Reentrant checkpointing runs its first forward without gradients.
+        return (torch.is_grad_enabled() or self.training) and any(
+            parameter.requires_grad for parameter in self.indexer.parameters()
+        )
+
+    def _loss(
+        self,
+        indexed: tuple[Tensor, Tensor, Tensor],
+        query: Tensor,
+        latent: Tensor,
+        indices: Tensor,
+        statistics: list[Tensor],
+        attention: dict[str, Any],
+        tokens: Tokens,
+    ) -> Tensor:
+        """The mean KL loss of the tokens that are no padding."""
+        dtype = indexed[0].dtype
+        ropes = {name: attention[name].to(dtype) for name in ("query_rope", "key_rope")}
+        return ops.lightning_indexer_kl_loss(
+            query.to(dtype),
+            latent.to(dtype),
+            *indexed,
+            indices,
+            *statistics,
+            **{**attention, **ropes},
+            weight=None if tokens.sequences is None else tokens.sequences.valid,
+            reduction="mean",
+        )
+
+
+class DeepseekV32SparseAttention(SparseAttention, deepseek.DeepseekV32Attention):  # type: ignore[misc]
+    rotate_indexer = staticmethod(deepseek.apply_rotary_pos_emb)
+
+
+class GlmMoeDsaSparseAttention(SparseAttention, glm.GlmMoeDsaAttention):  # type: ignore[misc]
+    rotate_indexer = staticmethod(glm.apply_rotary_pos_emb_interleave)
+
+    def _results(self, output: Tensor, indices: Tensor) -> tuple[Tensor | None, ...]:
+        return output, None, indices
+
+
+# What enable_dsa makes of which class, and the models that tell their layers of the tokens.
+SPARSE_CLASSES: dict[type[nn.Module], type[SparseAttention]] = {
+    deepseek.DeepseekV32Attention: DeepseekV32SparseAttention,
+    glm.GlmMoeDsaAttention: GlmMoeDsaSparseAttention,
+}
+MODELS = (deepseek.DeepseekV32Model, glm.GlmMoeDsaModel)

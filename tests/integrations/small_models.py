@@ -1,0 +1,75 @@
+"""Small random models of transformers, the same ones in every test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY = 97
+
+_DENSE = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_SPARSE = {
+    **_DENSE, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 48,
+    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 2, "index_n_heads": 16,
+    "index_head_dim": 32, "index_topk": 12,
+}  # fmt: skip
+del _SPARSE["head_dim"]
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", _DENSE),
+    "Qwen3": ("Qwen3ForCausalLM", _DENSE),
+    "Mistral": ("MistralForCausalLM", {**_DENSE, "sliding_window": 7}),
+    "Gemma2": ("Gemma2ForCausalLM", {**_DENSE, "sliding_window": 7, "query_pre_attn_scalar": 16}),
+    "Gemma3": ("Gemma3ForCausalLM", {**_DENSE, "sliding_window": 7, "query_pre_attn_scalar": 16}),
+    "GptOss": ("GptOssForCausalLM", {**_DENSE, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _SPARSE),
+    "GLM-MoE-DSA": (
+        "GlmMoeDsaForCausalLM",
+        {**_SPARSE, "indexer_types": ["full", "shared", "full"]},
+    ),
+}
+SPARSE = ["DeepSeek-V3.2", "GLM-MoE-DSA"]
+
+
+def make(name: str, attention: str = "eager", **changes: Any) -> nn.Module:
+    kind, arguments = CONFIGS[name]
+    model_class = getattr(transformers, kind)
+    torch.manual_seed(0)
+    config = model_class.config_class(**{**arguments, **changes}, attn_implementation=attention)
+    return model_class(config).eval()
+
+
+def tokens(batch: int = 2, length: int = 40) -> Tensor:
+    """Some text."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+
+
+def padding(side: str, batch: int = 2, length: int = 40) -> dict[str, Tensor]:
+    """Of 7 tokens in the first sequence; none in the others."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, slice(7) if side == "left" else slice(-7, None)] = 0
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def packing(batch: int = 2, lengths: tuple[int, ...] = (15, 1, 24)) -> dict[str, Any]:
+    """transformers looks for packed sequences when it makes no cache."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return {"position_ids": positions.expand(batch, -1), "use_cache": False}
+
+
+def targets(text: Tensor, valid: Tensor) -> Tensor:
+    """Labels that no padding token has to predict: what it attends to is nobody's business."""
+    predicted = valid.clone()
+    predicted[:, 1:] &= valid[:, :-1]
+    return text.masked_fill(~predicted, -100)

@@ -1,0 +1,335 @@
+"""DeepSeek-V3.2 and GLM-MoE-DSA over our operators, against transformers' own eager attention."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
+from integrations.small_models import (  # noqa: E402
+    SPARSE,
+    make,
+    packing,
+    padding,
+    targets,
+    tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+# Some 60 roundings of float32 in series, on logits of up to 7.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(params=SPARSE)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def pair(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """transformers' eager model, and the same one over our operators."""
+    eager = make(name)
+    ours = copy.deepcopy(eager)
+    enable_dsa(ours, **options)
+    return eager, ours
+
+
+def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: x for name, x in model.named_parameters() if ".indexer." in name}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: x.grad for name, x in model.named_parameters()}
+
+
+BATCHES = {
+    "plain": {},
+    "left padding": padding("left"),
+    "right padding": padding("right"),
+    "packed": packing(),
+    "packed, and one cache for all": {**packing(), "use_cache": True},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
+    arguments = BATCHES[batch]
+    eager, ours = pair(name)
+    text = tokens()
+    valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
+    labels = targets(text, valid)
+    results = [model(text, labels=labels, **arguments) for model in (eager, ours)]
+    torch.testing.assert_close(results[1].logits[valid], results[0].logits[valid], **CLOSE)
+    for result in results:
+        result.loss.backward()
+    expected, actual = gradients(eager), gradients(ours)
+    learned = [x for x in expected if expected[x] is not None]
+    assert len(learned) > 30
+    for x in learned:
+        torch.testing.assert_close(actual[x], expected[x], **CLOSE)
+
+
+def test_the_models_own_backward_trains_the_indexers(name: str) -> None:
+    _, ours = pair(name)
+    optimizer = torch.optim.Adam(indexer_parameters(ours).values(), lr=1e-3)
+    history = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        ours(tokens(), labels=tokens()).loss.backward()
+        assert all(x.grad is not None for x in indexer_parameters(ours).values())
+        optimizer.step()
+        history.append(sum(ours.indexer_losses().values()))
+    assert list(ours.indexer_losses()) == ([0, 1, 2] if name == SPARSE[0] else [0, 2])
+    assert history[-1] < 0.95 * history[0]
+
+
+def test_the_indexers_gradient_is_the_losses_alone(name: str) -> None:
+    """The loss of the model adds nothing to it, and the weight is its factor."""
+    found = []
+    for weight, of_model in ((1.0, 1.0), (1.0, 3.0), (0.25, 1.0)):
+        _, ours = pair(name, indexer_loss_weight=weight)
+        (of_model * ours(tokens(), labels=tokens()).loss).backward()
+        found.append({x: y.grad / weight for x, y in indexer_parameters(ours).items()})
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_padding_has_no_part_in_the_indexers_loss(name: str) -> None:
+    _, ours = pair(name)
+    text, mask = tokens(1), padding("right", 1)
+    ours(text, **mask)
+    with_padding = ours.indexer_losses()
+    ours(text[:, :-7])
+    torch.testing.assert_close(with_padding, ours.indexer_losses())
+
+
+def test_loss_is_the_divergence_of_attention_and_indexer() -> None:
+    """Written down from the eager model's weights: one layer, all of its keys selected."""
+    eager, ours = pair("DeepSeek-V3.2")
+    for model in (eager, ours):
+        model.config.num_hidden_layers = 1
+    text = tokens(1, 12)  # as many as index_topk
+    ours(text)
+    layer, seen = eager.model.layers[0].self_attn, {}
+    hooks = [
+        module.register_forward_hook(lambda _, args, out, key=key: seen.update({key: (args, out)}))
+        for key, module in {
+            "query": layer.indexer.wq_b, "key": layer.indexer.k_norm,
+            "weights": layer.indexer.weights_proj, "rope": eager.model.rotary_emb,
+        }.items()
+    ]  # fmt: skip
+    probabilities = eager(text, output_attentions=True).attentions[0].mean(1)
+    for hook in hooks:
+        hook.remove()
+    module = transformers.models.deepseek_v32.modeling_deepseek_v32
+    query = seen["query"][1].unflatten(-1, (16, 32))
+    query_rope, key_rope = module.apply_rotary_pos_emb(
+        query[..., :16], seen["key"][1][:, :, None, :16], *seen["rope"][1], unsqueeze_dim=2
+    )
+    query = torch.cat([query_rope, query[..., 16:]], -1)
+    key = torch.cat([key_rope[:, :, 0], seen["key"][1][..., 16:]], -1)
+    scores = torch.einsum("bsnd,btd->bsnt", query, key).relu() * 32**-0.5
+    scores = torch.einsum("bsn,bsnt->bst", seen["weights"][1] * 16**-0.5, scores)
+    causal = torch.ones(12, 12).tril().bool()
+    log_y = scores.masked_fill(~causal, -torch.inf).log_softmax(-1)
+    terms = probabilities * (probabilities.log() - log_y)
+    expected = terms.masked_fill(~causal, 0).sum(-1).mean()
+    torch.testing.assert_close(ours.indexer_losses()[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "dense"])
+def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, warmup: bool) -> None:
+    found = []
+    for checkpointing in (False, True):
+        _, ours = pair(name, dense_warmup=warmup)
+        ours.train()
+        if checkpointing:
+            ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        ours(tokens(), labels=tokens(), **packing()).loss.backward()
+        found.append((gradients(ours), ours.indexer_losses()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_dense_warm_up_trains_the_indexers_on_all_keys(name: str) -> None:
+    eager, ours = pair(name, dense_warmup=True)
+    # More keys than there are: all of them are selected.
+    dense = make(name, index_topk=64)
+    text = tokens()
+    result = ours(text, labels=text)
+    torch.testing.assert_close(result.logits, dense(text).logits, **CLOSE)
+    result.loss.backward()
+    trained = {x for x, gradient in gradients(ours).items() if gradient is not None}
+    assert trained == set(indexer_parameters(ours))
+
+    everything = copy.deepcopy(dense)
+    enable_dsa(everything)
+    everything(text, labels=text).loss.backward()
+    for x, parameter in indexer_parameters(everything).items():
+        torch.testing.assert_close(gradients(ours)[x], parameter.grad, **CLOSE)
+
+    enable_dsa(ours)
+    assert all(x.requires_grad for x in ours.parameters())
+    torch.testing.assert_close(ours(text).logits, eager(text).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_dense_warm_up_sees_the_sequences(batch: str) -> None:
+    arguments = BATCHES[batch]
+    _, ours = pair("DeepSeek-V3.2", dense_warmup=True)
+    valid = arguments.get("attention_mask", torch.ones_like(tokens())).bool()
+    expected = make("DeepSeek-V3.2", index_topk=64)(tokens(), **arguments).logits[valid]
+    actual = ours(tokens(), **arguments).logits[valid]
+    torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+def test_frozen_parameters_stay_frozen_after_the_warm_up() -> None:
+    _, ours = pair("DeepSeek-V3.2")
+    ours.lm_head.requires_grad_(False)
+    enable_dsa(ours, dense_warmup=True)
+    disable_dsa(ours)
+    assert [x for x, y in ours.named_parameters() if not y.requires_grad] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_with_the_librarys_caches(name: str, cache: str, padded: bool) -> None:
+    arguments = {"attention_mask": padding("left")["attention_mask"]} if padded else {}
+    options = {
+        "max_new_tokens": 5, "do_sample": False, "output_logits": True, "disable_compile": True,
+        "return_dict_in_generate": True, "cache_implementation": cache,
+    }  # fmt: skip
+    expected, actual = (x.generate(tokens(), **arguments, **options) for x in pair(name))
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
+    assert type(actual.past_key_values) is type(expected.past_key_values)
+
+
+def test_chunks_of_a_prompt(name: str) -> None:
+    """Several tokens beside a cache."""
+    eager, ours = pair(name)
+    text = tokens()
+    cache = transformers.DynamicCache(config=ours.config)
+    ours(text[:, :23], past_key_values=cache)
+    actual = ours(text[:, 23:], past_key_values=cache).logits
+    torch.testing.assert_close(actual, eager(text).logits[:, 23:], **CLOSE)
+
+
+def test_compiled(name: str) -> None:
+    eager, ours = pair(name)
+    text = tokens()
+    compiled = torch.compile(ours, backend="aot_eager")
+    for arguments in ({}, padding("left")):
+        valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
+        result = compiled(text, labels=text, **arguments)
+        expected = eager(text, labels=text, **arguments)
+        torch.testing.assert_close(result.logits[valid], expected.logits[valid], **CLOSE)
+    result = compiled(text, labels=text)
+    losses = {layer: loss.clone() for layer, loss in ours.indexer_losses().items()}
+    result.loss.backward()
+    found = {x: y.grad.clone() for x, y in indexer_parameters(ours).items()}
+    ours.zero_grad()
+    ours(text, labels=text).loss.backward()
+    torch.testing.assert_close(losses, ours.indexer_losses())
+    torch.testing.assert_close(found, {x: y.grad for x, y in indexer_parameters(ours).items()})
+
+
+def test_model_is_saved_as_it_was_and_loads_in_plain_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    eager, ours = pair(name)
+    assert ours.config.to_dict() == eager.config.to_dict()
+    assert list(ours.state_dict()) == list(eager.state_dict())
+    ours.save_pretrained(tmp_path)
+    plain = type(eager).from_pretrained(tmp_path)
+    torch.testing.assert_close(plain(tokens()).logits, eager(tokens()).logits)
+
+
+def test_disable_restores(name: str) -> None:
+    eager, ours = pair(name)
+    disable_dsa(ours)
+    assert torch.equal(ours(tokens()).logits, eager(tokens()).logits)
+    assert [type(x) for x in ours.modules()] == [type(x) for x in eager.modules()]
+    assert not hasattr(ours, "indexer_losses")
+
+
+def test_no_losses_where_nothing_learns(name: str) -> None:
+    _, ours = pair(name)
+    ours(tokens())
+    assert ours.indexer_losses()
+    with torch.no_grad():
+        ours(tokens())
+    assert not ours.indexer_losses()
+
+
+def test_indexer_dtype(name: str) -> None:
+    _, ours = pair(name, indexer_dtype=torch.bfloat16)
+    ours(tokens(), labels=tokens()).loss.backward()
+    in_float32 = make(name)
+    enable_dsa(in_float32)
+    in_float32(tokens())
+    torch.testing.assert_close(
+        ours.indexer_losses(), in_float32.indexer_losses(), rtol=0.05, atol=0.05
+    )
+    assert all(x.grad.dtype == torch.float32 for x in indexer_parameters(ours).values())
+
+
+def test_models_in_bfloat16(name: str) -> None:
+    eager, ours = make(name).bfloat16(), make(name).bfloat16()
+    enable_dsa(ours)
+    for model in (eager, ours):
+        model(tokens(), labels=tokens()).loss.backward()
+    x, y = (m.model.embed_tokens.weight.grad.float().flatten() for m in (eager, ours))
+    # Of selections that differ in scores which bfloat16 does not tell apart.
+    assert nn.functional.cosine_similarity(x, y, dim=0) > 0.95
+
+
+WRONG_MASKS = {
+    "gaps": (torch.tensor([[1, 0, 1, 1]]), ValueError, "zeros between them"),
+    "not causal": (torch.ones(1, 1, 4, 4).bool(), ValueError, "expected a causal mask"),
+    "shape": (torch.ones(1, 4, 4).bool(), ValueError, "expected shape"),
+    "too long": (torch.ones(1, 5).long(), ValueError, "at most 4 columns"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MASKS)
+def test_masks_that_no_lengths_describe(name: str, wrong: str) -> None:
+    mask, error, message = WRONG_MASKS[wrong]
+    _, ours = pair(name)
+    with pytest.raises(error, match=message):
+        ours(tokens(1, 4), attention_mask=mask)
+
+
+def test_mask_of_all_pairs(name: str) -> None:
+    eager, ours = pair(name)
+    causal = torch.ones(40, 40).tril().bool().expand(2, 1, 40, 40).clone()
+    causal[0, :, :, :7] = False
+    valid = padding("left")["attention_mask"].bool()
+    in_floats = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
+    expected = eager(tokens(), attention_mask=in_floats).logits[valid]
+    for mask in (causal, in_floats):
+        actual = ours(tokens(), attention_mask=mask).logits[valid]
+        torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+def test_wrong_models_say_what_to_do(name: str) -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has none; .* register\(\)"):
+        enable_dsa(make("Llama"))
+    with pytest.raises(NotImplementedError, match=r"attention_dropout: expected 0, got 0\.1"):
+        enable_dsa(make(name, attention_dropout=0.1))
+    wrapped = make(name)
+    wrapped.model.layers[1].self_attn.kv_b_proj = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=r"kv_b_proj .* got Sequential; merge adapters"):
+        enable_dsa(wrapped)
+    _, ours = pair(name)
+    with pytest.raises(NotImplementedError, match=r"output_attentions: .* disable_dsa"):
+        ours(tokens(), output_attentions=True)
+    with pytest.raises(ValueError, match="enabled already"):
+        enable_dsa(ours.model)
