@@ -223,6 +223,7 @@ def test_chunks_of_a_prompt(name: str) -> None:
 
 
 def test_compiled(name: str) -> None:
+    torch.compiler.reset()
     eager, ours = pair(name)
     text = tokens()
     compiled = torch.compile(ours, backend="aot_eager")

@@ -9,6 +9,7 @@ except ImportError as error:
         f"pip install 'ascend_attn_ops[transformers]' ({error})"
     ) from error
 
+from ascend_attn_ops.integrations.transformers._dense import register
 from ascend_attn_ops.integrations.transformers._dsa import disable_dsa, enable_dsa
 
-__all__ = ["disable_dsa", "enable_dsa"]
+__all__ = ["disable_dsa", "enable_dsa", "register"]

@@ -68,8 +68,8 @@ def enable_dsa(
 
     Raises:
         ValueError: the model has no layers of these kinds.
-        NotImplementedError: a layer is not as transformers made it (adapters, quantization,
-            tensor parallelism), or config.attention_dropout is not 0.
+        NotImplementedError: a layer is not as transformers made it (adapters, quantization; in the
+            forward, tensor parallelism), or config.attention_dropout is not 0.
 
     Example:
         >>> import torch, transformers
@@ -169,11 +169,6 @@ def _check(layer: Any) -> None:
         raise NotImplementedError(
             f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, got "
             f"{type(projection).__name__}; merge adapters and dequantize before"
-        )
-    if type(projection.weight.data) is not Tensor:
-        raise NotImplementedError(
-            f"enable_dsa: layer {layer.layer_idx}: expected the weight of kv_b_proj to be a plain "
-            f"tensor, got {type(projection.weight.data).__name__}; load without tensor parallelism"
         )
 
 

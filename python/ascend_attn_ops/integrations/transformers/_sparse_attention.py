@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
@@ -141,7 +142,14 @@ class SparseAttention(nn.Module):
     def _absorbed_weights(self) -> list[Tensor]:
         """The projections of latents to keys, (N, Dn, C), and to values, (N, Dv, C)."""
         sizes = [self.qk_nope_head_dim, self.v_head_dim]
-        weight = self.kv_b_proj.weight.view(self.num_heads, sum(sizes), self.kv_lora_rank)
+        weight = self.kv_b_proj.weight
+        # FSDP2 has gathered its shards by now.
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"enable_dsa: layer {self.layer_idx}: expected the weight of kv_b_proj to be a "
+                "plain tensor in the forward, got a DTensor; load without tensor parallelism"
+            )
+        weight = weight.view(self.num_heads, sum(sizes), self.kv_lora_rank)
         return list(weight.split(sizes, dim=1))
 
     def _project(

@@ -1,0 +1,298 @@
+"""attn_implementation="ascend": flash_attention_score in the dense models of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, masking_utils
+
+import ascend_attn_ops as ops
+
+NAME = "ascend"
+
+# What models hand to their attention that flash_attention_score has not, and what it is.
+_REFUSED = {
+    "softcap": "a soft cap of the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "cache": "a paged cache (continuous batching)",
+    "output_attentions": "the attention weights as an output",
+}
+
+
+def register() -> None:
+    """Make ``attn_implementation="ascend"`` known to transformers, for its dense models.
+
+    Attention then is :func:`ascend_attn_ops.flash_attention_score`, forward and backward, with
+    grouped heads, sliding windows and dropout. Causal masks, windows, padding and packed sequences
+    (position_ids that start over) reach it as modes and lengths, and no mask of all pairs is built.
+    That happens for other patterns only (such as images that attend both ways), and under
+    torch.compile where there may be padding or packed sequences, whose lengths a graph cannot know.
+    Static and dynamic caches work. A padding token gets another output than in transformers, where
+    it attends to everything.
+
+    What the operator cannot do raises NotImplementedError in the forward: soft caps, sinks,
+    position biases, paged caches, output_attentions, and models with an indexer, which are for
+    :func:`enable_dsa`.
+
+    Example:
+        >>> import torch, transformers
+        >>> from ascend_attn_ops.integrations.transformers import register
+        >>> register()
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=4, num_key_value_heads=2, attn_implementation="ascend")
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> tokens = torch.randint(64, (1, 16))
+        >>> model(tokens, labels=tokens).loss.backward()
+    """
+    AttentionInterface.register(NAME, attention)
+    masking_utils.AttentionMaskInterface.register(NAME, mask)
+
+
+class _Pattern(NamedTuple):
+    """A causal mask: within a window, and within the sequences that equal numbers (B, S) mark."""
+
+    window: int | None
+    sequences: Tensor | None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
+    """What `attention` gets as its attention_mask.
+
+    - None means what it means to transformers' own scaled_dot_product_attention: causal from the
+      first key on, or without a mask in a layer that is not causal, or for a single query;
+    - bool, (B, 1, queries, keys), True keeps a key;
+    - int32, (B or 1, 1, 2, keys), a causal mask in brief: equal numbers mark the keys of a
+      sequence, and beside them stands the window, or 0. The queries are the last keys; further keys
+      are not read. transformers passes on a mask of four axes as it is.
+    """
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}": {type(config).__name__} has an indexer; load the model '
+            "with another implementation and call enable_dsa(model)"
+        )
+
+    def of_all_pairs() -> Tensor | None:
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            use_vmap=use_vmap, device=device, **options,
+        )  # fmt: skip
+
+    # For a single query a mask is small, and that of a compiled decoding step must stay a tensor.
+    if is_compiling() or use_vmap or q_length == 1:
+        return of_all_pairs()
+    pattern = _recognise(mask_function)
+    if pattern is None:
+        return of_all_pairs()
+
+    offset = int(q_offset)
+    keys = offset + q_length - kv_offset
+    window = pattern.window if pattern.window is not None and pattern.window < keys else None
+    sequences = pattern.sequences
+    if attention_mask is not None:
+        valid = nn.functional.pad(attention_mask, (0, max(0, keys - attention_mask.shape[-1])))
+        valid = valid[:, kv_offset : kv_offset + keys].bool()
+        changes = valid.diff(dim=-1) != 0
+        if bool((valid.int().diff(dim=-1) > 0).sum(-1).add(valid[:, 0]).max() > 1):
+            # A key may be seen from the other side of a gap.
+            return of_all_pairs()
+        if bool(changes.any()) or not bool(valid.all()):
+            sequences = nn.functional.pad(changes.int().cumsum(-1), (1, 0))
+    if sequences is None:
+        if window is None and offset == kv_offset == 0:
+            return None
+        sequences = torch.zeros(1, keys, device=device)
+    brief = torch.stack([sequences, torch.full_like(sequences, window or 0)], 1)
+    return brief.to(device, torch.int32).unsqueeze(1)
+
+
+def _recognise(function: Callable[..., Any]) -> _Pattern | None:
+    """The pattern of a mask function of transformers, which is a closure over what it depends on.
+
+    None for all that is not known to be causal: a mask of all pairs is then right, if large.
+    """
+    causal, window, sequences = False, None, None
+    pending = [function]
+    while pending:
+        function = pending.pop()
+        kind = getattr(function, "__qualname__", "").partition(".<locals>")[0]
+        made_of = inspect.getclosurevars(function).nonlocals
+        if function is masking_utils.causal_mask_function:
+            causal = True
+        elif kind == "and_masks":
+            pending += made_of["mask_functions"]
+        elif kind == "sliding_window_overlay":
+            window = made_of["sliding_window"]
+        elif kind == "packed_sequence_mask_function":
+            sequences = made_of["packed_sequence_mask"]
+        elif kind == "remap_positions_for_packed_sequence":
+            # Inside a sequence, positions differ by as much as indices.
+            pending.append(made_of["mask_function"])
+        else:
+            return None
+    return _Pattern(window, sequences) if causal else None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of tensors (B, heads, tokens, size); returns (B, tokens, heads, size).
+
+    Raises:
+        NotImplementedError: the model's attention has something that the operator has not.
+        TypeError, ValueError: the mask is none of `mask`.
+    """
+    for name, what in _REFUSED.items():
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            raise NotImplementedError(
+                f'attn_implementation="{NAME}": {name}: flash_attention_score does not compute '
+                f"{what}, which {type(module).__name__} asks for; use another implementation, "
+                'such as "eager"'
+            )
+    options: dict[str, Any] = {
+        "num_heads": query.shape[1],
+        "scale_value": scaling,
+        "dropout_p": dropout,
+    }
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        _check_packing(kwargs)
+        return _without_mask(query, key, value, bool(causal), sliding_window, options), None
+    if attention_mask.dtype == torch.bool:
+        wanted = (-1, -1, query.shape[2], -1)
+        out, *_ = ops.flash_attention_score(
+            query, key, value, **options, layout="BNSD", sparse_mode=1,
+            attn_mask=attention_mask.expand(wanted),
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+    if attention_mask.dtype == torch.int32 and attention_mask.shape[1:3] == (1, 2):
+        return _in_sequences(query, key, value, attention_mask, options), None
+    raise TypeError(
+        f'attn_implementation="{NAME}": attention_mask: expected (B, keys), or bool of shape '
+        f"(B, 1, queries, keys) where True keeps a key, got {attention_mask.dtype} of shape "
+        f"{tuple(attention_mask.shape)}"
+    )
+
+
+def _check_packing(kwargs: dict[str, Any]) -> None:
+    ends = kwargs.get("cu_seq_lens_q")
+    if ends is not None and len(ends) > 2:
+        raise ValueError(
+            f'attn_implementation="{NAME}": cu_seq_lens_q: packed sequences are described by '
+            "position_ids that start over, and these do not"
+        )
+
+
+def _causal(window: int | None) -> dict[str, Any]:
+    if not window:
+        return {"sparse_mode": 3}
+    return {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0}
+
+
+def _without_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    queries, keys = query.shape[2], key.shape[2]
+    moot = window is None or keys <= window
+    if not causal and not moot:
+        raise ValueError(
+            f'attn_implementation="{NAME}": sliding_window: expected a mask beside a window of '
+            "attention that is not causal"
+        )
+    if causal and queries > 1:
+        # A static cache has room behind the tokens.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    options = {**options, **(_causal(None if moot else window) if causal else {})}
+    out, *_ = ops.flash_attention_score(query, key, value, **options, layout="BNSD")
+    return out.transpose(1, 2).contiguous()
+
+
+def _in_sequences(
+    query: Tensor, key: Tensor, value: Tensor, brief: Tensor, options: dict[str, Any]
+) -> Tensor:
+    batch, heads, queries, _ = query.shape
+    keys = brief.shape[-1]
+    key, value = key[:, :, :keys], value[:, :, :keys]
+    window, ends = _lengths(brief, batch, queries)
+    if ends is None:
+        out, *_ = ops.flash_attention_score(
+            query, key, value, **options, **_causal(window), layout="BNSD"
+        )
+        return out.transpose(1, 2).contiguous()
+    out, *_ = ops.flash_attention_score(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)),
+        **options,
+        **_causal(window),
+        layout="TND",
+        actual_seq_lengths_query=[end for end, _ in ends],
+        actual_seq_lengths_key=[end for _, end in ends],
+    )
+    return out.view(batch, queries, heads, -1)
+
+
+# All layers get the same mask, whose lengths are read on the host once.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _lengths(
+    brief: Tensor, batch: int, queries: int
+) -> tuple[int | None, list[tuple[int, int]] | None]:
+    """The window, and the ends of the queries and keys of all sequences, if not one per batch."""
+    if brief not in _known:
+        numbers, windows = brief[:, 0].unbind(1)
+        keys = brief.shape[-1]
+        starts = torch.ones_like(numbers, dtype=torch.bool)
+        starts[:, 1:] = numbers.diff(dim=-1) != 0
+        begins = starts.expand(batch, -1).flatten().nonzero().flatten().tolist()
+        ends = None
+        if len(begins) > batch:
+            ends = [(_queries_before(end, queries, keys), end) for end in begins[1:]]
+            ends.append((batch * queries, batch * keys))
+            ends = [end for before, end in pairwise([(0, 0), *ends]) if end != before]
+        _known[brief] = (int(windows[0, 0]) or None, ends)
+    return _known[brief]
+
+
+def _queries_before(end: int, queries: int, keys: int) -> int:
+    """How many queries come before a key, where each batch's queries are its last keys."""
+    row, key = divmod(end, keys)
+    return row * queries + max(0, key - (keys - queries))
