@@ -176,7 +176,7 @@ def test_gradient_checkpointing(name: str) -> None:
         _, ours = pair(name)
         ours.train()
         if checkpointing:
-            ours.gradient_checkpointing_enable({"use_reentrant": False})
+            ours.activation_checkpointing_enable({"use_reentrant": False})
         ours(tokens(), labels=tokens(), **packing()).loss.backward()
         found.append([x.grad for x in ours.parameters()])
     torch.testing.assert_close(found[1], found[0])

@@ -152,7 +152,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool, warm
         _, ours = pair(name, dense_warmup=warmup)
         ours.train()
         if checkpointing:
-            ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            ours.activation_checkpointing_enable({"use_reentrant": reentrant})
         ours(tokens(), labels=tokens(), **packing()).loss.backward()
         found.append((gradients(ours), ours.indexer_losses()))
     torch.testing.assert_close(found[1], found[0])
