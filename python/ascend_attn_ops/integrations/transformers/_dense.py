@@ -258,8 +258,11 @@ def _in_sequences(
             query, key, value, **options, **_causal(window), layout="BNSD"
         )
         return out.transpose(1, 2).contiguous()
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out, *_ = ops.flash_attention_score(
-        *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)),
+        query,
+        key,
+        value,
         **options,
         **_causal(window),
         layout="TND",

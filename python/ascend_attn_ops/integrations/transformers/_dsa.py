@@ -87,7 +87,7 @@ def enable_dsa(
         >>> model.model.layers[0].self_attn.indexer.wk.weight.grad.shape
         torch.Size([128, 32])
     """
-    layers = [
+    layers: list[Any] = [
         module
         for module in model.modules()
         if type(module) in SPARSE_CLASSES or isinstance(module, SparseAttention)
@@ -111,7 +111,7 @@ def enable_dsa(
     options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
     for layer in layers:
         layer.__class__ = SPARSE_CLASSES[type(layer)]
-        layer.dsa_options, layer.indexer_loss = options, None  # type: ignore[assignment]
+        layer.dsa_options, layer.indexer_loss = options, None
     for base in model.modules():
         if isinstance(base, MODELS):
             hook = base.register_forward_pre_hook(
@@ -141,11 +141,11 @@ def disable_dsa(model: nn.Module) -> None:
         hook.remove()
     for parameter in enabled.frozen:
         parameter.requires_grad_(True)
-    original = {sparse: kind for kind, sparse in SPARSE_CLASSES.items()}
+    original: dict[type, Any] = {sparse: kind for kind, sparse in SPARSE_CLASSES.items()}
     for layer in model.modules():
         if isinstance(layer, SparseAttention):
-            layer.__class__ = original[type(layer)]
             del layer.dsa_options, layer.indexer_loss
+            layer.__class__ = original[type(layer)]
 
 
 def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:

@@ -63,7 +63,7 @@ def padded(valid: Tensor, queries: int, offset: int | Tensor) -> Sequences:
 
 
 # How many sequences there are is in the data.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed(position_ids: Tensor) -> Sequences | None:
     """The sequences of position ids (B, S) that start over; None if each batch is one sequence.
 

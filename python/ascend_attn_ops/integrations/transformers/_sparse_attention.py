@@ -67,6 +67,24 @@ class SparseAttention(nn.Module):
     dsa_options: Options
     indexer_loss: Tensor | None
 
+    # Of both models' layers.
+    layer_idx: int
+    scaling: float
+    num_heads: int
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_a_proj: nn.Module
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Linear
+    o_proj: nn.Module
+    indexer: Any
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -142,7 +160,7 @@ class SparseAttention(nn.Module):
     def _absorbed_weights(self) -> list[Tensor]:
         """The projections of latents to keys, (N, Dn, C), and to values, (N, Dv, C)."""
         sizes = [self.qk_nope_head_dim, self.v_head_dim]
-        weight = self.kv_b_proj.weight
+        weight: Tensor = self.kv_b_proj.weight
         # FSDP2 has gathered its shards by now.
         if isinstance(weight, DTensor):
             raise NotImplementedError(
