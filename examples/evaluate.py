@@ -23,7 +23,7 @@ def _positions(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return positions[:, None], positions[None, :]
 
 
-def _top_k(scores: Tensor, k: int) -> Tensor:
+def top_k(scores: Tensor, k: int) -> Tensor:
     """Return the top-k causal keys by scores (B, S, S) as indices (B, S, 1, K), padded with -1."""
     query, key = _positions(scores.shape[-1], scores.device)
     values, indices = scores.masked_fill(key > query, -math.inf).topk(k)
@@ -46,20 +46,20 @@ def attention_probabilities(layer: LatentAttention, inputs: AttentionInputs) -> 
 
 def select_ideal(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
     """Select the k keys with the largest attention mass: no other k keys hold more."""
-    return _top_k(attention_probabilities(layer, inputs), layer.top_k)
+    return top_k(attention_probabilities(layer, inputs), layer.top_k)
 
 
 def select_recent(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
     batch, length = inputs.query.shape[:2]
     query, key = _positions(length, inputs.query.device)
-    return _top_k((key - query).float().expand(batch, length, length), layer.top_k)
+    return top_k((key - query).float().expand(batch, length, length), layer.top_k)
 
 
 def select_random(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
     batch, length = inputs.query.shape[:2]
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(batch, length, length, generator=generator)
-    return _top_k(scores.to(inputs.query.device), layer.top_k)
+    return top_k(scores.to(inputs.query.device), layer.top_k)
 
 
 SELECTIONS: dict[str, Select] = {
@@ -71,14 +71,14 @@ SELECTIONS: dict[str, Select] = {
 }
 
 
-def _captured_mass(probabilities: Tensor, indices: Tensor, k: int) -> float:
+def captured_mass(probabilities: Tensor, indices: Tensor, k: int) -> float:
     """Mean share of attention on the keys at ``indices``, over queries with more than k keys."""
     indices = indices.squeeze(2).long()
     kept = probabilities.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
     return kept.sum(-1)[:, k:].mean().item()
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values)
 
@@ -101,7 +101,7 @@ def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dic
     def select_all_and_measure(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
         probabilities = attention_probabilities(layer, inputs)
         for name, select in SELECTIONS.items():
-            mass[name].append(_captured_mass(probabilities, select(layer, inputs), layer.top_k))
+            mass[name].append(captured_mass(probabilities, select(layer, inputs), layer.top_k))
         return select_all(layer, inputs)
 
     model.eval()
@@ -112,6 +112,6 @@ def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dic
                 lm_loss, _ = model(batch, chosen)
             bits[name] += [lm_loss.item() / math.log(2)] * len(batch)
     return {
-        "attention_mass": {name: _mean(values) for name, values in mass.items()},
-        "bits_per_byte": {name: _mean(values) for name, values in bits.items()},
+        "attention_mass": {name: mean(values) for name, values in mass.items()},
+        "bits_per_byte": {name: mean(values) for name, values in bits.items()},
     }

@@ -41,7 +41,7 @@ class Progress:
         self.done, self.interactive = first_step, sys.stdout.isatty()
         self.marks = [(first_step, time.perf_counter())]
 
-    def update(self, phase: str, bits_per_byte: float, kl: float) -> None:
+    def update(self, phase: str, bits_per_byte: float, kl: float | None) -> None:
         self.done += 1
         # The speed over the last few steps: it differs between phases, and on a busy machine.
         self.marks = [*self.marks[-20:], (self.done, time.perf_counter())]
@@ -49,7 +49,8 @@ class Progress:
         speed = (self.done - step) * self.tokens_per_step / (now - start)
         numbers = (
             f"step {self.done}/{self.total}  {phase:<6}  {bits_per_byte:.3f} bits/byte  "
-            f"KL {kl:.4f} nats/token  {speed:,.0f} tokens/s"
+            + ("" if kl is None else f"KL {kl:.4f} nats/token  ")
+            + f"{speed:,.0f} tokens/s"
         )
         last = self.done == self.total
         if self.interactive:
