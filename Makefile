@@ -49,6 +49,7 @@ bench: build-npu
 	$(CPU) benchmarks/products.py
 	$(CPU) benchmarks/call_overhead.py
 	$(CPU) benchmarks/dtensor_call.py
+	$(CPU) benchmarks/transformers_training.py
 	$(NPU) benchmarks/host_time.py
 
 lint: .venv/ready
