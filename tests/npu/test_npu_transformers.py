@@ -1,0 +1,92 @@
+"""Models of transformers on the NPU: what they compute and learn on the CPU, to the last bit.
+
+Our operators and their gradients run on the device, the rest of a model on the CPU
+(rest_on_cpu.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rest_on_cpu import RestOnCPU
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ascend_attn_ops.integrations.transformers import enable_dsa, register
+from integrations.small_models import SPARSE, make, packing, padding, tokens
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+BATCHES = {"plain": {}, "left padding": padding("left"), "packed": packing()}
+SPARSE_FORWARD = {"lightning_indexer.default", "sparse_flash_attention.default"}
+SPARSE_TRAINING = SPARSE_FORWARD | {
+    "sparse_flash_attention_grad.default",
+    "sparse_lightning_indexer_grad_kl_loss.default",
+}
+DENSE_FORWARD = {"flash_attention_score.default"}
+
+
+def model_of(name: str) -> nn.Module:
+    if name in SPARSE:
+        # Without experts, whose counting of tokens the CPU cannot do as the NPU does.
+        model = make(name, first_k_dense_replace=3).bfloat16()
+        enable_dsa(model)
+        return model
+    register()
+    return make(name, "ascend").bfloat16()
+
+
+def trained(name: str, device: str, arguments: dict[str, Any]) -> Any:
+    """Logits, gradients and the indexers' losses."""
+    model = model_of(name).to(device)
+    text = tokens().to(device)
+    there = {x: y.to(device) if isinstance(y, torch.Tensor) else y for x, y in arguments.items()}
+    result = model(text, labels=text, **there)
+    result.loss.backward()
+    losses = getattr(model, "indexer_losses", dict)()
+    found = [result.logits.detach(), *losses.values(), *(x.grad for x in model.parameters())]
+    return [x.cpu() for x in found if x is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("DeepSeek-V3.2", "plain"),
+        ("GLM-MoE-DSA", "plain"),
+        ("Llama", "packed"),
+        ("Mistral", "left padding"),
+    ],
+)
+def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
+    expected = trained(name, "cpu", BATCHES[batch])
+    with RestOnCPU() as mode:
+        actual = trained(name, "npu", BATCHES[batch])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    dense = {*DENSE_FORWARD, "flash_attention_score_grad.default"}
+    assert mode.called.keys() == (SPARSE_TRAINING if name in SPARSE else dense)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "padded"),
+    [
+        ("DeepSeek-V3.2", "dynamic", False),
+        ("GLM-MoE-DSA", "dynamic", False),
+        ("Llama", "static", True),
+        ("Mistral", "dynamic", True),
+    ],
+)
+def test_generated_text_is_that_of_the_cpu(name: str, cache: str, padded: bool) -> None:
+    mask = padding("left")["attention_mask"] if padded else torch.ones(2, 40, dtype=torch.long)
+    options = {
+        "max_new_tokens": 3, "do_sample": False, "disable_compile": True,
+        "cache_implementation": cache,
+    }  # fmt: skip
+    expected = model_of(name).generate(tokens(), attention_mask=mask, **options)
+    with RestOnCPU() as mode:
+        model = model_of(name).to("npu")
+        actual = model.generate(tokens().npu(), attention_mask=mask.npu(), **options).cpu()
+    assert torch.equal(actual, expected)
+    assert mode.called.keys() == (SPARSE_FORWARD if name in SPARSE else DENSE_FORWARD)
