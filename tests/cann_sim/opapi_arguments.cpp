@@ -122,7 +122,8 @@ std::vector<int64_t> Call::elements(std::string_view name) const {
 
 at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t axis,
                              std::string_view layout, std::string_view ends) {
-  if (!call.is_tnd(layout)) {
+  const bool not_asked_for = output.numel() == 0;
+  if (not_asked_for || !call.is_tnd(layout)) {
     return output;
   }
   const auto values = call.elements(ends);

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from ascend_attn_ops.integrations.transformers import enable_dsa, register
 from integrations.small_models import SPARSE, make, packing, padding, tokens
 
-pytestmark = pytest.mark.usefixtures("no_limits")
+pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 
 BATCHES = {"plain": {}, "left padding": padding("left"), "packed": packing()}
 SPARSE_FORWARD = {"lightning_indexer.default", "sparse_flash_attention.default"}
@@ -55,7 +55,8 @@ def trained(name: str, device: str, arguments: dict[str, Any]) -> Any:
     ("name", "batch"),
     [
         ("DeepSeek-V3.2", "plain"),
-        ("GLM-MoE-DSA", "plain"),
+        ("DeepSeek-V3.2", "left padding"),
+        ("GLM-MoE-DSA", "packed"),
         ("Llama", "packed"),
         ("Mistral", "left padding"),
     ],
@@ -72,8 +73,9 @@ def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
 @pytest.mark.parametrize(
     ("name", "cache", "padded"),
     [
-        ("DeepSeek-V3.2", "dynamic", False),
-        ("GLM-MoE-DSA", "dynamic", False),
+        ("DeepSeek-V3.2", "static", False),
+        ("DeepSeek-V3.2", "dynamic", True),
+        ("GLM-MoE-DSA", "dynamic", True),
         ("Llama", "static", True),
         ("Mistral", "dynamic", True),
     ],
