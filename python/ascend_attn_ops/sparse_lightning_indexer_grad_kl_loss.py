@@ -131,13 +131,7 @@ def lightning_indexer_kl_loss(
 
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
     """
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"{_NAME}: reduction: expected 'sum' or 'mean', got {reduction!r}")
-    if normalizer is not None and reduction == "mean":
-        raise ValueError(
-            f"{_NAME}: normalizer: expected None beside reduction='mean', which has its own, got "
-            f"{normalizer!r}"
-        )
+    check_divisor(reduction, normalizer)
     query_lengths = lengths_of(actual_seq_lengths_query)
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
         query,
@@ -161,6 +155,30 @@ def lightning_indexer_kl_loss(
     loss = loss.squeeze(0)
     if reduction == "mean":
         return loss / _tokens(query, query_lengths, layout, weight)
+    return normalized(loss, normalizer)
+
+
+def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"{_NAME}: reduction: expected 'sum' or 'mean', got {reduction!r}")
+    if normalizer is None:
+        return
+    if reduction == "mean":
+        raise ValueError(
+            f"{_NAME}: normalizer: expected None beside reduction='mean', which has its own, got "
+            f"{normalizer!r}"
+        )
+    if isinstance(normalizer, Tensor) and normalizer.numel() != 1:
+        raise ValueError(
+            f"{_NAME}: normalizer: expected one element, got shape {tuple(normalizer.shape)}"
+        )
+    if not isinstance(normalizer, Tensor | float | int):
+        raise TypeError(
+            f"{_NAME}: normalizer: expected a number or a tensor, got {type(normalizer).__name__}"
+        )
+
+
+def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     if normalizer is None:
         return loss
     return loss / (normalizer.reshape(()) if isinstance(normalizer, Tensor) else normalizer)
@@ -181,7 +199,12 @@ def _tokens(
             positions = torch.arange(query.shape[1], device=query.device)
             tokens = weight * (positions < positions.new_tensor(lengths)[:, None])
     # Without tokens the sum is zero, and so is its mean.
-    if tokens is None:
-        return max(count, 1)
-    total = tokens.sum(dtype=torch.promote_types(tokens.dtype, torch.float32))
+    return max(count, 1) if tokens is None else one_for_zero(sum_of_weights(tokens))
+
+
+def sum_of_weights(weight: Tensor) -> Tensor:
+    return weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def one_for_zero(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1, total)

@@ -109,6 +109,10 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
     "all ranks but one": (indexer, {}, {"sparse_count": 3}, "ValueError: .*sparse_count: .* same"),
     "layout": (sparse_attention, {}, {"layout": "BSH"}, "ValueError: .*layout: expected 'TND' or"),
     "reduction": (loss, {}, {"reduction": "max"}, "ValueError: .*reduction: expected 'sum'"),
+    "normalizer": (loss, {}, {"normalizer": 3.0}, "ValueError: .*normalizer: .* same on all"),
+    "weight": (
+        loss, {}, {"weight": torch.ones(7)}, "ValueError: .*weight: expected the 1 local tokens"
+    ),
     "gradient": (
         sparse_attention, {"latent": lambda x: x.clone().requires_grad_()}, {},
         "ValueError: .*gradient: expected the same on all ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,57 @@ def indexer_values(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_through_the_indexers_values(ranks: int) -> None:
     on_ranks(ranks, indexer_values)
+
+
+def weighted(group: ProcessGroup) -> None:
+    with ops.limits(None):
+        shards = SequenceShards(LENGTHS, group)
+        tokens = inputs(LENGTHS, torch.float64, SIZES)
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randint(3, (sum(LENGTHS),), generator=generator).double()
+        ends = list(accumulate(LENGTHS))
+        packed = {
+            "layout": "TND", "actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends,
+        }  # fmt: skip
+        choices: list[dict[str, Any]] = [
+            {"reduction": "mean"}, {"normalizer": 7}, {"normalizer": torch.tensor([2.5])},
+        ]  # fmt: skip
+        for options in choices:
+            whole = kl_loss(ops, tokens, weight, **packed, **options)
+            local = {name: shards.shard(x) for name, x in tokens.items()}
+            mine = shards.shard(weight)
+            actual = kl_loss(distributed, local, mine, shards=shards, **options)
+            torch.testing.assert_close(actual[0], whole[0], rtol=1e-14, atol=0)
+            for x, y in zip(actual[1:], whole[1:], strict=True):
+                assert relative_error(shards.unshard(x), y) <= 1e-14
+
+
+def kl_loss(
+    functions: Any, tokens: dict[str, Tensor], weight: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """The loss of these tokens, and its gradients; selected keys without the axis of heads."""
+    x = {name: tokens[name].clone().requires_grad_() for name in (*QUERIES, *KEYS)}
+    projections = x["query_index"], x["key_index"], x["weights"]
+    ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
+    where = {name: y for name, y in options.items() if name not in ("reduction", "normalizer")}
+    on_device = {
+        name: torch.tensor(y, dtype=torch.int32) if isinstance(y, list) else y
+        for name, y in where.items()
+    }
+    indices, _ = functions.lightning_indexer(*projections, sparse_count=SIZES.count, **on_device)
+    _, *statistics = functions.sparse_flash_attention(
+        x["query"], x["latent"], x["latent"], indices.squeeze(1), **ropes, **on_device
+    )
+    loss = functions.lightning_indexer_kl_loss(
+        x["query"], x["latent"], *projections, indices.squeeze(1), *statistics, **ropes,
+        weight=weight, **options,
+    )  # fmt: skip
+    return loss.detach(), *torch.autograd.grad(loss, projections)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_weighted_loss(ranks: int) -> None:
+    on_ranks(ranks, weighted)
 
 
 def other_options(group: ProcessGroup) -> None:

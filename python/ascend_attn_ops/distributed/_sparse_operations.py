@@ -35,7 +35,8 @@ def _read_slots(part: Rows, indices: Tensor, last: int, block_size: int = 1) -> 
     visible = torch.arange(part.begin + 1, part.end + 1, device=indices.device)
     read = (visible + (block_size - 1)) // block_size
     slot = torch.arange(count, device=indices.device)
-    return indices.masked_fill(slot >= read[:, None, None], -1)
+    per_token = read.view(-1, *[1] * (indices.dim() - 2))  # with an axis of heads or without
+    return indices.masked_fill(slot >= per_token, -1)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class IndexerLoss(Operation):
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The gradients of query_index, weights and key_index, and the loss of one part."""
-        query_index, weights, query, indices, *attention, query_rope = queries
+        query_index, weights, query, indices, *attention, query_rope, weight = queries
         key_index, key, key_rope = keys
         d_query_index, d_key_index, d_weights, loss = ops.sparse_lightning_indexer_grad_kl_loss(
             query, key, query_index, key_index, weights,
@@ -166,5 +167,6 @@ class IndexerLoss(Operation):
             *(x.unsqueeze(0) for x in attention),
             query_rope=query_rope, key_rope=key_rope, scale_value=self.scale_value,
             layout=_LAYOUT, sparse_mode=self.sparse_mode, deterministic=self.deterministic,
+            weight=weight,
         )  # fmt: skip
         return d_query_index[0], d_weights[0], d_key_index[0], loss

@@ -31,6 +31,12 @@ from ascend_attn_ops.distributed._sparse_operations import (
     SparseAttention,
 )
 from ascend_attn_ops.distributed.shards import SequenceShards
+from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
+    check_divisor,
+    normalized,
+    one_for_zero,
+    sum_of_weights,
+)
 
 
 class _GroupLoss(torch.autograd.Function):
@@ -288,7 +294,9 @@ def lightning_indexer_kl_loss(
     layout: str = "TND",
     sparse_mode: int = 3,
     deterministic: bool = False,
+    weight: Tensor | None = None,
     reduction: Literal["sum", "mean"] = "sum",
+    normalizer: Tensor | float | None = None,
 ) -> Tensor:
     """:func:`ascend_attn_ops.lightning_indexer_kl_loss` of the tokens of all ranks.
 
@@ -311,7 +319,12 @@ def lightning_indexer_kl_loss(
         layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
         sparse_mode: 3, causal.
         deterministic: as in :func:`sparse_flash_attention`.
-        reduction: "sum" over the tokens of all ranks, or their "mean".
+        weight: a factor of each local token's loss and gradients, (T,) or (1, T): bool or floating
+            point, as in :func:`ascend_attn_ops.lightning_indexer_kl_loss`.
+        reduction: "sum" over the tokens of all ranks, or their "mean": the sum divided by their
+            number, or by the sum of the weights of all ranks.
+        normalizer: what the sum is divided by, the same on all ranks; a tensor with one element is
+            read on its device. Instead of reduction="mean".
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).
@@ -347,20 +360,24 @@ def lightning_indexer_kl_loss(
         {
             "query_index": query_index, "weights": weights, "query": query,
             "sparse_indices": sparse_indices, "softmax_max": softmax_max,
-            "softmax_sum": softmax_sum, "query_rope": query_rope,
+            "softmax_sum": softmax_sum, "query_rope": query_rope, "weight": weight,
             "key_index": key_index, "key": key, "key_rope": key_rope,
         },
         statistics=("softmax_max", "softmax_sum"),
     )  # fmt: skip
-    if error is None and reduction not in ("sum", "mean"):
-        error = ValueError(
-            f"ascend::{operation.name}: reduction: expected 'sum' or 'mean', got {reduction!r}"
-        )
+    try:
+        check_divisor(reduction, normalizer)
+    except (TypeError, ValueError) as wrong:
+        error = error or wrong
     keys = {name: tensors.get(name) for name in operation.kinds}
     queries = {name: x for name, x in tensors.items() if name not in keys}
     missing = check(
         operation, shards, error, queries=queries, keys=keys, kinds=keys,
-        options={"reduction": reduction},
+        # A tensor's number is on its device.
+        options={
+            "reduction": reduction,
+            "normalizer": "a tensor" if isinstance(normalizer, Tensor) else normalizer,
+        },
     )  # fmt: skip
     forget_unless_all_have(shards, keys, missing)
     trained = ("query_index", "weights", "key_index")
@@ -376,4 +393,8 @@ def lightning_indexer_kl_loss(
     if not is_compiling():
         for kind in operation.kinds:
             shards._gathered.drop(shards, kind)
-    return loss if reduction == "sum" else loss / max(shards.tokens, 1)
+    if reduction == "sum":
+        return normalized(loss, normalizer)
+    if weight is None:
+        return loss / max(shards.tokens, 1)
+    return loss / one_for_zero(all_reduce(shards, sum_of_weights(weight.detach())))
