@@ -238,18 +238,17 @@ class Plan:
 
     def _take_tokens(self, local: Local, part: Part) -> None:
         call, axes, index = self.call, self.axes, self.signature.index
-        lengths = [call.get(name) for name in _LENGTHS]
+        # Those of this rank's batches.
+        lengths = [local.values.get(index[x], call[x]) if x in call else None for x in _LENGTHS]
         if any(isinstance(x, Tensor) for x in lengths):
             local.tokens = part
             return
-        mode = call["sparse_mode"]
-        if call["layout"] == "TND":
-            query, key = (torch.tensor(x, dtype=torch.long) for x in lengths)
-            cut = _tokens.packed_lengths(query, key, part, mode)
-            for name, value in zip(_LENGTHS, cut, strict=True):
+        if any(x is not None for x in lengths):
+            on_host = (None if x is None else torch.tensor(x, dtype=torch.long) for x in lengths)
+            for name, value in zip(_LENGTHS, self._cut_lengths(part, *on_host), strict=True):
                 local.values[index[name]] = value.tolist()
             return
-        keys = _tokens.visible_keys(axes.sizes["S"], axes.sizes["T"], part, mode)
+        keys = _tokens.visible_keys(axes.sizes["S"], axes.sizes["T"], part, call["sparse_mode"])
         if keys == axes.sizes["T"]:
             return
         for name, letters in axes.inputs.items():
@@ -268,7 +267,10 @@ class Plan:
         for position, value in local.values.items():
             values[position] = value
         if local.tokens is not None:
-            self._cut_lengths(local.tokens, values)
+            first, second = (index[name] for name in _LENGTHS)
+            values[first], values[second] = self._cut_lengths(
+                local.tokens, values[first], values[second]
+            )
         if local.heads is not None:
             for name in ("softmax_max", "softmax_sum"):
                 position = index[name]
@@ -276,17 +278,19 @@ class Plan:
                     values[position], self.call[_LENGTHS[0]], local.heads
                 )
 
-    def _cut_lengths(self, tokens: Part, values: list[Any]) -> None:
+    def _cut_lengths(
+        self, tokens: Part, query: Tensor | None, key: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The lengths of the sequences for a rank that has these query tokens."""
         mode, sizes = self.call["sparse_mode"], self.axes.sizes
-        first, second = (self.signature.index[name] for name in _LENGTHS)
-        query, key = values[first], values[second]
-        if self.call["layout"] == "TND":
-            values[first], values[second] = _tokens.packed_lengths(query, key, tokens, mode)
-            return
         given = key if query is None else query
+        assert given is not None
+        if self.call["layout"] == "TND":
+            assert query is not None and key is not None
+            return _tokens.packed_lengths(query, key, tokens, mode)
         query = torch.full_like(given, sizes["S"]) if query is None else query
         key = torch.full_like(given, sizes["T"]) if key is None else key
-        values[first], values[second] = _tokens.padded_lengths(query, key, tokens, mode)
+        return _tokens.padded_lengths(query, key, tokens, mode)
 
     def _check_every_rank(self) -> None:
         """Raise on all ranks what the operator would raise on one of them, before they meet."""
