@@ -86,7 +86,8 @@ def indices(case: SparseCase, random: Random) -> Tensor:
 
     The other patterns: `padded` rows stop short of K; `first` has a -1 in the first slot of every
     third row; `hole` has one in the middle; `duplicates` draws with replacement; `future` names
-    keys that the mask hides; `unread` leaves valid indices in the slots that no query uses.
+    keys that the mask hides or that lie behind the length of the batch; `unread` leaves valid
+    indices in the slots that no query uses.
     """
     query, key = (torch.empty(case.tokens(side)) for side in (0, 1))
     result = torch.full((query.numel(), case.k), -1, dtype=torch.int32)

@@ -35,7 +35,7 @@ struct SparseAttentionInputs {
         block_size(op.options.sparse_block_size),
         mode(static_cast<SparseMode>(op.options.sparse_mode)) {
     check_sparse_indices(op.name, op.options.layout.value(), sparse_indices, op.key, sequences,
-                         block_size);
+                         Selectable::all_keys, block_size);
   }
 
   bool value_is_key() const { return value.is_same(key); }

@@ -27,14 +27,15 @@ bool all_in_range(const int32_t* indices, int64_t count, int64_t blocks) {
 
 void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
                           const at::Tensor& key, const std::vector<Sequence>& sequences,
-                          int64_t block_size) {
+                          Selectable selectable, int64_t block_size) {
   const auto indices = with_dense_rows(sparse_indices);
   const int64_t count = indices.size(-1);
   const bool bsnd = layout == Layout::BSND;
+  const bool whole_batch = bsnd && selectable == Selectable::all_keys;
   for (const auto& sequence : sequences) {
-    const int64_t keys = bsnd ? key.size(1) : sequence.keys;
+    const int64_t keys = whole_batch ? key.size(1) : sequence.keys;
     const int64_t blocks = (keys + block_size - 1) / block_size;
-    const int64_t tokens = bsnd ? indices.size(1) : sequence.queries;
+    const int64_t tokens = whole_batch ? indices.size(1) : sequence.queries;
     const TokenRows<int32_t> rows(indices, sequence.query_begin);
     for (int64_t token = 0; token < tokens; ++token) {
       const int32_t* row = rows.row(token);
@@ -44,9 +45,9 @@ void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& 
       const auto* wrong = std::find_if(
           row, row + count, [blocks](int32_t index) { return index < -1 || index >= blocks; });
       const auto place =
-          bsnd
-              ? c10::str("(", sequence.query_begin / tokens, ", ", token, ", 0, ", wrong - row, ")")
-              : c10::str("(", sequence.query_begin + token, ", 0, ", wrong - row, ")");
+          bsnd ? c10::str("(", sequence.query_begin / indices.size(1), ", ", token, ", 0, ",
+                          wrong - row, ")")
+               : c10::str("(", sequence.query_begin + token, ", 0, ", wrong - row, ")");
       check_value(false, op, "sparse_indices", "expected values in [-1, ", blocks, "), got ",
                   *wrong, " at ", place);
     }

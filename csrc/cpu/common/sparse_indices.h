@@ -29,11 +29,16 @@ inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence:
   return result;
 }
 
-// Checks that every index is in [-1, number of key blocks). In BSND, where the number of keys does
-// not depend on the lengths, `key` gives it; in TND, `sequences` does.
+// Which keys a selection may name.
+enum class Selectable {
+  all_keys,  // in BSND those behind the length of the batch too, which SelectedKeys passes over
+  keys_of_sequence
+};
+
+// Checks that every index is in [-1, number of key blocks).
 void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
                           const at::Tensor& key, const std::vector<Sequence>& sequences,
-                          int64_t block_size = 1);
+                          Selectable selectable, int64_t block_size = 1);
 
 // Iterates over the keys that one row of sparse_indices selects, in order and with repetitions, a
 // chunk at a time.

@@ -286,7 +286,8 @@ class Plan:
         given = key if query is None else query
         assert given is not None
         if self.call["layout"] == "TND":
-            assert query is not None and key is not None
+            assert query is not None
+            assert key is not None
             return _tokens.packed_lengths(query, key, tokens, mode)
         query = torch.full_like(given, sizes["S"]) if query is None else query
         key = torch.full_like(given, sizes["T"]) if key is None else key

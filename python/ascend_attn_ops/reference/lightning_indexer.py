@@ -72,7 +72,7 @@ def lightning_indexer_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
     for row in rows(a):
         i = row.token
-        leading = until_padding(leading_indices(selected[i], row))
+        leading = until_padding(leading_indices(selected[i], row, row.keys))
         j = row.first_key + torch.tensor(leading, dtype=torch.long, device=q.device)
         d_y_i = d_y[i, : len(j)]
         s = q[i] @ k[j].T

@@ -20,7 +20,8 @@ class Row(NamedTuple):
     token: int  # its index among all query tokens
     first_key: int  # the index of its sequence's first key among all key tokens
     limit: int  # it sees the first `limit` keys of its sequence
-    capacity: int  # sparse_indices may name the first `capacity` keys: S2 in BSND, Lk in TND
+    keys: int  # Lk
+    capacity: int  # the keys that it has room for: S2 in BSND, Lk in TND
 
 
 def rows(a: Arguments) -> Iterator[Row]:
@@ -38,7 +39,7 @@ def rows(a: Arguments) -> Iterator[Row]:
         capacity = a.key.shape[1] if a.layout == "BSND" else lk
         for i in range(lq):
             limit = lk if a.sparse_mode == 0 else max(lk - lq + i + 1, 0)
-            yield Row(first_query + i, first_key, limit, capacity)
+            yield Row(first_query + i, first_key, limit, lk, capacity)
 
 
 def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
@@ -50,9 +51,14 @@ def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
     return [(i * s, length) for i, length in enumerate(given or [s] * b)]
 
 
-def leading_indices(indices: list[int], row: Row, sparse_block_size: int = 1) -> list[int]:
-    """The slots that a row reads: min(K, ceil(limit / sparse_block_size)). Checks all of them."""
-    blocks = -(-row.capacity // sparse_block_size)
+def leading_indices(
+    indices: list[int], row: Row, selectable: int, sparse_block_size: int = 1
+) -> list[int]:
+    """The slots that a row reads: min(K, ceil(limit / sparse_block_size)).
+
+    Checks of all slots that they name the first `selectable` keys, or none.
+    """
+    blocks = -(-selectable // sparse_block_size)
     for index in indices:
         if not -1 <= index < blocks:
             raise ValueError(

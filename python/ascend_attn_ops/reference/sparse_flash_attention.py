@@ -101,7 +101,7 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
 
 def positions(indices: list[int], row: Row, sparse_block_size: int) -> Tensor:
     """The key tokens of the blocks that a row selects: the `pos` of its formulas."""
-    blocks = until_padding(leading_indices(indices, row, sparse_block_size))
+    blocks = until_padding(leading_indices(indices, row, row.capacity, sparse_block_size))
     keys = [
         row.first_key + key
         for block in blocks

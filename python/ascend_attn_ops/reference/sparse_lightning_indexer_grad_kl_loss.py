@@ -60,7 +60,7 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
     for row in rows(a):
         i = row.token
         factor = 1.0 if factors is None else factors[i]
-        kept = [index for index in leading_indices(selected[i], row) if index != -1]
+        kept = [index for index in leading_indices(selected[i], row, row.keys) if index != -1]
         if not kept or factor == 0:
             continue
         j = row.first_key + torch.tensor(kept, device=q.device)
