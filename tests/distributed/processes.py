@@ -7,6 +7,7 @@ tests. A group of fewer ranks leaves the last processes idle.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -44,6 +45,7 @@ def join(rank: int, world_size: int, port: int, seconds: float = COLLECTIVE_SECO
 
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
+    faulthandler.enable()  # a crash says where it was
     join(rank, WORLD_SIZE, port)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD_SIZE)}
     groups[WORLD_SIZE] = dist.group.WORLD
