@@ -23,6 +23,9 @@ TOOLS = ["setuptools>=77,<82", "wheel", "ninja>=1.11"]
 TESTS = ["pytest>=8,<10", "numpy>=1.26,<3", "expecttest>=0.3,<1"]
 # matplotlib for the examples' tests; torch_npu imports yaml.
 TESTS += ["matplotlib>=3.8,<4", "pyyaml>=6,<7"]
+MODELS = ["transformers>=5.23,<5.24", "psutil>=5,<8"]
+# Without what it requires: all of it is there, and pip would look after torch's requirements too.
+TRAINERS = ["accelerate>=1.1,<2"]
 FOR_GPUS = re.compile(r"nvidia|cuda|triton|extra ==")
 # Settings that libtorch_npu registers too: torch_npu 2.10 and 2.11 stop at the second of a name.
 CONTESTED = (
@@ -58,7 +61,7 @@ def with_torch(folder: Path, torch: str, python: str = sys.executable) -> Path:
     interpreter, ready = folder / "bin/python", folder / "ready"
     if not ready.exists():
         subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
-        install(interpreter, *TOOLS, *TESTS)
+        install(interpreter, *TOOLS)
         install(interpreter, "--no-deps", f"torch=={torch}")
         packages = site_packages(folder)
         distribution = next(iter(metadata.distributions(name="torch", path=[str(packages)])))
@@ -67,6 +70,11 @@ def with_torch(folder: Path, torch: str, python: str = sys.executable) -> Path:
         stand_in_for_missing_libraries(packages / "torch/lib")
         rename_contested_settings(packages / "torch/lib/libc10_cuda.so")
         ready.touch()
+    wanted = "\n".join([*TESTS, *MODELS, *TRAINERS])
+    if ready.read_text() != wanted:
+        install(interpreter, *TESTS, *MODELS)
+        install(interpreter, "--no-deps", *TRAINERS)
+        ready.write_text(wanted)
     return interpreter
 
 
