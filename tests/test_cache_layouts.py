@@ -11,6 +11,7 @@ import torch
 from ascend_attn_ops import reference
 from samples.sample import bytes_of
 from torch import Tensor
+from torch_defects import INDUCTOR_LOSES_THE_OFFSET
 
 BLOCKS, BLOCK, HEADS, D = 5, 8, 3, 32
 SLOTS = torch.tensor([3, -1, 39, 17, 16, 0, 30, 8, 9])
@@ -191,13 +192,6 @@ def test_other_strides_are_refused(mode: str, layout: Callable[[Tensor], Tensor]
 def write(key: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
     ops.scatter_pa_kv_cache_(key, memory.transpose(1, 2), slots)
     return memory.float().sum()
-
-
-# Any torch.library.custom_op shows it as well, with dynamic=False too.
-INDUCTOR_LOSES_THE_OFFSET = pytest.mark.skipif(
-    torch.__version__ < (2, 13),
-    reason=f"inductor of torch {torch.__version__} loses the offset of a view that is mutated",
-)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,19 @@ PAGES = {
 }
 
 
-def skip_where_the_operator_is_missing(error: NotImplementedError, device: Device) -> None:
+# What older versions of torch lack, by the function that needs it.
+MISSING_IN_TORCH = {
+    "enable_dtensor": EXPLICIT is None,
+    "register_flash_attention_impl": not hasattr(
+        torch.nn.attention, "register_flash_attention_impl"
+    ),
+}
+
+
+def skip_where_it_is_missing(error: RuntimeError, device: Device) -> None:
+    for function, missing_in_torch in MISSING_IN_TORCH.items():
+        if missing_in_torch and function in str(error):
+            pytest.skip(f"torch {torch.__version__} has not what {function} needs")
     missing = re.match(r"ascend::(\w+): product: expected a product that has", str(error))
     if missing is None:
         raise error
@@ -59,12 +71,8 @@ def test_the_examples_of_a_page(
         try:
             for block in python_blocks(PAGES[name]):
                 exec(compile(block, name, "exec"), names)
-        except NotImplementedError as error:
-            skip_where_the_operator_is_missing(error, device)
         except RuntimeError as error:
-            if EXPLICIT is not None or "enable_dtensor" not in str(error):
-                raise
-            pytest.skip(f"enable_dtensor() refuses torch {torch.__version__}")
+            skip_where_it_is_missing(error, device)
 
 
 @pytest.fixture

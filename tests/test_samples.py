@@ -12,6 +12,7 @@ from gradients import differentiable_names, gradients
 from samples import OPERATORS, Gradient, Operator, Sample, named_tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
 
 NAME = "weighted_sum"
 
@@ -157,6 +158,7 @@ def test_opcheck(operator: Operator, sample: Sample) -> None:
     )  # fmt: skip
 
 
+@EXPORT_LOSES_STAR_ARGUMENTS
 def test_export(operator: Operator, sample: Sample) -> None:
     class Module(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> Tensor:

@@ -138,7 +138,8 @@ def lengths_of(lengths: Lengths, query: Tensor | None = None) -> Sequence[int] |
 
 def lengths_on(lengths: Lengths, query: Tensor) -> Tensor | None:
     """As a tensor on the device of `query`, without waiting for it."""
-    if not isinstance(lengths, list | tuple):
+    # A tuple of classes: torch.compile before 2.10 does not know list | tuple.
+    if not isinstance(lengths, (list, tuple)):
         return cast("Tensor | None", lengths)
     if is_dynamo_compiling():
         return torch.tensor(lengths, dtype=torch.int32, device=query.device)

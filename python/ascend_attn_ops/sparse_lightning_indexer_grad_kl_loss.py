@@ -172,7 +172,7 @@ def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
         raise ValueError(
             f"{_NAME}: normalizer: expected one element, got shape {tuple(normalizer.shape)}"
         )
-    if not isinstance(normalizer, Tensor | float | int):
+    if not isinstance(normalizer, (Tensor, float, int)):
         raise TypeError(
             f"{_NAME}: normalizer: expected a number or a tensor, got {type(normalizer).__name__}"
         )

@@ -194,7 +194,7 @@ def _describe_tokens(
     base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Before the forward of a model: pass on which tokens belong together, instead of a mask."""
-    kwargs = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}
+    kwargs = _by_name(args, kwargs)
     tokens = Tokens(_sequences_of(base, kwargs)[0], None)
     return (), {**kwargs, "attention_mask": {_MASK: tokens}}
 
@@ -202,10 +202,14 @@ def _describe_tokens(
 def _describe_tokens_densely(
     base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    kwargs = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}
+    kwargs = _by_name(args, kwargs)
     sequences, keys = _sequences_of(base, kwargs)
     every_key = _sequences.every_key(sequences, _input_of(kwargs), keys)
     return (), {**kwargs, "attention_mask": {_MASK: Tokens(sequences, every_key)}}
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
 
 
 def _input_of(kwargs: dict[str, Any]) -> Tensor:
