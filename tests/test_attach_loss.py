@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,19 @@ def test_gradient_accumulation() -> None:
     for _ in range(3):
         attach_loss(torch.ones(1), parameter.sum(), scale=1 / 3).sum().backward()
     torch.testing.assert_close(parameter.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("output", "loss", "message"),
+    [
+        (torch.ones(2), 1.0, "loss: expected a tensor, got float"),
+        (None, torch.ones(()), "output: expected a tensor, got NoneType"),
+        (torch.ones(2, dtype=torch.long), torch.ones(()), "output: expected a floating point"),
+    ],
+)
+def test_only_tensors_with_gradients(output: Any, loss: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"attach_loss: {message}"):
+        attach_loss(output, loss)
 
 
 def test_under_torch_func() -> None:

@@ -185,3 +185,15 @@ def test_inference_mode_and_gradients() -> None:
         again = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
     assert not out.requires_grad
     assert torch.equal(out, again)
+
+
+def test_autocast_casts_what_is_written_too() -> None:
+    q, k, v = random(3, B, 1, NK, D).float()
+    caches = [torch.zeros(B, SLOTS, NK, D, dtype=torch.bfloat16) for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn_with_kvcache(q, *caches[:2], k, v, cache_seqlens=3)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    expected = flash_attn_with_kvcache(q, *caches[2:], k, v, cache_seqlens=3)
+    assert torch.equal(out, expected)
+    assert torch.equal(caches[0], caches[2])
+    assert caches[0][:, 3].any()

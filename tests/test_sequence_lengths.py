@@ -83,13 +83,49 @@ def test_lists_are_compiled(recipe: Recipe) -> None:
     assert_same_bits(compiled(), sample.call(ops))
 
 
-def test_only_whole_numbers() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([1.5, 4], TypeError, r"expected whole numbers, .* got \[1.5, 4\]"),
+        (["2", "4"], TypeError, r"expected whole numbers, .* got \['2', '4'\]"),
+        ([2, 2**40], ValueError, "expected lengths of at most 2147483647, got "),
+    ],
+)
+def test_what_is_no_list_of_lengths(lengths: Any, error: type[Exception], message: str) -> None:
     x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+    with pytest.raises(
+        error, match=f"ascend::lightning_indexer: actual_seq_lengths_query: {message}"
+    ):
         ops.lightning_indexer(
             x, x[:, :1], x[..., 0], layout="TND",
-            actual_seq_lengths_query=[1.5, 4], actual_seq_lengths_key=[2, 4],
+            actual_seq_lengths_query=lengths, actual_seq_lengths_key=[2, 4],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[2.0, 4], torch.tensor([2.0, 4.0]), torch.tensor([[2, 4]]), torch.tensor(4)],
+    ids=["floats in a list", "floats in a tensor", "two axes", "no axis"],
+)
+def test_what_is_no_list_of_lengths_on_the_host(lengths: Any) -> None:
+    x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
+    wrong = "ascend::flash_attention_score: actual_seq_lengths_query: expected whole numbers"
+    with pytest.raises(TypeError, match=wrong):
+        ops.flash_attention_score(
+            x, x, x, num_heads=2, layout="TND",
+            actual_seq_lengths_query=lengths, actual_seq_lengths_key=[2, 4],
+        )  # fmt: skip
+
+
+def test_a_range_is_a_sequence() -> None:
+    x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
+    arguments = (x, x[:, :1], x[..., 0])
+    options = {"layout": "TND", "actual_seq_lengths_key": [1, 2, 3, 4], "sparse_count": 2}
+    expected = ops.lightning_indexer(*arguments, actual_seq_lengths_query=[1, 2, 3, 4], **options)
+    assert_same_bits(
+        ops.lightning_indexer(*arguments, actual_seq_lengths_query=range(1, 5), **options),
+        expected,
+    )
 
 
 def test_dropout_of_packed_sequences_reads_either() -> None:

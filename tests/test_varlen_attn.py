@@ -85,6 +85,17 @@ def test_forward_and_backward(
 
 
 @needs_registry
+def test_autocast_leaves_it_alone(varlen_attn: Callable[..., Any]) -> None:
+    leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = varlen_attn(*leaves, *LENGTHS)
+    expected = varlen_attn(*leaves, *LENGTHS)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.any() for x in leaves)
+
+
+@needs_registry
 def test_grouped_heads(varlen_attn: Callable[..., Any]) -> None:
     needs("enable_gqa")
     leaves = [x.requires_grad_() for x in tensors(key_heads=2)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._operators import lengths_on
 from ascend_attn_ops.scatter_pa_kv_cache import scatter_pa_kv_cache_, slot_mapping
 
 
@@ -32,12 +33,18 @@ class Cache(NamedTuple):
         """Write k and v in place, from position `begin` of each sequence on."""
         batch, new = k.shape[:2]
         device = k.device
-        table = self.table
-        if table is None:
-            table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
         positions = torch.arange(new, dtype=torch.int32, device=device).expand(batch, new)
-        positions = positions + (begin.to(device)[:, None] if isinstance(begin, Tensor) else begin)
-        slots = slot_mapping(table, positions, self.k.shape[1])
+        if isinstance(begin, Tensor):
+            # A plain copy of a tensor on the CPU would wait for the device.
+            on_device = begin if begin.device == device else lengths_on(begin.tolist(), k)
+            assert on_device is not None
+            begin = on_device[:, None]
+        positions = positions + begin
+        size = self.k.shape[1]
+        if self.table is None:
+            slots = positions + torch.arange(0, batch * size, size, device=device)[:, None]
+        else:
+            slots = slot_mapping(self.table, positions, size)
         scatter_pa_kv_cache_(k.flatten(0, 1), self.k, slots.flatten(), v.flatten(0, 1), self.v)
 
     def attend(
@@ -68,26 +75,50 @@ class Cache(NamedTuple):
         return out.unflatten(0, (batch, queries)), conventions.by_batch(lse, batch)
 
     def to_meta(self) -> Cache:
-        table = None if self.table is None else self.table.to("meta")
+        table = self.table
+        if table is not None and not table.is_cpu:  # on the CPU its values are checked
+            table = table.to("meta")
         return self._replace(k=self.k.to("meta"), v=self.v.to("meta"), table=table)
 
 
 def table_of(
-    function: str, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
+    function: str,
+    batch: int,
+    rows: int,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
 ) -> Tensor | None:
     """The blocks of each sequence: without block_table, one row of the cache."""
     if cache_batch_idx is None:
+        assert block_table is not None
+        conventions.check_indices(function, "block_table", block_table, 2)
         return block_table
     if block_table is not None:
         raise ValueError(
             f"{function}: cache_batch_idx: expected None beside block_table, got a tensor"
         )
+    conventions.check_indices(function, "cache_batch_idx", cache_batch_idx, 1)
     if list(cache_batch_idx.shape) != [batch]:
         raise ValueError(
             f"{function}: cache_batch_idx: expected shape ({batch},), one row of the cache for "
             f"each sequence, got {list(cache_batch_idx.shape)}"
         )
+    beyond = (cache_batch_idx < 0) | (cache_batch_idx >= rows)
+    if conventions.readable(beyond) and bool(beyond.any()):
+        raise ValueError(
+            f"{function}: cache_batch_idx: expected 0..{rows - 1}, got {cache_batch_idx.tolist()}"
+        )
     return cache_batch_idx[:, None]
+
+
+def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
+    """What the flat rows of an append no longer show."""
+    for name, x, tokens in (("k", k, k.shape[1]), ("v", v, k.shape[1])):
+        if x.shape[:2] != (batch, tokens):
+            raise ValueError(
+                f"{function}: {name}: expected shape ({batch}, {tokens}, nheads_k, headdim), as "
+                f"q and k have it, got {list(x.shape)}"
+            )
 
 
 def lengths_of(

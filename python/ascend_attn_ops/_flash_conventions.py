@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ascend_attn_ops._operators import ALL_TOKENS
@@ -69,6 +70,42 @@ def check_tensors(function: str, rank: int, names: str, *tensors: object) -> Non
             )
 
 
+def under_autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """In autocast's dtype where they are float32, as what is written to a cache has to be."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+        for x in (q, *others)
+    )
+
+
+def readable(x: Tensor) -> bool:
+    """Whether its values can be looked at without waiting for a device."""
+    return x.is_cpu and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
+
+def check_indices(function: str, argument: str, indices: object, rank: int) -> None:
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"{function}: {argument}: expected a tensor, got {type(indices).__name__}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        dtype = str(indices.dtype).removeprefix("torch.")
+        raise TypeError(f"{function}: {argument}: expected dtype int32, got {dtype}")
+    if indices.dim() != rank:
+        raise ValueError(f"{function}: {argument}: expected rank {rank}, got {list(indices.shape)}")
+
+
+def check_slopes(function: str, slopes: object) -> None:
+    if slopes is None:
+        return
+    if not isinstance(slopes, Tensor):
+        raise TypeError(f"{function}: alibi_slopes: expected a tensor, got {type(slopes).__name__}")
+    if readable(slopes) and not bool((slopes > 0).all()):
+        raise ValueError(f"{function}: alibi_slopes: expected positive slopes, got others")
+
+
 def refuse(function: str, argument: str, expected: str, got: object) -> None:
     raise NotImplementedError(f"{function}: {argument}: expected {expected}, got {got}")
 
@@ -127,20 +164,29 @@ def from_blocks(
 ) -> tuple[Tensor, Tensor]:
     """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
     the longest sequence has."""
-    if table.dtype not in (torch.int32, torch.int64):
-        dtype = str(table.dtype).removeprefix("torch.")
-        raise TypeError(f"{function}: block_table: expected dtype int32, got {dtype}")
+    check_indices(function, "block_table", table, 2)
     size = k.shape[1]
-    blocks = -(-max(lengths) // size) if size else 0
+    longest = max(lengths, default=0)
+    blocks = -(-longest // size) if size else 0
     shape = list(table.shape)
     if len(shape) != 2 or shape[0] != len(lengths) or shape[1] < blocks:
         raise ValueError(
             f"{function}: block_table: expected shape ({len(lengths)}, {blocks}), batch_size and "
-            f"the blocks of {size} for the {max(lengths)} keys of the longest sequence, or with "
+            f"the blocks of {size} for the {longest} keys of the longest sequence, or with "
             f"more columns, got {shape}"
         )
-    # Entries without a block are often -1.
-    table = table[:, :blocks].clamp(min=0)
+    table = table[:, :blocks]
+    if readable(table) and table.numel():
+        first = torch.arange(blocks) * size
+        wrong = (table < 0) | (table >= k.shape[0])
+        wrong &= first < torch.tensor(lengths)[:, None]
+        if wrong.any():
+            raise ValueError(
+                f"{function}: block_table: expected 0..{k.shape[0] - 1} where a sequence has keys, "
+                f"got {table[wrong][0].item()}"
+            )
+    # Entries behind a sequence are often -1.
+    table = table.clamp(0, max(k.shape[0] - 1, 0))
     return k[table].flatten(1, 2), v[table].flatten(1, 2)
 
 

@@ -116,37 +116,62 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
     overload = getattr(torch.ops.ascend, name).default
     types = {x.name: str(x.type) for x in overload._schema.arguments}
     convert = lengths_on if types.get(_LENGTHS[0]) == "Optional[Tensor]" else lengths_of
-    lengths = [position for position, argument in enumerate(schema) if argument in _LENGTHS]
+    lengths = [
+        (position, f"ascend::{name}: {argument}")
+        for position, argument in enumerate(schema)
+        if argument in _LENGTHS
+    ]
     keywords = [x.name for x in schema.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = len(schema) - len(keywords)
 
     # The direct call comes here with what is not plain, as lengths in the other form are.
     def call(*given: Any) -> Any:
         values = list(given)
-        for position in lengths:
-            values[position] = convert(values[position], values[0])
+        for position, where in lengths:
+            values[position] = convert(values[position], values[0], where)
         keyword_values = dict(zip(keywords, values[positional:], strict=True))
         return overload(*values[:positional], **keyword_values)
 
     return call
 
 
-def lengths_of(lengths: Lengths, query: Tensor | None = None) -> Sequence[int] | None:
-    """As a list. Waits for the device if they are a tensor on it."""
-    return cast("list[int]", lengths.tolist()) if isinstance(lengths, Tensor) else lengths
+def lengths_of(
+    lengths: Lengths, query: Tensor | None = None, where: str = "lengths"
+) -> Sequence[int] | None:
+    """As a list. Waits for the device if they are a tensor on it. `where` begins an error."""
+    if isinstance(lengths, Tensor):
+        if lengths.dim() != 1 or lengths.is_floating_point():
+            raise _not_lengths(where, lengths)
+        return cast("list[int]", lengths.tolist())
+    # Whole numbers may be symbols here.
+    if isinstance(lengths, (list, tuple)) and any(isinstance(x, float) for x in lengths):
+        raise _not_lengths(where, lengths)
+    return lengths
 
 
-def lengths_on(lengths: Lengths, query: Tensor) -> Tensor | None:
-    """As a tensor on the device of `query`, without waiting for it."""
-    # A tuple of classes: torch.compile before 2.10 does not know list | tuple.
-    if not isinstance(lengths, (list, tuple)):
+def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tensor | None:
+    """As a tensor on the device of `query`, without waiting for it. `where` begins an error."""
+    if isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
         return cast("Tensor | None", lengths)
     if is_dynamo_compiling():
         return torch.tensor(lengths, dtype=torch.int32, device=query.device)
-    on_host = torch.tensor([index(length) for length in lengths], dtype=torch.int32)
+    try:
+        numbers = [index(length) for length in lengths]
+    except TypeError:
+        raise _not_lengths(where, lengths) from None
+    limit = torch.iinfo(torch.int32).max
+    if max(map(abs, numbers), default=0) > limit:
+        raise ValueError(f"{where}: expected lengths of at most {limit}, got {numbers}")
+    on_host = torch.tensor(numbers, dtype=torch.int32)
     if query.device.type in ("cpu", "meta"):
         return on_host.to(query.device)
     return on_host.pin_memory().to(query.device, non_blocking=True)
+
+
+def _not_lengths(where: str, got: Any) -> TypeError:
+    if isinstance(got, Tensor):
+        got = f"{str(got.dtype).removeprefix('torch.')} of shape {list(got.shape)}"
+    return TypeError(f"{where}: expected whole numbers, as a list or as a tensor, got {got}")
 
 
 def _function(

@@ -73,11 +73,13 @@ def forward(
         key, value = conventions.from_blocks(name, key, value, block_table, used)
         k_ends = conventions.multiples(key.shape[1], batch)
         key, value = key.flatten(0, 1), value.flatten(0, 1)
-    out, lse = conventions.attend_packed(
-        name, query, key, value, q_ends, k_ends,
-        _mask(name, is_causal, window_size_left, window_size_right),
-        alibi_slopes, scale, 0.0, True, used,
-    )  # fmt: skip
+    # The operator would cast, after torch has fixed the dtypes of this call and of its backward.
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = conventions.attend_packed(
+            name, query, key, value, q_ends, k_ends,
+            _mask(name, is_causal, window_size_left, window_size_right),
+            alibi_slopes, scale, 0.0, True, used,
+        )  # fmt: skip
     assert lse is not None
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     # torch says float32, for float64 as well.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._flash_cache import Cache, lengths_of, table_of
+from ascend_attn_ops._flash_cache import Cache, check_new, lengths_of, table_of
 from ascend_attn_ops._varlen_attention import Kernels
 
 __all__ = [
@@ -222,13 +222,14 @@ def flash_attn_with_kvcache(
             in every call.
         cache_leftpad: only None.
         block_table: int32 (batch_size, max_num_blocks), the blocks of each sequence; of any size.
-            They are copied side by side in every call.
+            They are copied side by side in every call. Numbers of blocks on an NPU are not checked.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in
             :func:`flash_attn_varlen_func`.
         rotary_interleaved: of no effect without rotary_cos.
         num_splits: of no effect: the kernels divide the work themselves.
         return_softmax_lse: return the log-sum-exp, too, by which
-            :func:`ascend_attn_ops.attention_update` merges the result with others.
+            :func:`ascend_attn_ops.attention_update` merges the result with others; it wants -inf
+            where this is +inf.
 
     Returns:
         out, (batch_size, seqlen_q, nheads, headdim of v_cache). With return_softmax_lse (out,
@@ -259,11 +260,13 @@ def flash_attn_with_kvcache(
         _refuse_given(
             name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad
         )
+    q, k, v = conventions.under_autocast(q, k, v)
     wants_grad = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
     new, table = 0, None
     if k is not None or v is not None:
         conventions.check_tensors(name, 4, "k v", k, v)
     if k is not None and v is not None:
+        check_new(name, q.shape[0], k, v)
         wants_grad = wants_grad or k.requires_grad or v.requires_grad
         new = k.shape[1]
     if wants_grad and torch.is_grad_enabled():
@@ -274,10 +277,11 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
     batch = q.shape[0]
     if block_table is not None or cache_batch_idx is not None:
-        table = table_of(name, batch, cache_batch_idx, block_table)
+        table = table_of(name, batch, k_cache.shape[0], cache_batch_idx, block_table)
     slots = k_cache.shape[1] * (1 if table is None else table.shape[-1])
     lengths = lengths_of(name, batch, slots, new, cache_seqlens)
     cache = Cache(name, k_cache, v_cache, table, lengths)
+    conventions.check_slopes(name, alibi_slopes)
     mask = conventions.mask_of(name, causal, window_size)
     if k is not None and v is not None and new:
         # What is wrong with the attention is said before the caches are written.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._operators import Lengths, lengths_of, operator
+from ascend_attn_ops._operators import Lengths, lengths_of, lengths_on, operator
 
 _NAME = "ascend::lightning_indexer_kl_loss"
 
@@ -154,7 +154,7 @@ def lightning_indexer_kl_loss(
     )
     loss = loss.squeeze(0)
     if reduction == "mean":
-        return loss / _tokens(query, query_lengths, layout, weight)
+        return loss / _tokens(query, query_lengths, layout, weight, loss.dtype)
     return normalized(loss, normalizer)
 
 
@@ -181,11 +181,18 @@ def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
 def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     if normalizer is None:
         return loss
-    return loss / (normalizer.reshape(()) if isinstance(normalizer, Tensor) else normalizer)
+    if isinstance(normalizer, Tensor):
+        # Two scalars would otherwise take the wider dtype.
+        normalizer = normalizer.reshape(()).to(loss.dtype)
+    return loss / normalizer
 
 
 def _tokens(
-    query: Tensor, lengths: Sequence[int] | None, layout: str, weight: Tensor | None
+    query: Tensor,
+    lengths: Sequence[int] | None,
+    layout: str,
+    weight: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor | int:
     """The number of query tokens that belong to a sequence, or the sum of their weights."""
     if layout == "TND":
@@ -197,13 +204,12 @@ def _tokens(
         count, tokens = sum(lengths), None
         if weight is not None:
             positions = torch.arange(query.shape[1], device=query.device)
-            tokens = weight * (positions < positions.new_tensor(lengths)[:, None])
+            on_device = lengths_on(list(lengths), query)
+            assert on_device is not None
+            # Not a product: padding may hold anything, also NaN.
+            tokens = torch.where(positions < on_device[:, None], weight, 0)
     # Without tokens the sum is zero, and so is its mean.
-    return max(count, 1) if tokens is None else one_for_zero(sum_of_weights(tokens))
-
-
-def sum_of_weights(weight: Tensor) -> Tensor:
-    return weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+    return max(count, 1) if tokens is None else one_for_zero(tokens.sum(dtype=dtype))
 
 
 def one_for_zero(total: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
     Args:
         output: any tensor on the way to the trainer's loss: the layer's output.
         loss: usually a scalar; of other shapes the sum of the elements is the loss.
-        scale: factor of the loss's gradient. A tensor with one element is read on its device.
-            A trainer that scales its loss, as torch.amp.GradScaler and accumulation of gradients
-            do, does not scale an attached one: that is what `scale` is for.
+        scale: factor of the loss's gradient. A tensor with one element is read in the backward, on
+            its device. A trainer that scales its loss, as torch.amp.GradScaler and accumulation of
+            gradients do, does not scale an attached one: that is what `scale` is for.
 
     Returns:
         A view of `output`. Not to be modified in place, which autograd refuses.
@@ -68,11 +68,21 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
         >>> parameter.grad
         tensor([1., 1.])
     """
+    for name, x in (("output", output), ("loss", loss)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"attach_loss: {name}: expected a tensor, got {type(x).__name__}")
+        if not (x.is_floating_point() or x.is_complex()):
+            dtype = str(x.dtype).removeprefix("torch.")
+            raise TypeError(f"attach_loss: {name}: expected a floating point dtype, got {dtype}")
     if isinstance(scale, Tensor) and scale.numel() != 1:
         raise ValueError(
             f"attach_loss: scale: expected one element, got shape {tuple(scale.shape)}"
         )
     return cast("Tensor", _AttachLoss.apply(output, loss, scale))
+
+
+# Ours, and torch's varlen_attn, which may call one of ours.
+_OPERATORS = ("ascend", "torch_attn")
 
 
 def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -81,7 +91,8 @@ def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
     A policy for :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`. A checkpoint
     keeps what the operators return: attention outputs and statistics, selected indices, the
     gradients of the KL loss. All else is recomputed in the backward. In eager mode and under
-    torch.compile, with ``use_reentrant=False``.
+    torch.compile, with ``use_reentrant=False``. A dropout mask is drawn again: by torch's own
+    generators the same one, by a `generator` that was passed another.
 
     Example:
         >>> import functools, torch, ascend_attn_ops
@@ -96,6 +107,6 @@ def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
         >>> out.sum().backward()
     """
     # What writes to its arguments has nothing to keep.
-    if op.namespace == "ascend" and not op._schema.is_mutable:
+    if op.namespace in _OPERATORS and not op._schema.is_mutable:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -35,7 +35,6 @@ from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
     check_divisor,
     normalized,
     one_for_zero,
-    sum_of_weights,
 )
 
 
@@ -397,4 +396,4 @@ def lightning_indexer_kl_loss(
         return normalized(loss, normalizer)
     if weight is None:
         return loss / max(shards.tokens, 1)
-    return loss / one_for_zero(all_reduce(shards, sum_of_weights(weight.detach())))
+    return loss / one_for_zero(all_reduce(shards, weight.detach().sum(dtype=loss.dtype)))
