@@ -151,7 +151,8 @@ def lengths_of(
 
 def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tensor | None:
     """As a tensor on the device of `query`, without waiting for it. `where` begins an error."""
-    if isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
+    # Of a wrong type, they are the operator's to refuse.
+    if lengths is None or isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
         return cast("Tensor | None", lengths)
     if is_dynamo_compiling():
         return torch.tensor(lengths, dtype=torch.int32, device=query.device)

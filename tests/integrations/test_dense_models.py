@@ -190,6 +190,23 @@ REFUSED = {
 }
 
 
+def test_models_that_compute_their_attention_themselves_are_refused() -> None:
+    config = transformers.BloomConfig(
+        vocab_size=97, hidden_size=64, n_layer=1, n_head=4, attn_implementation="ascend"
+    )
+    with pytest.raises(NotImplementedError, match="models of BloomConfig compute their attention"):
+        transformers.BloomForCausalLM(config)(tokens())
+
+
+def test_chunk_whose_mask_leaves_out_the_cache() -> None:
+    _, ours = pair("Llama")
+    cache = transformers.DynamicCache(config=ours.config)
+    ours(tokens()[:, :20], past_key_values=cache)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    with pytest.raises(ValueError, match="expected at least 40 columns"):
+        ours(tokens()[:, 20:], attention_mask=mask, past_key_values=cache)
+
+
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_the_operator_cannot_do_is_refused_by_name(refused: str) -> None:
     with pytest.raises(NotImplementedError, match=REFUSED[refused]):

@@ -297,6 +297,8 @@ WRONG_MASKS = {
     "not causal": (torch.ones(1, 1, 4, 4).bool(), ValueError, "expected a causal mask"),
     "shape": (torch.ones(1, 4, 4).bool(), ValueError, "expected shape"),
     "too long": (torch.ones(1, 5).long(), ValueError, "at most 4 columns"),
+    "too short": (torch.ones(1, 3).long(), ValueError, "at least 4 and at most 4 columns"),
+    "other batch": (torch.ones(2, 4).long(), ValueError, "expected 1 rows"),
 }
 
 
@@ -318,6 +320,11 @@ def test_mask_of_all_pairs(name: str) -> None:
     for mask in (causal, in_floats):
         actual = ours(tokens(), attention_mask=mask).logits[valid]
         torch.testing.assert_close(actual, expected, **CLOSE)
+    # One mask for all rows.
+    expected = eager(tokens(), attention_mask=in_floats[:1]).logits[:, 7:]
+    with torch.no_grad():
+        actual = ours(tokens(), attention_mask=causal[:1]).logits[:, 7:]
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_wrong_models_say_what_to_do(name: str) -> None:
@@ -332,5 +339,6 @@ def test_wrong_models_say_what_to_do(name: str) -> None:
     _, ours = pair(name)
     with pytest.raises(NotImplementedError, match=r"output_attentions: .* disable_dsa"):
         ours(tokens(), output_attentions=True)
-    with pytest.raises(ValueError, match="enabled already"):
-        enable_dsa(ours.model)
+    for function in (enable_dsa, disable_dsa):
+        with pytest.raises(ValueError, match="enabled already"):
+            function(ours.model)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 import ascend_attn_ops as ops
 
@@ -36,14 +37,14 @@ def register() -> None:
     Attention then is :func:`ascend_attn_ops.flash_attention_score`, forward and backward, with
     grouped heads, sliding windows and dropout. Causal masks, windows, padding and packed sequences
     (position_ids that start over) reach it as modes and lengths, and no mask of all pairs is built.
-    That happens for other patterns only (such as images that attend both ways), and under
-    torch.compile where there may be padding or packed sequences, whose lengths a graph cannot know.
-    Static and dynamic caches work. A padding token gets another output than in transformers, where
-    it attends to everything.
+    That happens for other patterns only (images that attend both ways, padding of encoders), and
+    under torch.compile where there may be padding or packed sequences, whose lengths a graph cannot
+    know. Static and dynamic caches work. The output of a padding token differs from that in
+    transformers: generate() needs left padding.
 
     What the operator cannot do raises NotImplementedError in the forward: soft caps, sinks,
-    position biases, paged caches, output_attentions, and models with an indexer, which are for
-    :func:`enable_dsa`.
+    position biases, paged caches, output_attentions, models that compute their attention
+    themselves, and models with an indexer, which are for :func:`enable_dsa`.
 
     Example:
         >>> import torch, transformers
@@ -94,6 +95,12 @@ def mask(
             f'attn_implementation="{NAME}": {type(config).__name__} has an indexer; load the model '
             "with another implementation and call enable_dsa(model)"
         )
+    config_class: Any = type(config)
+    if config is not None and not _lets_attention_be_chosen(config_class):
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}": the models of {config_class.__name__} compute their '
+            'attention themselves; use another implementation, such as "eager"'
+        )
 
     def of_all_pairs() -> Tensor | None:
         return masking_utils.sdpa_mask(
@@ -111,11 +118,15 @@ def mask(
 
     offset = int(q_offset)
     keys = offset + q_length - kv_offset
+    if attention_mask is not None and attention_mask.shape[-1] < offset + q_length:
+        raise ValueError(
+            f"attention_mask: expected at least {offset + q_length} columns, the tokens and what "
+            f"is cached, got {attention_mask.shape[-1]}"
+        )
     window = pattern.window if pattern.window is not None and pattern.window < keys else None
     sequences = pattern.sequences
     if attention_mask is not None:
-        valid = nn.functional.pad(attention_mask, (0, max(0, keys - attention_mask.shape[-1])))
-        valid = valid[:, kv_offset : kv_offset + keys].bool()
+        valid = attention_mask[:, kv_offset : kv_offset + keys].bool()
         changes = valid.diff(dim=-1) != 0
         if bool((valid.int().diff(dim=-1) > 0).sum(-1).add(valid[:, 0]).max() > 1):
             # A key may be seen from the other side of a gap.
@@ -128,6 +139,22 @@ def mask(
         sequences = torch.zeros(1, keys, device=device)
     brief = torch.stack([sequences, torch.full_like(sequences, window or 0)], 1)
     return brief.to(device, torch.int32).unsqueeze(1)
+
+
+@cache
+def _lets_attention_be_chosen(config_class: Any) -> bool:
+    """Whether masks as scaled_dot_product_attention takes them mean to its models what they say.
+
+    transformers hands masks of an unknown implementation to models that never ask for it too.
+    """
+
+    def kinds_of(kind: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+        for special in kind.__subclasses__():
+            yield special
+            yield from kinds_of(special)
+
+    models = (model for model in kinds_of(PreTrainedModel) if model.config_class is config_class)
+    return all(model._supports_sdpa or model._supports_attention_backend for model in models)
 
 
 def _recognise(function: Callable[..., Any]) -> _Pattern | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
 
 from ascend_attn_ops.integrations.transformers import _sequences
 from ascend_attn_ops.integrations.transformers._sparse_attention import (
@@ -16,6 +18,7 @@ from ascend_attn_ops.integrations.transformers._sparse_attention import (
     Options,
     SparseAttention,
     Tokens,
+    plain_projection,
 )
 
 _MASK = "indexed_attention"
@@ -50,14 +53,18 @@ def enable_dsa(
     remain as they are. The logits are those of transformers but for rounding, unless scores of
     the indexer tie at the last selected key: here the earlier key is selected, and there any.
 
+    Call it before the model is wrapped (DistributedDataParallel, FSDP) and before the optimizer is
+    made. Forward hooks on kv_b_proj are not called. The dense warm-up needs the indices of all
+    pairs of tokens, and generate() left padding, as everywhere.
+
     The model gets a method ``indexer_losses()``: for each layer with an indexer, by its number,
     the mean KL loss of the last forward in nats per token, without a gradient. It is empty after a
-    forward in eval mode without gradients, which has no use for the losses.
+    forward that has no use for the losses: without gradients, in eval mode or with a cache.
 
     Call it again to change the options, as between the phases of a training.
 
     Args:
-        model: a model of transformers, or one that holds such models.
+        model: a model of transformers, or one that holds such a model.
         indexer_loss_weight: factor of the losses' gradients. A trainer that accumulates gradients
             over n batches and divides its loss by n does not divide this one: 1 / n does. A tensor
             with one element may be changed between steps.
@@ -101,11 +108,6 @@ def enable_dsa(
     for layer in layers:
         _check(layer)
     disable_dsa(model)
-    if any(isinstance(layer, SparseAttention) for layer in layers):
-        raise ValueError(
-            "enable_dsa: model: a part or the whole of it is enabled already; call disable_dsa "
-            "with what enable_dsa was called with"
-        )
 
     enabled = _Enabled()
     options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
@@ -128,24 +130,32 @@ def enable_dsa(
         for parameter in enabled.frozen:
             parameter.requires_grad_(False)
     model._ascend_dsa = enabled  # type: ignore[assignment]
-    model.indexer_losses = MethodType(_indexer_losses, model)  # type: ignore[assignment]
+    if isinstance(model, GenerationMixin):
+        model.create_masks_for_generate = _masks_for_generate
+    model.indexer_losses = partial(_indexer_losses, model)  # type: ignore[assignment]
 
 
 def disable_dsa(model: nn.Module) -> None:
     """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it."""
-    enabled = model.__dict__.pop("_ascend_dsa", None)
-    model.__dict__.pop("indexer_losses", None)
-    if enabled is None:
-        return
-    for hook in enabled.hooks:
-        hook.remove()
-    for parameter in enabled.frozen:
-        parameter.requires_grad_(True)
     original: dict[type, Any] = {sparse: kind for kind, sparse in SPARSE_CLASSES.items()}
-    for layer in model.modules():
-        if isinstance(layer, SparseAttention):
-            del layer.dsa_options, layer.indexer_loss
-            layer.__class__ = original[type(layer)]
+    # What it was called with, or a wrapper: torch.compile's keeps our attributes in the model.
+    for enabled_model in [x for x in model.modules() if "_ascend_dsa" in x.__dict__]:
+        enabled = enabled_model.__dict__.pop("_ascend_dsa")
+        del enabled_model.__dict__["indexer_losses"]
+        enabled_model.__dict__.pop("create_masks_for_generate", None)
+        for hook in enabled.hooks:
+            hook.remove()
+        for parameter in enabled.frozen:
+            parameter.requires_grad_(True)
+        for layer in enabled_model.modules():
+            if isinstance(layer, SparseAttention):
+                del layer.dsa_options, layer.indexer_loss
+                layer.__class__ = original[type(layer)]
+    if any(isinstance(layer, SparseAttention) for layer in model.modules()):
+        raise ValueError(
+            f"disable_dsa: model: {type(model).__name__} is a part of what is enabled already; "
+            "call disable_dsa with what enable_dsa was called with"
+        )
 
 
 def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:
@@ -157,19 +167,27 @@ def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:
     }
 
 
+def _masks_for_generate(
+    inputs_embeds: Tensor, attention_mask: Tensor | None = None, **others: Any
+) -> Any:
+    """generate() asks for a mask of all pairs beside a static cache: a prompt goes without it.
+
+    For a single token it is small, and torch.compile wants its shape to stay.
+    """
+    if inputs_embeds.shape[1] > 1:
+        return attention_mask
+    return create_masks_for_generate(
+        inputs_embeds=inputs_embeds, attention_mask=attention_mask, **others
+    )
+
+
 def _check(layer: Any) -> None:
     if layer.attention_dropout:
         raise NotImplementedError(
             f"enable_dsa: config.attention_dropout: expected 0, got {layer.attention_dropout}: the "
             "sparse operators have no dropout; set it to 0 when the model is made"
         )
-    # Its weight is folded into query and output, so that nothing that wraps it would be called.
-    projection = layer.kv_b_proj
-    if type(projection) is not nn.Linear:
-        raise NotImplementedError(
-            f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, got "
-            f"{type(projection).__name__}; merge adapters and dequantize before"
-        )
+    plain_projection(layer)
 
 
 def _cut_gradients(base: Any) -> list[torch.utils.hooks.RemovableHandle]:
@@ -204,6 +222,8 @@ def _describe_tokens_densely(
 ) -> tuple[tuple[()], dict[str, Any]]:
     kwargs = _by_name(args, kwargs)
     sequences, keys = _sequences_of(base, kwargs)
+    if kwargs.get("inputs_embeds") is not None:
+        kwargs["inputs_embeds"] = _start_gradients(base, (), kwargs["inputs_embeds"])
     every_key = _sequences.every_key(sequences, _input_of(kwargs), keys)
     return (), {**kwargs, "attention_mask": {_MASK: Tokens(sequences, every_key)}}
 
@@ -237,15 +257,16 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
         valid = (torch.arange(keys, device=device) < offset + queries).expand(batch, keys)
     elif mask.ndim == 2:
         valid = mask.to(device, torch.bool)
-        if valid.shape[-1] > keys:
+        fewest = 0 if is_compiling() else int(offset) + queries
+        if valid.shape[0] != batch or not fewest <= valid.shape[-1] <= keys:
             raise ValueError(
-                f"attention_mask: expected at most {keys} columns, the tokens and what is cached, "
-                f"got {valid.shape[-1]}"
+                f"attention_mask: expected {batch} rows of at least {fewest} and at most {keys} "
+                f"columns, the tokens and what is cached, got {tuple(valid.shape)}"
             )
         # A cache with room: what is not there yet is as good as padding.
         valid = torch.nn.functional.pad(valid, (0, keys - valid.shape[-1]))
     else:
-        valid = _sequences.valid_keys(mask, queries, offset)
+        valid = _sequences.valid_keys(mask, queries, offset).expand(batch, -1)
     if not is_compiling() and bool(valid.all()):
         return None, keys
     return _sequences.padded(valid, queries, offset), keys

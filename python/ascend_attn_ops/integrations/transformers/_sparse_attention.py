@@ -53,6 +53,17 @@ class Tokens:
         }
 
 
+def plain_projection(layer: Any) -> nn.Linear:
+    """kv_b_proj, whose weight is folded into query and output: nothing that wraps it is called."""
+    projection = layer.kv_b_proj
+    if type(projection) is not nn.Linear:
+        raise NotImplementedError(
+            f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, got "
+            f"{type(projection).__name__}; merge adapters and dequantize before"
+        )
+    return projection
+
+
 class SparseAttention(nn.Module):
     """What both models' attention has in common. A layer of a model becomes one by its class.
 
@@ -148,7 +159,7 @@ class SparseAttention(nn.Module):
         output = self.o_proj(values.reshape(batch, length, -1))
 
         self.indexer_loss = None
-        if indexed is not None and self._learns():
+        if indexed is not None and self._learns(past_key_values):
             loss = self._loss(indexed, query, latent, indices, statistics, attention, tokens)
             self.indexer_loss = loss.detach()
             output = ops.attach_loss(output, loss, scale=options.indexer_loss_weight)
@@ -160,7 +171,7 @@ class SparseAttention(nn.Module):
     def _absorbed_weights(self) -> list[Tensor]:
         """The projections of latents to keys, (N, Dn, C), and to values, (N, Dv, C)."""
         sizes = [self.qk_nope_head_dim, self.v_head_dim]
-        weight: Tensor = self.kv_b_proj.weight
+        weight: Tensor = plain_projection(self).weight
         # FSDP2 has gathered its shards by now.
         if isinstance(weight, DTensor):
             raise NotImplementedError(
@@ -244,9 +255,10 @@ class SparseAttention(nn.Module):
         options = tokens.options()
         return ops.lightning_indexer(query, key, weights, sparse_count=count, **options)[0]
 
-    def _learns(self) -> bool:
-        # Reentrant checkpointing runs its first forward without gradients.
-        return (torch.is_grad_enabled() or self.training) and any(
+    def _learns(self, past_key_values: Any) -> bool:
+        # Reentrant checkpointing runs its first forward without gradients, and has no cache.
+        training = self.training and past_key_values is None
+        return (torch.is_grad_enabled() or training) and any(
             parameter.requires_grad for parameter in self.indexer.parameters()
         )
 
