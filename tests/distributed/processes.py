@@ -112,6 +112,15 @@ class _Pool:
 _pool: _Pool | None = None
 
 
+def end() -> None:
+    """End the processes; the next call starts new ones."""
+    if _pool is not None:
+        _pool.kill()
+
+
+atexit.register(end)
+
+
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call function(group, *args) on `size` ranks, and return what it returns on each.
 
@@ -121,7 +130,6 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     global _pool
     if _pool is None:
         _pool = _Pool()
-        atexit.register(_pool.kill)
     pool = _pool
     for pipe in pool.pipes[:size]:
         pipe.send((size, function, args))
