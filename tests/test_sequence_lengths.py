@@ -8,7 +8,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops import reference
 from samples import OPERATORS, Recipe, Sample, as_tuple
+from samples.sparse import SparseCase
 from tolerance import assert_same_bits
 from torch import Tensor
 
@@ -67,6 +69,15 @@ def test_every_operator_with_lengths_is_here() -> None:
 def test_lists_and_tensors(recipe: Recipe, convert: Callable[[Any], Any]) -> None:
     sample = recipe.make(torch.bfloat16)
     assert_same_bits(converted(sample, convert).call(ops), sample.call(torch.ops.ascend))
+
+
+def test_attention_passes_over_keys_behind_the_length() -> None:
+    """Its gradients refuse them: samples/sparse_errors.py."""
+    case = SparseCase(s=(9, 17), lengths=((9, 4), (11, 6)), pattern="future", k=8)
+    sample = OPERATORS["sparse_flash_attention"].make(case, torch.float64)
+    assert int(sample.arguments["sparse_indices"][0].max()) >= 11
+    for actual, expected in zip(sample.call(ops), sample.call(reference), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ void attend(const SparseAttentionInputs& inputs, double scale,
 
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
-  const SparseAttentionInputs inputs(op);
+  const SparseAttentionInputs inputs(op, Selectable::all_keys);
   const int64_t tokens = token_count(inputs.query);
   const auto& [out, softmax_max, softmax_sum] = outputs;
   for (const auto& output : {out, softmax_max, softmax_sum}) {

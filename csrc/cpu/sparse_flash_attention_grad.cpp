@@ -260,7 +260,7 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
 
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
-  const SparseAttentionInputs inputs(op);
+  const SparseAttentionInputs inputs(op, Selectable::keys_of_sequence);
   const ForwardResults forward{with_dense_rows(op.d_out), with_dense_rows(op.out),
                                op.softmax_max.contiguous(), op.softmax_sum.contiguous()};
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;

@@ -32,7 +32,6 @@ CASES = [
     SparseCase(s=(9, 9), pattern="hole", k=5),
     SparseCase(s=(9, 17), pattern="duplicates", k=8, rope=8),
     SparseCase(s=(9, 17), pattern="future", k=8),
-    SparseCase(s=(9, 17), lengths=((9, 4), (11, 6)), pattern="future", k=8),
     SparseCase(s=(9, 9), pattern="unread", k=8, rope=8),
     SparseCase(s=(9, 30), block=8, k=3, rope=8),
     SparseCase(s=(9, 30), block=8, k=9, mode=0, pattern="padded"),

@@ -19,7 +19,7 @@ namespace ascend_attn::cpu {
 // The arguments of one call, with validated values.
 struct SparseAttentionInputs {
   template <typename Op>
-  explicit SparseAttentionInputs(const Op& op)
+  SparseAttentionInputs(const Op& op, Selectable selectable)
       : sequences(read_sequences(op.name, op.options.layout.value(), op.query, op.key,
                                  op.options.actual_seq_lengths_query,
                                  op.options.actual_seq_lengths_key)),
@@ -35,7 +35,7 @@ struct SparseAttentionInputs {
         block_size(op.options.sparse_block_size),
         mode(static_cast<SparseMode>(op.options.sparse_mode)) {
     check_sparse_indices(op.name, op.options.layout.value(), sparse_indices, op.key, sequences,
-                         Selectable::all_keys, block_size);
+                         selectable, block_size);
   }
 
   bool value_is_key() const { return value.is_same(key); }

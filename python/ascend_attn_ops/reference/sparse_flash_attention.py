@@ -44,7 +44,8 @@ def sparse_flash_attention(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     softmax_max, softmax_sum = (q.new_zeros(q.shape[:2]) for _ in range(2))
 
     for row in rows(a):
-        i, pos = row.token, positions(selected[row.token], row, a.sparse_block_size).to(q.device)
+        i = row.token
+        pos = positions(selected[i], row, row.capacity, a.sparse_block_size).to(q.device)
         if len(pos) > 0:
             s = a.scale_value * (q[i] @ k[pos].T)
             maximum = s.detach().amax(-1)
@@ -85,7 +86,8 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
 
     for row in rows(a):
-        i, pos = row.token, positions(selected[row.token], row, a.sparse_block_size).to(q.device)
+        i = row.token
+        pos = positions(selected[i], row, row.keys, a.sparse_block_size).to(q.device)
         if len(pos) > 0:
             p = torch.exp(a.scale_value * (q[i] @ k[pos].T) - maximum[i]) / total[i]
             delta = (d_o[i] * o[i]).sum(-1, keepdim=True)
@@ -99,9 +101,9 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
     return d_query, d_key, like(d_v, a.value), d_query_rope, d_key_rope
 
 
-def positions(indices: list[int], row: Row, sparse_block_size: int) -> Tensor:
+def positions(indices: list[int], row: Row, selectable: int, sparse_block_size: int) -> Tensor:
     """The key tokens of the blocks that a row selects: the `pos` of its formulas."""
-    blocks = until_padding(leading_indices(indices, row, row.capacity, sparse_block_size))
+    blocks = until_padding(leading_indices(indices, row, selectable, sparse_block_size))
     keys = [
         row.first_key + key
         for block in blocks
