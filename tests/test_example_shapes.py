@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -37,19 +38,34 @@ PAGES = {
 }
 
 
-# What older versions of torch lack, by the function that needs it.
+def varlen_attn_has_windows() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+# What this torch lacks, by the function that an error then names.
 MISSING_IN_TORCH = {
-    "enable_dtensor": EXPLICIT is None,
-    "register_flash_attention_impl": not hasattr(
-        torch.nn.attention, "register_flash_attention_impl"
-    ),
+    function: what
+    for function, there, what in (
+        ("enable_dtensor", EXPLICIT is not None, "context that forbids implicit redistribution"),
+        (
+            "register_flash_attention_impl",
+            hasattr(torch.nn.attention, "register_flash_attention_impl"),
+            "registry of flash attention",
+        ),
+        ("varlen_attn", varlen_attn_has_windows(), "varlen_attn with windows"),
+    )
+    if not there
 }
 
 
-def skip_where_it_is_missing(error: RuntimeError, device: Device) -> None:
-    for function, missing_in_torch in MISSING_IN_TORCH.items():
-        if missing_in_torch and function in str(error):
-            pytest.skip(f"torch {torch.__version__} has not what {function} needs")
+def skip_where_it_is_missing(error: Exception, device: Device) -> None:
+    for function, what in MISSING_IN_TORCH.items():
+        if function in str(error):
+            pytest.skip(f"torch {torch.__version__} has no {what}")
     missing = re.match(r"ascend::(\w+): product: expected a product that has", str(error))
     if missing is None:
         raise error
@@ -71,7 +87,7 @@ def test_the_examples_of_a_page(
         try:
             for block in python_blocks(PAGES[name]):
                 exec(compile(block, name, "exec"), names)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             skip_where_it_is_missing(error, device)
 
 
