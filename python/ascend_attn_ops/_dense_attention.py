@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._operators import Lengths, lengths_of
+from ascend_attn_ops._operators import Lengths, between, lengths_of
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
 _NAME = "ascend::flash_attention_score"
@@ -87,8 +85,7 @@ def given_or_drawn_mask(
         )
     if layout == "TND":
         ends = [lengths_of(x) for x in (actual_seq_lengths_query, actual_seq_lengths_key)]
-        # A 0 that closes a list is an empty sequence.
-        lengths = [[b - a for a, b in pairwise([0, *accumulate(x or [], max)])] for x in ends]
+        lengths = [between(x or []) for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))
     else:
         # Another name is an error of the operator.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._operators import Lengths, schema_parameters
+from ascend_attn_ops._operators import Lengths, between, schema_parameters
 
 
 def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], None]:
@@ -51,10 +50,7 @@ def _values(lengths: Lengths, tokens: int, packed: bool) -> Sequence[int]:
             count = lengths.shape[0]
             return [tokens // count if packed else tokens] * count
         lengths = lengths.tolist()
-    if not packed:
-        return lengths
-    # A 0 that closes a list is an empty sequence.
-    return [end - begin for begin, end in pairwise([0, *accumulate(lengths, max)])]
+    return between(lengths) if packed else lengths
 
 
 def _sequences(a: SimpleNamespace, tokens: int, packed: bool) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import linecache
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -167,6 +168,11 @@ def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tenso
     if query.device.type in ("cpu", "meta"):
         return on_host.to(query.device)
     return on_host.pin_memory().to(query.device, non_blocking=True)
+
+
+def between(ends: Sequence[int]) -> list[int]:
+    """The lengths of sequences, from their prefix sums. A 0 that closes a list is an empty one."""
+    return [end - begin for begin, end in pairwise([0, *accumulate(ends, max)])]
 
 
 def _not_lengths(where: str, got: Any) -> TypeError:
