@@ -101,7 +101,7 @@ def _draw_curve(axes: Axes, values: list[float], warmup_steps: int, color: str) 
     axes.set_xlim(0.5, len(values) + 0.5)
     axes.set_ylim(0, 1.15 * sorted(values)[int(0.99 * (len(values) - 1))])
     axes.set_xlabel("training step")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="best", frameon=False)
 
 
 def _draw_bars(axes: Axes, values: dict[str, float], numbers: dict[str, str]) -> None:

@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="if no terminal")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pretrain-steps", type=int, default=400)
+    parser.add_argument("--pretrain-steps", type=int, default=600)
     parser.add_argument("--warmup-steps", type=int, default=150, help="steps of dense warm-up")
     parser.add_argument("--sparse-steps", type=int, default=250, help="steps of sparse training")
     parser.add_argument("--batch-size", type=int, default=2)
@@ -99,6 +99,8 @@ def config_of(arguments: argparse.Namespace) -> transformers.DeepseekV32Config:
         # All keys, which makes the attention dense.
         index_topk=arguments.sequence_length,
         max_position_embeddings=arguments.sequence_length,
+        # Layers that keep the variance: with the 0.02 of wide models, these learn slower.
+        initializer_range=arguments.hidden_size**-0.5,
         bos_token_id=None,
         eos_token_id=None,
     )
