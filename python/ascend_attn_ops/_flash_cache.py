@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,73 +10,74 @@ from ascend_attn_ops._operators import lengths_on
 from ascend_attn_ops.scatter_pa_kv_cache import scatter_pa_kv_cache_, slot_mapping
 
 
-class Cache(NamedTuple):
-    """The keys and values of a batch.
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    begin: int | Tensor,
+) -> None:
+    """Write k and v in place, from position `begin` of each sequence on.
 
-    Attributes:
+    Args:
+        table: (batch_size, blocks of a sequence); None where block b is all of sequence b.
+    """
+    batch, new = k.shape[:2]
+    device = k.device
+    positions = torch.arange(new, dtype=torch.int32, device=device).expand(batch, new)
+    if isinstance(begin, Tensor):
+        # A plain copy of a tensor on the CPU would wait for the device.
+        on_device = begin if begin.device == device else lengths_on(begin.tolist(), k)
+        assert on_device is not None
+        begin = on_device[:, None]
+    positions = positions + begin
+    size = k_cache.shape[1]
+    if table is None:
+        slots = positions + torch.arange(0, batch * size, size, device=device)[:, None]
+    else:
+        slots = slot_mapping(table, positions, size)
+    scatter_pa_kv_cache_(k.flatten(0, 1), k_cache, slots.flatten(), v.flatten(0, 1), v_cache)
+
+
+def attend(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    lengths: list[int],
+    mask: conventions.Mask,
+    slopes: Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q).
+
+    Args:
         function: its name, for errors.
-        k, v: (blocks, slots of a block, nheads_k, headdim).
-        table: (batch_size, blocks of a sequence); None where block b is all of sequence b, which
-            then is read where it lies.
+        k, v: the caches, (blocks, slots of a block, nheads_k, headdim).
+        table: as of `append`; without it the caches are read where they lie.
         lengths: what is valid of each sequence, the new keys included.
     """
-
-    function: str
-    k: Tensor
-    v: Tensor
-    table: Tensor | None
-    lengths: list[int]
-
-    def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> None:
-        """Write k and v in place, from position `begin` of each sequence on."""
-        batch, new = k.shape[:2]
-        device = k.device
-        positions = torch.arange(new, dtype=torch.int32, device=device).expand(batch, new)
-        if isinstance(begin, Tensor):
-            # A plain copy of a tensor on the CPU would wait for the device.
-            on_device = begin if begin.device == device else lengths_on(begin.tolist(), k)
-            assert on_device is not None
-            begin = on_device[:, None]
-        positions = positions + begin
-        size = self.k.shape[1]
-        if self.table is None:
-            slots = positions + torch.arange(0, batch * size, size, device=device)[:, None]
-        else:
-            slots = slot_mapping(self.table, positions, size)
-        scatter_pa_kv_cache_(k.flatten(0, 1), self.k, slots.flatten(), v.flatten(0, 1), self.v)
-
-    def attend(
-        self,
-        q: Tensor,
-        mask: conventions.Mask,
-        slopes: Tensor | None,
-        scale: float | None,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q)."""
-        function, k, v, table, lengths = self
-        batch, queries, _, _ = q.shape
-        if table is not None:
-            k, v = conventions.from_blocks(function, k, v, table, lengths)
-        elif k.shape[0] != batch:
-            k, v = k[:batch], v[:batch]
-        longest = max(lengths) if lengths else 0
-        if lengths.count(longest) == batch:
-            if longest != k.shape[1]:
-                k, v = k[:, :longest], v[:, :longest]
-            return conventions.attend(function, q, k, v, mask, slopes, scale, 0.0, return_lse)
-        out, lse = conventions.attend_packed(
-            function, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
-            conventions.multiples(queries, batch), conventions.multiples(k.shape[1], batch),
-            mask, slopes, scale, 0.0, return_lse, lengths,
-        )  # fmt: skip
-        return out.unflatten(0, (batch, queries)), conventions.by_batch(lse, batch)
-
-    def to_meta(self) -> Cache:
-        table = self.table
-        if table is not None and not table.is_cpu:  # on the CPU its values are checked
-            table = table.to("meta")
-        return self._replace(k=self.k.to("meta"), v=self.v.to("meta"), table=table)
+    batch = len(lengths)
+    if table is not None:
+        k, v = conventions.from_blocks(function, k, v, table, lengths)
+    slots = k.size(1)
+    if k.size(0) != batch:
+        k, v = k[:batch], v[:batch]
+    longest = max(lengths) if lengths else 0
+    if lengths.count(longest) == batch:
+        if longest != slots:
+            k, v = k[:, :longest], v[:, :longest]
+        return conventions.attend(function, q, k, v, mask, slopes, scale, 0.0, return_lse)
+    queries = q.shape[1]
+    out, lse = conventions.attend_packed(
+        function, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
+        conventions.multiples(queries, batch), conventions.multiples(slots, batch),
+        mask, slopes, scale, 0.0, return_lse, lengths,
+    )  # fmt: skip
+    return out.unflatten(0, (batch, queries)), conventions.by_batch(lse, batch)
 
 
 def table_of(
@@ -87,7 +86,7 @@ def table_of(
     rows: int,
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
-) -> Tensor | None:
+) -> Tensor:
     """The blocks of each sequence: without block_table, one row of the cache."""
     if cache_batch_idx is None:
         assert block_table is not None
@@ -121,7 +120,7 @@ def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
             )
 
 
-def lengths_of(
+def lengths_with_new(
     function: str, batch: int, slots: int, new: int, cache_seqlens: int | Tensor | None
 ) -> list[int]:
     """What each sequence holds with its new keys."""

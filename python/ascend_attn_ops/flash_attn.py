@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._flash_cache import Cache, check_new, lengths_of, table_of
+from ascend_attn_ops._flash_cache import append, attend, check_new, lengths_with_new, table_of
 from ascend_attn_ops._varlen_attention import Kernels
 
 __all__ = [
@@ -260,10 +260,10 @@ def flash_attn_with_kvcache(
         _refuse_given(
             name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad
         )
-    q, k, v = conventions.under_autocast(q, k, v)
     wants_grad = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
     new, table = 0, None
     if k is not None or v is not None:
+        q, k, v = conventions.under_autocast(q, k, v)
         conventions.check_tensors(name, 4, "k v", k, v)
     if k is not None and v is not None:
         check_new(name, q.shape[0], k, v)
@@ -275,20 +275,27 @@ def flash_attn_with_kvcache(
             "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
             "tensor",
         )  # fmt: skip
-    batch = q.shape[0]
+    batch, slots = q.size(0), k_cache.size(1)
     if block_table is not None or cache_batch_idx is not None:
-        table = table_of(name, batch, k_cache.shape[0], cache_batch_idx, block_table)
-    slots = k_cache.shape[1] * (1 if table is None else table.shape[-1])
-    lengths = lengths_of(name, batch, slots, new, cache_seqlens)
-    cache = Cache(name, k_cache, v_cache, table, lengths)
+        table = table_of(name, batch, k_cache.size(0), cache_batch_idx, block_table)
+        slots *= table.shape[-1]
+    lengths = lengths_with_new(name, batch, slots, new, cache_seqlens)
     conventions.check_slopes(name, alibi_slopes)
     mask = conventions.mask_of(name, causal, window_size)
     if k is not None and v is not None and new:
         # What is wrong with the attention is said before the caches are written.
         slopes = None if alibi_slopes is None else alibi_slopes.to("meta")
-        cache.to_meta().attend(q.to("meta"), mask, slopes, softmax_scale, False)
-        cache.append(k, v, 0 if cache_seqlens is None else cache_seqlens)
-    out, lse = cache.attend(q, mask, alibi_slopes, softmax_scale, return_softmax_lse)
+        # The values of a table on the CPU are checked.
+        seen = table if table is None or table.is_cpu else table.to("meta")
+        attend(
+            name, q.to("meta"), k_cache.to("meta"), v_cache.to("meta"), seen, lengths, mask, slopes,
+            softmax_scale, False,
+        )  # fmt: skip
+        append(k_cache, v_cache, table, k, v, 0 if cache_seqlens is None else cache_seqlens)
+    out, lse = attend(
+        name, q, k_cache, v_cache, table, lengths, mask, alibi_slopes, softmax_scale,
+        return_softmax_lse,
+    )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
