@@ -83,6 +83,21 @@ def given_or_drawn_mask(
             f"{_NAME}: dropout_p: expected 0 beside drop_mask and keep_prob, "
             f"got {dropout_p} {_INVALID}"
         )
+    scores = number_of_scores(
+        query, key, num_heads, layout, actual_seq_lengths_query, actual_seq_lengths_key
+    )
+    return draw_drop_mask(scores, 1 - dropout_p, query.device, generator)
+
+
+def number_of_scores(
+    query: Tensor,
+    key: Tensor,
+    num_heads: int,
+    layout: str,
+    actual_seq_lengths_query: Lengths,
+    actual_seq_lengths_key: Lengths,
+) -> int:
+    """The elements of (B, N, Sq, Skv), in TND of (N, Sq, Skv) of all sequences."""
     if layout == "TND":
         ends = [lengths_of(x) for x in (actual_seq_lengths_query, actual_seq_lengths_key)]
         lengths = [between(x or []) for x in ends]
@@ -91,7 +106,7 @@ def given_or_drawn_mask(
         # Another name is an error of the operator.
         batch, tokens, _ = _AXES.get(str(layout), (0, 1, 2))
         pairs = query.shape[batch] * query.shape[tokens] * key.shape[tokens]
-    return draw_drop_mask(num_heads * pairs, 1 - dropout_p, query.device, generator)
+    return num_heads * pairs
 
 
 def draw_drop_mask(
