@@ -1,0 +1,102 @@
+"""torch_npu's attention operators on the CPU, by torch_npu's own names.
+
+``import ascend_attn_ops`` does not import this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+# Each of the modules up to `sparse` names the operators that it computes.
+from ascend_attn_ops.npu_operators import (  # noqa: F401
+    cache,
+    fusion_attention,
+    fusion_attention_v3,
+    inference,
+    layers,
+    merging,
+    sparse,
+)
+from ascend_attn_ops.npu_operators import stand_in as stand_ins
+from ascend_attn_ops.npu_operators.kernels import KERNELS, Kernel, register
+from ascend_attn_ops.npu_operators.schemas import SCHEMAS
+
+__all__ = ["enable"]
+
+# Kernels live as long as the libraries that registered them: one for each namespace.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def enable(*, stand_in: bool = False) -> None:
+    """Make ``torch_npu.npu_*`` and ``torch.ops.npu.*`` take tensors that are not on an NPU.
+
+    The operators that this library computes get kernels for the CPU, for the device "meta" and so
+    for fake tensors, with gradients where torch_npu has them. Their kernels for the NPU stay as
+    they are. An argument that is not computed here is an error that names it.
+
+    Calling it again has no effect.
+
+    Args:
+        stand_in: where torch_npu cannot be imported, define the schemas of these operators, and a
+            module ``torch_npu`` that has nothing else. Where it can, no effect.
+
+    Raises:
+        ImportError: torch_npu cannot be imported, and no stand-in is wanted.
+
+    Example:
+        >>> import torch, ascend_attn_ops.npu_operators
+        >>> ascend_attn_ops.npu_operators.enable(stand_in=True)
+        >>> import torch_npu
+        >>> query, key, value = torch.randn(3, 1, 6, 4, 64, dtype=torch.bfloat16)
+        >>> out, *_ = torch_npu.npu_fusion_attention(query, key, value, 4, "BSND", scale=0.125)
+        >>> out.shape
+        torch.Size([1, 6, 4, 64])
+    """
+    if _libraries:
+        return
+    torch_npu = _torch_npu(stand_in)
+    for kernel in KERNELS.values():
+        namespace, _, operator = kernel.name.partition("::")
+        library = _libraries.get(namespace)
+        if library is None:
+            library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        _add(torch_npu, library, kernel, namespace, operator)
+
+
+def _torch_npu(stand_in: bool) -> ModuleType:
+    try:
+        return importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        if stand_in:
+            return stand_ins.install()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        release = ".".join(torch.__version__.split(".")[:2])
+        raise ImportError(
+            f"ascend_attn_ops.npu_operators: torch_npu cannot be imported ({reason}): install "
+            f"CANN and the torch_npu of torch {release} (pip install --no-deps "
+            f"'torch_npu=={release}.*'), or call enable(stand_in=True), which defines its "
+            "attention operators without it"
+        ) from error
+
+
+def _add(
+    torch_npu: ModuleType,
+    library: torch.library.Library,
+    kernel: Kernel,
+    namespace: str,
+    operator: str,
+) -> None:
+    operators = getattr(torch.ops, namespace)
+    if not hasattr(operators, operator):
+        if namespace == "npu" and not isinstance(torch_npu, stand_ins.StandIn):
+            return  # this release of torch_npu does not have it
+        library.define(operator + SCHEMAS[kernel.name])
+        of_torch_npu = getattr(torch_npu, operator, None)
+        setattr(torch_npu, operator, getattr(operators, operator))
+        if of_torch_npu is not None:
+            # It says why torch.ops.atb cannot be loaded.
+            library.impl(operator, of_torch_npu, "PrivateUse1")
+    register(library, kernel, getattr(operators, operator).default._schema)

@@ -1,0 +1,235 @@
+"""Dense attention for inference with statistics, over flash_attention_score: lengths, pages, ropes.
+
+Sequences that do not fill their axis are packed where they lie: what is behind the valid tokens is
+a sequence of its own, without keys or without queries, so that nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops.npu_operators.kernels import unsupported
+from ascend_attn_ops.npu_operators.layouts import Layout, gathered, in_layout, tokens_first
+
+_MASKED_BY_MODE = (2, 3, 4)
+
+
+class Keys(NamedTuple):
+    """The arguments about keys and values; `key_rope` has further channels of key."""
+
+    key: Tensor
+    value: Tensor
+    key_rope: Tensor | None
+    heads: int
+    block_table: Tensor | None = None
+    block_size: int = 0
+
+
+class Inputs(NamedTuple):
+    """The arguments of an operator; lengths are counts, in a packed layout prefix sums."""
+
+    name: str
+    query: Tensor
+    query_rope: Tensor | None
+    keys: Keys
+    heads: int
+    layout: Layout
+    scale: float
+    mask: Tensor | None
+    query_lengths: Sequence[int] | None
+    key_lengths: Sequence[int] | None
+    sparse_mode: int = 0
+    pre_tokens: int = ALL_TOKENS
+    next_tokens: int = ALL_TOKENS
+
+
+class Batch(NamedTuple):
+    """(B, S, N, D), or with `query_ends` (T, N, D); keys are packed only with `key_ends`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_lengths: list[int]
+    key_lengths: list[int]
+    query_ends: list[int] | None
+    key_ends: list[int] | None
+
+
+def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out in the layout of the output, and lse, (B, N, Sq, 1) or (T, N, 1), +inf without keys."""
+    if inputs.sparse_mode not in range(5):
+        raise unsupported(inputs.name, "sparse_mode", "0 to 4", inputs.sparse_mode)
+    batch = _batch(inputs)
+    if inputs.mask is not None and inputs.sparse_mode not in _MASKED_BY_MODE:
+        out, lse = _with_full_mask(inputs, batch, inputs.mask)
+    else:
+        if inputs.sparse_mode == 1:
+            raise ValueError(f"{inputs.name}: atten_mask: expected in sparse_mode 1, got None")
+        out, lse = _packed(inputs, batch)
+    return in_layout(out, inputs.layout.out), lse[..., None]
+
+
+def _batch(inputs: Inputs) -> Batch:
+    name, layout = inputs.name, inputs.layout
+    query = tokens_first(name, "query", inputs.query, layout.inputs, inputs.heads)
+    if (inputs.query_rope is None) != (inputs.keys.key_rope is None):
+        missing = "query_rope" if inputs.query_rope is None else "key_rope"
+        raise ValueError(f"{name}: {missing}: expected beside the other rope, got None")
+    if inputs.query_rope is not None:
+        rope = tokens_first(name, "query_rope", inputs.query_rope, layout.inputs, inputs.heads)
+        query = torch.cat((query, rope), -1)
+    query_ends = None
+    if layout.packed:
+        query_ends = _required(name, "query", inputs.query_lengths)
+        query_lengths = conventions.lengths_of(query_ends)
+    else:
+        query_lengths = _counts(name, "query", inputs.query_lengths, query)
+    key, value, key_lengths, key_ends = _keys(inputs, len(query_lengths))
+    return Batch(query, key, value, query_lengths, key_lengths, query_ends, key_ends)
+
+
+def _keys(inputs: Inputs, batch: int) -> tuple[Tensor, Tensor, list[int], list[int] | None]:
+    name, (key, value, rope, heads, table, block_size) = inputs.name, inputs.keys
+    tensors = {"key": key, "value": value} | ({} if rope is None else {"key_rope": rope})
+    key_ends = None
+    if table is not None:
+        lengths = _required(name, "key", inputs.key_lengths)
+        if len(lengths) == 1:
+            lengths = lengths * batch
+        read = {
+            argument: gathered(name, argument, x, heads, table, block_size, lengths)
+            for argument, x in tensors.items()
+        }
+    else:
+        layout = inputs.layout
+        read = {
+            argument: tokens_first(name, argument, x, layout.inputs, heads)
+            for argument, x in tensors.items()
+        }
+        if layout.packed:
+            key_ends = _required(name, "key", inputs.key_lengths)
+            lengths = conventions.lengths_of(key_ends)
+        else:
+            lengths = _counts(name, "key", inputs.key_lengths, read["key"])
+    if len(lengths) != batch:
+        raise ValueError(f"{name}: lengths of the keys: expected {batch}, got {len(lengths)}")
+    key = read["key"] if rope is None else torch.cat((read["key"], read["key_rope"]), -1)
+    return key, read["value"], lengths, key_ends
+
+
+def _required(name: str, of: str, lengths: Sequence[int] | None) -> list[int]:
+    if not lengths:
+        raise ValueError(
+            f"{name}: lengths of the {of}: expected in a packed layout and beside block_table, "
+            f"got {lengths}"
+        )
+    return list(lengths)
+
+
+def _counts(name: str, of: str, lengths: Sequence[int] | None, tensor: Tensor) -> list[int]:
+    """One for each batch: all tokens, one number for all of them, or the first numbers."""
+    batch, tokens = tensor.shape[:2]
+    counts = [tokens] * batch if not lengths else list(lengths)
+    counts = counts * batch if len(counts) == 1 else counts[:batch]
+    if len(counts) < batch or any(not 0 <= count <= tokens for count in counts):
+        raise ValueError(
+            f"{name}: lengths of the {of}: expected one or {batch} numbers in 0..{tokens}, "
+            f"got {list(lengths or [])}"
+        )
+    return counts
+
+
+def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """out and lse by lengths and mode alone."""
+    query, key, value, query_ends, key_ends = (*batch[:3], batch.query_ends, batch.key_ends)
+    dense = query_ends is None
+    if dense:
+        query = query.flatten(0, 1)
+    if key_ends is None:
+        query_ends, key_ends = _with_gaps(batch)
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    assert query_ends is not None
+    query_list, key_list = conventions.closed(query, key, query_ends, key_ends)
+    out, maximum, total = torch.ops.ascend.flash_attention_score(
+        query, key, value, num_heads=inputs.heads, layout="TND", atten_mask=_square(inputs.mask),
+        actual_seq_lengths_query=query_list, actual_seq_lengths_key=key_list,
+        scale_value=inputs.scale, pre_tokens=inputs.pre_tokens, next_tokens=inputs.next_tokens,
+        inner_precise=2, sparse_mode=inputs.sparse_mode,
+    )  # fmt: skip
+    lse = conventions.packed_log_sum_exp(maximum, total, query_ends)
+    if not dense:
+        return out, lse.transpose(0, 1).contiguous()
+    sizes = batch.query.shape[:2]
+    return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
+
+
+def _with_gaps(batch: Batch) -> tuple[list[int], list[int]]:
+    """Prefix sums of (queries, keys) that lie side by side, and behind them of what is left."""
+    slots = batch.key.shape[1]
+    parts = []
+    for queries, keys in zip(batch.query_lengths, batch.key_lengths, strict=True):
+        parts.append((queries, keys))
+        tokens = queries if batch.query_ends is not None else batch.query.shape[1]
+        if queries < tokens:
+            parts.append((tokens - queries, 0))
+        if keys < slots:
+            parts.append((0, slots - keys))
+    query_lengths, key_lengths = zip(*parts, strict=True) if parts else ((), ())
+    return list(accumulate(query_lengths)), list(accumulate(key_lengths))
+
+
+def _square(mask: Tensor | None) -> Tensor | None:
+    """The compressed mask of a mode without the axes of batch and head."""
+    return mask[(0,) * (mask.dim() - 2)] if mask is not None and mask.dim() > 2 else mask
+
+
+def _with_full_mask(inputs: Inputs, batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse where a mask says which keys each query keeps."""
+    name = inputs.name
+    if batch.query_ends is not None:
+        raise unsupported(name, "atten_mask", "None or sparse_mode 2 to 4 in a packed layout", mask)
+    sizes, queries, keys = batch.query.shape[0], batch.query.shape[1], batch.key.shape[1]
+    masked = _full_mask(name, mask, sizes, queries, keys).to(torch.bool)
+    row, column = torch.arange(queries)[:, None], torch.arange(keys)
+    if inputs.sparse_mode == 0:
+        outside = (column < row - inputs.pre_tokens) | (column > row + inputs.next_tokens)
+        masked = masked | outside.to(mask.device)
+    for position, lengths in ((row, batch.query_lengths), (column, batch.key_lengths)):
+        behind = position >= torch.tensor(lengths).view(-1, 1, 1, 1)
+        masked = masked | behind.to(mask.device)
+    out, maximum, total = torch.ops.ascend.flash_attention_score(
+        batch.query, batch.key, batch.value, num_heads=inputs.heads, layout="BSND",
+        atten_mask=masked.expand(sizes, 1, queries, keys), scale_value=inputs.scale,
+        inner_precise=2, sparse_mode=1,
+    )  # fmt: skip
+    return out, conventions.log_sum_exp(maximum, total)
+
+
+def _full_mask(name: str, mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+    """(B or 1, 1, Sq, Skv) of a mask that may be larger, or lack axes."""
+    shape = list(mask.shape)
+    if mask.dim() == 2 and queries == 1 and shape[0] == batch:  # (B, Skv)
+        full = mask[:, None, None]
+    elif mask.dim() == 2:
+        full = mask[None, None]
+    elif mask.dim() == 3:
+        full = mask[:, None]
+    else:
+        full = mask
+    rows = list(full.shape)
+    if (
+        full.dim() != 4 or rows[0] not in (1, batch) or rows[1] != 1
+        or rows[2] < queries or rows[3] < keys
+    ):  # fmt: skip
+        raise ValueError(
+            f"{name}: atten_mask: expected ({batch} or 1, 1, {queries}, {keys}), also without the "
+            f"first axes or larger in the last two, got {shape}"
+        )
+    return full[..., :queries, :keys]

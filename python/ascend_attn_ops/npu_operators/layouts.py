@@ -1,0 +1,143 @@
+"""The layouts of torch_npu's operators for inference, and their paged caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops.npu_operators.kernels import has_values, unsupported
+
+
+class Layout(NamedTuple):
+    """That of the inputs, and that of the output."""
+
+    inputs: str
+    out: str
+
+    @property
+    def packed(self) -> bool:
+        return "T" in self.inputs
+
+
+# What npu_fused_infer_attention_score takes.
+LAYOUTS = {
+    name: Layout(*(name.split("_") if "_" in name else (name, name)))
+    for name in (
+        "BSH", "BSND", "BNSD", "TND", "NTD", "NSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD",
+        "NTD_TND", "TND_NTD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD",
+    )
+}  # fmt: skip
+
+_RANKS = {"BSH": 3, "BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3, "NSD": 3}
+
+# To BSND or TND, and back from there.
+_FROM: dict[str, Callable[[Tensor], Tensor]] = {
+    "BSND": lambda x: x,
+    "BNSD": lambda x: x.transpose(1, 2),
+    "NSD": lambda x: x.transpose(0, 1)[None],
+    "TND": lambda x: x,
+    "NTD": lambda x: x.transpose(0, 1),
+}
+_TO: dict[str, Callable[[Tensor], Tensor]] = {
+    **_FROM,
+    "BSH": lambda x: x.flatten(2),
+    "NSD": lambda x: x[0].transpose(0, 1),
+    "NBSD": lambda x: x.permute(2, 0, 1, 3),
+}
+
+
+def layout_of(name: str, input_layout: str, supported: Sequence[str]) -> Layout:
+    if input_layout not in supported:
+        raise unsupported(name, "input_layout", f"one of {', '.join(supported)}", input_layout)
+    return LAYOUTS[input_layout]
+
+
+def tokens_first(name: str, argument: str, tensor: Tensor, layout: str, heads: int) -> Tensor:
+    """As (B, S, N, D), packed sequences as (T, N, D)."""
+    if tensor.dim() != _RANKS[layout]:
+        raise ValueError(
+            f"{name}: {argument}: expected the {_RANKS[layout]} axes of {layout}, "
+            f"got {list(tensor.shape)}"
+        )
+    if layout == "BSH":
+        if heads < 1 or tensor.shape[2] % heads:
+            raise ValueError(
+                f"{name}: {argument}: expected a multiple of {heads} heads in the last axis, "
+                f"got {list(tensor.shape)}"
+            )
+        return tensor.unflatten(2, (heads, -1))
+    x = _FROM[layout](tensor)
+    if x.shape[-2] != heads:
+        raise ValueError(
+            f"{name}: {argument}: expected {heads} heads in layout {layout}, "
+            f"got {list(tensor.shape)}"
+        )
+    return x
+
+
+def in_layout(out: Tensor, layout: str) -> Tensor:
+    """(B, S, N, D) or (T, N, D) in another layout."""
+    return _TO[layout](out).contiguous()
+
+
+def split_heads(x: Tensor, layout: str, heads: int) -> Tensor:
+    return x.unflatten(2, (heads, -1)) if layout in ("BSH", "SBH") else x
+
+
+def joined_heads(x: Tensor, layout: str) -> Tensor:
+    return x.flatten(2) if layout in ("BSH", "SBH") else x
+
+
+def gathered(
+    name: str,
+    argument: str,
+    cache: Tensor,
+    heads: int,
+    block_table: Tensor,
+    block_size: int,
+    lengths: Sequence[int],
+) -> Tensor:
+    """The blocks of each sequence side by side, (B, slots, N, D).
+
+    A cache is (blocks, block_size, N * D), (blocks, N, block_size, D), or in fractal layout
+    (blocks, N, D / L, block_size, L).
+    """
+    if cache.dim() == 3 and heads > 0 and cache.shape[2] % heads == 0:
+        blocks = cache.unflatten(2, (heads, -1))
+    elif cache.dim() == 4 and cache.shape[1] == heads:
+        blocks = cache.transpose(1, 2)
+    elif cache.dim() == 5 and cache.shape[1] == heads:
+        blocks = cache.permute(0, 3, 1, 2, 4).flatten(3)
+    else:
+        raise ValueError(
+            f"{name}: {argument}: expected blocks of {heads} heads, (blocks, block_size, N * D), "
+            "(blocks, N, block_size, D) or (blocks, N, D / L, block_size, L), "
+            f"got {list(cache.shape)}"
+        )
+    if block_size not in (0, blocks.shape[1]):
+        raise ValueError(
+            f"{name}: block_size: expected {blocks.shape[1]}, that of {argument}, got {block_size}"
+        )
+    check_blocks(name, block_table, blocks.shape[0], blocks.shape[1], torch.tensor(lengths))
+    return conventions.from_blocks(name, blocks, blocks, block_table, lengths)[0]
+
+
+def check_blocks(
+    name: str, block_table: Tensor, blocks: int, block_size: int, lengths: Tensor
+) -> None:
+    """A block that is read must be one: the device would read elsewhere."""
+    if not (has_values(block_table) and has_values(lengths)) or block_table.dim() != 2:
+        return
+    used = (lengths + block_size - 1).div(max(block_size, 1), rounding_mode="floor")
+    read = torch.arange(block_table.shape[1]) < used.to("cpu")[:, None]
+    wrong = read & ((block_table < 0) | (block_table >= blocks)).to("cpu")
+    if wrong.any():
+        sequence, entry = (int(x) for x in wrong.nonzero()[0])
+        raise ValueError(
+            f"{name}: block_table: expected blocks 0..{blocks - 1}, "
+            f"got {int(block_table[sequence, entry])} at [{sequence}, {entry}]"
+        )

@@ -1,0 +1,89 @@
+"""The merge of attention results, by torch_npu's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops._flash_conventions import lengths_of
+from ascend_attn_ops.npu_operators.kernels import computes, has_values, unsupported
+
+_RING = "npu::npu_ring_attention_update"
+
+
+@computes("npu_attention_update")
+def npu_attention_update(
+    *, lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
+) -> tuple[Tensor, Tensor | None]:
+    if update_type not in (0, 1):
+        raise ValueError(
+            "npu::npu_attention_update: update_type: expected 0, or 1 for lse_out as well, "
+            f"got {update_type}"
+        )
+    out, lse_out = torch.ops.ascend.attention_update(lse, local_out)
+    return out, lse_out if update_type == 1 else None
+
+
+@computes("npu_ring_attention_update")
+def npu_ring_attention_update(
+    *,
+    prev_attn_out: Tensor,
+    prev_softmax_max: Tensor,
+    prev_softmax_sum: Tensor,
+    cur_attn_out: Tensor,
+    cur_softmax_max: Tensor,
+    cur_softmax_sum: Tensor,
+    actual_seq_qlen: Tensor | None,
+    input_layout: str,
+    input_softmax_layout: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if prev_attn_out.shape != cur_attn_out.shape or prev_attn_out.dtype != cur_attn_out.dtype:
+        raise ValueError(
+            f"{_RING}: cur_attn_out: expected shape and dtype of prev_attn_out, "
+            f"{list(prev_attn_out.shape)} {prev_attn_out.dtype}, "
+            f"got {list(cur_attn_out.shape)} {cur_attn_out.dtype}"
+        )
+    maximum = torch.maximum(prev_softmax_max, cur_softmax_max)
+    sums = [
+        total * (part - maximum).exp()
+        for part, total in (
+            (prev_softmax_max, prev_softmax_sum), (cur_softmax_max, cur_softmax_sum),
+        )
+    ]  # fmt: skip
+    total = sums[0] + sums[1]
+    merged = torch.zeros_like(prev_attn_out, dtype=maximum.dtype)
+    for out, part in zip((prev_attn_out, cur_attn_out), sums, strict=True):
+        share = (part / total)[..., 0]
+        if input_layout == "SBH":
+            share = share.permute(2, 0, 1)  # (S, B, N)
+        elif input_layout == "TND":
+            share = _by_token(share, actual_seq_qlen, input_softmax_layout)
+        else:
+            raise unsupported(_RING, "input_layout", "SBH or TND", input_layout)
+        heads = out.unflatten(2, (share.shape[2], -1)) if input_layout == "SBH" else out
+        merged += (heads * share[..., None]).view_as(merged)
+    return merged.to(prev_attn_out.dtype), maximum, total
+
+
+def _by_token(share: Tensor, actual_seq_qlen: Tensor | None, layout: str) -> Tensor:
+    """(T, N), from statistics that hold (N, length) of one sequence after another unless their
+    layout is TND as well."""
+    if layout == "TND":
+        return share
+    if layout:
+        raise unsupported(_RING, "input_softmax_layout", "TND or none", layout)
+    if actual_seq_qlen is None:
+        raise ValueError(f"{_RING}: actual_seq_qlen: expected in layout TND, got None")
+    tokens, heads = share.shape
+    # It counts from 0. Without values, one sequence stands for all: shapes are the same.
+    ends = actual_seq_qlen.tolist() if has_values(actual_seq_qlen) else [0, tokens]
+    if not ends or ends[0] != 0 or ends[-1] != tokens:
+        raise ValueError(
+            f"{_RING}: actual_seq_qlen: expected prefix sums from 0 to T = {tokens}, got {ends}"
+        )
+    lengths = lengths_of(ends[1:])
+    parts = share.flatten().split([heads * length for length in lengths])
+    rows = [part.view(heads, length) for part, length in zip(parts, lengths, strict=True)]
+    return torch.cat(rows, 1).transpose(0, 1)

@@ -1,0 +1,253 @@
+"""npu_sparse_flash_attention, npu_lightning_indexer and the KL loss, by torch_npu's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
+from ascend_attn_ops.npu_operators.kernels import computes, unsupported
+from ascend_attn_ops.npu_operators.layouts import check_blocks
+from ascend_attn_ops.sparse_flash_attention import (
+    sparse_flash_attention,
+    sparse_flash_attention_grad,
+)
+
+# Absorbed latent attention, the mode that has ropes and one head of keys.
+_ABSORBED = 2
+_PAGED = "PA_BSND"
+
+
+@computes("npu_sparse_flash_attention", differentiable=True)
+def npu_sparse_flash_attention(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    attention_mode: int,
+    return_softmax_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = "npu::npu_sparse_flash_attention"
+    value = _given_value(name, value)
+    _absorbed(name, attention_mode)
+    keys = [key, value, *([] if key_rope is None else [key_rope])]
+    wants_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, query_rope, *keys)
+    )
+    if wants_gradient and not return_softmax_lse:
+        raise ValueError(
+            f"{name}: return_softmax_lse: expected True where a gradient is wanted, whose backward "
+            "reads the statistics, got False"
+        )
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_kv)
+    if layout_kv == _PAGED:
+        if return_softmax_lse:
+            raise unsupported(name, "return_softmax_lse", f"False beside layout_kv {_PAGED}", True)
+        keys, lengths = _from_pages(name, query, keys, block_table, lengths, layout_query)
+    else:
+        _one_layout(name, "layout_kv", layout_query, layout_kv, block_table)
+    out, maximum, total = sparse_flash_attention(
+        query, keys[0], keys[1], sparse_indices, scale_value=scale_value,
+        actual_seq_lengths_query=lengths[0], actual_seq_lengths_key=lengths[1],
+        query_rope=query_rope, key_rope=None if key_rope is None else keys[2],
+        sparse_block_size=sparse_block_size, layout=layout_query, sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens, next_tokens=next_tokens,
+    )  # fmt: skip
+    if return_softmax_lse:
+        return out, maximum, total
+    return out, maximum.new_empty(0), total.new_empty(0)
+
+
+@computes("npu_sparse_flash_attention_grad")
+def npu_sparse_flash_attention_grad(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    sparse_block_size: int,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Tensor | None,
+    actual_seq_kvlen: Tensor | None,
+    layout: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    attention_mode: int,
+) -> tuple[Tensor, ...]:
+    name = "npu::npu_sparse_flash_attention_grad"
+    _absorbed(name, attention_mode)
+    return sparse_flash_attention_grad(
+        query, key, _given_value(name, value), sparse_indices, d_out, out, softmax_max, softmax_sum,
+        scale_value=scale_value, sparse_block_size=sparse_block_size, query_rope=query_rope,
+        key_rope=key_rope, actual_seq_lengths_query=actual_seq_qlen,
+        actual_seq_lengths_key=actual_seq_kvlen, layout=layout, sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens, next_tokens=next_tokens,
+    )  # fmt: skip
+
+
+@computes("npu_lightning_indexer", differentiable=True)
+def npu_lightning_indexer(
+    *,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    return_value: bool,
+) -> tuple[Tensor, Tensor]:
+    name = "npu::npu_lightning_indexer"
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    if layout_key == _PAGED:
+        if return_value:
+            raise unsupported(name, "return_value", f"False beside layout_key {_PAGED}", True)
+        (key,), lengths = _from_pages(name, query, [key], block_table, lengths, layout_query)
+    else:
+        _one_layout(name, "layout_key", layout_query, layout_key, block_table)
+    return torch.ops.ascend.lightning_indexer(
+        query, key, weights, actual_seq_lengths_query=lengths[0],
+        actual_seq_lengths_key=lengths[1], layout=layout_query, sparse_count=sparse_count,
+        sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
+        return_values=return_value,
+    )  # fmt: skip
+
+
+@computes("npu_lightning_indexer_grad")
+def npu_lightning_indexer_grad(
+    *,
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    layout: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _all_tokens("npu::npu_lightning_indexer_grad", pre_tokens, next_tokens)
+    return torch.ops.ascend.lightning_indexer_grad(
+        query, key, dy, sparse_indices, weights, actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key, layout=layout, sparse_mode=sparse_mode,
+    )  # fmt: skip
+
+
+@computes("npu_sparse_lightning_indexer_grad_kl_loss")
+def npu_sparse_lightning_indexer_grad_kl_loss(
+    *,
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Sequence[int] | None,
+    actual_seq_klen: Sequence[int] | None,
+    layout: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _all_tokens("npu::npu_sparse_lightning_indexer_grad_kl_loss", pre_tokens, next_tokens)
+    return torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss(
+        query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
+        scale_value=scale_value, query_rope=query_rope, key_rope=key_rope,
+        actual_seq_lengths_query=actual_seq_qlen, actual_seq_lengths_key=actual_seq_klen,
+        layout=layout, sparse_mode=sparse_mode,
+    )  # fmt: skip
+
+
+def _given_value(name: str, value: Tensor | None) -> Tensor:
+    if value is None:
+        raise unsupported(name, "value", "a tensor", None)
+    return value
+
+
+def _absorbed(name: str, attention_mode: int) -> None:
+    if attention_mode != _ABSORBED:
+        raise unsupported(name, "attention_mode", f"{_ABSORBED}", attention_mode)
+
+
+def _all_tokens(name: str, pre_tokens: int, next_tokens: int) -> None:
+    for argument, tokens in (("pre_tokens", pre_tokens), ("next_tokens", next_tokens)):
+        if tokens != ALL_TOKENS_SPARSE:
+            raise unsupported(name, argument, f"{ALL_TOKENS_SPARSE}", tokens)
+
+
+def _one_layout(
+    name: str, argument: str, layout_query: str, layout: str, block_table: Tensor | None
+) -> None:
+    if layout != layout_query:
+        raise unsupported(name, argument, f"{_PAGED} or layout_query, {layout_query}", layout)
+    if block_table is not None:
+        raise ValueError(
+            f"{name}: block_table: expected None beside {argument} {layout}, got a tensor"
+        )
+
+
+def _from_pages(
+    name: str,
+    query: Tensor,
+    caches: list[Tensor],
+    block_table: Tensor | None,
+    lengths: tuple[Tensor | None, Tensor | None],
+    layout_query: str,
+) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:
+    """The keys of each sequence side by side, and the lengths in the layout of query.
+
+    In TND, what follows the keys of a sequence is a sequence of its own, without queries. Nothing
+    waits for a device, and a graph may hold all of it.
+    """
+    query_lengths, key_lengths = lengths
+    for argument, tensor in (
+        ("block_table", block_table), ("actual_seq_lengths of the keys", key_lengths),
+    ):  # fmt: skip
+        if tensor is None:
+            raise ValueError(f"{name}: {argument}: expected with paged keys, got None")
+    assert block_table is not None
+    assert key_lengths is not None
+    blocks, block_size = caches[0].shape[:2]
+    check_blocks(name, block_table, blocks, block_size, key_lengths)
+    table = block_table.clamp(min=0, max=max(blocks - 1, 0))
+    keys = [cache[table].flatten(1, 2) for cache in caches]
+    if layout_query != "TND" or query_lengths is None:
+        return keys, (query_lengths, key_lengths)
+    batch, slots = keys[0].shape[:2]
+    begin = torch.arange(batch, dtype=key_lengths.dtype, device=key_lengths.device) * slots
+    ends = torch.stack((begin + key_lengths, begin + slots), 1).flatten()
+    return [x.flatten(0, 1) for x in keys], (query_lengths.repeat_interleave(2), ends)
