@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.npu_operators import enable
@@ -16,7 +18,7 @@ from npu_names import torch_npu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-PACKAGE = Path(__file__).parents[1] / "python"
+PACKAGE = Path(ascend_attn_ops.__file__).parents[1]
 
 without_torch_npu = pytest.mark.skipif(
     importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"
@@ -27,7 +29,7 @@ def run(code: str) -> str:
     """What `code` prints, in a process of its own."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={"PYTHONPATH": str(PACKAGE), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
         capture_output=True,
         text=True,
         check=False,

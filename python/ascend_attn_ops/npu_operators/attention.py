@@ -18,7 +18,8 @@ from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.npu_operators.kernels import unsupported
 from ascend_attn_ops.npu_operators.layouts import Layout, gathered, in_layout, tokens_first
 
-_MASKED_BY_MODE = (2, 3, 4)
+_BAND = 4
+_MASKED_BY_MODE = (2, 3, _BAND)
 
 
 class Keys(NamedTuple):
@@ -157,11 +158,13 @@ def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     assert query_ends is not None
     query_list, key_list = conventions.closed(query, key, query_ends, key_ends)
+    band = {}
+    if inputs.sparse_mode == _BAND:
+        band = {"pre_tokens": inputs.pre_tokens, "next_tokens": inputs.next_tokens}
     out, maximum, total = torch.ops.ascend.flash_attention_score(
         query, key, value, num_heads=inputs.heads, layout="TND", atten_mask=_square(inputs.mask),
         actual_seq_lengths_query=query_list, actual_seq_lengths_key=key_list,
-        scale_value=inputs.scale, pre_tokens=inputs.pre_tokens, next_tokens=inputs.next_tokens,
-        inner_precise=2, sparse_mode=inputs.sparse_mode,
+        scale_value=inputs.scale, inner_precise=2, sparse_mode=inputs.sparse_mode, **band,
     )  # fmt: skip
     lse = conventions.packed_log_sum_exp(maximum, total, query_ends)
     if not dense:

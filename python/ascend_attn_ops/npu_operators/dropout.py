@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20
+from ascend_attn_ops.npu_operators.kernels import has_values
+
+# What stays in a cache.
+_CHUNK = 1 << 16
 _RANDOM_BITS = 24
 
 
@@ -24,8 +27,10 @@ def drop_mask(
     threshold = round(keep_prob * 2**_RANDOM_BITS)
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
     parts = []
-    for begin in range(0, bits, _CHUNK):
-        position = torch.arange(begin, min(begin + _CHUNK, bits), device=device)
+    # A graph would hold every chunk.
+    chunk = _CHUNK if has_values(key) else max(bits, 1)
+    for begin in range(0, bits, chunk):
+        position = torch.arange(begin, min(begin + chunk, bits), device=device)
         random = _shifted(_mix(position + key), 64 - _RANDOM_BITS)
         keep = (random < threshold).view(-1, 8)
         parts.append((keep * bit).sum(1, dtype=torch.uint8))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,9 +84,8 @@ def described(value: object) -> str:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor can be read: neither they nor what is made now is fake."""
-    plain = (Tensor, torch.nn.Parameter)
-    return not tensor.is_meta and type(tensor) in plain and type(torch.empty(0)) is Tensor
+    """Whether the elements of a tensor can be read: neither it nor what is made now is fake."""
+    return not (tensor.is_meta or is_fake(tensor) or is_fake(torch.empty(0)))
 
 
 def register(library: torch.library.Library, kernel: Kernel, schema: torch.FunctionSchema) -> None:

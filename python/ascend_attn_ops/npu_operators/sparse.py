@@ -10,10 +10,6 @@ from torch import Tensor
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.npu_operators.kernels import computes, unsupported
 from ascend_attn_ops.npu_operators.layouts import check_blocks
-from ascend_attn_ops.sparse_flash_attention import (
-    sparse_flash_attention,
-    sparse_flash_attention_grad,
-)
 
 # Absorbed latent attention, the mode that has ropes and one head of keys.
 _ABSORBED = 2
@@ -61,7 +57,7 @@ def npu_sparse_flash_attention(
         keys, lengths = _from_pages(name, query, keys, block_table, lengths, layout_query)
     else:
         _one_layout(name, "layout_kv", layout_query, layout_kv, block_table)
-    out, maximum, total = sparse_flash_attention(
+    out, maximum, total = torch.ops.ascend.sparse_flash_attention(
         query, keys[0], keys[1], sparse_indices, scale_value=scale_value,
         actual_seq_lengths_query=lengths[0], actual_seq_lengths_key=lengths[1],
         query_rope=query_rope, key_rope=None if key_rope is None else keys[2],
@@ -98,7 +94,7 @@ def npu_sparse_flash_attention_grad(
 ) -> tuple[Tensor, ...]:
     name = "npu::npu_sparse_flash_attention_grad"
     _absorbed(name, attention_mode)
-    return sparse_flash_attention_grad(
+    return torch.ops.ascend.sparse_flash_attention_grad(
         query, key, _given_value(name, value), sparse_indices, d_out, out, softmax_max, softmax_sum,
         scale_value=scale_value, sparse_block_size=sparse_block_size, query_rope=query_rope,
         key_rope=key_rope, actual_seq_lengths_query=actual_seq_qlen,
