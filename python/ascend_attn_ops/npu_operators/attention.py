@@ -158,7 +158,7 @@ def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     assert query_ends is not None
     query_list, key_list = conventions.closed(query, key, query_ends, key_ends)
-    band = {}
+    band: dict[str, int] = {}
     if inputs.sparse_mode == _BAND:
         band = {"pre_tokens": inputs.pre_tokens, "next_tokens": inputs.next_tokens}
     out, maximum, total = torch.ops.ascend.flash_attention_score(
