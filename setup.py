@@ -1,4 +1,5 @@
-"""Builds the extension modules: `_C` always, `_npu` where torch_npu can be imported."""
+"""Builds the extension modules: `_C` always; where torch_npu can be imported, `_npu` and the
+libraries of the simulated CANN."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ COMPILE_ARGS += ["-fno-trapping-math", "-fno-math-errno"]
 COMPILE_ARGS += ["-Wno-missing-braces"]
 # Read by python/ascend_attn_ops/_built_with.py before it loads what was compiled.
 BUILT_WITH = "built_with.json"
+SIMULATION = "csrc/simulation"
+# Where CANN has its libraries, below the folder that stands for an installed CANN.
+SIMULATED_LIBRARIES = "ascend_attn_ops.simulate.cann.lib64"
+# torch_npu's libraries name them; the simulation has all of their functions in libascendcl.so.
+EMPTY_LIBRARIES = ["hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -78,10 +85,13 @@ PUBLIC_VERSION = re.search(
 ).group(1)  # type: ignore[union-attr]
 
 
-def sources(*, npu: bool) -> list[str]:
-    """Return the C++ files below csrc/npu, or all others."""
-    found = sorted(glob.glob("csrc/**/*.cpp", root_dir=ROOT, recursive=True))
-    return [source for source in found if source.startswith("csrc/npu/") == npu]
+def sources(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern, root_dir=ROOT, recursive=True))
+
+
+def core_sources() -> list[str]:
+    others = ("csrc/npu/", f"{SIMULATION}/")
+    return [source for source in sources("csrc/**/*.cpp") if not source.startswith(others)]
 
 
 def torch_headers() -> list[str]:
@@ -97,7 +107,7 @@ def core_extension() -> Any:
 
     return CppExtension(
         "ascend_attn_ops._C",
-        sources(npu=False),
+        core_sources(),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[*COMPILE_ARGS, *torch_headers()],
         extra_link_args=openmp(),
@@ -140,7 +150,7 @@ def npu_extension() -> Any | None:
     includes = [torch_npu / "include", op_plugin, torch_npu / "include/third_party/acl/inc"]
     return CppExtension(
         "ascend_attn_ops._npu",
-        sources(npu=True),
+        sources("csrc/npu/**/*.cpp"),
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=[str(torch_npu / "lib")],
         libraries=["torch_npu"],
@@ -155,19 +165,71 @@ def npu_extension() -> Any | None:
     )
 
 
+def simulation() -> list[Any]:
+    """The libraries of the simulated CANN, which torch_npu loads in place of the real ones."""
+    from torch.utils.cpp_extension import CppExtension
+
+    torch_npu = torch_npu_folder()
+    if torch_npu is None:
+        return []
+
+    def library(
+        name: str,
+        files: list[str],
+        *needs: str,
+        headers: Sequence[Path] = (),
+        options: Sequence[str] = (),
+    ) -> Any:
+        file = f"lib{name}.so"
+        return CppExtension(
+            f"{SIMULATED_LIBRARIES}.lib{name}",
+            files,
+            include_dirs=[str(ROOT / "csrc"), str(torch_npu / "include/third_party/acl/inc")],
+            library_dirs=[str(torch_npu / "lib")],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", *torch_headers(),
+                                *(f"-isystem{folder}" for folder in headers)],
+            extra_link_args=[f"-Wl,-soname,{file}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed",
+                             *(f"-l{needed}" for needed in needs), *options],
+        )  # fmt: skip
+
+    runtime = [f"{SIMULATION}/{file}.cpp" for file in ("runtime", "report", "trivial_functions")]
+    return [
+        library("ascendcl", runtime),
+        *(library(name, [f"{SIMULATION}/empty_library.cpp"], "ascendcl")
+          for name in EMPTY_LIBRARIES),
+        # The older table of names can be extended while a program runs: opapi_user.cpp.
+        library("opapi", sources(f"{SIMULATION}/opapi*.cpp"), "ascendcl",
+                options=["-Wl,--hash-style=sysv"]),
+        library("cpu_fallback", sources(f"{SIMULATION}/cpu_fallback*.cpp"), "ascendcl", "torch_npu",
+                headers=[torch_npu / "include"]),
+    ]  # fmt: skip
+
+
 def build_command() -> Any:
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
-        """Records what each module is compiled with, and links `_npu` against `_C`."""
+        """Records what each module is compiled with, and links the others against `_C`."""
+
+        def get_ext_filename(self, fullname: str) -> str:
+            """Return CANN's name for a library, and Python's for a module."""
+            name = Path(super().get_ext_filename(fullname))
+            library = fullname.rpartition(".")[2]
+            return str(name.with_name(f"{library}.so") if library.startswith("lib") else name)
 
         def build_extension(self, ext: Any) -> None:
             module = ext.name.rpartition(".")[2]
             core = Path(self.get_ext_fullpath("ascend_attn_ops._C"))
-            if module == "_npu":
-                # `_C` provides its schemas, checks and limits.
-                ext.library_dirs.append(str(core.parent))
+            ext.library_dirs.append(str(core.parent))
+            if module in ("_npu", "libopapi"):
+                # `_C` provides schemas, checks, limits and CPU kernels.
                 ext.extra_link_args.append(f"-l:{core.name}")
+            if ext.name.startswith(SIMULATED_LIBRARIES):
+                # They are built whenever `_npu` is, and need no record of their own.
+                ext.library_dirs.append(str(Path(self.get_ext_fullpath(ext.name)).parent))
+                ext.extra_link_args.append("-Wl,-rpath,$ORIGIN/../../..")
+                super().build_extension(ext)
+                return
             record = core.parent / BUILT_WITH
             modules = json.loads(record.read_text()) if record.exists() else {}
             versions = {"torch": TORCH}
@@ -179,23 +241,24 @@ def build_command() -> Any:
             record.write_text(json.dumps({**modules, module: versions}, indent=2) + "\n")
 
         def copy_extensions_to_source(self) -> None:
-            super().copy_extensions_to_source()
             folder = Path(self.get_finalized_command("build_py").get_package_dir("ascend_attn_ops"))
+            (folder / "simulate/cann/lib64").mkdir(exist_ok=True)
+            super().copy_extensions_to_source()
             self.copy_file(str(Path(self.build_lib, "ascend_attn_ops", BUILT_WITH)), str(folder))
 
     return Build.with_options(use_ninja=True)
 
 
 def extensions() -> list[Any]:
-    """Return the extensions that ASCEND_ATTN_OPS_BUILD names, by default both.
+    """Return the extensions that ASCEND_ATTN_OPS_BUILD names, by default all.
 
-    The Makefile builds `_npu` alone, next to a `_C` built with the same torch, and installs with
-    neither: pip would compile out of sight, and again each time.
+    The Makefile builds those of torch_npu alone, next to a `_C` built with the same torch, and
+    installs with none: pip would compile out of sight, and again each time.
     """
     wanted = os.environ.get("ASCEND_ATTN_OPS_BUILD", "core,npu").split(",")
     core = core_extension() if "core" in wanted else None
     npu = npu_extension() if "npu" in wanted else None
-    return [extension for extension in (core, npu) if extension]
+    return [extension for extension in (core, npu) if extension] + (simulation() if npu else [])
 
 
 def arguments_of_build() -> dict[str, Any]:

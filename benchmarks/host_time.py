@@ -3,7 +3,7 @@
     python benchmarks/host_time.py
 
 Runs in the environment of the NPU tests (torch_npu, and the extension built against it): the real
-torch_npu on the simulated CANN of tests/cann_sim, whose functions return at once. For each level of
+torch_npu on the simulated CANN, whose functions return at once. For each level of
 the task queue, batches of calls of the two operators alternate; the table shows medians over them:
 
     call        microseconds until the call returns
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "python")]
+sys.path.insert(0, str(REPOSITORY / "python"))
 
-import cann_sim  # noqa: E402
-from cann_sim.build import build  # noqa: E402
+from ascend_attn_ops import simulate  # noqa: E402
+from ascend_attn_ops.simulate.control import bare_call_microseconds  # noqa: E402
 
 LEVELS = (0, 1, 2)
 BATCHES = 200
@@ -95,7 +95,7 @@ def measure(operator: str) -> tuple[Times, float]:
     npu = torch.get_device_module("npu")
     samples: dict[str, list[tuple[float, float]]] = {}
     functions = OPERATORS[operator]()
-    with cann_sim.computing(False), torch.no_grad():
+    with simulate.computing(False), torch.no_grad():
         for _ in range(BATCHES):
             for name, function in functions.items():
                 npu.synchronize()
@@ -107,7 +107,7 @@ def measure(operator: str) -> tuple[Times, float]:
                 done = time.perf_counter()
                 times = ((called - start) / CALLS * 1e6, (done - start) / CALLS * 1e6)
                 samples.setdefault(name, []).append(times)
-        bare = cann_sim.bare_call_microseconds(operator, CALLS * BATCHES)
+        bare = bare_call_microseconds(operator, CALLS * BATCHES)
     medians = {
         name: (statistics.median(x for x, _ in rows), statistics.median(x for _, x in rows))
         for name, rows in samples.items()
@@ -119,7 +119,7 @@ def in_new_process(operator: str, level: int) -> tuple[Times, float]:
     """Measure in a new process, because torch_npu reads the level of its queue at startup."""
     result = subprocess.run(
         [sys.executable, __file__, operator],
-        env={**os.environ, **cann_sim.environment(level)},
+        env={**os.environ, **simulate.environment(task_queue=level)},
         capture_output=True,
         text=True,
         check=False,
@@ -134,7 +134,6 @@ def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1])))
         return
-    build()
     columns = "".join(f"{name:>18}" for name in (OURS, OPERATOR, THEIRS))
     for operator in OPERATORS:
         print(f"{operator}, microseconds per call; in brackets the ratio to torch_npu's")

@@ -4,7 +4,8 @@ Importing this package registers ``torch.ops.ascend.*``. The functions below are
 with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and on fake tensors.
 """
 
-# The first import says why `_C` cannot be loaded here, which all others need.
+# The first imports torch; the second says why `_C` cannot be loaded here, which all others need.
+from ascend_attn_ops import _torch  # noqa: F401, I001
 from ascend_attn_ops import _built_with, _flops, _library, _transforms  # noqa: F401
 from ascend_attn_ops.attention_update import attention_update
 from ascend_attn_ops.flash_attention_score import flash_attention_score, flash_attention_score_grad

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -12,20 +14,26 @@ import torch
 from ascend_attn_ops import _C, _built_with
 from ascend_attn_ops.limits import apply_environment
 
-# Stands in for the NPU kernels if they cannot be loaded.
-_without_npu = torch.library.Library("ascend", "IMPL", "PrivateUse1")
+# Stands in for the NPU kernels while they cannot be loaded.
+_without_npu: torch.library.Library | None = None
 
 # Why the NPU kernels are not loaded; None when they are.
 npu_unavailable: str | None = "not loaded yet"
 
 
 def load() -> None:
-    """Register the NPU kernels, or set `npu_unavailable`; apply the environment variables."""
-    global npu_unavailable
+    """Register the NPU kernels, or set `npu_unavailable`; apply the environment variables.
+
+    A simulated CANN can be there later than this package, and loads again.
+    """
+    global npu_unavailable, _without_npu
     _C.check_cpu_capability()
     npu_unavailable = _load_npu()
+    if _without_npu is not None:
+        _without_npu._destroy()
+        _without_npu = None
     if npu_unavailable:
-        _explain_on_npu_tensors(npu_unavailable)
+        _without_npu = _explaining_on_npu_tensors(npu_unavailable)
     apply_environment()  # last: it overrules the NPU in use
 
 
@@ -34,8 +42,9 @@ def npu_module() -> ModuleType | None:
     return None if npu_unavailable else importlib.import_module("ascend_attn_ops._npu")
 
 
-def _explain_on_npu_tensors(reason: str) -> None:
+def _explaining_on_npu_tensors(reason: str) -> torch.library.Library:
     """Make calls with NPU tensors say what is missing, instead of falling back to the CPU."""
+    library = torch.library.Library("ascend", "IMPL", "PrivateUse1")
     for row in _C.limits_table():
         operator = row["operator"]
 
@@ -44,7 +53,8 @@ def _explain_on_npu_tensors(reason: str) -> None:
                 f"ascend::{operator}: device: expected the NPU kernels to be loaded, got {reason}"
             )
 
-        _without_npu.impl(operator, explain)
+        library.impl(operator, explain)
+    return library
 
 
 def _load_npu() -> str | None:
@@ -58,6 +68,9 @@ def _load_npu() -> str | None:
     if reason := _built_with.mismatch("_npu"):
         return reason
     try:
+        if "torch_npu" not in sys.modules:
+            # An import of torch_npu that fails for want of CANN leaves half of it behind.
+            ctypes.CDLL("libascendcl.so")
         importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         return f"torch_npu cannot be loaded: {_first_line(error)}"

@@ -6,29 +6,25 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import cann_sim
 import pytest
+from ascend_attn_ops import simulate
 
 if "CANN_SIM_SOC" not in os.environ:
     pytest.exit("the NPU tests are started by `python tests/npu/run.py`", returncode=2)
 
 import torch
 from ascend_attn_ops.limits import table
-
-# The default of a device: torch's own operators call aclnn, not the older compiled operators.
-torch.npu.set_compile_mode(jit_compile=False)
+from ascend_attn_ops.simulate._products import product_of
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
 
 # What the process runs on: ("A2", "9.1").
-DEVICE = (
-    next(name for name, soc in cann_sim.SOCS.items() if soc == os.environ["CANN_SIM_SOC"]),
-    os.environ["CANN_SIM_VERSION"],
-)
+DEVICE = (product_of(os.environ["CANN_SIM_SOC"]), os.environ["CANN_SIM_VERSION"])
 
 # Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
 _ON_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
@@ -51,9 +47,9 @@ each_queue_failure = _each_failure(
 @pytest.fixture
 def no_leak() -> Iterator[None]:
     """No handle that was made in the test is left at its end."""
-    before = cann_sim.live_handles()
+    before = simulate.live_handles()
     yield
-    assert cann_sim.live_handles() == before
+    assert simulate.live_handles() == before
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +61,18 @@ def empty_queue() -> Iterator[None]:
 
 @contextmanager
 def operator_fails(operator: str, **fault: Any) -> Iterator[None]:
-    """`cann_sim.fail` for each aclnn function of an operator of ours, and no other."""
+    """`simulate.fail` for each aclnn function of an operator of ours, and no other."""
     (functions,) = (row["aclnn"] for row in table() if row["operator"] == operator)
     with ExitStack() as stack:
         for function in functions:
-            stack.enter_context(cann_sim.fail(function, **fault))
+            stack.enter_context(simulate.fail(function, **fault))
         yield
+
+
+def attention_functions(calls: list[dict[str, Any]]) -> Counter[str]:
+    """How often recorded calls launch the functions of our operators; others are torch_npu's."""
+    ours = {function for row in table() for function in row["aclnn"]}
+    return Counter(x["function"] for x in calls if x.get("phase") == 2 and x["function"] in ours)
 
 
 def run_in_new_process(code: str, **environment: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
     python tests/npu/run.py [arguments of pytest]
 
 NPU_LEVELS=1 runs them at one level only. Needs an environment with torch_npu, and the extension
-built in it. It builds the simulation.
+built in it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS.parent / "python"))
 
-import cann_sim  # noqa: E402
-from cann_sim.build import build  # noqa: E402
+from ascend_attn_ops import simulate  # noqa: E402
 
 # Every test runs on the first; where devices differ, on the others as well.
 DEVICES = [("A2", "9.1"), ("A2", "8.5"), ("950", "9.1")]
@@ -25,14 +24,16 @@ WHERE_DEVICES_DIFFER = TESTS / "npu" / "test_npu_devices.py"
 
 
 def main() -> int:
-    build()
     failed = []
     for product, cann in DEVICES:
         tests = TESTS / "npu" if (product, cann) == DEVICES[0] else WHERE_DEVICES_DIFFER
         for level in map(int, os.environ.get("NPU_LEVELS", "0,1,2").split(",")):
             run = f"Ascend {product} with CANN {cann}, TASK_QUEUE_ENABLE={level}"
             print(run, flush=True)
-            environment = {**os.environ, **cann_sim.environment(level, product, cann)}
+            environment = {
+                **os.environ,
+                **simulate.environment(soc=product, cann=cann, task_queue=level),
+            }
             environment["PYTHONPATH"] = str(TESTS.parent / "python")
             command = [sys.executable, "-m", "pytest", str(tests), *sys.argv[1:]]
             status = subprocess.run(command, env=environment, check=False).returncode

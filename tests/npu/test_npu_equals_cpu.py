@@ -9,7 +9,7 @@ from __future__ import annotations
 import ascend_attn_ops
 import pytest
 import torch
-from cann_sim import computing
+from ascend_attn_ops.simulate import computing
 from gradients import gradients
 from samples import DIFFERENTIABLE_RECIPES, OPERATORS, RECIPES, Operator, Recipe, Sample
 from tolerance import assert_same_bits

@@ -1,8 +1,7 @@
 """The examples on the NPU: the losses and the decoded text of a run on the CPU, to the last bit.
 
-Our operators, their gradients and autograd run on the device. What the model needs beside them
-(embeddings, matrix products, normalisation, the optimizer) the simulation does not have: each such
-call computes on the CPU, on copies of its arguments (rest_on_cpu.py).
+Our operators and their gradients are calls of aclnn. What the model needs beside them (embeddings,
+matrix products, normalisation, the optimizer) the simulation computes on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from rest_on_cpu import RestOnCPU
+from ascend_attn_ops import simulate
+from conftest import attention_functions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
@@ -58,20 +58,21 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     tmp_path: Path, run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_cpu = trained(run_example, "cpu", tmp_path / "cpu")
-    with RestOnCPU() as mode:
+    with simulate.recorded_calls() as calls:
         on_npu = trained(run_example, "npu", tmp_path / "npu")
     assert on_npu == on_cpu
     steps, losses = 6, on_npu["history"]["kl"]
     assert len(losses) == steps
     assert len(set(losses)) == steps
     # Every step of every layer, forward and backward; the sparse ones select.
-    assert mode.called.keys() == {
-        "lightning_indexer.default",
-        "sparse_flash_attention.default",
-        "sparse_flash_attention_grad.default",
-        "sparse_lightning_indexer_grad_kl_loss.default",
+    functions = attention_functions(calls)
+    assert functions.keys() == {
+        "aclnnLightningIndexer",
+        "aclnnSparseFlashAttention",
+        "aclnnSparseFlashAttentionGrad",
+        "aclnnSparseLightningIndexerGradKLLoss",
     }
-    assert min(mode.called.values()) >= steps
+    assert min(functions.values()) >= steps
 
     options = {
         "checkpoint": tmp_path / "cpu" / "checkpoint.pt", "dtype": "bfloat16",
@@ -81,10 +82,10 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     for device in ("cpu", "npu"):
         capsys.readouterr()
         # The laptop's sizes are none of the NPU's.
-        with ascend_attn_ops.limits(None), RestOnCPU() as mode:
+        with ascend_attn_ops.limits(None), simulate.recorded_calls() as calls:
             run_example("paged_decode", {**options, "device": device})
         text = capsys.readouterr().out
         texts.append([line for line in text.splitlines() if "tokens/s" not in line])
     assert texts[0] == texts[1]
     assert "3 of 3 sequences equal" in texts[0][-1]
-    assert mode.called["scatter_pa_kv_cache_.default"] > 0
+    assert attention_functions(calls)["aclnnScatterPaKvCache"] > 0

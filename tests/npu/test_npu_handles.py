@@ -6,9 +6,9 @@ import ctypes
 import gc
 from typing import Any, ClassVar
 
-import cann_sim
 import pytest
 import torch
+from ascend_attn_ops import simulate
 from conftest import (
     TASK_QUEUE,
     each_caller_failure,
@@ -36,7 +36,7 @@ def test_success(recipe: Recipe) -> None:
 
 def workspace_of(sample: Sample) -> int:
     """Bytes, as the simulation has them."""
-    with cann_sim.recorded_calls() as log:
+    with simulate.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     return max(entry["workspace"] for entry in log if entry.get("phase") == 2)
 
@@ -74,17 +74,18 @@ def test_failure_on_the_queue(operator: str, phase: int) -> None:
     """torch_npu's queue ends with the first failure: each in a process of its own."""
     out, _ = run_in_new_process(
         f"""
-        import torch, ascend_attn_ops, cann_sim
+        import torch, ascend_attn_ops
+        from ascend_attn_ops import simulate
         from device_samples import first
         sample = first("{operator}").make(torch.bfloat16).to("npu")
-        before = cann_sim.live_handles()
-        with cann_sim.fail(phase={phase}):
+        before = simulate.live_handles()
+        with simulate.fail(phase={phase}):
             try:
                 sample.call(torch.ops.ascend)
                 torch.npu.synchronize()
             except RuntimeError:
                 print("raised")
-        print(before == cann_sim.live_handles())
+        print(before == simulate.live_handles())
         """
     )
     assert out.split() == ["raised", "True"]
@@ -117,12 +118,12 @@ def test_many_calls_do_not_grow_memory() -> None:
         gc.collect()
         return bytes_in_use(), torch.npu.memory_allocated()
 
-    with cann_sim.computing(False):
-        handles = cann_sim.live_handles()
+    with simulate.computing(False):
+        handles = simulate.live_handles()
         # The places of the task queue are filled for the first time.
         host, device = run(6_000)
         host_after, device_after = run(10_000)
-        assert cann_sim.live_handles() == handles
+        assert simulate.live_handles() == handles
     # Less than ten bytes per call.
     assert host_after - host < 100_000
     assert device_after == device
@@ -132,6 +133,6 @@ def test_many_calls_do_not_grow_memory() -> None:
 def test_rejected_before_the_device() -> None:
     """Our checks come first: nothing is made."""
     sample = first("sparse_flash_attention").make(torch.bfloat16).to("npu")
-    with cann_sim.recorded_calls() as log, pytest.raises(TypeError, match="161002"):
+    with simulate.recorded_calls() as log, pytest.raises(TypeError, match="161002"):
         sample.replace(key=sample.inputs["key"].half()).call(torch.ops.ascend)
     assert not [entry for entry in log if "SparseFlash" in entry.get("function", "")]

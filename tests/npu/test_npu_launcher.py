@@ -7,8 +7,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from cann_sim.build import include_flags
+import torch_npu
 from conftest import TASK_QUEUE
+from torch.utils.cpp_extension import include_paths
 
 pytestmark = pytest.mark.skipif(TASK_QUEUE != 1, reason="independent of the task queue: once")
 
@@ -53,7 +54,12 @@ def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[
         }}
         """
     )
-    flags = [*include_flags(), f"-I{sysconfig.get_paths()['include']}"]
+    headers = Path(torch_npu.__file__).parent / "include"
+    folders = [
+        Path(__file__).parents[2] / "csrc", headers, headers / "third_party/op-plugin",
+        headers / "third_party/acl/inc", *include_paths(), sysconfig.get_paths()["include"],
+    ]  # fmt: skip
+    flags = [f"-I{folder}" for folder in folders]
     command = ["g++", "-std=c++20", "-fsyntax-only", *flags, str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -1,7 +1,6 @@
 """Models of transformers on the NPU: what they compute and learn on the CPU, to the last bit.
 
-Our operators and their gradients run on the device, the rest of a model on the CPU
-(rest_on_cpu.py).
+Our operators and their gradients are calls of aclnn, the rest of a model runs on the CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from rest_on_cpu import RestOnCPU
+from ascend_attn_ops import simulate
+from conftest import attention_functions
 from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -21,12 +21,15 @@ from integrations.small_models import SPARSE, make, packing, padding, tokens
 pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 
 BATCHES = {"plain": {}, "left padding": padding("left"), "packed": packing()}
-SPARSE_FORWARD = {"lightning_indexer.default", "sparse_flash_attention.default"}
+SPARSE_FORWARD = {"aclnnLightningIndexer", "aclnnSparseFlashAttention"}
 SPARSE_TRAINING = SPARSE_FORWARD | {
-    "sparse_flash_attention_grad.default",
-    "sparse_lightning_indexer_grad_kl_loss.default",
+    "aclnnSparseFlashAttentionGrad",
+    "aclnnSparseLightningIndexerGradKLLoss",
 }
-DENSE_FORWARD = {"flash_attention_score.default"}
+DENSE_TRAINING = {
+    "left padding": {"aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2"},
+    "packed": {"aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2"},
+}
 
 
 def model_of(name: str) -> nn.Module:
@@ -63,11 +66,11 @@ def trained(name: str, device: str, arguments: dict[str, Any]) -> Any:
 )
 def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
     expected = trained(name, "cpu", BATCHES[batch])
-    with RestOnCPU() as mode:
+    with simulate.recorded_calls() as calls:
         actual = trained(name, "npu", BATCHES[batch])
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    dense = {*DENSE_FORWARD, "flash_attention_score_grad.default"}
-    assert mode.called.keys() == (SPARSE_TRAINING if name in SPARSE else dense)
+    functions = attention_functions(calls).keys()
+    assert functions == (SPARSE_TRAINING if name in SPARSE else DENSE_TRAINING[batch])
 
 
 @pytest.mark.parametrize(
@@ -87,8 +90,9 @@ def test_generated_text_is_that_of_the_cpu(name: str, cache: str, padded: bool) 
         "cache_implementation": cache,
     }  # fmt: skip
     expected = model_of(name).generate(tokens(), attention_mask=mask, **options)
-    with RestOnCPU() as mode:
+    with simulate.recorded_calls() as calls:
         model = model_of(name).to("npu")
         actual = model.generate(tokens().npu(), attention_mask=mask.npu(), **options).cpu()
     assert torch.equal(actual, expected)
-    assert mode.called.keys() == (SPARSE_FORWARD if name in SPARSE else DENSE_FORWARD)
+    functions = attention_functions(calls).keys()
+    assert functions == (SPARSE_FORWARD if name in SPARSE else {"aclnnFlashAttentionScoreV2"})

@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -13,6 +15,7 @@
 
 #include "core/limits.h"
 #include "json.h"
+#include "report.h"
 #include "runtime.h"
 
 namespace cann_sim {
@@ -82,6 +85,14 @@ Json json_of(const Value& value) {
       value);
 }
 
+Json json_of(const Function& function, const std::vector<Value>& values) {
+  Json arguments = Json::object({});
+  for (size_t i = 0; i < values.size(); ++i) {
+    arguments.add(function.arguments.at(i).name, json_of(values[i]));
+  }
+  return arguments;
+}
+
 // Appends to the log what `entry` makes, while a test listens.
 template <typename Entry>
 void log(Entry entry) {
@@ -108,6 +119,9 @@ std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
 }
 
 int failure(int status, std::string message) {
+  if (status == kNullPointer || status == kInvalid) {
+    count(Outcome::refused, message);
+  }
   set_error_message(std::move(message));
   return status;
 }
@@ -248,19 +262,15 @@ void log_step(std::string_view step) {
 bool computes(const Function& function) { return control().computing || function.always_computes; }
 
 bool watched(const Function& function) {
-  return computes(function) || control().logging || control().faulty;
+  return computes(function) || control().logging || control().faulty || is_writing_calls();
 }
 
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor) {
   log([&] {
-    Json arguments = Json::object({});
-    for (size_t i = 0; i < values.size(); ++i) {
-      arguments.add(function.arguments.at(i).name, json_of(values[i]));
-    }
     return Json::object({{"phase", int64_t{1}},
                          {"function", std::string(function.name)},
-                         {"arguments", arguments},
+                         {"arguments", json_of(function, values)},
                          {"device", int64_t{current_device()}},
                          {"deterministic", system_parameter(ACL_OPT_DETERMINISTIC)}});
   });
@@ -294,6 +304,15 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
                          {"device", int64_t{device_of_stream(stream)}},
                          {"workspace", static_cast<int64_t>(workspace_size)}});
   });
+  count(Outcome::aclnn, function.name);
+  if (is_writing_calls()) {
+    write_call(Json::object({{"function", std::string(function.name)},
+                             {"arguments", json_of(function, owned->values)},
+                             {"device", int64_t{device_of_stream(stream)}},
+                             {"stream", int64_t{stream_id(stream)}},
+                             {"process", int64_t{getpid()}}})
+                   .text());
+  }
   if (const auto fault = take_fault(function.name, 2)) {
     return failure(fault->status, fault->message);
   }
@@ -331,7 +350,7 @@ int InitHugeMemThreadLocal(void*, bool) {
 void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
 void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
 
-// Controls: tests/cann_sim/__init__.py.
+// Controls: python/ascend_attn_ops/simulate/control.py.
 
 void cann_sim_start_log() {
   const std::lock_guard lock(control().mutex);

@@ -3,12 +3,16 @@
 // function that does not match its declaration does not compile.
 #include "runtime.h"
 
+#include <acl/acl_op_compiler.h>
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,7 +23,7 @@
 namespace cann_sim {
 namespace {
 
-constexpr int kDevices = 2;
+constexpr int kMostDevices = 16;
 constexpr int kParameters = 64;
 constexpr size_t kMemoryPerDevice = size_t{8} << 30;
 // What memory holds before anything is written to it: a large number or a NaN in every float, an
@@ -27,7 +31,6 @@ constexpr size_t kMemoryPerDevice = size_t{8} << 30;
 constexpr int kPoison = 0x7F;
 
 struct Context {
-  int device;
   std::atomic<int64_t> parameters[kParameters] = {};
 };
 
@@ -93,7 +96,7 @@ class Memory {
   };
   mutable std::mutex mutex_;
   std::map<const void*, Block> blocks_;
-  size_t used_[kDevices] = {};
+  size_t used_[kMostDevices] = {};
 };
 
 // Outlives every static object of the libraries that still free memory at exit.
@@ -102,7 +105,7 @@ Memory& memory() {
   return *instance;
 }
 
-Context contexts[kDevices] = {{0}, {1}};
+Context contexts[kMostDevices];
 std::atomic<int64_t> process_parameters[kParameters];
 std::atomic<int> next_stream{0};
 std::atomic<int64_t> waits{0};
@@ -111,13 +114,28 @@ thread_local int thread_device = 0;
 thread_local std::string thread_error;
 thread_local std::string reported_error;
 
+int device_count() {
+  static const int count = [] {
+    const char* text = std::getenv("CANN_SIM_DEVICES");
+    const int given = text ? std::atoi(text) : 2;
+    if (given < 1 || given > kMostDevices) {
+      std::fprintf(stderr, "CANN_SIM_DEVICES: expected 1 to %d, got %s\n", kMostDevices, text);
+      std::abort();
+    }
+    return given;
+  }();
+  return count;
+}
+
 Stream* as_stream(aclrtStream stream) { return static_cast<Stream*>(stream); }
 
 }  // namespace
 
+bool is_capturing(aclrtStream stream) { return stream && as_stream(stream)->capture; }
+
 int submit(aclrtStream stream, Task task) {
-  if (auto* target = as_stream(stream); target && target->capture) {
-    target->capture->push_back(std::move(task));
+  if (is_capturing(stream)) {
+    as_stream(stream)->capture->push_back(std::move(task));
     return ACL_SUCCESS;
   }
   return task();
@@ -158,7 +176,19 @@ using namespace cann_sim;
 
 extern "C" {
 
-aclError aclInit(const char*) { return ACL_SUCCESS; }
+// torch_npu is loaded by now, with all of its kernels.
+aclError aclInit(const char*) {
+  Dl_info here;
+  dladdr(reinterpret_cast<void*>(&aclInit), &here);
+  const auto library = std::filesystem::path(here.dli_fname).parent_path() / "libcpu_fallback.so";
+  void* handle = dlopen(library.c_str(), RTLD_NOW);
+  if (!handle) {
+    std::fprintf(stderr, "the simulated CANN: %s\n", dlerror());
+    return ACL_ERROR_FAILURE;
+  }
+  reinterpret_cast<void (*)()>(dlsym(handle, "cann_sim_run_rest_on_cpu"))();
+  return ACL_SUCCESS;
+}
 aclError aclFinalize() { return ACL_SUCCESS; }
 
 const char* aclGetRecentErrMsg() {
@@ -185,14 +215,22 @@ const char* aclrtGetSocName() {
   return name ? name : "Ascend910B2";
 }
 
+// torch's own operators call aclnn, not the older operators that CANN compiles: as on a device.
+constexpr std::string_view kJitCompile = "disable";
+size_t aclGetCompileoptSize(aclCompileOpt) { return kJitCompile.size() + 1; }
+aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
+  std::snprintf(value, size, "%s", kJitCompile.data());
+  return ACL_SUCCESS;
+}
+
 // Devices and contexts.
 
 aclError aclrtGetDeviceCount(uint32_t* count) {
-  *count = kDevices;
+  *count = device_count();
   return ACL_SUCCESS;
 }
 aclError aclrtSetDevice(int32_t device) {
-  if (device < 0 || device >= kDevices) {
+  if (device < 0 || device >= device_count()) {
     return ACL_ERROR_INVALID_PARAM;
   }
   thread_device = device;
@@ -207,7 +245,7 @@ aclError aclrtGetCurrentContext(aclrtContext* context) {
   return ACL_SUCCESS;
 }
 aclError aclrtSetCurrentContext(aclrtContext context) {
-  thread_device = static_cast<Context*>(context)->device;
+  thread_device = static_cast<int>(static_cast<Context*>(context) - contexts);
   return ACL_SUCCESS;
 }
 aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {

@@ -26,8 +26,18 @@ at::ScalarType scalar_type(aclDataType dtype) {
       return at::kInt;
     case ACL_INT64:
       return at::kLong;
+    case ACL_INT16:
+      return at::kShort;
+    case ACL_UINT16:
+      return at::kUInt16;
+    case ACL_UINT32:
+      return at::kUInt32;
     case ACL_UINT64:
       return at::kUInt64;
+    case ACL_COMPLEX64:
+      return at::kComplexFloat;
+    case ACL_COMPLEX128:
+      return at::kComplexDouble;
     case ACL_BOOL:
       return at::kBool;
     default:

@@ -32,6 +32,9 @@ using Task = std::function<int()>;
 // Runs the task at once, or, while the stream is being captured, appends it to the graph.
 int submit(aclrtStream stream, Task task);
 
+// Whether tasks of the stream become part of a graph.
+bool is_capturing(aclrtStream stream);
+
 int device_of_stream(aclrtStream stream);
 // The device that allocated this address, or -1.
 int device_of_address(const void* address);

@@ -1,0 +1,71 @@
+// What an operator of torch runs on when the simulated NPU has no kernel for it: the CPU's kernel,
+// in the memory of the NPU tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <acl/acl.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstddef>
+#include <optional>
+#include <unordered_map>
+
+namespace cann_sim {
+
+// What is read of a schema once, and not in every call.
+struct Operator {
+  explicit Operator(const c10::OperatorHandle& handle);
+
+  c10::OperatorHandle handle;
+  std::optional<size_t> generator;  // the argument that is one
+  std::optional<size_t> device;
+  bool writes = false;  // to some of its arguments
+  bool is_random = false;
+  bool takes_cpu_tensors = false;  // beside those of the NPU
+  bool last_result_on_cpu = false;
+};
+
+// The CPU tensors in the place of the NPU tensors of one call. They have the same memory, so that
+// nothing is copied, and what is written to one is written to the other.
+class Aliases {
+ public:
+  // Raises for a tensor of another NPU than the first.
+  at::Tensor of(const at::Tensor& npu);
+  // The NPU tensor for a result of the CPU: an argument itself, a view of one, or a new tensor.
+  at::Tensor back(const at::Tensor& cpu) const;
+  // Brings back the arguments that the CPU has given another size or other memory.
+  void resize_arguments() const;
+
+  std::optional<c10::Device> device;
+
+ private:
+  struct Pair {
+    at::Tensor npu;
+    at::Tensor cpu;
+    c10::Storage memory;
+    void* address;
+  };
+  // The pair with a tensor, or else with its storage, on either side; null if there is none.
+  const Pair* find(const at::Tensor& tensor) const;
+  void add(Pair pair);
+
+  c10::SmallVector<Pair, 8> pairs_;
+  // By tensor and by storage, once there are many, as of an optimizer: those of most calls are
+  // found faster by looking at all.
+  static constexpr size_t kMany = 16;
+  std::unordered_map<const void*, size_t> places_;
+};
+
+// Waits until the task queue of the current stream is empty, not for the stream.
+aclrtStream after_queued_work(c10::Device device);
+
+// Memory of the NPU with the elements of a CPU tensor.
+at::Tensor on_npu(const at::Tensor& cpu, c10::Device device);
+
+// A CPU generator for one call. What it draws depends on the seed and the offset of the NPU's
+// generator, which moves on: seeds, saved states and restored ones do what they do on an NPU.
+at::Generator drawn_from(at::Generator npu);
+
+}  // namespace cann_sim

@@ -1,0 +1,152 @@
+"""Puts the simulated CANN under the torch_npu of this process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import glob
+import importlib
+import importlib.util
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from ascend_attn_ops import _built_with, _library
+from ascend_attn_ops.simulate import _report
+from ascend_attn_ops.simulate._environment import CANN, LIBRARIES, environment
+
+# In this order: the others need functions of the first, and the last needs `_C`.
+_LIBRARIES = (
+    "ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi",
+)  # fmt: skip
+_DESCRIPTION = ("CANN_SIM_DEVICES", "CANN_SIM_SOC", "CANN_SIM_VERSION", "TASK_QUEUE_ENABLE")
+
+
+def is_running() -> bool:
+    """Return whether the CANN of this process is the simulated one."""
+    try:
+        library = ctypes.CDLL("libascendcl.so", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return hasattr(library, "cann_sim_waits")
+
+
+def description() -> str:
+    """Return what this process, or one with its environment, simulates."""
+    devices = int(os.environ["CANN_SIM_DEVICES"])
+    soc, cann = os.environ["CANN_SIM_SOC"], os.environ["CANN_SIM_VERSION"]
+    return f"{devices} simulated {soc} with CANN {cann}"
+
+
+def start(
+    *,
+    devices: int = 2,
+    soc: str = "Ascend910B2",
+    cann: str = "9.1",
+    task_queue: int = 1,
+    calls: str | os.PathLike[str] | None = None,
+    report: bool = False,
+    force: bool = False,
+) -> None:
+    """Simulate NPUs in this process, and in those that it starts; load torch_npu on them.
+
+    Must come before torch_npu is imported. With torch_npu installed, ``import torch`` imports it:
+    import this package first, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0. A process that is simulated
+    already, because another started it, stays as it is.
+
+    Args:
+        devices: How many NPUs there are, up to 16.
+        soc: The SoC, as "Ascend910B2", or a product, as "A2", for its usual SoC.
+        cann: The release of CANN: "8.5", "9.0" or "9.1".
+        task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
+        calls: A file that gets every call of an aclnn function as a line of JSON, also those of the
+            processes that this one starts.
+        report: Write to standard error, at the end, which operators ran, where and how often, and
+            what was refused.
+        force: Start even where there is a real CANN or an NPU.
+
+    Raises:
+        RuntimeError: There is a real CANN or an NPU here, or torch_npu is imported already.
+        ImportError: torch_npu, or what was built with it, is missing or of another version.
+    """
+    wanted = environment(
+        devices=devices, soc=soc, cann=cann, task_queue=task_queue, calls=calls, report=report
+    )
+    if is_running():
+        different = [name for name in _DESCRIPTION if os.environ.get(name) != wanted[name]]
+        if different:
+            what = ", ".join(f"{name}={os.environ.get(name)}" for name in different)
+            raise RuntimeError(f"this process runs on a simulated CANN already, with {what}")
+        return
+    _check_versions()
+    if "torch_npu" in sys.modules:
+        raise RuntimeError(
+            "torch_npu is imported already: call ascend_attn_ops.simulate.start() before anything "
+            "imports it. `import torch` does, unless ascend_attn_ops is imported before it"
+        )
+    if not force and (found := _real_cann()):
+        raise RuntimeError(
+            f"there is a real CANN here ({found}), and a simulation would hide it; use force=True "
+            "(--force) to simulate all the same"
+        )
+    # Whoever switched the automatic import off wants that of its children, too.
+    wanted["TORCH_DEVICE_BACKEND_AUTOLOAD"] = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    os.environ.update(wanted)
+    if calls is not None:
+        Path(calls).write_text("")
+    print(
+        f"ascend_attn_ops.simulate: {description()}, computed by this machine's processor; "
+        "neither numbers nor times are those of an NPU",
+        file=sys.stderr,
+        flush=True,
+    )
+    for name in _LIBRARIES:
+        # Under the names by which torch_npu's own libraries need them, and in their sight.
+        ctypes.CDLL(str(LIBRARIES / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    if report:
+        # Before torch_npu registers what empties its queues at exit: that comes first then.
+        atexit.register(_report.write)
+    importlib.import_module("torch_npu")
+    _library.load()
+
+
+def _check_versions() -> None:
+    """Raise ImportError where torch_npu is missing or belongs to another torch."""
+    minor = _built_with.minor(str(torch.__version__))
+    remedy = f"pip install --no-deps 'torch_npu=={minor}.*' pyyaml"
+    if importlib.util.find_spec("torch_npu") is None:
+        raise ModuleNotFoundError(f"torch_npu is not installed: {remedy}", name="torch_npu")
+    version = metadata.version("torch_npu")
+    if _built_with.minor(version) != minor:
+        raise ImportError(
+            f"torch_npu {version} does not belong to torch {torch.__version__}: {remedy}"
+        )
+    if reason := _built_with.mismatch("_npu"):
+        raise ImportError(reason)
+    if not (LIBRARIES / "libopapi.so").exists():
+        raise ImportError(
+            "the simulated CANN is not built: install ascend_attn_ops again, with "
+            "--no-build-isolation, in the environment that has torch_npu"
+        )
+
+
+def _real_cann() -> str | None:
+    """Return what says that this machine has a CANN, or an NPU, of its own."""
+    for device in sorted(glob.glob("/dev/davinci*")):
+        return device
+    folders = [
+        *(
+            Path(os.environ[name], "lib64")
+            for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+            if os.environ.get(name)
+        ),
+        *(Path(x) for x in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if x),
+    ]
+    for folder in folders:
+        library = folder / "libascendcl.so"
+        if library.exists() and CANN not in library.resolve().parents:
+            return str(library)
+    return None

@@ -1,0 +1,100 @@
+"""What a test sees of the simulated CANN in its process, and what it makes it do."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The simulated operator library."""
+    opapi = ctypes.CDLL("libopapi.so")
+    opapi.cann_sim_take_log.restype = ctypes.c_char_p
+    opapi.cann_sim_live_handles.restype = ctypes.c_char_p
+    opapi.cann_sim_add_function.restype = ctypes.c_bool
+    opapi.cann_sim_read_list.restype = ctypes.c_int64
+    opapi.cann_sim_read_integers.restype = ctypes.c_int64
+    opapi.cann_sim_read_scalar.restype = ctypes.c_double
+    return opapi
+
+
+def _synchronize() -> None:
+    import torch
+
+    torch.get_device_module("npu").synchronize()
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[dict[str, Any]]]:
+    """The aclnn calls of the block, in order; the list is filled when the block ends.
+
+    Entries: {"phase": 1, "function", "arguments": {name: value}, "device", "deterministic"},
+    {"phase": 2, "function", "stream", "device", "workspace"}, and {"step": name} for the functions
+    that torch_npu calls around them.
+    """
+    calls: list[dict[str, Any]] = []
+    _synchronize()
+    library().cann_sim_start_log()
+    try:
+        yield calls
+        _synchronize()
+    finally:
+        calls += json.loads(library().cann_sim_take_log())
+
+
+def live_handles() -> dict[str, int]:
+    """How many handles of each kind exist now, once the task queue is empty."""
+    _synchronize()
+    counts: dict[str, int] = json.loads(library().cann_sim_live_handles())
+    return counts
+
+
+def waits() -> int:
+    """How often the host has waited for a device, or a stream of it, so far."""
+    runtime = ctypes.CDLL("libascendcl.so")
+    runtime.cann_sim_waits.restype = ctypes.c_int64
+    return int(runtime.cann_sim_waits())
+
+
+@contextmanager
+def fail(
+    function: str = "", phase: int = 1, status: int = 561002, message: str = "", times: int = 1
+) -> Iterator[None]:
+    """The next calls of `function` fail in that phase; in phase 0 their workspace is too large."""
+    library().cann_sim_fail(function.encode(), phase, status, message.encode(), times)
+    try:
+        yield
+    finally:
+        library().cann_sim_no_faults()
+
+
+@contextmanager
+def computing(on: bool) -> Iterator[None]:
+    """Whether the second phase computes: off, a call costs its host time alone."""
+    library().cann_sim_set_computing(on)
+    try:
+        yield
+    finally:
+        library().cann_sim_set_computing(True)
+
+
+@contextmanager
+def keeping_executors() -> Iterator[None]:
+    """CANN keeps the executors of attention functions for later calls that are alike."""
+    library().cann_sim_set_keeping_executors(True)
+    try:
+        yield
+    finally:
+        library().cann_sim_set_keeping_executors(False)
+
+
+def bare_call_microseconds(operator: str, calls: int) -> float:
+    """The two phases of the operator's aclnn function with their tensors, without PyTorch."""
+    call = getattr(library(), f"cann_sim_bare_{operator}")
+    call.restype = ctypes.c_double
+    return float(call(calls))
