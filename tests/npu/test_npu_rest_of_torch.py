@@ -1,0 +1,372 @@
+"""Programs of plain torch on the simulated NPU: what they compute on the CPU, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+Program = Callable[[str], Any]
+
+
+def on_cpu(result: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), result)
+
+
+def same_on_both(program: Program) -> None:
+    expected = on_cpu(program("cpu"))
+    actual = on_cpu(program("npu"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def numbers(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(11, 8), nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 11)
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "foreach Adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training(optimizer: str) -> None:
+    def program(device: str) -> Any:
+        model = small_model().to(device)
+        steps = OPTIMIZERS[optimizer](model.parameters())
+        tokens = torch.arange(33).remainder(11).view(3, 11).to(device)
+        losses = []
+        for _ in range(3):
+            steps.zero_grad()
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            steps.step()
+            losses.append(loss)
+        return [*losses, *model.parameters()]
+
+    same_on_both(program)
+
+
+def test_matrix_products_and_their_gradients() -> None:
+    def program(device: str) -> Any:
+        results = []
+        for left, right in [((4, 5), (5,)), ((5,), (5, 3)), ((2, 4, 5), (5, 3)),
+                            ((2, 1, 4, 5), (3, 5, 2)), ((5,), (5,))]:  # fmt: skip
+            x, y = (numbers(*size).to(device).requires_grad_() for size in (left, right))
+            out = x @ y
+            out.sum().backward()
+            results += [out, x.grad, y.grad]
+        w = numbers(3, 2, 3, 3).to(device).requires_grad_()
+        F.conv2d(numbers(1, 2, 8, 8).to(device), w, padding=1).square().sum().backward()
+        return [*results, w.grad]
+
+    same_on_both(program)
+
+
+def test_operators_that_torch_npu_differentiates_itself() -> None:
+    def program(device: str) -> Any:
+        x = numbers(4, 6).to(device).requires_grad_()
+        index = torch.tensor([[0, 2], [1, 1], [5, 0], [3, 3]]).to(device)
+        target = (numbers(4, 6, seed=1) > 0).float().to(device)
+        losses = [
+            x.gather(1, index).sum(), F.binary_cross_entropy_with_logits(x, target),
+            F.kl_div(x.log_softmax(1), target.softmax(1), reduction="batchmean"),
+            F.l1_loss(x, target), x.repeat_interleave(2, 0).square().sum(), F.logsigmoid(x).sum(),
+            torch.where(x > 0, x, x * 2).sum(), F.mish(x).sum(), F.silu(x).sum(),
+            torch.cdist(x, target).sum(), torch.fft.rfft(x).abs().sum(), x.renorm(2, 0, 1).sum(),
+            torch.stft(x.flatten(), 8, return_complex=True, window=torch.ones(8, device=device))
+            .abs().sum(),
+            F.scaled_dot_product_attention(x[None], x[None], x[None]).sum(),
+        ]  # fmt: skip
+        return [*losses, *(torch.autograd.grad(loss, x, retain_graph=True) for loss in losses)]
+
+    same_on_both(program)
+
+
+def test_views_and_in_place() -> None:
+    def program(device: str) -> Any:
+        x = torch.arange(24.0).view(2, 3, 4).to(device)
+        flat = x.view(-1)
+        x[:, 1].mul_(2)
+        x.transpose(0, 2)[1:, ::2] += 1
+        x[..., -1].fill_(7)
+        x.diagonal(dim1=1, dim2=2).zero_()
+        x[x > 20] = -1
+        y = x.permute(2, 0, 1)
+        y.add_(y.sum(0, keepdim=True))
+        torch.add(y, 1, out=y)
+        half = x.half()
+        return [flat, y, half, x.expand(2, 2, 3, 4).contiguous(), x.unfold(2, 2, 1).clone()]
+
+    same_on_both(program)
+
+
+def test_out_arguments_are_resized() -> None:
+    def program(device: str) -> Any:
+        x = numbers(3, 4).to(device)
+        empty, small = torch.empty(0, device=device), torch.empty(2, device=device)
+        torch.add(x, 1, out=empty)
+        with pytest.warns(UserWarning, match="resized"):
+            torch.mul(x, 2, out=small)
+        values, indices = torch.empty(0, device=device), torch.empty(0, device=device).long()
+        torch.sort(x, dim=1, out=(values, indices))
+        strided = torch.empty(4, 3, device=device).t()
+        torch.exp(x, out=strided)
+        return [empty, small, values, indices, strided]
+
+    same_on_both(program)
+
+
+def test_indexing() -> None:
+    def program(device: str) -> Any:
+        x = numbers(5, 6).to(device)
+        rows = torch.tensor([0, 3, 3]).to(device)
+        mask = x > 0
+        x.index_put_((rows,), torch.ones(6, device=device), accumulate=True)
+        x.scatter_add_(1, rows.expand(5, 3), torch.ones(5, 3, device=device))
+        return [
+            x[rows], x[mask], x[torch.tensor([1, 2])], x.nonzero(), x.topk(2), x.sort(1),
+            x.masked_fill(mask, 0), x.cumsum(1), x.unique(return_counts=True), x.argmax(1),
+            torch.where(mask), x.index_select(1, rows), x.take_along_dim(rows[:, None], 0),
+        ]  # fmt: skip
+
+    same_on_both(program)
+
+
+def test_complex_numbers() -> None:
+    def program(device: str) -> Any:
+        x = torch.view_as_complex(numbers(3, 4, 2).to(device))
+        product = x.conj() @ x.T
+        return [product, torch.view_as_real(product), x.real, x.imag, x.abs(), torch.fft.fft(x)]
+
+    same_on_both(program)
+
+
+def test_factories() -> None:
+    def program(device: str) -> Any:
+        return [
+            torch.arange(5, device=device), torch.linspace(0, 1, 7, device=device),
+            torch.eye(3, device=device), torch.full((2,), 3, device=device),
+            torch.tril(torch.ones(3, 3, device=device)), torch.zeros(2, device=device),
+            torch.tril_indices(3, 3, device=device), torch.tensor([1, 2], device=device),
+            torch.ones(2, 2, device=device).new_zeros(3),
+        ]  # fmt: skip
+
+    same_on_both(program)
+
+
+def draws() -> list[Tensor]:
+    x = torch.ones(50, device="npu")
+    return [
+        torch.randn(5, device="npu"), torch.rand(5, device="npu"), x.bernoulli(0.5),
+        torch.randperm(9, device="npu"), F.dropout(x, 0.5), x.clone().normal_(),
+        torch.multinomial(x, 4), torch.randint(9, (5,), device="npu"),
+    ]  # fmt: skip
+
+
+def test_random_numbers_are_those_of_the_seed() -> None:
+    before = torch.get_rng_state()
+    torch.npu.manual_seed(3)
+    first = on_cpu(draws())
+    second = on_cpu(draws())
+    torch.npu.manual_seed(3)
+    torch.testing.assert_close(on_cpu(draws()), first, rtol=0, atol=0)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[5][:5])
+    # The CPU's own generator is left alone.
+    assert torch.equal(torch.get_rng_state(), before)
+
+    state = torch.npu.get_rng_state()
+    after = on_cpu(draws())
+    torch.npu.set_rng_state(state)
+    torch.testing.assert_close(on_cpu(draws()), after, rtol=0, atol=0)
+
+    torch.manual_seed(3)
+    torch.testing.assert_close(on_cpu(draws()), first, rtol=0, atol=0)
+
+
+def test_generators() -> None:
+    generator = torch.Generator("npu")
+    drawn = [
+        torch.randn(4, device="npu", generator=generator.manual_seed(seed)).cpu()
+        for seed in (5, 6, 5)
+    ]
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], torch.randn(4, device="npu", generator=generator).cpu())
+
+
+def test_dropout_and_its_gradient() -> None:
+    x = torch.ones(1000, device="npu", requires_grad=True)
+    out = F.dropout(x, 0.25)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(out.detach(), x.grad)
+    kept = (out != 0).sum().item()
+    assert 700 < kept < 800
+    assert out.max().item() == pytest.approx(1 / 0.75)
+
+
+def test_checkpointing_repeats_the_random_numbers() -> None:
+    def gradient(recompute: bool) -> Tensor:
+        torch.manual_seed(0)
+        x = numbers(64).npu().requires_grad_()
+
+        def layer(y: Tensor) -> Tensor:
+            return F.dropout(y * y, 0.5)
+
+        out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_autocast_and_the_gradient_scaler() -> None:
+    model = small_model().npu()
+    tokens = torch.arange(33).remainder(11).view(3, 11).npu()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("npu", init_scale=4.0)
+    for _ in range(2):
+        with torch.autocast("npu", torch.float16):
+            out = model(tokens)
+            loss = F.cross_entropy(out.flatten(0, 1), tokens.flatten())
+        assert out.dtype == torch.float16
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_saving_and_loading() -> None:
+    file = io.BytesIO()
+    torch.save({"x": numbers(3, 4).npu().t(), "model": small_model().npu().state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["x"].device == torch.device("npu:0")
+    assert loaded["x"].stride() == (1, 4)
+    assert torch.equal(loaded["x"].cpu(), numbers(3, 4).t())
+    file.seek(0)
+    assert torch.load(file, map_location="cpu", weights_only=True)["x"].is_cpu
+
+
+def test_data_loaders_and_pinned_memory() -> None:
+    data = TensorDataset(numbers(8, 3))
+    batches = [x.to("npu", non_blocking=True) for (x,) in DataLoader(data, 4, pin_memory=True)]
+    assert torch.equal(torch.cat(batches).cpu(), numbers(8, 3))
+    assert numbers(3).pin_memory().is_pinned()
+
+
+def test_threads() -> None:
+    def work(seed: int) -> Tensor:
+        x = numbers(16, 16, seed=seed).npu()
+        for _ in range(20):
+            x = torch.tanh(x @ x)
+        return x.cpu()
+
+    expected = [work(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        torch.testing.assert_close(list(pool.map(work, range(4))), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str) -> None:
+    model = small_model()
+    compiled = torch.compile(copy.deepcopy(model).npu(), backend=backend)
+    tokens = torch.arange(11)[None]
+    out = compiled(tokens.npu())
+    out.sum().backward()
+    assert torch.equal(out.detach().cpu(), model(tokens).detach())
+
+
+def test_work_in_the_queue_comes_first() -> None:
+    """What our operators still have to write, torch's operators on the CPU read."""
+    import ascend_attn_ops
+
+    x = numbers(1, 256, 8, 64).bfloat16()
+
+    def attend(y: Tensor) -> Tensor:
+        return ascend_attn_ops.flash_attention_score(y, y, y, num_heads=8, layout="BSND")[0]
+
+    assert torch.equal((attend(x.npu()) + 1).cpu(), attend(x) + 1)
+    stream = torch.npu.Stream()
+    y = x.npu()
+    out = attend(y)
+    stream.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(stream):
+        doubled = out * 2
+    torch.npu.current_stream().wait_stream(stream)
+    assert torch.equal(doubled.cpu(), attend(x) * 2)
+
+
+def test_graphs_repeat_what_ran_on_the_cpu() -> None:
+    x = torch.zeros(4, device="npu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x * 2
+        x.add_(1)
+        z = y + x
+    x.fill_(3)
+    graph.replay()
+    assert [t.cpu().tolist() for t in (x, y, z)] == [[4.0] * 4, [6.0] * 4, [10.0] * 4]
+
+
+def test_memory_statistics() -> None:
+    torch.npu.empty_cache()
+    before = torch.npu.memory_allocated()
+    x = torch.ones(1 << 20, device="npu")
+    y = x + 1
+    assert torch.npu.memory_allocated() - before == pytest.approx(8 << 20, rel=0.01)
+    del x, y
+    assert torch.npu.memory_allocated() == before
+
+
+def test_profiler_and_deterministic_algorithms() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        (torch.ones(4, device="npu") @ torch.ones(4, device="npu")).item()
+    assert any("dot" in event.key for event in profile.key_averages())
+
+
+@pytest.fixture
+def another_device() -> Iterator[Tensor]:
+    yield torch.ones(3, device="npu:1")
+    torch.npu.set_device(0)
+
+
+def test_tensors_of_other_devices(another_device: Tensor) -> None:
+    here = torch.ones(3, device="npu:0")
+    with pytest.raises(RuntimeError, match="at least two devices, npu:0 and npu:1"):
+        here + another_device
+    with pytest.raises(RuntimeError, match="at least two devices, npu:0 and cpu"):
+        here + torch.ones(3)
+    assert (here + torch.tensor(1.0)).tolist() == [2.0] * 3
+    assert (another_device + 1).device == torch.device("npu:1")
+    assert another_device.to("npu:0").tolist() == [1.0] * 3
+
+
+def test_an_operator_without_a_kernel() -> None:
+    x = torch.ones(2, 3, 4, device="npu")
+    with pytest.raises(NotImplementedError, match=r"aten::batch_norm_stats: .*torch\.library"):
+        torch.batch_norm_stats(x, 1e-5)

@@ -1,0 +1,316 @@
+"""How a program gets simulated NPUs: the launcher, pytest's plugin, `start`, child processes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch_npu
+from ascend_attn_ops import simulate
+from ascend_attn_ops.simulate._products import product_of, soc_name
+from ascend_attn_ops.simulate.control import library
+from conftest import TASK_QUEUE
+
+ROOT = Path(__file__).parents[2]
+
+once = pytest.mark.skipif(TASK_QUEUE != 1, reason="in processes of its own: once")
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter as where nothing is simulated."""
+    simulation = simulate.environment().keys()
+    environment = {name: x for name, x in os.environ.items() if name not in simulation}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**environment, "PYTHONPATH": str(ROOT / "python"), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def write(path: Path, code: str) -> str:
+    path.write_text(textwrap.dedent(code))
+    return str(path)
+
+
+PROGRAM = """
+    import sys
+    import torch
+
+    x = torch.ones(2, 3, device="npu")
+    print(sys.argv[1:], __name__, (x @ x.T).tolist(), torch.npu.device_count())
+"""
+
+
+@once
+def test_a_script(tmp_path: Path) -> None:
+    calls = tmp_path / "calls.jsonl"
+    script = write(
+        tmp_path / "script.py",
+        """
+        import sys
+
+        import ascend_attn_ops
+        import torch
+
+        x = torch.ones(1, 16, 1, 64, dtype=torch.float16, device="npu")
+        y, *_ = ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout="BSND")
+        print(sys.argv, __name__, y.sum().item(), torch.npu.device_count())
+        """,
+    )
+    options = ("--devices", "3", "--soc", "A3", "--cann", "9.0", "--calls", str(calls), "--report")
+    ran = run("-m", "ascend_attn_ops.simulate", *options, script, "--soc", "x")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"{[script, '--soc', 'x']} __main__ 1024.0 3"
+    first, *others = ran.stderr.splitlines()
+    assert first.startswith("ascend_attn_ops.simulate: 3 simulated Ascend910_9391 with CANN 9.0")
+
+    (call,) = (
+        entry
+        for entry in map(json.loads, calls.read_text().splitlines())
+        if "Attention" in entry["function"]
+    )
+    assert call["function"] == "aclnnFlashAttentionScoreV2"
+    assert call["arguments"]["query"]["sizes"] == [1, 16, 1, 64]
+    assert call["arguments"]["query"]["dtype"] == "Half"
+    assert {"device", "stream", "process"} <= call.keys()
+
+    report = [" ".join(line.split()) for line in others]
+    assert "1 aclnnFlashAttentionScoreV2" in report
+    assert "1 aten::sum" in report
+    assert "refused, by the rules of Ascend A3 with CANN 9.0: 0" in report
+
+
+@once
+def test_a_module_and_its_children(tmp_path: Path) -> None:
+    """Children inherit the simulation, however they are started."""
+    write(
+        tmp_path / "parent.py",
+        """
+        import multiprocessing, subprocess, sys
+        import torch
+
+        def child(number):
+            return torch.full((2,), number, device="npu:1").sum().item(), torch.npu.device_count()
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(child, [3]))
+            code = "import torch; print(torch.arange(4, device='npu').sum().item())"
+            print(subprocess.check_output([sys.executable, "-c", code], text=True))
+        """,
+    )
+    ran = run(
+        "-m", "ascend_attn_ops.simulate", "-m", "parent",
+        PYTHONPATH=os.pathsep.join([str(ROOT / "python"), str(tmp_path)]),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split("\n")[:2] == ["[(6, 2)]", "6"]
+
+
+@once
+def test_the_plugin_of_pytest(tmp_path: Path) -> None:
+    """Before a conftest.py that imports torch_npu."""
+    write(tmp_path / "conftest.py", "import torch_npu\n")
+    tests = write(
+        tmp_path / "test_it.py",
+        """
+        import torch
+
+        def test_it():
+            assert torch.npu.get_device_name() == "Ascend310P3"
+            assert torch.ones(3).npu().sum().item() == 3
+        """,
+    )
+    plugin = ("-m", "pytest", "-q", "-p", "ascend_attn_ops.simulate", tests)
+    ran = run(*plugin, ASCEND_SIMULATE="--soc 310P")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 passed" in ran.stdout
+    assert "simulated Ascend310P3" in ran.stderr
+
+
+@once
+def test_start(tmp_path: Path) -> None:
+    """Starting again changes nothing; with other options it is refused."""
+    ran = run(
+        "-c",
+        textwrap.dedent("""
+        from ascend_attn_ops import report, simulate
+        simulate.start(soc="A2")
+        simulate.start(soc="Ascend910B2")
+        try:
+            simulate.start(soc="A3")
+        except RuntimeError as error:
+            print(error)
+        report.print_report()
+        """),
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0].endswith("simulated CANN already, with CANN_SIM_SOC=Ascend910B2")
+    (line,) = (line for line in lines if line.startswith("  simulated"))
+    assert "2 simulated Ascend910B2 with CANN 9.1" in line
+
+
+@once
+@pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"])
+def test_a_real_cann_is_not_hidden(tmp_path: Path, variable: str) -> None:
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64/libascendcl.so").touch()
+    script = write(tmp_path / "script.py", PROGRAM)
+    launcher = ("-m", "ascend_attn_ops.simulate")
+    refused = run(*launcher, script, **{variable: str(tmp_path)})
+    assert refused.returncode == 1
+    assert "there is a real CANN here" in refused.stderr
+    assert str(tmp_path / "lib64/libascendcl.so") in refused.stderr
+    forced = run(*launcher, "--force", script, **{variable: str(tmp_path)})
+    assert forced.stdout.splitlines()[-1] == "[] __main__ [[3.0, 3.0], [3.0, 3.0]] 2"
+
+
+@once
+def test_what_start_says_is_missing(tmp_path: Path) -> None:
+    for version, expected in [
+        (None, "torch_npu is not installed: pip install --no-deps"),
+        ("2.6.0.post1", "torch_npu 2.6.0.post1 does not belong to torch"),
+    ]:
+        code = """
+            import importlib.util, sys
+            from importlib import metadata
+            from ascend_attn_ops import simulate
+            version, find = VERSION, importlib.util.find_spec
+            if version is None:
+                importlib.util.find_spec = lambda x: None if x == "torch_npu" else find(x)
+            metadata.version = lambda name: version
+            try:
+                simulate.start()
+            except ImportError as error:
+                print(error)
+        """.replace("VERSION", repr(version), 1)
+        ran = run("-c", textwrap.dedent(code))
+        assert ran.stdout.startswith(expected), ran.stderr
+
+
+def test_options_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"soc: .* Ascend910B2.*got Ascend910A"):
+        simulate.environment(soc="Ascend910A")
+    with pytest.raises(ValueError, match=r"cann: expected one of 8\.5, 9\.0, 9\.1; got 7\.0"):
+        simulate.environment(cann="7.0")
+    with pytest.raises(ValueError, match="devices: expected 1 to 16, got 0"):
+        simulate.environment(devices=0)
+    assert [product_of(soc_name(x)) for x in ("A2", "A3", "950", "310P")] == [
+        "A2", "A3", "950", "310P",
+    ]  # fmt: skip
+
+
+# aclnn functions that a user adds.
+
+FAST_GELU = "(const aclTensor* self, aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** e)"
+
+
+@pytest.fixture(scope="module")
+def fast_gelu() -> list[torch.Size]:
+    """What torch_npu.npu_fast_gelu calls, and the sizes that it was called with."""
+    seen = []
+
+    @simulate.function("aclnnFastGelu", FAST_GELU)
+    def compute(self: torch.Tensor) -> torch.Tensor:
+        seen.append(self.shape)
+        return self * torch.sigmoid(1.702 * self)
+
+    return seen
+
+
+def test_a_function_of_the_user(fast_gelu: list[torch.Size]) -> None:
+    x = torch.randn(4, 6)
+    out = torch_npu.npu_fast_gelu(x.npu().t())
+    torch.npu.synchronize()
+    assert torch.equal(out.cpu(), (x * torch.sigmoid(1.702 * x)).t())
+    assert fast_gelu[-1] == (6, 4)
+
+
+@once
+def test_a_function_of_the_user_that_raises() -> None:
+    ran = run(
+        "-c",
+        textwrap.dedent("""
+        from ascend_attn_ops import simulate
+        simulate.start(task_queue=0)
+        import torch, torch_npu
+
+        @simulate.function("aclnnFastGelu", "const aclTensor* self, aclTensor* out")
+        def compute(self):
+            raise ValueError("nothing today")
+
+        try:
+            torch_npu.npu_fast_gelu(torch.ones(3).npu())
+        except RuntimeError as error:
+            print(error)
+        """),
+    )
+    assert "aclnnFastGelu: ValueError: nothing today" in ran.stdout, ran.stderr
+
+
+def test_prototypes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"aclnnA: expected arguments of its prototype.*'y'"):
+        simulate.function("aclnnA", "const aclTensor* x")(lambda y: y)
+    with pytest.raises(ValueError, match=r"prototype: .*got 'std::string x'"):
+        simulate.function("aclnnA", "std::string x")(lambda x: x)
+
+
+def test_all_kinds_of_arguments() -> None:
+    """As CANN passes them, by the C functions themselves."""
+    seen = []
+
+    @simulate.function(
+        "aclnnEverything",
+        "const aclTensor* x, const aclTensorList* xs, const aclIntArray* sizes, double scale, "
+        "int64_t count, bool flag, char* layout, const aclTensor* none, aclTensor* changed, "
+        "aclTensor* out",
+    )
+    def compute(x, xs, sizes, scale, count, flag, layout, none, changed):  # type: ignore[no-untyped-def]
+        seen.append((sizes, scale, count, flag, layout, none))
+        changed += 1
+        return x + sum(xs)
+
+    opapi = library()
+    for name in ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray"):
+        getattr(opapi, name).restype = ctypes.c_void_p
+    memory = [torch.full((2, 3), float(i)) for i in range(5)]
+
+    def handle(x: torch.Tensor) -> ctypes.c_void_p:
+        sizes, strides = ((ctypes.c_int64 * 2)(*given) for given in (x.shape, x.stride()))
+        place = ctypes.c_void_p(x.data_ptr())
+        return ctypes.c_void_p(
+            opapi.aclCreateTensor(
+                sizes, ctypes.c_uint64(2), 0, strides, ctypes.c_int64(0), 2, sizes,
+                ctypes.c_uint64(2), place,
+            )
+        )  # fmt: skip
+
+    x, one, two, changed, out = (handle(tensor) for tensor in memory)
+    tensors = (ctypes.c_void_p * 2)(one, two)
+    integers = (ctypes.c_int64 * 3)(4, 5, 6)
+    xs = ctypes.c_void_p(opapi.aclCreateTensorList(tensors, ctypes.c_uint64(2)))
+    sizes = ctypes.c_void_p(opapi.aclCreateIntArray(integers, ctypes.c_uint64(3)))
+    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+    status = opapi.aclnnEverythingGetWorkspaceSize(
+        x, xs, sizes, ctypes.c_double(0.5), ctypes.c_int64(7), True, b"BSND", None, changed, out,
+        ctypes.byref(size), ctypes.byref(executor),
+    )  # fmt: skip
+    opapi.aclDestroyTensorList(xs)
+    opapi.aclDestroyIntArray(sizes)
+    for tensor in (x, changed, out):
+        opapi.aclDestroyTensor(tensor)
+    assert status == 0
+    assert opapi.aclnnEverything(None, size, executor, None) == 0
+    assert seen == [([4, 5, 6], 0.5, 7, True, "BSND", None)]
+    assert memory[3].eq(4).all()
+    assert memory[4].eq(0 + 1 + 2).all()
