@@ -51,6 +51,7 @@ bench: build-npu
 	$(CPU) benchmarks/dtensor_call.py
 	$(CPU) benchmarks/transformers_training.py
 	$(NPU) benchmarks/host_time.py
+	$(NPU) benchmarks/simulated_operators.py
 
 lint: .venv/ready
 	.venv/bin/ruff check .
