@@ -130,11 +130,20 @@ bool is_required(Kind kind) {
   return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
 }
 
+bool is_given(const Value& value) {
+  const auto* list = std::get_if<std::vector<int64_t>>(&value);
+  return list ? !list->empty() : !std::holds_alternative<std::nullptr_t>(value);
+}
+
 int check_values(const Function& function, const std::vector<Value>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& argument = function.arguments.at(i);
     if (is_required(argument.kind) && std::holds_alternative<std::nullptr_t>(values[i])) {
       return failure(kNullPointer, c10::str(function.name, ": ", argument.name, " is nullptr"));
+    }
+    if (argument.kind == Kind::not_computed && is_given(values[i])) {
+      return failure(kInvalid,
+                     c10::str(function.name, ": the simulation does not compute ", argument.name));
     }
     for (const auto& view : views_of(values[i])) {
       if (!argument.dtypes.empty() &&
@@ -186,11 +195,14 @@ bool is_absent(const Function& function, const std::vector<Value>& values, size_
 
 // Copies the results of the PyTorch operator to the outputs, as far as the device would.
 void compute(const Function& function, std::vector<Value> values) {
+  // The NPU path has checked the limits of its product, on a thread whose limits may be lifted.
+  const ascend_attn::LimitsScope no_limits(ascend_attn::limits_override_for(std::nullopt));
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const Call call(function, values);
   if (function.device.change) {
     function.device.change(call);
   }
-  const auto stack = call.results();
+  const auto stack = function.compute ? function.compute(call) : call.results();
   size_t next = 0;
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& argument = function.arguments[i];
@@ -231,28 +243,30 @@ int run(const aclOpExecutor& executor, void* workspace) {
 
 }  // namespace
 
-torch::jit::Stack Call::results() const {
-  // The NPU path has checked the limits of its product, on a thread whose limits may be lifted.
-  const ascend_attn::LimitsScope no_limits(ascend_attn::limits_override_for(std::nullopt));
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-      std::string(function_.schema_name).c_str(), std::string(function_.overload).c_str());
+torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
+                                const OperatorArguments& arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(name).c_str(),
+                                                                 std::string(overload).c_str());
   torch::jit::Stack stack;
   for (const auto& parameter : op.schema().arguments()) {
-    size_t i = 0;
-    while (i < values_.size() && function_.arguments[i].schema != parameter.name()) {
-      ++i;
-    }
-    if (i < values_.size()) {
-      stack.push_back(is_absent(function_, values_, i) ? c10::IValue() : to_ivalue(values_[i]));
+    if (const auto given = arguments.find(parameter.name()); given != arguments.end()) {
+      stack.push_back(given->second);
     } else {
-      TORCH_CHECK(parameter.default_value(), function_.schema_name, ": no value for ",
-                  parameter.name());
+      TORCH_CHECK(parameter.default_value(), name, ": no value for ", parameter.name());
       stack.push_back(*parameter.default_value());
     }
   }
   op.callBoxed(stack);
   return stack;
+}
+
+torch::jit::Stack Call::results(const OperatorArguments& others) const {
+  auto arguments = others;
+  for (size_t i = 0; i < values_.size(); ++i) {
+    arguments.try_emplace(std::string(function_.arguments[i].schema),
+                          is_absent(function_, values_, i) ? c10::IValue() : to_ivalue(values_[i]));
+  }
+  return call_operator(function_.schema_name, function_.overload, arguments);
 }
 
 void log_step(std::string_view step) {

@@ -14,6 +14,8 @@
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
+#include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -111,7 +113,8 @@ enum class Kind {
   output,
   optional_output,
   attribute,
-  lengths
+  lengths,
+  not_computed
 };
 
 struct Argument {
@@ -136,7 +139,10 @@ Argument attribute(std::string_view name, std::string_view schema = {});
 Argument lengths(std::string_view name, std::string_view schema);
 Argument output(std::string_view name, int64_t result = Argument::kNextResult);
 // An output that the caller may leave out, or give with no elements.
-Argument optional_output(std::string_view name);
+Argument optional_output(std::string_view name, int64_t result = Argument::kNextResult);
+// A tensor or a list of lengths that the simulation has no computation for: a call that gives one
+// is refused, by its name.
+Argument not_computed(std::string_view name);
 
 using Arguments = std::vector<Argument>;
 
@@ -174,7 +180,16 @@ struct Function {
   DeviceRules device = {};
   // Also computes while computing is off: a host reads the result, and launches what it says.
   bool always_computes = false;
+  // Computes the results itself, with no operator or around `Call::results`.
+  torch::jit::Stack (*compute)(const Call&) = nullptr;
 };
+
+// Arguments of an operator by their names in its schema.
+using OperatorArguments = std::map<std::string, c10::IValue>;
+
+// The results of an operator. What is not among the arguments has its default.
+torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
+                                const OperatorArguments& arguments);
 
 // The arguments of a call by name.
 class Call {
@@ -194,8 +209,11 @@ class Call {
   bool is_tnd(std::string_view layout) const { return get<std::string>(layout) == "TND"; }
   // The elements of an int32 tensor, which must have been computed by now.
   std::vector<int64_t> elements(std::string_view name) const;
-  // What the PyTorch operator gives for views of the arguments.
-  torch::jit::Stack results() const;
+  // A view of a tensor; for an optional one that the call leaves out, none.
+  at::Tensor tensor(std::string_view name) const { return get<TensorView>(name).tensor(); }
+  std::optional<at::Tensor> optional_tensor(std::string_view name) const;
+  // What the PyTorch operator gives for views of the arguments, with others in the place of some.
+  torch::jit::Stack results(const OperatorArguments& others = {}) const;
   // The result of an operator that has one, with other arguments in the place of some.
   at::Tensor result_with(std::vector<std::pair<std::string_view, Value>> others) const;
 
@@ -263,3 +281,9 @@ int prepare(const Function& function, uint64_t* workspace_size, aclOpExecutor** 
 int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream);
 
 }  // namespace cann_sim
+
+// Defines the second phase of a function.
+#define CANN_SIM_SECOND_PHASE(name)                                                       \
+  int name(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) { \
+    return cann_sim::execute(workspace, size, executor, stream);                          \
+  }

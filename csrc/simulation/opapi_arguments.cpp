@@ -77,7 +77,10 @@ Argument lengths(std::string_view name, std::string_view schema) {
 Argument output(std::string_view name, int64_t result) {
   return {name, {}, Kind::output, {}, result};
 }
-Argument optional_output(std::string_view name) { return {name, {}, Kind::optional_output}; }
+Argument optional_output(std::string_view name, int64_t result) {
+  return {name, {}, Kind::optional_output, {}, result};
+}
+Argument not_computed(std::string_view name) { return {name, {}, Kind::not_computed}; }
 
 Arguments join(std::initializer_list<Arguments> parts) {
   Arguments all;
@@ -114,6 +117,11 @@ Value& Call::value(std::string_view name) const {
   const auto found = std::ranges::find(function_.arguments, name, &Argument::name);
   TORCH_CHECK(found != function_.arguments.end(), function_.name, " has no argument ", name);
   return values_[found - function_.arguments.begin()];
+}
+
+std::optional<at::Tensor> Call::optional_tensor(std::string_view name) const {
+  const auto* view = find<TensorView>(name);
+  return view ? std::optional(view->tensor()) : std::nullopt;
 }
 
 at::Tensor Call::result_with(std::vector<std::pair<std::string_view, Value>> others) const {

@@ -2,47 +2,15 @@
 #include <algorithm>
 #include <limits>
 
-#include "opapi.h"
+#include "opapi_flash_attention_score.h"
 #include "runtime.h"
 
-using namespace cann_sim;
-
+namespace cann_sim {
 namespace {
 
-const std::vector<aclDataType> kByte{ACL_UINT8};
-const std::vector<aclDataType> kMask{ACL_BOOL, ACL_UINT8};
-
-const Arguments kTensors{input("query", "query", kHalfOrFloat), input("key", "key", kHalfOrFloat),
-                         input("value", "value", kHalfOrFloat)};
-const Arguments kTerms{optional_input("pseShiftOptional", "pse_shift", kHalfOrFloat),
-                       optional_input("dropMaskOptional", "drop_mask", kByte),
-                       optional_input("paddingMaskOptional", ""),
-                       optional_input("attenMaskOptional", "atten_mask", kMask)};
-const Arguments kPrefix{attribute("prefixOptional", "prefix")};
-const Arguments kLengths{attribute("actualSeqQLenOptional", "actual_seq_lengths_query"),
-                         attribute("actualSeqKvLenOptional", "actual_seq_lengths_key")};
-const Arguments kAttributes{attribute("qStartIdxOptional", "q_start_idx"),
-                            attribute("kvStartIdxOptional", "kv_start_idx"),
-                            attribute("scaleValue", "scale_value"),
-                            attribute("keepProb", "keep_prob"),
-                            attribute("preTokens", "pre_tokens"),
-                            attribute("nextTokens", "next_tokens"),
-                            attribute("headNum", "num_heads"),
-                            attribute("inputLayout", "layout"),
-                            attribute("innerPrecise", "inner_precise"),
-                            attribute("sparseMode", "sparse_mode"),
-                            attribute("pseType", "pse_type")};
-// The operator gives out first. softmaxOutOut and dpseOut are never written.
-const Arguments kOutputs{output("softmaxMaxOut", 1), output("softmaxSumOut", 2),
-                         attribute("softmaxOutOut"), output("attentionOutOut", 0)};
-const Arguments kSaved{input("dy", "dy", kHalfOrFloat)};
-const Arguments kStatistics{input("softmaxMaxOptional", "softmax_max", kFloat),
-                            input("softmaxSumOptional", "softmax_sum", kFloat),
-                            optional_input("softmaxInOptional", ""),
-                            input("attentionInOptional", "attention_in", kHalfOrFloat)};
-const Arguments kGradients{output("dqOut"), output("dkOut"), output("dvOut"), attribute("dpseOut")};
-
 bool is_a2_or_a3() { return product() == Product::a2 || product() == Product::a3; }
+
+}  // namespace
 
 // The band of mode 4 is computed in int32, and wraps around.
 void check_tokens(const Call& call) {
@@ -56,9 +24,13 @@ void check_tokens(const Call& call) {
   }
 }
 
+namespace {
+
 using Ends = std::vector<int64_t>;
 
 int64_t sum_of(const Ends& ends) { return ends.empty() ? 0 : *std::ranges::max_element(ends); }
+
+}  // namespace
 
 // A pack with tokens behind its sequences on both sides says so by a last element of 0.
 void check_pack(const Call& call) {
@@ -73,29 +45,37 @@ void check_pack(const Call& call) {
               "the last of the lengths should be 0 in a padded pack");
 }
 
-const Function score{.name = "aclnnFlashAttentionScoreV2",
-                     .schema_name = "ascend::flash_attention_score",
-                     .workspace = 2048,
-                     .arguments = join({kTensors, kTerms, kPrefix, kAttributes, kOutputs}),
-                     .device = {.check = check_tokens}};
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+namespace {
+
+const Function score{
+    .name = "aclnnFlashAttentionScoreV2",
+    .schema_name = "ascend::flash_attention_score",
+    .workspace = 2048,
+    .arguments = join({kTensors, kTerms, kPrefix, kStarts, kScalars, kPseType, kOutputs}),
+    .device = {.check = check_tokens}};
 const Function var_len_score{
     .name = "aclnnFlashAttentionVarLenScoreV2",
     .schema_name = "ascend::flash_attention_score",
     .workspace = 2048,
-    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kAttributes, kOutputs}),
+    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
     .device = {.check = check_pack}};
-const Function score_grad{
-    .name = "aclnnFlashAttentionScoreGradV2",
+const Function score_grad{.name = "aclnnFlashAttentionScoreGradV2",
+                          .schema_name = "ascend::flash_attention_score_grad",
+                          .workspace = 4096,
+                          .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix,
+                                             kStarts, kScalars, kPseType, kGradients}),
+                          .device = {.check = check_tokens}};
+const Function unpadding_score_grad{
+    .name = "aclnnFlashAttentionUnpaddingScoreGradV2",
     .schema_name = "ascend::flash_attention_score_grad",
     .workspace = 4096,
-    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kAttributes, kGradients}),
+    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kStarts, kScalars,
+                       kPseType, kGradients}),
     .device = {.check = check_tokens}};
-const Function unpadding_score_grad{.name = "aclnnFlashAttentionUnpaddingScoreGradV2",
-                                    .schema_name = "ascend::flash_attention_score_grad",
-                                    .workspace = 4096,
-                                    .arguments = join({kTensors, kSaved, kTerms, kStatistics,
-                                                       kPrefix, kLengths, kAttributes, kGradients}),
-                                    .device = {.check = check_tokens}};
 
 }  // namespace
 
