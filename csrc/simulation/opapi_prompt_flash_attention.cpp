@@ -4,7 +4,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "opapi.h"
+#include "opapi_infer_attention.h"
 #include "runtime.h"
 
 using namespace cann_sim;
@@ -20,7 +20,7 @@ std::vector<Argument> arguments(bool has_inner_precise) {
   std::vector<Argument> all{input("query", "query", kInput),
                             input("key", "key", kInput),
                             input("value", "value", kInput),
-                            optional_input("pseShift", ""),
+                            optional_input("pseShift", "", kHalf),
                             optional_input("attenMask", "atten_mask", kMask),
                             attribute("actualSeqLengths", "actual_seq_lengths_query"),
                             attribute("actualSeqLengthsKv", "actual_seq_lengths_key"),
@@ -54,7 +54,9 @@ void average_masked_rows(const Call& call) {
   const auto& value = call.get<TensorView>("value");
   const auto& out = call.get<TensorView>("attentionOut");
   const auto* mask = call.find<TensorView>("attenMask");
-  if (!mask || value.dtype == ACL_INT8 || out.dtype == ACL_INT8) {
+  constexpr int64_t kFirstCompressedMode = 2;
+  if (!mask || call.get<int64_t>("sparseMode") >= kFirstCompressedMode || value.dtype == ACL_INT8 ||
+      out.dtype == ACL_INT8) {
     return;
   }
   // A row of a sum over ones is 0 where it has no keys.
@@ -76,16 +78,46 @@ void correct_masked_rows(const Call& call) {
   }
 }
 
+// The library's kernel has no pseShift.
+torch::jit::Stack with_pse(const Call& call) {
+  const auto pse = call.optional_tensor("pseShift");
+  if (!pse) {
+    return call.results();
+  }
+  TORCH_CHECK(call.get<TensorView>("query").dtype != ACL_INT8 &&
+                  call.get<TensorView>("attentionOut").dtype != ACL_INT8,
+              "the simulation computes pseShift without int8 only");
+  const auto heads = call.get<int64_t>("numHeads");
+  const auto key_heads = call.get<int64_t>("numKeyValueHeads");
+  return infer_attention({.query = call.tensor("query"),
+                          .key = call.tensor("key"),
+                          .value = call.tensor("value"),
+                          .layout = call.get<std::string>("inputLayout"),
+                          .heads = heads,
+                          .key_heads = key_heads ? key_heads : heads,
+                          .scale = call.get<double>("scaleValue"),
+                          .out_sizes = call.get<TensorView>("attentionOut").sizes,
+                          .pse = pse,
+                          .mask = call.optional_tensor("attenMask"),
+                          .sparse_mode = call.get<int64_t>("sparseMode"),
+                          .pre_tokens = call.get<int64_t>("preTokens"),
+                          .next_tokens = call.get<int64_t>("nextTokens"),
+                          .query_lengths = lengths_of(call, "actualSeqLengths"),
+                          .key_lengths = lengths_of(call, "actualSeqLengthsKv")});
+}
+
 const Function v2{.name = "aclnnPromptFlashAttentionV2",
                   .schema_name = "ascend::prompt_flash_attention",
                   .workspace = 1024,
                   .arguments = arguments(/*has_inner_precise=*/false),
-                  .device = {.check = check_product, .spoil = average_masked_rows}};
+                  .device = {.check = check_product, .spoil = average_masked_rows},
+                  .compute = with_pse};
 const Function v3{.name = "aclnnPromptFlashAttentionV3",
                   .schema_name = "ascend::prompt_flash_attention",
                   .workspace = 1024,
                   .arguments = arguments(/*has_inner_precise=*/true),
-                  .device = {.check = check_product, .spoil = correct_masked_rows}};
+                  .device = {.check = check_product, .spoil = correct_masked_rows},
+                  .compute = with_pse};
 
 }  // namespace
 
