@@ -3,7 +3,7 @@
 #include <set>
 #include <utility>
 
-#include "opapi.h"
+#include "opapi_paged_keys.h"
 
 using namespace cann_sim;
 
@@ -55,6 +55,15 @@ void spoil_unequal_sequences(const Call& call) {
   }
 }
 
+const PagedKeys kKeys{.caches = {{"key", "key"}},
+                      .lengths = "actualSeqLengthsKeyOptional",
+                      .query_layout = "layoutQueryOptional",
+                      .layout = "layoutKeyOptional"};
+
+torch::jit::Stack selection(const Call& call) {
+  return call.results(kKeys.in_layout_of_query(call));
+}
+
 const Function lightning_indexer{
     .name = "aclnnLightningIndexer",
     .schema_name = "ascend::lightning_indexer",
@@ -64,13 +73,14 @@ const Function lightning_indexer{
                   optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query",
                                  kInt32),
                   optional_input("actualSeqLengthsKeyOptional", "actual_seq_lengths_key", kInt32),
-                  optional_input("blockTableOptional", ""),
+                  optional_input("blockTableOptional", "", kInt32),
                   attribute("layoutQueryOptional", "layout"), attribute("layoutKeyOptional"),
                   attribute("sparseCount", "sparse_count"), attribute("sparseMode", "sparse_mode"),
                   attribute("preTokens", "pre_tokens"), attribute("nextTokens", "next_tokens"),
                   attribute("returnValues", "return_values"), output("sparseIndicesOut"),
                   optional_output("sparseValuesOut")},
-    .device = {.written = written_selection}};
+    .device = {.written = written_selection},
+    .compute = selection};
 
 const Function lightning_indexer_grad{
     .name = "aclnnLightningIndexerGrad",
