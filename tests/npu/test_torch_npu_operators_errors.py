@@ -1,0 +1,90 @@
+"""What torch_npu's operators take and the simulation does not compute: errors that name the aclnn
+function and its argument.
+
+torch_npu itself leaves handles behind when a first phase fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from plain_attention import values
+from torch import Tensor
+
+N, NK, D = 4, 2, 16
+NAME = r"aclnn\w+: the simulation does not compute "
+
+
+def tensors(queries: int = 1) -> list[Tensor]:
+    shapes = (2, N, queries, D), (2, NK, 20, D), (2, NK, 20, D)
+    return [values(*shape).half().npu() for shape in shapes]
+
+
+def one_value() -> Tensor:
+    return torch.ones(1).npu()
+
+
+def finished(operator: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs it, wherever its error comes from: the call, or the task queue."""
+    operator(*args, **kwargs)
+    torch.npu.synchronize()
+
+
+INCREMENTAL = torch_npu.npu_incre_flash_attention
+FUSED = torch_npu.npu_fused_infer_attention_score
+FUSED_V2 = torch_npu.npu_fused_infer_attention_score_v2
+
+
+@pytest.mark.parametrize(
+    ("operator", "argument", "name"),
+    [
+        (FUSED, "antiquant_scale", "antiquantScaleOptional"),
+        (FUSED, "key_antiquant_scale", "keyAntiquantScaleOptional"),
+        (FUSED, "value_antiquant_offset", "valueAntiquantOffsetOptional"),
+        (FUSED, "dequant_scale1", "deqScale1Optional"),
+        (FUSED, "quant_scale2", "quantScale2Optional"),
+        (FUSED, "key_rope_antiquant_scale", "keyRopeAntiquantScaleOptional"),
+        (FUSED_V2, "dequant_scale_query", "dequantScaleQueryOptional"),
+        (FUSED_V2, "dequant_scale_key", "keyAntiquantScaleOptional"),
+        (FUSED_V2, "quant_scale_out", "quantScale2Optional"),
+        (INCREMENTAL, "antiquant_scale", "antiquantScale"),
+        (INCREMENTAL, "dequant_scale1", "dequantScale1"),
+    ],
+)
+def test_quantised_forms(operator: Any, argument: str, name: str) -> None:
+    heads = "num_query_heads" if operator is FUSED_V2 else "num_heads"
+    options = {heads: N, "num_key_value_heads": NK, "input_layout": "BNSD"}
+    with pytest.raises(RuntimeError, match=NAME + name):
+        finished(operator, *tensors(), **{argument: one_value()}, **options)
+
+
+@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+def test_padding_mask(version: str) -> None:
+    operator = getattr(torch_npu, f"npu_fusion_attention{version}")
+    q, k, v = tensors(9)
+    mask = torch.zeros(9, 20, dtype=torch.bool).npu()
+    with pytest.raises(RuntimeError, match=NAME + "paddingMaskOptional"):
+        finished(operator, q, k, v, N, "BNSD", padding_mask=mask)
+
+
+def test_sinks_of_the_indexer_loss() -> None:
+    heads, size, rope, queries, keys = 8, 512, 64, 3, 20
+    shapes = [(heads, size), (1, size), (heads, 128), (1, 128)]
+    main = [
+        torch.zeros(2, s, *x).half().npu()
+        for s, x in zip((queries, keys, queries, keys), shapes, strict=True)
+    ]
+    weights = torch.zeros(2, queries, heads).half().npu()
+    indices = torch.zeros(2, queries, 1, 16, dtype=torch.int32).npu()
+    statistics = [torch.ones(2, 1, queries, heads).npu() for _ in range(2)]
+    ropes = {
+        "query_rope": torch.zeros(2, queries, heads, rope).half().npu(),
+        "key_rope": torch.zeros(2, keys, 1, rope).half().npu(),
+    }
+    options = {"sinks": torch.zeros(heads).npu(), **ropes}
+    operator = torch_npu.npu_sparse_lightning_indexer_grad_kl_loss
+    with pytest.raises(RuntimeError, match=NAME + "sinksOptional"):
+        finished(operator, *main, weights, indices, *statistics, 1.0, **options)
