@@ -4,24 +4,28 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/pow.h>
 
-#include "opapi.h"
+#include "opapi_fusion_attention.h"
+
+namespace cann_sim {
+
+at::Tensor dropout_bits(int64_t seed, int64_t offset, double keep, int64_t bytes) {
+  constexpr int64_t kBitsPerByte = 8;
+  constexpr uint64_t kOddFactor = 0x9E3779B97F4A7C15U;
+  const auto mixed = static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) * kOddFactor);
+  auto kept = at::empty({bytes, kBitsPerByte});
+  kept.bernoulli_(keep, at::make_generator<at::CPUGeneratorImpl>(mixed));
+  return kept.mv(at::pow(2, at::arange(kBitsPerByte, at::kFloat))).to(at::kByte);
+}
+
+}  // namespace cann_sim
 
 using namespace cann_sim;
 
 namespace {
 
-constexpr int64_t kBitsPerByte = 8;
-
-// One bit per element, the first of a byte its lowest, 1 for what is kept. The same seed and offset
-// give the same mask, as the backward expects; the device's own numbers are others.
 torch::jit::Stack drop_mask(const Call& call) {
-  const auto bytes = call.get<TensorView>("out").sizes.at(0);
-  auto seed = static_cast<uint64_t>(call.get<int64_t>("seed"));
-  seed ^= static_cast<uint64_t>(call.get<int64_t>("offset")) * 0x9E3779B97F4A7C15U;
-  auto kept = at::empty({bytes, kBitsPerByte});
-  kept.bernoulli_(1.0 - call.get<double>("prob"), at::make_generator<at::CPUGeneratorImpl>(seed));
-  const auto values = at::pow(2, at::arange(kBitsPerByte, at::kFloat));
-  return {kept.mv(values).to(at::kByte)};
+  return {dropout_bits(call.get<int64_t>("seed"), call.get<int64_t>("offset"),
+                       1.0 - call.get<double>("prob"), call.get<TensorView>("out").sizes.at(0))};
 }
 
 const Function drop_mask_v2{

@@ -132,13 +132,19 @@ torch::jit::Stack like_tokens(const Call& call, torch::jit::Stack results) {
   return results;
 }
 
+}  // namespace
+
+torch::jit::Stack attention_with_all(const Call& call, OperatorArguments others) {
+  others["query"] = with_rope(call, "query", "queryRopeOptional");
+  others["key"] = with_rope(call, "key", "keyRopeOptional");
+  return like_tokens(call, with_sinks(call, std::move(others)));
+}
+
+namespace {
+
 torch::jit::Stack packed_like_tokens(const Call& call) { return like_tokens(call, call.results()); }
 
-torch::jit::Stack packed_with_all(const Call& call) {
-  return like_tokens(call,
-                     with_sinks(call, {{"query", with_rope(call, "query", "queryRopeOptional")},
-                                       {"key", with_rope(call, "key", "keyRopeOptional")}}));
-}
+torch::jit::Stack packed_with_all(const Call& call) { return attention_with_all(call); }
 
 Function version(std::string_view name, Arguments arguments, void (*check)(const Call&),
                  torch::jit::Stack (*compute)(const Call&) = nullptr) {

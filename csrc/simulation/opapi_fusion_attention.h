@@ -29,4 +29,15 @@ at::Tensor statistic_of_heads(const Call& call, const at::Tensor& statistics);
 // The sink of every row.
 at::Tensor sinks_like(const Call& call, const at::Tensor& statistics);
 
+// Of versions that have ropes, sinks and an order of the statistics: the output and the statistics,
+// and dq, dk, dv and the gradients of both ropes and of the sinks. `others` are arguments of the
+// operator that the call does not have itself.
+torch::jit::Stack attention_with_all(const Call& call, OperatorArguments others = {});
+torch::jit::Stack gradients_with_all(const Call& call, OperatorArguments others = {});
+
+// The bits of a dropout that keeps elements with this probability: those of a byte from the lowest,
+// 1 for what is kept. The same seed and offset give the same bits, as the backward expects; the
+// device's own are others.
+at::Tensor dropout_bits(int64_t seed, int64_t offset, double keep, int64_t bytes);
+
 }  // namespace cann_sim

@@ -60,16 +60,27 @@ OperatorArguments statistics(const Call& call) {
 
 Stack packed_like_tokens(const Call& call) { return call.results(statistics(call)); }
 
-Stack packed_with_all(const Call& call) {
+}  // namespace
+
+Stack cann_sim::gradients_with_all(const Call& call, OperatorArguments others) {
   const auto given = statistics(call);
-  auto gradients = with_ropes(call, given);
+  others.insert(given.begin(), given.end());
+  auto gradients = with_ropes(call, std::move(others));
   if (call.optional_tensor("sinkOptional")) {
-    gradients.emplace_back(
-        sink_gradient(call, to_order_of_tokens(call, given.at("softmax_max").toTensor()),
-                      to_order_of_tokens(call, given.at("softmax_sum").toTensor())));
+    auto max = given.at("softmax_max").toTensor();
+    auto sum = given.at("softmax_sum").toTensor();
+    if (call.is_tnd("inputLayout")) {
+      max = to_order_of_tokens(call, max);
+      sum = to_order_of_tokens(call, sum);
+    }
+    gradients.emplace_back(sink_gradient(call, max, sum));
   }
   return gradients;
 }
+
+namespace {
+
+Stack packed_with_all(const Call& call) { return gradients_with_all(call); }
 
 Function version(std::string_view name, Arguments arguments, Stack (*compute)(const Call&)) {
   return {.name = name,

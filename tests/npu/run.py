@@ -20,13 +20,16 @@ from ascend_attn_ops import simulate  # noqa: E402
 
 # Every test runs on the first; where devices differ, on the others as well.
 DEVICES = [("A2", "9.1"), ("A2", "8.5"), ("950", "9.1")]
-WHERE_DEVICES_DIFFER = TESTS / "npu" / "test_npu_devices.py"
+WHERE_DEVICES_DIFFER = [
+    TESTS / "npu" / name for name in ("test_npu_devices.py", "test_torch_npu_operators_devices.py")
+]
 
 
 def main() -> int:
     failed = []
     for product, cann in DEVICES:
-        tests = TESTS / "npu" if (product, cann) == DEVICES[0] else WHERE_DEVICES_DIFFER
+        first = (product, cann) == DEVICES[0]
+        tests = [TESTS / "npu"] if first else WHERE_DEVICES_DIFFER
         for level in map(int, os.environ.get("NPU_LEVELS", "0,1,2").split(",")):
             run = f"Ascend {product} with CANN {cann}, TASK_QUEUE_ENABLE={level}"
             print(run, flush=True)
@@ -35,10 +38,10 @@ def main() -> int:
                 **simulate.environment(soc=product, cann=cann, task_queue=level),
             }
             environment["PYTHONPATH"] = str(TESTS.parent / "python")
-            command = [sys.executable, "-m", "pytest", str(tests), *sys.argv[1:]]
+            command = [sys.executable, "-m", "pytest", *map(str, tests), *sys.argv[1:]]
             status = subprocess.run(command, env=environment, check=False).returncode
             # 5: none of the tests that the arguments choose are among these.
-            if status not in ((0,) if tests.is_dir() else (0, 5)):
+            if status not in ((0,) if first else (0, 5)):
                 failed.append(run)
     for run in failed:
         print(f"failed: {run}", file=sys.stderr)
