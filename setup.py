@@ -192,7 +192,10 @@ def simulation() -> list[Any]:
                              *(f"-l{needed}" for needed in needs), *options],
         )  # fmt: skip
 
-    runtime = [f"{SIMULATION}/{file}.cpp" for file in ("runtime", "report", "trivial_functions")]
+    runtime = [
+        f"{SIMULATION}/{file}.cpp"
+        for file in ("runtime", "report", "compiled_operators", "trivial_functions")
+    ]
     return [
         library("ascendcl", runtime),
         *(library(name, [f"{SIMULATION}/empty_library.cpp"], "ascendcl")

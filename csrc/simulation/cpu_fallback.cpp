@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -233,26 +232,6 @@ class CpuKernel final : public c10::OperatorKernel {
   Operator operator_;
 };
 
-// The kernel that an operator has for a key now, as a function that runs it. torch before 2.9 does
-// not give it away, except of operators that are made of others.
-using Kernel = std::function<void(c10::DispatchKeySet, torch::jit::Stack*)>;
-
-template <typename Handle>
-Kernel kernel_of(const Handle& op, c10::DispatchKey key) {
-  if constexpr (requires { op.getComputedKernelForDispatchKey(key); }) {
-    return [op, kernel = op.getComputedKernelForDispatchKey(key)](c10::DispatchKeySet keys,
-                                                                  torch::jit::Stack* stack) {
-      kernel.callBoxed(op, keys, stack);
-    };
-  }
-  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-    return [op, key](c10::DispatchKeySet, torch::jit::Stack* stack) {
-      op.redispatchBoxed(c10::DispatchKeySet(key), stack);
-    };
-  }
-  return nullptr;
-}
-
 // torch_npu differentiates some of torch's operators with operators of its own. Here they have the
 // derivatives that they have on a device without such operators.
 class DerivativeElsewhere final : public c10::OperatorKernel {
@@ -361,6 +340,7 @@ void install() {
       library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&no_kernel>());
     }
   }
+  name_what_is_missing();
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <unordered_map>
 
@@ -57,6 +58,29 @@ class Aliases {
   static constexpr size_t kMany = 16;
   std::unordered_map<const void*, size_t> places_;
 };
+
+// The kernel that an operator has for a key now, as a function that runs it. torch before 2.9 does
+// not give it away, except of operators that are made of others.
+using Kernel = std::function<void(c10::DispatchKeySet, torch::jit::Stack*)>;
+
+template <typename Handle>
+Kernel kernel_of(const Handle& op, c10::DispatchKey key) {
+  if constexpr (requires { op.getComputedKernelForDispatchKey(key); }) {
+    return [op, kernel = op.getComputedKernelForDispatchKey(key)](c10::DispatchKeySet keys,
+                                                                  torch::jit::Stack* stack) {
+      kernel.callBoxed(op, keys, stack);
+    };
+  }
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    return [op, key](c10::DispatchKeySet, torch::jit::Stack* stack) {
+      op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+    };
+  }
+  return nullptr;
+}
+
+// Makes operators of torch_npu that the simulation cannot compute raise NotImplementedError.
+void name_what_is_missing();
 
 // Waits until the task queue of the current stream is empty, not for the stream.
 aclrtStream after_queued_work(c10::Device device);

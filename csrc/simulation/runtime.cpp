@@ -215,6 +215,14 @@ const char* aclrtGetSocName() {
   return name ? name : "Ascend910B2";
 }
 
+// Those of an Ascend 910B2, for every product.
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
+  *value = info == ACL_DEVICE_INFO_AI_CORE_NUM       ? 24
+           : info == ACL_DEVICE_INFO_VECTOR_CORE_NUM ? 48
+                                                     : int64_t{192} << 20;
+  return ACL_SUCCESS;
+}
+
 // torch's own operators call aclnn, not the older operators that CANN compiles: as on a device.
 constexpr std::string_view kJitCompile = "disable";
 size_t aclGetCompileoptSize(aclCompileOpt) { return kJitCompile.size() + 1; }

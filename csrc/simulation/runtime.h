@@ -43,6 +43,10 @@ int current_device();
 // Of the current context.
 int64_t system_parameter(aclSysParamOpt option);
 
+// Is called where torch_npu prepares an operator that CANN compiles, on the thread of the call, and
+// may throw.
+void set_compiled_operator_check(void (*function)());
+
 // What aclGetRecentErrMsg will say, once, on this thread.
 void set_error_message(std::string message);
 

@@ -232,12 +232,12 @@ def test_the_argument_reaches_the_context(operator: str, function: str) -> None:
         for deterministic in (True, False, True):
             sample.replace(deterministic=deterministic).call(torch.ops.ascend)
             # torch_npu's own calls are none of it.
-            sample.inputs["query"].mul(2)
+            torch_npu.npu_swiglu(sample.inputs["query"])
     calls = first_phases(log, function)
     assert [(call["deterministic"], call["context"]) for call in calls] == [
         (True, 1), (False, 0), (True, 1),
     ]  # fmt: skip
-    assert {call["context"] for call in first_phases(log, "aclnnMuls")} == {0}
+    assert {call["context"] for call in first_phases(log, "aclnnSwiGlu")} == {0}
 
 
 @lacks("aclnnSparseFlashAttentionGrad")
@@ -302,7 +302,6 @@ MASKED_ROW = """
     import json
     import torch, ascend_attn_ops
     from ascend_attn_ops import simulate
-from ascend_attn_ops.simulate._products import SOCS, missing_functions
     x = torch.arange(1, 7.).half().view(1, 1, 3, 2)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]], dtype=torch.bool)
     with ascend_attn_ops.limits(None), simulate.recorded_calls() as log:

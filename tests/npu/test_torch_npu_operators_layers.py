@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -102,3 +103,36 @@ def test_swiglu(dim: int, dtype: torch.dtype) -> None:
 def test_dtype_cast(to: torch.dtype) -> None:
     x = 100 * values(3, 5).float()
     assert torch.equal(torch_npu.npu_dtype_cast(x.npu(), to).cpu(), x.to(to))
+
+
+@pytest.fixture
+def internal_formats() -> Iterator[None]:
+    """torch_npu makes other formats than ND where that is allowed."""
+    torch.npu.config.allow_internal_format = True
+    yield
+    torch.npu.config.allow_internal_format = False
+
+
+@each_dtype
+@pytest.mark.usefixtures("internal_formats")
+def test_format_cast(dtype: torch.dtype) -> None:
+    """To FRACTAL_NZ and back; a copy to the CPU goes back by itself."""
+    nd, nz = 2, 29
+    x = values(3, 33, 65).to(dtype)
+    cast = torch_npu.npu_format_cast(x.npu(), nz)
+    assert torch_npu.get_npu_format(cast) == nz
+    assert torch.equal(cast.cpu(), x)
+    back = torch_npu.npu_format_cast(cast, nd)
+    assert torch_npu.get_npu_format(back) == nd
+    assert torch.equal(back.cpu(), x)
+    # (N / 16, M / 16, 16, 16): element (17, 18) of the first matrix. Device memory is the host's.
+    size = 5 * 3 * 16 * 16 * x.element_size()
+    stored = bytearray(ctypes.string_at(cast.data_ptr(), size))
+    assert torch.frombuffer(stored, dtype=dtype).view(5, 3, 16, 16)[1, 1, 1, 2] == x[0, 17, 18]
+
+
+def test_format_cast_where_only_nd_is_allowed() -> None:
+    x = values(33, 65).half()
+    cast = torch_npu.npu_format_cast(x.npu(), 29)
+    assert torch_npu.get_npu_format(cast) == torch_npu.Format.ND
+    assert torch.equal(cast.cpu(), x)
