@@ -37,7 +37,7 @@ SIMULATION = "csrc/simulation"
 # Where CANN has its libraries, below the folder that stands for an installed CANN.
 SIMULATED_LIBRARIES = "ascend_attn_ops.simulate.cann.lib64"
 # torch_npu's libraries name them; the simulation has all of their functions in libascendcl.so.
-EMPTY_LIBRARIES = ["hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
+EMPTY_LIBRARIES = ["acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -200,6 +200,10 @@ def simulation() -> list[Any]:
         library("ascendcl", runtime),
         *(library(name, [f"{SIMULATION}/empty_library.cpp"], "ascendcl")
           for name in EMPTY_LIBRARIES),
+        library("hccl", sources(f"{SIMULATION}/hccl*.cpp"), "ascendcl",
+                headers=[torch_npu / "include", torch_npu / "include/third_party/hccl/inc"]),
+        # A later home of some of its functions.
+        library("hcomm", [f"{SIMULATION}/empty_library.cpp"], "hccl"),
         # The older table of names can be extended while a program runs: opapi_user.cpp.
         library("opapi", sources(f"{SIMULATION}/opapi*.cpp"), "ascendcl",
                 options=["-Wl,--hash-style=sysv"]),

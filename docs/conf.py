@@ -60,7 +60,7 @@ napoleon_custom_sections = ["Returns", "Errors"]
 # be fetched.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(ProcessGroup|torch|collections|typing|nn)\..*|Tensor|Sequence|Any")
+    ("py:.*", r"(ProcessGroup|torch|collections|pathlib|typing|nn)\..*|Tensor|Sequence|Any")
 ]
 
 # What examples may take for granted. They run under the default device limits.

@@ -1,4 +1,5 @@
-// What torch_npu calls to copy and to clear tensors; for torch's other operators: cpu_fallback.cpp.
+// What torch_npu itself calls, to copy, to clear and to pad tensors; for torch's other operators:
+// cpu_fallback.cpp.
 #include "opapi.h"
 
 using namespace cann_sim;
@@ -21,6 +22,11 @@ const Function inplace_fill{
     .schema_name = "aten::fill_",
     .overload = "Scalar",
     .arguments = {{"selfRef", "self", Kind::output}, attribute("value", "value")}};
+// Of what is sent by HCCL.
+const Function pad{.name = "aclnnConstantPadNd",
+                   .schema_name = "aten::constant_pad_nd",
+                   .arguments = {input("self", "self"), attribute("padding", "pad"),
+                                 attribute("value", "value"), output("out")}};
 
 }  // namespace
 
@@ -58,5 +64,12 @@ int aclnnInplaceFillScalar(void* workspace, uint64_t size, aclOpExecutor* execut
                            aclrtStream stream) {
   return execute(workspace, size, executor, stream);
 }
+
+int aclnnConstantPadNdGetWorkspaceSize(Tensor self, const aclIntArray* padding,
+                                       const aclScalar* value, Tensor out, uint64_t* workspace_size,
+                                       aclOpExecutor** executor) {
+  return prepare(pad, workspace_size, executor, self, padding, value, out);
+}
+CANN_SIM_SECOND_PHASE(aclnnConstantPadNd)
 
 }  // extern "C"

@@ -69,6 +69,5 @@ SUCCEEDS(aclrtSubscribeReport)
 SUCCEEDS(aclrtUnSubscribeReport)
 SUCCEEDS(aclrtSetStreamAttribute)
 SUCCEEDS(aclrtSetStreamOverflowSwitch)
-SUCCEEDS(HcclSetConfig)
 
 }  // extern "C"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TASK_QUEUE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -321,6 +322,7 @@ def test_work_in_the_queue_comes_first() -> None:
     assert torch.equal(doubled.cpu(), attend(x) * 2)
 
 
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
 def test_graphs_repeat_what_ran_on_the_cpu() -> None:
     x = torch.zeros(4, device="npu")
     graph = torch.npu.NPUGraph()

@@ -21,7 +21,7 @@ def environment(
     cann: str = "9.1",
     task_queue: int = 1,
     without: Iterable[str] = (),
-    calls: str | os.PathLike[str] | None = None,
+    calls: str | Path | None = None,
     report: bool = False,
 ) -> dict[str, str]:
     """Return what the environment of a process must hold, from its start, to be simulated.

@@ -241,7 +241,7 @@ def function(name: str, prototype: str) -> Callable[[_Compute], _Compute]:
 
     The function gets the arguments of the prototype that it names, tensors as CPU tensors in the
     memory of the NPU's, and returns what belongs into the outputs, in their order. An output, which
-    is a tensor that is not const, can be named as well: the function then changes it in place.
+    is a tensor that is not const, can be named as well: the function then changes it in place::
 
         @simulate.function("aclnnMish", "const aclTensor* self, aclTensor* out")
         def mish(self):

@@ -20,7 +20,8 @@ from ascend_attn_ops.simulate._environment import CANN, LIBRARIES, environment
 
 # In this order: the others need functions of the first, and the last needs `_C`.
 _LIBRARIES = (
-    "ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi",
+    "ascendcl", "hccl", "hcomm", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel",
+    "opapi",
 )  # fmt: skip
 _DESCRIPTION = ("CANN_SIM_DEVICES", "CANN_SIM_SOC", "CANN_SIM_VERSION", "TASK_QUEUE_ENABLE")
 
@@ -47,7 +48,7 @@ def start(
     soc: str = "Ascend910B2",
     cann: str = "9.1",
     task_queue: int = 1,
-    calls: str | os.PathLike[str] | None = None,
+    calls: str | Path | None = None,
     report: bool = False,
     force: bool = False,
 ) -> None:

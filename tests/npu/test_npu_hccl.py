@@ -1,0 +1,76 @@
+"""Communication between simulated NPUs: several processes over the simulated HCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ascend_attn_ops import simulate
+from conftest import DEVICE, TASK_QUEUE
+from test_npu_example import EXAMPLES, OPTIONS
+
+pytestmark = pytest.mark.skipif(
+    DEVICE != ("A2", "9.1"), reason="independent of the device: on the first"
+)
+
+
+# Without torch_npu, whose device torch would take for that of a mesh.
+NO_NPU = {"LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def run_ranks(
+    ranks: int, script: Path, *arguments: str, on: str = "npu"
+) -> subprocess.CompletedProcess[str]:
+    simulated = simulate.environment(devices=ranks, task_queue=TASK_QUEUE)
+    environment = {**os.environ, **(simulated if on == "npu" else NO_NPU), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={ranks}", str(script), *arguments,
+    ]  # fmt: skip
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+RANKS = Path(__file__).with_name("hccl_ranks.py")
+
+
+once = pytest.mark.skipif(TASK_QUEUE != 1, reason="in processes of its own: once")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=once)])
+def test_communication(ranks: int) -> None:
+    result = run_ranks(ranks, RANKS, "reductions", "copies", "exchanges", "groups", "refusals")
+    assert result.returncode == 0, result.stderr
+
+
+@once
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a_rank_that_dies", "HcclAllReduce: rank 0: rank 1 has ended"),
+        ("another_size", r"bytes in HcclAllReduce, where \d+ are expected in HcclAllReduce"),
+    ],
+)
+def test_failures_end_all_ranks(what: str, message: str) -> None:
+    result = run_ranks(2, RANKS, what)
+    assert result.returncode != 0
+    assert "no error" not in result.stdout
+    assert re.search(message, result.stderr), result.stderr
+
+
+@once
+def test_the_distributed_example_does_what_it_does_with_gloo(tmp_path: Path) -> None:
+    histories = {}
+    for device in ("cpu", "npu"):
+        options = {**OPTIONS, "device": device, "out": tmp_path / device, "context-parallel": 2}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        result = run_ranks(2, EXAMPLES / "train_lightning_indexer.py", *arguments, on=device)
+        assert result.returncode == 0, result.stderr
+        histories[device] = json.loads((tmp_path / device / "metrics.json").read_text())["history"]
+    assert histories["npu"] == histories["cpu"]
