@@ -214,8 +214,6 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
         report.add(f"`_npu` with torch_npu {torch_npu}", build, "_npu", npu)
     if options.compile_only or not row.ok:
         return row.ok
-    # One compiler of the simulation after the other: forks of several threads can hang in QEMU.
-    os.environ["MAX_JOBS"] = "1"
     os.environ["NPU_LEVELS"] = "1"
     tests = ["-m", "pytest", "tests", *(f"--ignore=tests/{name}" for name in LEFT_OUT)]
     for processor in options.processors:
