@@ -55,9 +55,9 @@ def enable(*, stand_in: bool = False) -> None:
         >>> out.shape
         torch.Size([1, 6, 4, 64])
     """
+    torch_npu = _torch_npu(stand_in)
     if _libraries:
         return
-    torch_npu = _torch_npu(stand_in)
     for kernel in KERNELS.values():
         namespace, _, operator = kernel.name.partition("::")
         library = _libraries.get(namespace)

@@ -29,8 +29,10 @@ class StandIn(ModuleType):
         )
 
 
+_module = StandIn()
+
+
 def install() -> StandIn:
-    """Make `import torch_npu` give a stand-in, without operators as yet."""
-    module = StandIn()
-    sys.modules[_NAME] = module
-    return module
+    """Make `import torch_npu` give the stand-in, at first without operators."""
+    sys.modules[_NAME] = _module
+    return _module
