@@ -3,12 +3,12 @@
 #include "cpu_fallback.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
+#include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
 #include <algorithm>
@@ -183,9 +183,10 @@ void run(const Operator& op, torch::jit::Stack& stack) {
   if (op.is_random) {
     auto* given = op.generator ? &arguments[*op.generator] : nullptr;
     if (!given || given->isNone() || given->toGenerator().device().is_privateuseone()) {
-      auto generator = drawn_from(given && !given->isNone()
-                                      ? given->toGenerator()
-                                      : at::globalContext().defaultGenerator(*aliases.device));
+      auto generator =
+          drawn_from(given && !given->isNone()
+                         ? given->toGenerator()
+                         : at_npu::detail::getDefaultNPUGenerator(aliases.device->index()));
       if (given) {
         *given = std::move(generator);
       } else {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch_npu
 from tolerance import Tolerance
 from torch import Tensor
 
@@ -12,6 +14,15 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(rtol=2**-7, of_largest=2**-7),
     torch.float32: Tolerance(rtol=1e-5, of_largest=1e-5),
 }
+
+
+def takes(operator: str, argument: str) -> pytest.MarkDecorator:
+    """Skips a test of an argument that an older torch_npu does not have."""
+    arguments = getattr(torch.ops.npu, operator).default._schema.arguments
+    return pytest.mark.skipif(
+        argument not in [x.name for x in arguments],
+        reason=f"{operator} of torch_npu {torch_npu.__version__} has no {argument}",
+    )
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:

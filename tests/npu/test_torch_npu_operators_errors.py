@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_npu
 from conftest import TASK_QUEUE
-from plain_attention import values
+from plain_attention import takes, values
 from torch import Tensor
 
 N, NK, D = 4, 2, 16
@@ -77,6 +77,7 @@ def test_padding_mask(version: str) -> None:
 
 
 @RAISES_AT_ONCE
+@takes("npu_sparse_lightning_indexer_grad_kl_loss", "sinks")
 def test_sinks_of_the_indexer_loss() -> None:
     heads, size, rope, queries, keys = 8, 512, 64, 3, 20
     shapes = [(heads, size), (1, size), (heads, 128), (1, 128)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from plain_attention import TOLERANCES, attention, kept_by_mode, statistics, values
+from plain_attention import TOLERANCES, attention, kept_by_mode, statistics, takes, values
 from tolerance import assert_close
 from torch import Tensor
 
@@ -111,6 +111,7 @@ def test_sparse_flash_attention(dtype: torch.dtype) -> None:
         assert_close(name, x.cpu()[:, 0], y[..., 0].transpose(1, 2), TOLERANCES[torch.float32])
 
 
+@takes("npu_sparse_flash_attention", "sinks")
 def test_sinks() -> None:
     tensors, chosen, sinks = main_tensors(BF16), selection(), values(N, seed=5).float()
     out = sparse(on_npu(tensors), chosen.npu(), sinks=sinks.npu())[0]

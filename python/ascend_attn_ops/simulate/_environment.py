@@ -12,6 +12,8 @@ from ascend_attn_ops.simulate._products import VERSIONS, missing_functions, soc_
 CANN = Path(__file__).parent / "cann"
 LIBRARIES = CANN / "lib64"
 MOST_DEVICES = 16
+# Whether `import torch` imports torch_npu.
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def environment(
@@ -49,7 +51,7 @@ def environment(
         "ASCEND_HOME_PATH": str(CANN),
         "ASCEND_OPP_PATH": str(CANN / "opp"),
         "TASK_QUEUE_ENABLE": str(task_queue),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        AUTOLOAD: "1",
         "CANN_SIM_DEVICES": str(devices),
         "CANN_SIM_SOC": name,
         "CANN_SIM_VERSION": cann,

@@ -16,7 +16,7 @@ import torch
 
 from ascend_attn_ops import _built_with, _library
 from ascend_attn_ops.simulate import _report
-from ascend_attn_ops.simulate._environment import CANN, LIBRARIES, environment
+from ascend_attn_ops.simulate._environment import AUTOLOAD, CANN, LIBRARIES, environment
 
 # In this order: the others need functions of the first, and the last needs `_C`.
 _LIBRARIES = (
@@ -94,7 +94,7 @@ def start(
             "(--force) to simulate all the same"
         )
     # Whoever switched the automatic import off wants that of its children, too.
-    wanted["TORCH_DEVICE_BACKEND_AUTOLOAD"] = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    wanted[AUTOLOAD] = os.environ.get(AUTOLOAD, "1")
     os.environ.update(wanted)
     if calls is not None:
         Path(calls).write_text("")
@@ -111,6 +111,8 @@ def start(
         # Before torch_npu registers what empties its queues at exit: that comes first then.
         atexit.register(_report.write)
     importlib.import_module("torch_npu")
+    # Some releases switch it off while they are imported, and on only where torch imports them.
+    os.environ[AUTOLOAD] = wanted[AUTOLOAD]
     _library.load()
 
 
