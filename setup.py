@@ -194,7 +194,13 @@ def simulation() -> list[Any]:
 
     runtime = [
         f"{SIMULATION}/{file}.cpp"
-        for file in ("runtime", "report", "compiled_operators", "trivial_functions")
+        for file in (
+            "runtime",
+            "report",
+            "stream_order",
+            "compiled_operators",
+            "trivial_functions",
+        )
     ]
     return [
         library("ascendcl", runtime),

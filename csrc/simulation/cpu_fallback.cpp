@@ -3,6 +3,7 @@
 #include "cpu_fallback.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -17,9 +18,11 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "report.h"
 #include "runtime.h"
+#include "stream_order.h"
 
 namespace cann_sim {
 namespace {
@@ -144,15 +147,44 @@ Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack r
   };
 }
 
+// The memory of NPU tensors that a call reads and writes, where somebody checks the streams.
+class Touched {
+ public:
+  void add(const at::Tensor& tensor, bool written) {
+    if (strict_ && tensor.numel()) {
+      const auto bytes =
+          at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+      (written ? writes_ : reads_).push_back({tensor.const_data_ptr(), bytes});
+    }
+  }
+  // Of what was added since the last check.
+  void check(aclrtStream stream, const Operator& op) {
+    if (strict_ && !is_capturing(stream)) {
+      const auto error = check_order(stream, op.handle.operator_name().name, reads_, writes_);
+      TORCH_CHECK(error.empty(), error);
+      reads_.clear();
+      writes_.clear();
+    }
+  }
+
+ private:
+  bool strict_ = streams_are_strict();
+  std::vector<Range> reads_;
+  std::vector<Range> writes_;
+};
+
 void run(const Operator& op, torch::jit::Stack& stack) {
   const auto& schema = op.handle.schema();
   const size_t count = schema.arguments().size();
   auto* arguments = stack.data() + stack.size() - count;
   Aliases aliases;
+  Touched touched;
   bool has_cpu_tensor = false;
   for (size_t i = 0; i < count; ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
     replace_tensors(arguments[i], [&](const at::Tensor& tensor) {
       if (tensor.is_privateuseone()) {
+        touched.add(tensor, alias && alias->isWrite());
         return aliases.of(tensor);
       }
       has_cpu_tensor |= tensor.dim() > 0 && tensor.is_cpu();
@@ -178,6 +210,7 @@ void run(const Operator& op, torch::jit::Stack& stack) {
   const c10::DeviceGuard device_guard(*aliases.device);
   // What the task queue still holds may write what is read here.
   const auto stream = after_queued_work(*aliases.device);
+  touched.check(stream, op);
 
   std::unique_ptr<DefaultGenerator> default_generator;
   if (op.is_random) {
@@ -211,8 +244,15 @@ void run(const Operator& op, torch::jit::Stack& stack) {
       if (op.last_result_on_cpu && i + 1 == stack.size()) {
         continue;
       }
-      replace_tensors(stack[i], [&](const at::Tensor& tensor) { return aliases.back(tensor); });
+      replace_tensors(stack[i], [&](const at::Tensor& tensor) {
+        auto result = aliases.back(tensor);
+        if (result.is_privateuseone()) {
+          touched.add(result, true);
+        }
+        return result;
+      });
     }
+    touched.check(stream, op);
     if (capturing) {
       submit(stream, replay(op, std::move(captured),
                             {stack.end() - static_cast<ptrdiff_t>(results), stack.end()}));

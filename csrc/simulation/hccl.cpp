@@ -4,24 +4,23 @@
 #include <hccl/hccl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <mutex>
-#include <numeric>
 #include <random>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "hccl_connections.h"
+#include "hccl_exchange.h"
 #include "hccl_reductions.h"
 #include "report.h"
 #include "runtime.h"
+#include "stream_order.h"
 
 using namespace cann_sim;
 
@@ -86,122 +85,31 @@ HcclResult create(const std::string& place, uint32_t ranks, uint32_t rank, const
   }
 }
 
-// The parts of a buffer that belong to the ranks, in bytes.
-struct Parts {
-  std::vector<size_t> sizes;
-  std::vector<size_t> offsets;
-
-  Parts(std::vector<size_t> sizes_, std::vector<size_t> offsets_)
-      : sizes(std::move(sizes_)), offsets(std::move(offsets_)) {}
-  explicit Parts(std::vector<size_t> sizes_) : sizes(std::move(sizes_)), offsets(sizes.size()) {
-    std::exclusive_scan(sizes.begin(), sizes.end(), offsets.begin(), size_t{0});
-  }
-  static Parts equal(int ranks, size_t size) {
-    return Parts(std::vector<size_t>(static_cast<size_t>(ranks), size));
-  }
-  // From counts and displacements of elements.
-  static Parts given(int ranks, const void* counts, const void* displacements, size_t element) {
-    const auto scaled = [&](const void* numbers) {
-      const auto* values = static_cast<const uint64_t*>(numbers);
-      std::vector<size_t> result(values, values + ranks);
-      std::ranges::transform(result, result.begin(), [&](size_t x) { return x * element; });
-      return result;
-    };
-    return {scaled(counts), scaled(displacements)};
-  }
+// The memory that a function reads and writes on this rank.
+struct Memory {
+  std::vector<Range> reads = {};
+  std::vector<Range> writes = {};
 };
 
-// One call of a function on one rank.
-class Exchange {
- public:
-  Exchange(const char* function, Communicator& communicator)
-      : function_(function), connections_(communicator.connections) {}
-
-  int rank() const { return connections_.rank(); }
-  int ranks() const { return connections_.ranks(); }
-
-  void send(int to, const void* data, size_t bytes) const {
-    connections_.send(to, function_, data, bytes);
-  }
-  void receive(int from, void* data, size_t bytes) const {
-    connections_.receive(from, function_, data, bytes);
-  }
-
-  // Part i of `source` goes to rank i, and what it sends into part i of `target`.
-  void all_to_all(const char* source, const Parts& sent, char* target, const Parts& got) const {
-    for_others(
-        [&](int other) { send(other, source + at(sent.offsets, other), at(sent.sizes, other)); });
-    if (const auto size = at(got.sizes, rank())) {
-      std::memmove(target + at(got.offsets, rank()), source + at(sent.offsets, rank()), size);
-    }
-    for_others(
-        [&](int other) { receive(other, target + at(got.offsets, other), at(got.sizes, other)); });
-  }
-
-  void all_gather(const char* source, char* target, const Parts& got) const {
-    const auto size = at(got.sizes, rank());
-    for_others([&](int other) { send(other, source, size); });
-    if (size) {
-      std::memmove(target + at(got.offsets, rank()), source, size);
-    }
-    for_others(
-        [&](int other) { receive(other, target + at(got.offsets, other), at(got.sizes, other)); });
-  }
-
-  // Part i of every rank's `source` is reduced on rank i.
-  void reduce_scatter(const char* source, char* target, const Parts& parts, HcclDataType dtype,
-                      HcclReduceOp op) const {
-    for_others(
-        [&](int other) { send(other, source + at(parts.offsets, other), at(parts.sizes, other)); });
-    reduce_received(source + at(parts.offsets, rank()), target, at(parts.sizes, rank()), dtype, op);
-  }
-
-  // What the others have sent, and `own`, in the order of the ranks.
-  void reduce_received(const char* own, char* target, size_t bytes, HcclDataType dtype,
-                       HcclReduceOp op) const {
-    std::vector<char> sum(bytes);
-    std::vector<char> next(bytes);
-    for (int other = 0; other < ranks(); ++other) {
-      const char* values = own;
-      if (other != rank()) {
-        receive(other, next.data(), bytes);
-        values = next.data();
-      }
-      if (other == 0) {
-        std::copy_n(values, bytes, sum.begin());
-      } else {
-        reduction_of(dtype)(op, sum.data(), values, bytes / size_of(dtype));
-      }
-    }
-    std::copy_n(sum.begin(), bytes, target);
-  }
-
-  template <typename Function>
-  void for_others(const Function& function) const {
-    for (int other = 0; other < ranks(); ++other) {
-      if (other != rank()) {
-        function(other);
-      }
-    }
-  }
-
- private:
-  static size_t at(const std::vector<size_t>& values, int index) {
-    return values[static_cast<size_t>(index)];
-  }
-
-  const char* function_;
-  Connections& connections_;
-};
+Range range(const void* buffer, uint64_t count, HcclDataType dtype, HcclComm of_all_ranks = {}) {
+  const auto ranks =
+      of_all_ranks ? static_cast<Communicator*>(of_all_ranks)->connections.ranks() : 1;
+  return {buffer, static_cast<size_t>(ranks) * count * size_of(dtype)};
+}
 
 // Runs what a function does on its stream.
 template <typename Function>
-HcclResult run(const char* function, HcclComm comm, aclrtStream stream, Function body) {
+HcclResult run(const char* function, HcclComm comm, aclrtStream stream, const Memory& memory,
+               Function body) {
   auto& communicator = *static_cast<Communicator*>(comm);
   count(Outcome::aclnn, function);
+  if (const auto error = check_order(stream, function, memory.reads, memory.writes);
+      !error.empty()) {
+    return failed(HCCL_E_RUNTIME, error);
+  }
   const int status = submit(stream, [function, &communicator, body = std::move(body)]() -> int {
     try {
-      body(Exchange(function, communicator));
+      body(Exchange(function, communicator.connections));
       return HCCL_SUCCESS;
     } catch (const std::exception& error) {
       return failed(HCCL_E_REMOTE, std::string(function) + ": rank " +
@@ -214,7 +122,7 @@ HcclResult run(const char* function, HcclComm comm, aclrtStream stream, Function
 
 template <typename Function>
 HcclResult run_reduction(const char* function, HcclDataType dtype, HcclComm comm,
-                         aclrtStream stream, Function body) {
+                         aclrtStream stream, const Memory& memory, Function body) {
   if (!reduction_of(dtype)) {
     const auto message = std::string(function) +
                          ": dtype: expected one that an NPU reduces (int8 to int64, float16, "
@@ -223,7 +131,7 @@ HcclResult run_reduction(const char* function, HcclDataType dtype, HcclComm comm
     count(Outcome::refused, message);
     return failed(HCCL_E_NOT_SUPPORT, message);
   }
-  return run(function, comm, stream, std::move(body));
+  return run(function, comm, stream, memory, std::move(body));
 }
 
 // What is received between HcclGroupStart and HcclGroupEnd waits until all is sent.
@@ -291,7 +199,7 @@ HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
 // Collective operations.
 
 HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
-  return run("HcclBarrier", comm, stream, [](const Exchange& exchange) {
+  return run("HcclBarrier", comm, stream, {}, [](const Exchange& exchange) {
     exchange.for_others([&](int other) { exchange.send(other, nullptr, 0); });
     exchange.for_others([&](int other) { exchange.receive(other, nullptr, 0); });
   });
@@ -299,28 +207,31 @@ HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
 
 HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType dtype, uint32_t root,
                          HcclComm comm, aclrtStream stream) {
-  return run("HcclBroadcast", comm, stream, [=](const Exchange& exchange) {
-    const auto bytes = count * size_of(dtype);
-    if (exchange.rank() == static_cast<int>(root)) {
-      exchange.for_others([&](int other) { exchange.send(other, buffer, bytes); });
-    } else {
-      exchange.receive(static_cast<int>(root), buffer, bytes);
-    }
-  });
+  return run("HcclBroadcast", comm, stream, {.writes = {range(buffer, count, dtype)}},
+             [=](const Exchange& exchange) {
+               const auto bytes = count * size_of(dtype);
+               if (exchange.rank() == static_cast<int>(root)) {
+                 exchange.for_others([&](int other) { exchange.send(other, buffer, bytes); });
+               } else {
+                 exchange.receive(static_cast<int>(root), buffer, bytes);
+               }
+             });
 }
 
 HcclResult HcclAllGather(void* source, void* target, uint64_t count, HcclDataType dtype,
                          HcclComm comm, aclrtStream stream) {
-  return run("HcclAllGather", comm, stream, [=](const Exchange& exchange) {
-    exchange.all_gather(bytes_of(source), bytes_of(target),
-                        Parts::equal(exchange.ranks(), count * size_of(dtype)));
-  });
+  return run("HcclAllGather", comm, stream,
+             {{range(source, count, dtype)}, {range(target, count, dtype, comm)}},
+             [=](const Exchange& exchange) {
+               exchange.all_gather(bytes_of(source), bytes_of(target),
+                                   Parts::equal(exchange.ranks(), count * size_of(dtype)));
+             });
 }
 HcclResult HcclAllGatherV(void* source, uint64_t, void* target, const void* counts,
                           const void* displacements, HcclDataType dtype, HcclComm comm,
                           aclrtStream stream) {
   const int ranks = static_cast<Communicator*>(comm)->connections.ranks();
-  return run("HcclAllGatherV", comm, stream,
+  return run("HcclAllGatherV", comm, stream, {},
              [=, parts = Parts::given(ranks, counts, displacements, size_of(dtype))](
                  const Exchange& exchange) {
                exchange.all_gather(bytes_of(source), bytes_of(target), parts);
@@ -329,32 +240,38 @@ HcclResult HcclAllGatherV(void* source, uint64_t, void* target, const void* coun
 
 HcclResult HcclAllReduce(void* source, void* target, uint64_t count, HcclDataType dtype,
                          HcclReduceOp op, HcclComm comm, aclrtStream stream) {
-  return run_reduction("HcclAllReduce", dtype, comm, stream, [=](const Exchange& exchange) {
-    const auto ranks = static_cast<uint64_t>(exchange.ranks());
-    std::vector<size_t> sizes(ranks);
-    for (uint64_t i = 0; i < ranks; ++i) {
-      sizes[i] = (count * (i + 1) / ranks - count * i / ranks) * size_of(dtype);
-    }
-    const Parts parts(std::move(sizes));
-    const auto own = static_cast<size_t>(exchange.rank());
-    std::vector<char> reduced(parts.sizes[own]);
-    exchange.reduce_scatter(bytes_of(source), reduced.data(), parts, dtype, op);
-    exchange.all_gather(reduced.data(), bytes_of(target), parts);
-  });
+  return run_reduction(
+      "HcclAllReduce", dtype, comm, stream,
+      {{range(source, count, dtype)}, {range(target, count, dtype)}},
+      [=](const Exchange& exchange) {
+        const auto ranks = static_cast<uint64_t>(exchange.ranks());
+        std::vector<size_t> sizes(ranks);
+        for (uint64_t i = 0; i < ranks; ++i) {
+          sizes[i] = (count * (i + 1) / ranks - count * i / ranks) * size_of(dtype);
+        }
+        const Parts parts(std::move(sizes));
+        const auto own = static_cast<size_t>(exchange.rank());
+        std::vector<char> reduced(parts.sizes[own]);
+        exchange.reduce_scatter(bytes_of(source), reduced.data(), parts, dtype, op);
+        exchange.all_gather(reduced.data(), bytes_of(target), parts);
+      });
 }
 
 HcclResult HcclReduceScatter(void* source, void* target, uint64_t count, HcclDataType dtype,
                              HcclReduceOp op, HcclComm comm, aclrtStream stream) {
-  return run_reduction("HcclReduceScatter", dtype, comm, stream, [=](const Exchange& exchange) {
-    exchange.reduce_scatter(bytes_of(source), bytes_of(target),
-                            Parts::equal(exchange.ranks(), count * size_of(dtype)), dtype, op);
-  });
+  return run_reduction("HcclReduceScatter", dtype, comm, stream,
+                       {{range(source, count, dtype, comm)}, {range(target, count, dtype)}},
+                       [=](const Exchange& exchange) {
+                         exchange.reduce_scatter(
+                             bytes_of(source), bytes_of(target),
+                             Parts::equal(exchange.ranks(), count * size_of(dtype)), dtype, op);
+                       });
 }
 HcclResult HcclReduceScatterV(void* source, const void* counts, const void* displacements,
                               void* target, uint64_t, HcclDataType dtype, HcclReduceOp op,
                               HcclComm comm, aclrtStream stream) {
   const int ranks = static_cast<Communicator*>(comm)->connections.ranks();
-  return run_reduction("HcclReduceScatterV", dtype, comm, stream,
+  return run_reduction("HcclReduceScatterV", dtype, comm, stream, {},
                        [=, parts = Parts::given(ranks, counts, displacements, size_of(dtype))](
                            const Exchange& exchange) {
                          exchange.reduce_scatter(bytes_of(source), bytes_of(target), parts, dtype,
@@ -364,47 +281,52 @@ HcclResult HcclReduceScatterV(void* source, const void* counts, const void* disp
 
 HcclResult HcclReduce(void* source, void* target, uint64_t count, HcclDataType dtype,
                       HcclReduceOp op, uint32_t root, HcclComm comm, aclrtStream stream) {
-  return run_reduction("HcclReduce", dtype, comm, stream, [=](const Exchange& exchange) {
-    const auto bytes = count * size_of(dtype);
-    if (exchange.rank() == static_cast<int>(root)) {
-      exchange.reduce_received(bytes_of(source), bytes_of(target), bytes, dtype, op);
-    } else {
-      exchange.send(static_cast<int>(root), source, bytes);
-    }
-  });
+  return run_reduction("HcclReduce", dtype, comm, stream, {.reads = {range(source, count, dtype)}},
+                       [=](const Exchange& exchange) {
+                         const auto bytes = count * size_of(dtype);
+                         if (exchange.rank() == static_cast<int>(root)) {
+                           exchange.reduce_received(bytes_of(source), bytes_of(target), bytes,
+                                                    dtype, op);
+                         } else {
+                           exchange.send(static_cast<int>(root), source, bytes);
+                         }
+                       });
 }
 
 HcclResult HcclScatter(void* source, void* target, uint64_t count, HcclDataType dtype,
                        uint32_t root, HcclComm comm, aclrtStream stream) {
-  return run("HcclScatter", comm, stream, [=](const Exchange& exchange) {
-    const auto bytes = count * size_of(dtype);
-    if (exchange.rank() != static_cast<int>(root)) {
-      exchange.receive(static_cast<int>(root), target, bytes);
-      return;
-    }
-    const auto part = [&](int rank) {
-      return bytes_of(source) + static_cast<size_t>(rank) * bytes;
-    };
-    exchange.for_others([&](int other) { exchange.send(other, part(other), bytes); });
-    if (bytes) {
-      std::memmove(target, part(exchange.rank()), bytes);
-    }
-  });
+  return run("HcclScatter", comm, stream, {.writes = {range(target, count, dtype)}},
+             [=](const Exchange& exchange) {
+               const auto bytes = count * size_of(dtype);
+               if (exchange.rank() != static_cast<int>(root)) {
+                 exchange.receive(static_cast<int>(root), target, bytes);
+                 return;
+               }
+               const auto part = [&](int rank) {
+                 return bytes_of(source) + static_cast<size_t>(rank) * bytes;
+               };
+               exchange.for_others([&](int other) { exchange.send(other, part(other), bytes); });
+               if (bytes) {
+                 std::memmove(target, part(exchange.rank()), bytes);
+               }
+             });
 }
 
 HcclResult HcclAlltoAll(const void* source, uint64_t count, HcclDataType dtype, const void* target,
                         uint64_t, HcclDataType, HcclComm comm, aclrtStream stream) {
-  return run("HcclAlltoAll", comm, stream, [=](const Exchange& exchange) {
-    const auto parts = Parts::equal(exchange.ranks(), count * size_of(dtype));
-    exchange.all_to_all(bytes_of(source), parts, bytes_of(target), parts);
-  });
+  return run("HcclAlltoAll", comm, stream,
+             {{range(source, count, dtype, comm)}, {range(target, count, dtype, comm)}},
+             [=](const Exchange& exchange) {
+               const auto parts = Parts::equal(exchange.ranks(), count * size_of(dtype));
+               exchange.all_to_all(bytes_of(source), parts, bytes_of(target), parts);
+             });
 }
 HcclResult HcclAlltoAllV(const void* source, const void* sent, const void* sent_at,
                          HcclDataType sent_dtype, const void* target, const void* got,
                          const void* got_at, HcclDataType got_dtype, HcclComm comm,
                          aclrtStream stream) {
   const int ranks = static_cast<Communicator*>(comm)->connections.ranks();
-  return run("HcclAlltoAllV", comm, stream,
+  return run("HcclAlltoAllV", comm, stream, {},
              [=, out = Parts::given(ranks, sent, sent_at, size_of(sent_dtype)),
               in = Parts::given(ranks, got, got_at, size_of(got_dtype))](const Exchange& exchange) {
                exchange.all_to_all(bytes_of(source), out, bytes_of(target), in);
@@ -424,7 +346,7 @@ HcclResult HcclAlltoAllVC(const void* source, const void* matrix, HcclDataType s
     sent[other] = counts[rank * ranks + other] * size_of(sent_dtype);
     got[other] = counts[other * ranks + rank] * size_of(got_dtype);
   }
-  return run("HcclAlltoAllVC", comm, stream,
+  return run("HcclAlltoAllVC", comm, stream, {},
              [=, out = Parts(sent), in = Parts(got)](const Exchange& exchange) {
                exchange.all_to_all(bytes_of(source), out, bytes_of(target), in);
              });
@@ -434,17 +356,19 @@ HcclResult HcclAlltoAllVC(const void* source, const void* matrix, HcclDataType s
 
 HcclResult HcclSend(void* source, uint64_t count, HcclDataType dtype, uint32_t to, HcclComm comm,
                     aclrtStream stream) {
-  return run("HcclSend", comm, stream, [=](const Exchange& exchange) {
-    exchange.send(static_cast<int>(to), source, count * size_of(dtype));
-  });
+  return run("HcclSend", comm, stream, {.reads = {range(source, count, dtype)}},
+             [=](const Exchange& exchange) {
+               exchange.send(static_cast<int>(to), source, count * size_of(dtype));
+             });
 }
 HcclResult HcclRecv(void* target, uint64_t count, HcclDataType dtype, uint32_t from, HcclComm comm,
                     aclrtStream stream) {
   const auto receive = [=] {
     // In the words of the sender.
-    return run("HcclSend", comm, stream, [=](const Exchange& exchange) {
-      exchange.receive(static_cast<int>(from), target, count * size_of(dtype));
-    });
+    return run("HcclSend", comm, stream, {.writes = {range(target, count, dtype)}},
+               [=](const Exchange& exchange) {
+                 exchange.receive(static_cast<int>(from), target, count * size_of(dtype));
+               });
   };
   if (open_groups == 0) {
     return receive();
@@ -470,7 +394,7 @@ HcclResult HcclGroupEnd() {
 HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t number, HcclComm comm,
                              aclrtStream stream) {
   return run(
-      "HcclBatchSendRecv", comm, stream,
+      "HcclBatchSendRecv", comm, stream, {},
       [batch = std::vector<HcclSendRecvItem>(items, items + number)](const Exchange& exchange) {
         for (const bool sends : {true, false}) {
           for (const auto& [type, buffer, count, dtype, other] : batch) {

@@ -1,6 +1,7 @@
 // The two phases of every aclnn function, and the controls that tests use.
 #include "opapi.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -17,6 +18,7 @@
 #include "json.h"
 #include "report.h"
 #include "runtime.h"
+#include "stream_order.h"
 
 namespace cann_sim {
 namespace {
@@ -276,7 +278,8 @@ void log_step(std::string_view step) {
 bool computes(const Function& function) { return control().computing || function.always_computes; }
 
 bool watched(const Function& function) {
-  return computes(function) || control().logging || control().faulty || is_writing_calls();
+  return streams_are_strict() || computes(function) || control().logging || control().faulty ||
+         is_writing_calls();
 }
 
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
@@ -305,6 +308,29 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
   keep_executor(**executor);
   return ACL_SUCCESS;
+}
+
+// The error of a call that touches memory out of turn.
+static std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStream stream) {
+  if (!streams_are_strict() || is_capturing(stream)) {
+    return {};
+  }
+  std::vector<Range> reads;
+  std::vector<Range> writes{{workspace, executor.workspace_size}};
+  const auto& arguments = executor.function.arguments;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto kind = arguments[i].kind;
+    const bool is_output = kind == Kind::output || kind == Kind::optional_output;
+    for (const auto& view : views_of(executor.values[i])) {
+      if (view.data && device_of_address(view.data) >= 0) {
+        const auto tensor = view.tensor();
+        const auto bytes =
+            at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+        (is_output ? writes : reads).push_back({tensor.data_ptr(), bytes});
+      }
+    }
+  }
+  return check_order(stream, executor.function.name, reads, writes);
 }
 
 int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
@@ -341,6 +367,9 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
         return failure(kRuntime, c10::str(function.name, ": a tensor of another device"));
       }
     }
+  }
+  if (auto error = order_error(*owned, workspace, stream); !error.empty()) {
+    return failure(kRuntime, error);
   }
   if (!computes(function)) {
     return ACL_SUCCESS;

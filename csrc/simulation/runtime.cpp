@@ -13,12 +13,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "stream_order.h"
 
 namespace cann_sim {
 namespace {
@@ -42,8 +45,28 @@ struct Stream {
   std::unique_ptr<Graph> capture = nullptr;
 };
 
-struct Event {
-  std::chrono::steady_clock::time_point time = std::chrono::steady_clock::now();
+// Recorded and asked for on several threads.
+class Event {
+ public:
+  void record(aclrtStream stream) {
+    const std::lock_guard lock(mutex_);
+    time_ = std::chrono::steady_clock::now();
+    work_ = recorded(stream);
+  }
+  std::chrono::steady_clock::time_point time() const {
+    const std::lock_guard lock(mutex_);
+    return time_;
+  }
+  // That was before it.
+  Clock work() const {
+    const std::lock_guard lock(mutex_);
+    return work_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::chrono::steady_clock::time_point time_ = std::chrono::steady_clock::now();
+  Clock work_;
 };
 
 // Every allocation of every device, by address.
@@ -67,6 +90,7 @@ class Memory {
     const std::lock_guard lock(mutex_);
     if (const auto block = blocks_.find(address); block != blocks_.end()) {
       used_[block->second.device] -= block->second.size;
+      forget(address, block->second.size);
       blocks_.erase(block);
       std::free(address);
     }
@@ -128,6 +152,19 @@ int device_count() {
 }
 
 Stream* as_stream(aclrtStream stream) { return static_cast<Stream*>(stream); }
+
+template <typename Function>
+aclError in_order(aclrtStream stream, const char* work, std::initializer_list<Range> reads,
+                  std::initializer_list<Range> writes, Function function) {
+  if (auto error = check_order(stream, work, reads, writes); !error.empty()) {
+    set_error_message(std::move(error));
+    return ACL_ERROR_INTERNAL_ERROR;
+  }
+  return submit(stream, [function] {
+    function();
+    return ACL_SUCCESS;
+  });
+}
 
 }  // namespace
 
@@ -317,38 +354,45 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
   return ACL_SUCCESS;
 }
 aclError aclrtMemcpy(void* to, size_t, const void* from, size_t size, aclrtMemcpyKind) {
-  std::memmove(to, from, size);
-  return ACL_SUCCESS;
-}
-aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t size, aclrtMemcpyKind,
-                          aclrtStream stream) {
-  return submit(stream, [=] {
+  return in_order(nullptr, "a copy", {{from, size}}, {{to, size}}, [=] {
+    deliver_to(nullptr);
     std::memmove(to, from, size);
-    return ACL_SUCCESS;
+  });
+}
+aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t size, aclrtMemcpyKind kind,
+                          aclrtStream stream) {
+  return in_order(stream, "a copy", {{from, size}}, {{to, size}}, [=] {
+    if (streams_are_strict() && kind == ACL_MEMCPY_DEVICE_TO_HOST) {
+      arrives_later(stream, to, from, size);
+      return;
+    }
+    deliver_to(stream);
+    std::memmove(to, from, size);
   });
 }
 aclError aclrtMemset(void* to, size_t, int32_t value, size_t size) {
-  std::memset(to, value, size);
-  return ACL_SUCCESS;
+  return in_order(nullptr, "a fill", {}, {{to, size}}, [=] { std::memset(to, value, size); });
 }
 aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t size, aclrtStream stream) {
-  return submit(stream, [=] {
-    std::memset(to, value, size);
-    return ACL_SUCCESS;
-  });
+  return in_order(stream, "a fill", {}, {{to, size}}, [=] { std::memset(to, value, size); });
 }
 
 // Streams: whatever is submitted has run, so that there is nothing to wait for. Those who would
 // wait on a device are counted.
 
-aclError aclrtSynchronizeStream(aclrtStream) {
+aclError aclrtSynchronizeStream(aclrtStream stream) {
   ++waits;
+  host_waits_for(recorded(stream));
   return ACL_SUCCESS;
 }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
   return aclrtSynchronizeStream(stream);
 }
-aclError aclrtSynchronizeDevice() { return aclrtSynchronizeStream(nullptr); }
+aclError aclrtSynchronizeDevice() {
+  ++waits;
+  host_waits_for_all();
+  return ACL_SUCCESS;
+}
 int64_t cann_sim_waits() { return waits; }
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
@@ -367,7 +411,8 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
   *id = stream_id(stream);
   return ACL_SUCCESS;
 }
-aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) {
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
+  host_waits_for(recorded(stream));
   *status = ACL_STREAM_STATUS_COMPLETE;
   return ACL_SUCCESS;
 }
@@ -385,11 +430,20 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
   delete static_cast<Event*>(event);
   return ACL_SUCCESS;
 }
-aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
-  static_cast<Event*>(event)->time = std::chrono::steady_clock::now();
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
+  static_cast<Event*>(event)->record(stream);
   return ACL_SUCCESS;
 }
-aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus* status) {
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+  stream_waits_for(stream, static_cast<Event*>(event)->work());
+  return ACL_SUCCESS;
+}
+aclError aclrtSynchronizeEvent(aclrtEvent event) {
+  host_waits_for(static_cast<Event*>(event)->work());
+  return ACL_SUCCESS;
+}
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
+  host_waits_for(static_cast<Event*>(event)->work());
   *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;
   return ACL_SUCCESS;
 }
@@ -398,7 +452,7 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* status) {
   return ACL_SUCCESS;
 }
 aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent end) {
-  const auto elapsed = static_cast<Event*>(end)->time - static_cast<Event*>(start)->time;
+  const auto elapsed = static_cast<Event*>(end)->time() - static_cast<Event*>(start)->time();
   *milliseconds = std::chrono::duration<float, std::milli>(elapsed).count();
   return ACL_SUCCESS;
 }

@@ -14,6 +14,7 @@ LIBRARIES = CANN / "lib64"
 MOST_DEVICES = 16
 # Whether `import torch` imports torch_npu.
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+STREAMS = ("lenient", "strict")
 
 
 def environment(
@@ -22,6 +23,7 @@ def environment(
     soc: str = "Ascend910B2",
     cann: str = "9.1",
     task_queue: int = 1,
+    streams: str = "lenient",
     without: Iterable[str] = (),
     calls: str | Path | None = None,
     report: bool = False,
@@ -33,6 +35,8 @@ def environment(
         soc: The SoC, as "Ascend910B2", or a product, as "A2", for its usual SoC.
         cann: The release of CANN: "8.5", "9.0" or "9.1".
         task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
+        streams: "strict" makes work on a stream an error that touches memory which work on another
+            has touched, where nothing orders the two.
         without: aclnn functions that the device shall lack, beside those it does lack.
         calls: A file to which every call of an aclnn function is appended, as a line of JSON.
         report: Whether operators are counted, for `report`.
@@ -43,6 +47,8 @@ def environment(
         raise ValueError(f"cann: expected one of {', '.join(VERSIONS)}; got {cann}")
     if task_queue not in (0, 1, 2):
         raise ValueError(f"task_queue: expected 0, 1 or 2; got {task_queue}")
+    if streams not in STREAMS:
+        raise ValueError(f"streams: expected one of {', '.join(STREAMS)}; got {streams}")
     name = soc_name(soc)
     path = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     libraries = [str(LIBRARIES), *(x for x in path if x and x != str(LIBRARIES))]
@@ -57,5 +63,6 @@ def environment(
         "CANN_SIM_VERSION": cann,
         "CANN_SIM_WITHOUT": ",".join([*missing_functions(name, cann), *without]),
         "CANN_SIM_CALLS": str(Path(calls).resolve()) if calls else "",
+        "CANN_SIM_STREAMS": streams,
         "CANN_SIM_REPORT": "1" if report else "",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ascend_attn_ops.simulate._environment import MOST_DEVICES
+from ascend_attn_ops.simulate._environment import MOST_DEVICES, STREAMS
 from ascend_attn_ops.simulate._products import VERSIONS, soc_name
 
 
@@ -25,6 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task-queue", type=int, choices=(0, 1, 2), default=1,
         help="TASK_QUEUE_ENABLE of torch_npu (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--streams", choices=STREAMS, default="lenient",
+        help="strict: an error where nothing orders work on two streams in the same memory",
     )  # fmt: skip
     parser.add_argument(
         "--calls", metavar="FILE", help="write every call of an aclnn function as a line of JSON"

@@ -48,6 +48,7 @@ def start(
     soc: str = "Ascend910B2",
     cann: str = "9.1",
     task_queue: int = 1,
+    streams: str = "lenient",
     calls: str | Path | None = None,
     report: bool = False,
     force: bool = False,
@@ -63,6 +64,9 @@ def start(
         soc: The SoC, as "Ascend910B2", or a product, as "A2", for its usual SoC.
         cann: The release of CANN: "8.5", "9.0" or "9.1".
         task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
+        streams: "strict" makes work on a stream an error that touches memory which work on another
+            has touched, where nothing orders the two: no event that the stream waits for, no host
+            that has waited. What is copied to the host arrives when the host waits for it.
         calls: A file that gets every call of an aclnn function as a line of JSON, also those of the
             processes that this one starts.
         report: Write to standard error, at the end, which operators ran, where and how often, and
@@ -74,7 +78,13 @@ def start(
         ImportError: torch_npu, or what was built with it, is missing or of another version.
     """
     wanted = environment(
-        devices=devices, soc=soc, cann=cann, task_queue=task_queue, calls=calls, report=report
+        devices=devices,
+        soc=soc,
+        cann=cann,
+        task_queue=task_queue,
+        streams=streams,
+        calls=calls,
+        report=report,
     )
     if is_running():
         different = [name for name in _DESCRIPTION if os.environ.get(name) != wanted[name]]
