@@ -59,14 +59,13 @@ def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
 
 def check_tensors(function: str, rank: int, names: str, *tensors: object) -> None:
     """What is read here before the operator checks its arguments."""
-    for at, x in enumerate(tensors):
-        if not isinstance(x, Tensor):
-            name = names.split()[at]
-            raise TypeError(f"{function}: {name}: expected a tensor, got {type(x).__name__}")
-        if x.dim() != rank:
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.dim() != rank:
+            name = names.split()[[y is x for y in tensors].index(True)]
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{function}: {name}: expected a tensor, got {type(x).__name__}")
             raise ValueError(
-                f"{function}: {names.split()[at]}: expected shape {_SHAPES[rank]}, "
-                f"got {list(x.shape)}"
+                f"{function}: {name}: expected shape {_SHAPES[rank]}, got {list(x.shape)}"
             )
 
 
