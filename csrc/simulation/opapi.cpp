@@ -275,10 +275,10 @@ void log_step(std::string_view step) {
   log([&] { return Json::object({{"step", std::string(step)}}); });
 }
 
-bool computes(const Function& function) { return control().computing || function.always_computes; }
+bool computes() { return control().computing; }
 
-bool watched(const Function& function) {
-  return streams_are_strict() || computes(function) || control().logging || control().faulty ||
+bool watched() {
+  return streams_are_strict() || computes() || control().logging || control().faulty ||
          is_writing_calls();
 }
 
@@ -371,7 +371,7 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
   if (auto error = order_error(*owned, workspace, stream); !error.empty()) {
     return failure(kRuntime, error);
   }
-  if (!computes(function)) {
+  if (!computes()) {
     return ACL_SUCCESS;
   }
   return submit(stream, [owned, workspace] { return run(*owned, workspace); });

@@ -178,8 +178,6 @@ struct Function {
   uint64_t workspace = 0;
   std::vector<Argument> arguments;
   DeviceRules device = {};
-  // Also computes while computing is off: a host reads the result, and launches what it says.
-  bool always_computes = false;
   // Computes the results itself, with no operator or around `Call::results`.
   torch::jit::Stack (*compute)(const Call&) = nullptr;
 };
@@ -259,7 +257,7 @@ inline Value value_of(int64_t number) { return number; }
 inline Value value_of(bool flag) { return flag; }
 
 // Whether anybody looks at the arguments of a call: a test that listens, or the computation.
-bool watched(const Function& function);
+bool watched();
 
 // Appends a step to the log, while a test listens.
 void log_step(std::string_view step);
@@ -271,7 +269,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
 template <typename... Arguments>
 int prepare(const Function& function, uint64_t* workspace_size, aclOpExecutor** executor,
             Arguments... arguments) {
-  if (!watched(function)) {
+  if (!watched()) {
     return prepare_values(function, {}, workspace_size, executor);
   }
   return prepare_values(function, {value_of(arguments)...}, workspace_size, executor);
