@@ -243,6 +243,29 @@ int run(const aclOpExecutor& executor, void* workspace) {
   return ACL_SUCCESS;
 }
 
+// The error of a call that touches memory out of turn.
+std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStream stream) {
+  if (!streams_are_strict() || is_capturing(stream)) {
+    return {};
+  }
+  std::vector<Range> reads;
+  std::vector<Range> writes{{workspace, executor.workspace_size}};
+  const auto& arguments = executor.function.arguments;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto kind = arguments[i].kind;
+    const bool is_output = kind == Kind::output || kind == Kind::optional_output;
+    for (const auto& view : views_of(executor.values[i])) {
+      if (view.data && device_of_address(view.data) >= 0) {
+        const auto tensor = view.tensor();
+        const auto bytes =
+            at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+        (is_output ? writes : reads).push_back({tensor.data_ptr(), bytes});
+      }
+    }
+  }
+  return check_order(stream, executor.function.name, reads, writes);
+}
+
 }  // namespace
 
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
@@ -308,29 +331,6 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
   keep_executor(**executor);
   return ACL_SUCCESS;
-}
-
-// The error of a call that touches memory out of turn.
-static std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStream stream) {
-  if (!streams_are_strict() || is_capturing(stream)) {
-    return {};
-  }
-  std::vector<Range> reads;
-  std::vector<Range> writes{{workspace, executor.workspace_size}};
-  const auto& arguments = executor.function.arguments;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto kind = arguments[i].kind;
-    const bool is_output = kind == Kind::output || kind == Kind::optional_output;
-    for (const auto& view : views_of(executor.values[i])) {
-      if (view.data && device_of_address(view.data) >= 0) {
-        const auto tensor = view.tensor();
-        const auto bytes =
-            at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-        (is_output ? writes : reads).push_back({tensor.data_ptr(), bytes});
-      }
-    }
-  }
-  return check_order(stream, executor.function.name, reads, writes);
 }
 
 int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
@@ -402,7 +402,7 @@ void cann_sim_start_log() {
 }
 // The log as a JSON array; logging ends.
 const char* cann_sim_take_log() {
-  static std::string text;
+  std::string text;
   const std::lock_guard lock(control().mutex);
   control().logging = false;
   text = "[";
