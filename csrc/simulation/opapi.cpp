@@ -402,7 +402,7 @@ void cann_sim_start_log() {
 }
 // The log as a JSON array; logging ends.
 const char* cann_sim_take_log() {
-  std::string text;
+  static thread_local std::string text;
   const std::lock_guard lock(control().mutex);
   control().logging = false;
   text = "[";
