@@ -208,6 +208,7 @@ def simulation() -> list[Any]:
           for name in EMPTY_LIBRARIES),
         library("hccl", sources(f"{SIMULATION}/hccl*.cpp"), "ascendcl",
                 headers=[torch_npu / "include", torch_npu / "include/third_party/hccl/inc"]),
+        library("atb", [f"{SIMULATION}/atb.cpp"]),
         # A later home of some of its functions.
         library("hcomm", [f"{SIMULATION}/empty_library.cpp"], "hccl"),
         # The older table of names can be extended while a program runs: opapi_user.cpp.

@@ -173,7 +173,9 @@ class Touched {
   std::vector<Range> writes_;
 };
 
-void run(const Operator& op, torch::jit::Stack& stack) {
+}  // namespace
+
+void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
   const auto& schema = op.handle.schema();
   const size_t count = schema.arguments().size();
   auto* arguments = stack.data() + stack.size() - count;
@@ -260,13 +262,15 @@ void run(const Operator& op, torch::jit::Stack& stack) {
   }
 }
 
+namespace {
+
 class CpuKernel final : public c10::OperatorKernel {
  public:
   explicit CpuKernel(const c10::OperatorHandle& handle) : operator_(handle) {}
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
     count(Outcome::cpu, operator_.handle.operator_name().name);
-    run(operator_, *stack);
+    run_on_cpu(operator_, *stack);
   }
 
  private:
@@ -312,7 +316,7 @@ class CopyKernel final : public c10::OperatorKernel {
                   torch::jit::Stack* stack) {
     const size_t count = op.schema().arguments().size();
     if (stays(stack->data() + stack->size() - count, count)) {
-      run(operator_, *stack);
+      run_on_cpu(operator_, *stack);
     } else {
       torch_npus_(keys, stack);
     }
@@ -382,6 +386,7 @@ void install() {
     }
   }
   name_what_is_missing();
+  replace_atb_operators();
 }
 
 }  // namespace

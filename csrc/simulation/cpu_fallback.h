@@ -11,7 +11,10 @@
 #include <cstddef>
 #include <functional>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <unordered_map>
+#include <vector>
 
 namespace cann_sim {
 
@@ -79,8 +82,21 @@ Kernel kernel_of(const Handle& op, c10::DispatchKey key) {
   return nullptr;
 }
 
+// Runs an operator, with the arguments on the stack, on the CPU; results take their place.
+void run_on_cpu(const Operator& op, torch::jit::Stack& stack);
+
+// The operators of a library that have a kernel for the NPU.
+std::vector<c10::OperatorHandle> operators_for_npu(std::string_view library);
+
 // Makes operators of torch_npu that the simulation cannot compute raise NotImplementedError.
 void name_what_is_missing();
+// The same for those that call ATB, and computes others.
+void replace_atb_operators();
+
+// The end of an error: how a user supplies an operator.
+std::string remedy(const std::string& name);
+// Raises NotImplementedError, and counts it for the report.
+[[noreturn]] void refuse(const std::string& name, const std::string& why);
 
 // Waits until the task queue of the current stream is empty, not for the stream.
 aclrtStream after_queued_work(c10::Device device);

@@ -31,16 +31,6 @@ class Running {
   const std::string* before_;
 };
 
-[[noreturn]] void refuse(const std::string& name, const std::string& why) {
-  const auto message = name + ": " + why;
-  count(Outcome::refused, message);
-  throw c10::NotImplementedError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
-}
-
-std::string remedy(const std::string& name) {
-  return "the operator with torch.library.impl(\"" + name + "\", \"PrivateUse1\")";
-}
-
 void check_compiled_operator() {
   if (running) {
     refuse(*running,
@@ -91,18 +81,35 @@ class TorchNpuKernel final : public c10::OperatorKernel {
 
 }  // namespace
 
+void refuse(const std::string& name, const std::string& why) {
+  const auto message = name + ": " + why;
+  count(Outcome::refused, message);
+  throw c10::NotImplementedError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
+}
+
+std::string remedy(const std::string& name) {
+  return "the operator with torch.library.impl(\"" + name + "\", \"PrivateUse1\")";
+}
+
+std::vector<c10::OperatorHandle> operators_for_npu(std::string_view library) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::vector<c10::OperatorHandle> found;
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (op && name.getNamespace() == library &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      found.push_back(*op);
+    }
+  }
+  return found;
+}
+
 void name_what_is_missing() {
   static auto* library = new torch::Library(torch::Library::IMPL, "npu",
                                             c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    const auto op = dispatcher.findSchema(name);
-    if (!name.name.starts_with("npu::") || !op ||
-        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
-      continue;
-    }
-    if (auto kernel = kernel_of(*op, c10::DispatchKey::PrivateUse1)) {
-      const auto full = c10::toString(name);
+  for (const auto& op : operators_for_npu("npu")) {
+    if (auto kernel = kernel_of(op, c10::DispatchKey::PrivateUse1)) {
+      const auto full = c10::toString(op.operator_name());
       library->impl(full.substr(5).c_str(),
                     torch::CppFunction::makeFromBoxedFunctor(
                         std::make_unique<TorchNpuKernel>(full, std::move(kernel))));

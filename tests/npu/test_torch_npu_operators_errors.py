@@ -113,6 +113,12 @@ def test_operators_that_are_missing(name: str) -> None:
         assert torch.equal((x.npu() * 2).cpu(), x * 2)
 
 
+def test_operators_of_atb() -> None:
+    x, positions = values(3, 64).half().npu(), torch.arange(3).npu()
+    with pytest.raises(NotImplementedError, match=r"atb::_npu_rotary_embedding: .*torch\.library"):
+        torch_npu._npu_rotary_embedding(positions, x, x, 64, x, True)
+
+
 @NAMED
 @RAISES_AT_ONCE
 def test_what_is_not_computed_is_not_implemented() -> None:
