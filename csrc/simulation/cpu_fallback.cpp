@@ -360,16 +360,14 @@ void install() {
     const bool torch_npus = op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
     const bool cpus = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
     if (op->hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
-      if (auto kernel = kernel_of(*op, c10::DispatchKey::AutogradXPU)) {
-        autograd->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
-                                         std::make_unique<DerivativeElsewhere>(std::move(kernel))));
-      }
+      autograd->impl(full.c_str(),
+                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DerivativeElsewhere>(
+                         kernel_of(*op, c10::DispatchKey::AutogradXPU))));
     }
     if (full == "copy_" || full == "_to_copy") {
-      if (auto kernel = kernel_of(*op, c10::DispatchKey::PrivateUse1)) {
-        library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
-                                        std::make_unique<CopyKernel>(*op, std::move(kernel))));
-      }
+      library->impl(full.c_str(),
+                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CopyKernel>(
+                        *op, kernel_of(*op, c10::DispatchKey::PrivateUse1))));
     }
     const auto returns_view = [](const c10::Argument& result) {
       return result.alias_info() && !result.alias_info()->isWrite();

@@ -62,25 +62,9 @@ class Aliases {
   std::unordered_map<const void*, size_t> places_;
 };
 
-// The kernel that an operator has for a key now, as a function that runs it. torch before 2.9 does
-// not give it away, except of operators that are made of others.
+// The kernel that an operator has for a key now, as a function that runs it.
 using Kernel = std::function<void(c10::DispatchKeySet, torch::jit::Stack*)>;
-
-template <typename Handle>
-Kernel kernel_of(const Handle& op, c10::DispatchKey key) {
-  if constexpr (requires { op.getComputedKernelForDispatchKey(key); }) {
-    return [op, kernel = op.getComputedKernelForDispatchKey(key)](c10::DispatchKeySet keys,
-                                                                  torch::jit::Stack* stack) {
-      kernel.callBoxed(op, keys, stack);
-    };
-  }
-  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-    return [op, key](c10::DispatchKeySet, torch::jit::Stack* stack) {
-      op.redispatchBoxed(c10::DispatchKeySet(key), stack);
-    };
-  }
-  return nullptr;
-}
+Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key);
 
 // Runs an operator, with the arguments on the stack, on the CPU; results take their place.
 void run_on_cpu(const Operator& op, torch::jit::Stack& stack);

@@ -17,6 +17,26 @@
 namespace cann_sim {
 namespace {
 
+// torch before 2.9 keeps kernels to itself: there they are read from a private member, which the
+// arguments of an explicit instantiation may name.
+struct Definition {
+  friend auto definition_of(Definition, const c10::OperatorHandle& op);
+};
+template <auto member>
+struct DefinitionOf {
+  friend auto definition_of(Definition, const c10::OperatorHandle& op) { return op.*member; }
+};
+template struct DefinitionOf<&c10::OperatorHandle::operatorDef_>;
+
+template <typename Handle>
+auto computed_kernel(const Handle& op, c10::DispatchKey key) {
+  if constexpr (requires { op.getComputedKernelForDispatchKey(key); }) {
+    return op.getComputedKernelForDispatchKey(key);
+  } else {
+    return definition_of(Definition{}, op)->op.lookup(c10::DispatchKeySet(key));
+  }
+}
+
 // The operator of torch_npu that runs on this thread and may not call what CANN compiles.
 thread_local const std::string* running = nullptr;
 
@@ -91,6 +111,13 @@ std::string remedy(const std::string& name) {
   return "the operator with torch.library.impl(\"" + name + "\", \"PrivateUse1\")";
 }
 
+Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return
+      [op, kernel = computed_kernel(op, key)](c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+        kernel.callBoxed(op, keys, stack);
+      };
+}
+
 std::vector<c10::OperatorHandle> operators_for_npu(std::string_view library) {
   auto& dispatcher = c10::Dispatcher::singleton();
   std::vector<c10::OperatorHandle> found;
@@ -108,12 +135,10 @@ void name_what_is_missing() {
   static auto* library = new torch::Library(torch::Library::IMPL, "npu",
                                             c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& op : operators_for_npu("npu")) {
-    if (auto kernel = kernel_of(op, c10::DispatchKey::PrivateUse1)) {
-      const auto full = c10::toString(op.operator_name());
-      library->impl(full.substr(5).c_str(),
-                    torch::CppFunction::makeFromBoxedFunctor(
-                        std::make_unique<TorchNpuKernel>(full, std::move(kernel))));
-    }
+    const auto full = c10::toString(op.operator_name());
+    library->impl(full.substr(5).c_str(),
+                  torch::CppFunction::makeFromBoxedFunctor(std::make_unique<TorchNpuKernel>(
+                      full, kernel_of(op, c10::DispatchKey::PrivateUse1))));
   }
   set_compiled_operator_check(&check_compiled_operator);
 }

@@ -150,6 +150,8 @@ def test_compiled(name: str, batch: str) -> None:
     valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
     eager, ours = pair(name)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    # torch 2.7 cannot trace how transformers makes a cache, whatever the attention.
+    arguments = {"use_cache": False, **arguments}
     results = [model(text, labels=text, **arguments) for model in (eager, compiled)]
     torch.testing.assert_close(results[1].logits[valid], results[0].logits[valid], **CLOSE)
     if batch == "plain":

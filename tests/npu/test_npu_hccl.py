@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from ascend_attn_ops import simulate
 from conftest import DEVICE, TASK_QUEUE
 from test_npu_example import EXAMPLES, OPTIONS
@@ -65,6 +66,10 @@ def test_failures_end_all_ranks(what: str, message: str) -> None:
 
 
 @once
+@pytest.mark.skipif(
+    torch.__version__ < (2, 9),
+    reason=f"gloo of torch {torch.__version__} gives a sum for the average of FSDP2",
+)
 def test_the_distributed_example_does_what_it_does_with_gloo(tmp_path: Path) -> None:
     histories = {}
     for device in ("cpu", "npu"):
