@@ -109,6 +109,6 @@ build-npu: build .venv-npu/ready
 .venv-npu/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-npu
 	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'numpy>=1.26,<3' \
-		'pyyaml>=6,<7' 'matplotlib>=3.8,<4' 'transformers>=5.23,<5.24'
+		'pyyaml>=6,<7' 'matplotlib>=3.8,<4' 'transformers>=5.23,<5.24' 'accelerate>=1.1,<2'
 	$(NPU) $(PIP_INSTALL) --no-deps $(TORCH_NPU)
 	touch $@

@@ -12,6 +12,7 @@ errors.md, which docs/tutorials/int8_prefill.md explains, to the output director
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -86,7 +87,8 @@ def attend_int8(inputs: PrefillInputs) -> Tensor:
 
 
 def attend_float64(inputs: PrefillInputs) -> Tensor:
-    query, key, value = (x.double() for x in inputs[:3])
+    """Attend on the CPU: no NPU has float64."""
+    query, key, value = (x.cpu().double() for x in inputs[:3])
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=inputs.scale)
 
 
@@ -106,10 +108,10 @@ def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[Tensor, list[
         assert isinstance(block, Block)
         inputs = prefill_inputs(block.attention, block.attention_norm(x))
         captured.append(inputs)
-        attended = attend(inputs)[..., : inputs.value_dim].float()
+        attended = attend(inputs)[..., : inputs.value_dim].float().to(x.device)
         x = x + block.attention.out(attended.transpose(1, 2).flatten(2))
         x = x + block.mlp(x)
-    logits = model.head(model.norm(x))
+    logits = model.head(model.norm(x)).float()
     loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
     return loss / math.log(2), captured
 
@@ -118,9 +120,10 @@ def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: in
     parameters, _ = model.parameter_groups()
     optimizer = torch.optim.AdamW(parameters, lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, steps, pct_start=0.05)
+    device = parameters[0].device
     for step in range(steps):
-        windows = sample_windows(text, batch_size, length + 1, seed=step)
-        with torch.autocast("cpu", torch.bfloat16):
+        windows = sample_windows(text, batch_size, length + 1, seed=step).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
             bits, _ = run(model, windows, attend_training)
         bits.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -133,7 +136,7 @@ def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: in
 
 def load(checkpoint: Path) -> SparseLM:
     """Load a model saved by this script or by train_lightning_indexer.py."""
-    state = torch.load(checkpoint, weights_only=True)
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     model = SparseLM(ModelConfig(**{name: state["recipe"][name] for name in asdict(ModelConfig())}))
     model.load_state_dict(state["model"])
     return model
@@ -156,7 +159,7 @@ class Errors(NamedTuple):
 
 def errors(inputs: PrefillInputs, attend: Attention) -> Errors:
     exact = attend_float64(inputs)[..., : inputs.value_dim]
-    actual = attend(inputs)[..., : inputs.value_dim].double()
+    actual = attend(inputs)[..., : inputs.value_dim].cpu().double()
     relative = (actual - exact) / exact.square().mean().sqrt()
     cosine = F.cosine_similarity(actual.flatten(), exact.flatten(), dim=0)
     return Errors(relative.flatten(), float(cosine))
@@ -232,21 +235,25 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="of this script or of train_lightning_indexer.py"
     )
+    parser.add_argument("--device", choices=["cpu", "npu"], default="cpu")
     parser.add_argument("--steps", type=int, default=600, help="of training")
     parser.add_argument("--batch-size", type=int, default=2, help="of training")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8, help="held-out sequences")
     own = parser.parse_args()
     own.out.mkdir(parents=True, exist_ok=True)
+    if own.device == "npu":
+        importlib.import_module("torch_npu")  # registers the device
     train_text, held_out_text = load_corpus()
     text = sample_windows(held_out_text, own.windows, own.sequence_length + 1, seed=0)
+    text = text.to(own.device)
     # The sizes of this model are outside the NPU's limits.
     with ops.limits(None):
         if own.checkpoint:
-            model = load(own.checkpoint)
+            model = load(own.checkpoint).to(own.device)
         else:
             torch.manual_seed(0)
-            model = SparseLM(ModelConfig())
+            model = SparseLM(ModelConfig()).to(own.device)
             train(model, train_text, own.steps, own.batch_size, own.sequence_length)
             state = {"recipe": asdict(ModelConfig()), "model": model.state_dict()}
             torch.save(state, own.out / "checkpoint.pt")

@@ -18,6 +18,7 @@ output directory; `--resume` goes on from the last checkpoint.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import time
@@ -40,7 +41,7 @@ from torch.utils.data import Dataset
 
 PHASES = ("pretrain", "dense", "sparse")
 # Options that do not change the numbers.
-NOT_IN_RECIPE = {"out", "resume", "checkpoint_every", "log_every"}
+NOT_IN_RECIPE = {"device", "out", "resume", "checkpoint_every", "log_every"}
 
 Model = Any
 """transformers.DeepseekV32ForCausalLM, whose annotations are incomplete."""
@@ -52,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("out/transformers"))
+    parser.add_argument("--device", choices=["cpu", "npu"], default="cpu", help="of training")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="if no terminal")
@@ -165,7 +167,7 @@ def train(
             weight_decay=0.1,
             adam_beta2=0.95,
             bf16=True,
-            use_cpu=True,
+            use_cpu=arguments.device == "cpu",
             seed=seed,
             logging_steps=1,
             save_steps=arguments.checkpoint_every,
@@ -292,6 +294,8 @@ def evaluate(model: Model, windows: Tensor, batch_size: int) -> dict[str, dict[s
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.device == "npu":
+        importlib.import_module("torch_npu")  # registers the device
     arguments.out.mkdir(parents=True, exist_ok=True)
     recipe = {name: value for name, value in vars(arguments).items() if name not in NOT_IN_RECIPE}
     path = arguments.out / "recipe.json"

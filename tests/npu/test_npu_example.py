@@ -17,13 +17,19 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import simulate
-from conftest import attention_functions
+from conftest import TASK_QUEUE, attention_functions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
     "warmup-steps": 3, "sparse-steps": 3, "hidden-size": 64, "heads": 4, "head-dim": 32,
     "latent-dim": 64, "rope-dim": 16, "index-heads": 4, "index-dim": 32, "top-k": 16,
     "sequence-length": 96, "eval-windows": 2,
+}  # fmt: skip
+
+TRANSFORMERS = {
+    "layers": 2, "hidden-size": 32, "heads": 2, "head-dim": 16, "latent-dim": 32, "rope-dim": 16,
+    "index-heads": 4, "index-dim": 32, "top-k": 12, "sequence-length": 48, "eval-windows": 2,
+    "pretrain-steps": 6, "warmup-steps": 3, "sparse-steps": 3, "log-every": 1,
 }  # fmt: skip
 
 
@@ -89,3 +95,36 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     assert texts[0] == texts[1]
     assert "3 of 3 sequences equal" in texts[0][-1]
     assert attention_functions(calls)["aclnnScatterPaKvCache"] > 0
+
+
+# Their operators run at every level in other tests.
+once = pytest.mark.skipif(TASK_QUEUE != 1, reason="a program of operators that others test: once")
+
+
+@once
+def test_int8_prefill(
+    tmp_path: Path, run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = []
+    for device in ("cpu", "npu"):
+        options = {"steps": 3, "sequence-length": 96, "windows": 2, "out": tmp_path / device}
+        run_example("int8_prefill", {**options, "device": device})
+        tables.append((tmp_path / device / "errors.md").read_text())
+    assert tables[0] == tables[1]
+    assert "| 1 | int8 |" in tables[0]
+
+
+@once
+def test_training_with_transformers(tmp_path: Path, run_example: Callable[..., None]) -> None:
+    """By its Trainer, which takes the NPU if there is one."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    metrics = []
+    for device in ("cpu", "npu"):
+        options = {**TRANSFORMERS, "device": device, "out": tmp_path / device}
+        with simulate.recorded_calls() as calls:
+            run_example("train_transformers", options)
+        assert (attention_functions(calls)["aclnnSparseFlashAttention"] > 0) == (device == "npu")
+        metrics.append(json.loads((tmp_path / device / "metrics.json").read_text()))
+        del metrics[-1]["seconds"]
+    assert metrics[0] == metrics[1]

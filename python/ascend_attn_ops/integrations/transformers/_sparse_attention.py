@@ -213,7 +213,8 @@ class SparseAttention(nn.Module):
         """Queries, keys and weights of the indexer, in the layout of the operators."""
         indexer = self.indexer
         query = indexer.wq_b(compressed_query).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-        key = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+        # Under autocast in float32 on every device; that of the CPU lets the norm be in bfloat16.
+        key = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype)).unsqueeze(2)
         rope = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
         (query_rope, query), (key_rope, key) = query.split(rope, -1), key.split(rope, -1)
         query_rope, key_rope = type(self).rotate_indexer(
