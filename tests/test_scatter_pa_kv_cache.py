@@ -418,14 +418,6 @@ def test_indices_and_other_storages_are_not_in_a_cache() -> None:
     refused("key", "some of key_cache", key.view(3, 1, 8), cache.view(1, 4, 1, 8), SLOTS)
 
 
-@pytest.mark.parametrize("name", ["key", "key_cache", "value", "value_cache"])
-def test_a_storage_must_hold_the_elements(name: str) -> None:
-    sample = build(CacheCase(), torch.bfloat16).clone()
-    sample.arguments[name].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=f"{name}: expected a storage that holds every element"):
-        sample.call(torch.ops.ascend)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
 def test_a_cache_is_no_view_that_negates(name: str, mode: Callable[[], Any]) -> None:

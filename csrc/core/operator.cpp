@@ -20,6 +20,14 @@ void raise_none(const char* op, size_t position, int64_t index) {
         "expected a tensor, got None", Status::null_pointer);
 }
 
+void raise_no_memory(const char* op, size_t position, int64_t index, const at::Tensor& tensor) {
+  raise(Violation::value, op, element_name(argument_name(op, position), index),
+        c10::str("expected a storage that holds every element, got one of ",
+                 tensor.storage().nbytes(), " bytes for shape ", tensor.sizes(), " and strides ",
+                 tensor.strides(), " at offset ", tensor.storage_offset(),
+                 "; FSDP and resize_() free memory"));
+}
+
 size_t argument_count(const char* op) { return find_operator(op).schema().arguments().size(); }
 
 }  // namespace ascend_attn

@@ -35,21 +35,35 @@ size_t argument_position(const char* op, const char* name);
 size_t argument_count(const char* op);
 
 [[noreturn]] void raise_none(const char* op, size_t position, int64_t index = kNotInList);
+[[noreturn]] void raise_no_memory(const char* op, size_t position, int64_t index,
+                                  const at::Tensor& tensor);
 
-// Rejects None for required tensors, which torch passes as an undefined tensor.
+// Rejects None for required tensors, which torch passes as an undefined tensor, and tensors whose
+// memory was freed.
 template <typename... Args>
 void check_tensors_given(const char* op, const Args&... args) {
   size_t position = 0;
+  const auto check_memory = [&](const at::Tensor& tensor, int64_t index) {
+    if (!has_memory(tensor)) [[unlikely]] {
+      raise_no_memory(op, position, index, tensor);
+    }
+  };
   const auto check = [&](const auto& argument) {
     if constexpr (std::is_same_v<decltype(argument), const at::Tensor&>) {
       if (!argument.defined()) [[unlikely]] {
         raise_none(op, position);
+      }
+      check_memory(argument, kNotInList);
+    } else if constexpr (std::is_same_v<decltype(argument), const std::optional<at::Tensor>&>) {
+      if (argument) {
+        check_memory(*argument, kNotInList);
       }
     } else if constexpr (std::is_same_v<decltype(argument), const at::TensorList&>) {
       for (size_t index = 0; index < argument.size(); ++index) {
         if (!argument[index].defined()) [[unlikely]] {
           raise_none(op, position, static_cast<int64_t>(index));
         }
+        check_memory(argument[index], static_cast<int64_t>(index));
       }
     }
     ++position;

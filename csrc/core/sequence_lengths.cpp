@@ -58,6 +58,9 @@ std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const a
     return packed_sequences(query_values, key_values);
   }
   std::vector<Sequence> sequences;
+  if (query_tokens == 0 && key_tokens == 0) {
+    return sequences;  // of however many batches
+  }
   for (int64_t b = 0; b < query.size(axes.batch); ++b) {
     sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
                          b * key_tokens, lengths_key ? key_values[b] : key_tokens});
@@ -116,7 +119,7 @@ std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
 int64_t pair_count(c10::ArrayRef<Sequence> sequences) {
   int64_t pairs = 0;
   for (const auto& sequence : sequences) {
-    pairs += sequence.queries * sequence.keys;
+    pairs = saturated_sum(pairs, saturated_product(sequence.queries, sequence.keys));
   }
   return pairs;
 }

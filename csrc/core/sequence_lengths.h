@@ -50,7 +50,8 @@ c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
                                        c10::ArrayRef<int64_t> key_ends);
 
-// Returns the number of query-key pairs, the sum of queries * keys.
+// Returns the number of query-key pairs, the sum of queries * keys, or the largest number of 64
+// bits if there are more.
 int64_t pair_count(c10::ArrayRef<Sequence> sequences);
 
 // Returns the values of a list, or nullopt if one of them is symbolic.

@@ -3,6 +3,9 @@
 
 #include <c10/core/SymInt.h>
 
+#include <cstdint>
+#include <limits>
+
 namespace ascend_attn {
 
 inline bool same(const c10::SymInt& a, const c10::SymInt& b) {
@@ -16,6 +19,22 @@ inline bool same(const c10::SymInt& a, const c10::SymInt& b) {
 
 inline bool at_most(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_le(b).expect_true(__FILE__, __LINE__);
+}
+
+// Of numbers that are not negative: the largest number of 64 bits where the result does not fit.
+inline int64_t saturated_product(int64_t a, int64_t b) {
+  int64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<int64_t>::max() : product;
+}
+inline int64_t saturated_sum(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
+}
+inline c10::SymInt saturated_product(const c10::SymInt& a, const c10::SymInt& b) {
+  if (!a.is_heap_allocated() && !b.is_heap_allocated()) {
+    return saturated_product(a.as_int_unchecked(), b.as_int_unchecked());
+  }
+  return a * b;
 }
 
 inline bool divides(const c10::SymInt& divisor, const c10::SymInt& value) {

@@ -49,6 +49,22 @@ void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef 
       c10::str("expected shape ", meaning, " = ", expected, ", got ", argument.tensor.sym_sizes()));
 }
 
+bool has_memory(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage() || tensor.is_meta() || impl->has_symbolic_sizes_strides() ||
+      tensor.layout() != at::kStrided || tensor.is_nested() || tensor.numel() == 0) {
+    return true;
+  }
+  int64_t last = impl->storage_offset();
+  const auto sizes = impl->sizes();
+  const auto strides = impl->strides();
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    last += (sizes[axis] - 1) * strides[axis];
+  }
+  const auto bytes = static_cast<size_t>(last + 1) * impl->itemsize();
+  return bytes <= impl->unsafe_storage().nbytes();
+}
+
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
   const auto sizes = tensor.sym_sizes();
   bool same = sizes.size() == expected.size();

@@ -58,6 +58,10 @@ inline void check_dtype(std::string_view op, NamedTensor argument, at::ScalarTyp
   }
 }
 
+// Whether the storage holds all elements. FSDP, and untyped_storage().resize_(), free the memory of
+// tensors that keep their sizes.
+bool has_memory(const at::Tensor& tensor);
+
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 // `meaning` names the axes: "(B, S1, N, D)".
 inline void check_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,

@@ -47,7 +47,7 @@ class Attention {
              T* softmax_sum) {
     auto selected = inputs.selected(token);
     exact_ = carries_remainders<Operand>(selected.bound());
-    std::array<int32_t, kMaxKeys> positions;
+    std::array<int64_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
       std::fill_n(out, heads_ * size_, Input(0));
@@ -55,12 +55,20 @@ class Attention {
       std::fill_n(softmax_sum, heads_, T(0));
       return;
     }
-    std::fill_n(max(), padded_heads_, -std::numeric_limits<T>::infinity());
+    // Not -inf, which would make NaN of tiles whose scores are all -inf.
+    std::fill_n(max(), padded_heads_, std::numeric_limits<T>::lowest());
     std::fill_n(sum(), padded_heads_, T(0));
     product_.load_query(inputs.query, inputs.query_rope, token, heads_);
     for (bool first = true; count > 0; first = false) {
       add_keys(inputs, positions.data(), count, first);
       count = selected.next(positions.data(), kMaxKeys);
+    }
+    for (int64_t h = 0; h < heads_; ++h) {
+      if (sum()[h] == 0) {
+        // Every score is -inf: the softmax of that is none.
+        max()[h] = -std::numeric_limits<T>::infinity();
+        sum()[h] = std::numeric_limits<T>::quiet_NaN();
+      }
     }
     store_heads(out_, 0, heads_, size_, [this](int64_t h) { return T(1) / sum()[h]; }, out);
     std::copy_n(max(), heads_, softmax_max);
@@ -68,7 +76,7 @@ class Attention {
   }
 
  private:
-  void add_keys(const SequenceInputs<Input>& inputs, const int32_t* positions, int64_t count,
+  void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
                 bool first) {
     const int64_t tile_rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
     product_.multiply(tile_rows, scores_);

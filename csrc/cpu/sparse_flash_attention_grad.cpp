@@ -63,7 +63,7 @@ class AttentionGrad {
              Input* d_query, Input* d_query_rope) {
     auto selected = inputs.selected(token);
     exact_ = carries_remainders<Operand>(selected.bound());
-    std::array<int32_t, kMaxKeys> positions;
+    std::array<int64_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
       std::fill_n(d_query, heads_ * columns_.nope, Input(0));
@@ -99,7 +99,7 @@ class AttentionGrad {
     }
   }
 
-  void add_keys(const SequenceInputs<Input>& inputs, const int32_t* positions, int64_t count,
+  void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
                 bool first) {
     const int64_t rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
     const auto& keys = product_.keys();
@@ -156,10 +156,11 @@ class AttentionGrad {
               d_query_.stride(), accumulate);
   }
 
-  // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both as operands.
+  // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both as operands. They stay 0
+  // for the heads of padding, whose scores an infinite key makes NaN.
   void differentiate_softmax(int64_t count) {
-    vectorized([count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
-                d_probabilities = d_probabilities_.data(),
+    vectorized([count, heads = heads_, stride = padded_heads_, scale = scale_,
+                scores = scores_.data(), d_probabilities = d_probabilities_.data(),
                 probabilities = probabilities_.rounded.data(),
                 lost_probabilities = probabilities_.remainders.data(),
                 d_scores = d_scores_.rounded.data(), lost_d_scores = d_scores_.remainders.data(),
@@ -168,7 +169,7 @@ class AttentionGrad {
         // Compilers do not test at run time whether so many pointers overlap.
 #pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
-          const int64_t at = i * heads + h;
+          const int64_t at = i * stride + h;
           const T p = exponential(scale * scores[at] - max[h]) * inverse_sum[h];
           const T d = p * (d_probabilities[at] - delta[h]);
           store_rounded(p, probabilities[at], lost_probabilities[at]);

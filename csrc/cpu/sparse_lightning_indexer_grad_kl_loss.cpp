@@ -170,7 +170,6 @@ class TokenLoss {
     product_.load_query(rows.query, rows.query_rope, token, heads_);
     const T* sum = rows.softmax_sum.row(token);
     std::copy_n(rows.softmax_max.row(token), heads_, max_.data());
-    // Padding heads keep a factor of zero.
     for (int64_t h = 0; h < heads_; ++h) {
       factor_.data()[h] = T(1) / (sum[h] * static_cast<T>(heads_));
     }
@@ -178,10 +177,11 @@ class TokenLoss {
 
   // target[i] = mean over heads of exp(score - max) / sum
   void mean_of_heads(int64_t count, T* target) const {
-    vectorized([=, heads = padded_heads_, scale = scale_, scores = attention_.data(),
-                max = max_.data(), factor = factor_.data()] {
+    // Without the heads of padding, whose scores an infinite key makes NaN.
+    vectorized([=, heads = heads_, stride = padded_heads_, scale = scale_,
+                scores = attention_.data(), max = max_.data(), factor = factor_.data()] {
       for (int64_t i = 0; i < count; ++i) {
-        const T* row = scores + i * heads;
+        const T* row = scores + i * stride;
         T sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t h = 0; h < heads; ++h) {

@@ -234,8 +234,8 @@ void FlashAttentionRules::check_packed_pse_tensor() const {
   const auto& pse = *options_.pse_shift;
   const auto sequences = this->sequences();
   if (pse.dim() != 4) {
-    const auto full = heads_ * pair_count(sequences);
-    const auto per_key = heads_ * key_sum();
+    const auto full = saturated_product(heads_, pair_count(sequences));
+    const auto per_key = saturated_product(heads_, key_sum());
     check_value(
         pse.dim() == 1 &&
             (sequences.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
@@ -323,9 +323,10 @@ void FlashAttentionRules::check_dropout() const {
   check_dtype(op_, argument, at::kByte);
   check_value(keep < 1, op_, "drop_mask", "expected None for keep_prob 1, got shape ",
               argument.tensor.sym_sizes());
-  const auto bits =
-      is_packed() ? heads_ * pair_count(sequences()) : batch_ * heads_ * queries_ * keys_;
-  const auto bytes = (bits + 7) / 8;
+  const auto pairs = is_packed() ? c10::SymInt(pair_count(sequences()))
+                                 : saturated_product(batch_, saturated_product(queries_, keys_));
+  const auto bits = saturated_product(heads_, pairs);
+  const auto bytes = bits / 8 + (bits % 8 + 7) / 8;
   check_value(at_most(bytes, argument.tensor.sym_numel()), op_, "drop_mask",
               "expected one bit per score, at least ", bytes, " bytes, got shape ",
               argument.tensor.sym_sizes());

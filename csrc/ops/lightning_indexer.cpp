@@ -1,5 +1,7 @@
 #include "ops/lightning_indexer.h"
 
+#include <limits>
+
 #include "core/error.h"
 #include "core/sparse_rules.h"
 
@@ -58,6 +60,10 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   const auto count = sparse_count.maybe_as_int();
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
+  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
+  const auto& keys = key.sym_size(layout.value() == Layout::TND ? 0 : 1);
+  check_value(keys.maybe_as_int().value_or(0) <= kMostKeys, name, "key", "expected at most ",
+              kMostKeys, " tokens, as indices are int32, got shape ", key.sym_sizes());
   const auto& on_device = rules.limits();
   on_device.size("sparse_count", "K", sparse_count);
   on_device.size("pre_tokens", "pre_tokens", pre_tokens);

@@ -148,7 +148,11 @@ void PromptFlashAttentionRules::check_limits() const {
 
 std::vector<Sequence> PromptFlashAttentionRules::sequences() const {
   std::vector<Sequence> sequences;
-  for (int64_t b = 0; b < batch_.maybe_as_int().value_or(0); ++b) {
+  const auto differ = [](const auto& list) { return given(list) && list->size() > 1; };
+  const bool all_alike =
+      !differ(op_.actual_seq_lengths_query) && !differ(op_.actual_seq_lengths_key);
+  const auto batches = batch_.maybe_as_int().value_or(0);
+  for (int64_t b = 0; b < (all_alike ? std::min<int64_t>(batches, 1) : batches); ++b) {
     const auto queries = actual_length(op_.actual_seq_lengths_query, b, queries_).maybe_as_int();
     const auto keys = actual_length(op_.actual_seq_lengths_key, b, keys_).maybe_as_int();
     if (!queries || !keys) {

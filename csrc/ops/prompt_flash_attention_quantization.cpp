@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cmath>
+#include <limits>
 #include <span>
 
 #include "core/error.h"
@@ -40,6 +41,10 @@ void PromptFlashAttentionRules::check_quantization() const {
   check_value(op_.quant_scale2 || !op_.quant_offset2, kName, "quant_offset2",
               "expected None without quant_scale2, which makes the output int8, got a tensor");
   if (is_int8()) {
+    constexpr int64_t kMostElements = std::numeric_limits<int32_t>::max() / (128 * 128);
+    check_value(head_size_.maybe_as_int().value_or(0) <= kMostElements, kName, "query",
+                "expected a head size of at most ", kMostElements,
+                " in int8, whose products are summed in int32, got ", head_size_);
     check_scales_of_inputs();
   }
   if (op_.quant_scale2) {

@@ -63,6 +63,7 @@ class PromptFlashAttentionRules {
   bool is_310p() const { return limits_.on(k310P); }
   NamedTensor query() const { return {"query", op_.query}; }
   // One per batch; empty while a length is symbolic.
+  // One of them where all are alike.
   std::vector<Sequence> sequences() const;
 
   const PromptFlashAttention& op_;

@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "core/sequence_lengths.h"
+#include "core/symbolic.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -156,17 +157,19 @@ at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) cons
 
 void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   const bool packed = layout == Layout::TND;
-  const auto spans = packed ? packed_sequences(values_of(*options.actual_seq_lengths_query),
-                                               values_of(*options.actual_seq_lengths_key))
-                            : std::vector<Sequence>(
-                                  query.size(0), {.queries = query.size(2), .keys = key.size(2)});
+  const bool empty = query.size(2) == 0 && key.size(2) == 0;
+  const auto spans = packed
+                         ? packed_sequences(values_of(*options.actual_seq_lengths_query),
+                                            values_of(*options.actual_seq_lengths_key))
+                         : std::vector<Sequence>(empty ? 0 : query.size(0),
+                                                 {.queries = query.size(2), .keys = key.size(2)});
   int64_t rows = 0;
   int64_t pairs = 0;
   for (const auto& span : spans) {
     const auto index = static_cast<int64_t>(sequences.size());
     sequences.push_back({span, index, packed ? 0 : index, rows, pairs, {span.keys}});
     rows += span.queries;
-    pairs += span.queries * span.keys;
+    pairs = saturated_sum(pairs, saturated_product(span.queries, span.keys));
   }
   if (!options.atten_mask) {
     return;

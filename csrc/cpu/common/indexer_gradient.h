@@ -83,10 +83,11 @@ class IndexerGradient {
 
   // Computes the scores (keys) of the tile.
   void scores(const Tile<T>& logits, T* scores) const {
-    vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
+    // Without the heads of padding, whose logits an infinite key makes NaN.
+    vectorized([=, count = count_, heads = heads_, stride = padded_heads_, logits = logits.data(),
                 weights = weights_.data()] {
       for (int64_t i = 0; i < count; ++i) {
-        const T* row = logits + i * heads;
+        const T* row = logits + i * stride;
         T sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t h = 0; h < heads; ++h) {

@@ -52,7 +52,8 @@ class ParallelScatterAdd {
   }
 
   // Adds `count` rows of `from`, `columns` wide, to the rows `positions`, starting at `column`.
-  void add(int64_t worker, const int32_t* positions, int64_t count, const T* from, int64_t stride,
+  template <typename Position>
+  void add(int64_t worker, const Position* positions, int64_t count, const T* from, int64_t stride,
            int64_t columns, int64_t column) {
     for (int64_t i = 0; i < count; ++i) {
       if (i + kRowsAhead < count) {

@@ -94,7 +94,7 @@ class ValueTile {
       : size_(size), values_(value_is_key ? 0 : max_keys, round_up(size, depth_step<Operand>)) {}
 
   const Tile<Operand>& load(const TokenRows<Input>& value, const Tile<Operand>& keys,
-                            const int32_t* positions, int64_t count, int64_t tile_rows) const {
+                            const int64_t* positions, int64_t count, int64_t tile_rows) const {
     if (values_.data() == nullptr) {
       return keys;
     }

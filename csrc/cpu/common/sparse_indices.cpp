@@ -34,7 +34,7 @@ void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& 
   const bool whole_batch = bsnd && selectable == Selectable::all_keys;
   for (const auto& sequence : sequences) {
     const int64_t keys = whole_batch ? key.size(1) : sequence.keys;
-    const int64_t blocks = (keys + block_size - 1) / block_size;
+    const int64_t blocks = blocks_of(keys, block_size);
     const int64_t tokens = whole_batch ? indices.size(1) : sequence.queries;
     const TokenRows<int32_t> rows(indices, sequence.query_begin);
     for (int64_t token = 0; token < tokens; ++token) {

@@ -35,6 +35,11 @@ enum class Selectable {
   keys_of_sequence
 };
 
+// Returns the number of blocks that hold `keys` keys.
+inline int64_t blocks_of(int64_t keys, int64_t block_size) {
+  return keys / block_size + (keys % block_size != 0);
+}
+
 // Checks that every index is in [-1, number of key blocks).
 void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
                           const at::Tensor& key, const std::vector<Sequence>& sequences,
@@ -47,22 +52,22 @@ class SelectedKeys {
   // `row` has `count` block indices; keys from `visible` on are not selected.
   SelectedKeys(const int32_t* row, int64_t count, int64_t block_size, int64_t visible)
       : block_(row),
-        end_(row + std::min(count, (visible + block_size - 1) / block_size)),
+        end_(row + std::min(count, blocks_of(visible, block_size))),
         block_size_(block_size),
         visible_(visible) {
     end_ = std::find(block_, end_, -1);
   }
 
   // Writes the next positions, counted within the sequence, and returns how many: 0 at the end.
-  int64_t next(int32_t* positions, int64_t capacity) {
+  int64_t next(int64_t* positions, int64_t capacity) {
     int64_t written = 0;
     while (block_ != end_ && written < capacity) {
       const int64_t begin = int64_t{*block_} * block_size_;
-      const int64_t end = std::min(begin + block_size_, visible_);
+      const int64_t end = begin + std::min(block_size_, visible_ - begin);
       const int64_t position = begin + offset_;
       const int64_t count = std::clamp<int64_t>(end - position, 0, capacity - written);
       for (int64_t i = 0; i < count; ++i) {
-        positions[written + i] = static_cast<int32_t>(position + i);
+        positions[written + i] = position + i;
       }
       written += count;
       offset_ += count;
@@ -75,7 +80,7 @@ class SelectedKeys {
   }
 
   // An upper bound on the number of positions left.
-  int64_t bound() const { return (end_ - block_) * block_size_; }
+  int64_t bound() const { return (end_ - block_) * std::min(block_size_, visible_); }
 
  private:
   const int32_t* block_;

@@ -1,0 +1,99 @@
+"""An infinite element of one token changes no result that does not depend on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops import reference
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+CLOSE = {torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def assert_as_reference(actual: Any, expected: Any, dtype: torch.dtype) -> None:
+    """A NaN where the reference has one, and nowhere else."""
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(
+            x.double(), y.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True
+        )
+
+
+def tokens(heads: int, keys: int, dtype: torch.dtype, infinite: slice) -> tuple[Tensor, ...]:
+    """A query whose product with the infinite keys is -inf, keys and values."""
+    query = torch.zeros(1, 2, heads, 4, dtype=dtype)
+    query[..., 0] = 1
+    key, value = torch.randn(2, 1, keys, 1, 4, dtype=dtype)
+    key[:, infinite, :, 0] = -torch.inf
+    return query, key, value
+
+
+def every_key(keys: int) -> Tensor:
+    return torch.arange(keys, dtype=torch.int32).expand(1, 2, 1, keys).contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("infinite", [1, 127, 128, 129, 256])
+def test_tiles_whose_scores_are_minus_infinity(infinite: int, dtype: torch.dtype) -> None:
+    keys = infinite + 8
+    query, key, value = tokens(2, keys, dtype, slice(infinite))
+    options = {"scale_value": 1.0, "sparse_mode": 0}
+    arguments = query, key, value, every_key(keys)
+    exact = (x.double() if x.is_floating_point() else x for x in arguments)
+    assert_as_reference(
+        torch.ops.ascend.sparse_flash_attention(*arguments, **options),
+        reference.sparse_flash_attention(*exact, **options),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_score_is_finite(dtype: torch.dtype) -> None:
+    query, key, value = tokens(2, 130, dtype, slice(None))
+    out, softmax_max, softmax_sum = ascend_attn_ops.sparse_flash_attention(
+        query, key, value, every_key(130), scale_value=1.0, sparse_mode=0
+    )
+    assert out.isnan().all()
+    assert (softmax_max == -torch.inf).all()
+    assert softmax_sum.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, 2, 3, 5])
+def test_gradients_beside_an_infinite_key(heads: int, dtype: torch.dtype) -> None:
+    """Heads are padded to whole tiles; those of padding have no part."""
+    query, key, value = tokens(heads, 6, dtype, slice(1, 2))
+    options = {"scale_value": 1.0, "sparse_mode": 0}
+    main = query, key, value, every_key(6)
+    out, *statistics = torch.ops.ascend.sparse_flash_attention(*main, **options)
+    arguments = *main, torch.randn_like(out), out, *statistics
+    exact = (x.double() if x.is_floating_point() else x for x in arguments)
+    actual = torch.ops.ascend.sparse_flash_attention_grad(*arguments, **options)
+    assert_as_reference(
+        actual[:3], reference.sparse_flash_attention_grad(*exact, **options)[:3], dtype
+    )
+    assert actual[1].isfinite().all()
+    assert actual[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, 3, 16])
+def test_loss_beside_an_infinite_key(heads: int, dtype: torch.dtype) -> None:
+    query, key, _ = tokens(heads, 6, dtype, slice(1, 2))
+    query_index, key_index, _ = tokens(heads, 6, dtype, slice(2, 3))
+    weights = torch.rand(1, 2, heads, dtype=dtype)
+    options = {"scale_value": 1.0, "sparse_mode": 0}
+    indices = every_key(6)
+    _, *statistics = torch.ops.ascend.sparse_flash_attention(query, key, key, indices, **options)
+    arguments = query, key, query_index, key_index, weights, indices, *statistics
+    exact = (x.double() if x.is_floating_point() else x for x in arguments)
+    options = {"scale_value": 1.0, "layout": "BSND", "sparse_mode": 3}
+    actual = torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss(*arguments, **options)
+    expected = reference.sparse_lightning_indexer_grad_kl_loss(*exact, **options)
+    assert_as_reference(actual, expected, dtype)
+    assert actual[3].isfinite().all()
