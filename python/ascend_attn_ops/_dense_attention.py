@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._arguments import check_number, check_tensor, dtype_name, shown, whole, wrong
 from ascend_attn_ops._operators import Lengths, between, lengths_of
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
 _NAME = "ascend::flash_attention_score"
-_INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
 # The axes of batch, tokens and heads, -1 for none. BSH and SBH share that of the heads with D.
 _AXES = _C.layout_axes
 
@@ -22,13 +22,14 @@ def default_scale(query: Tensor, num_heads: int, layout: str) -> float:
         return 1.0
     size = shape[-1]
     if _AXES[layout][2] == len(shape) - 1:
-        size = size // num_heads if num_heads > 0 else 1
+        heads = whole(num_heads)
+        size = size // heads if heads is not None and heads > 0 else 1
     return (size or 1) ** -0.5
 
 
 def default_mask(sparse_mode: int, query: Tensor) -> Tensor | None:
     """The compressed mask, in the modes that read one."""
-    if sparse_mode in COMPRESSED_MODES:
+    if whole(sparse_mode) in COMPRESSED_MODES and isinstance(query, Tensor):
         return compressed_mask(sparse_mode, query.device)
     return None
 
@@ -40,18 +41,14 @@ def mask_of_either_polarity(
     if attn_mask is None:
         return default_mask(sparse_mode, query) if atten_mask is None else atten_mask
     if atten_mask is not None:
-        raise ValueError(
-            f"{_NAME}: attn_mask: expected None beside atten_mask (True masks a key out), "
-            f"got both {_INVALID}"
-        )
+        expected = "None beside atten_mask (True masks a key out)"
+        raise wrong(ValueError, _NAME, "attn_mask", expected, "both")
+    check_tensor(_NAME, "attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool:
-        advice = (
-            "; pse_shift takes what is added to the scores" if attn_mask.is_floating_point() else ""
-        )
-        raise TypeError(
-            f"{_NAME}: attn_mask: expected dtype bool, where True keeps a key, "
-            f"got {str(attn_mask.dtype).removeprefix('torch.')}{advice} {_INVALID}"
-        )
+        got = dtype_name(attn_mask.dtype)
+        if attn_mask.is_floating_point():
+            got += "; pse_shift takes what is added to the scores"
+        raise wrong(TypeError, _NAME, "attn_mask", "dtype bool, where True keeps a key", got)
     return ~attn_mask
 
 
@@ -72,21 +69,58 @@ def given_or_drawn_mask(
     actual_seq_lengths_key: Lengths,
 ) -> Tensor | None:
     """`drop_mask`, or with `dropout_p` one bit for each score."""
+    if not isinstance(dropout_p, float):
+        check_number(_NAME, "dropout_p", dropout_p)
     if dropout_p == 0:
         return drop_mask
     if not 0 <= dropout_p < 1:
-        raise ValueError(
-            f"{_NAME}: dropout_p: expected a probability in [0, 1), got {dropout_p} {_INVALID}"
-        )
+        expected = "a probability in [0, 1)"
+        raise wrong(ValueError, _NAME, "dropout_p", expected, shown(dropout_p))
+    check_number(_NAME, "keep_prob", keep_prob)
     if drop_mask is not None or keep_prob != 1:
-        raise ValueError(
-            f"{_NAME}: dropout_p: expected 0 beside drop_mask and keep_prob, "
-            f"got {dropout_p} {_INVALID}"
-        )
-    scores = number_of_scores(
-        query, key, num_heads, layout, actual_seq_lengths_query, actual_seq_lengths_key
-    )
+        expected = "0 beside drop_mask and keep_prob"
+        raise wrong(ValueError, _NAME, "dropout_p", expected, shown(dropout_p))
+    if generator is not None and not isinstance(generator, torch.Generator):
+        expected = "a torch.Generator or None"
+        raise wrong(TypeError, _NAME, "generator", expected, type(generator).__name__)
+    # What returns None here is refused by the operator, before it looks for a mask.
+    if not _have_scores(query, key, num_heads, layout):
+        return None
+    ends: list[Lengths] = [None, None]
+    if layout == "TND":
+        for i, (side, given) in enumerate(
+            (("query", actual_seq_lengths_query), ("key", actual_seq_lengths_key))
+        ):
+            read = lengths_of(given, where=f"{_NAME}: actual_seq_lengths_{side}")
+            if read is None or not hasattr(read, "__iter__"):
+                return None
+            ends[i] = list(read)
+    scores = number_of_scores(query, key, num_heads, layout, *ends)
+    # A mask for lengths beyond the tokens may not fit into memory.
+    if layout == "TND" and isinstance(scores, int) and not torch.compiler.is_compiling():
+        most = num_heads * query.shape[0] * key.shape[0]
+        if not 0 <= scores <= most:
+            return None
+    if generator is not None and generator.device != query.device:
+        expected = f"one of device {query.device} (query's)"
+        raise wrong(ValueError, _NAME, "generator", expected, str(generator.device))
     return draw_drop_mask(scores, 1 - dropout_p, query.device, generator)
+
+
+def _have_scores(query: Tensor, key: Tensor, num_heads: int, layout: str) -> bool:
+    """Whether `number_of_scores` can be told: the tensors have the layout, and query the heads."""
+    if not (isinstance(layout, str) and layout in _AXES):
+        return False
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+        return False
+    heads = whole(num_heads)
+    # A layout has a letter for each axis.
+    if heads is None or heads <= 0 or not query.dim() == key.dim() == len(layout):
+        return False
+    axis = _AXES[layout][2]
+    # In BSH and SBH, the heads share their axis.
+    merged = axis == query.dim() - 1
+    return bool(query.shape[axis] % heads == 0 if merged else query.shape[axis] == heads)
 
 
 def number_of_scores(

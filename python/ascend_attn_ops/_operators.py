@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import index
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._arguments import INVALID, dtype_name, shown, whole, wrong
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
 ALL_TOKENS = 2**31 - 1
@@ -37,6 +39,20 @@ _ANNOTATIONS = {
     "str": "str",
     "List[int]": "Sequence[int]",
     "Optional[List[int]]": "Sequence[int] | None",
+}
+
+# What torch.ops says of an argument that has another type than the schema, in its first line.
+_WRONG_TYPE = re.compile(r"Expected a value of type '.*' for argument '(\w+)'")
+_EXPECTED = {
+    "Tensor": "a tensor",
+    "Optional[Tensor]": "a tensor or None",
+    "List[Tensor]": "a list of tensors",
+    "int": "a whole number of 64 bits",
+    "float": "a number",
+    "bool": "a bool",
+    "str": "a string",
+    "List[int]": "a list of whole numbers of 64 bits",
+    "Optional[List[int]]": "a list of whole numbers of 64 bits or None",
 }
 
 # The public functions take sequence lengths as a tensor or as a list, whatever the schema wants.
@@ -131,7 +147,20 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
         for position, where in lengths:
             values[position] = convert(values[position], values[0], where)
         keyword_values = dict(zip(keywords, values[positional:], strict=True))
-        return overload(*values[:positional], **keyword_values)
+        if is_dynamo_compiling():
+            return overload(*values[:positional], **keyword_values)
+        try:
+            return overload(*values[:positional], **keyword_values)
+        except RuntimeError as error:
+            found = _WRONG_TYPE.search(str(error))
+            if found is None or found[1] not in types:
+                raise
+            argument = found[1]
+            got = given[list(schema).index(argument)]
+            if argument in _LENGTHS:
+                raise _not_lengths(f"ascend::{name}: {argument}", got) from None
+            expected = _EXPECTED[types[argument]]
+            raise wrong(TypeError, f"ascend::{name}", argument, expected, shown(got)) from None
 
     return call
 
@@ -141,11 +170,17 @@ def lengths_of(
 ) -> Sequence[int] | None:
     """As a list. Waits for the device if they are a tensor on it. `where` begins an error."""
     if isinstance(lengths, Tensor):
-        if lengths.dim() != 1 or lengths.is_floating_point():
+        if lengths.dim() != 1 or lengths.is_floating_point() or lengths.is_complex():
             raise _not_lengths(where, lengths)
+        if lengths.is_meta and type(lengths) is Tensor:
+            got = "a tensor on the device meta"
+            raise ValueError(f"{where}: expected lengths to read, got {got} {INVALID}")
         return cast("list[int]", lengths.tolist())
-    # Whole numbers may be symbols here.
-    if isinstance(lengths, (list, tuple)) and any(isinstance(x, float) for x in lengths):
+    if isinstance(lengths, (list, tuple)):
+        # Whole numbers may be symbols here.
+        if any(type(x) is not int and whole(x) is None for x in lengths):
+            raise _not_lengths(where, lengths)
+    elif not _in_order(lengths):
         raise _not_lengths(where, lengths)
     return lengths
 
@@ -155,15 +190,21 @@ def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tenso
     # Of a wrong type, they are the operator's to refuse.
     if lengths is None or isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
         return cast("Tensor | None", lengths)
+    # And so is the query.
+    if not isinstance(query, Tensor):
+        return None
     if is_dynamo_compiling():
         return torch.tensor(lengths, dtype=torch.int32, device=query.device)
+    if not _in_order(lengths):
+        raise _not_lengths(where, lengths)
     try:
         numbers = [index(length) for length in lengths]
     except TypeError:
         raise _not_lengths(where, lengths) from None
     limit = torch.iinfo(torch.int32).max
     if max(map(abs, numbers), default=0) > limit:
-        raise ValueError(f"{where}: expected lengths of at most {limit}, got {numbers}")
+        expected = f"lengths of at most {limit}"
+        raise ValueError(f"{where}: expected {expected}, got {shown(numbers)} {INVALID}")
     on_host = torch.tensor(numbers, dtype=torch.int32)
     if query.device.type in ("cpu", "meta"):
         return on_host.to(query.device)
@@ -175,10 +216,20 @@ def between(ends: Sequence[int]) -> list[int]:
     return [end - begin for begin, end in pairwise([0, *accumulate(ends, max)])]
 
 
+def _in_order(lengths: Any) -> bool:
+    """False of text, and of what has no order, as a set, or is read once, as a generator."""
+    if isinstance(lengths, Sequence):
+        return not isinstance(lengths, (str, bytes))
+    return hasattr(lengths, "__array__") or not hasattr(lengths, "__iter__")
+
+
 def _not_lengths(where: str, got: Any) -> TypeError:
     if isinstance(got, Tensor):
-        got = f"{str(got.dtype).removeprefix('torch.')} of shape {list(got.shape)}"
-    return TypeError(f"{where}: expected whole numbers, as a list or as a tensor, got {got}")
+        got = f"{dtype_name(got.dtype)} of shape {list(got.shape)}"
+    else:
+        got = shown(got)
+    expected = "whole numbers, as a list or as a tensor"
+    return TypeError(f"{where}: expected {expected}, got {got} {INVALID}")
 
 
 def _function(

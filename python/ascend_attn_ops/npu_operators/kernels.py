@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from ascend_attn_ops._arguments import shown
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -73,14 +75,7 @@ def differentiates(name: str) -> Callable[[F], F]:
 
 def unsupported(name: str, argument: str, expected: str, got: object) -> NotImplementedError:
     """For what the operator of torch_npu takes and this library does not compute."""
-    return NotImplementedError(f"{name}: {argument}: expected {expected}, got {described(got)}")
-
-
-def described(value: object) -> str:
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"a tensor of {dtype} {list(value.shape)}"
-    return repr(value)
+    return NotImplementedError(f"{name}: {argument}: expected {expected}, got {shown(got)}")
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -1,0 +1,92 @@
+"""What is wrong with an argument, said in one line; and the checks that several functions share."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
+_LONGEST = 100  # characters of a value in a message
+_WHOLE = (int, torch.SymInt)
+INT64_MAX = 2**63 - 1
+
+Error = TypeVar("Error", bound=Exception)
+
+
+def wrong(kind: type[Error], function: str, argument: str, expected: str, got: str) -> Error:
+    """The error to raise; `shown` makes `got` of what the caller gave."""
+    return kind(f"{function}: {argument}: expected {expected}, got {got} {INVALID}")
+
+
+def shown(value: object) -> str:
+    """A value of the caller, on one line that is not long."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {dtype_name(value.dtype)} {list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def whole(x: Any) -> Any:
+    """A whole number, maybe a symbol; None for anything else."""
+    if isinstance(x, _WHOLE):
+        return x
+    try:
+        # torch.ops takes a tensor with one element for a number.
+        return int(x) if isinstance(x, Tensor) and x.numel() == 1 else index(x)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def is_number(x: object) -> bool:
+    """Whether torch.ops takes it for a float."""
+    if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+        return True
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not x.is_complex()
+    # Numbers of numpy, but not its arrays.
+    return hasattr(x, "__float__") and not hasattr(x, "__len__")
+
+
+def check_number(function: str, argument: str, x: object) -> None:
+    if not is_number(x):
+        raise wrong(TypeError, function, argument, "a number", shown(x))
+
+
+def check_flag(function: str, argument: str, x: object) -> None:
+    # The bool of numpy is a type of its own, with either name.
+    if not isinstance(x, int) and type(x).__name__ not in ("bool", "bool_"):
+        raise wrong(TypeError, function, argument, "a bool", shown(x))
+
+
+def check_count(function: str, argument: str, x: Any, least: int = 0, most: int = INT64_MAX) -> Any:
+    """The whole number that it is."""
+    number = whole(x)
+    if number is None:
+        raise wrong(TypeError, function, argument, "a whole number", shown(x))
+    if not least <= number <= most:
+        allowed = f"at least {least}" if most == INT64_MAX else f"{least}..{most}"
+        raise wrong(ValueError, function, argument, allowed, shown(number))
+    return number
+
+
+def check_tensor(
+    function: str, argument: str, x: object, rank: int | None = None, axes: str = ""
+) -> None:
+    """`axes`: of a tensor of this rank, for the message."""
+    if not isinstance(x, Tensor):
+        raise wrong(TypeError, function, argument, "a tensor", type(x).__name__)
+    if rank is not None and x.dim() != rank:
+        raise wrong(ValueError, function, argument, f"shape {axes}", str(list(x.shape)))
+
+
+def readable(x: Tensor) -> bool:
+    """Whether its values can be looked at without waiting for a device."""
+    return x.is_cpu and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
