@@ -338,8 +338,11 @@ def test_slots_of_positions() -> None:
     assert slots.tolist() == [[28, 9, -1], [23, -1, 22]]
     assert ops.slot_mapping(table, positions[:, 1], 4).tolist() == [9, -1]
     assert ops.slot_mapping(table[0], positions[0], 4).tolist() == [28, 9, -1]
-    with pytest.raises((IndexError, RuntimeError)):
-        ops.slot_mapping(table, torch.tensor([8, 0]), 4)
+    many = torch.tensor([[2**28, 7]])
+    assert ops.slot_mapping(many, torch.tensor([[3]]), 16).tolist() == [[2**32 + 3]]
+    # The largest block of int32, and one beyond that only padding reads.
+    most = torch.tensor([[2**27 - 1], [2**27]], dtype=torch.int32)
+    assert ops.slot_mapping(most, torch.tensor([15, -1]), 16).tolist() == [2**31 - 1, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
@@ -353,7 +356,7 @@ def test_layouts_of_a_cache(dtype: torch.dtype) -> None:
     ops.scatter_pa_kv_cache_(key, nz_cache, slots, key, nz_cache.clone(), cache_mode="PA_NZ")
     assert torch.equal(ops.nz_to_nd(nz_cache, 3), cache)
     assert torch.equal(ops.nd_to_nz(cache), nz_cache)
-    with pytest.raises(ValueError, match=r"^nz_cache_shape: head_size: "):
+    with pytest.raises(ValueError, match=r"^ascend::nz_cache_shape: head_size: "):
         ops.nz_cache_shape(4, 8, 3, 24, torch.int8)
 
 

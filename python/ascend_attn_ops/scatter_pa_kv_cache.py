@@ -7,10 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._arguments import (
+    check_count,
+    check_tensor,
+    dtype_name,
+    readable,
+    shown,
+    wrong,
+)
 from ascend_attn_ops._operators import operator
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
+
+_SLOT_MAPPING = "ascend::slot_mapping"
+_WHOLE_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 @operator()
@@ -116,15 +127,21 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
     """The slots of tokens in a paged cache.
 
     Args:
-        block_table: (..., M); entry i is the block with the positions [i * block_size,
-            (i + 1) * block_size) of a sequence; negative where none is allocated.
-        positions: (..., S) for S tokens of each sequence, or (...) for one. Negative ones are
-            padding.
+        block_table: (..., M), int32 or int64; entry i is the block with the positions
+            [i * block_size, (i + 1) * block_size) of a sequence; negative where none is allocated.
+        positions: (..., S) for S tokens of each sequence, or (...) for one; integers on
+            block_table's device. Below M * block_size; negative ones are padding.
         block_size: positions per block.
 
     Returns:
         The shape of positions, the dtype of block_table; -1, which :func:`scatter_pa_kv_cache_`
         skips, for padding and for blocks that are not allocated.
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: block_table and positions disagree in their batches or devices, block_size is
+            less than 1; on the CPU also a position beyond the table, and a block whose slots the
+            dtype of block_table does not hold.
 
     Example:
         >>> import torch
@@ -133,14 +150,63 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
         tensor([[112,  33],
                 [ 83,  -1]])
     """
+    _check_table(block_table, positions)
+    block_size = check_count(_SLOT_MAPPING, "block_size", block_size, least=1)
     single = positions.dim() == block_table.dim() - 1
     at = (positions[..., None] if single else positions).long()
     block = torch.div(at.clamp(min=0), block_size, rounding_mode="floor")
-    blocks = block_table.gather(-1, block)
+    try:
+        blocks = block_table.gather(-1, block)
+    except (IndexError, RuntimeError):
+        _refuse_positions(block_table, at, block_size)
+        raise
+    dtype = block_table.dtype
+    # The first block of which the last slot is beyond the dtype.
+    beyond = (torch.iinfo(dtype).max + 1) // block_size
+    if blocks.numel() and readable(blocks) and int(blocks.amax()) >= beyond:
+        _refuse_blocks(blocks[at >= 0], beyond)
+    # In int64, as int32 would wrap unseen on a device.
+    slots = torch.add(at.remainder(block_size), blocks, alpha=block_size)
     # In the dtype of the table, which is what the operator and the device want.
-    slots = blocks * block_size + at.remainder(block_size).to(blocks.dtype)
-    slots = slots.masked_fill((at < 0) | (blocks < 0), -1)
+    slots = slots.masked_fill((at < 0) | (blocks < 0), -1).to(dtype)
     return slots[..., 0] if single else slots
+
+
+def _check_table(block_table: Tensor, positions: Tensor) -> None:
+    check_tensor(_SLOT_MAPPING, "block_table", block_table)
+    check_tensor(_SLOT_MAPPING, "positions", positions)
+    if block_table.dtype not in (torch.int32, torch.int64):
+        got = dtype_name(block_table.dtype)
+        raise wrong(TypeError, _SLOT_MAPPING, "block_table", "dtype int32 or int64", got)
+    if positions.dtype not in _WHOLE_DTYPES:
+        got = dtype_name(positions.dtype)
+        raise wrong(TypeError, _SLOT_MAPPING, "positions", "an integer dtype", got)
+    if positions.device != block_table.device:
+        expected = f"device {block_table.device} (block_table's)"
+        raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(positions.device))
+    batches, given = block_table.shape[:-1], positions.shape
+    if block_table.dim() == 0:
+        expected = "at least one axis, (..., M)"
+        raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, "none")
+    if batches not in (given, given[:-1]):
+        lead = "".join(f"{size}, " for size in batches)
+        expected = f"shape ({lead}S), or {tuple(batches)} for one token of each sequence"
+        raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(list(given)))
+
+
+def _refuse_positions(block_table: Tensor, at: Tensor, block_size: int) -> None:
+    """Where its entries could not be read."""
+    size = block_table.shape[-1] * block_size
+    if readable(at) and int(at.amax()) >= size:
+        expected = f"positions below {size}, in the {block_table.shape[-1]} blocks of {block_size}"
+        raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(int(at.amax())))
+
+
+def _refuse_blocks(blocks: Tensor, beyond: int) -> None:
+    """Unless it is padding that reads them."""
+    if blocks.numel() and int(blocks.amax()) >= beyond:
+        expected = f"blocks below {beyond}, whose slots {dtype_name(blocks.dtype)} holds"
+        raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, str(int(blocks.amax())))
 
 
 def nz_cache_shape(
@@ -149,23 +215,35 @@ def nz_cache_shape(
     """The shape of a cache for cache_mode "PA_NZ": (num_blocks, N * D / L, block_size, L).
 
     Raises:
-        ValueError: head_size is not a multiple of 32 bytes.
+        TypeError: a size is not a whole number, or dtype no dtype.
+        ValueError: a size is negative, or head_size is not a multiple of 32 bytes.
 
     Example:
         >>> nz_cache_shape(10, 128, 8, 64, torch.bfloat16)
         (10, 32, 128, 16)
     """
+    function = "ascend::nz_cache_shape"
+    num_blocks = check_count(function, "num_blocks", num_blocks)
+    block_size = check_count(function, "block_size", block_size)
+    num_heads = check_count(function, "num_heads", num_heads)
+    head_size = check_count(function, "head_size", head_size)
+    if not isinstance(dtype, torch.dtype):
+        raise wrong(TypeError, function, "dtype", "a torch.dtype", shown(dtype))
     last = _FRACTAL_BYTES // dtype.itemsize
     if head_size % last:
-        raise ValueError(
-            f"nz_cache_shape: head_size: expected a multiple of {last} ({_FRACTAL_BYTES} bytes of "
-            f"{dtype}), got {head_size}"
-        )
+        expected = f"a multiple of {last} ({_FRACTAL_BYTES} bytes of {dtype})"
+        raise wrong(ValueError, function, "head_size", expected, str(head_size))
     return num_blocks, num_heads * head_size // last, block_size, last
 
 
 def nd_to_nz(cache: Tensor) -> Tensor:
-    """A copy of a cache (num_blocks, block_size, N, D) in the layout of cache_mode "PA_NZ"."""
+    """A copy of a cache (num_blocks, block_size, N, D) in the layout of cache_mode "PA_NZ".
+
+    Raises:
+        TypeError: cache is not a tensor.
+        ValueError: cache has another rank, or D is not a multiple of 32 bytes.
+    """
+    check_tensor("ascend::nd_to_nz", "cache", cache, 4, "(num_blocks, block_size, N, D)")
     num_blocks, block_size, num_heads, head_size = cache.shape
     shape = nz_cache_shape(num_blocks, block_size, num_heads, head_size, cache.dtype)
     rows = cache.reshape(num_blocks, block_size, shape[1], shape[3])
@@ -173,5 +251,20 @@ def nd_to_nz(cache: Tensor) -> Tensor:
 
 
 def nz_to_nd(cache: Tensor, num_heads: int) -> Tensor:
-    """A copy of a cache of cache_mode "PA_NZ" as (num_blocks, block_size, N, D)."""
+    """A copy of a cache of cache_mode "PA_NZ", of 4 axes, as (num_blocks, block_size, N, D).
+
+    Raises:
+        TypeError: cache is not a tensor, or num_heads not a whole number.
+        ValueError: cache has another shape, or not so many heads.
+    """
+    function = "ascend::nz_to_nd"
+    axes = f"(num_blocks, N * D / L, block_size, L) with L = {_FRACTAL_BYTES} bytes"
+    check_tensor(function, "cache", cache, 4, axes)
+    num_heads = check_count(function, "num_heads", num_heads, least=1)
+    if cache.shape[3] * cache.itemsize != _FRACTAL_BYTES:
+        got = f"{list(cache.shape)} of {dtype_name(cache.dtype)}"
+        raise wrong(ValueError, function, "cache", f"shape {axes}", got)
+    if cache.shape[1] % num_heads:
+        expected = f"a divisor of N * D / L = {cache.shape[1]}"
+        raise wrong(ValueError, function, "num_heads", expected, str(num_heads))
     return cache.transpose(1, 2).flatten(2).unflatten(2, (num_heads, -1)).contiguous()
