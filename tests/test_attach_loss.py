@@ -88,7 +88,7 @@ def test_scale_is_read_in_the_backward() -> None:
     scale = torch.tensor([65536.0], dtype=torch.float64)
     attach_loss(torch.ones(3), (parameter**2).sum(), scale).sum().backward()
     assert torch.equal(parameter.grad, torch.full((2,), 2 * 65536.0))
-    with pytest.raises(ValueError, match=r"^attach_loss: scale: expected one element, got shape"):
+    with pytest.raises(ValueError, match=r"^ascend::attach_loss: scale: expected one element, got"):
         attach_loss(torch.ones(3), parameter.sum(), torch.ones(2))
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._arguments import shown, wrong
 
 Product = Literal["A2", "A3", "950", "310P"]
 Cann = Literal["8.5", "9.0", "9.1"]
@@ -41,6 +42,7 @@ def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
         cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
 
     Raises:
+        TypeError: a product or version is neither a string nor None.
         ValueError: for an unknown product or version.
 
     Example:
@@ -55,6 +57,9 @@ def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
 
     The backward pass is checked against the same limits as its forward pass.
     """
+    for name, x in (("product", product), ("cann", cann)):
+        if x is not None and not isinstance(x, str):
+            raise wrong(TypeError, "ascend::limits", name, "a string or None", shown(x))
     saved = _C.limits_override()
     _C.set_limits(product, cann)
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._arguments import INT64_MAX, check_count, check_flag, wrong
 from ascend_attn_ops._operators import ALL_TOKENS
 
 # What each sparse_mode keeps; i is the query and j the key, both counted from 0.
@@ -29,6 +30,10 @@ MODES: dict[int, str] = {
 
 # The modes whose atten_mask is compressed.
 COMPRESSED_MODES = _C.compressed_modes
+
+_NAME = "ascend::sparse_mode_mask"
+# A matrix of this many bytes, and as many rows, is more than anybody looks at.
+_MOST_ELEMENTS, _MOST_ROWS = 2**32, 2**24
 
 
 def sparse_mode_mask(
@@ -58,7 +63,9 @@ def sparse_mode_mask(
         opposite of atten_mask's.
 
     Raises:
-        ValueError: for an unknown mode or a negative length.
+        TypeError: an argument is not a whole number, or band not a bool.
+        ValueError: for an unknown mode, a negative length, a prefix that is not in 0..skv in modes
+            5 and 6, and more than 2**24 queries or 2**32 elements.
 
     Example:
         >>> import ascend_attn_ops
@@ -66,8 +73,24 @@ def sparse_mode_mask(
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
+    sparse_mode, pre_tokens, next_tokens, prefix = (
+        check_count(_NAME, name, x, least=-INT64_MAX - 1)
+        for name, x in (
+            ("sparse_mode", sparse_mode),
+            ("pre_tokens", pre_tokens),
+            ("next_tokens", next_tokens),
+            ("prefix", prefix),
+        )
+    )
+    sq, skv = check_count(_NAME, "sq", sq, most=_MOST_ROWS), check_count(_NAME, "skv", skv)
+    check_flag(_NAME, "band", band)
+    if sq * skv > _MOST_ELEMENTS:
+        expected = f"at most {_MOST_ELEMENTS} elements, sq * skv"
+        raise wrong(ValueError, _NAME, "skv", expected, f"{sq} * {skv}")
+    if sparse_mode in (5, 6):
+        check_count(_NAME, "prefix", prefix, most=skv)
+    intervals = _C.kept_keys(sparse_mode, sq, skv, pre_tokens, next_tokens, prefix, bool(band))
     mask = torch.zeros(sq, skv, dtype=torch.bool)
-    intervals = _C.kept_keys(sparse_mode, sq, skv, pre_tokens, next_tokens, prefix, band)
     for row, (begin, end) in enumerate(intervals):
         mask[row, begin:end] = True
     return mask

@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ascend_attn_ops._arguments import (
+    check_count,
+    check_number,
+    check_tensor,
+    dtype_name,
+    shown,
+    wrong,
+)
 from ascend_attn_ops.lightning_indexer import lightning_indexer
+
+_NAME = "ascend::LightningIndexer"
+_LARGEST_SIZE = 2**31 - 1
 
 
 class IndexerProjections(NamedTuple):
@@ -68,7 +79,9 @@ class LightningIndexer(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        ValueError: rope_dim is odd or not in 0..head_dim.
+        TypeError: a size is not a whole number, rope_theta no number, or dtype not floating point.
+        ValueError: a size is less than 1, rope_dim is odd or not in 0..head_dim, or rope_theta not
+            positive.
     """
 
     def __init__(
@@ -83,11 +96,18 @@ class LightningIndexer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        hidden_size = check_count(_NAME, "hidden_size", hidden_size, 1, _LARGEST_SIZE)
+        num_heads = check_count(_NAME, "num_heads", num_heads, 1, _LARGEST_SIZE)
+        head_dim = check_count(_NAME, "head_dim", head_dim, 1, _LARGEST_SIZE)
+        rope_dim = check_count(_NAME, "rope_dim", rope_dim, least=-_LARGEST_SIZE)
         if rope_dim % 2 or not 0 <= rope_dim <= head_dim:
-            raise ValueError(
-                f"LightningIndexer: rope_dim: expected an even number in 0..{head_dim} (head_dim), "
-                f"got {rope_dim}"
-            )
+            expected = f"an even number in 0..{head_dim} (head_dim)"
+            raise wrong(ValueError, _NAME, "rope_dim", expected, str(rope_dim))
+        check_number(_NAME, "rope_theta", rope_theta)
+        if not rope_theta > 0:
+            raise wrong(ValueError, _NAME, "rope_theta", "a positive number", shown(rope_theta))
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise wrong(TypeError, _NAME, "dtype", "a floating point dtype", shown(dtype))
         self.num_heads, self.head_dim = num_heads, head_dim
         self.rope_dim, self.rope_theta = rope_dim, rope_theta
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -108,7 +128,13 @@ class LightningIndexer(nn.Module):
         Returns:
             query_index (B, S, Nidx, Didx), key_index (B, S, 1, Didx), weights (B, S, Nidx), in the
             dtype of the projections (under autocast, the autocast dtype).
+
+        Raises:
+            TypeError: hidden or positions is not a tensor, or hidden not of a floating point dtype.
+            ValueError: hidden has another size than hidden_size or no axis of tokens, or positions
+                are not those of its tokens.
         """
+        self._check(hidden, positions)
         query = self.query(hidden).unflatten(-1, (self.num_heads, self.head_dim))
         key = self.key(hidden).to(self.key_norm.weight.dtype)
         key = self.key_norm(key).to(query.dtype).unsqueeze(-2)
@@ -129,9 +155,40 @@ class LightningIndexer(nn.Module):
         Returns:
             sparse_indices (B, S, 1, K), int32, best first, padded with -1. No gradient flows
             through them: the KL loss trains the indexer.
+
+        Raises:
+            TypeError: projections are not three tensors.
+            As :func:`lightning_indexer`.
         """
-        query, key, weights = (x.detach() for x in projections)
+        if not isinstance(projections, (tuple, list)) or len(projections) != 3:
+            expected = "three tensors, as forward returns them"
+            raise wrong(TypeError, f"{_NAME}.select", "projections", expected, shown(projections))
+        # What is no tensor is the operator's to refuse.
+        query, key, weights = (x.detach() if isinstance(x, Tensor) else x for x in projections)
         return lightning_indexer(query, key, weights, sparse_count=sparse_count, **options)[0]
+
+    def _check(self, hidden: Tensor, positions: Tensor | None) -> None:
+        function = f"{_NAME}.forward"
+        check_tensor(function, "hidden", hidden)
+        size = self.query.in_features
+        if hidden.dim() < 2 or hidden.shape[-1] != size:
+            expected = f"shape (B, S, {size}) or (T, {size})"
+            raise wrong(ValueError, function, "hidden", expected, str(list(hidden.shape)))
+        if not hidden.is_floating_point():
+            got = dtype_name(hidden.dtype)
+            raise wrong(TypeError, function, "hidden", "a floating point dtype", got)
+        if positions is None:
+            return
+        check_tensor(function, "positions", positions)
+        tokens, given = hidden.shape[:-1], positions.shape
+        pairs = list(zip(given[::-1], tokens[::-1], strict=False))
+        if (
+            not 0 < len(given) <= len(tokens)
+            or given[-1] != tokens[-1]
+            or any(x not in (1, size) for x, size in pairs)
+        ):
+            expected = f"shape ({tokens[-1]},) or {tuple(tokens)}"
+            raise wrong(ValueError, function, "positions", expected, str(list(given)))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, rope_dim={self.rope_dim}"

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._arguments import check_tensor, shown, wrong
+
+_NAME = "ascend::quantize_attention_inputs"
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _LARGEST = 127.0
 _SMALLEST_SCALE = 2.0**-126
@@ -58,9 +61,10 @@ def quantize_attention_inputs(
         arguments: pass them as `**inputs._asdict()`.
 
     Raises:
-        TypeError: a tensor has another dtype, or scale_dtype is neither of the two.
+        TypeError: not a tensor, or one of another dtype, or scale_dtype is neither of the two.
         ValueError: a tensor is on another device than query, has infinite or NaN elements, or
             elements so large that the product of two scales is infinite.
+        NotImplementedError: a tensor is sparse, or on the device meta.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -71,11 +75,9 @@ def quantize_attention_inputs(
         >>> out.shape, out.dtype
         (torch.Size([1, 4, 100, 64]), torch.float16)
     """
-    if scale_dtype not in _UNUSED_BITS:
-        raise TypeError(
-            "ascend::quantize_attention_inputs: scale_dtype: expected torch.float32 or "
-            f"torch.uint64, got {scale_dtype}"
-        )
+    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in _UNUSED_BITS:
+        expected = "torch.float32 or torch.uint64"
+        raise wrong(TypeError, _NAME, "scale_dtype", expected, shown(scale_dtype))
     tensors = {"query": query, "key": key, "value": value}
     s_query, s_key, s_value = (
         max(largest / _LARGEST, _SMALLEST_SCALE) if largest else 1.0
@@ -96,23 +98,24 @@ def quantize_attention_inputs(
 def _largest(tensors: dict[str, Tensor]) -> list[float]:
     """Return the largest absolute value of each tensor, 0 for an empty one."""
     for name, tensor in tensors.items():
+        check_tensor(_NAME, name, tensor)
         if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"ascend::quantize_attention_inputs: {name}: expected dtype float16, bfloat16 or "
-                f"float32, got {tensor.dtype}"
-            )
+            expected = "dtype float16, bfloat16 or float32"
+            raise wrong(TypeError, _NAME, name, expected, str(tensor.dtype))
+        if tensor.layout != torch.strided:
+            expected = "a dense tensor"
+            raise wrong(NotImplementedError, _NAME, name, expected, str(tensor.layout))
         if tensor.device != tensors["query"].device:
-            raise ValueError(
-                f"ascend::quantize_attention_inputs: {name}: expected device "
-                f"{tensors['query'].device} (query's), got {tensor.device}"
-            )
+            expected = f"device {tensors['query'].device} (query's)"
+            raise wrong(ValueError, _NAME, name, expected, str(tensor.device))
+    if tensors["query"].is_meta:
+        expected = "elements to read"
+        raise wrong(NotImplementedError, _NAME, "query", expected, "a tensor on the device meta")
     values = [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors.values()]
     largest: list[float] = torch.stack([x.float() for x in values]).tolist()
     for name, value in zip(tensors, largest, strict=True):
         if not math.isfinite(value):
-            raise ValueError(
-                f"ascend::quantize_attention_inputs: {name}: expected finite elements, got {value}"
-            )
+            raise wrong(ValueError, _NAME, name, "finite elements", str(value))
     return largest
 
 
@@ -131,10 +134,8 @@ def _rounded_up(scale: float, dtype: torch.dtype) -> float:
     except OverflowError:
         rounded = math.inf
     if not math.isfinite(rounded):
-        raise ValueError(
-            "ascend::quantize_attention_inputs: key: expected elements whose scale times query's "
-            f"is finite in {dtype}, got a product of {scale:.3g}"
-        )
+        expected = f"elements whose scale times query's is finite in {dtype}"
+        raise wrong(ValueError, _NAME, "key", expected, f"a product of {scale:.3g}")
     return rounded
 
 

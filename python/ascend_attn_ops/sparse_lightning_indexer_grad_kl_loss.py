@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._arguments import is_number, shown, wrong
 from ascend_attn_ops._operators import Lengths, lengths_of, lengths_on, operator
 
 _NAME = "ascend::lightning_indexer_kl_loss"
@@ -132,7 +133,7 @@ def lightning_indexer_kl_loss(
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
     """
     check_divisor(reduction, normalizer)
-    query_lengths = lengths_of(actual_seq_lengths_query)
+    query_lengths = lengths_of(actual_seq_lengths_query, where=f"{_NAME}: actual_seq_lengths_query")
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
         query,
         key,
@@ -159,23 +160,19 @@ def lightning_indexer_kl_loss(
 
 
 def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"{_NAME}: reduction: expected 'sum' or 'mean', got {reduction!r}")
+    if not isinstance(reduction, str) or reduction not in ("sum", "mean"):
+        raise wrong(ValueError, _NAME, "reduction", "'sum' or 'mean'", shown(reduction))
     if normalizer is None:
         return
     if reduction == "mean":
-        raise ValueError(
-            f"{_NAME}: normalizer: expected None beside reduction='mean', which has its own, got "
-            f"{normalizer!r}"
-        )
+        expected = "None beside reduction='mean', which has its own"
+        raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
     if isinstance(normalizer, Tensor) and normalizer.numel() != 1:
-        raise ValueError(
-            f"{_NAME}: normalizer: expected one element, got shape {tuple(normalizer.shape)}"
-        )
-    if not isinstance(normalizer, (Tensor, float, int)):
-        raise TypeError(
-            f"{_NAME}: normalizer: expected a number or a tensor, got {type(normalizer).__name__}"
-        )
+        got = f"shape {tuple(normalizer.shape)}"
+        raise wrong(ValueError, _NAME, "normalizer", "one element", got)
+    if not is_number(normalizer):
+        expected = "a number or a tensor"
+        raise wrong(TypeError, _NAME, "normalizer", expected, type(normalizer).__name__)
 
 
 def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:

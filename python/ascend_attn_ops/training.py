@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ascend_attn_ops._arguments import check_number, check_tensor, dtype_name, wrong
+
+_ATTACH_LOSS = "ascend::attach_loss"
+
 
 class _AttachLoss(torch.autograd.Function):
     """The identity of its first argument, whose backward starts the backward of the second."""
@@ -58,6 +62,10 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
     Returns:
         A view of `output`. Not to be modified in place, which autograd refuses.
 
+    Raises:
+        TypeError: output or loss is not a tensor of a floating point dtype, or scale no number.
+        ValueError: a scale of more than one element.
+
     Example:
         >>> import torch, ascend_attn_ops
         >>> output = torch.randn(3, requires_grad=True)
@@ -69,15 +77,14 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
         tensor([1., 1.])
     """
     for name, x in (("output", output), ("loss", loss)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"attach_loss: {name}: expected a tensor, got {type(x).__name__}")
+        check_tensor(_ATTACH_LOSS, name, x)
         if not (x.is_floating_point() or x.is_complex()):
-            dtype = str(x.dtype).removeprefix("torch.")
-            raise TypeError(f"attach_loss: {name}: expected a floating point dtype, got {dtype}")
+            got = dtype_name(x.dtype)
+            raise wrong(TypeError, _ATTACH_LOSS, name, "a floating point dtype", got)
     if isinstance(scale, Tensor) and scale.numel() != 1:
-        raise ValueError(
-            f"attach_loss: scale: expected one element, got shape {tuple(scale.shape)}"
-        )
+        got = f"shape {tuple(scale.shape)}"
+        raise wrong(ValueError, _ATTACH_LOSS, "scale", "one element", got)
+    check_number(_ATTACH_LOSS, "scale", scale)
     return cast("Tensor", _AttachLoss.apply(output, loss, scale))
 
 

@@ -1,0 +1,354 @@
+"""Wrong arguments of the public Python functions, which no operator sees or sees too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ascend_attn_ops as ops
+import numpy as np
+import pytest
+import torch
+from ascend_attn_ops._arguments import shown
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+NOT_IMPLEMENTED, TYPE, VALUE = NotImplementedError, TypeError, ValueError
+Case = tuple[dict[str, Any], type[Exception], str]
+
+Q, K = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 6, 8)
+PACKED = torch.randn(5, 4, 8)
+TABLE = torch.tensor([[7, 2], [1, 3]])
+TWO = torch.tensor([1, 2])
+HIDDEN = torch.randn(2, 3, 8)
+TND = {
+    "query": PACKED, "key": PACKED, "value": PACKED, "layout": "TND",
+    "actual_seq_lengths_query": [5], "actual_seq_lengths_key": [5], "dropout_p": 0.5,
+}  # fmt: skip
+
+
+def flash(**options: Any) -> Any:
+    given = {"query": Q, "key": K, "value": K, "num_heads": 4, "layout": "BNSD"}
+    return ops.flash_attention_score(**given | options)
+
+
+def prompt(**options: Any) -> Any:
+    given = {"query": Q, "key": K, "value": K, "num_heads": 4, "layout": "BNSD"}
+    return ops.prompt_flash_attention(**given | options)
+
+
+def sparse(**options: Any) -> Any:
+    key = torch.randn(1, 6, 1, 8)
+    given = {"query": torch.randn(1, 5, 4, 8), "key": key, "value": key, "scale_value": 1.0}
+    indices = torch.zeros(1, 5, 1, 3, dtype=torch.int32)
+    return ops.sparse_flash_attention(**given | {"sparse_indices": indices} | options)
+
+
+def quantize(**options: Any) -> Any:
+    return ops.quantize_attention_inputs(**{"query": Q, "key": K, "value": K} | options)
+
+
+def mask(**options: Any) -> Tensor:
+    return ops.sparse_mode_mask(**{"sparse_mode": 3, "sq": 3, "skv": 4} | options)
+
+
+def slots(**options: Any) -> Tensor:
+    given = {"block_table": TABLE, "positions": torch.tensor([[3], [17]]), "block_size": 16}
+    return ops.slot_mapping(**given | options)
+
+
+def shape(**options: Any) -> Any:
+    given = {"num_blocks": 2, "block_size": 4, "num_heads": 2, "head_size": 16}
+    return ops.nz_cache_shape(**given | {"dtype": torch.float16} | options)
+
+
+def to_nz(**options: Any) -> Tensor:
+    return ops.nd_to_nz(**options)
+
+
+def to_nd(**options: Any) -> Tensor:
+    return ops.nz_to_nd(**{"cache": torch.randn(2, 2, 4, 8), "num_heads": 2} | options)
+
+
+def limits(**options: Any) -> Any:
+    with ops.limits(**{"product": "A2"} | options):
+        return None
+
+
+def loss(**options: Any) -> Tensor:
+    names = ("query", "key", "query_index", "key_index", "weights", "sparse_indices")
+    given = dict.fromkeys((*names, "softmax_max", "softmax_sum"), Q)
+    return ops.lightning_indexer_kl_loss(**given | {"scale_value": 1.0} | options)
+
+
+def attach(**options: Any) -> Tensor:
+    return ops.attach_loss(**{"output": Q, "loss": K} | options)
+
+
+def update(**options: Any) -> Any:
+    given = {"lse": [torch.zeros(2)], "local_out": [torch.ones(2, 8)]}
+    return ops.attention_update(**given | options)
+
+
+def module(**options: Any) -> ops.LightningIndexer:
+    given = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "rope_dim": 4}
+    return ops.LightningIndexer(**given | options)
+
+
+def forward(**options: Any) -> Any:
+    return module()(**{"hidden": HIDDEN} | options)
+
+
+def select(**options: Any) -> Any:
+    return module().select(**{"projections": module()(HIDDEN), "sparse_count": 2} | options)
+
+
+WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
+    flash: ("flash_attention_score", [
+        ({"query": None, "sparse_mode": 3}, VALUE, "query: expected a tensor, got None"),
+        ({"query": [1.0], "sparse_mode": 2}, TYPE, r"query: expected a tensor, got \[1.0\]"),
+        ({"query": "a\nb"}, TYPE, "query: expected a tensor, got 'a"),
+        ({"num_heads": "4"}, TYPE, "num_heads: expected a whole number of 64 bits, got '4'"),
+        ({"num_heads": 2**63}, TYPE, "num_heads: expected a whole number of 64 bits, got 9"),
+        ({"query": Q[0], "key": K[0], "value": K[0], "layout": "BSH", "num_heads": "4"}, TYPE,
+         "num_heads: expected a whole number"),
+        ({"layout": ["BSH\n" * 10_000]}, TYPE, "layout: expected a string, got"),
+        ({"scale_value": "a"}, TYPE, "scale_value: expected a number, got 'a'"),
+        ({"pse_shift": 3}, TYPE, "pse_shift: expected a tensor or None, got 3"),
+        ({"attn_mask": 3}, TYPE, "attn_mask: expected a tensor, got int"),
+        ({"attn_mask": [[True]]}, TYPE, "attn_mask: expected a tensor, got list"),
+        ({"sparse_mode": TWO}, TYPE, r"sparse_mode: expected a whole .* a tensor of int64 \[2\]"),
+        ({"sparse_mode": np.arange(2)}, TYPE, "sparse_mode: expected a whole number"),
+        ({"dropout_p": "x"}, TYPE, "dropout_p: expected a number, got 'x'"),
+        ({"dropout_p": None}, TYPE, "dropout_p: expected a number, got None"),
+        ({"dropout_p": torch.ones(2)}, TYPE, "dropout_p: expected a number, got a tensor"),
+        ({"dropout_p": np.ones(2)}, TYPE, "dropout_p: expected a number"),
+        ({"dropout_p": float("nan")}, VALUE, r"dropout_p: expected a probability in \[0, 1\)"),
+        ({"dropout_p": 0.5, "keep_prob": None}, TYPE, "keep_prob: expected a number"),
+        ({"dropout_p": 0.5, "generator": 3}, TYPE, "generator: expected a torch.Generator or"),
+        ({"dropout_p": 0.5, "query": torch.randn(8)}, VALUE, "query: expected rank 4"),
+        ({"dropout_p": 0.5, "query": torch.randn(8, 3)}, VALUE, "query: expected rank 4"),
+        ({"dropout_p": 0.5, "key": None}, VALUE, "key: expected a tensor, got None"),
+        ({"dropout_p": 0.5, "key": [1]}, TYPE, "key: expected a tensor"),
+        ({"dropout_p": 0.5, "num_heads": 2**62}, VALUE, "num_heads: expected the number of"),
+        ({"dropout_p": 0.5, "layout": "BSD"}, VALUE, "layout: expected one of"),
+        (TND | {"actual_seq_lengths_query": ["a"]}, TYPE,
+         r"actual_seq_lengths_query: expected whole numbers, .* got \['a'\]"),
+        (TND | {"actual_seq_lengths_query": 5}, TYPE, "actual_seq_lengths_query: .* got 5"),
+        (TND | {"actual_seq_lengths_key": {5}}, TYPE, r"actual_seq_lengths_key: .* got \{5\}"),
+        (TND | {"actual_seq_lengths_key": "5"}, TYPE, "actual_seq_lengths_key: .* got '5'"),
+        (TND | {"actual_seq_lengths_key": [2**40]}, VALUE, "actual_seq_lengths_key: .* T = 5"),
+        (TND | {"actual_seq_lengths_key": [-4]}, VALUE, "actual_seq_lengths_key: .* got -4"),
+        (TND | {"actual_seq_lengths_key": torch.tensor([5]).to("meta")}, VALUE,
+         "actual_seq_lengths_key: expected lengths to read, got a tensor on the device meta"),
+    ]),
+    prompt: ("prompt_flash_attention", [
+        ({"query": None, "sparse_mode": 3}, VALUE, "query: expected a tensor, got None"),
+        ({"query": Q[0], "key": K[0], "value": K[0], "layout": "BSH", "num_heads": "x"}, TYPE,
+         "num_heads: expected a whole number"),
+    ]),
+    sparse: ("sparse_flash_attention", [
+        ({"query": None, "actual_seq_lengths_query": [5]}, VALUE, "query: expected a tensor"),
+        ({"query": [3], "actual_seq_lengths_query": [5]}, TYPE, "query: expected a tensor"),
+        ({"actual_seq_lengths_query": 5}, TYPE, "actual_seq_lengths_query: expected whole"),
+        ({"actual_seq_lengths_query": {5}}, TYPE, "actual_seq_lengths_query: expected whole"),
+        ({"actual_seq_lengths_query": iter([5])}, TYPE, "actual_seq_lengths_query: expected whole"),
+    ]),
+    update: ("attention_update", [
+        ({"lse": None}, TYPE, "lse: expected a list of tensors, got None"),
+        ({"lse": Q}, TYPE, r"lse: expected a list of tensors, got a tensor of float32 \[1, 4"),
+    ]),
+    quantize: ("quantize_attention_inputs", [
+        ({"query": None}, TYPE, "query: expected a tensor, got NoneType"),
+        ({"key": [1.0]}, TYPE, "key: expected a tensor, got list"),
+        ({"query": Q.to("meta"), "key": Q.to("meta"), "value": Q.to("meta")}, NOT_IMPLEMENTED,
+         "query: expected elements to read"),
+        ({"value": K.to_sparse()}, NOT_IMPLEMENTED, "value: expected a dense tensor"),
+        ({"scale_dtype": []}, TYPE, r"scale_dtype: expected .* got \[\]"),
+        ({"scale_dtype": "float32"}, TYPE, "scale_dtype: expected .* got 'float32'"),
+    ]),
+    mask: ("sparse_mode_mask", [
+        ({"sparse_mode": "3"}, TYPE, "sparse_mode: expected a whole number, got '3'"),
+        ({"sparse_mode": 9}, VALUE, "sparse_mode: expected 0 to 8"),
+        ({"sq": -1}, VALUE, r"sq: expected 0\.\..* got -1"),
+        ({"skv": -1}, VALUE, "skv: expected at least 0, got -1"),
+        ({"sq": 1.0}, TYPE, "sq: expected a whole number, got 1.0"),
+        ({"sq": 2**40, "skv": 0}, VALUE, "sq: expected"),
+        ({"sq": 2**20, "skv": 2**20}, VALUE, r"skv: expected at most 4294967296 elements"),
+        ({"skv": 2**63}, VALUE, "skv: expected"),
+        ({"pre_tokens": 2**63}, VALUE, "pre_tokens: expected"),
+        ({"next_tokens": None}, TYPE, "next_tokens: expected a whole number, got None"),
+        ({"sparse_mode": 5, "prefix": -5}, VALUE, r"prefix: expected 0\.\.4, got -5"),
+        ({"sparse_mode": 6, "prefix": 2**62}, VALUE, r"prefix: expected 0\.\.4, got"),
+        ({"band": "no"}, TYPE, "band: expected a bool, got 'no'"),
+    ]),
+    slots: ("slot_mapping", [
+        ({"block_table": None}, TYPE, "block_table: expected a tensor, got NoneType"),
+        ({"positions": 3}, TYPE, "positions: expected a tensor, got int"),
+        ({"block_table": TABLE.float()}, TYPE, "block_table: expected dtype int32 or int64, got"),
+        ({"positions": torch.ones(2, 1)}, TYPE, "positions: expected an integer dtype, got float"),
+        ({"block_table": torch.tensor(7), "positions": TWO}, VALUE, "block_table: expected at lea"),
+        ({"positions": torch.tensor([[17]])}, VALUE,
+         r"positions: expected shape \(2, S\), or \(2,\) for one token .* got \[1, 1\]"),
+        ({"positions": torch.ones(3, dtype=torch.int64)}, VALUE, "positions: expected shape"),
+        ({"positions": torch.ones(2, 1, 1, dtype=torch.int64)}, VALUE, "positions: expected shape"),
+        ({"positions": torch.tensor([[3], [32]])}, VALUE, "positions: expected positions below 32"),
+        ({"positions": TWO.to("meta")}, VALUE, "positions: expected device cpu"),
+        ({"block_size": 0}, VALUE, "block_size: expected at least 1, got 0"),
+        ({"block_size": -16}, VALUE, "block_size: expected at least 1, got -16"),
+        ({"block_size": 2.0}, TYPE, "block_size: expected a whole number, got 2.0"),
+        ({"block_table": torch.full((2, 2), 2**28, dtype=torch.int32)}, VALUE,
+         "block_table: expected blocks below 134217728, whose slots int32 holds, got 268435456"),
+        ({"block_table": torch.full((2, 2), 2**60)}, VALUE, "block_table: expected blocks below"),
+    ]),
+    shape: ("nz_cache_shape", [
+        ({"num_blocks": -1}, VALUE, "num_blocks: expected at least 0, got -1"),
+        ({"num_heads": None}, TYPE, "num_heads: expected a whole number"),
+        ({"head_size": 24}, VALUE, "head_size: expected a multiple of 16"),
+        ({"dtype": "float16"}, TYPE, "dtype: expected a torch.dtype, got 'float16'"),
+    ]),
+    to_nz: ("nd_to_nz", [
+        ({"cache": None}, TYPE, "cache: expected a tensor, got NoneType"),
+        ({"cache": torch.randn(2, 3, 16)}, VALUE, r"cache: expected shape .* got \[2, 3, 16\]"),
+    ]),
+    to_nd: ("nz_to_nd", [
+        ({"cache": None}, TYPE, "cache: expected a tensor, got NoneType"),
+        ({"cache": torch.randn(2, 2, 4)}, VALUE, "cache: expected shape"),
+        ({"cache": torch.randn(2, 2, 4, 16)}, VALUE, "cache: expected shape .* L = 32 bytes"),
+        ({"num_heads": 0}, VALUE, "num_heads: expected at least 1, got 0"),
+        ({"num_heads": 3}, VALUE, "num_heads: expected a divisor of .* 2, got 3"),
+        ({"num_heads": 1.0}, TYPE, "num_heads: expected a whole number"),
+    ]),
+    limits: ("limits", [
+        ({"product": 3}, TYPE, "product: expected a string or None, got 3"),
+        ({"cann": 9.0}, TYPE, "cann: expected a string or None, got 9.0"),
+    ]),
+    loss: ("lightning_indexer_kl_loss", [
+        ({"reduction": "a\n" * 10_000}, VALUE, "reduction: expected 'sum' or 'mean', got 'a"),
+        ({"reduction": TWO}, VALUE, "reduction: expected 'sum' or 'mean', got a tensor"),
+        ({"normalizer": "a"}, TYPE, "normalizer: expected a number or a tensor, got str"),
+        ({"normalizer": TWO}, VALUE, "normalizer: expected one element"),
+        ({"actual_seq_lengths_query": [1.5]}, TYPE, "actual_seq_lengths_query: expected whole"),
+    ]),
+    attach: ("attach_loss", [
+        ({"output": None}, TYPE, "output: expected a tensor, got NoneType"),
+        ({"loss": TWO}, TYPE, "loss: expected a floating point dtype, got int64"),
+        ({"scale": "1"}, TYPE, "scale: expected a number, got '1'"),
+        ({"scale": None}, TYPE, "scale: expected a number, got None"),
+        ({"scale": TWO}, VALUE, "scale: expected one element"),
+    ]),
+    module: ("LightningIndexer", [
+        ({"hidden_size": -1}, VALUE, r"hidden_size: expected 1\.\..* got -1"),
+        ({"hidden_size": 8.5}, TYPE, "hidden_size: expected a whole number, got 8.5"),
+        ({"num_heads": 0}, VALUE, r"num_heads: expected 1\.\."),
+        ({"head_dim": None}, TYPE, "head_dim: expected a whole number, got None"),
+        ({"head_dim": 2**70}, VALUE, r"head_dim: expected 1\.\."),
+        ({"rope_dim": "a"}, TYPE, "rope_dim: expected a whole number, got 'a'"),
+        ({"rope_dim": 999}, VALUE, r"rope_dim: expected an even number in 0\.\.8"),
+        ({"rope_theta": "a"}, TYPE, "rope_theta: expected a number"),
+        ({"rope_theta": -1}, VALUE, "rope_theta: expected a positive number, got -1"),
+        ({"dtype": torch.int32}, TYPE, "dtype: expected a floating point dtype, got torch.int32"),
+    ]),
+    forward: ("LightningIndexer.forward", [
+        ({"hidden": None}, TYPE, "hidden: expected a tensor, got NoneType"),
+        ({"hidden": HIDDEN[..., :7]}, VALUE, r"hidden: expected shape \(B, S, 8\) .* \[2, 3, 7\]"),
+        ({"hidden": HIDDEN[0, 0]}, VALUE, "hidden: expected shape"),
+        ({"hidden": HIDDEN.int()}, TYPE, "hidden: expected a floating point dtype, got int32"),
+        ({"positions": [0, 1, 2]}, TYPE, "positions: expected a tensor, got list"),
+        ({"positions": torch.tensor(3)}, VALUE, "positions: expected shape"),
+        ({"positions": torch.arange(1)}, VALUE, r"positions: expected shape \(3,\) or \(2, 3\)"),
+        ({"positions": torch.zeros(3, 3)}, VALUE, r"positions: expected shape .* got \[3, 3\]"),
+    ]),
+    select: ("LightningIndexer.select", [
+        ({"projections": None}, TYPE, "projections: expected three tensors"),
+        ({"projections": (HIDDEN, HIDDEN)}, TYPE, "projections: expected three tensors"),
+    ]),
+}  # fmt: skip
+CASES = [
+    pytest.param(function, *case, id=f"{name}-{index}")
+    for function, (name, cases) in WRONG.items()
+    for index, case in enumerate(cases)
+]
+
+
+@pytest.mark.parametrize(("function", "change", "kind", "message"), CASES)
+def test_wrong_arguments(
+    function: Callable[..., Any], change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    name, _ = WRONG[function]
+    with pytest.raises(kind, match=rf"^ascend::{name}: {message}") as caught:
+        function(**change)
+    assert caught.type is kind
+    text = str(caught.value)
+    assert "\n" not in text
+    assert len(text) < 400
+    assert "[ACLNN_ERR_PARAM_" in text
+
+
+def test_arguments_of_the_operator_that_a_function_calls() -> None:
+    operator = "ascend::sparse_lightning_indexer_grad_kl_loss"
+    with pytest.raises(TypeError, match=f"^{operator}: actual_seq_lengths_query: .* got 5"):
+        loss(reduction="mean", actual_seq_lengths_query=5)
+    projections = module()(HIDDEN)
+    with pytest.raises(TypeError, match=r"^ascend::lightning_indexer: sparse_count: .* got 'a'"):
+        select(sparse_count="a")
+    with pytest.raises(TypeError, match=r"^ascend::lightning_indexer: weights: .* got 3"):
+        select(projections=(*projections[:2], 3))
+
+
+def test_refused_arguments_draw_no_random_numbers() -> None:
+    state = torch.get_rng_state()
+    for change in (TND | {"actual_seq_lengths_key": [2**40]}, {"dropout_p": 0.5, "num_heads": 8}):
+        with pytest.raises(ValueError, match=r"^ascend::flash_attention_score: "):
+            flash(**change)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_numbers_in_other_types() -> None:
+    """What torch.ops takes for a number is one."""
+    merged = {"query": Q[0], "key": K[0], "value": K[0], "layout": "BSH"}
+    expected = flash(**merged)[0]
+    for heads in (np.int64(4), torch.tensor(4), torch.tensor([4])):
+        assert torch.equal(flash(**merged, num_heads=heads)[0], expected)
+    causal = flash(sparse_mode=3)[0]
+    for mode in (np.int64(3), torch.tensor(3)):
+        assert torch.equal(flash(sparse_mode=mode)[0], causal)
+    for zero in (0, np.float32(0), torch.tensor(0.0)):
+        assert torch.equal(flash(dropout_p=zero)[0], flash()[0])
+    assert torch.equal(mask(sq=np.int64(3), band=np.True_), mask())
+    assert torch.equal(slots(block_size=np.int64(16)), slots())
+    lengths = {"actual_seq_lengths_query": range(5, 6), "actual_seq_lengths_key": np.array([6])}
+    state = torch.get_rng_state()
+    expected = flash(**TND, num_heads=4)[0]
+    for length in ([np.int64(5)], np.array([5]), range(5, 6), torch.tensor([5])):
+        torch.set_rng_state(state)
+        got = flash(**TND | {"actual_seq_lengths_query": length})[0]
+        assert torch.equal(got, expected)
+    of_lists = {"actual_seq_lengths_query": [5], "actual_seq_lengths_key": [6]}
+    torch.manual_seed(0)
+    expected = sparse(**of_lists)[0]
+    torch.manual_seed(0)
+    assert torch.equal(sparse(**lengths)[0], expected)
+
+
+def test_positions_of_the_indexer_broadcast() -> None:
+    indexer = module()
+    expected = indexer(HIDDEN)
+    for positions in (torch.arange(3), torch.arange(3)[None], torch.arange(3).expand(2, 3)):
+        assert all(map(torch.equal, indexer(HIDDEN, positions), expected))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\nb", r"'a\nb'"),
+        ("a" * 10_000, "'" + "a" * 99 + "..."),
+        (np.zeros((2, 2)), "array([[0., 0.], [0., 0.]])"),
+        (torch.zeros(2, 3), "a tensor of float32 [2, 3]"),
+        (None, "None"),
+    ],
+    ids=["lines", "long", "array", "tensor", "none"],
+)
+def test_values_are_shown_on_one_short_line(value: object, text: str) -> None:
+    assert shown(value) == text
