@@ -11,6 +11,7 @@ from ascend_attn_ops.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    register_flash_attention_impl,
 )
 from torch import Tensor
 
@@ -51,10 +52,27 @@ FUNCTIONS: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
 COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": 30.0}, NOT_IMPLEMENTED, "softcap: expected 0"),
     ({"q": None}, TYPE, "q: expected a tensor, got NoneType"),
+    ({"q": "a\nb"}, TYPE, "q: expected a tensor, got str"),
     ({"q": bf16(4, 16)}, VALUE, r"q: expected shape \(.*, nheads, headdim\), got \[4, 16\]"),
     ({"window_size": 3}, VALUE, r"window_size: expected \(left, right\), got 3"),
     ({"window_size": (1, 2, 3)}, VALUE, r"window_size: expected \(left, right\)"),
     ({"window_size": (-2, 0)}, VALUE, r"window_size: expected -1.* got \(-2, 0\)"),
+    ({"window_size": (2**70, 0)}, VALUE, r"window_size: expected -1.* or more, got \(1180"),
+    ({"window_size": "ab"}, TYPE, "window_size: expected .* whole numbers, got 'ab'"),
+    ({"window_size": (1.5, 2)}, TYPE, "window_size: expected .* whole numbers, got"),
+    ({"window_size": (None, None)}, TYPE, "window_size: expected .* whole numbers, got"),
+    ({"window_size": (torch.ones(2), 1)}, TYPE, "window_size: expected .* whole numbers, got"),
+    ({"softcap": "a"}, TYPE, "softcap: expected a number, got 'a'"),
+    ({"softcap": None}, TYPE, "softcap: expected a number, got None"),
+    ({"softcap": torch.ones(2)}, TYPE, "softcap: expected a number, got a tensor of float32"),
+    ({"softmax_scale": "a"}, TYPE, "softmax_scale: expected a number, got 'a'"),
+    ({"softmax_scale": [1]}, TYPE, r"softmax_scale: expected a number, got \[1\]"),
+    ({"causal": "no"}, TYPE, "causal: expected a bool, got 'no'"),
+    ({"causal": None}, TYPE, "causal: expected a bool, got None"),
+    ({"causal": torch.ones(2)}, TYPE, "causal: expected a bool, got a tensor"),
+    ({"alibi_slopes": 3}, TYPE, "alibi_slopes: expected a tensor or None, got int"),
+    ({"alibi_slopes": [1.0] * 4}, TYPE, "alibi_slopes: expected a tensor or None, got list"),
+    ({"alibi_slopes": 1j * torch.ones(4)}, TYPE, "float32"),
     ({"alibi_slopes": torch.ones(4, dtype=torch.bfloat16)}, TYPE, "float32"),
     ({"alibi_slopes": torch.ones(3)}, VALUE, "slopes of shape"),
 ]  # fmt: skip
@@ -66,6 +84,12 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]
         ({"v": bf16(2, 7, 2, 16).half()}, TYPE, "value: expected dtype bfloat16"),
         ({"v": bf16(2, 6, 2, 16)}, VALUE, "value: expected as many tokens as key"),
         ({"dropout_p": 1.0}, VALUE, r"dropout_p: expected a probability in \[0, 1\)"),
+        ({"dropout_p": "a"}, TYPE, "dropout_p: expected a number, got 'a'"),
+        ({"dropout_p": None, "return_attn_probs": True}, TYPE, "dropout_p: expected a number"),
+        ({"return_attn_probs": torch.ones(2)}, TYPE, "return_attn_probs: expected a bool"),
+        ({"deterministic": "no"}, TYPE, "deterministic: expected a bool, got 'no'"),
+        ({"k": None}, TYPE, "k: expected a tensor, got NoneType"),
+        ({"v": [1]}, TYPE, "v: expected a tensor, got list"),
         ({"dropout_p": 0.1, "return_attn_probs": True}, NOT_IMPLEMENTED, "return_attn_probs"),
         ({"q": torch.ones(2, 5, 4, 16, dtype=torch.int32)}, TYPE, "query: expected dtype"),
     ],
@@ -74,6 +98,16 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]
         ({"cu_seqlens_q": CU.long()}, TYPE, "cu_seqlens_q: expected dtype int32, got int64"),
         ({"cu_seqlens_k": CU[None]}, VALUE, r"cu_seqlens_k: expected shape \(batch_size \+ 1,\)"),
         ({"cu_seqlens_k": CU[1:]}, VALUE, r"cu_seqlens_k: .* first is 0, got \[4, 9\]"),
+        ({"cu_seqlens_q": "ab"}, TYPE, "cu_seqlens_q: expected a tensor, or its .* got str"),
+        ({"cu_seqlens_q": [0, None]}, TYPE, r"cu_seqlens_q: .* whole numbers, got \[0, None\]"),
+        ({"cu_seqlens_q": [0.0, 4, 9]}, TYPE, "cu_seqlens_q: .* whole numbers, got"),
+        ({"cu_seqlens_q": (0, 2**70)}, TYPE, "actual_seq_lengths_query: expected whole numbers"),
+        ({"cu_seqlens_q": CU.to("meta")}, VALUE, "cu_seqlens_q: expected numbers to read"),
+        ({"cu_seqlens_k": list(range(5000, 0, -1))}, VALUE, r"cu_seqlens_k: .* got .*\.\.\. \["),
+        ({"block_table": [[1]], "k": bf16(3, 4, 2, 16), "v": bf16(3, 4, 2, 16)}, TYPE,
+         "block_table: expected a tensor, got list"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int32), "k": bf16(3, 4, 2, 16),
+          "v": bf16(2, 4, 2, 16)}, VALUE, r"v: expected the 3 blocks of 4 .* got \[2, 4, 2, 16\]"),
         ({"cu_seqlens_q": [0]}, VALUE, r"cu_seqlens_q: expected the batch_size \+ 1"),
         ({"cu_seqlens_q": [0, 5, 4]}, VALUE, "actual_seq_lengths_query: .* never decrease"),
         ({"cu_seqlens_q": [0, 4, 10]}, VALUE, "actual_seq_lengths_query: .* at most T = 9"),
@@ -95,6 +129,10 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]
         ({"cache_seqlens": 8}, VALUE, r"cache_seqlens: expected 0\.\.7, .* got 8"),
         ({"cache_seqlens": -1}, VALUE, r"cache_seqlens: expected 0\.\.7, .* got -1"),
         ({"cache_seqlens": 1.5}, TYPE, "cache_seqlens: expected an int or a tensor, got float"),
+        ({"cache_seqlens": True}, TYPE, "cache_seqlens: expected an int or a tensor, got bool"),
+        ({"cache_seqlens": [3, 5]}, TYPE, "cache_seqlens: expected an int or a tensor, got list"),
+        ({"cache_seqlens": CU[1:].to("meta")}, VALUE, "cache_seqlens: expected numbers to read"),
+        ({"return_softmax_lse": torch.ones(2)}, TYPE, "return_softmax_lse: expected a bool"),
         ({"cache_seqlens": CU}, VALUE, r"cache_seqlens: expected shape \(2,\), got \[3\]"),
         ({"cache_seqlens": CU[:2].long()}, TYPE, "cache_seqlens: expected dtype int32"),
         ({"q": bf16(3, 1, 4, 16), "cache_seqlens": 3}, VALUE, r"k: expected shape \(3, 1,"),
@@ -134,7 +172,13 @@ def test_wrong_arguments(
     with pytest.raises(kind, match=message) as caught:
         function(**arguments)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
     assert all(map(torch.equal, caches, before))
+
+
+def test_the_name_that_torch_registers() -> None:
+    with pytest.raises(TypeError, match=r"^register_flash_attention_impl: impl: .* got int"):
+        register_flash_attention_impl(3)  # type: ignore[arg-type]
 
 
 def test_deterministic_is_what_the_cpu_is() -> None:

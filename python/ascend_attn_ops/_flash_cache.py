@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._arguments import readable, shown, wrong
 from ascend_attn_ops._operators import lengths_on
 from ascend_attn_ops.scatter_pa_kv_cache import scatter_pa_kv_cache_, slot_mapping
 
@@ -93,20 +94,17 @@ def table_of(
         conventions.check_indices(function, "block_table", block_table, 2)
         return block_table
     if block_table is not None:
-        raise ValueError(
-            f"{function}: cache_batch_idx: expected None beside block_table, got a tensor"
-        )
+        expected = "None beside block_table"
+        raise wrong(ValueError, function, "cache_batch_idx", expected, "a tensor")
     conventions.check_indices(function, "cache_batch_idx", cache_batch_idx, 1)
     if list(cache_batch_idx.shape) != [batch]:
-        raise ValueError(
-            f"{function}: cache_batch_idx: expected shape ({batch},), one row of the cache for "
-            f"each sequence, got {list(cache_batch_idx.shape)}"
-        )
+        expected = f"shape ({batch},), one row of the cache for each sequence"
+        got = str(list(cache_batch_idx.shape))
+        raise wrong(ValueError, function, "cache_batch_idx", expected, got)
     beyond = (cache_batch_idx < 0) | (cache_batch_idx >= rows)
-    if conventions.readable(beyond) and bool(beyond.any()):
-        raise ValueError(
-            f"{function}: cache_batch_idx: expected 0..{rows - 1}, got {cache_batch_idx.tolist()}"
-        )
+    if readable(beyond) and bool(beyond.any()):
+        got = shown(cache_batch_idx.tolist())
+        raise wrong(ValueError, function, "cache_batch_idx", f"0..{rows - 1}", got)
     return cache_batch_idx[:, None]
 
 
@@ -114,10 +112,8 @@ def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
     """What the flat rows of an append no longer show."""
     for name, x, tokens in (("k", k, k.shape[1]), ("v", v, k.shape[1])):
         if x.shape[:2] != (batch, tokens):
-            raise ValueError(
-                f"{function}: {name}: expected shape ({batch}, {tokens}, nheads_k, headdim), as "
-                f"q and k have it, got {list(x.shape)}"
-            )
+            expected = f"shape ({batch}, {tokens}, nheads_k, headdim), as q and k have it"
+            raise wrong(ValueError, function, name, expected, str(list(x.shape)))
 
 
 def lengths_with_new(
@@ -126,23 +122,17 @@ def lengths_with_new(
     """What each sequence holds with its new keys."""
     if cache_seqlens is None:
         if new:
-            raise ValueError(
-                f"{function}: cache_seqlens: expected where k and v are written, got None"
-            )
+            raise wrong(ValueError, function, "cache_seqlens", "where k and v are written", "None")
         return [slots] * batch
     if isinstance(cache_seqlens, Tensor):
         lengths = conventions.counts(function, "cache_seqlens", cache_seqlens, batch)
-    elif isinstance(cache_seqlens, int):
+    elif isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         lengths = [cache_seqlens] * batch
     else:
-        raise TypeError(
-            f"{function}: cache_seqlens: expected an int or a tensor, "
-            f"got {type(cache_seqlens).__name__}"
-        )
+        got = type(cache_seqlens).__name__
+        raise wrong(TypeError, function, "cache_seqlens", "an int or a tensor", got)
     for length in lengths:
         if not 0 <= length <= slots - new:
-            raise ValueError(
-                f"{function}: cache_seqlens: expected 0..{slots - new}, as a sequence has {slots} "
-                f"slots, {new} of them for k, got {length}"
-            )
+            allowed = f"0..{slots - new}, as a sequence has {slots} slots, {new} of them for k"
+            raise wrong(ValueError, function, "cache_seqlens", allowed, str(length))
     return [length + new for length in lengths]

@@ -8,9 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ascend_attn_ops._arguments import (
+    INT64_MAX,
+    check_flag,
+    check_number,
+    check_tensor,
+    dtype_name,
+    readable,
+    shown,
+    whole,
+    wrong,
+)
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.flash_attention_score import flash_attention_score
 
@@ -42,14 +52,17 @@ def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{function}: window_size: expected (left, right), got {window_size}"
+        raise wrong(
+            ValueError, function, "window_size", "(left, right)", shown(window_size)
         ) from None
-    if left < -1 or right < -1:
-        raise ValueError(
-            f"{function}: window_size: expected -1, which bounds nothing, or more, "
-            f"got ({left}, {right})"
-        )
+    if whole(left) is None or whole(right) is None:
+        expected = "(left, right), two whole numbers"
+        raise wrong(TypeError, function, "window_size", expected, shown(window_size))
+    left, right = whole(left), whole(right)
+    if not (-1 <= left <= INT64_MAX and -1 <= right <= INT64_MAX):
+        expected = "-1, which bounds nothing, or more"
+        raise wrong(ValueError, function, "window_size", expected, f"({left}, {right})")
+    check_flag(function, "causal", causal)
     if causal:
         right = 0
     if left == -1 and right <= 0:
@@ -62,11 +75,28 @@ def check_tensors(function: str, rank: int, names: str, *tensors: object) -> Non
     for x in tensors:
         if not isinstance(x, Tensor) or x.dim() != rank:
             name = names.split()[[y is x for y in tensors].index(True)]
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{function}: {name}: expected a tensor, got {type(x).__name__}")
-            raise ValueError(
-                f"{function}: {name}: expected shape {_SHAPES[rank]}, got {list(x.shape)}"
-            )
+            check_tensor(function, name, x, rank, _SHAPES[rank])
+
+
+def check_options(
+    function: str,
+    softmax_scale: float | None,
+    softcap: float,
+    *,
+    dropout_p: float = 0.0,
+    **flags: bool,
+) -> None:
+    """What all functions have. The operator knows other names, and no softcap."""
+    if softmax_scale is not None and not isinstance(softmax_scale, float):
+        check_number(function, "softmax_scale", softmax_scale)
+    if not isinstance(softcap, float):
+        check_number(function, "softcap", softcap)
+    if softcap > 0:
+        refuse(function, "softcap", "0, as no operator caps its scores", shown(softcap))
+    if not isinstance(dropout_p, float):
+        check_number(function, "dropout_p", dropout_p)
+    for name, flag in flags.items():
+        check_flag(function, name, flag)
 
 
 def under_autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -81,31 +111,33 @@ def under_autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def readable(x: Tensor) -> bool:
-    """Whether its values can be looked at without waiting for a device."""
-    return x.is_cpu and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
-
-
 def check_indices(function: str, argument: str, indices: object, rank: int) -> None:
     if not isinstance(indices, Tensor):
-        raise TypeError(f"{function}: {argument}: expected a tensor, got {type(indices).__name__}")
+        raise wrong(TypeError, function, argument, "a tensor", type(indices).__name__)
     if indices.dtype not in (torch.int32, torch.int64):
-        dtype = str(indices.dtype).removeprefix("torch.")
-        raise TypeError(f"{function}: {argument}: expected dtype int32, got {dtype}")
+        raise wrong(TypeError, function, argument, "dtype int32", dtype_name(indices.dtype))
     if indices.dim() != rank:
-        raise ValueError(f"{function}: {argument}: expected rank {rank}, got {list(indices.shape)}")
+        raise wrong(ValueError, function, argument, f"rank {rank}", str(list(indices.shape)))
 
 
 def check_slopes(function: str, slopes: object) -> None:
+    """The rest is the operator's to refuse."""
     if slopes is None:
         return
     if not isinstance(slopes, Tensor):
-        raise TypeError(f"{function}: alibi_slopes: expected a tensor, got {type(slopes).__name__}")
+        expected = "a tensor or None"
+        raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)
+
+
+def check_values_of_slopes(function: str, slopes: Tensor | None) -> None:
+    """Where the operator is asked without values first."""
+    if slopes is None or slopes.dtype != torch.float32:
+        return
     if readable(slopes) and not bool((slopes > 0).all()):
-        raise ValueError(f"{function}: alibi_slopes: expected positive slopes, got others")
+        raise wrong(ValueError, function, "alibi_slopes", "positive slopes", "others")
 
 
-def refuse(function: str, argument: str, expected: str, got: object) -> None:
+def refuse(function: str, argument: str, expected: str, got: str) -> None:
     raise NotImplementedError(f"{function}: {argument}: expected {expected}, got {got}")
 
 
@@ -125,12 +157,13 @@ def _host_values(tensor: Tensor) -> list[int]:
 def counts(function: str, argument: str, tensor: Tensor, size: int | None = None) -> list[int]:
     """The values of lengths or of their prefix sums."""
     if tensor.dtype != torch.int32:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise TypeError(f"{function}: {argument}: expected dtype int32, got {dtype}")
+        raise wrong(TypeError, function, argument, "dtype int32", dtype_name(tensor.dtype))
     if tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
         wanted = "batch_size + 1" if size is None else size
-        raise ValueError(
-            f"{function}: {argument}: expected shape ({wanted},), got {list(tensor.shape)}"
+        raise wrong(ValueError, function, argument, f"shape ({wanted},)", str(list(tensor.shape)))
+    if tensor.is_meta and type(tensor) is Tensor:
+        raise wrong(
+            ValueError, function, argument, "numbers to read", "a tensor on the device meta"
         )
     return tensor.tolist() if tensor.is_cpu else _host_values(tensor)
 
@@ -139,18 +172,17 @@ def ends_of(function: str, argument: str, cu_seqlens: object) -> list[int]:
     """Prefix sums without the leading 0."""
     if isinstance(cu_seqlens, Tensor):
         values = counts(function, argument, cu_seqlens)
-    elif isinstance(cu_seqlens, Sequence):
+    elif isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes)):
         values = list(cu_seqlens)
+        if any(type(x) is not int and whole(x) is None for x in values):
+            expected = "a tensor, or its values as a list of whole numbers"
+            raise wrong(TypeError, function, argument, expected, shown(values))
     else:
-        raise TypeError(
-            f"{function}: {argument}: expected a tensor, or its values as a list, "
-            f"got {type(cu_seqlens).__name__}"
-        )
+        expected = "a tensor, or its values as a list"
+        raise wrong(TypeError, function, argument, expected, type(cu_seqlens).__name__)
     if len(values) < 2 or values[0] != 0:
-        raise ValueError(
-            f"{function}: {argument}: expected the batch_size + 1 prefix sums of the lengths, of "
-            f"which the first is 0, got {values}"
-        )
+        expected = "the batch_size + 1 prefix sums of the lengths, of which the first is 0"
+        raise wrong(ValueError, function, argument, expected, shown(values))
     return values[1:]
 
 
@@ -164,26 +196,28 @@ def from_blocks(
     """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
     the longest sequence has."""
     check_indices(function, "block_table", table, 2)
+    if v.shape[:2] != k.shape[:2]:
+        expected = f"the {k.shape[0]} blocks of {k.shape[1]} that the keys have"
+        raise wrong(ValueError, function, "v", expected, str(list(v.shape)))
     size = k.shape[1]
     longest = max(lengths, default=0)
     blocks = -(-longest // size) if size else 0
     shape = list(table.shape)
     if len(shape) != 2 or shape[0] != len(lengths) or shape[1] < blocks:
-        raise ValueError(
-            f"{function}: block_table: expected shape ({len(lengths)}, {blocks}), batch_size and "
-            f"the blocks of {size} for the {longest} keys of the longest sequence, or with "
-            f"more columns, got {shape}"
+        expected = (
+            f"shape ({len(lengths)}, {blocks}), batch_size and the blocks of {size} for the "
+            f"{longest} keys of the longest sequence, or with more columns"
         )
+        raise wrong(ValueError, function, "block_table", expected, str(shape))
     table = table[:, :blocks]
     if readable(table) and table.numel():
         first = torch.arange(blocks) * size
-        wrong = (table < 0) | (table >= k.shape[0])
-        wrong &= first < torch.tensor(lengths)[:, None]
-        if wrong.any():
-            raise ValueError(
-                f"{function}: block_table: expected 0..{k.shape[0] - 1} where a sequence has keys, "
-                f"got {table[wrong][0].item()}"
-            )
+        outside = (table < 0) | (table >= k.shape[0])
+        outside &= first < torch.tensor(lengths)[:, None]
+        if outside.any():
+            expected = f"0..{k.shape[0] - 1} where a sequence has keys"
+            got = str(table[outside][0].item())
+            raise wrong(ValueError, function, "block_table", expected, got)
     # Entries behind a sequence are often -1.
     table = table.clamp(0, max(k.shape[0] - 1, 0))
     return k[table].flatten(1, 2), v[table].flatten(1, 2)
@@ -309,7 +343,8 @@ def _leads(
     if min(leads, default=0) != lead and not mask.looks_back:
         refuse(
             function, "alibi_slopes",
-            "causal attention, or one seqlen_k - seqlen_q for all sequences", sorted(set(leads)),
+            "causal attention, or one seqlen_k - seqlen_q for all sequences",
+            shown(sorted(set(leads))),
         )  # fmt: skip
     return lead, [lead - (keys - queries) for queries, keys in lengths]
 

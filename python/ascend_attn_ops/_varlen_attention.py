@@ -131,7 +131,7 @@ def backward(
 def _refuse_unless_zero(function: str, **arguments: float | None) -> None:
     for argument, value in arguments.items():
         if value:
-            conventions.refuse(function, argument, "the default", value)
+            conventions.refuse(function, argument, "the default", str(value))
 
 
 def _mask(function: str, is_causal: bool, left: int | None, right: int | None) -> conventions.Mask:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._flash_cache import append, attend, check_new, lengths_with_new, table_of
 from ascend_attn_ops._varlen_attention import Kernels
 
@@ -84,7 +85,8 @@ def flash_attn_func(
     """
     name = "flash_attn_func"
     conventions.check_tensors(name, 4, "q k v", q, k, v)
-    _refuse(name, q, softcap, deterministic, dropout_p, return_attn_probs)
+    _check(name, q, softmax_scale, softcap, deterministic, dropout_p, return_attn_probs)
+    conventions.check_slopes(name, alibi_slopes)
     mask = conventions.mask_of(name, causal, window_size)
     out, lse = conventions.attend(
         name, q, k, v, mask, alibi_slopes, softmax_scale, dropout_p, return_attn_probs
@@ -160,7 +162,8 @@ def flash_attn_varlen_func(
     else:
         conventions.check_tensors(name, 3, "q", q)
         conventions.check_tensors(name, 4, "k v", k, v)
-    _refuse(name, q, softcap, deterministic, dropout_p, return_attn_probs)
+    _check(name, q, softmax_scale, softcap, deterministic, dropout_p, return_attn_probs)
+    conventions.check_slopes(name, alibi_slopes)
     mask = conventions.mask_of(name, causal, window_size)
     q_ends = conventions.ends_of(name, "cu_seqlens_q", cu_seqlens_q)
     k_ends = conventions.ends_of(name, "cu_seqlens_k", cu_seqlens_k)
@@ -254,8 +257,7 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     conventions.check_tensors(name, 4, "q k_cache v_cache", q, k_cache, v_cache)
-    if softcap > 0:
-        _refuse_softcap(name, softcap)
+    conventions.check_options(name, softmax_scale, softcap, return_softmax_lse=return_softmax_lse)
     if rotary_cos is not None or rotary_sin is not None or cache_leftpad is not None:
         _refuse_given(
             name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad
@@ -281,6 +283,7 @@ def flash_attn_with_kvcache(
         slots *= table.shape[-1]
     lengths = lengths_with_new(name, batch, slots, new, cache_seqlens)
     conventions.check_slopes(name, alibi_slopes)
+    conventions.check_values_of_slopes(name, alibi_slopes)
     mask = conventions.mask_of(name, causal, window_size)
     if k is not None and v is not None and new:
         # What is wrong with the attention is said before the caches are written.
@@ -311,6 +314,7 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
         impl: the name.
 
     Raises:
+        TypeError: impl is not a string.
         NotImplementedError: this torch has no such registry, which came with 2.10.
 
     Example:
@@ -324,6 +328,9 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
         >>> varlen_attn(q, k, v, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
         torch.Size([9, 8, 64])
     """
+    if not isinstance(impl, str):
+        function = "register_flash_attention_impl"
+        raise wrong(TypeError, function, "impl", "a string", type(impl).__name__)
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
         raise NotImplementedError(
@@ -334,20 +341,24 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
     register(impl, register_fn=Kernels)
 
 
-def _refuse(
+def _check(
     function: str,
     q: Tensor,
+    softmax_scale: float | None,
     softcap: float,
     deterministic: bool,
     dropout_p: float,
     return_attn_probs: bool,
 ) -> None:
-    if softcap > 0:
-        _refuse_softcap(function, softcap)
+    conventions.check_options(
+        function, softmax_scale, softcap, dropout_p=dropout_p,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
     if return_attn_probs and dropout_p > 0:
         conventions.refuse(
             function, "return_attn_probs",
-            "False beside dropout_p, as no operator keeps its probabilities", return_attn_probs,
+            "False beside dropout_p, as no operator keeps its probabilities",
+            str(return_attn_probs),
         )  # fmt: skip
     if (
         deterministic
@@ -357,12 +368,8 @@ def _refuse(
         conventions.refuse(
             function, "deterministic",
             f"torch.use_deterministic_algorithms(True), to which alone {q.device} listens",
-            deterministic,
+            str(deterministic),
         )  # fmt: skip
-
-
-def _refuse_softcap(function: str, softcap: float) -> None:
-    conventions.refuse(function, "softcap", "0, as no operator caps its scores", softcap)
 
 
 def _refuse_given(function: str, **arguments: Tensor | None) -> None:
