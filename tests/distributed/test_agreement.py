@@ -48,8 +48,9 @@ def wrong_order(group: ProcessGroup) -> str:
          r"ValueError: SequenceShards: lengths: expected no negative length, "
          r"got \[-4\] \(on rank 1\)"),
         ([[4], [4.0], [4]], r"TypeError: SequenceShards: lengths: expected a list of integers"),
+        ([[4], None, [4]], r"TypeError: SequenceShards: lengths: .* got None \(on rank 1\)"),
     ],
-    ids=["differ", "negative", "type"],
+    ids=["differ", "negative", "type", "none"],
 )  # fmt: skip
 def test_lengths(given: list[Any], expected: str) -> None:
     messages = on_ranks(3, wrong_lengths, given)

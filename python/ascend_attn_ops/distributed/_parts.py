@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._arguments import shown
 from ascend_attn_ops.distributed._agreement import agree
 from ascend_attn_ops.distributed._collectives import gather, reduce_scatter, sum_dtype
 
@@ -282,7 +283,7 @@ def as_tokens(
     """
     where = f"ascend::{name}"
     if layout not in ("TND", "BSND"):
-        return {}, ValueError(f"{where}: layout: expected 'TND' or 'BSND', got {layout!r}")
+        return {}, ValueError(f"{where}: layout: expected 'TND' or 'BSND', got {shown(layout)}")
     result: dict[str, Tensor | None] = {}
     device = None
     for argument, x in tensors.items():

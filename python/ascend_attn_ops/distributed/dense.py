@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 import ascend_attn_ops as ops
+from ascend_attn_ops._arguments import shown
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.distributed._collectives import ExchangeHeads, heads_to_tokens
 from ascend_attn_ops.distributed._dense_operation import LANES, DenseAttention
@@ -127,7 +128,7 @@ def _wrong_method(
     where = f"ascend::{DenseAttention.name}"
     if method not in ("allgather", "ring", "ulysses"):
         return ValueError(
-            f"{where}: method: expected 'allgather', 'ring' or 'ulysses', got {method!r}"
+            f"{where}: method: expected 'allgather', 'ring' or 'ulysses', got {shown(method)}"
         )
     modes = (0, 2, 3) if method == "ring" else (0, 2, 3, 4)
     if sparse_mode not in modes:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
+from ascend_attn_ops._arguments import shown
 from ascend_attn_ops.distributed._agreement import agree, host_group
 from ascend_attn_ops.distributed._collectives import GatherTokens
 from ascend_attn_ops.distributed._gathered_keys import GatheredKeys
@@ -216,11 +217,15 @@ class SequenceShards:
 
 def _checked(lengths: Sequence[int], order: str) -> tuple[int, ...]:
     if order not in ("zigzag", "contiguous"):
-        raise ValueError(f"SequenceShards: order: expected 'zigzag' or 'contiguous', got {order!r}")
-    if isinstance(lengths, (int, str)) or not all(
-        isinstance(n, int) and not isinstance(n, bool) for n in lengths
+        got = shown(order)
+        raise ValueError(f"SequenceShards: order: expected 'zigzag' or 'contiguous', got {got}")
+    if (
+        isinstance(lengths, str)
+        or not hasattr(lengths, "__iter__")
+        or not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths)
     ):
-        raise TypeError(f"SequenceShards: lengths: expected a list of integers, got {lengths!r}")
+        got = shown(lengths)
+        raise TypeError(f"SequenceShards: lengths: expected a list of integers, got {got}")
     if any(n < 0 for n in lengths):
         raise ValueError(
             f"SequenceShards: lengths: expected no negative length, got {list(lengths)}"
