@@ -40,7 +40,9 @@ def command(ranks: int, out: Path, *more: str) -> list[str]:
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        arguments, text=True,
+        # A rank that crashes says where.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

@@ -28,7 +28,10 @@ def run_ranks(
     ranks: int, script: Path, *arguments: str, on: str = "npu"
 ) -> subprocess.CompletedProcess[str]:
     simulated = simulate.environment(devices=ranks, task_queue=TASK_QUEUE)
-    environment = {**os.environ, **(simulated if on == "npu" else NO_NPU), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ, **(simulated if on == "npu" else NO_NPU), "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a rank that crashes says where
+    }  # fmt: skip
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={ranks}", str(script), *arguments,
