@@ -157,8 +157,8 @@ class LightningIndexer(nn.Module):
             through them: the KL loss trains the indexer.
 
         Raises:
-            TypeError: projections are not three tensors.
-            As :func:`lightning_indexer`.
+            TypeError: projections are not three tensors; and the errors of
+                :func:`lightning_indexer`.
         """
         if not isinstance(projections, (tuple, list)) or len(projections) != 3:
             expected = "three tensors, as forward returns them"
