@@ -29,7 +29,7 @@ class Traffic(CommDebugMode):
         self.order: list[tuple[str, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
+        name = func._schema.name.partition("::")[2].removesuffix("_out")
         if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             share = args[0].nbytes * (1 if name.startswith("all") else 1 / self.ranks)
             self.received[name] = self.received.get(name, 0) + share * (self.ranks - 1)

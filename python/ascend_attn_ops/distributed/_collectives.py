@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards
@@ -22,9 +23,15 @@ def start_gather(shards: SequenceShards, x: Tensor) -> Tensor:
     padded = pad(shards, x)
     if shards.world_size == 1 or shards._width == 0:
         return padded
-    return torch.ops._c10d_functional.all_gather_into_tensor(
-        padded, shards.world_size, shards._group_name
-    )
+    where = (shards.world_size, shards._group_name)
+    functional = torch.ops._c10d_functional
+    # Two all-gathers under way at once corrupt gloo's memory (seen with torch 2.13 and 2.14) where
+    # they allocate their output. So they do not allocate it, or, in a graph, wait for each other.
+    if is_compiling():
+        rows = functional.all_gather_into_tensor(padded, *where)
+        return functional.wait_tensor(rows) if x.device.type == "cpu" else rows
+    rows = padded.new_empty(shards.world_size * len(padded), *padded.shape[1:])
+    return functional.all_gather_into_tensor_out(padded, *where, out=rows)
 
 
 def finish_gather(shards: SequenceShards, rows: Tensor) -> Tensor:
