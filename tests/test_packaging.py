@@ -180,6 +180,36 @@ def test_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert by_minor == (expected if other_minor else None)
 
 
+FAILURES = [OSError, AttributeError, KeyError, AssertionError]
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        *(("torch_npu", error) for error in [*FAILURES, SystemExit]),
+        *(("ascend_attn_ops._npu", error) for error in FAILURES),
+    ],
+)
+def test_what_fails_beside_the_cpu_is_told(
+    module: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        if name == module:
+            raise error("first line\nsecond line")
+
+    monkeypatch.setattr(_library.importlib, "import_module", load)
+    monkeypatch.setattr(_library.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(_library.ctypes, "CDLL", lambda name: name)
+    monkeypatch.setattr(_built_with, "mismatch", lambda module: None)
+    monkeypatch.setattr(_built_with, "difference", lambda module: None)
+    told = _library._load_npu()
+    assert told is not None
+    name = module.removeprefix("ascend_attn_ops.")
+    assert told.startswith(f"{name} cannot be loaded: ")
+    assert "first line" in told
+    assert "second" not in told or error is KeyError  # whose text is a repr
+
+
 def test_the_report_names_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     from ascend_attn_ops import _C, report
 
