@@ -69,6 +69,31 @@ def test_none_where_a_tensor_must_be(operator: Operator, device: str) -> None:
             sample.replace(**{name: None}).call(torch.ops.ascend)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("B\nS\x00D", r"'B\x0aS\x00D'"),
+        ("x" * 300, f"'{'x' * 100}'..."),
+        ("é" * 70, f"'{'é' * 50}'..."),
+    ],
+    ids=["lines", "long", "characters of two bytes"],
+)
+@pytest.mark.usefixtures("no_limits")
+def test_text_of_the_caller_is_quoted_on_one_line(text: str, shown: str) -> None:
+    x = torch.ones(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="layout: expected one of") as raised:
+        ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout=text)
+    assert f"got {shown} [" in str(raised.value)
+    with pytest.raises(ValueError, match="cache_mode: expected one of") as raised:
+        ascend_attn_ops.scatter_pa_kv_cache_(
+            x[0], x, torch.tensor([0, 1]), x[0], x.clone(), cache_mode=text
+        )
+    assert f"got {shown} [" in str(raised.value)
+    with pytest.raises(ValueError, match="product: expected None or one of") as raised:
+        ascend_attn_ops.limits(text).__enter__()
+    assert f"got {shown} [" in str(raised.value)
+
+
 def test_unknown_product() -> None:
     with pytest.raises(ValueError, match=r"A2.*A3.*950.*310P"), ascend_attn_ops.limits("A9"):
         pass

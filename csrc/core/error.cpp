@@ -1,5 +1,7 @@
 #include "core/error.h"
 
+#include <algorithm>
+
 namespace ascend_attn {
 
 std::string status_text(int code) {
@@ -14,6 +16,24 @@ std::string status_text(int code) {
       return c10::str("ACLNN_ERR_INNER_TILING_ERROR ", code);
   }
   return c10::str(code);
+}
+
+std::string quoted(std::string_view text) {
+  constexpr size_t kLongest = 100;
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  size_t length = std::min(text.size(), kLongest);
+  while (length < text.size() && (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80) {
+    --length;  // in the middle of a character of UTF-8
+  }
+  std::string shown = "'";
+  for (const char character : text.substr(0, length)) {
+    if (const auto code = static_cast<unsigned char>(character); code < ' ' || code == 0x7F) {
+      shown += {'\\', 'x', kDigits[code / 16], kDigits[code % 16]};
+    } else {
+      shown += character;
+    }
+  }
+  return shown + (length < text.size() ? "'..." : "'");
 }
 
 void raise(Violation violation, std::string_view op, std::string_view argument,

@@ -28,6 +28,10 @@ inline std::string dtype_name(c10::ScalarType dtype) {
   return std::string(c10::getDtypeNames(dtype).first);
 }
 
+// Returns a string of the caller for a message: in quotes, on one line, and shortened if it is
+// long.
+std::string quoted(std::string_view text);
+
 // The kind of Python exception that a violated rule raises.
 enum class Violation { type, value, not_implemented, runtime };
 

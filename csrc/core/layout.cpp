@@ -42,7 +42,7 @@ Layout check_layout(std::string_view op, const LayoutArgument& layout,
     expected += (expected.empty() ? "" : ", ") + std::string(layout_name(each));
   }
   raise(Violation::value, op, "layout",
-        c10::str("expected one of ", expected, ", got '", layout.text(), "'"));
+        c10::str("expected one of ", expected, ", got ", quoted(layout.text())));
 }
 
 }  // namespace ascend_attn

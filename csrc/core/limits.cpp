@@ -36,7 +36,7 @@ auto item_of(const Items& all, Name name_of, std::string_view argument, std::str
     names += c10::str(names.empty() ? "'" : ", '", name_of(item), "'");
   }
   raise(Violation::value, "limits", argument,
-        c10::str("expected ", none, " or one of ", names, ", got '", name, "'"));
+        c10::str("expected ", none, " or one of ", names, ", got ", quoted(name)));
 }
 
 std::string device_text(Device device, bool with_version) {

@@ -61,7 +61,7 @@ void check_name(const char* argument, std::string_view given,
     expected += c10::str(expected.empty() ? "'" : ", '", name, "'");
   }
   raise(Violation::value, kName, argument,
-        c10::str("expected one of ", expected, ", got '", given, "'"));
+        c10::str("expected one of ", expected, ", got ", quoted(given)));
 }
 
 void check_rank(NamedTensor argument, int64_t rank, bool or_one_more = false) {
