@@ -189,15 +189,15 @@ void ScatterRules::check_modes() const {
                 "expected positive numbers of elements, got ", op_.strides);
     check_value(op_.offsets[0] >= 0 && op_.offsets[1] >= 0, kName, "offsets",
                 "expected numbers of elements >= 0, got ", op_.offsets);
-  } else if (op_.scatter_mode == "Nct") {
-    // Another mode applies and ignores strides and offsets: passing them would silently write other
-    // rows.
-    check_value(op_.strides[0] == 1 && op_.strides[1] == 1, kName, "strides",
-                "expected [1, 1] because cache_mode or product overrule scatter_mode 'Nct', got ",
-                op_.strides);
-    check_value(op_.offsets[0] == 0 && op_.offsets[1] == 0, kName, "offsets",
-                "expected [0, 0] because cache_mode or product overrule scatter_mode 'Nct', got ",
-                op_.offsets);
+  } else {
+    // No other mode reads them: passing them would silently write other rows.
+    const char* reason = op_.scatter_mode == "Nct"
+                             ? "because cache_mode or product overrule scatter_mode 'Nct', got "
+                             : "unless scatter_mode is 'Nct', got ";
+    check_value(op_.strides[0] == 1 && op_.strides[1] == 1, kName, "strides", "expected [1, 1] ",
+                reason, op_.strides);
+    check_value(op_.offsets[0] == 0 && op_.offsets[1] == 0, kName, "offsets", "expected [0, 0] ",
+                reason, op_.offsets);
   }
 }
 

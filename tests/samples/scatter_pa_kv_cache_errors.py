@@ -167,6 +167,8 @@ MODE_RULES = [
     wrong("zero", NCT, "strides", {"strides": [0, 70]}),
     wrong("negative", NCT, "strides", {"strides": [70, -70]}),
     wrong("negative", NCT, "offsets", {"offsets": [0, -1]}),
+    wrong("of another mode", NORM, "strides", {"strides": [99, 1]}),
+    wrong("of another mode", ALIBI, "offsets", {"offsets": [-5, 0]}),
     wrong("overruled", NZ, "strides", {"scatter_mode": "Nct", "strides": [70, 70]}),
     wrong("overruled", NZ, "offsets", {"scatter_mode": "Nct", "offsets": [1, 0]}),
     wrong("rank 4", TAILS, "cache_mode", {"cache_mode": "PA_NZ"}),
