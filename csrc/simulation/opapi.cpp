@@ -30,7 +30,7 @@ constexpr uint64_t kMoreThanThereIs = uint64_t{1} << 40;
 
 struct Fault {
   std::string function;  // "" is every function
-  int phase;             // 0: the first phase asks for more workspace than the device has
+  int phase;  // 0: the first phase asks for too much workspace, -1: a maker of handles gives none
   int status;
   std::string message;
   int remaining;
@@ -267,6 +267,8 @@ std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStr
 }
 
 }  // namespace
+
+bool gives_no_handle(std::string_view maker) { return take_fault(maker, -1) != nullptr; }
 
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
                                 const OperatorArguments& arguments) {

@@ -59,6 +59,8 @@ struct Scalar {
 };
 
 at::ScalarType scalar_type(aclDataType dtype);
+// Whether a test wants this maker of handles to fail.
+bool gives_no_handle(std::string_view maker);
 // Another tensor of its dtype in the place of one.
 TensorView in_place_of(const TensorView& view, const at::Tensor& tensor);
 

@@ -157,6 +157,9 @@ extern "C" {
 aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataType dtype,
                            const int64_t* strides, int64_t offset, aclFormat format,
                            const int64_t* storage_sizes, uint64_t storage_dimensions, void* data) {
+  if (gives_no_handle("aclCreateTensor")) {
+    return nullptr;
+  }
   return new aclTensor({{sizes, sizes + dimensions},
                         {strides, strides + dimensions},
                         {storage_sizes, storage_sizes + storage_dimensions},
@@ -170,6 +173,9 @@ int aclDestroyTensor(const aclTensor* tensor) {
   return ACL_SUCCESS;
 }
 aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t size) {
+  if (gives_no_handle("aclCreateTensorList")) {
+    return nullptr;
+  }
   return new aclTensorList({tensors, tensors + size});
 }
 int aclDestroyTensorList(const aclTensorList* list) {
@@ -177,6 +183,9 @@ int aclDestroyTensorList(const aclTensorList* list) {
   return ACL_SUCCESS;
 }
 aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
+  if (gives_no_handle("aclCreateIntArray")) {
+    return nullptr;
+  }
   return new aclIntArray({values, values + size});
 }
 int aclDestroyIntArray(const aclIntArray* array) {

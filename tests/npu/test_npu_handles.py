@@ -91,6 +91,36 @@ def test_failure_on_the_queue(operator: str, phase: int) -> None:
     assert out.split() == ["raised", "True"]
 
 
+@pytest.mark.parametrize("maker", ["aclCreateTensor", "aclCreateIntArray", "aclCreateTensorList"])
+def test_a_handle_that_cannot_be_made(maker: str) -> None:
+    """It is not an argument that is absent, which null would stand for."""
+    out, err = run_in_new_process(
+        f"""
+        import torch, ascend_attn_ops
+        from ascend_attn_ops import simulate
+        from device_samples import first
+        if "{maker}" == "aclCreateTensorList":
+            sample = first("attention_update").make(torch.bfloat16).to("npu")
+            call = lambda: sample.call(torch.ops.ascend)
+        else:
+            x, cache, slots = torch.ones(2, 1, 64), torch.zeros(1, 8, 1, 64), torch.arange(2)
+            x, cache = x.half(), cache.half()
+            tensors = [tensor.npu() for tensor in (x, cache, slots, x, cache)]
+            call = lambda: torch.ops.ascend.scatter_pa_kv_cache_(*tensors)
+        before = simulate.live_handles()
+        with simulate.fail("{maker}", phase=-1):
+            try:
+                call()
+                torch.npu.synchronize()
+            except RuntimeError as error:
+                print(error)
+        print("no leak:", before == simulate.live_handles())
+        """
+    )
+    assert f"{maker} gave no handle" in out + err
+    assert "no leak: True" in out
+
+
 class _MallocStatistics(ctypes.Structure):
     """struct mallinfo2 of the C library."""
 

@@ -11,6 +11,13 @@
 namespace ascend_attn::aclnn {
 namespace {
 
+// A null handle would be an argument that is absent.
+template <typename Handle>
+Handle made(Handle handle, const char* maker) {
+  TORCH_CHECK(handle, "ascend: ", maker, " gave no handle");
+  return handle;
+}
+
 // The makers of handles, found once.
 struct Makers {
   _aclCreateTensor create_tensor = find<_aclCreateTensor>("aclCreateTensor");
@@ -64,9 +71,10 @@ TensorHandle TensorArgument::create() const {
   if (!device_) {
     return nullptr;
   }
-  return TensorHandle(makers().create_tensor(
-      sizes_.data(), dimensions_, static_cast<aclDataType>(dtype_), strides_.data(), offset_,
-      ACL_FORMAT_ND, &storage_elements_, 1, storage_));
+  auto* handle = makers().create_tensor(sizes_.data(), dimensions_,
+                                        static_cast<aclDataType>(dtype_), strides_.data(), offset_,
+                                        ACL_FORMAT_ND, &storage_elements_, 1, storage_);
+  return TensorHandle(made(handle, "aclCreateTensor"));
 }
 
 void TensorArgument::add_to(ExecutorKey& key) const {
@@ -91,12 +99,11 @@ TensorListHandle TensorListArgument::create() const {
     handles.push_back(tensor.create());
     pointers.push_back(handles.back().get());
   }
-  TensorListHandle list(makers().create_tensor_list(pointers.data(), pointers.size()));
-  if (list) {
-    // They are the list's now.
-    for (auto& handle : handles) {
-      handle.release();
-    }
+  TensorListHandle list(
+      made(makers().create_tensor_list(pointers.data(), pointers.size()), "aclCreateTensorList"));
+  // They are the list's now.
+  for (auto& handle : handles) {
+    handle.release();
   }
   return list;
 }
@@ -122,8 +129,11 @@ IntArrayArgument::IntArrayArgument(c10::SymIntArrayRef values) {
 }
 
 IntArrayHandle IntArrayArgument::create() const {
-  return IntArrayHandle(values_ ? makers().create_int_array(values_->data(), values_->size())
-                                : nullptr);
+  if (!values_) {
+    return nullptr;
+  }
+  return IntArrayHandle(
+      made(makers().create_int_array(values_->data(), values_->size()), "aclCreateIntArray"));
 }
 
 void IntArrayArgument::add_to(ExecutorKey& key) const {

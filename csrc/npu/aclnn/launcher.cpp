@@ -89,6 +89,9 @@ void run(const Function& function, bool queued, Task task) {
     } catch (const c10::Error& error) {
       QueueFailure::instance().set(error.what_without_backtrace());
       throw;
+    } catch (const std::exception& error) {  // no memory, among others
+      QueueFailure::instance().set(error.what());
+      throw;
     }
   });
 }

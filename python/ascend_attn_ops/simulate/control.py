@@ -65,7 +65,11 @@ def waits() -> int:
 def fail(
     function: str = "", phase: int = 1, status: int = 561002, message: str = "", times: int = 1
 ) -> Iterator[None]:
-    """The next calls of `function` fail in that phase; in phase 0 their workspace is too large."""
+    """The next calls of `function` fail in that phase.
+
+    In phase 0 their workspace is too large. In phase -1 `function` makes handles, such as
+    aclCreateTensor, and gives none.
+    """
     library().cann_sim_fail(function.encode(), phase, status, message.encode(), times)
     try:
         yield
