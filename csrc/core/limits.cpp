@@ -12,7 +12,8 @@ constexpr int64_t kOff = 1;
 constexpr int64_t kFirstDevice = 2;
 constexpr int64_t kCannStep = 256;
 
-thread_local int64_t override_in_force = kNotSet;
+thread_local int64_t override_of_thread = kLimitsOfTask;
+std::atomic<int64_t (*)()> override_of_task{nullptr};
 
 std::optional<Device> decoded(int64_t value) {
   if (value == kOff) {
@@ -119,12 +120,22 @@ const Limit* OperatorLimits::find(std::string_view quantity, Device device) cons
 }
 
 std::optional<Device> device_in_force() {
-  return decoded(override_in_force == kNotSet ? default_limits.load(std::memory_order_relaxed)
-                                              : override_in_force);
+  const auto override = limits_override();
+  return decoded(override == kNotSet ? default_limits.load(std::memory_order_relaxed) : override);
 }
 
-int64_t limits_override() { return override_in_force; }
-void set_limits_override(int64_t value) { override_in_force = value; }
+int64_t limits_override() {
+  if (override_of_thread != kLimitsOfTask) {
+    return override_of_thread;
+  }
+  auto* const read = override_of_task.load(std::memory_order_acquire);
+  return read ? read() : kNotSet;
+}
+int64_t limits_override_of_thread() { return override_of_thread; }
+void set_limits_override_of_thread(int64_t value) { override_of_thread = value; }
+void set_limits_override_of_task(int64_t (*read)()) {
+  override_of_task.store(read, std::memory_order_release);
+}
 int64_t limits_override_for(std::optional<Device> device) {
   return device ? kFirstDevice + static_cast<int64_t>(device->product) +
                       kCannStep * static_cast<int64_t>(device->cann)

@@ -136,7 +136,7 @@ struct OperatorLimits {
   const Limit* find(std::string_view quantity, Device device) const;
 };
 
-// Returns the device whose limits apply to calls on this thread, or nullopt while limits are off.
+// Returns the device whose limits apply to calls here, or nullopt while limits are off.
 std::optional<Device> device_in_force();
 
 // Returns whether limits are on, for one of these devices.
@@ -145,18 +145,26 @@ inline bool in_force(Devices devices) {
   return device && devices.contain(*device);
 }
 
-// The value that `with ascend_attn_ops.limits(...)` sets on its thread: 0 = not set, 1 = limits
-// off, otherwise a device. An integer, so that autograd can carry it from forward to backward.
+// What overrides the limits of this process: 0 = nothing, 1 = limits off, otherwise a device. An
+// integer, so that autograd can carry it from forward to backward.
 int64_t limits_override();
-void set_limits_override(int64_t value);
+// That of this thread, which a LimitsScope sets, comes before that of the task.
+inline constexpr int64_t kLimitsOfTask = -1;
+int64_t limits_override_of_thread();
+void set_limits_override_of_thread(int64_t value);
+// How to read the override of the task that calls; null while none has ever had one. A task is one
+// of Python (PEP 567), and not of this library's core.
+void set_limits_override_of_task(int64_t (*read)());
 // Encodes a device, or nullopt for no limits, as an override value.
 int64_t limits_override_for(std::optional<Device> device);
 
-// Sets the override and restores the previous one at the end of the scope.
+// Sets the override of this thread, and restores the previous one at the end of the scope.
 class LimitsScope {
  public:
-  explicit LimitsScope(int64_t value) : saved_(limits_override()) { set_limits_override(value); }
-  ~LimitsScope() { set_limits_override(saved_); }
+  explicit LimitsScope(int64_t value) : saved_(limits_override_of_thread()) {
+    set_limits_override_of_thread(value);
+  }
+  ~LimitsScope() { set_limits_override_of_thread(saved_); }
   LimitsScope(const LimitsScope&) = delete;
   LimitsScope& operator=(const LimitsScope&) = delete;
 

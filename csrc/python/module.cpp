@@ -12,6 +12,7 @@
 #include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
+#include "python/task_limits.h"
 
 namespace ascend_attn {
 namespace {
@@ -167,15 +168,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("compressed_mask_size") = kCompressedMaskSize;
   m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);
-  m.def("restore_limits", &set_limits_override);
-  m.def("set_limits",
+  m.def("limits_override_of_thread", &limits_override_of_thread);
+  m.def("set_limits_override_of_thread", &set_limits_override_of_thread);
+  m.def("enter_limits",
         [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
-          set_limits_override(limits_override_for(device_of(product, cann)));
+          return enter_limits(limits_override_for(device_of(product, cann)));
         });
+  m.def("leave_limits", &leave_limits);
   m.def("set_default_limits",
         [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
           set_default_limits(device_of(product, cann));
         });
+  m.def("device_named", [](const std::string& product, const std::optional<std::string>& cann) {
+    return device_names(*device_of(product, cann));
+  });
   m.def("device_in_force", []() -> std::optional<py::tuple> {
     const auto device = device_in_force();
     return device ? std::optional(device_names(*device)) : std::nullopt;

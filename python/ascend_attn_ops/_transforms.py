@@ -24,6 +24,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ascend_attn_ops import _C
+from ascend_attn_ops.limits import LimitsOfCall
 
 _library = torch.library.Library("ascend", "IMPL")
 
@@ -55,16 +56,12 @@ class _Call:
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        limits = _C.limits_override()
-        _C.restore_limits(self.limits)
-        try:
+        with LimitsOfCall(self.limits):
             if is_autocast_available(self.device):
                 with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
                     yield
             else:
                 yield
-        finally:
-            _C.restore_limits(limits)
 
 
 def _call_of(operator: Any, arguments: Sequence[Any], spec: TreeSpec) -> _Call:

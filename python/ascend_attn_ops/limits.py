@@ -28,7 +28,9 @@ class Device(NamedTuple):
 
 @contextmanager
 def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
-    """Check calls in this block, on this thread, against the limits of another device, or of none.
+    """Check calls in this block against the limits of another device, or of none.
+
+    The block is that of its thread or asyncio task: others are not affected.
 
     The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
     predicts the device. By default calls are checked for the NPU in use and its CANN. Without an
@@ -60,12 +62,31 @@ def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
     for name, x in (("product", product), ("cann", cann)):
         if x is not None and not isinstance(x, str):
             raise wrong(TypeError, "ascend::limits", name, "a string or None", shown(x))
-    saved = _C.limits_override()
-    _C.set_limits(product, cann)
+    before = _C.enter_limits(product, cann)
     try:
         yield
     finally:
-        _C.restore_limits(saved)
+        _C.leave_limits(*before)
+
+
+class LimitsOfCall:
+    """Check calls in this block, on this thread, as an earlier call was: for its derivatives.
+
+    Args:
+        override: `_C.limits_override()` of then; None in compiled code, which torch.compile traces.
+    """
+
+    def __init__(self, override: int | None) -> None:
+        self.override = override
+
+    def __enter__(self) -> None:
+        if self.override is not None:
+            self.saved = _C.limits_override_of_thread()
+            _C.set_limits_override_of_thread(self.override)
+
+    def __exit__(self, *error: object) -> None:
+        if self.override is not None:
+            _C.set_limits_override_of_thread(self.saved)
 
 
 def parse(text: str) -> Device | None:
@@ -77,12 +98,11 @@ def parse(text: str) -> Device | None:
     if text.lower() == "none":
         return None
     product, _, cann = text.partition(":")
-    with limits(product, cann or None):  # type: ignore[arg-type]  # raises for unknown names
-        return device_in_force()
+    return Device(*_C.device_named(product, cann or None))
 
 
 def device_in_force() -> Device | None:
-    """Return the device whose limits apply on this thread; None while limits are off."""
+    """Return the device whose limits apply here; None while limits are off."""
     device = _C.device_in_force()
     return None if device is None else Device(*device)
 

@@ -22,6 +22,7 @@ from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import shown
 from ascend_attn_ops.distributed._agreement import agree
 from ascend_attn_ops.distributed._collectives import gather, reduce_scatter, sum_dtype
+from ascend_attn_ops.limits import LimitsOfCall
 
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards
@@ -178,7 +179,7 @@ class RunParts(torch.autograd.Function):
         )
         d_out = d_outputs[operation.differentiable]
         full = keys if ctx.save_gathered else gather_keys(shards, (), keys)
-        with LimitsOf(ctx):
+        with LimitsOfCall(ctx.limits):
             d_queries, d_full = _run_parts_backward(
                 operation, shards, queries, full, outputs, d_out
             )
@@ -239,22 +240,6 @@ def distinct(tensors: Tensors) -> list[Any]:
 def limits_in_force() -> int | None:
     # Compiled code checks limits when it is traced.
     return None if is_compiling() else _C.limits_override()
-
-
-class LimitsOf:
-    """The limits that the forward of `ctx` had: a backward may run on another thread."""
-
-    def __init__(self, ctx: Any) -> None:
-        self.limits = ctx.limits
-
-    def __enter__(self) -> None:
-        if self.limits is not None:
-            self.saved = _C.limits_override()
-            _C.restore_limits(self.limits)
-
-    def __exit__(self, *error: object) -> None:
-        if self.limits is not None:
-            _C.restore_limits(self.saved)
 
 
 def tokens_first(x: Tensor, layout: str) -> Tensor:

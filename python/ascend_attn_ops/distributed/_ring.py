@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from ascend_attn_ops.distributed._collectives import pad, sum_dtype
 from ascend_attn_ops.distributed._dense_operation import DenseAttention
-from ascend_attn_ops.distributed._parts import LimitsOf, Rows, limits_in_force, local_rows
+from ascend_attn_ops.distributed._parts import Rows, limits_in_force, local_rows
+from ascend_attn_ops.limits import LimitsOfCall
 
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards
@@ -125,7 +126,7 @@ class Ring(torch.autograd.Function):
             last = step + 1 == shards.world_size
             exchange = None if last else _Exchange(shards, keys)
             source = (shards.rank - step) % shards.world_size
-            with LimitsOf(ctx):
+            with LimitsOfCall(ctx.limits):
                 for block, _number, part, rows in _blocks(operation, shards, source):
                     local = slice(part.row, part.row + part.count)
                     (d,), d_block = block.backward(
