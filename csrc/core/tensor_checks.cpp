@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <cmath>
 
 #include "core/error.h"
 
@@ -15,6 +16,11 @@ std::atomic<Allocation> npu_allocation = nullptr;
 
 std::string element_name(std::string_view name, int64_t index) {
   return index == kNotInList ? std::string(name) : c10::str(name, "[", index, "]");
+}
+
+void check_scale_value(std::string_view op, double scale_value) {
+  check_value(std::isfinite(static_cast<float>(scale_value)), op, "scale_value",
+              "expected a finite number of float32, got ", scale_value);
 }
 
 void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8) {

@@ -1,6 +1,7 @@
 #include "ops/flash_attention_score_rules.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -180,6 +181,7 @@ void FlashAttentionRules::check_lengths() {
 void FlashAttentionRules::check_head_size() const { limits_.size("query", "D", head_size_); }
 
 void FlashAttentionRules::check_scores() const {
+  check_scale_value(op_, options_.scale_value);
   check_value(options_.pse_type >= 0 && options_.pse_type <= 3, op_, "pse_type",
               "expected 0 (scores * scale + pse), 1 ((scores + pse) * scale), 2 (slopes times "
               "distance) or 3 (slopes times the root of the distance), got ",
@@ -311,8 +313,9 @@ void FlashAttentionRules::check_slopes_of_sequences() const {
 
 void FlashAttentionRules::check_dropout() const {
   const double keep = options_.keep_prob;
-  check_value(keep > 0 && keep <= 1, op_, "keep_prob", "expected a probability in (0, 1], got ",
-              keep);
+  // What is kept is divided by it.
+  check_value(keep <= 1 && static_cast<float>(keep) >= std::numeric_limits<float>::min(), op_,
+              "keep_prob", "expected a probability in (0, 1] of normal float32, got ", keep);
   if (!options_.drop_mask) {
     check_present(keep == 1, op_, "drop_mask", "expected a tensor for keep_prob ", keep,
                   ", got None; ascend_attn_ops.flash_attention_score(dropout_p=...) draws one");

@@ -1,7 +1,6 @@
 #include "ops/prompt_flash_attention.h"
 
 #include <array>
-#include <cmath>
 #include <utility>
 
 #include "core/error.h"
@@ -50,8 +49,7 @@ PromptFlashAttentionRules::PromptFlashAttentionRules(const PromptFlashAttention&
   check_actual_lengths(kName, "actual_seq_lengths_query", op.actual_seq_lengths_query, batch_,
                        queries_);
   check_actual_lengths(kName, "actual_seq_lengths_key", op.actual_seq_lengths_key, batch_, keys_);
-  check_value(std::isfinite(static_cast<float>(op.scale_value)), kName, "scale_value",
-              "expected a finite number of float32, got ", op.scale_value);
+  check_scale_value(kName, op.scale_value);
 }
 
 void PromptFlashAttentionRules::check_tensors() const {

@@ -32,6 +32,7 @@ SparseRules check_common(const Op& op) {
   rules.check_ropes({"query_rope", op.options.query_rope}, {"key_rope", op.options.key_rope});
   rules.check_lengths(op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key);
   rules.check_sparse_mode(op.options.sparse_mode, {0, 3});
+  check_scale_value(Op::name, op.options.scale_value);
   check_value(op.options.sparse_block_size >= 1, Op::name, "sparse_block_size",
               "expected a positive number of keys per block, got ", op.options.sparse_block_size);
   const auto& limits = rules.limits();

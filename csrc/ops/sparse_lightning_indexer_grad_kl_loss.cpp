@@ -116,6 +116,7 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     rules.check_token_weight({"weight", *weight});
   }
   rules.check_sparse_mode(sparse_mode, {3});
+  check_scale_value(name, scale_value);
 
   if (const auto& on_device = rules.limits()) {
     on_device.size("query", "N1", rules.heads());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -208,7 +209,12 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         wrong(PLAIN, {"pse_shift": torch.ones(4), "pse_type": 3}, "pse_type", "Sq = Skv"),
         wrong(PLAIN, {"keep_prob": 0.0}, "keep_prob", r"\(0, 1\]"),
         wrong(PLAIN, {"keep_prob": 1.5}, "keep_prob", r"\(0, 1\]"),
+        wrong(PLAIN, {"keep_prob": math.nan}, "keep_prob", r"\(0, 1\]"),
+        wrong(DROP, {"keep_prob": 5e-324}, "keep_prob", "normal float32, got 4.94066e-324"),
         wrong(PLAIN, {"keep_prob": 0.5}, "drop_mask", "dropout_p"),
+        wrong(PLAIN, {"scale_value": math.nan}, "scale_value", "finite number"),
+        wrong(PLAIN, {"scale_value": math.inf}, "scale_value", "finite number"),
+        wrong(PLAIN, {"scale_value": -1e39}, "scale_value", "finite number"),
         wrong(DROP, {"keep_prob": 1.0}, "drop_mask", "expected None for keep_prob 1"),
         wrong(DROP, {"drop_mask": bools(27)}, "drop_mask", "uint8", TypeError),
         wrong(DROP, {"drop_mask": bools(26).byte()}, "drop_mask", "at least 27 bytes"),

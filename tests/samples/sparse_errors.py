@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -108,6 +109,9 @@ def option_rules(operator: Operator, modes: tuple[int, ...] = (0, 3)) -> Iterato
         if name in arguments:
             yield wrong(f"{name} 0", name, **{name: 0})
             yield wrong(f"{name} negative", name, **{name: -1})
+    if "scale_value" in arguments:
+        for scale in (math.nan, -math.inf, 1e39):
+            yield wrong(f"scale_value {scale}", "scale_value", scale_value=scale)
     if "query_rope" in arguments:
         yield wrong("query_rope alone", "key_rope", key_rope=None)
         yield wrong("key_rope alone", "query_rope", query_rope=None)
