@@ -97,3 +97,21 @@ def test_loss_beside_an_infinite_key(heads: int, dtype: torch.dtype) -> None:
     expected = reference.sparse_lightning_indexer_grad_kl_loss(*exact, **options)
     assert_as_reference(actual, expected, dtype)
     assert actual[3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 2, 17])
+def test_dense_gradients_of_an_infinite_key_that_no_query_sees(
+    queries: int, dtype: torch.dtype
+) -> None:
+    """Queries are padded to whole tiles; those of padding have no part."""
+    query, key, value = (torch.randn(1, 1, n, 4, dtype=dtype) for n in (queries, 32, 32))
+    key[0, 0, queries + 2, 0] = torch.inf
+    options = {"num_heads": 1, "layout": "BNSD", "scale_value": 0.5, "sparse_mode": 2}
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, *_ = ascend_attn_ops.flash_attention_score(*leaves, **options)
+    _, d_key, d_value = torch.autograd.grad(out.sum(), leaves)
+    assert out.isfinite().all()
+    for gradient in (d_key, d_value):
+        assert gradient[:, :, :queries].isfinite().all()
+        assert (gradient[:, :, queries:] == 0).all()

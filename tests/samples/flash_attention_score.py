@@ -159,6 +159,7 @@ CASES = [
     replace(_TND, lengths=((3, 2), (0, 4))),
     FlashCase(b=1, s=(1, 600), heads=(8, 1), d=(32, 32), mode=3),
     FlashCase(s=(0, 0), mode=4, pre=1, next=1),
+    FlashCase(s=(0, 0), mode=1, mask="B1"),
     FlashCase(s=(3, 6), mode=6, prefix=(3, 6)),
     FlashCase(b=1, s=(65, 257), mode=3, heads=(7, 7), d=(33, 1), keep_prob=0.3),
     replace(_TND, lengths=((0, 0), (0, 0)), tail=(3, 2)),

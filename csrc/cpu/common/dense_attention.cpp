@@ -239,6 +239,9 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
 
 void DenseAttention::use_full_mask(const at::Tensor& given) {
   mask = with_dense_rows(given);
+  if (mask.numel() == 0) {
+    return;  // Nothing will be read, and there may be no sequence to give it an axis for.
+  }
   if (layout == Layout::TND && mask.dim() == 2) {
     // With a single sequence that has tokens the two forms are one.
     const auto longest = [this](auto tokens) {

@@ -155,6 +155,12 @@ class ScoreGradient {
           s[j] = d[j] = 0;
         }
       }
+      // The rows of padding: of zeros, whose product with an infinite key is NaN.
+      for (int64_t r = rows; r < round_up(rows, kRowStep); ++r) {
+        std::fill(scores + r * kKeyBlock + columns.begin, scores + r * kKeyBlock + columns.end, 0);
+        std::fill(d_scores + r * kKeyBlock + columns.begin, d_scores + r * kKeyBlock + columns.end,
+                  0);
+      }
     });
   }
 
