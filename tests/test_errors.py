@@ -94,6 +94,22 @@ def test_text_of_the_caller_is_quoted_on_one_line(text: str, shown: str) -> None
     assert f"got {shown} [" in str(raised.value)
 
 
+@pytest.mark.usefixtures("no_limits")
+def test_tensors_without_one_shape_or_dense_memory() -> None:
+    x = torch.ones(1, 2, 1, 8, requires_grad=True)
+    nested = torch.nested.nested_tensor([torch.ones(2, 8)])
+    indices = torch.zeros(1, 2, 1, 1, dtype=torch.int32)
+    with pytest.raises(
+        NotImplementedError, match="key: expected a tensor of one shape, got a nest"
+    ):
+        torch.ops.ascend.sparse_flash_attention(x, nested, x, indices, scale_value=1.0)
+    parts = [torch.ones(2, 8)] * 2
+    with pytest.raises(
+        NotImplementedError, match=r"lse\[1\]: expected a dense tensor, got .*Sparse"
+    ):
+        torch.ops.ascend.attention_update([torch.ones(2), torch.ones(2).to_sparse()], parts)
+
+
 def test_unknown_product() -> None:
     with pytest.raises(ValueError, match=r"A2.*A3.*950.*310P"), ascend_attn_ops.limits("A9"):
         pass

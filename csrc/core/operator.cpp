@@ -21,7 +21,10 @@ void raise_none(const char* op, size_t position, int64_t index) {
 }
 
 void raise_no_memory(const char* op, size_t position, int64_t index, const at::Tensor& tensor) {
-  raise(Violation::value, op, element_name(argument_name(op, position), index),
+  const auto argument = element_name(argument_name(op, position), index);
+  check_implemented(!tensor.is_nested(), op, argument,
+                    "expected a tensor of one shape, got a nested tensor");
+  raise(Violation::value, op, argument,
         c10::str("expected a storage that holds every element, got one of ",
                  tensor.storage().nbytes(), " bytes for shape ", tensor.sizes(), " and strides ",
                  tensor.strides(), " at offset ", tensor.storage_offset(),

@@ -56,9 +56,12 @@ void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef 
 }
 
 bool has_memory(const at::Tensor& tensor) {
+  if (tensor.is_nested()) {
+    return false;
+  }
   const auto* impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage() || tensor.is_meta() || impl->has_symbolic_sizes_strides() ||
-      tensor.layout() != at::kStrided || tensor.is_nested() || tensor.numel() == 0) {
+      tensor.layout() != at::kStrided || tensor.numel() == 0) {
     return true;
   }
   int64_t last = impl->storage_offset();
