@@ -115,3 +115,19 @@ def test_dense_gradients_of_an_infinite_key_that_no_query_sees(
     for gradient in (d_key, d_value):
         assert gradient[:, :, :queries].isfinite().all()
         assert (gradient[:, :, queries:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_gradients_of_keys_that_a_mask_hides_from_a_nan(dtype: torch.dtype) -> None:
+    """What is NaN there are the row's maximum and sum."""
+    query, key, value = (torch.randn(1, 1, n, 4, dtype=dtype) for n in (3, 20, 20))
+    query[0, 0, 1, 0] = torch.nan
+    mask = torch.rand(3, 20) < 0.3
+    mask[1, ::2] = True
+    options = {"num_heads": 1, "layout": "BNSD", "scale_value": 0.5, "sparse_mode": 1}
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, *_ = ascend_attn_ops.flash_attention_score(*leaves, atten_mask=mask, **options)
+    _, d_key, d_value = torch.autograd.grad(out.sum(), leaves)
+    assert d_value[0, 0, mask[1]].isfinite().all()
+    assert d_value[0, 0, ~mask[1]].isnan().all()
+    assert d_key.isnan().any()

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cpu/common/attention_scores.h"
 #include "cpu/common/attention_tiles.h"
@@ -135,6 +136,7 @@ class ScoreGradient {
     vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(),
                 d_scores = d_scores_.data(), &columns, max = max() + first,
                 inverse_sum = inverse_sum() + first, delta = delta() + first] {
+      constexpr T kExcluded = -std::numeric_limits<T>::infinity();
       for (int64_t r = 0; r < rows; ++r) {
         T* s = scores + r * kKeyBlock;
         T* d = d_scores + r * kKeyBlock;
@@ -148,7 +150,9 @@ class ScoreGradient {
         }
 #pragma omp simd
         for (int64_t j = begin; j < end; ++j) {
-          s[j] = exponential(s[j] * scale - row_max) * factor;
+          const T score = s[j] * scale;
+          // A key that is masked out has no part in a row whose maximum is NaN.
+          s[j] = score == kExcluded ? T(0) : exponential(score - row_max) * factor;
           d[j] = s[j] * (d[j] - row_delta);
         }
         for (int64_t j = end; j < columns.end; ++j) {
