@@ -261,9 +261,12 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
 
 
 def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
-    forward = build(case, dtype)
+    return gradient_of(build(case, dtype), Random(case.id, dtype))
+
+
+def gradient_of(forward: Sample, random: Random) -> Sample:
     out, softmax_max, softmax_sum = forward.call(reference)
-    dy = Random(case.id, dtype).normal(*out.shape)
+    dy = random.normal(*out.shape)
     return forward.of_gradient(
         dy=dy, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 
+@cache
 def compressed_mask(mode: int, dtype: torch.dtype) -> Tensor:
+    """Made once: tests leave it as it is."""
     mask = torch.ones(2048, 2048).triu(1)
     if mode == 6:
         mask = torch.cat((mask, (torch.arange(2048) >= 1024).float().expand(1024, 2048)))

@@ -113,7 +113,7 @@ class Sample:
 
     def strided(self) -> Sample:
         """The same values with gaps between the elements, filled with what would be noticed."""
-        return self.map(lambda x: torch.stack((x, torch.full_like(x, _noticed(x))), -1)[..., 0])
+        return self.map(lambda x: torch.stack((x, torch.full_like(x, noticed(x))), -1)[..., 0])
 
     def transposed(self) -> Sample:
         """The same values with the dimensions in memory in reverse order."""
@@ -124,7 +124,8 @@ class Sample:
         return self.map(lambda x: reversed_axes(reversed_axes(x).contiguous()))
 
 
-def _noticed(x: Tensor) -> float:
+def noticed(x: Tensor) -> float:
+    """What x would be seen to have been mixed with: NaN, or indices out of range."""
     if x.is_floating_point():
         return torch.nan
     return {torch.bool: 1, torch.uint8: 255, torch.int8: 127}.get(x.dtype, 2**30)

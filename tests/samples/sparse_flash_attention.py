@@ -93,9 +93,12 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
 
 
 def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
-    forward = build(case, dtype)
+    return gradient_of(build(case, dtype), Random(case.id, dtype))
+
+
+def gradient_of(forward: Sample, random: Random) -> Sample:
     out, softmax_max, softmax_sum = forward.call(reference)
-    d_out = Random(case.id, dtype).normal(*out.shape)
+    d_out = random.normal(*out.shape)
     return forward.of_gradient(
         d_out=d_out, out=out, softmax_max=softmax_max, softmax_sum=softmax_sum
     )

@@ -124,5 +124,5 @@ def kept(batch: int, sq: int, skv: int, a: Arguments) -> Tensor:
     band = (i - pre <= j) & (j <= i + following)
     if a.sparse_mode > 1:  # what the compressed mask says is the band
         return band
-    mask = a.atten_mask.view(-1, *a.atten_mask.shape[-2:])
+    mask = a.atten_mask[None] if a.atten_mask.dim() == 2 else a.atten_mask.flatten(0, -3)
     return band & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)

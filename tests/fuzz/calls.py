@@ -1,0 +1,109 @@
+"""What holds for every valid call, whatever it computes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+import ascend_attn_ops
+import torch
+from samples import Sample, bytes_of
+from torch import Tensor
+
+from .case import Finding
+from .memory import placed
+
+Outputs = tuple[Tensor, ...]
+
+_M_PERTURB = -6
+_PERTURB_AT_START = int(os.environ.get("MALLOC_PERTURB_", "0"))
+# What freed memory is filled with, allocated memory with its complement. As floating point: almost
+# nothing and huge, NaN, huge and almost nothing.
+FILLS = (0x80, 0xFF, 0x02)
+_mallopt: Callable[[int, int], int] = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+THREADS = (1, 2, 4)
+# Of the cases: to change the number of threads takes longer than a small call.
+SHARE_OF_THREADS = 0.2
+
+
+@contextmanager
+def poisoned_memory(fill: int) -> Iterator[None]:
+    """Where the C library is glibc. torch's own filling of new tensors would change how operators
+    run, being part of its deterministic mode, and never fills what kernels allocate for themselves.
+    """
+    _mallopt(_M_PERTURB, fill)
+    try:
+        yield
+    finally:
+        _mallopt(_M_PERTURB, _PERTURB_AT_START)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Run:
+    sample: Sample
+    threads: int
+    fill: int
+    public: bool  # through the public function, or through torch.ops
+
+    def __str__(self) -> str:
+        how = "ascend_attn_ops" if self.public else "torch.ops"
+        return f"{how}, {self.threads} threads, memory freed as {self.fill:#x}"
+
+    def outputs(self) -> Outputs:
+        before = {name: storage_bytes(x).clone() for name, x in self.sample.tensors.items()}
+        with threads(self.threads), poisoned_memory(self.fill):
+            outputs = self.sample.call(ascend_attn_ops if self.public else torch.ops.ascend)
+        for name, x in self.sample.tensors.items():
+            if not torch.equal(storage_bytes(x), before[name]):
+                raise Finding(f"{name}: the call wrote to it, or beside it ({self})")
+        return outputs
+
+
+def storage_bytes(x: Tensor) -> Tensor:
+    """All of the memory that a tensor is a part of."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+def run(sample: Sample, random: Random, same_on_all_threads: bool) -> Outputs:
+    """The outputs, which are the same bits for other strides, in a second run, with other rubbish
+    in new memory, and where that is promised with other numbers of threads; a call changes no
+    argument.
+    """
+    counts = [random.choice(THREADS)] * 3
+    if same_on_all_threads and random.random() < SHARE_OF_THREADS:
+        counts = random.sample(THREADS, 3)
+    other = placed(sample, random)
+    fills = random.sample(FILLS, 3)
+    runs = [
+        Run(sample, counts[0], fills[0], public=False),
+        Run(other, counts[1], fills[1], public=True),
+        Run(other, counts[2], fills[2], public=False),
+    ]
+    first = runs[0].outputs()
+    for again in runs[1:]:
+        for number, (x, y) in enumerate(zip(again.outputs(), first, strict=True)):
+            if x.dtype != y.dtype or x.shape != y.shape:
+                raise Finding(f"output {number}: {x.dtype} {x.shape} against {y.dtype} {y.shape}")
+            if not x.is_contiguous():
+                raise Finding(f"output {number} is not contiguous ({again})")
+            if not torch.equal(bytes_of(x), bytes_of(y)):
+                strides = {name: t.stride() for name, t in other.tensors.items()}
+                raise Finding(
+                    f"output {number}: {int((x != y).sum())} elements differ between {runs[0]} "
+                    f"and {again} with strides {strides}"
+                )
+    return first

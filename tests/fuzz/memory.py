@@ -1,0 +1,87 @@
+"""The same values elsewhere in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import torch
+from samples import Sample
+from samples.sample import noticed
+from torch import Tensor
+
+# Copies of more take longer than what they would show is worth.
+_LARGEST = 2**20
+
+
+def placed(sample: Sample, random: Random) -> Sample:
+    """Each tensor with strides and an offset of its own."""
+    kind = random.randrange(3)
+    if kind == 0:
+        return sample.clone()
+
+    def place(x: Tensor) -> Tensor:
+        if x.numel() > _LARGEST:
+            return x
+        return random.choice(_PLACES)(x, random)
+
+    return sample.map(place)
+
+
+def _copied(x: Tensor, random: Random) -> Tensor:
+    return x.clone()
+
+
+def _permuted(x: Tensor, random: Random) -> Tensor:
+    """The axes in another order."""
+    order = random.sample(range(x.dim()), x.dim())
+    inverse = [order.index(axis) for axis in range(x.dim())]
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def _narrowed(x: Tensor, random: Random) -> Tensor:
+    """A part of something larger, which a kernel must not read."""
+    if x.dim() == 0:
+        return _shifted(x, random)
+    axis = random.randrange(x.dim())
+    before, after = random.randint(0, 2), random.randint(0, 2)
+    shape = list(x.shape)
+    shape[axis] += before + after
+    larger = _rubbish(shape, x)
+    part = larger.narrow(axis, before, x.shape[axis])
+    return part.copy_(x)
+
+
+def _spaced(x: Tensor, random: Random) -> Tensor:
+    """With gaps between the elements."""
+    larger = _rubbish([*x.shape, 2], x)
+    return larger[..., random.randrange(2)].copy_(x)
+
+
+def _shifted(x: Tensor, random: Random) -> Tensor:
+    """An odd number of elements behind the beginning of its memory."""
+    shift = random.choice((1, 3))
+    flat = _rubbish([shift + x.numel()], x)
+    return flat[shift:].view(x.shape).copy_(x)
+
+
+_PLACES: tuple[Callable[[Tensor, Random], Tensor], ...] = (
+    _copied,
+    _permuted,
+    _narrowed,
+    _spaced,
+    _shifted,
+)
+
+
+def _rubbish(shape: list[int], x: Tensor) -> Tensor:
+    """What would be noticed if it were read: NaN, or indices out of range."""
+    return torch.full(shape, noticed(x)).to(x.dtype)
+
+
+def expanded(x: Tensor, random: Random) -> Tensor:
+    """Other values: those of one slice for all of an axis, which is in memory once."""
+    if x.dim() == 0 or x.numel() == 0:
+        return x
+    axis = random.randrange(x.dim())
+    return x.narrow(axis, 0, 1).expand(x.shape)

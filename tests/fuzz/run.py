@@ -1,0 +1,170 @@
+"""Runs random cases of all classes in turns until the time is up.
+
+    python tests/fuzz/run.py --seconds 600 --seed 1 --only 'valid/*'
+    python tests/fuzz/run.py --replay valid/attention_update:12345
+
+Every case has a seed of its own, so that one line replays it. Exit status 1: there were findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import importlib
+import itertools
+import os
+import pkgutil
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+if __name__ == "__main__":
+    # In place of this folder, whose modules are those of a package.
+    sys.path[:1] = [str(FOLDER.parent), str(FOLDER.parents[1] / "python")]
+    # Threads that wait in a loop take the processors from those that compute; read by libgomp as it
+    # is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import ascend_attn_ops  # noqa: E402
+
+from fuzz.case import Case, Finding  # noqa: E402
+
+CORPUS = FOLDER / "corpus.txt"
+SHOWN = 3  # findings of a class that are printed in full
+LABELS = 6  # labels of a class in the table
+PROGRESS_SECONDS = 10
+
+
+def classes() -> dict[str, Case]:
+    """Those of every module of this package."""
+    found: dict[str, Case] = {}
+    for module in pkgutil.iter_modules([str(FOLDER)]):
+        if module.name != "run":
+            found |= getattr(importlib.import_module(f"fuzz.{module.name}"), "CASES", {})
+    return found
+
+
+def corpus() -> list[str]:
+    """Lines that `--replay` takes, one for each finding of the past."""
+    lines = (line.partition("#")[0].strip() for line in CORPUS.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def case_seed(campaign: int, name: str, number: int) -> int:
+    """64 bits, different for every case of a campaign."""
+    digest = hashlib.blake2b(f"{campaign}/{name}/{number}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def run_case(case: Case, seed: int) -> str:
+    """Its label. An exception that is no Finding becomes one."""
+    try:
+        # The shapes are far smaller than those that the device's tables allow.
+        with ascend_attn_ops.limits(None):
+            return case(random.Random(seed))
+    except Finding:
+        raise
+    except Exception as error:
+        raise Finding(f"unexpected exception\n{traceback.format_exc(limit=-3)}") from error
+
+
+def replay(line: str) -> str:
+    name, _, seed = line.rpartition(":")
+    return run_case(classes()[name], int(seed))
+
+
+@dataclass
+class Count:
+    """What became of the cases of one class."""
+
+    cases: int = 0
+    seconds: float = 0.0
+    findings: list[int] = field(default_factory=list)  # their seeds
+    labels: Counter[str] = field(default_factory=Counter)
+
+
+def campaign(chosen: dict[str, Case], seed: int, seconds: float) -> dict[str, Count]:
+    counts = {name: Count() for name in chosen}
+    start = time.perf_counter()
+    reported = start
+    for number in itertools.count():
+        for name, case in chosen.items():
+            before = time.perf_counter()
+            if before - start >= seconds:
+                return counts
+            if before - reported >= PROGRESS_SECONDS:
+                reported = before
+                print(progress(counts, before - start), flush=True)
+            run_one(name, case, case_seed(seed, name, number), counts[name])
+    raise AssertionError("itertools.count has no end")
+
+
+def run_one(name: str, case: Case, seed: int, count: Count) -> None:
+    before = time.perf_counter()
+    try:
+        count.labels[run_case(case, seed)] += 1
+    except Finding as finding:
+        count.findings.append(seed)
+        if len(count.findings) <= SHOWN:
+            print(f"FINDING {name} seed {seed}\n{finding}\n    {command(name, seed)}", flush=True)
+        elif len(count.findings) == SHOWN + 1:
+            print(f"FINDING {name}: more of them are counted only", flush=True)
+    count.cases += 1
+    count.seconds += time.perf_counter() - before
+
+
+def command(name: str, seed: int) -> str:
+    return f"python tests/fuzz/run.py --replay {name}:{seed}"
+
+
+def progress(counts: dict[str, Count], elapsed: float) -> str:
+    cases = sum(x.cases for x in counts.values())
+    findings = sum(len(x.findings) for x in counts.values())
+    return f"{elapsed:.0f} s: {cases} cases, {findings} findings"
+
+
+def table(counts: dict[str, Count]) -> str:
+    width = max(map(len, counts), default=0)
+    lines = [f"{'class':{width}} {'cases':>8} {'findings':>8} {'per s':>8}  labels"]
+    for name, count in counts.items():
+        rate = count.cases / count.seconds if count.seconds else 0.0
+        common = ", ".join(f"{label} {n}" for label, n in count.labels.most_common(LABELS))
+        others = len(count.labels) - LABELS
+        more = f", {others} others" if others > 0 else ""
+        lines.append(
+            f"{name:{width}} {count.cases:8} {len(count.findings):8} {rate:8.1f}  {common}{more}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=lambda text: int(text, 0), default=0)
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="of classes: 'valid/*'")
+    parser.add_argument("--replay", metavar="CLASS:SEED", help="runs one case")
+    arguments = parser.parse_args()
+    if arguments.replay:
+        try:
+            print(f"nothing found: {replay(arguments.replay)}")
+        except Finding as finding:
+            print(f"FINDING {arguments.replay}\n{finding}")
+            return 1
+        return 0
+    chosen = {name: x for name, x in classes().items() if fnmatch.fnmatch(name, arguments.only)}
+    if not chosen:
+        parser.error(f"no class matches {arguments.only}: {', '.join(classes())}")
+    print(f"seed {arguments.seed}, {arguments.seconds:g} s, {len(chosen)} classes", flush=True)
+    counts = campaign(chosen, arguments.seed, arguments.seconds)
+    print(table(counts))
+    return int(any(count.findings for count in counts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""Valid calls of flash_attention_score, its gradient, and prompt_flash_attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from random import Random
+from typing import Any
+
+import torch
+from ascend_attn_ops import reference
+from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.flash_attention_score import by_head, from_heads, to_heads
+from ascend_attn_ops.reference.prompt_flash_attention import read_scale
+from samples import Sample, flash_attention_score, prompt_flash_attention, randomness
+from samples.flash_attention_score import FlashCase
+from samples.prompt_flash_attention import PromptCase
+from tolerance import TOLERANCES
+from torch import Tensor
+
+from . import draw
+from .bounds import check_all, largest_score, of_statistics, within
+from .calls import Outputs, run
+from .case import Case, Finding
+
+INT_MAX = 2**31 - 1
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class FuzzedFlash(FlashCase):
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """Other numbers for every seed."""
+        return f"{super().id}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class FuzzedPrompt(PromptCase):
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """Other numbers for every seed."""
+        return f"{super().id}-{self.seed}"
+
+
+def head_counts(random: Random) -> Pair:
+    key_heads = random.choice((1, 1, 2, 3))
+    return key_heads * random.choice((1, 1, 2, 3, 8)), key_heads
+
+
+def sizes(random: Random) -> Pair:
+    kind = random.random()
+    if kind < 0.02:
+        return random.randint(1, 4), random.choice((511, 512, 513, 600))
+    largest = 140 if kind < 0.12 else 16
+    s = draw.size(random, largest)
+    return s, s if random.random() < 0.3 else draw.size(random, largest)
+
+
+def flash_case(random: Random) -> FuzzedFlash:
+    fields: dict[str, Any] = {
+        "seed": random.getrandbits(32),
+        "layout": random.choice(("BNSD", "BSND", "BSH", "SBH", "TND", "TND")),
+        "heads": head_counts(random),
+        "mask_dtype": random.choice((torch.bool, torch.uint8)),
+    }
+    d = draw.head_size(random)
+    fields["d"] = d, d if random.random() < 0.5 else random.randint(1, d)
+    if fields["layout"] == "TND":
+        pairs = [
+            (0, 0) if random.random() < 0.1 else sizes(random) for _ in range(random.randint(1, 4))
+        ]
+        fields["lengths"] = tuple(x for x, _ in pairs), tuple(x for _, x in pairs)
+        fields["tail"] = random.choice(((0, 0), (0, 0), (2, 3), (0, 1), (1, 0)))
+        fields["closed"] = random.random() < 0.2
+    else:
+        fields["b"] = random.choice((0, 1, 1, 2, 2, 3))
+        fields["s"] = sizes(random)
+    sequences = FlashCase(**{k: x for k, x in fields.items() if k != "seed"}).sequences
+    fields |= mask_fields(random, fields["layout"], sequences)
+    if random.random() < 0.4:
+        equal = fields["layout"] == "TND" or fields["s"][0] == fields["s"][1]
+        fields |= bias_fields(random, fields["layout"], sequences, equal)
+    if random.random() < 0.25:
+        fields["keep_prob"] = random.choice((0.1, 0.5, 0.7, 0.9))
+    return FuzzedFlash(**fields)
+
+
+def mask_fields(random: Random, layout: str, sequences: list[Pair]) -> dict[str, Any]:
+    """A mode, and what goes with it; none where the mode has no band for these sequences."""
+    packed = layout == "TND"
+    mode = random.choice((None, 0, 1, 2, 3, 4, 6, 7, 8) if packed else (None, 0, 1, 2, 3, 4, 5, 6))
+    fields: dict[str, Any] = {"mode": mode}
+    if mode in (0, 1):
+        fields["pattern"] = random.choice(("random", "rows", "causal"))
+        fields["mask"] = random.choice(("BN", "B1", "11", "", "sum") if packed else
+                                       ("BN", "B1", "11", ""))  # fmt: skip
+    filled = [x for x in sequences if all(x)]
+    if mode in (0, 4) and random.random() < 0.7:
+        band = band_of(random, mode, packed, filled or sequences)
+        if band is None:
+            return {"mode": random.choice((2, 3))}
+        fields["pre"], fields["next"] = band
+    if mode in (5, 6):
+        if packed and not sequences:
+            return {"mode": 3}
+        fields["mask"] = random.choice(("BN", "B1"))
+        fields["prefix"] = tuple(
+            random.randint(0 if sq > skv else skv - sq, skv) for sq, skv in sequences
+        )
+        if not sequences:
+            return {"mode": 3}
+    if mode in (7, 8):
+        sq, skv = (filled[-1] if mode == 7 else filled[0]) if filled else (0, 0)
+        least = 0 if mode == 7 else sq - skv
+        fields["pre"] = skv + random.randint(0, 3)
+        fields["next"] = least - random.randint(0, 2) if mode == 7 else least + random.randint(0, 3)
+    return fields
+
+
+def band_of(random: Random, mode: int, packed: bool, sequences: list[Pair]) -> Pair | None:
+    """A pair of pre and next that leaves every sequence a band."""
+    if not sequences:
+        return None
+    for _ in range(10):
+        pre, next_ = (random.randint(-4, 12) for _ in range(2))
+        fitting = [
+            leaves_a_band(
+                pre + (sq - skv if mode == 4 else 0), next_ + (skv - sq if mode == 4 else 0),
+                sq, skv,
+            )
+            and not (packed and mode == 0 and (next_ < 0 or skv + pre < sq))
+            for sq, skv in sequences
+        ]  # fmt: skip
+        if all(fitting):
+            return pre, next_
+    return None
+
+
+def leaves_a_band(pre: int, next_: int, sq: int, skv: int) -> bool:
+    if pre < 0:
+        return next_ >= -pre and -pre < skv
+    return next_ >= 0 or (-next_ <= pre and -next_ < sq)
+
+
+def bias_fields(random: Random, layout: str, sequences: list[Pair], slopes: bool) -> dict[str, Any]:
+    """`slopes`: whether the lengths are such that they may be slopes."""
+    packed = layout == "TND"
+    pse_type = random.randrange(4 if slopes else 2)
+    if pse_type >= 2:
+        start = random.choice((None, (0, 0), (3, 5), (7, 0), (0, 40)))
+        return {
+            "pse": random.choice(("N", "BN")) if sequences else "N",
+            "pse_type": pse_type,
+            "start": start,
+        }
+    kinds = ("full", "keys") if packed else ("full", "heads", "keys", "key")
+    return {"pse": random.choice(kinds), "pse_type": pse_type}
+
+
+def label(case: FlashCase | PromptCase, dtype: torch.dtype) -> str:
+    mode = "no mask" if case.mode is None else f"mode {case.mode}"
+    return f"{case.layout} {mode} {draw.name_of(dtype)}"
+
+
+def flash_call(random: Random, case: FuzzedFlash, dtype: torch.dtype) -> Sample:
+    sample = flash_attention_score.build(case, dtype)
+    if random.random() < 0.2:
+        sample = draw.with_zeros(sample, ("query", "key"), random)
+    sample = draw.scaled(sample, ("value",), random)
+    return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
+
+
+def arguments_of(sample: Sample) -> Arguments:
+    optional = {"pse_shift": None, "q_start_idx": [], "kv_start_idx": []}
+    return Arguments(**{**optional, **sample.double().arguments})
+
+
+def score_size(sample: Sample) -> float:
+    """Of query and key, and of what is added to their products."""
+    a = arguments_of(sample)
+    query, key, _ = by_head(a, torch.float64)
+    scale, bias = a.scale_value, 0.0
+    if a.pse_shift is not None and a.pse_shift.numel():
+        bias = float(a.pse_shift.abs().max())
+        if a.pse_type >= 2:
+            starts = [
+                x[0]
+                for x in (getattr(a, "q_start_idx", None), getattr(a, "kv_start_idx", None))
+                if x
+            ]
+            bias *= max(query.shape[2], key.shape[2]) + sum(map(abs, starts))
+        if a.pse_type == 1:
+            bias *= abs(scale)
+    return largest_score(query, key, scale) + bias
+
+
+def beside(sample: Sample, heads: int | None, *parts: Tensor) -> Tensor:
+    """Tensors of one layout as one with wider heads."""
+    layout = sample.options["layout"]
+    return from_heads(torch.cat([to_heads(x, heads, layout) for x in parts], -1), layout)
+
+
+def attention(random: Random) -> str:
+    case, dtype = flash_case(random), random.choice(draw.DTYPES)
+    sample = flash_call(random, case, dtype)
+    actual = run(sample, random, same_on_all_threads=True)
+    largest = score_size(sample)
+    exact = sample.double()
+    out, softmax_max, softmax_sum = exact.call(reference)
+    value = exact.inputs["value"]
+    terms = exact.replace(value=value.abs()).call(reference)[0]
+    expected = [
+        within("out", out, terms, dtype, largest),
+        *of_statistics(softmax_max, softmax_sum, dtype, largest),
+    ]
+    check_all(expected, actual, sample)
+    return label(case, dtype)
+
+
+def attention_gradient(random: Random) -> str:
+    case, dtype = flash_case(random), random.choice(draw.DTYPES)
+    if case.pse == "key" and case.b > 1:  # the gradient wants a bias for each batch
+        return "no such case"
+    forward = flash_call(random, case, dtype)
+    sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
+    sample = draw.scaled(sample, ("dy",), random)
+    actual = run(sample, random, same_on_all_threads=False)
+    largest = score_size(sample)
+    expected = [
+        within(name, x, terms, dtype, largest)
+        for name, x, terms in zip(
+            ("dq", "dk", "dv"), sample.double().call(reference), gradient_terms(sample), strict=True
+        )
+    ]
+    check_all(expected, actual, sample)
+    return label(case, dtype)
+
+
+def gradient_terms(sample: Sample) -> Outputs:
+    """A of the three gradients, by the reference: beside every query stand zeros and its absolute
+    value, beside every key its absolute value and zeros. The scores are the same, and what the
+    gradients' parts beside are is what the absolute values would have."""
+    exact = sample.double()
+    layout, (heads, key_heads) = exact.options["layout"], heads_of(exact)
+    query, key = exact.inputs["query"], exact.inputs["key"]
+    wider = {
+        "query": beside(exact, heads, query, torch.zeros_like(query), query.abs()),
+        "key": beside(exact, key_heads, key, key.abs(), torch.zeros_like(key)),
+        "value": exact.inputs["value"].abs(),
+        "dy": exact.inputs["dy"].abs(),
+        "attention_in": -exact.inputs["attention_in"].abs(),
+    }
+    dq, dk, dv = exact.replace(**wider).call(reference)
+
+    def part(x: Tensor, heads: int, number: int) -> Tensor:
+        return from_heads(to_heads(x, heads, layout).abs().chunk(3, -1)[number], layout)
+
+    return part(dq, heads, 1), part(dk, key_heads, 2), dv
+
+
+def heads_of(sample: Sample) -> Pair:
+    query, key, _ = by_head(arguments_of(sample), torch.float64)
+    return query.shape[1], key.shape[1]
+
+
+def prompt_case(random: Random) -> FuzzedPrompt:
+    s = sizes(random)
+    b = random.choice((0, 1, 1, 2, 2, 3))
+    fields: dict[str, Any] = {
+        "seed": random.getrandbits(32),
+        "layout": random.choice(("BNSD", "BSND", "BSH", "BNSD_BSND")),
+        "b": b,
+        "s": s,
+        "heads": head_counts(random),
+        "d": draw.head_size(random),
+        "mask_dtype": random.choice((torch.bool, torch.uint8, torch.int8)),
+        "mode": random.choice((0, 0, 1, 2, 3, 4)),
+    }
+    if fields["mode"] == 1 or (fields["mode"] == 0 and random.random() < 0.7):
+        fields["mask"] = random.choice(("S", "BS", "1S", "B1S", "11S"))
+        if random.random() < 0.3:
+            fields["larger"] = random.randint(0, 5), random.randint(0, 20)
+    if random.random() < 0.4:
+        fields["lengths"] = tuple(valid_lengths(random, b, most) for most in s)
+    if fields["mode"] in (0, 4) and random.random() < 0.7:
+        fields["pre"], fields["next"] = (random.randint(0, 12) for _ in range(2))
+    kind = random.random()
+    if kind < 0.45:
+        fields["inputs"] = "int8" if kind < 0.3 else "float"
+        fields["output"] = "int8" if kind > 0.15 else "float"
+        fields["deq_dtype"] = random.choice((torch.float32, torch.uint64))
+        if fields["output"] == "int8":
+            fields["scale2"] = random.choice(("tensor", "channel"))
+            if fields["scale2"] == "channel":
+                fields["d"] = random.choice((32, 64, 96))
+            fields["scale2_as_query"] = fields["inputs"] == "float" and random.random() < 0.3
+            # With an offset no row may be without keys.
+            fields["offset"] = fields["mode"] in (1, 2) and random.random() < 0.5
+    return FuzzedPrompt(**fields)
+
+
+def valid_lengths(random: Random, batches: int, most: int) -> tuple[int, ...] | None:
+    count = random.choice((0, 1, batches, batches))
+    if random.random() < 0.3 or (count < batches and count > 1):
+        return None
+    return tuple(random.randint(0, most) for _ in range(count))
+
+
+def prompt(random: Random) -> str:
+    case, dtype = prompt_case(random), random.choice(draw.DTYPES)
+    sample = prompt_flash_attention.build(case, dtype)
+    sample = sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
+    if case.inputs == "float" and case.output == "float":
+        sample = draw.scaled(sample, ("value",), random)
+    (actual,) = run(sample, random, same_on_all_threads=True)
+    exact = sample.double()
+    (out,) = exact.call(reference)
+    kind = draw.name_of(dtype)
+    if case.inputs == "int8" or case.output == "int8":
+        kind = f"{case.inputs if case.inputs == 'int8' else kind} to {case.output}"
+        compare_quantized(sample, actual, out)
+        return f"{case.layout} mode {case.mode} {kind}"
+    layout = "BNSD" if case.layout == "BNSD_BSND" else case.layout
+    query, key = (
+        to_heads(exact.inputs[name], heads, layout)
+        for name, heads in zip(("query", "key"), case.heads, strict=True)
+    )
+    largest = largest_score(query, key, sample.options["scale_value"])
+    (terms,) = exact.replace(value=exact.inputs["value"].abs()).call(reference)
+    check_all([within("out", out, terms, dtype, largest)], (actual,), sample)
+    return label(case, dtype)
+
+
+def compare_quantized(sample: Sample, actual: Tensor, expected: Tensor) -> None:
+    """A weight or an output that is rounded the other way is one step: 2% of the rows, or 3% of the
+    elements, and three standard deviations more in what is too small for a share of it."""
+    x, y = actual.double(), expected.double()
+    if actual.dtype == torch.int8:
+        off, most, share = x != y, 1.0, 0.03
+    else:
+        tolerance = TOLERANCES[torch.float16]
+        rows = (x - y).abs() > tolerance.allowed(y)
+        off, share = rows.flatten(0, -2).any(-1) if rows.dim() > 1 else rows, 0.02
+        scale = prompt_step(sample)
+        most = scale
+    allowed = share * off.numel() + 3 * sqrt(share * off.numel()) + 1
+    farthest = float((x - y).abs().max()) if x.numel() else 0.0
+    if int(off.sum()) > allowed or not (farthest <= most or not off.any()):
+        raise Finding(
+            f"{sample.id}: {int(off.sum())} of {off.numel()} are off, by at most {farthest:.3g}, "
+            f"one step is {most:.3g}"
+        )
+
+
+def prompt_step(sample: Sample) -> float:
+    """What one step of one weight makes of an output at most: the weights sum to at least one."""
+    return 1.01 * 128 * abs(read_scale(sample.options["deq_scale2"])) + 1e-3
+
+
+CASES: dict[str, Case] = {
+    "valid/flash_attention_score": attention,
+    "valid/flash_attention_score_grad": attention_gradient,
+    "valid/prompt_flash_attention": prompt,
+}

@@ -1,0 +1,152 @@
+"""Valid calls of attention_update and scatter_pa_kv_cache_."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import ascend_attn_ops
+import torch
+from ascend_attn_ops import reference
+from samples import Sample, attention_update, bytes_of, scatter_pa_kv_cache
+from samples.attention_update import UpdateCase
+from samples.scatter_pa_kv_cache import CacheCase
+from torch import Tensor
+
+from . import draw
+from .bounds import Expected, check_all, within
+from .calls import FILLS, THREADS, poisoned_memory, run, threads
+from .case import Case, Finding
+from .memory import placed
+
+
+@dataclass(frozen=True)
+class FuzzedUpdate(UpdateCase):
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """Other numbers for every seed."""
+        return f"{super().id}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class FuzzedCache(CacheCase):
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """Other numbers for every seed."""
+        return f"{super().id}-{self.seed}"
+
+
+def update(random: Random) -> str:
+    dtype = random.choice(draw.DTYPES)
+    d = draw.size(random, 300)
+    case = FuzzedUpdate(
+        seed=random.getrandbits(32),
+        parts=random.choice((1, 1, 2, 2, 3, 5, 17)),
+        rows=tuple(draw.size(random, 20) for _ in range(random.randint(0, 3))),
+        d=d,
+        without_keys=random.choice(("", "", "rows", "parts") if d else ("",)),
+        offset=random.choice((0.0, 0.0, 0.0, 100.0, 1e4, -1e4)),
+    )
+    sample = attention_update.build(case, dtype)
+    sample = draw.scaled(sample, [name for name in sample.tensors if "local_out" in name], random)
+    if random.random() < 0.1:
+        sample, _ = draw.with_special(sample, list(sample.tensors), random)
+    actual = run(sample, random, same_on_all_threads=True)
+    exact = sample.double()
+    out, lse_out = exact.call(reference)
+    parts = [x.abs() for x in exact.inputs["local_out"]]
+    terms, _ = exact.replace(local_out=parts).call(reference)
+    # A sum of logarithms: what it is the logarithm of is accurate to 1e-5, and so is the maximum.
+    of_lse = (1e-10 if dtype == torch.float64 else 1e-5) * lse_out.abs().clamp(min=1)
+    expected = [within("out", out, terms, dtype), Expected("lse_out", lse_out, of_lse)]
+    check_all(expected, actual, sample)
+    return f"{case.parts} parts {draw.name_of(dtype)}"
+
+
+SCATTER_DTYPES = (
+    torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.uint8, torch.int16,
+    torch.uint16, torch.int32, torch.uint32, torch.float8_e5m2, torch.float8_e4m3fn, torch.float64,
+)  # fmt: skip
+
+
+def cache_case(random: Random, dtype: torch.dtype) -> FuzzedCache:
+    fields: dict[str, Any] = {
+        "seed": random.getrandbits(32),
+        "heads": random.randint(1, 4),
+        "slots": random.choice(("some skipped", "some skipped", "all skipped", "all")),
+        "index": random.choice((torch.int32, torch.int64)),
+    }
+    kind = random.choice(("Norm", "PA_NZ", "Nct", "Alibi", "Rope", "Omni", "rank 4"))
+    aligned = 32 // dtype.itemsize
+    rows = draw.size(random, 40)
+    size = draw.head_size(random)
+    if kind in ("Norm", "PA_NZ", "Nct"):
+        block_size = random.choice((1, 2, 7, 8, 16))
+        fields["blocks"] = -(-rows // block_size) + random.randint(1, 2), block_size
+        fields["rows"] = rows
+        fields["d"] = size, draw.head_size(random)
+        if kind == "Norm":
+            fields["slots"] = random.choice((fields["slots"], "in order"))
+        if kind == "PA_NZ":
+            fields["cache_mode"] = kind
+            fields["d"] = tuple(aligned * random.randint(1, 4) for _ in range(2))
+        else:
+            fields["key_only"] = random.random() < 0.2
+            fields["scatter"] = "None" if kind == "Norm" else kind
+        return FuzzedCache(**fields)
+    lengths = tuple(draw.size(random, 20) for _ in range(random.randint(0, 4)))
+    fields["scatter"] = random.choice(("Alibi", "Rope")) if kind == "rank 4" else kind
+    if kind == "rank 4":
+        fields["rank"], fields["rows"] = 4, max(lengths, default=0) + random.randint(0, 2)
+    block_size = random.choice((1, 2, 7, 8, 16))
+    fields |= {
+        "d": (aligned * random.randint(1, 4),) * 2,
+        "lengths": lengths,
+        "windows": random.choice(("some", "some", "none")),
+        "blocks": (-(-sum(lengths) * fields["heads"] // block_size) + 1, block_size),
+    }
+    return FuzzedCache(**fields)
+
+
+def scatter(random: Random) -> str:
+    """The caches have the bytes that they have after the reference, each time."""
+    dtype = random.choice(SCATTER_DTYPES)
+    case = cache_case(random, dtype)
+    sample = scatter_pa_kv_cache.build(case, dtype)
+    expected = after(sample, reference, random, 1, FILLS[0])
+    kind = "rank 4" if case.rank == 4 else f"{case.cache_mode} {case.scatter}"
+    for namespace in (torch.ops.ascend, ascend_attn_ops):
+        other = sample
+        if case.scatter != "Nct" and random.random() < 0.6:  # whose sources have strides already
+            sources = [name for name in ("key", "value") if name in sample.tensors]
+            moved = placed(sample, random)
+            other = sample.replace(**{name: moved.tensors[name] for name in sources})
+        actual = after(other, namespace, random, random.choice(THREADS), random.choice(FILLS))
+        for name, x in actual.items():
+            if not torch.equal(x, expected[name]):
+                differing = int((x != expected[name]).sum())
+                raise Finding(f"{sample.id}: {differing} bytes of {name} differ")
+    return f"{kind} {draw.name_of(dtype)}"
+
+
+def after(
+    sample: Sample, namespace: Any, random: Random, count: int, fill: int
+) -> dict[str, Tensor]:
+    """The bytes of all tensors after the call, which happens to copies of the caches."""
+    caches = {n: x.clone() for n, x in sample.tensors.items() if n.endswith("_cache")}
+    copy = sample.replace(**caches)
+    with threads(count), poisoned_memory(fill):
+        if copy.call(namespace) != ():
+            raise Finding(f"{sample.id}: the call returned something")
+    return {name: bytes_of(x) for name, x in copy.tensors.items()}
+
+
+CASES: dict[str, Case] = {
+    "valid/attention_update": update,
+    "valid/scatter_pa_kv_cache_": scatter,
+}
