@@ -1,6 +1,7 @@
 # make demo    train a LightningIndexer on real text (about five minutes)
 # make test    build everything and run the tests, on the CPU and on the simulated NPU
 # make bench   the benchmarks: ours, the peer and the physical limit side by side
+# make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
 # make lint    ruff, clang-format, mypy
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make wheel   a wheel in dist/, for the torch of PYTHON
@@ -26,7 +27,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu bench lint format docs wheel wheels matrix test-aarch64 clean build \
+.PHONY: demo test test-cpu test-npu fuzz bench lint format docs wheel wheels matrix test-aarch64 clean build \
 	build-npu
 
 demo: build
@@ -39,6 +40,12 @@ test-cpu: build
 
 test-npu: build-npu
 	$(NPU) tests/npu/run.py $(PYTEST_ARGS)
+
+# SECONDS is a variable of bash, which counts up: from the environment it would be any number.
+fuzz: build
+	MALLOC_PERTURB_=165 $(CPU) tests/fuzz/run.py \
+		--seconds $(if $(filter command line,$(origin SECONDS)),$(SECONDS),600) \
+		--seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(FUZZ_ARGS)
 
 bench: build-npu
 	$(CPU) benchmarks/sparse_flash_attention.py

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
@@ -17,7 +18,7 @@ from samples import Sample
 from torch import Tensor
 
 CLASSES = run.classes()
-CASES_OF_A_CLASS = 30
+CASES_OF_A_CLASS = 24
 OUTPUTS = {name: x for name, x in CLASSES.items() if name.startswith("valid/")}
 
 each_class = pytest.mark.parametrize("name", CLASSES)
@@ -25,8 +26,10 @@ each_valid_class = pytest.mark.parametrize("name", OUTPUTS)
 
 
 @pytest.mark.parametrize("line", run.corpus())
-def test_found_before(line: str) -> None:
-    run.replay(line)
+def test_found_before(line: str, request: pytest.FixtureRequest) -> None:
+    if line.startswith(run.OPEN):
+        request.applymarker(pytest.mark.xfail(raises=Finding, strict=True, reason="not mended yet"))
+    run.replay(line.removeprefix(run.OPEN))
 
 
 @each_class
@@ -97,7 +100,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]) -> No
         change(sample, outputs)
         return outputs
 
-    with monkeypatch.context() as patch, run.ascend_attn_ops.limits(None):
+    with monkeypatch.context() as patch, ascend_attn_ops.limits(None):
         patch.setattr(Sample, "call", call)
         calls.run(small_sample(), random.Random(0), same_on_all_threads=True)
 
@@ -155,20 +158,30 @@ def test_a_campaign_goes_on_and_counts(capsys: pytest.CaptureFixture[str]) -> No
     assert "fine" in rows[2]
 
 
-def test_the_command_line() -> None:
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(Path(run.__file__)), *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        return run.main()
 
     name = "valid/attention_update"
-    short = command("--seconds", "0.2", "--seed", "1", "--only", name)
-    assert short.returncode == 0, short.stdout + short.stderr
-    assert short.stdout.splitlines()[0] == "seed 1, 0.2 s, 1 classes"
-    again = command("--replay", f"{name}:1")
-    assert again.returncode == 0
-    assert again.stdout.startswith("nothing found: ")
-    assert "no class matches" in command("--only", "nothing").stderr
+    assert main("--seconds", "0.2", "--seed", "1", "--only", name) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "seed 1, 0.2 s, 1 classes"
+    monkeypatch.setattr(run, "classes", lambda: {"wrong/never": never})
+    assert main("--seconds", "0.1") == 1
+    assert main("--replay", "wrong/never:1") == 1
+    assert capsys.readouterr().out.endswith("FINDING wrong/never:1\nplanted\n")
+    with pytest.raises(SystemExit):
+        main("--only", "nothing")
+    assert "no class matches nothing: wrong/never" in capsys.readouterr().err
+
+
+def test_a_script_replays_what_is_found_here() -> None:
+    command = run.command("valid/attention_update", 1).split()
+    folder = Path(run.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, *command[1:]], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"nothing found: {run.replay('valid/attention_update:1')}\n"

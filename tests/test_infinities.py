@@ -8,12 +8,12 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from tolerance import CLOSE
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-CLOSE = {torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def assert_as_reference(actual: Any, expected: Any, dtype: torch.dtype) -> None:

@@ -39,12 +39,14 @@ def lengths(random: Random, count: int, largest: int) -> tuple[int, ...]:
     return tuple(0 if random.random() < 0.2 else size(random, largest) for _ in range(count))
 
 
-def scaled(sample: Sample, names: Iterable[str], random: Random) -> Sample:
+def scaled(
+    sample: Sample, names: Iterable[str], random: Random, exponents: tuple[int, int] = (-10, 6)
+) -> Sample:
     """Some of the tensors times a power of two, which leaves every digit as it is."""
     present = [name for name in names if name in sample.tensors]
     changed = random.sample(present, random.randint(0, len(present)))
 
-    factors = {id(sample.tensors[name]): 2.0 ** random.randint(-10, 6) for name in changed}
+    factors = {id(sample.tensors[name]): 2.0 ** random.randint(*exponents) for name in changed}
     return sample.map(lambda x: x * factors[id(x)] if id(x) in factors else x)
 
 

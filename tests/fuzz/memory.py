@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import torch
@@ -79,9 +79,17 @@ def _rubbish(shape: list[int], x: Tensor) -> Tensor:
     return torch.full(shape, noticed(x)).to(x.dtype)
 
 
-def expanded(x: Tensor, random: Random) -> Tensor:
-    """Other values: those of one slice for all of an axis, which is in memory once."""
-    if x.dim() == 0 or x.numel() == 0:
-        return x
-    axis = random.randrange(x.dim())
-    return x.narrow(axis, 0, 1).expand(x.shape)
+def with_expanded(sample: Sample, names: Iterable[str], random: Random) -> Sample:
+    """Sometimes, tensors of other values: those of one slice for all of an axis, which is in memory
+    once."""
+    if random.random() < 0.8:
+        return sample
+    chosen = {id(sample.tensors[name]) for name in names if name in sample.tensors}
+
+    def expand(x: Tensor) -> Tensor:
+        if id(x) not in chosen or x.numel() == 0 or random.random() < 0.5:
+            return x
+        axis = random.randrange(x.dim())
+        return x.narrow(axis, 0, 1).expand(x.shape)
+
+    return sample.map(expand)

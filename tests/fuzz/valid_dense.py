@@ -22,6 +22,7 @@ from . import draw
 from .bounds import check_all, largest_score, of_statistics, within
 from .calls import Outputs, run
 from .case import Case, Finding
+from .memory import with_expanded
 
 INT_MAX = 2**31 - 1
 Pair = tuple[int, int]
@@ -172,11 +173,12 @@ def flash_call(random: Random, case: FuzzedFlash, dtype: torch.dtype) -> Sample:
     if random.random() < 0.2:
         sample = draw.with_zeros(sample, ("query", "key"), random)
     sample = draw.scaled(sample, ("value",), random)
+    sample = with_expanded(sample, ("query", "key", "value"), random)
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
 
 
 def arguments_of(sample: Sample) -> Arguments:
-    optional = {"pse_shift": None, "q_start_idx": [], "kv_start_idx": []}
+    optional: dict[str, Any] = {"pse_shift": None, "q_start_idx": [], "kv_start_idx": []}
     return Arguments(**{**optional, **sample.double().arguments})
 
 
@@ -228,7 +230,7 @@ def attention_gradient(random: Random) -> str:
         return "no such case"
     forward = flash_call(random, case, dtype)
     sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
-    sample = draw.scaled(sample, ("dy",), random)
+    sample = with_expanded(draw.scaled(sample, ("dy",), random), ("dy",), random)
     actual = run(sample, random, same_on_all_threads=False)
     largest = score_size(sample)
     expected = [
@@ -268,7 +270,7 @@ def heads_of(sample: Sample) -> Pair:
     return query.shape[1], key.shape[1]
 
 
-def prompt_case(random: Random) -> FuzzedPrompt:
+def prompt_case(random: Random, quantized: bool = True) -> FuzzedPrompt:
     s = sizes(random)
     b = random.choice((0, 1, 1, 2, 2, 3))
     fields: dict[str, Any] = {
@@ -290,7 +292,7 @@ def prompt_case(random: Random) -> FuzzedPrompt:
     if fields["mode"] in (0, 4) and random.random() < 0.7:
         fields["pre"], fields["next"] = (random.randint(0, 12) for _ in range(2))
     kind = random.random()
-    if kind < 0.45:
+    if quantized and kind < 0.45:
         fields["inputs"] = "int8" if kind < 0.3 else "float"
         fields["output"] = "int8" if kind > 0.15 else "float"
         fields["deq_dtype"] = random.choice((torch.float32, torch.uint64))
@@ -317,6 +319,7 @@ def prompt(random: Random) -> str:
     sample = sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
     if case.inputs == "float" and case.output == "float":
         sample = draw.scaled(sample, ("value",), random)
+    sample = with_expanded(sample, ("query", "key", "value"), random)
     (actual,) = run(sample, random, same_on_all_threads=True)
     exact = sample.double()
     (out,) = exact.call(reference)

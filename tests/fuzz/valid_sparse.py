@@ -20,6 +20,7 @@ from . import draw
 from .bounds import Expected, check_all, largest_score, of_statistics, within
 from .calls import Outputs, run
 from .case import Case, Finding
+from .memory import with_expanded
 
 PATTERNS = ("random", "padded", "first", "hole", "duplicates", "future", "unread")
 # Those that name keys behind the lengths of a batch, where the gradients take none.
@@ -87,6 +88,7 @@ def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
         sample = draw.with_zeros(sample, ("query", "key", "query_rope", "key_rope"), random)
     if not case.absorbed:
         sample = draw.scaled(sample, ("value",), random)
+    sample = with_expanded(sample, ("query", "key", "value", "query_rope", "key_rope"), random)
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
 
 
@@ -117,7 +119,7 @@ def attention_gradient(random: Random) -> str:
     case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
     forward = forward_of(random, case, dtype)
     sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
-    sample = draw.scaled(sample, ("d_out",), random)
+    sample = with_expanded(draw.scaled(sample, ("d_out",), random), ("d_out",), random)
     actual = run(sample, random, same_on_all_threads=False)
     largest = score_size(sample)
     names = ("d_query", "d_key", "d_value", "d_query_rope", "d_key_rope")
@@ -160,7 +162,9 @@ def indexer(random: Random) -> str:
     if random.random() < 0.3:
         sample = draw.with_zeros(sample, ("query", "key", "weights"), random)
     else:
-        sample = draw.scaled(sample, ("query", "key", "weights"), random)
+        # No score may be more than float16 holds.
+        sample = draw.scaled(sample, ("query", "key", "weights"), random, exponents=(-6, 1))
+    sample = with_expanded(sample, ("query", "key", "weights"), random)
     actual = run(sample, random, same_on_all_threads=True)
     try:
         lightning_indexer.assert_same_selection(sample, actual)

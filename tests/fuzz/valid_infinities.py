@@ -1,0 +1,139 @@
+"""NaN and infinities in a few elements: docs/numerics.md, "Infinities and NaN".
+
+Where the reference is finite, the operator is: what does not depend on an element is not changed by
+it. Where the reference is not, an operator may leave out a product with a weight of zero. Only the
+sparse attention has NaN wherever the reference has, but for the maximum of scores that are NaN:
+there is none, and the sum says so. An infinite value is added in parts, whose sum may be NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import torch
+from ascend_attn_ops import reference
+from samples import (
+    OPERATORS,
+    Sample,
+    flash_attention_score,
+    lightning_indexer,
+    prompt_flash_attention,
+    randomness,
+    sparse_flash_attention,
+)
+from samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from tolerance import CLOSE
+
+from . import draw
+from .bounds import Expected, check_all
+from .calls import Outputs, run
+from .case import Case
+from .valid_dense import flash_case, prompt_case
+from .valid_sparse import sparse_case
+
+SOURCES = ("query", "key", "value", "query_rope", "key_rope")
+# Half of float16's digits are more than bfloat16's.
+BOUNDS = {**CLOSE, torch.float16: CLOSE[torch.bfloat16]}
+
+# A defect: a masked score that is NaN gives the gradient of its value NaN as well.
+DV_IS_NAN = ("query", "key", "pse_shift")
+
+
+def compare(
+    sample: Sample, actual: Outputs, same_nan: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
+) -> None:
+    """Of the outputs `same_nan`, what is not finite in the reference is the same here."""
+    names = OPERATORS[sample.operator].output_names
+    checks = []
+    for name, x, y in zip(names, actual, sample.double().call(reference), strict=True):
+        exact = x.double() if name in left_out else y.double()
+        if name not in same_nan:
+            exact = torch.where(exact.isfinite(), exact, x.double())
+        finite = exact[exact.isfinite()].abs()
+        largest = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        close = BOUNDS[sample.inputs["query"].dtype] * largest
+        checks.append(Expected(name, exact, torch.full_like(exact, close)))
+    check_all(checks, actual, sample)
+
+
+def with_special(sample: Sample, names: tuple[str, ...], random: Random) -> tuple[Sample, str]:
+    sample, name = draw.with_special(sample, names, random)
+    return replace(sample, id=f"{sample.id} with special {name}"), name or "nothing to change"
+
+
+def sparse(random: Random) -> str:
+    case, dtype = sparse_case(random), random.choice(draw.DTYPES)
+    sample, name = with_special(sparse_flash_attention.build(case, dtype), SOURCES, random)
+    actual = run(sample, random, same_on_all_threads=True)
+    compare(
+        sample, actual, same_nan=("softmax_sum",) if name == "value" else ("out", "softmax_sum")
+    )
+    return name
+
+
+def sparse_gradient(random: Random) -> str:
+    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
+    forward, name = with_special(sparse_flash_attention.build(case, dtype), SOURCES, random)
+    sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
+    actual = run(sample, random, same_on_all_threads=False)
+    compare(sample, actual)
+    return name
+
+
+def dense(random: Random) -> str:
+    case, dtype = flash_case(random), random.choice(draw.DTYPES)
+    names = (*SOURCES, "pse_shift") if case.pse_type < 2 else SOURCES
+    sample, name = with_special(flash_attention_score.build(case, dtype), names, random)
+    actual = run(sample, random, same_on_all_threads=True)
+    compare(sample, actual)
+    return name
+
+
+def dense_gradient(random: Random) -> str:
+    case, dtype = flash_case(random), random.choice(draw.DTYPES)
+    if case.pse == "key" and case.b > 1:  # the gradient wants a bias for each batch
+        return "no such case"
+    forward, name = with_special(flash_attention_score.build(case, dtype), SOURCES, random)
+    sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
+    actual = run(sample, random, same_on_all_threads=False)
+    compare(sample, actual, left_out=("dv",) if name in DV_IS_NAN else ())
+    return name
+
+
+def prompt(random: Random) -> str:
+    case, dtype = prompt_case(random, quantized=False), random.choice(draw.DTYPES)
+    sample, name = with_special(prompt_flash_attention.build(case, dtype), SOURCES, random)
+    actual = run(sample, random, same_on_all_threads=True)
+    compare(sample, actual)
+    return name
+
+
+def indexer_gradient(random: Random) -> str:
+    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
+    names = ("query", "key", "weights", "d_values")
+    sample, name = with_special(lightning_indexer.build_grad(case, dtype), names, random)
+    actual = run(sample, random, same_on_all_threads=False)
+    compare(sample, actual)
+    return name
+
+
+def loss(random: Random) -> str:
+    case = replace(sparse_case(random, loss=True, gradient=True), pattern="random")
+    dtype = random.choice(draw.DTYPES)
+    names = (*SOURCES, "query_index", "key_index", "weights")
+    sample, name = with_special(kl_loss.build(case, dtype), names, random)
+    actual = run(sample, random, same_on_all_threads=False)
+    compare(sample, actual)
+    return name
+
+
+CASES: dict[str, Case] = {
+    "infinities/sparse_flash_attention": sparse,
+    "infinities/sparse_flash_attention_grad": sparse_gradient,
+    "infinities/flash_attention_score": dense,
+    "infinities/flash_attention_score_grad": dense_gradient,
+    "infinities/prompt_flash_attention": prompt,
+    "infinities/lightning_indexer_grad": indexer_gradient,
+    "infinities/sparse_lightning_indexer_grad_kl_loss": loss,
+}
