@@ -81,6 +81,16 @@ def content(x: Tensor) -> Tensor:
     return every[: every.numel() // 8 * 8].view(torch.int64).sum()
 
 
+def with_other_lengths(sample: Sample, random: Random) -> Sample:
+    """The public functions take lengths as a tensor or as a list, whatever the operator wants."""
+    changes = {}
+    for name, x in sample.arguments.items():
+        if name.startswith("actual_seq_lengths_") and x is not None and random.random() < 0.5:
+            integer = random.choice((torch.int32, torch.int64))
+            changes[name] = x.tolist() if isinstance(x, Tensor) else torch.tensor(x, dtype=integer)
+    return sample.replace(**changes)
+
+
 def run(sample: Sample, random: Random, same_on_all_threads: bool) -> Outputs:
     """The outputs, which are the same bits for other strides, in a second run, with other rubbish
     in new memory, and where that is promised with other numbers of threads; a call changes no
@@ -93,7 +103,7 @@ def run(sample: Sample, random: Random, same_on_all_threads: bool) -> Outputs:
     fills = random.sample(FILLS, 3)
     runs = [
         Run(sample, counts[0], fills[0], public=False),
-        Run(other, counts[1], fills[1], public=True),
+        Run(with_other_lengths(other, random), counts[1], fills[1], public=True),
         Run(other, counts[2], fills[2], public=False),
     ]
     first = runs[0].outputs()

@@ -76,6 +76,14 @@ def with_special(sample: Sample, names: Sequence[str], random: Random) -> tuple[
     return sample.map(change), name
 
 
+def with_float32_weights(sample: Sample, random: Random) -> Sample:
+    """Sometimes: the indexer takes its weights in float32 beside half types."""
+    weights = sample.tensors["weights"]
+    if weights.dtype.itemsize > 2 or random.random() < 0.7:
+        return sample
+    return sample.replace(weights=weights.float())
+
+
 def scale_value(random: Random, usual: float) -> float:
     """Mostly the usual one; without any score, of the other sign, so large that one key has all the
     weight, so small that all keys have the same."""

@@ -62,7 +62,27 @@ def sizes(random: Random) -> Pair:
     return s, s if random.random() < 0.3 else draw.size(random, largest)
 
 
+def long_case(random: Random) -> FuzzedFlash:
+    """With the bias of 1024 rows, which only longer sequences have."""
+    n = random.randint(1025, 1100)
+    mode = random.choice((0, 2, 3))
+    fields: dict[str, Any] = {
+        "heads": random.choice(((2, 1), (1, 1))),
+        "d": (random.randint(1, 20),) * 2,
+        "pse": "rows",
+        "pse_type": random.randrange(2),
+        "seed": random.getrandbits(32),
+    }
+    if mode > 0 and random.random() < 0.4:
+        return FuzzedFlash(layout="TND", mode=mode, lengths=((n, 0), (n, 0)), **fields)
+    layout = random.choice(("BNSD", "BSND", "BSH", "SBH"))
+    masks = {"mode": mode, "mask": "", "pattern": "causal", "next": 0} if mode == 0 else {}
+    return FuzzedFlash(layout=layout, b=1, s=(n, n), **{"mode": mode, **masks, **fields})
+
+
 def flash_case(random: Random) -> FuzzedFlash:
+    if random.random() < 0.004:
+        return long_case(random)
     fields: dict[str, Any] = {
         "seed": random.getrandbits(32),
         "layout": random.choice(("BNSD", "BSND", "BSH", "SBH", "TND", "TND")),

@@ -129,11 +129,11 @@ def loss(random: Random) -> str:
 
 
 CASES: dict[str, Case] = {
-    "infinities/sparse_flash_attention": sparse,
-    "infinities/sparse_flash_attention_grad": sparse_gradient,
-    "infinities/flash_attention_score": dense,
-    "infinities/flash_attention_score_grad": dense_gradient,
-    "infinities/prompt_flash_attention": prompt,
-    "infinities/lightning_indexer_grad": indexer_gradient,
-    "infinities/sparse_lightning_indexer_grad_kl_loss": loss,
+    "valid/infinities/sparse_flash_attention": sparse,
+    "valid/infinities/sparse_flash_attention_grad": sparse_gradient,
+    "valid/infinities/flash_attention_score": dense,
+    "valid/infinities/flash_attention_score_grad": dense_gradient,
+    "valid/infinities/prompt_flash_attention": prompt,
+    "valid/infinities/lightning_indexer_grad": indexer_gradient,
+    "valid/infinities/sparse_lightning_indexer_grad_kl_loss": loss,
 }
