@@ -12,14 +12,16 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from fuzz import calls, run
+from fuzz import calls, run, valid_autograd
 from fuzz.case import Case, Finding
+from gradients import outputs_and_gradients
 from samples import Sample
 from torch import Tensor
 
 CLASSES = run.classes()
 CASES_OF_A_CLASS = 24
-OUTPUTS = {name: x for name, x in CLASSES.items() if name.startswith("valid/")}
+# Both sides of the comparison with autograd come from the operators.
+OUTPUTS = [x for x in CLASSES if x.startswith("valid/") and not x.startswith("valid/autograd/")]
 
 each_class = pytest.mark.parametrize("name", CLASSES)
 each_valid_class = pytest.mark.parametrize("name", OUTPUTS)
@@ -82,6 +84,15 @@ def test_a_wrong_element_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not findings(name, 10)
     monkeypatch.setattr(Sample, "call", spoiled(Sample.call))
     assert len(findings(name, 10)) >= 5
+
+
+def test_a_gradient_of_autograd_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(sample: Sample, names: list[str]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        outputs, results = outputs_and_gradients(sample, names)
+        return outputs, tuple(x + 1 for x in results)
+
+    monkeypatch.setattr(valid_autograd, "outputs_and_gradients", planted)
+    assert findings("valid/autograd/attention_update", 10)
 
 
 def small_sample() -> Sample:

@@ -41,8 +41,7 @@ class FuzzedCache(CacheCase):
         return f"{super().id}-{self.seed}"
 
 
-def update(random: Random) -> str:
-    dtype = random.choice(draw.DTYPES)
+def update_call(random: Random, dtype: torch.dtype) -> Sample:
     d = draw.size(random, 300)
     case = FuzzedUpdate(
         seed=random.getrandbits(32),
@@ -53,7 +52,12 @@ def update(random: Random) -> str:
         offset=random.choice((0.0, 0.0, 0.0, 100.0, 1e4, -1e4)),
     )
     sample = attention_update.build(case, dtype)
-    sample = draw.scaled(sample, [name for name in sample.tensors if "local_out" in name], random)
+    return draw.scaled(sample, [name for name in sample.tensors if "local_out" in name], random)
+
+
+def update(random: Random) -> str:
+    dtype = random.choice(draw.DTYPES)
+    sample = update_call(random, dtype)
     if random.random() < 0.1:
         sample, _ = draw.with_special(sample, list(sample.tensors), random)
     actual = run(sample, random, same_on_all_threads=True)
@@ -65,7 +69,7 @@ def update(random: Random) -> str:
     of_lse = (1e-10 if dtype == torch.float64 else 1e-5) * lse_out.abs().clamp(min=1)
     expected = [within("out", out, terms, dtype), Expected("lse_out", lse_out, of_lse)]
     check_all(expected, actual, sample)
-    return f"{case.parts} parts {draw.name_of(dtype)}"
+    return f"{len(parts)} parts {draw.name_of(dtype)}"
 
 
 SCATTER_DTYPES = (
