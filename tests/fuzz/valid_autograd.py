@@ -54,7 +54,10 @@ def case_of(build: Callable[[Random, torch.dtype], Sample]) -> Case:
             plain = sample.call(torch.ops.ascend)
             results = gradient.backward(sample, plain, *incoming_gradients(sample, plain))
         expected = named_tensors(dict(zip(gradient.inputs, results, strict=True)))
-        pairs = [(f"gradient of {name}", x, expected[name]) for name, x in zip(names, actual)]
+        pairs = [
+            (f"gradient of {name}", x, expected[name])
+            for name, x in zip(names, actual, strict=True)
+        ]
         pairs += [(f"output {i}", x, plain[i]) for i, x in enumerate(outputs)]
         for name, x, y in pairs:
             if (
