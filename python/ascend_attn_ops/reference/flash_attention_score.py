@@ -14,6 +14,7 @@ from .sequences import compute_dtype
 
 FLT_MAX = torch.finfo(torch.float32).max
 LANES = 8  # how often each statistic is given
+_INFINITE = 2**40
 COMPRESSED_PSE_ROWS = 1024
 
 
@@ -197,7 +198,9 @@ def kept(sequence: Span, a: Arguments) -> Tensor:
     if a.atten_mask is None:
         return torch.ones(1, sq, skv, dtype=torch.bool)
     left_up, right_down = j <= i, j <= i + d
-    band = (i + d - a.pre_tokens <= j) & (j <= i + d + a.next_tokens)
+    # Sums with what bounds nothing would be more than int64 holds.
+    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
+    band = (i + d - pre <= j) & (j <= i + d + following)
     match a.sparse_mode:
         case 0 | 1:
             mask = a.atten_mask if a.atten_mask.dim() == 4 else a.atten_mask[None, None]
@@ -205,9 +208,7 @@ def kept(sequence: Span, a: Arguments) -> Tensor:
             if of_all_tokens(a):
                 mask = mask[:, sequence.queries, sequence.keys]
             mask = mask[:, :sq, :skv].cpu() != 0
-            return ~mask & (
-                (i - a.pre_tokens <= j) & (j <= i + a.next_tokens) | (a.sparse_mode == 1)
-            )
+            return ~mask & ((i - pre <= j) & (j <= i + following) | (a.sparse_mode == 1))
         case 2:
             rule = left_up
         case 3:
