@@ -22,6 +22,15 @@ PACKED = torch.randn(5, 4, 8)
 TABLE = torch.tensor([[7, 2], [1, 3]])
 TWO = torch.tensor([1, 2])
 HIDDEN = torch.randn(2, 3, 8)
+
+
+def freed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+FREED, FREED_TABLE = freed(torch.randn(2, 2, 4, 8)), freed(TABLE)
 TND = {
     "query": PACKED, "key": PACKED, "value": PACKED, "layout": "TND",
     "actual_seq_lengths_query": [5], "actual_seq_lengths_key": [5], "dropout_p": 0.5,
@@ -117,6 +126,8 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"scale_value": "a"}, TYPE, "scale_value: expected a number, got 'a'"),
         ({"pse_shift": 3}, TYPE, "pse_shift: expected a tensor or None, got 3"),
         ({"attn_mask": 3}, TYPE, "attn_mask: expected a tensor, got int"),
+        ({"attn_mask": freed(torch.ones(5, 6, dtype=torch.bool))}, VALUE,
+         "attn_mask: expected a storage that holds every element"),
         ({"attn_mask": [[True]]}, TYPE, "attn_mask: expected a tensor, got list"),
         ({"sparse_mode": TWO}, TYPE, r"sparse_mode: expected a whole .* a tensor of int64 \[2\]"),
         ({"sparse_mode": np.arange(2)}, TYPE, "sparse_mode: expected a whole number"),
@@ -165,6 +176,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"query": Q.to("meta"), "key": Q.to("meta"), "value": Q.to("meta")}, NOT_IMPLEMENTED,
          "query: expected elements to read"),
         ({"value": K.to_sparse()}, NOT_IMPLEMENTED, "value: expected a dense tensor"),
+        ({"key": FREED}, VALUE, "key: expected a storage that holds every element"),
         ({"scale_dtype": []}, TYPE, r"scale_dtype: expected .* got \[\]"),
         ({"scale_dtype": "float32"}, TYPE, "scale_dtype: expected .* got 'float32'"),
     ]),
@@ -195,6 +207,8 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"positions": torch.ones(2, 1, 1, dtype=torch.int64)}, VALUE, "positions: expected shape"),
         ({"positions": torch.tensor([[3], [32]])}, VALUE, "positions: expected positions below 32"),
         ({"positions": TWO.to("meta")}, VALUE, "positions: expected device cpu"),
+        ({"block_table": FREED_TABLE}, VALUE, "block_table: expected a storage that holds every"),
+        ({"positions": FREED_TABLE}, VALUE, "positions: expected a storage that holds every"),
         ({"block_size": 0}, VALUE, "block_size: expected at least 1, got 0"),
         ({"block_size": -16}, VALUE, "block_size: expected at least 1, got -16"),
         ({"block_size": 2.0}, TYPE, "block_size: expected a whole number, got 2.0"),
@@ -211,11 +225,13 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
     to_nz: ("nd_to_nz", [
         ({"cache": None}, TYPE, "cache: expected a tensor, got NoneType"),
         ({"cache": torch.randn(2, 3, 16)}, VALUE, r"cache: expected shape .* got \[2, 3, 16\]"),
+        ({"cache": FREED}, VALUE, "cache: expected a storage that holds every element"),
     ]),
     to_nd: ("nz_to_nd", [
         ({"cache": None}, TYPE, "cache: expected a tensor, got NoneType"),
         ({"cache": torch.randn(2, 2, 4)}, VALUE, "cache: expected shape"),
         ({"cache": torch.randn(2, 2, 4, 16)}, VALUE, "cache: expected shape .* L = 32 bytes"),
+        ({"cache": FREED}, VALUE, "cache: expected a storage that holds every element"),
         ({"num_heads": 0}, VALUE, "num_heads: expected at least 1, got 0"),
         ({"num_heads": 3}, VALUE, "num_heads: expected a divisor of .* 2, got 3"),
         ({"num_heads": 1.0}, TYPE, "num_heads: expected a whole number"),
@@ -255,6 +271,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"hidden": HIDDEN[..., :7]}, VALUE, r"hidden: expected shape \(B, S, 8\) .* \[2, 3, 7\]"),
         ({"hidden": HIDDEN[0, 0]}, VALUE, "hidden: expected shape"),
         ({"hidden": HIDDEN.int()}, TYPE, "hidden: expected a floating point dtype, got int32"),
+        ({"hidden": freed(HIDDEN)}, VALUE, "hidden: expected a storage that holds every element"),
         ({"positions": [0, 1, 2]}, TYPE, "positions: expected a tensor, got list"),
         ({"positions": torch.tensor(3)}, VALUE, "positions: expected shape"),
         ({"positions": torch.arange(1)}, VALUE, r"positions: expected shape \(3,\) or \(2, 3\)"),

@@ -231,3 +231,12 @@ def test_inference_operators_are_mapped() -> None:
     assert_same_bits((vmap(function)(x)[1],), (function(x[1]),))
     with pytest.raises(NotImplementedError, match="since this is an operator for inference"):
         grad(lambda x: function(x).sum())(x[0])
+
+
+def test_helpers_take_the_tensors_of_transforms() -> None:
+    """Which have no storage that could be looked at."""
+    caches = torch.randn(2, 3, 4, 2, 16)
+    expected = torch.stack([ops.nd_to_nz(cache) for cache in caches])
+    assert torch.equal(vmap(ops.nd_to_nz)(caches), expected)
+    gradient = grad(lambda cache: ops.nd_to_nz(cache).sum())(caches[0])
+    assert torch.equal(gradient, torch.ones_like(caches[0]))

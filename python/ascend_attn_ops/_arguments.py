@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
 _LONGEST = 100  # characters of a value in a message
@@ -85,6 +87,23 @@ def check_tensor(
         raise wrong(TypeError, function, argument, "a tensor", type(x).__name__)
     if rank is not None and x.dim() != rank:
         raise wrong(ValueError, function, argument, f"shape {axes}", str(list(x.shape)))
+
+
+def check_memory(function: str, argument: str, x: Tensor) -> None:
+    """What is read with torch's own functions, which crash where a storage was freed."""
+    # Other classes may have no storage, or none with their elements, and so do other layouts.
+    if type(x) not in (Tensor, Parameter) or not readable(x) or is_functorch_wrapped_tensor(x):
+        return
+    if x.layout != torch.strided or x.is_nested or x.is_quantized or x._is_zerotensor():
+        return
+    if not x.numel():
+        return
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    size = x.untyped_storage().nbytes()
+    if (x.storage_offset() + last + 1) * x.itemsize > size:
+        got = f"one of {size} bytes for shape {list(x.shape)} and strides {list(x.stride())}"
+        got += f" at offset {x.storage_offset()}; FSDP and resize_() free memory"
+        raise wrong(ValueError, function, argument, "a storage that holds every element", got)
 
 
 def readable(x: Tensor) -> bool:

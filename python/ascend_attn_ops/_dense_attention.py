@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import check_number, check_tensor, dtype_name, shown, whole, wrong
+from ascend_attn_ops._arguments import (
+    check_memory,
+    check_number,
+    check_tensor,
+    dtype_name,
+    shown,
+    whole,
+    wrong,
+)
 from ascend_attn_ops._operators import Lengths, between, lengths_of
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
@@ -49,6 +57,7 @@ def mask_of_either_polarity(
         if attn_mask.is_floating_point():
             got += "; pse_shift takes what is added to the scores"
         raise wrong(TypeError, _NAME, "attn_mask", "dtype bool, where True keeps a key", got)
+    check_memory(_NAME, "attn_mask", attn_mask)
     return ~attn_mask
 
 

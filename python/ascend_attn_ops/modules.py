@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ascend_attn_ops._arguments import (
     check_count,
+    check_memory,
     check_number,
     check_tensor,
     dtype_name,
@@ -177,9 +178,11 @@ class LightningIndexer(nn.Module):
         if not hidden.is_floating_point():
             got = dtype_name(hidden.dtype)
             raise wrong(TypeError, function, "hidden", "a floating point dtype", got)
+        check_memory(function, "hidden", hidden)
         if positions is None:
             return
         check_tensor(function, "positions", positions)
+        check_memory(function, "positions", positions)
         tokens, given = hidden.shape[:-1], positions.shape
         pairs = list(zip(given[::-1], tokens[::-1], strict=False))
         if (

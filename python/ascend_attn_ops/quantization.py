@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import check_tensor, shown, wrong
+from ascend_attn_ops._arguments import check_memory, check_tensor, shown, wrong
 
 _NAME = "ascend::quantize_attention_inputs"
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
@@ -99,6 +99,7 @@ def _largest(tensors: dict[str, Tensor]) -> list[float]:
     """Return the largest absolute value of each tensor, 0 for an empty one."""
     for name, tensor in tensors.items():
         check_tensor(_NAME, name, tensor)
+        check_memory(_NAME, name, tensor)
         if tensor.dtype not in _DTYPES:
             expected = "dtype float16, bfloat16 or float32"
             raise wrong(TypeError, _NAME, name, expected, str(tensor.dtype))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ascend_attn_ops._arguments import (
     check_count,
+    check_memory,
     check_tensor,
     dtype_name,
     readable,
@@ -175,6 +176,8 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
 def _check_table(block_table: Tensor, positions: Tensor) -> None:
     check_tensor(_SLOT_MAPPING, "block_table", block_table)
     check_tensor(_SLOT_MAPPING, "positions", positions)
+    check_memory(_SLOT_MAPPING, "block_table", block_table)
+    check_memory(_SLOT_MAPPING, "positions", positions)
     if block_table.dtype not in (torch.int32, torch.int64):
         got = dtype_name(block_table.dtype)
         raise wrong(TypeError, _SLOT_MAPPING, "block_table", "dtype int32 or int64", got)
@@ -244,6 +247,7 @@ def nd_to_nz(cache: Tensor) -> Tensor:
         ValueError: cache has another rank, or D is not a multiple of 32 bytes.
     """
     check_tensor("ascend::nd_to_nz", "cache", cache, 4, "(num_blocks, block_size, N, D)")
+    check_memory("ascend::nd_to_nz", "cache", cache)
     num_blocks, block_size, num_heads, head_size = cache.shape
     shape = nz_cache_shape(num_blocks, block_size, num_heads, head_size, cache.dtype)
     rows = cache.reshape(num_blocks, block_size, shape[1], shape[3])
@@ -260,6 +264,7 @@ def nz_to_nd(cache: Tensor, num_heads: int) -> Tensor:
     function = "ascend::nz_to_nd"
     axes = f"(num_blocks, N * D / L, block_size, L) with L = {_FRACTAL_BYTES} bytes"
     check_tensor(function, "cache", cache, 4, axes)
+    check_memory(function, "cache", cache)
     num_heads = check_count(function, "num_heads", num_heads, least=1)
     if cache.shape[3] * cache.itemsize != _FRACTAL_BYTES:
         got = f"{list(cache.shape)} of {dtype_name(cache.dtype)}"
