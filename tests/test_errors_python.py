@@ -225,6 +225,8 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
     to_nz: ("nd_to_nz", [
         ({"cache": None}, TYPE, "cache: expected a tensor, got NoneType"),
         ({"cache": torch.randn(2, 3, 16)}, VALUE, r"cache: expected shape .* got \[2, 3, 16\]"),
+        ({"cache": torch.randn(2, 3, 1, 12)}, VALUE,
+         r"cache: expected D of a multiple of 32 bytes, got \[2, 3, 1, 12\] of float32"),
         ({"cache": FREED}, VALUE, "cache: expected a storage that holds every element"),
     ]),
     to_nd: ("nz_to_nd", [
@@ -239,6 +241,8 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
     limits: ("limits", [
         ({"product": 3}, TYPE, "product: expected a string or None, got 3"),
         ({"cann": 9.0}, TYPE, "cann: expected a string or None, got 9.0"),
+        ({"product": "A2\n"}, VALUE, r"product: expected None or one of .*, got 'A2\\x0a'"),
+        ({"cann": "9.0\ud800"}, VALUE, r"cann: expected a known name, got '9\.0\\ud800'"),
     ]),
     loss: ("lightning_indexer_kl_loss", [
         ({"reduction": "a\n" * 10_000}, VALUE, "reduction: expected 'sum' or 'mean', got 'a"),
@@ -260,6 +264,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"num_heads": 0}, VALUE, r"num_heads: expected 1\.\."),
         ({"head_dim": None}, TYPE, "head_dim: expected a whole number, got None"),
         ({"head_dim": 2**70}, VALUE, r"head_dim: expected 1\.\."),
+        ({"head_dim": torch.tensor(8, device="meta")}, TYPE, "head_dim: expected a whole number"),
         ({"rope_dim": "a"}, TYPE, "rope_dim: expected a whole number, got 'a'"),
         ({"rope_dim": 999}, VALUE, r"rope_dim: expected an even number in 0\.\.8"),
         ({"rope_theta": "a"}, TYPE, "rope_theta: expected a number"),
@@ -335,6 +340,8 @@ def test_numbers_in_other_types() -> None:
         assert torch.equal(flash(dropout_p=zero)[0], flash()[0])
     assert torch.equal(mask(sq=np.int64(3), band=np.True_), mask())
     assert torch.equal(slots(block_size=np.int64(16)), slots())
+    cache = torch.randn(2, 2, 4, 8)
+    assert torch.equal(to_nd(cache=cache, num_heads=True), to_nd(cache=cache, num_heads=1))
     lengths = {"actual_seq_lengths_query": range(5, 6), "actual_seq_lengths_key": np.array([6])}
     state = torch.get_rng_state()
     expected = flash(**TND, num_heads=4)[0]

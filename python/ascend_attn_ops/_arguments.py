@@ -39,11 +39,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def whole(x: Any) -> Any:
     """A whole number, maybe a symbol; None for anything else."""
     if isinstance(x, _WHOLE):
-        return x
+        # torch takes a bool for a number in fewer places.
+        return int(x) if isinstance(x, bool) else x
     try:
         # torch.ops takes a tensor with one element for a number.
         return int(x) if isinstance(x, Tensor) and x.numel() == 1 else index(x)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # RuntimeError: torch cannot read a tensor on the device meta.
         return None
 
 

@@ -62,6 +62,9 @@ def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
     for name, x in (("product", product), ("cann", cann)):
         if x is not None and not isinstance(x, str):
             raise wrong(TypeError, "ascend::limits", name, "a string or None", shown(x))
+        if x is not None and any("\ud800" <= character <= "\udfff" for character in x):
+            # No text to C++.
+            raise wrong(ValueError, "ascend::limits", name, "a known name", ascii(x))
     before = _C.enter_limits(product, cann)
     try:
         yield

@@ -249,6 +249,10 @@ def nd_to_nz(cache: Tensor) -> Tensor:
     check_tensor("ascend::nd_to_nz", "cache", cache, 4, "(num_blocks, block_size, N, D)")
     check_memory("ascend::nd_to_nz", "cache", cache)
     num_blocks, block_size, num_heads, head_size = cache.shape
+    if head_size * cache.itemsize % _FRACTAL_BYTES:
+        expected = f"D of a multiple of {_FRACTAL_BYTES} bytes"
+        got = f"{list(cache.shape)} of {dtype_name(cache.dtype)}"
+        raise wrong(ValueError, "ascend::nd_to_nz", "cache", expected, got)
     shape = nz_cache_shape(num_blocks, block_size, num_heads, head_size, cache.dtype)
     rows = cache.reshape(num_blocks, block_size, shape[1], shape[3])
     return rows.transpose(1, 2).contiguous()
