@@ -164,3 +164,17 @@ def test_tokens_that_bound_nothing_are_as_many_as_an_integer_holds() -> None:
         bounds = {"pre_tokens": most, "next_tokens": most}
         out, *_ = reference.flash_attention_score(x, x, x, **options, **bounds)
         torch.testing.assert_close(out, every)
+
+
+def test_windows_of_heads_of_one_element_with_any_stride() -> None:
+    rows = torch.arange(1.0, 6.0)[:, None, None]
+    apart = torch.stack((rows, rows), -1)[..., 0]
+    caches = [torch.zeros(1, 8, 1, 1), torch.zeros(1, 8, 1, 1)]
+    whole = {"slots": [0], "compress_lens": [2], "compress_seq_offset": [1], "seq_lens": [5]}
+    slots, *lists = (torch.tensor(x, dtype=torch.int32) for x in whole.values())
+    options = dict(zip(list(whole)[1:], lists, strict=True))
+    reference.scatter_pa_kv_cache_(
+        apart, caches[0], slots, apart, caches[1], scatter_mode="Rope", **options
+    )
+    for cache in caches:
+        assert cache.flatten().tolist() == [1, 2.5, 4, 5, 0, 0, 0, 0]

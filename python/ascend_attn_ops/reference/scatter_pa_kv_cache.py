@@ -80,8 +80,10 @@ def _compressed(x: Tensor, scatter_mode: str, w: int, o: int) -> Tensor:
     parts = [x[:o], x[o + w :]]
     if scatter_mode == "Rope":
         parts.insert(1, _mean(x[o : o + w])[None])
-    # Concatenated as bytes: torch cannot do it in every dtype.
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(x.dtype)
+    # Concatenated as bytes: torch cannot do it in every dtype. Without copies, an axis of one
+    # element may keep a stride that no view of bytes has.
+    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return torch.cat([copy.view(torch.uint8) for copy in copies]).view(x.dtype)
 
 
 def _mean(window: Tensor) -> Tensor:
