@@ -248,6 +248,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"reduction": "a\n" * 10_000}, VALUE, "reduction: expected 'sum' or 'mean', got 'a"),
         ({"reduction": TWO}, VALUE, "reduction: expected 'sum' or 'mean', got a tensor"),
         ({"normalizer": "a"}, TYPE, "normalizer: expected a number or a tensor, got str"),
+        ({"normalizer": 10**400}, TYPE, "normalizer: expected a number or a tensor, got int"),
         ({"normalizer": TWO}, VALUE, "normalizer: expected one element"),
         ({"actual_seq_lengths_query": [1.5]}, TYPE, "actual_seq_lengths_query: expected whole"),
     ]),
@@ -256,6 +257,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"loss": TWO}, TYPE, "loss: expected a floating point dtype, got int64"),
         ({"scale": "1"}, TYPE, "scale: expected a number, got '1'"),
         ({"scale": None}, TYPE, "scale: expected a number, got None"),
+        ({"scale": 10**400}, TYPE, "scale: expected a number, got 1000"),
         ({"scale": TWO}, VALUE, "scale: expected one element"),
     ]),
     module: ("LightningIndexer", [

@@ -9,6 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import normalized
 from samples import OPERATORS, Sample
 from samples.sparse import SparseCase
 from tolerance import TOLERANCES, assert_close, assert_same_bits
@@ -138,6 +139,12 @@ def test_normalizer_divides_the_sum(normalizer: Any) -> None:
     for x, y in zip(gradients(sample, normalizer=normalizer), gradients(sample), strict=True):
         assert x.shape == y.shape
         torch.testing.assert_close(x, y / 5)
+
+
+def test_a_normalizer_of_more_than_64_bits() -> None:
+    normalizer = 10**30
+    of_int = normalized(torch.ones(()), normalizer)
+    assert of_int == normalized(torch.ones(()), float(normalizer))
 
 
 def test_normalizer_is_read_on_its_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from operator import index
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
 _LONGEST = 100  # characters of a value in a message
 _WHOLE = (int, torch.SymInt)
+_LARGEST_FLOAT = int(sys.float_info.max)
 INT64_MAX = 2**63 - 1
 
 Error = TypeVar("Error", bound=Exception)
@@ -51,6 +53,8 @@ def whole(x: Any) -> Any:
 
 def is_number(x: object) -> bool:
     """Whether torch.ops takes it for a float."""
+    if isinstance(x, int):
+        return abs(x) <= _LARGEST_FLOAT
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         return True
     if isinstance(x, Tensor):

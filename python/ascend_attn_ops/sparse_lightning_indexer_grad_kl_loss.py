@@ -181,6 +181,9 @@ def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     if isinstance(normalizer, Tensor):
         # Two scalars would otherwise take the wider dtype.
         normalizer = normalizer.reshape(()).to(loss.dtype)
+    elif isinstance(normalizer, int):
+        # torch takes one of 64 bits.
+        normalizer = float(normalizer)
     return loss / normalizer
 
 
