@@ -1,0 +1,198 @@
+"""A call that worked, against the reference, its gradients, and fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ascend_attn_ops import reference
+from ascend_attn_ops._arguments import is_number
+from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
+from samples import Operator, Sample, bytes_of
+from torch import Tensor
+
+from .case import Finding
+from .copies import has_memory, tensors_in
+from .outcome import Outcome, is_out_of_memory, run, same_bits
+
+# What is larger overflows, or loses more digits than a tolerance allows.
+_LARGEST = 1e3
+_MOST_ELEMENTS = 20_000
+_LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+_CONVERSIONS: dict[str, Callable[[Any], object]] = {"int": int, "float": float, "bool": bool}
+
+
+def has_nan(x: Tensor) -> bool:
+    return x.is_floating_point() and has_memory(x) and bool(x.isnan().any())
+
+
+def _moderate(operator: Operator, arguments: dict[str, Any]) -> bool:
+    """The numbers that are factors or offsets."""
+    for x in operator.overload._schema.arguments:
+        value = arguments.get(x.name, x.default_value)
+        if str(x.type) == "float" and not (is_number(value) and abs(float(value)) <= _LARGEST):
+            return False
+    return True
+
+
+def _plain(arguments: dict[str, Any]) -> bool:
+    """Whether the reference can be asked: real tensors, few elements, finite numbers."""
+    for x in tensors_in(arguments):
+        if not has_memory(x):
+            return False
+        if x.numel() > _MOST_ELEMENTS and x.dtype not in (torch.bool, torch.uint8):
+            return False
+        if x.is_floating_point() and x.numel():
+            largest = float(x.detach().float().abs().max())
+            if not largest <= _LARGEST:
+                return False
+    return True
+
+
+def _for_reference(operator: Operator, arguments: dict[str, Any]) -> Sample | None:
+    """Numbers and lists in the types of the schema; None where they cannot be told."""
+    given: dict[str, Any] = {}
+    if not _moderate(operator, arguments):
+        return None
+    for x in operator.overload._schema.arguments:
+        if x.name not in arguments and not x.has_default_value():
+            continue
+        value, kind = arguments.get(x.name, x.default_value), str(x.type)
+        if isinstance(value, Tensor):
+            value = value.detach().resolve_neg().as_subclass(Tensor)
+        try:
+            if kind in _CONVERSIONS:
+                value = _CONVERSIONS[kind](value)
+            elif x.name in _LENGTHS and value is not None:
+                value = [int(n) for n in value]
+                if "Tensor" in kind:
+                    value = torch.tensor(value, dtype=torch.int32)
+            elif "List[int]" in kind and not isinstance(value, (list, type(None))):
+                # torch.ops takes one number for all, and the keys of a dict.
+                return None
+            elif kind == "str" and type(value) is not str:
+                return None
+            elif kind == "List[Tensor]":
+                value = [y.detach().resolve_neg() for y in value]
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        given[x.name] = value
+    mode = given.get("sparse_mode", 0)
+    if "atten_mask" in given and given["atten_mask"] is None and mode in COMPRESSED_MODES:
+        # The public function builds it.
+        given["atten_mask"] = compressed_mask(mode, torch.device("cpu"))
+    inputs = {x.name for x in operator.overload._schema.arguments if not x.kwarg_only}
+    return Sample(
+        operator.name,
+        "changed",
+        {name: x for name, x in given.items() if name in inputs},
+        {name: x for name, x in given.items() if name not in inputs},
+    )
+
+
+def check_against_reference(
+    operator: Operator,
+    arguments: dict[str, Any],
+    outcome: Outcome,
+    written: dict[str, Any] | None,
+) -> bool:
+    """`written`: the arguments after a call in place. Returns whether the reference was asked."""
+    if written is None and not _plain(arguments):
+        return False
+    sample = _for_reference(operator, arguments)
+    if sample is None:
+        return False
+    # Without values there is nothing to compare the selection by.
+    if sample.arguments.get("return_values") is False:
+        return False
+    half = (x for x in outcome.outputs if x.dtype == torch.float16)
+    if "_grad" in operator.name and any(bool(x.isinf().any()) for x in half):
+        # A number that changed makes gradients of any size.
+        return False
+    if written is not None:
+        sample.call(reference)
+        for name in ("key_cache", "value_cache"):
+            x, expected = written.get(name), sample.arguments.get(name)
+            if isinstance(x, Tensor) and isinstance(expected, Tensor):
+                bits = (bytes_of(y) for y in (x, expected))
+                if not same_bits(*bits):
+                    raise Finding(f"{name} is not what the reference writes")
+        return True
+    try:
+        operator.assert_matches_reference(sample, outcome.outputs)
+    except AssertionError as error:
+        text = " ".join(str(error).split())
+        if "softmax_sum" in sample.arguments and ("nan" in text or "inf" in text):
+            # Statistics of other scores make weights that are infinite.
+            return False
+        raise Finding(f"not as the reference: {text}") from None
+    except Exception as error:
+        if is_out_of_memory(Outcome(error=error)):
+            # For what nothing is asked.
+            return False
+        kind = type(error).__name__
+        raise Finding(f"worked, where the reference raises {kind}: {error}") from None
+    return True
+
+
+def check_results(operator: Operator, arguments: dict[str, Any], outcome: Outcome) -> None:
+    # Statistics of other scores make infinite weights.
+    if "softmax_sum" in arguments:
+        return
+    if not _plain(arguments) or not _moderate(operator, arguments):
+        return
+    for name, x in zip(operator.output_names, outcome.outputs, strict=True):
+        if has_nan(x):
+            raise Finding(f"{name} has NaN where all arguments are finite")
+
+
+def check_gradients(outcome: Outcome, arguments: dict[str, Any]) -> None:
+    """The backward works for whatever the forward took, or says that there is none."""
+    outputs = [x for x in outcome.outputs if x.requires_grad]
+    inputs = [x for x in tensors_in(arguments) if x.requires_grad]
+    if not inputs:
+        # Of a long list.
+        return
+    gradients = run(
+        torch.autograd.grad,
+        (outputs, inputs, [torch.ones_like(x) for x in outputs]),
+        {"allow_unused": True},
+    )
+    if gradients.error is not None:
+        if not gradients.of_library:
+            kind = type(gradients.error).__name__
+            raise Finding(f"the backward raised {kind}: {gradients.text[:500]!r}")
+        return
+    for x, gradient in zip(inputs, gradients.outputs, strict=True):
+        if isinstance(gradient, Tensor) and gradient.shape != x.shape:
+            raise Finding(f"a gradient of shape {gradient.shape} for {x.shape}")
+
+
+def _on_meta(x: Any, kind: str) -> Any:
+    """What takes the place of a number has a value also there."""
+    if "Tensor" not in kind:
+        return x
+    if isinstance(x, Tensor):
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return y.requires_grad_(x.requires_grad)
+    return [_on_meta(item, kind) for item in x] if isinstance(x, (list, tuple)) else x
+
+
+def check_on_meta(operator: Operator, outcome: Outcome, arguments: dict[str, Any]) -> None:
+    """One function checks the calls of all devices; only values and memory are not seen there."""
+    tensors = list(tensors_in(arguments))
+    if not tensors or not all(map(has_memory, tensors)) or any(x.is_inference() for x in tensors):
+        return
+    kinds = {x.name: str(x.type) for x in operator.overload._schema.arguments}
+    on_meta = {name: _on_meta(x, kinds[name]) for name, x in arguments.items()}
+    meta = run(getattr(torch.ops.ascend, operator.name), (), on_meta)
+    if outcome.error is None:
+        if meta.error is not None:
+            raise Finding(f"worked, and is refused on the device meta: {meta.text[:500]}")
+        for x, y in zip(outcome.outputs, meta.outputs, strict=True):
+            on_cpu, there = ((t.dtype, list(t.shape), t.stride()) for t in (x, y))
+            if on_cpu != there:
+                raise Finding(f"an output is {on_cpu}, and on the device meta {there}")
+    elif outcome.of_library and isinstance(outcome.error, TypeError) and meta.text != outcome.text:
+        raise Finding(f"on the device meta {meta.text!r}, on the CPU {outcome.text!r}")

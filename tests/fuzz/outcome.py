@@ -1,0 +1,154 @@
+"""What a call gave, and whether an error is one that the documentation promises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from samples import as_tuple
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .case import Finding
+from .copies import can_be_read, has_memory, tensors_in
+
+LIBRARY = re.compile(
+    r"ascend::([\w.]+): ([\w\[\].]+): expected (.+), got (.+) \[ACLNN_ERR_[A-Z_]+ \d{6}\]"
+)
+# Functions with the names of another package refuse what no operator has in their own form.
+_FLASH_ATTN = re.compile(
+    r"(flash_attn_\w+): (\w+): expected (.+), got (.+?)( \[ACLNN_ERR_[A-Z_]+ \d{6}\])?"
+)
+_KINDS = (TypeError, ValueError, NotImplementedError)
+_MOST_CHARACTERS = 1_000
+# What a call is wrong for that is none of its arguments.
+_NO_ARGUMENTS = ("product", "device")
+
+# What torch says of arguments that do not match a schema, before an operator is called.
+_SCHEMA = re.compile(
+    r"ascend::\w+\(\) (Expected a value of type '[^']+' for argument '\w+'|is missing value for |"
+    r"takes \d+ positional|expected at most)|Unknown keyword argument '\w+' for operator 'ascend::|"
+    r"Argument '\w+' specified both as positional and keyword argument"
+)
+# What Python says of them.
+_SIGNATURE = re.compile(
+    r"[\w.]+\(\) (missing \d+ required|got an unexpected keyword argument|takes \d+ positional|"
+    r"takes from \d+ to \d+ positional|got multiple values for argument|"
+    r"missing a required argument|got some positional-only)"
+)
+# What its dispatcher says of tensors for which no operator of ours is called.
+_BACKEND = re.compile(
+    r"Could not run 'ascend::\w+' with arguments from the "
+    r"'(Sparse|SparseCsr|Mkldnn|NestedTensor|Quantized)\w*' backend"
+)
+# What a subclass of torch says that has no rule for them.
+_JAGGED = re.compile(r"'?ascend\.\w+\.default'?")
+# Of so many elements that no argument is wrong in itself.
+_NO_MEMORY = re.compile(
+    r".*DefaultCPUAllocator: can't allocate memory|Storage size calculation overflowed|"
+    r"numel: integer multiplication overflow"
+)
+
+
+@dataclass
+class Outcome:
+    """Either outputs or an error."""
+
+    outputs: tuple[Tensor, ...] = ()
+    error: BaseException | None = None
+
+    @property
+    def text(self) -> str:
+        return str(self.error)
+
+    @property
+    def of_library(self) -> bool:
+        return self.error is not None and LIBRARY.fullmatch(self.text) is not None
+
+
+def run(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Outcome:
+    try:
+        returned = function(*args, **options)
+    except Exception as error:
+        # Its frames hold all tensors of the case.
+        return Outcome(error=error.with_traceback(None))
+    return Outcome(as_tuple(returned))
+
+
+def check_error(outcome: Outcome, given: object, names: set[str], through_torch: bool) -> str:
+    """Says whose the error is. `names`: of all arguments that one may name."""
+    error, text = outcome.error, outcome.text
+    assert error is not None
+    found = LIBRARY.fullmatch(text) or _FLASH_ATTN.fullmatch(text)
+    if found:
+        if type(error) not in _KINDS:
+            raise Finding(f"an error of type {type(error).__name__}: {text}")
+        if found[2].partition("[")[0] not in {*names, *_NO_ARGUMENTS}:
+            raise Finding(f"no argument is called {found[2]!r}: {text}")
+        if found[2] == "device" and found[4] == "cpu":
+            raise Finding(f"the CPU is a device: {text}")
+        if len(text) > _MOST_CHARACTERS:
+            raise Finding(f"{len(text)} characters: {text[:_MOST_CHARACTERS]}...")
+        return "refused"
+    if _is_torchs(error, text, given, through_torch):
+        return "refused by torch"
+    raise Finding(f"not the library's form of an error: {type(error).__name__}: {text[:500]!r}")
+
+
+def _is_torchs(error: BaseException, text: str, given: object, through_torch: bool) -> bool:
+    kind = type(error)
+    if through_torch and kind is RuntimeError and _SCHEMA.match(text):
+        return True
+    if not through_torch and kind is TypeError and _SIGNATURE.match(text):
+        return True
+    tensors = list(tensors_in(given))
+    if any(isinstance(x, FakeTensor) for x in tensors):
+        # Those of a mode that is not on refuse everything, in texts of their own.
+        return "fake" in text.lower() or "meta" in text or _BACKEND.match(text) is not None
+    if any(x._is_zerotensor() for x in tensors) and text.startswith("ZeroTensors are immutable"):
+        return kind is RuntimeError
+    if kind is NotImplementedError and any(x.is_nested for x in tensors):
+        return _BACKEND.match(text) is not None or _JAGGED.fullmatch(text) is not None
+    if re.match("Cannot access storage of (Opaque|Sparse|SparseCsr)TensorImpl", text):
+        # One in the place of a number, which torch.ops reads.
+        return any(x.layout is not torch.strided for x in tensors)
+    return (
+        kind is NotImplementedError
+        and _BACKEND.match(text) is not None
+        and any(x.layout is not torch.strided or x.is_quantized for x in tensors)
+    )
+
+
+def is_out_of_memory(outcome: Outcome) -> bool:
+    return _NO_MEMORY.match(outcome.text) is not None or isinstance(outcome.error, MemoryError)
+
+
+def cannot_be_shown(given: object) -> bool:
+    """Whether a call with a fake tensor has one whose elements torch cannot read.
+
+    torch's refusal shows all tensors, and where that fails, the dispatcher stays in another state.
+    """
+    tensors = list(tensors_in(given))
+    return any(isinstance(x, FakeTensor) for x in tensors) and any(
+        has_memory(x) and not can_be_read(x) for x in tensors
+    )
+
+
+_DISPATCHER = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
+
+def check_dispatcher() -> None:
+    """Or all later calls would go other ways."""
+    if torch._C._dispatch_tls_local_exclude_set().raw_repr() != _DISPATCHER:
+        raise Finding("the dispatcher of torch is left in another state")
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """A NaN equals itself."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    x, y = x.detach(), y.detach()
+    return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
