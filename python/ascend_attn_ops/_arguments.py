@@ -29,7 +29,8 @@ def wrong(kind: type[Error], function: str, argument: str, expected: str, got: s
 def shown(value: object) -> str:
     """A value of the caller, on one line that is not long."""
     if isinstance(value, Tensor):
-        return f"a tensor of {dtype_name(value.dtype)} {list(value.shape)}"
+        sizes = "of several shapes" if value.is_nested else list(value.shape)
+        return f"a tensor of {dtype_name(value.dtype)} {sizes}"
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

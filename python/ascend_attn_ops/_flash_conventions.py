@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ascend_attn_ops._arguments import (
     INT64_MAX,
     check_flag,
+    check_memory,
     check_number,
     check_tensor,
     dtype_name,
@@ -165,6 +166,7 @@ def counts(function: str, argument: str, tensor: Tensor, size: int | None = None
         raise wrong(
             ValueError, function, argument, "numbers to read", "a tensor on the device meta"
         )
+    check_memory(function, argument, tensor)
     return tensor.tolist() if tensor.is_cpu else _host_values(tensor)
 
 
