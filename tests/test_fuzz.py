@@ -170,22 +170,35 @@ def test_a_campaign_goes_on_and_counts(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def main(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
         return run.main()
 
-    name = "valid/attention_update"
-    assert main("--seconds", "0.2", "--seed", "1", "--only", name) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "seed 1, 0.2 s, 1 classes"
+    assert main("--seconds", "0.2", "--seed", "1", "--only", "valid/attention_update") == 0
+    assert capfd.readouterr().out.splitlines()[0] == "seed 1, 0.2 s, 1 classes"
     monkeypatch.setattr(run, "classes", lambda: {"wrong/never": never})
-    assert main("--seconds", "0.1") == 1
+    monkeypatch.setattr(run, "protect", lambda: None)  # it would be this process
+    assert main("--seconds", "0.1", "--journal", str(tmp_path / "journal")) == 1
     assert main("--replay", "wrong/never:1") == 1
-    assert capsys.readouterr().out.endswith("FINDING wrong/never:1\nplanted\n")
+    assert capfd.readouterr().out.endswith("FINDING wrong/never:1\nplanted\n")
     with pytest.raises(SystemExit):
         main("--only", "nothing")
-    assert "no class matches nothing: wrong/never" in capsys.readouterr().err
+    assert "no class matches nothing: wrong/never" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "signal"), [("os.kill(os.getpid(), 11)", "SIGSEGV"),
+                                              ("time.sleep(100)", "SIGABRT")])  # fmt: skip
+def test_a_case_that_ends_its_process_is_found(
+    code: str, signal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "CASE_SECONDS", 1)
+    write = "import os, sys, time; open(sys.argv[1], 'wb').write(b'valid/x:123'); "
+    assert run.watch([sys.executable, "-c", write + code]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"FINDING valid/x seed 123\nended by {signal}\n")
+    assert out.endswith("--replay valid/x:123\n")
 
 
 def test_a_script_replays_what_is_found_here() -> None:

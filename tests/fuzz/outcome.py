@@ -105,10 +105,15 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     if not through_torch and kind is TypeError and _SIGNATURE.match(text):
         return True
     tensors = list(tensors_in(given))
+    if any(x._is_zerotensor() for x in tensors) and text.startswith("ZeroTensors are immutable"):
+        return kind is RuntimeError
+    if any(x.is_inference() for x in tensors) and text.startswith("Inference tensors cannot be "):
+        return kind is RuntimeError
     if any(isinstance(x, FakeTensor) for x in tensors):
         # Those of a mode that is not on refuse everything, in texts of their own.
-        return "fake" in text.lower() or "meta" in text or _BACKEND.match(text) is not None
-    if any(x._is_zerotensor() for x in tensors) and text.startswith("ZeroTensors are immutable"):
+        known = (_BACKEND.match(text), _JAGGED.fullmatch(text))
+        return "fake" in text.lower() or "meta" in text or any(known)
+    if through_torch and any(x.is_nested for x in tensors) and "NestedTensorImpl doesn't" in text:
         return kind is RuntimeError
     if kind is NotImplementedError and any(x.is_nested for x in tensors):
         return _BACKEND.match(text) is not None or _JAGGED.fullmatch(text) is not None

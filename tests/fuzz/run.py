@@ -4,6 +4,7 @@
     python tests/fuzz/run.py --replay valid/attention_update:12345
 
 Every case has a seed of its own, so that one line replays it. Exit status 1: there were findings.
+The cases run in a process of their own: one that a case crashes, or that hangs, is a finding too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import itertools
 import os
 import pkgutil
 import random
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -35,12 +39,14 @@ import ascend_attn_ops  # noqa: E402
 
 from fuzz.calls import threads  # noqa: E402
 from fuzz.case import Case, Finding  # noqa: E402
+from fuzz.crash import Journal, protect, remembered  # noqa: E402
 
 CORPUS = FOLDER / "corpus.txt"
 OPEN = "open "  # before a line of the corpus whose finding is not mended
 SHOWN = 3  # findings of a class that are printed in full
 LABELS = 6  # labels of a class in the table
 PROGRESS_SECONDS = 10
+CASE_SECONDS = 120  # one that takes longer hangs
 
 
 def classes() -> dict[str, Case]:
@@ -91,7 +97,9 @@ class Count:
     labels: Counter[str] = field(default_factory=Counter)
 
 
-def campaign(chosen: dict[str, Case], seed: int, seconds: float) -> dict[str, Count]:
+def campaign(
+    chosen: dict[str, Case], seed: int, seconds: float, journal: Journal | None = None
+) -> dict[str, Count]:
     counts = {name: Count() for name in chosen}
     start = time.perf_counter()
     reported = start
@@ -103,7 +111,10 @@ def campaign(chosen: dict[str, Case], seed: int, seconds: float) -> dict[str, Co
             if before - reported >= PROGRESS_SECONDS:
                 reported = before
                 print(progress(counts, before - start), flush=True)
-            run_one(name, case, case_seed(seed, name, number), counts[name])
+            own = case_seed(seed, name, number)
+            if journal is not None:
+                journal.remember(f"{name}:{own}")
+            run_one(name, case, own, counts[name])
     raise AssertionError("itertools.count has no end")
 
 
@@ -145,12 +156,35 @@ def table(counts: dict[str, Count]) -> str:
     return "\n".join(lines)
 
 
+def watch(command_line: list[str]) -> int:
+    """Run a process whose last argument is its journal, and say which case ended it, if one did."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        Journal(path)
+        process = subprocess.Popen([*command_line, str(path)])
+        line, since = "", time.perf_counter()
+        while process.poll() is None:
+            time.sleep(0.1)
+            if line != (now := remembered(path)) or not line:
+                line, since = now, time.perf_counter()
+            elif time.perf_counter() - since > CASE_SECONDS:
+                process.send_signal(signal.SIGABRT)  # whose handler prints where it is
+                process.wait()
+        if process.returncode < 0:
+            name = signal.Signals(-process.returncode).name
+            case, _, seed = remembered(path).rpartition(":")
+            print(f"FINDING {case} seed {seed}\nended by {name}\n    {command(case, int(seed))}")
+            return 1
+        return process.returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=lambda text: int(text, 0), default=0)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of classes: 'valid/*'")
     parser.add_argument("--replay", metavar="CLASS:SEED", help="runs one case")
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.replay:
         try:
@@ -162,8 +196,12 @@ def main() -> int:
     chosen = {name: x for name, x in classes().items() if fnmatch.fnmatch(name, arguments.only)}
     if not chosen:
         parser.error(f"no class matches {arguments.only}: {', '.join(classes())}")
+    if arguments.journal is None:
+        return watch([sys.executable, __file__, *sys.argv[1:], "--journal"])
+    protect()
     print(f"seed {arguments.seed}, {arguments.seconds:g} s, {len(chosen)} classes", flush=True)
-    counts = campaign(chosen, arguments.seed, arguments.seconds)
+    journal = Journal(arguments.journal)
+    counts = campaign(chosen, arguments.seed, arguments.seconds, journal)
     print(table(counts))
     return int(any(count.findings for count in counts.values()))
 

@@ -296,7 +296,10 @@ def tolerance(output: str, dtype: torch.dtype) -> Tolerance:
         return Tolerance(rtol=bound, atol=bound)
     forward, gradient = BOUNDS[dtype]
     bound = gradient if output.startswith("d") else forward
-    return Tolerance(rtol=0, of_largest=bound, unit_scale=False)
+    # Half the distance of the smallest numbers: no result of this dtype is closer.
+    numbers = torch.finfo(dtype)
+    half = numbers.smallest_normal * numbers.eps / 2
+    return Tolerance(rtol=0, atol=half, of_largest=bound, unit_scale=False)
 
 
 def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
