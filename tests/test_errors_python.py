@@ -31,6 +31,7 @@ def freed(x: Tensor) -> Tensor:
 
 
 FREED, FREED_TABLE = freed(torch.randn(2, 2, 4, 8)), freed(TABLE)
+NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
 TND = {
     "query": PACKED, "key": PACKED, "value": PACKED, "layout": "TND",
     "actual_seq_lengths_query": [5], "actual_seq_lengths_key": [5], "dropout_p": 0.5,
@@ -168,6 +169,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"actual_seq_lengths_query": iter([5])}, TYPE, "actual_seq_lengths_query: expected whole"),
     ]),
     update: ("attention_update", [
+        ({"local_out": NESTED}, TYPE, "local_out: expected a list of tensors, got a"),
         ({"lse": None}, TYPE, "lse: expected a list of tensors, got None"),
         ({"lse": Q}, TYPE, r"lse: expected a list of tensors, got a tensor of float32 \[1, 4"),
     ]),
@@ -286,6 +288,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"positions": torch.zeros(3, 3)}, VALUE, r"positions: expected shape .* got \[3, 3\]"),
     ]),
     select: ("LightningIndexer.select", [
+        ({"projections": [FREED]}, TYPE, r"projections: .*got \[a tensor of float32 "),
         ({"projections": None}, TYPE, "projections: expected three tensors"),
         ({"projections": (HIDDEN, HIDDEN)}, TYPE, "projections: expected three tensors"),
     ]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from operator import index
 from typing import Any, TypeVar
@@ -26,12 +27,20 @@ def wrong(kind: type[Error], function: str, argument: str, expected: str, got: s
     return kind(f"{function}: {argument}: expected {expected}, got {got} {INVALID}")
 
 
+class _Shown(reprlib.Repr):
+    """Of containers: their tensors without values, whose memory may have been freed."""
+
+    def repr1(self, x: object, level: int) -> str:
+        return shown(x) if isinstance(x, Tensor) else super().repr1(x, level)
+
+
 def shown(value: object) -> str:
     """A value of the caller, on one line that is not long."""
     if isinstance(value, Tensor):
         sizes = "of several shapes" if value.is_nested else list(value.shape)
         return f"a tensor of {dtype_name(value.dtype)} {sizes}"
-    text = " ".join(repr(value).split())
+    containers = (list, tuple, dict, set)
+    text = " ".join((_Shown().repr if isinstance(value, containers) else repr)(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

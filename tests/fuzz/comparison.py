@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,7 +121,11 @@ def check_against_reference(
                     raise Finding(f"{name} is not what the reference writes")
         return True
     try:
-        operator.assert_matches_reference(sample, outcome.outputs)
+        # Of changed arguments nothing says how large results are beside what they are sums of.
+        replace(
+            operator,
+            tolerance=lambda *output: replace(operator.tolerance(*output), unit_scale=True),
+        ).assert_matches_reference(sample, outcome.outputs)
     except AssertionError as error:
         text = " ".join(str(error).split())
         if "softmax_sum" in sample.arguments and ("nan" in text or "inf" in text):

@@ -3,7 +3,8 @@
 Where the reference is finite, the operator is: what does not depend on an element is not changed by
 it. Where the reference is not, an operator may leave out a product with a weight of zero. Only the
 sparse attention has NaN wherever the reference has, but for the maximum of scores that are NaN:
-there is none, and the sum says so. An infinite value is added in parts, whose sum may be NaN.
+there is none, and the sum says so. An infinite value is added in parts, whose sum may be NaN; and
+so may be rows that share a tile with it, which threads decide.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def dense(random: Random) -> str:
     case, dtype = flash_case(random), random.choice(draw.DTYPES)
     names = (*SOURCES, "pse_shift") if case.pse_type < 2 else SOURCES
     sample, name = with_special(flash_attention_score.build(case, dtype), names, random)
-    actual = run(sample, random, same_on_all_threads=True)
+    actual = run(sample, random, same_on_all_threads=name != "value")
     compare(sample, actual)
     return name
 
@@ -99,7 +100,7 @@ def dense_gradient(random: Random) -> str:
 def prompt(random: Random) -> str:
     case, dtype = prompt_case(random, quantized=False), random.choice(draw.DTYPES)
     sample, name = with_special(prompt_flash_attention.build(case, dtype), SOURCES, random)
-    actual = run(sample, random, same_on_all_threads=True)
+    actual = run(sample, random, same_on_all_threads=name != "value")
     compare(sample, actual)
     return name
 
