@@ -30,7 +30,8 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def bytes_of(x: Tensor) -> Tensor:
     """The bytes of the elements, for comparisons in which a NaN equals itself."""
-    return x.detach().contiguous().view(-1).view(torch.uint8)
+    # One element is contiguous with any stride.
+    return x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
