@@ -30,6 +30,11 @@ def wrong(kind: type[Error], function: str, argument: str, expected: str, got: s
 class _Shown(reprlib.Repr):
     """Of containers: their tensors without values, whose memory may have been freed."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = _LONGEST
+        self.maxstring = self.maxlong = self.maxother = _LONGEST
+
     def repr1(self, x: object, level: int) -> str:
         return shown(x) if isinstance(x, Tensor) else super().repr1(x, level)
 
