@@ -2,6 +2,7 @@
 # make test    build everything and run the tests, on the CPU and on the simulated NPU
 # make bench   the benchmarks: ours, the peer and the physical limit side by side
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
+# make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make lint    ruff, clang-format, mypy
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make wheel   a wheel in dist/, for the torch of PYTHON
@@ -27,7 +28,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu fuzz bench lint format docs wheel wheels matrix test-aarch64 clean build \
+.PHONY: demo test test-cpu test-npu fuzz coverage bench lint format docs wheel wheels matrix test-aarch64 clean build \
 	build-npu
 
 demo: build
@@ -46,6 +47,10 @@ fuzz: build
 	MALLOC_PERTURB_=165 $(CPU) tests/fuzz/run.py \
 		--seconds $(if $(filter command line,$(origin SECONDS)),$(SECONDS),600) \
 		--seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(FUZZ_ARGS)
+
+coverage: .venv/ready .venv-npu/ready
+	$(CPU) $(PIP_INSTALL) -q 'coverage>=7,<8'
+	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
 
 bench: build-npu
 	$(CPU) benchmarks/sparse_flash_attention.py

@@ -31,6 +31,8 @@ COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
 COMPILE_ARGS += ["-fno-trapping-math", "-fno-math-errno"]
 # Clang wants braces around `options` in an operator's list of all arguments.
 COMPILE_ARGS += ["-Wno-missing-braces"]
+# Such as --coverage: for the compiler and the linker, after all others.
+FLAGS = shlex.split(os.environ.get("ASCEND_ATTN_OPS_FLAGS", ""))
 # Read by python/ascend_attn_ops/_built_with.py before it loads what was compiled.
 BUILT_WITH = "built_with.json"
 SIMULATION = "csrc/simulation"
@@ -109,8 +111,8 @@ def core_extension() -> Any:
         "ascend_attn_ops._C",
         core_sources(),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=[*COMPILE_ARGS, *torch_headers()],
-        extra_link_args=openmp(),
+        extra_compile_args=[*COMPILE_ARGS, *torch_headers(), *FLAGS],
+        extra_link_args=[*openmp(), *FLAGS],
     )
 
 
@@ -160,8 +162,9 @@ def npu_extension() -> Any | None:
             *(f"-isystem{folder}" for folder in includes),
             # The torch version, in the form that torch_npu's headers expect.
             f"-DCURRENT_VERSION=V{'R'.join(TORCH.split('.')[:2])}",
+            *FLAGS,
         ],
-        extra_link_args=["-Wl,-rpath,$ORIGIN", *openmp()],
+        extra_link_args=["-Wl,-rpath,$ORIGIN", *openmp(), *FLAGS],
     )
 
 
@@ -187,9 +190,9 @@ def simulation() -> list[Any]:
             include_dirs=[str(ROOT / "csrc"), str(torch_npu / "include/third_party/acl/inc")],
             library_dirs=[str(torch_npu / "lib")],
             extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", *torch_headers(),
-                                *(f"-isystem{folder}" for folder in headers)],
+                                *(f"-isystem{folder}" for folder in headers), *FLAGS],
             extra_link_args=[f"-Wl,-soname,{file}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed",
-                             *(f"-l{needed}" for needed in needs), *options],
+                             *(f"-l{needed}" for needed in needs), *options, *FLAGS],
         )  # fmt: skip
 
     runtime = [

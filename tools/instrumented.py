@@ -1,0 +1,41 @@
+"""Builds a copy of this checkout with other flags of the compiler, beside the usual build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what git tracks; a file that has not changed keeps its time, and its object."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        source, target = ROOT / name, folder / name
+        if source.exists() and not same(source, target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    return folder
+
+
+def same(source: Path, target: Path) -> bool:
+    return target.exists() and source.read_bytes() == target.read_bytes()
+
+
+def build(folder: Path, flags: Iterable[str], cpu: Path, npu: Path | None = None) -> None:
+    """`cpu` and `npu` are the interpreters that make `_C`, and `_npu` with the simulation."""
+    environment = {**os.environ, "ASCEND_ATTN_OPS_FLAGS": " ".join(flags)}
+    parts = [("core", cpu), ("npu", npu)]
+    for part, interpreter in parts:
+        if interpreter is not None:
+            subprocess.run(
+                [interpreter, "setup.py", "-q", "build_ext", "--inplace",
+                 "--build-temp", f"build-{part}"],
+                cwd=folder, env={**environment, "ASCEND_ATTN_OPS_BUILD": part}, check=True,
+            )  # fmt: skip
