@@ -78,7 +78,7 @@ def print_table(rows: Sequence[Row]) -> None:
         )
 
 
-def _status(field: str) -> int:
+def process_memory(field: str) -> int:
     """Return a memory counter of this process in bytes: VmRSS for now, VmHWM for the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
@@ -91,9 +91,9 @@ def _measure(make: Callable[[], Call]) -> int:
     # Memory that make() has freed would be reused without being counted.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
-    before = _status("VmRSS")
+    before = process_memory("VmRSS")
     kept = call()
-    extra = _status("VmHWM") - before
+    extra = process_memory("VmHWM") - before
     del kept
     return extra
 
