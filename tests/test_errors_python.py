@@ -68,6 +68,11 @@ def slots(**options: Any) -> Tensor:
     return ops.slot_mapping(**given | options)
 
 
+def gather(**options: Any) -> Tensor:
+    given = {"cache": torch.zeros(9, 16, 1, 4), "block_table": TABLE, "lengths": [17, 3]}
+    return ops.gather_paged_kv(**given | options)
+
+
 def shape(**options: Any) -> Any:
     given = {"num_blocks": 2, "block_size": 4, "num_heads": 2, "head_size": 16}
     return ops.nz_cache_shape(**given | {"dtype": torch.float16} | options)
@@ -218,6 +223,22 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"block_table": torch.full((2, 2), 2**28, dtype=torch.int32)}, VALUE,
          "block_table: expected blocks below 134217728, whose slots int32 holds, got 268435456"),
         ({"block_table": torch.full((2, 2), 2**60)}, VALUE, "block_table: expected blocks below"),
+    ]),
+    gather: ("gather_paged_kv", [
+        ({"cache": None}, TYPE, "cache: expected a tensor, got NoneType"),
+        ({"cache": torch.zeros(9)}, VALUE, r"cache: expected shape \(num_blocks, block_size"),
+        ({"cache": torch.zeros(9, 0, 1, 4)}, VALUE, r"cache: expected .* at least 1, got \[9, 0"),
+        ({"block_table": TABLE.float()}, TYPE, "block_table: expected dtype int32 or int64, got"),
+        ({"block_table": TABLE[0]}, VALUE, r"block_table: expected shape \(2, M\)"),
+        ({"block_table": TABLE.to("meta")}, VALUE, "block_table: expected device cpu"),
+        ({"block_table": FREED_TABLE}, VALUE, "block_table: expected a storage that holds every"),
+        ({"block_table": TABLE + 9}, VALUE, r"block_table: expected blocks in \[0, 9\), got 1\d"),
+        ({"block_table": TABLE - 9}, VALUE, r"block_table: expected blocks in \[0, 9\), got -\d"),
+        ({"lengths": None}, TYPE, "lengths: expected whole numbers, as a list or a tensor"),
+        ({"lengths": [1.5, 2]}, TYPE, "lengths: expected whole numbers"),
+        ({"lengths": [17]}, VALUE, r"block_table: expected shape \(1, M\)"),
+        ({"lengths": [33, 3]}, VALUE, r"lengths: expected 0\.\.32, got 33"),
+        ({"lengths": torch.tensor([3, -1])}, VALUE, r"lengths: expected 0\.\.32, got -1"),
     ]),
     shape: ("nz_cache_shape", [
         ({"num_blocks": -1}, VALUE, "num_blocks: expected at least 0, got -1"),

@@ -16,6 +16,7 @@ from ascend_attn_ops.modules import LightningIndexer
 from ascend_attn_ops.prompt_flash_attention import prompt_flash_attention
 from ascend_attn_ops.quantization import quantize_attention_inputs
 from ascend_attn_ops.scatter_pa_kv_cache import (
+    gather_paged_kv,
     nd_to_nz,
     nz_cache_shape,
     nz_to_nd,
@@ -42,6 +43,7 @@ __all__ = [
     "attention_update",
     "flash_attention_score",
     "flash_attention_score_grad",
+    "gather_paged_kv",
     "lightning_indexer",
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",

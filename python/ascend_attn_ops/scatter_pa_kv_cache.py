@@ -16,12 +16,13 @@ from ascend_attn_ops._arguments import (
     shown,
     wrong,
 )
-from ascend_attn_ops._operators import operator
+from ascend_attn_ops._operators import Lengths, lengths_of, operator
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
 
 _SLOT_MAPPING = "ascend::slot_mapping"
+_GATHER = "ascend::gather_paged_kv"
 _WHOLE_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -210,6 +211,68 @@ def _refuse_blocks(blocks: Tensor, beyond: int) -> None:
     if blocks.numel() and int(blocks.amax()) >= beyond:
         expected = f"blocks below {beyond}, whose slots {dtype_name(blocks.dtype)} holds"
         raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, str(int(blocks.amax())))
+
+
+def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Tensor:
+    """A copy of the rows that sequences have in a paged cache, to look at them.
+
+    The inverse of writing rows to the slots of :func:`slot_mapping`. The operators read the blocks
+    where they are, and need no such copy.
+
+    Args:
+        cache: (num_blocks, block_size, ...), as (num_blocks, block_size, N, D).
+        block_table: (B, M), int32 or int64, on cache's device; entry i of a row is the block with
+            the positions [i * block_size, (i + 1) * block_size) of a sequence. Entries behind the
+            last row of a sequence are not read.
+        lengths: rows of each sequence, B whole numbers as a tensor or a list. They are read on the
+            host.
+
+    Returns:
+        (T, ...), as (T, N, D): the rows of one sequence behind the other, T the sum of lengths.
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: cache has less than 2 axes or blocks without rows, block_table another shape or
+            device, a length is negative or beyond the table, or there is no block of that number.
+
+    Example:
+        >>> import torch
+        >>> cache = torch.arange(8.0).view(4, 2, 1, 1)
+        >>> table = torch.tensor([[3, 0], [1, -1]])
+        >>> gather_paged_kv(cache, table, [3, 1]).flatten()
+        tensor([6., 7., 0., 2.])
+    """
+    for name, x in (("cache", cache), ("block_table", block_table)):
+        check_tensor(_GATHER, name, x)
+        check_memory(_GATHER, name, x)
+    if cache.dim() < 2 or cache.shape[1] == 0:
+        expected = "shape (num_blocks, block_size, ...) with a block_size of at least 1"
+        raise wrong(ValueError, _GATHER, "cache", expected, str(list(cache.shape)))
+    if block_table.dtype not in (torch.int32, torch.int64):
+        got = dtype_name(block_table.dtype)
+        raise wrong(TypeError, _GATHER, "block_table", "dtype int32 or int64", got)
+    if block_table.device != cache.device:
+        expected = f"device {cache.device} (cache's)"
+        raise wrong(ValueError, _GATHER, "block_table", expected, str(block_table.device))
+    if not hasattr(lengths, "__iter__"):
+        expected = "whole numbers, as a list or a tensor"
+        raise wrong(TypeError, _GATHER, "lengths", expected, shown(lengths))
+    counts = list(lengths_of(lengths, where=f"{_GATHER}: lengths") or ())
+    if block_table.dim() != 2 or len(block_table) != len(counts):
+        expected = f"shape ({len(counts)}, M), for as many sequences as lengths"
+        raise wrong(ValueError, _GATHER, "block_table", expected, str(list(block_table.shape)))
+    num_blocks, block_size = cache.shape[:2]
+    room = block_table.shape[1] * block_size
+    counts = [check_count(_GATHER, "lengths", count, most=room) for count in counts]
+    rows = []
+    for blocks, count in zip(block_table.long(), counts, strict=True):
+        used = blocks[: -(-count // block_size)]
+        outside = used[(used < 0) | (used >= num_blocks)]
+        if outside.numel():
+            expected = f"blocks in [0, {num_blocks})"
+            raise wrong(ValueError, _GATHER, "block_table", expected, str(int(outside[0])))
+        rows.append(cache[used].flatten(0, 1)[:count])
+    return torch.cat(rows) if rows else cache.new_empty(0, *cache.shape[2:])
 
 
 def nz_cache_shape(

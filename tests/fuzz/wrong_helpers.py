@@ -89,6 +89,15 @@ def _slots(r: Random) -> Arguments:
     }
 
 
+def _gather(r: Random) -> Arguments:
+    dtype = r.choice((torch.int32, torch.int64))
+    return {
+        "cache": _normal(r, 4, 16, 2, 8),
+        "block_table": torch.tensor([[3, 0], [1, -1]], dtype=dtype),
+        "lengths": r.choice(([17, 3], torch.tensor([32, 0]), (1, 16))),
+    }
+
+
 def _shape(r: Random) -> Arguments:
     dtype = r.choice((torch.float16, torch.int8, torch.float32))
     return {
@@ -144,6 +153,7 @@ def _limits(*args: Any, **options: Any) -> None:
 HELPERS: dict[str, tuple[Callable[..., Any], Callable[[Random], Arguments]]] = {
     "sparse_mode_mask": (ops.sparse_mode_mask, _mask),
     "slot_mapping": (ops.slot_mapping, _slots),
+    "gather_paged_kv": (ops.gather_paged_kv, _gather),
     "nz_cache_shape": (ops.nz_cache_shape, _shape),
     "nd_to_nz": (ops.nd_to_nz, lambda r: {"cache": _normal(r, 2, 3, 2, 16)}),
     "nz_to_nd": (ops.nz_to_nd, lambda r: {"cache": _normal(r, 2, 4, 3, 8), "num_heads": 2}),
