@@ -17,6 +17,8 @@ def through_torch(sample: Sample) -> Any:
 
 
 def differentiable_names(sample: Sample) -> tuple[str, ...]:
+    if sample.arguments.get("layout_key") is not None:
+        return ()  # paged keys are for inference
     return sample.tensor_names(OPERATORS[sample.operator].differentiable)
 
 

@@ -108,6 +108,7 @@ def test_every_wrong_type_is_left_to_torch_ops(operator: Operator) -> None:
         "float": [None, 1, True, "1.0", np.float64(1.0)],
         "bool": [None, 0, 1, "True", np.True_],
         "str": [None, b"Norm", 1, "\ud800"],
+        "Optional[str]": [b"TND", 1, "\ud800"],
         "List[int]": [None, 1, [1.0, 1.0], [True, True], "11", [2**63, 1]],
         "Optional[List[int]]": [1, [1.0], [None], torch.ones(1, dtype=torch.int64), "1"],
     }

@@ -8,7 +8,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.sequences import rows
+from ascend_attn_ops.reference.sequences import rows, with_dense_keys
 from gradients import outputs_and_gradients
 from samples import OPERATORS, RECIPES, Recipe
 from torch import Tensor
@@ -176,7 +176,8 @@ def test_every_layout_mode_and_length(recipe: Recipe) -> None:
     """Against the rows of the reference."""
     sample = recipe.make(torch.bfloat16)
     most = sample.arguments["sparse_indices"].shape[-1] * sample.arguments["sparse_block_size"]
-    read = sum(min(row.limit, most) for row in rows(Arguments(**sample.arguments)))
+    dense = with_dense_keys(Arguments(**{"layout_key": None, **sample.arguments}), "key")
+    read = sum(min(row.limit, most) for row in rows(dense))
     heads, size = sample.inputs["query"].shape[-2:]
     rope = sample.arguments["query_rope"]
     joined = size + (rope.shape[-1] if rope is not None else 0)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/arguments.h"
+#include "core/key_pages.h"
 
 namespace ascend_attn {
 
@@ -38,6 +39,10 @@ template <>
 struct Owner<LayoutArgument> {
   using type = std::string;
 };
+template <>
+struct Owner<KeyLayoutArgument> {
+  using type = std::optional<std::string>;
+};
 template <typename Tie>
 struct Owners;
 template <typename... Fields>
@@ -51,6 +56,7 @@ const T& view(const T& value) {
   return value;
 }
 inline std::string_view view(const std::string& text) { return text; }
+inline std::optional<std::string_view> view(const std::optional<std::string>& text) { return text; }
 inline at::OptionalSymIntArrayRef view(const std::optional<std::vector<c10::SymInt>>& list) {
   return list ? at::OptionalSymIntArrayRef(*list) : std::nullopt;
 }
@@ -68,6 +74,10 @@ struct Writer {
     tensors.insert(tensors.end(), list.begin(), list.end());
   }
   void operator()(const LayoutArgument& layout) { values.emplace_back(std::string(layout.text())); }
+  void operator()(const KeyLayoutArgument& layout) {
+    const auto& text = layout.text();
+    values.push_back(text ? c10::IValue(std::string(*text)) : c10::IValue());
+  }
   void operator()(const at::OptionalSymIntArrayRef& list) {
     values.push_back(list.has_value() ? c10::IValue(*list) : c10::IValue());
   }
@@ -92,6 +102,12 @@ struct Reader {
     to.assign(std::exchange(tensor, end), end);
   }
   void operator()(std::string& to) { to = (value++)->toStringRef(); }
+  void operator()(std::optional<std::string>& to) {
+    if (!value->isNone()) {
+      to = value->toStringRef();
+    }
+    ++value;
+  }
   void operator()(std::optional<std::vector<c10::SymInt>>& to) {
     if (!value->isNone()) {
       to = value->toSymIntVector();

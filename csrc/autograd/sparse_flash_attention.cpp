@@ -13,6 +13,17 @@ constexpr int64_t kIgnoredTokens = INT32_MAX;
 
 struct SparseFlashAttentionFunction
     : OperatorFunction<SparseFlashAttentionFunction, SparseFlashAttention> {
+  static bool differentiable(const SparseFlashAttention& op) {
+    check_implemented(!op.pages.given(), op.name, "layout_key",
+                      "expected keys without a block table where a gradient is wanted, got "
+                      "PA_BSND; call it under torch.no_grad(), or detach the tensors");
+    check_implemented(
+        op.return_softmax_lse, op.name, "return_softmax_lse",
+        "expected True where a gradient is wanted, whose backward reads the "
+        "statistics, got False; call it under torch.no_grad(), or detach the tensors");
+    return true;
+  }
+
   static void save(AutogradContext* context, const SparseFlashAttention& op,
                    const Outputs& outputs) {
     const auto& [out, softmax_max, softmax_sum] = outputs;

@@ -158,4 +158,27 @@ std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const a
   return make_sequences(op, layout, query, key, lengths_query, lengths_key);
 }
 
+std::vector<Sequence> read_paged_sequences(std::string_view op, Layout layout,
+                                           const at::Tensor& query, const at::Tensor& key,
+                                           const at::Tensor& block_table,
+                                           const std::optional<at::Tensor>& lengths_query,
+                                           const at::Tensor& lengths_key) {
+  const auto axes = axes_of(layout);
+  const auto query_tokens = query.size(axes.tokens);
+  const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
+  const auto slots = saturated_product(block_table.size(1), key.size(1));
+  const auto key_values = read_lengths(op, kKeyLengths, Layout::BSND, lengths_key, slots);
+  std::vector<Sequence> sequences;
+  int64_t query_begin = 0;
+  for (size_t b = 0; b < key_values.size(); ++b) {
+    const auto batch = static_cast<int64_t>(b);
+    const auto queries = axes.packed()   ? query_values[b] - query_begin
+                         : lengths_query ? query_values[b]
+                                         : query_tokens;
+    sequences.push_back({query_begin, queries, 0, key_values[b], batch});
+    query_begin += axes.packed() ? queries : query_tokens;
+  }
+  return sequences;
+}
+
 }  // namespace ascend_attn

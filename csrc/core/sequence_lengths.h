@@ -28,6 +28,7 @@ struct Sequence {
   int64_t queries = 0;
   int64_t key_begin = 0;
   int64_t keys = 0;
+  int64_t batch = 0;  // where keys are paged: its row of the block table
 
   bool empty() const { return queries == 0 || keys == 0; }
 };
@@ -70,5 +71,12 @@ std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const a
                                      const at::Tensor& key,
                                      at::OptionalSymIntArrayRef lengths_query,
                                      at::OptionalSymIntArrayRef lengths_key);
+// The same of a call with paged keys: whatever the layout of the queries is, the lengths of the
+// keys are counts.
+std::vector<Sequence> read_paged_sequences(std::string_view op, Layout layout,
+                                           const at::Tensor& query, const at::Tensor& key,
+                                           const at::Tensor& block_table,
+                                           const std::optional<at::Tensor>& lengths_query,
+                                           const at::Tensor& lengths_key);
 
 }  // namespace ascend_attn

@@ -12,17 +12,23 @@ std::vector<Dtypes> sparse_dtypes() {
 }
 
 SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& layout,
-                         NamedTensor query, NamedTensor key)
+                         NamedTensor query, NamedTensor key, const KeyPages* pages)
     : op_(limits.op),
       layout_(check_layout(op_, layout, {Layout::BSND, Layout::TND})),
       query_(query),
       key_(key),
+      pages_(pages && pages->given() ? pages : nullptr),
       limits_(limits) {
-  const auto rank = axes_of(layout_).rank;
-  for (const auto& argument : {query, key}) {
-    check_value(argument.tensor.dim() == rank, op_, argument.name, "expected rank ", rank,
-                " for layout ", layout_name(layout_), ", got shape ", argument.tensor.sym_sizes());
+  if (pages) {
+    check_key_layout(*pages);
   }
+  const auto rank = axes_of(layout_).rank;
+  check_value(query.tensor.dim() == rank, op_, query.name, "expected rank ", rank, " for layout ",
+              layout_name(layout_), ", got shape ", query.tensor.sym_sizes());
+  const auto key_layout = pages_ ? KeyLayoutArgument::kPaged : layout_name(layout_);
+  const auto key_rank = pages_ ? int64_t{4} : rank;
+  check_value(key.tensor.dim() == key_rank, op_, key.name, "expected rank ", key_rank,
+              " for layout ", key_layout, ", got shape ", key.tensor.sym_sizes());
   check_attention_dtype(op_, query);
   limits_.dtype(query.name, query.tensor.scalar_type());
   heads_ = query.tensor.sym_size(-2);
@@ -34,11 +40,42 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   check_not_empty(query.tensor.sym_size(0));
   check_not_empty(query.tensor.sym_size(-3));
   check_not_empty(key.tensor.sym_size(-3));
+  if (pages_) {
+    check_not_empty(key.tensor.sym_size(0));
+  }
 }
 
 void SparseRules::check_not_empty(const c10::SymInt& count) const {
   limits_.rule(kNotEmpty, count.maybe_as_int() != 0, "query of shape ", query_.tensor.sym_sizes(),
                ", key of shape ", key_.tensor.sym_sizes());
+}
+
+void SparseRules::check_key_layout(const KeyPages& pages) const {
+  const auto& text = pages.layout_key.text();
+  check_value(!text || pages.given() || *text == layout_name(layout_), op_, "layout_key",
+              "expected PA_BSND, ", layout_name(layout_), " (layout's) or None, got ",
+              quoted(text.value_or("")));
+  if (pages.given()) {
+    check_present(pages.block_table.has_value(), op_, "block_table",
+                  "expected a tensor because layout_key is PA_BSND, got None");
+  } else {
+    check_value(!pages.block_table, op_, "block_table",
+                "expected None because layout_key is not PA_BSND, got a tensor");
+  }
+}
+
+// `batch` is the number of sequences.
+void SparseRules::check_block_table(const c10::SymInt& batch) const {
+  const NamedTensor table{"block_table", *pages_->block_table};
+  check_same_device(table);
+  check_dtype(op_, table, at::kInt);
+  check_value(table.tensor.dim() == 2, op_, table.name, "expected rank 2, got shape ",
+              table.tensor.sym_sizes());
+  check_shape(op_, table, {{batch, table.tensor.sym_size(1)}}, "(B, blocks of a sequence)");
+  const auto& block_size = key_.tensor.sym_size(1);
+  check_value(block_size.maybe_as_int() != 0, op_, key_.name,
+              "expected blocks of at least one row, got shape ", key_.tensor.sym_sizes());
+  limits_.size(key_.name, "block_size", block_size);
 }
 
 void SparseRules::check_same_device(NamedTensor argument) const {
@@ -75,7 +112,10 @@ void SparseRules::check_like_query(NamedTensor argument, const c10::SymInt& head
 void SparseRules::check_like_key(NamedTensor argument, const c10::SymInt& size) const {
   check_same_device(argument);
   const auto& key = key_.tensor;
-  if (layout_ == Layout::TND) {
+  if (pages_) {
+    check_shape(op_, argument, {{key.sym_size(0), key.sym_size(1), 1, size}},
+                "(num_blocks, block_size, 1, D)");
+  } else if (layout_ == Layout::TND) {
     check_shape(op_, argument, {{key.sym_size(0), 1, size}}, "(T2, 1, D)");
   } else {
     check_shape(op_, argument, {{query_.tensor.sym_size(0), key.sym_size(1), 1, size}},
@@ -167,6 +207,11 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
                                         Count count) const {
   constexpr const char* query_name = "actual_seq_lengths_query";
   constexpr const char* key_name = "actual_seq_lengths_key";
+  if (pages_) {
+    check_present(key_lengths.has_value(), op_, key_name,
+                  "expected the number of keys of each sequence, which layout_key PA_BSND "
+                  "requires, got None");
+  }
   if (layout_ == Layout::TND) {
     check_present(query_lengths.has_value(), op_, query_name,
                   "expected the inclusive prefix sums of the sequence lengths, which layout TND "
@@ -206,6 +251,9 @@ void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
                     lengths.sym_sizes());
         return lengths.sym_numel();
       });
+  if (pages_) {
+    check_block_table(key_lengths->sym_numel());
+  }
 }
 
 void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/key_pages.h"
 #include "core/layout.h"
 #include "core/limits.h"
 #include "core/tensor_checks.h"
@@ -28,6 +29,8 @@ inline constexpr Limit kPreTokens{
     "pre_tokens", "earlier keys that a query sees", {.one_of = {INT64_MAX}}};
 inline constexpr Limit kNextTokens{
     "next_tokens", "later keys that a query sees", {.one_of = {INT64_MAX}}};
+inline constexpr Limit kPageSize{
+    "block_size", "rows per block of the cache", {.min = 16, .max = 1024, .multiple_of = 16}};
 inline constexpr Rule kNotEmpty{"query",
                                 "at least one sequence, one query token and one key token"};
 // For weights, which are float32 elsewhere, too.
@@ -48,9 +51,9 @@ inline at::Tensor with_head_axis(const at::Tensor& selection, const at::Tensor& 
 class SparseRules {
  public:
   // `query` and `key` determine the device, dtype, token axes and number of heads that the other
-  // arguments must match.
+  // arguments must match. Null pages are those of an operator whose keys are never paged.
   SparseRules(const OperatorLimits& limits, const LayoutArgument& layout, NamedTensor query,
-              NamedTensor key);
+              NamedTensor key, const KeyPages* pages = nullptr);
 
   Layout layout() const { return layout_; }
   const LimitsCheck& limits() const { return limits_; }
@@ -66,7 +69,8 @@ class SparseRules {
   // Expects (B, S1, heads, size) or (T1, heads, size).
   void check_like_query(NamedTensor argument, const c10::SymInt& heads,
                         const c10::SymInt& size) const;
-  // Expects (B, S2, 1, size) or (T2, 1, size).
+  // Expects (B, S2, 1, size) or (T2, 1, size), or blocks of a cache, (num_blocks, block_size, 1,
+  // size).
   void check_like_key(NamedTensor argument, const c10::SymInt& size) const;
   // Expects (B, S1, heads) or (T1, heads).
   void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
@@ -80,7 +84,8 @@ class SparseRules {
   void check_statistics(NamedTensor argument) const;
   // Expects both ropes or neither: (..., N1, Dr) for query and (..., 1, Dr) for key.
   void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
-  // Checks lengths, given as int32 tensors (B) or on the host. TND requires both.
+  // Checks lengths, given as int32 tensors (B) or on the host. TND requires both, and paged keys
+  // those of the keys.
   void check_lengths(const std::optional<at::Tensor>& query_lengths,
                      const std::optional<at::Tensor>& key_lengths) const;
   void check_lengths(at::OptionalSymIntArrayRef query_lengths,
@@ -96,12 +101,15 @@ class SparseRules {
   void check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
                              Count count) const;
   void check_not_empty(const c10::SymInt& count) const;
+  void check_key_layout(const KeyPages& pages) const;
+  void check_block_table(const c10::SymInt& batch) const;
   c10::SymDimVector query_tokens_and(std::initializer_list<c10::SymInt> rest) const;
 
   std::string_view op_;
   Layout layout_;
   NamedTensor query_;
   NamedTensor key_;
+  const KeyPages* pages_;  // null unless keys are paged
   LimitsCheck limits_;
   c10::SymInt heads_;
   c10::SymInt head_size_;

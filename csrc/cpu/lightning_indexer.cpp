@@ -6,14 +6,17 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/operator.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer.h"
-#include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/key_rows.h"
+#include "cpu/common/parallel_tasks.h"
 #include "cpu/common/sparse_indices.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
@@ -23,38 +26,25 @@ namespace ascend_attn::cpu {
 namespace {
 
 constexpr int64_t kKeyTile = 128;
+// Tokens of a block share the packed keys, and their scores are in memory together.
+constexpr int64_t kTokens = 64;
+constexpr int64_t kScoreBytes = 1 << 24;
 
-// All keys of a sequence, packed as one operand B per tile.
-template <typename Input, typename Operand>
-class PackedKeys {
- public:
-  PackedKeys(int64_t max_keys, int64_t size)
-      : size_(size),
-        depth_(round_up(size, depth_step<Operand>)),
-        packed_(round_up(max_keys, kKeyTile), depth_) {}
+// A few query tokens of one sequence.
+template <typename Input>
+struct TokenBlock {
+  const Sequence* sequence;
+  TokenRows<Input> query;
+  KeyRows<Input> key;
+  KeptKeys visible;
+  int64_t begin;
+  int64_t tokens;
+  int64_t cost;
 
-  void pack(const TokenRows<Input>& key, int64_t keys) {
-    at::parallel_for(0, (keys + kKeyTile - 1) / kKeyTile, 1, [&](int64_t begin, int64_t end) {
-      const Tile<Operand> rows(kKeyTile, depth_);
-      for (int64_t tile = begin; tile < end; ++tile) {
-        const int64_t first = tile * kKeyTile;
-        const int64_t count = std::min(kKeyTile, keys - first);
-        for (int64_t i = 0; i < count; ++i) {
-          load_row(key.row(first + i), rows.row(i), size_);
-        }
-        zero_rows(rows, count, kKeyTile);
-        pack_transposed(depth_, kKeyTile, rows.data(), rows.stride(), packed_.row(first));
-      }
-    });
-  }
-
-  int64_t depth() const { return depth_; }
-  const Operand* tile_of(int64_t key) const { return packed_.row(key); }
-
- private:
-  int64_t size_;
-  int64_t depth_;
-  Tile<Operand> packed_;
+  // The keys that some token sees: in both modes the last one sees the most.
+  int64_t keys() const { return visible.end(begin + tokens - 1); }
+  // Its first row in the outputs.
+  int64_t row() const { return sequence->query_begin + begin; }
 };
 
 // scores[s] = sum over heads of weights[h] * relu(logits[h][s])
@@ -79,108 +69,155 @@ class Scorer {
  public:
   using Sum = Accumulator<Operand>;
 
-  // Scores up to `tokens` query tokens at a time.
-  Scorer(int64_t tokens, int64_t heads, int64_t size, int64_t max_keys)
+  // Of blocks of up to `tokens`.
+  Scorer(int64_t tokens, int64_t heads, int64_t size)
       : heads_(heads),
         size_(size),
-        query_(tokens * heads, round_up(size, depth_step<Operand>)),
+        depth_(round_up(size, depth_step<Operand>)),
+        query_(tokens * heads, depth_),
         weights_(tokens, heads),
-        logits_(heads, kKeyTile),
-        scores_(tokens, round_up(max_keys, kKeyTile)) {}
+        rows_(kKeyTile, depth_),
+        packed_(kKeyTile, depth_),
+        logits_(heads, kKeyTile) {}
 
-  void load(int64_t slot, const TokenRows<Input>& query, const HeadWeights<Input>& weights,
-            int64_t token, int64_t row) {
-    for (int64_t h = 0; h < heads_; ++h) {
-      load_row(query.row(token, h), query_.row(slot * heads_ + h), size_);
+  void load(const TokenBlock<Input>& block, const HeadWeights<Input>& weights) {
+    for (int64_t slot = 0; slot < block.tokens; ++slot) {
+      for (int64_t h = 0; h < heads_; ++h) {
+        load_row(block.query.row(block.begin + slot, h), query_.row(slot * heads_ + h), size_);
+      }
+      weights.load(block.row() + slot, weights_.row(slot));
     }
-    weights.load(row, weights_.row(slot));
   }
 
-  // Computes the scores of the tile of keys that starts at `key`.
-  void score(int64_t slot, const PackedKeys<Input, Operand>& keys, int64_t key) {
-    tile_gemm(heads_, kKeyTile, keys.depth(), query_.row(slot * heads_), query_.stride(),
-              keys.tile_of(key), kKeyTile, logits_.data(), kKeyTile, false);
-    weighted_relu(logits_, weights_.row(slot), heads_, scores_.row(slot) + key);
+  // Computes the scores (tokens, keys) of the tile of keys that starts at `key`.
+  void score(const TokenBlock<Input>& block, int64_t key, const Tile<Sum>& scores) {
+    const int64_t count = std::min(kKeyTile, block.keys() - key);
+    for (int64_t i = 0; i < count; ++i) {
+      load_row(block.key.row(key + i), rows_.row(i), size_);
+    }
+    zero_rows(rows_, count, kKeyTile);
+    pack_transposed(depth_, kKeyTile, rows_.data(), rows_.stride(), packed_.data());
+    for (int64_t slot = 0; slot < block.tokens; ++slot) {
+      if (key < block.visible.end(block.begin + slot)) {
+        tile_gemm(heads_, kKeyTile, depth_, query_.row(slot * heads_), query_.stride(),
+                  packed_.data(), kKeyTile, logits_.data(), kKeyTile, false);
+        weighted_relu(logits_, weights_.row(slot), heads_, scores.row(slot) + key);
+      }
+    }
   }
-
-  const Sum* scores(int64_t slot) const { return scores_.row(slot); }
 
  private:
   int64_t heads_;
   int64_t size_;
+  int64_t depth_;
   Tile<Operand> query_;
   Tile<Sum> weights_;
+  Tile<Operand> rows_;
+  Tile<Operand> packed_;
   Tile<Sum> logits_;
-  Tile<Sum> scores_;
 };
 
-template <typename Input, typename Operand>
-void compute(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
-  using Sum = Accumulator<Operand>;
-  // Not structured bindings: Clang 16 cannot capture those where OpenMP is enabled.
-  auto& indices = std::get<0>(outputs);
-  auto& values = std::get<1>(outputs);
-  indices.fill_(-1);
-  values.fill_(-std::numeric_limits<double>::infinity());
+// Writes the best keys of a token of a block.
+template <typename Input, typename Sum>
+void select(const TokenBlock<Input>& block, int64_t slot, const Tile<Sum>& scores, TopK<Sum>& top_k,
+            const LightningIndexer::Outputs& outputs) {
+  const auto& [indices, values] = outputs;
+  const int64_t count = indices.size(-1);
+  const int64_t row = (block.row() + slot) * count;
+  auto* best = indices.mutable_data_ptr<int32_t>() + row;
+  const int64_t kept = top_k(scores.row(slot), block.visible.end(block.begin + slot), count, best);
+  if (values.numel() > 0) {
+    auto* value = values.mutable_data_ptr<Input>() + row;
+    for (int64_t i = 0; i < kept; ++i) {
+      value[i] = static_cast<Input>(scores.row(slot)[best[i]]);
+    }
+  }
+}
 
+template <typename Input, typename Operand>
+void compute(const LightningIndexer& op, const std::vector<Sequence>& sequences,
+             const BlockTable& table, const LightningIndexer::Outputs& outputs) {
+  using Sum = Accumulator<Operand>;
   const auto query = with_dense_rows(op.query);
   const auto key = with_dense_rows(op.key);
   const int64_t heads = query.size(-2);
   const int64_t size = query.size(-1);
-  const int64_t count = indices.size(-1);
   const HeadWeights<Input> weights(op.weights);
-  const auto sequences = sequences_of(op);
-  const int64_t max_keys = longest(sequences, &Sequence::keys);
+  const int64_t max_keys = round_up(longest(sequences, &Sequence::keys), kKeyTile);
+  const int64_t most_tokens = std::clamp<int64_t>(
+      kScoreBytes / static_cast<int64_t>(sizeof(Sum)) / std::max<int64_t>(max_keys, 1), 1,
+      std::min(kTokens, std::max<int64_t>(longest(sequences, &Sequence::queries), 1)));
 
-  // The scores of a block of tokens stay in cache until the best ones are selected.
-  constexpr int64_t score_bytes = 1 << 20;
-  const int64_t block = std::clamp<int64_t>(
-      score_bytes / static_cast<int64_t>(sizeof(Sum)) / std::max<int64_t>(max_keys, 1), 1, 16);
-
-  PackedKeys<Input, Operand> keys(max_keys, size);
+  std::vector<TokenBlock<Input>> blocks;
   for (const auto& sequence : sequences) {
-    keys.pack(TokenRows<Input>(key, sequence.key_begin), sequence.keys);
     const TokenRows<Input> queries(query, sequence.query_begin);
+    const KeyRows<Input> keys(key, table, sequence);
     const auto visible = visible_keys_of(op, sequence);
-    const int64_t blocks = (sequence.queries + block - 1) / block;
-    const int64_t workers = worker_count(blocks);
+    for (int64_t begin = 0; begin < sequence.queries; begin += most_tokens) {
+      const int64_t tokens = std::min(most_tokens, sequence.queries - begin);
+      const TokenBlock<Input> block{&sequence, queries, keys, visible, begin, tokens, 0};
+      blocks.push_back(block);
+      blocks.back().cost = block.keys() * tokens;
+    }
+  }
+
+  if (static_cast<int64_t>(blocks.size()) >= at::get_num_threads()) {
+    struct Worker {
+      Scorer<Input, Operand> scorer;
+      Tile<Sum> scores;
+      TopK<Sum> top_k;
+    };
+    const auto make_worker = [&] {
+      return std::make_unique<Worker>(
+          Worker{{most_tokens, heads, size}, {most_tokens, max_keys}, TopK<Sum>(max_keys)});
+    };
+    for_each_task(std::move(blocks), make_worker, [&](Worker& worker, const auto& block) {
+      worker.scorer.load(block, weights);
+      for (int64_t tile = 0; tile < block.keys(); tile += kKeyTile) {
+        worker.scorer.score(block, tile, worker.scores);
+      }
+      for (int64_t slot = 0; slot < block.tokens; ++slot) {
+        select(block, slot, worker.scores, worker.top_k, outputs);
+      }
+    });
+    return;
+  }
+  // A few tokens, as when decoding: the threads share the keys of each block.
+  for (const auto& block : blocks) {
+    const Tile<Sum> scores(block.tokens, max_keys);
+    const int64_t tiles = (block.keys() + kKeyTile - 1) / kKeyTile;
+    const int64_t workers = worker_count(tiles);
     for_each_worker(workers, [&](int64_t worker) {
-      Scorer<Input, Operand> scorer(block, heads, size, sequence.keys);
-      TopK<Sum> top_k(sequence.keys);
-      for (int64_t begin = worker * block; begin < sequence.queries; begin += workers * block) {
-        const int64_t tokens = std::min(block, sequence.queries - begin);
-        for (int64_t slot = 0; slot < tokens; ++slot) {
-          scorer.load(slot, queries, weights, begin + slot, sequence.query_begin + begin + slot);
-        }
-        // In both modes the last token of a block sees the most keys.
-        const int64_t end = visible.end(begin + tokens - 1);
-        for (int64_t tile = 0; tile < end; tile += kKeyTile) {
-          for (int64_t slot = 0; slot < tokens; ++slot) {
-            if (tile < visible.end(begin + slot)) {
-              scorer.score(slot, keys, tile);
-            }
-          }
-        }
-        for (int64_t slot = 0; slot < tokens; ++slot) {
-          const int64_t row = (sequence.query_begin + begin + slot) * count;
-          const Sum* scores = scorer.scores(slot);
-          auto* best = indices.template mutable_data_ptr<int32_t>() + row;
-          const int64_t kept = top_k(scores, visible.end(begin + slot), count, best);
-          if (op.return_values) {
-            auto* value = values.template mutable_data_ptr<Input>() + row;
-            for (int64_t i = 0; i < kept; ++i) {
-              value[i] = static_cast<Input>(scores[best[i]]);
-            }
-          }
-        }
+      Scorer<Input, Operand> scorer(block.tokens, heads, size);
+      scorer.load(block, weights);
+      for (int64_t tile = worker; tile < tiles; tile += workers) {
+        scorer.score(block, tile * kKeyTile, scores);
+      }
+    });
+    const int64_t selecting = worker_count(block.tokens);
+    for_each_worker(selecting, [&](int64_t worker) {
+      TopK<Sum> top_k(block.keys());
+      for (int64_t slot = worker; slot < block.tokens; slot += selecting) {
+        select(block, slot, scores, top_k, outputs);
       }
     });
   }
 }
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
+  const BlockTable table(op.pages, op.key);
+  const auto sequences =
+      table.given() ? read_paged_sequences(op.name, op.layout.value(), op.query, op.key,
+                                           *op.pages.block_table, op.actual_seq_lengths_query,
+                                           *op.actual_seq_lengths_key)
+                    : sequences_of(op);
+  if (table.given()) {
+    table.check_blocks(op.name, sequences);
+  }
+  std::get<0>(outputs).fill_(-1);
+  std::get<1>(outputs).fill_(-std::numeric_limits<double>::infinity());
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    compute<Input, Operand>(op, outputs);
+    compute<Input, Operand>(op, sequences, table, outputs);
   });
 }
 

@@ -88,7 +88,7 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   const auto sequences = sequences_of(op);
   op.check_key_lengths(sequences);
   check_sparse_indices(op.name, op.layout.value(), with_head_axis(op.sparse_indices, op.query),
-                       op.key, sequences, Selectable::keys_of_sequence);
+                       op.key.size(-3), sequences, Selectable::keys_of_sequence);
   zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     compute<Input, Operand>(op, sequences, outputs);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/operator.h"
-#include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/parallel_tasks.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_attention_inputs.h"
 #include "cpu/common/tile_gemm.h"
@@ -42,7 +42,8 @@ class Attention {
         out_(padded_heads_, inputs.size),
         statistics_(3, padded_heads_) {}
 
-  // Computes one token: out (heads, D), softmax_max and softmax_sum (heads).
+  // Computes one token: out (heads, D), and unless they are null softmax_max and softmax_sum
+  // (heads).
   void token(const SequenceInputs<Input>& inputs, int64_t token, Input* out, T* softmax_max,
              T* softmax_sum) {
     auto selected = inputs.selected(token);
@@ -51,8 +52,10 @@ class Attention {
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
       std::fill_n(out, heads_ * size_, Input(0));
-      std::fill_n(softmax_max, heads_, T(0));
-      std::fill_n(softmax_sum, heads_, T(0));
+      if (softmax_max) {
+        std::fill_n(softmax_max, heads_, T(0));
+        std::fill_n(softmax_sum, heads_, T(0));
+      }
       return;
     }
     // Not -inf, which would make NaN of tiles whose scores are all -inf.
@@ -71,8 +74,10 @@ class Attention {
       }
     }
     store_heads(out_, 0, heads_, size_, [this](int64_t h) { return T(1) / sum()[h]; }, out);
-    std::copy_n(max(), heads_, softmax_max);
-    std::copy_n(sum(), heads_, softmax_sum);
+    if (softmax_max) {
+      std::copy_n(max(), heads_, softmax_max);
+      std::copy_n(sum(), heads_, softmax_sum);
+    }
   }
 
  private:
@@ -167,26 +172,33 @@ template <typename Input, typename Operand>
 void attend(const SparseAttentionInputs& inputs, double scale,
             const SparseFlashAttention::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  const int64_t heads = inputs.heads;
-  const int64_t max_workers = worker_count(longest(inputs.sequences, &Sequence::queries));
-  std::vector<std::unique_ptr<Attention<Input, Operand>>> attention(max_workers);
-  auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
-  auto* softmax_max = std::get<1>(outputs).template mutable_data_ptr<T>();
-  auto* softmax_sum = std::get<2>(outputs).template mutable_data_ptr<T>();
-  for (const auto& sequence : inputs.sequences) {
-    const SequenceInputs<Input> rows(inputs, sequence);
-    const int64_t workers = worker_count(sequence.queries);
-    for_each_worker(workers, [&](int64_t worker) {
-      auto& own = attention[worker];
-      if (!own) {
-        own = std::make_unique<Attention<Input, Operand>>(inputs, scale);
-      }
-      for (int64_t token = worker; token < sequence.queries; token += workers) {
-        const int64_t row = (sequence.query_begin + token) * heads;
-        own->token(rows, token, out + row * inputs.size, softmax_max + row, softmax_sum + row);
-      }
-    });
+  struct Task {
+    const SequenceInputs<Input>* sequence;
+    int64_t token;
+    int64_t cost;
+  };
+  std::vector<SequenceInputs<Input>> sequences;
+  sequences.reserve(inputs.sequences.size());
+  std::vector<Task> tasks;
+  for (const auto& each : inputs.sequences) {
+    const auto& sequence = sequences.emplace_back(inputs, each);
+    for (int64_t token = 0; token < each.queries; ++token) {
+      tasks.push_back({&sequence, token, sequence.selected(token).bound()});
+    }
   }
+  auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
+  const auto statistics_of = [](const at::Tensor& statistics, int64_t row) {
+    return statistics.numel() > 0 ? statistics.mutable_data_ptr<T>() + row : nullptr;
+  };
+  const auto make_worker = [&] {
+    return std::make_unique<Attention<Input, Operand>>(inputs, scale);
+  };
+  for_each_task(std::move(tasks), make_worker, [&](auto& attention, const Task& task) {
+    const int64_t row = (task.sequence->sequence.query_begin + task.token) * inputs.heads;
+    attention.token(*task.sequence, task.token, out + row * inputs.size,
+                    statistics_of(std::get<1>(outputs), row),
+                    statistics_of(std::get<2>(outputs), row));
+  });
 }
 
 void sparse_flash_attention(const SparseFlashAttention& op,

@@ -247,7 +247,7 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   const auto sequences = sequences_of(op);
   check_sparse_indices(op.name, op.layout.value(), with_head_axis(op.sparse_indices, op.query),
-                       op.key, sequences, Selectable::keys_of_sequence);
+                       op.key.size(-3), sequences, Selectable::keys_of_sequence);
   zero_unused_gradients(outputs, sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
     std::get<3>(outputs).fill_(compute<Input, Operand>(op, sequences, outputs));

@@ -23,10 +23,10 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
     fill_before_launch(sparse_values, -std::numeric_limits<double>::infinity());
   }
   launch<LightningIndexerFunction>(op.query, op.key, op.weights, op.actual_seq_lengths_query,
-                                   op.actual_seq_lengths_key, std::nullopt, op.layout.text(),
-                                   op.layout.text(), op.sparse_count.expect_int(), op.sparse_mode,
-                                   op.pre_tokens, op.next_tokens, op.return_values, sparse_indices,
-                                   sparse_values);
+                                   op.actual_seq_lengths_key, op.pages.block_table,
+                                   op.layout.text(), op.pages.layout(op.layout),
+                                   op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens,
+                                   op.next_tokens, op.return_values, sparse_indices, sparse_values);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

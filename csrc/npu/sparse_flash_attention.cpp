@@ -23,7 +23,6 @@ void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
   check_value_is_key(op);
   constexpr int64_t kAbsorbed = 2;
-  constexpr bool kReturnSoftmaxLse = true;
   const auto& [out, softmax_max, softmax_sum] = outputs;
   if (op.options.layout == Layout::TND) {
     fill_before_launch(out, 0);
@@ -31,12 +30,12 @@ void sparse_flash_attention(const SparseFlashAttention& op,
     fill_before_launch(softmax_sum, 0);
   }
   launch<SparseFlashAttentionFunction>(
-      op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), std::nullopt,
+      op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), op.pages.block_table,
       op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
       op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
-      op.options.layout.text(), op.options.layout.text(), op.options.sparse_mode,
-      op.options.pre_tokens, op.options.next_tokens, kAbsorbed, kReturnSoftmaxLse, out, softmax_max,
-      softmax_sum);
+      op.options.layout.text(), op.pages.layout(op.options.layout), op.options.sparse_mode,
+      op.options.pre_tokens, op.options.next_tokens, kAbsorbed, op.return_softmax_lse, out,
+      softmax_max, softmax_sum);
 }
 
 struct SparseFlashAttentionGradFunction : FunctionOf<SparseFlashAttentionGrad> {

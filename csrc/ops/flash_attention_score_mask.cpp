@@ -117,7 +117,8 @@ void FlashAttentionRules::check_prefix() const {
   const auto sequences = this->sequences();
   for (size_t b = 0; b < sequences.size(); ++b) {
     const auto value = (*list)[b].maybe_as_int();
-    const auto& [query_begin, queries, key_begin, keys] = sequences[b];
+    const auto queries = sequences[b].queries;
+    const auto keys = sequences[b].keys;
     const int64_t least = std::max<int64_t>(keys - queries, 0);
     check_value(!value || (*value >= least && *value <= keys), op_, "prefix",
                 "expected a value in ", least, "..", keys, " for Sq = ", queries, ", Skv = ", keys,
@@ -130,7 +131,8 @@ void FlashAttentionRules::check_band(const Sequence& sequence) const {
   if (sequence.empty()) {
     return;
   }
-  const auto [query_begin, queries, key_begin, keys] = sequence;
+  const auto queries = sequence.queries;
+  const auto keys = sequence.keys;
   const bool bottom_right = options_.sparse_mode == static_cast<int64_t>(SparseMode::band);
   const int64_t shift = bottom_right ? keys - queries : 0;
   const int64_t pre = KeptKeys::bounded(options_.pre_tokens) - shift;

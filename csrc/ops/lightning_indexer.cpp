@@ -19,8 +19,8 @@ constexpr Rule kKeysForAllSlots{"sparse_indices",
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op) {
-  SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key});
+SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
+  SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key}, pages);
   rules.check_weights({"weights", op.weights}, rules.heads());
   rules.check_lengths(op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   rules.check_sparse_mode(op.sparse_mode, {0, 3});
@@ -41,6 +41,7 @@ const OperatorLimits LightningIndexer::limits{
      kIndexDim,
      {"K", "selected keys per token", {.min = 1, .max = 2048}, kA2A3.before(Cann::v9_0)},
      {"K", "selected keys per token", {.min = 1, .max = 2048, .or_multiple_of = 1024}},
+     kPageSize,
      kPreTokens,
      kNextTokens},
     {kNotEmpty, kWeightsOf8_5, kWeightsOf950}};
@@ -56,12 +57,15 @@ const OperatorLimits LightningIndexerGrad::limits{
     {kNotEmpty, kGradWeights, kKeyElements, kKeysForAllSlots}};
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
-  const auto rules = check_common(*this);
+  const auto rules = check_common(*this, &pages);
+  check_value(!pages.given() || !return_values, name, "return_values",
+              "expected False because layout_key is PA_BSND, got True");
   const auto count = sparse_count.maybe_as_int();
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
   constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
-  const auto& keys = key.sym_size(layout.value() == Layout::TND ? 0 : 1);
+  // The keys of a page table are counted by its lengths, which are int32.
+  const auto& keys = key.sym_size(-3);
   check_value(keys.maybe_as_int().value_or(0) <= kMostKeys, name, "key", "expected at most ",
               kMostKeys, " tokens, as indices are int32, got shape ", key.sym_sizes());
   const auto& on_device = rules.limits();

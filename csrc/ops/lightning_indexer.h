@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/arguments.h"
+#include "core/key_pages.h"
 #include "core/limits.h"
 #include "core/sequence_lengths.h"
 
@@ -19,7 +20,8 @@ struct LightningIndexer {
       "Tensor? actual_seq_lengths_key=None, str layout=\"BSND\", SymInt sparse_count=2048, "
       "int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, "
-      "bool return_values=False) -> (Tensor sparse_indices, Tensor sparse_values)";
+      "bool return_values=False, str? layout_key=None, Tensor? block_table=None) -> "
+      "(Tensor sparse_indices, Tensor sparse_values)";
   static constexpr std::array functions{"aclnnLightningIndexer"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // sparse_indices, sparse_values
@@ -30,6 +32,7 @@ struct LightningIndexer {
   SymInt sparse_count;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool return_values;
+  KeyPages pages;
 
   Outputs check_and_allocate() const;
 };

@@ -13,6 +13,7 @@ constexpr Limit kBlockSize{
     "sparse_block_size", "keys per block", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}, kA2A3};
 constexpr Limit kBlockSizeOf950{"sparse_block_size", "keys per block", {.one_of = {1}}, k950};
 constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
+constexpr Rule kWholePages{"sparse_block_size", "a divisor of block_size"};
 constexpr Rule kQueryRope{"query_rope", "a tensor"};
 constexpr Rule kNoDeterminism{"deterministic",
                               "False or torch.use_deterministic_algorithms(True, warn_only=True)",
@@ -24,8 +25,8 @@ at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Te
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op) {
-  SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key});
+SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
+  SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key}, pages);
   rules.check_same_dtype({"value", op.value});
   rules.check_like_key({"value", op.value}, rules.head_size());
   rules.check_sparse_indices({"sparse_indices", op.sparse_indices});
@@ -56,9 +57,10 @@ const OperatorLimits SparseFlashAttention::limits{
      kRopeDim,
      kBlockSize,
      kBlockSizeOf950,
+     kPageSize,
      kPreTokens,
      kNextTokens},
-    {kNotEmpty, kSelection, kQueryRope}};
+    {kNotEmpty, kSelection, kWholePages, kQueryRope}};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
     name,
@@ -74,12 +76,22 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
     {kNotEmpty, kSelection, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
-  const auto rules = check_common(*this);
+  const auto rules = check_common(*this, &pages);
+  check_value(!pages.given() || !return_softmax_lse, name, "return_softmax_lse",
+              "expected False because layout_key is PA_BSND, got True");
   const auto& on_device = rules.limits();
+  const auto block_size = key.sym_size(1).maybe_as_int();
+  on_device.rule(kWholePages,
+                 !pages.given() || !block_size || *block_size % options.sparse_block_size == 0,
+                 options.sparse_block_size);
   on_device.rule(kQueryRope, options.query_rope.has_value(), "None");
   on_device.size("pre_tokens", "pre_tokens", options.pre_tokens);
   on_device.size("next_tokens", "next_tokens", options.next_tokens);
-  return {new_like(query), rules.new_statistics(), rules.new_statistics()};
+  const auto new_statistics = [&] {
+    return return_softmax_lse ? rules.new_statistics()
+                              : new_tensor({0}, query.options().dtype(statistics_dtype(query)));
+  };
+  return {new_like(query), new_statistics(), new_statistics()};
 }
 
 SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate() const {

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "core/arguments.h"
+#include "core/key_pages.h"
 #include "core/limits.h"
 
 namespace ascend_attn {
@@ -29,7 +30,8 @@ struct SparseFlashAttention {
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
-      "int next_tokens=9223372036854775807, bool deterministic=False) -> (Tensor out, "
+      "int next_tokens=9223372036854775807, bool deterministic=False, str? layout_key=None, "
+      "Tensor? block_table=None, bool return_softmax_lse=True) -> (Tensor out, "
       "Tensor softmax_max, Tensor softmax_sum)";
   static constexpr std::array functions{"aclnnSparseFlashAttention"};
   static const OperatorLimits limits;
@@ -37,6 +39,8 @@ struct SparseFlashAttention {
 
   Tensor query, key, value, sparse_indices;
   SparseAttentionOptions options;
+  KeyPages pages;
+  bool return_softmax_lse;
 
   Outputs check_and_allocate() const;
 };

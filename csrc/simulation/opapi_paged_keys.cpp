@@ -1,9 +1,8 @@
 #include "opapi_paged_keys.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/pad_sequence.h>
+#include <ATen/ops/zeros.h>
 
-#include <algorithm>
+#include <numeric>
 
 namespace cann_sim {
 
@@ -27,13 +26,24 @@ OperatorArguments PagedKeys::in_layout_of_query(const Call& call) const {
     if (!cache) {
       continue;
     }
-    std::vector<at::Tensor> sequences;
-    for (size_t batch = 0; batch < sizes.size(); ++batch) {
-      const auto blocks = (sizes[batch] + cache->size(1) - 1) / cache->size(1);
-      const auto used = table[static_cast<int64_t>(batch)].narrow(0, 0, blocks);
-      sequences.push_back(cache->index_select(0, used).flatten(0, 1).narrow(0, 0, sizes[batch]));
+    const auto batches = static_cast<int64_t>(sizes.size());
+    const auto block_size = cache->size(1);
+    auto shape = cache->sizes().slice(1).vec();
+    shape[0] = packed ? std::accumulate(sizes.begin(), sizes.end(), int64_t{0})
+                      : table.size(1) * block_size;
+    if (!packed) {
+      shape.insert(shape.begin(), batches);
     }
-    arguments[schema] = packed ? at::cat(sequences) : at::pad_sequence(sequences, true);
+    const auto keys = at::zeros(shape, cache->options());
+    int64_t begin = 0;
+    for (int64_t batch = 0; batch < batches; ++batch) {
+      const auto used = table[batch].narrow(0, 0, (sizes[batch] + block_size - 1) / block_size);
+      const auto to =
+          packed ? keys.narrow(0, begin, sizes[batch]) : keys[batch].narrow(0, 0, sizes[batch]);
+      to.copy_(cache->index_select(0, used).flatten(0, 1).narrow(0, 0, sizes[batch]));
+      begin += sizes[batch];
+    }
+    arguments[schema] = keys;
   }
   if (packed) {
     arguments["actual_seq_lengths_key"] = call.tensor(lengths).cumsum(0, at::kInt);

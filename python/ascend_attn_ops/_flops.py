@@ -70,7 +70,18 @@ def _sequences(a: SimpleNamespace, tokens: int, packed: bool) -> list[tuple[int,
 
 
 def _of_sparse(a: SimpleNamespace) -> list[tuple[int, int]]:
+    if getattr(a, "layout_key", None) == "PA_BSND":
+        return _of_pages(a)
     return _sequences(a, tokens=-3, packed=a.layout == "TND")
+
+
+def _of_pages(a: SimpleNamespace) -> list[tuple[int, int]]:
+    packed = a.layout == "TND"
+    # The lengths of the keys are counts in both layouts.
+    room = a.block_table.shape[1] * a.key.shape[1]
+    keys = _values(a.actual_seq_lengths_key, room, packed=False)
+    queries = _values(a.actual_seq_lengths_query, a.query.shape[-3], packed)
+    return list(zip(queries or [a.query.shape[1]] * len(keys), keys, strict=True))
 
 
 def _read_keys(a: SimpleNamespace, most: int | None = None) -> int:

@@ -37,6 +37,7 @@ _ANNOTATIONS = {
     "float": "float",
     "bool": "bool",
     "str": "str",
+    "Optional[str]": "str | None",
     "List[int]": "Sequence[int]",
     "Optional[List[int]]": "Sequence[int] | None",
 }
@@ -51,6 +52,7 @@ _EXPECTED = {
     "float": "a number",
     "bool": "a bool",
     "str": "a string",
+    "Optional[str]": "a string or None",
     "List[int]": "a list of whole numbers of 64 bits",
     "Optional[List[int]]": "a list of whole numbers of 64 bits or None",
 }

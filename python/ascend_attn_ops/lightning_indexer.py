@@ -23,6 +23,8 @@ def lightning_indexer(
     pre_tokens: int = ALL_TOKENS_SPARSE,
     next_tokens: int = ALL_TOKENS_SPARSE,
     return_values: bool = False,
+    layout_key: str | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score the keys for each query token and select the `sparse_count` best.
 
@@ -35,20 +37,26 @@ def lightning_indexer(
     Args:
         query: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16 (float32
             and float64 as well when the device limits are off).
-        key: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
+        key: (B, S2, 1, Didx) or (T2, 1, Didx), or with layout_key "PA_BSND" a cache, (num_blocks,
+            block_size, 1, Didx), whose blocks may lie apart; query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative. The
             gradient and some NPUs want query's dtype.
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
             valid tokens per batch, optional; the others have no part and zero gradients. TND:
             required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
-        actual_seq_lengths_key: as actual_seq_lengths_query, for key.
-        layout: "BSND" or "TND".
+        actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
+            number of keys of each sequence, no sums in either layout.
+        layout: "BSND" or "TND", of the queries.
         sparse_count: K, how many keys to select.
         sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
             the last key.
         pre_tokens: ignored in modes 0 and 3; the NPU takes the default only.
         next_tokens: as pre_tokens.
-        return_values: also return the scores of the selected keys.
+        return_values: also return the scores of the selected keys; not with "PA_BSND".
+        layout_key: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
+            block block_table[b, s // block_size] of the cache.
+        block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
+            are not read.
 
     Returns:
         sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): keys, counted from the first of their

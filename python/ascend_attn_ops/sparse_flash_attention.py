@@ -9,7 +9,11 @@ from torch import Tensor
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, operator
 
 
-@operator()
+def _statistics_unless_paged(layout_key: str | None) -> bool:
+    return layout_key != "PA_BSND"
+
+
+@operator(return_softmax_lse=_statistics_unless_paged)
 def sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -27,6 +31,9 @@ def sparse_flash_attention(
     pre_tokens: int = ALL_TOKENS_SPARSE,
     next_tokens: int = ALL_TOKENS_SPARSE,
     deterministic: bool = False,
+    layout_key: str | None = None,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over the keys that `sparse_indices` selects for it.
 
@@ -41,7 +48,8 @@ def sparse_flash_attention(
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
             float64 as well when the device limits are off).
-        key: (B, S2, 1, D) or (T2, 1, D); query's dtype.
+        key: (B, S2, 1, D) or (T2, 1, D), or with layout_key "PA_BSND" a cache, (num_blocks,
+            block_size, 1, D), whose blocks may lie apart; query's dtype.
         value: as key. The NPU requires the same tensor as key: absorbed MLA.
         sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. Keys, or
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
@@ -51,28 +59,37 @@ def sparse_flash_attention(
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
             valid tokens per batch, optional; the others have no part and zero gradients. TND:
             required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
-        actual_seq_lengths_key: as actual_seq_lengths_query, for key.
+        actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
+            number of keys of each sequence, no sums in either layout.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. With key_rope or not at all; the
             NPU requires both.
-        key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
-        sparse_block_size: keys per index.
-        layout: "BSND" or "TND".
+        key_rope: (B, S2, 1, Dr) or (T2, 1, Dr), or a cache like key's; query's dtype.
+        sparse_block_size: keys per index; with "PA_BSND" a divisor of block_size.
+        layout: "BSND" or "TND", of the queries.
         sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
             the last key.
         pre_tokens: ignored in modes 0 and 3; the NPU takes the default only.
         next_tokens: as pre_tokens.
         deterministic: request a deterministic backward, as torch.use_deterministic_algorithms does.
             The CPU is always deterministic; an NPU with CANN 8.5 cannot be.
+        layout_key: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
+            block block_table[b, s // block_size] of the caches. For inference only.
+        block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
+            are not read.
+        return_softmax_lse: whether to return the statistics, which a backward needs. None: unless
+            keys are paged, since the device has none then.
 
     Returns:
         out, with query's shape and dtype; softmax_max and softmax_sum, float32 (float64 for float64
         inputs), (B, 1, S1, N1) or (1, T1, N1): the maximum of the scaled scores of a row and the
-        sum of exp(score - maximum). Rows without keys are zero in all three.
+        sum of exp(score - maximum). Rows without keys are zero in all three. Statistics that are
+        not returned are empty, (0,).
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
         ValueError: a shape, length, index, layout, mode or device limit is violated.
-        NotImplementedError: the product in force has no such operator; a second derivative.
+        NotImplementedError: the product in force has no such operator; a gradient of a call with
+            paged keys or without statistics; a second derivative.
 
     Example:
         >>> import torch, ascend_attn_ops

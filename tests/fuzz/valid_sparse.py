@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.sequences import index_lists, rows, statistics_to_tokens, to_tokens
+from ascend_attn_ops.reference.sequences import (
+    index_lists,
+    rows,
+    statistics_to_tokens,
+    to_tokens,
+    with_dense_keys,
+)
 from ascend_attn_ops.reference.sparse_flash_attention import join_rope
 from samples import Sample, lightning_indexer, randomness, sparse_flash_attention
 from samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
@@ -41,7 +48,11 @@ class Fuzzed(SparseCase):
 
 
 def sparse_case(
-    random: Random, patterns: tuple[str, ...] = PATTERNS, loss: bool = False, gradient: bool = False
+    random: Random,
+    patterns: tuple[str, ...] = PATTERNS,
+    loss: bool = False,
+    gradient: bool = False,
+    paged: bool = False,
 ) -> Fuzzed:
     """`loss`: what the loss does not have is left out."""
     fields: dict[str, Any] = {"seed": random.getrandbits(32), "layout": "BSND"}
@@ -60,6 +71,13 @@ def sparse_case(
             fields["lengths"] = tuple(
                 tuple(random.randint(0, s[side]) for _ in range(b)) for side in range(2)
             )
+    if paged:
+        if "lengths" not in fields:
+            b, (s1, s2) = fields["b"], fields["s"]
+            fields["lengths"] = (s1,) * b, tuple(random.randint(0, s2) for _ in range(b))
+        # Patterns name keys that a batch has room for: here in the blocks of its longest sequence.
+        fields["s"] = fields.get("s", (0, 0))[0], max(fields["lengths"][1], default=0)
+        fields["page"] = random.choice((1, 2, 3, 7, 16, 16, 128))
     fields["heads"] = random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33) if not large else (1, 2, 3))
     fields["d"] = draw.head_size(random)
     fields["rope"] = random.choice((0, 0, 1, 5, 8, 16, 64))
@@ -77,8 +95,14 @@ def sparse_case(
     return Fuzzed(**fields)
 
 
+def expanded(case: SparseCase) -> tuple[str, ...]:
+    """Tensors that may be one row many times: not caches, whose first rows may be unread."""
+    return ("query",) if case.page else ("query", "key", "value", "key_rope")
+
+
 def label(case: SparseCase, dtype: torch.dtype) -> str:
-    return f"{case.layout} mode {case.mode} {draw.name_of(dtype)}"
+    pages = " paged" if case.page else ""
+    return f"{case.layout}{pages} mode {case.mode} {draw.name_of(dtype)}"
 
 
 def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
@@ -88,18 +112,19 @@ def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
         sample = draw.with_zeros(sample, ("query", "key", "query_rope", "key_rope"), random)
     if not case.absorbed:
         sample = draw.scaled(sample, ("value",), random)
-    sample = with_expanded(sample, ("query", "key", "value", "query_rope", "key_rope"), random)
+    sample = with_expanded(sample, (*expanded(case), "query_rope"), random)
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
 
 
 def score_size(sample: Sample) -> float:
-    a = Arguments(**{"query_rope": None, "key_rope": None, **sample.double().arguments})
+    optional = {"query_rope": None, "key_rope": None, "layout_key": None}
+    a = with_dense_keys(Arguments(**{**optional, **sample.double().arguments}), "key", "key_rope")
     query, key = join_rope(a.query, a.query_rope), join_rope(a.key, a.key_rope)
     return largest_score(query, key, a.scale_value)
 
 
-def attention(random: Random) -> str:
-    case, dtype = sparse_case(random), random.choice(draw.DTYPES)
+def attention(random: Random, paged: bool = False) -> str:
+    case, dtype = sparse_case(random, paged=paged), random.choice(draw.DTYPES)
     sample = forward_of(random, case, dtype)
     actual = run(sample, random, same_on_all_threads=True)
     exact = sample.double()
@@ -107,11 +132,10 @@ def attention(random: Random) -> str:
     both = exact.replace(value=torch.cat((value, value.abs()), -1)).call(reference)
     out, terms = both[0].split(case.d, -1)
     largest = score_size(sample)
-    expected = [
-        within("out", out, terms, dtype, largest),
-        *of_statistics(both[1], both[2], dtype, largest),
-    ]
-    check_all(expected, actual, sample)
+    expected = [within("out", out, terms, dtype, largest)]
+    if not paged:
+        expected += of_statistics(both[1], both[2], dtype, largest)
+    check_all(expected, actual[: len(expected)], sample)
     return label(case, dtype)
 
 
@@ -156,15 +180,15 @@ def attention_terms(sample: Sample) -> Outputs:
     return part(d_query, 1), part(d_key, 2), d_value, part(d_query_rope, 1), part(d_key_rope, 2)
 
 
-def indexer(random: Random) -> str:
-    case, dtype = sparse_case(random), random.choice(draw.DTYPES)
+def indexer(random: Random, paged: bool = False) -> str:
+    case, dtype = sparse_case(random, paged=paged), random.choice(draw.DTYPES)
     sample = draw.with_float32_weights(lightning_indexer.build(case, dtype), random)
     if random.random() < 0.3:
         sample = draw.with_zeros(sample, ("query", "key", "weights"), random)
     else:
         # No score may be more than float16 holds.
         sample = draw.scaled(sample, ("query", "key", "weights"), random, exponents=(-6, 1))
-    sample = with_expanded(sample, ("query", "key", "weights"), random)
+    sample = with_expanded(sample, (*expanded(case), "weights"), random)
     actual = run(sample, random, same_on_all_threads=True)
     try:
         lightning_indexer.assert_same_selection(sample, actual)
@@ -278,6 +302,8 @@ def loss_terms(sample: Sample) -> tuple[list[Tensor], float]:
 
 CASES: dict[str, Case] = {
     "valid/lightning_indexer": indexer,
+    "valid/paged/lightning_indexer": partial(indexer, paged=True),
+    "valid/paged/sparse_flash_attention": partial(attention, paged=True),
     "valid/lightning_indexer_grad": indexer_gradient,
     "valid/sparse_flash_attention": attention,
     "valid/sparse_flash_attention_grad": attention_gradient,

@@ -13,7 +13,7 @@ from torch import Tensor
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import SparseCase, indices, on_device
+from .sparse import Pages, SparseCase, indices, on_device
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -47,6 +47,20 @@ CASES = [
     replace(_TND, heads=16, d=128, k=2048),
 ]
 
+PAGED_CASES = [
+    SparseCase(lengths=((5, 3), (7, 6)), page=16),
+    SparseCase(b=3, s=(4, 40), lengths=((4, 0, 3), (40, 17, 0)), heads=8, d=32, k=9, page=16),
+    SparseCase(b=2, s=(1, 300), lengths=((1, 1), (300, 129)), heads=3, d=24, k=130, page=32),
+    SparseCase(b=2, s=(6, 20), lengths=((6, 6), (17, 3)), mode=0, k=14, page=5),
+    SparseCase(b=0, lengths=((), ()), page=16),
+    replace(_TND, page=16),
+    replace(_TND, tail=(2, 3), k=6, page=16),
+    replace(_TND, lengths=((1, 1, 1), (64, 5, 33)), mode=0, heads=8, k=12, page=7),
+    replace(_TND, lengths=((), ()), page=16),
+    replace(_TND, heads=16, d=128, k=2048, page=16),
+    SparseCase(b=2, s=(1, 48), lengths=((1, 1), (48, 33)), heads=8, d=128, k=1024, page=32),
+]
+
 # Selections that the operator itself does not make, but that its gradient takes.
 GRAD_CASES = [
     SparseCase(s=(9, 9), pattern="padded", k=5),
@@ -66,12 +80,16 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "key": random.normal(*case.tokens(1), 1, case.d),
         "weights": random.normal(*case.tokens(0), case.heads),
     }
+    pages = Pages.draw(case, random) if case.page else None
+    if pages:
+        inputs["key"] = pages.cache(case, inputs["key"])
     options = {
         **case.length_options(),
         "layout": case.layout,
         "sparse_count": case.k,
         "sparse_mode": case.mode,
-        "return_values": True,
+        "return_values": not case.page,
+        **(pages.options if pages else {}),
     }
     return Sample("lightning_indexer", f"{case.id}-{dtype}", inputs, options)
 
@@ -116,6 +134,8 @@ def all_scores(sample: Sample) -> Tensor:
     """(..., 1, keys): the fp64 score of every key, -inf where the query may not see it."""
     exact = sample.double()
     keys = sample.inputs["key"].shape[-3]
+    if (table := sample.options.get("block_table")) is not None:
+        keys *= table.shape[-1]
     indices, values = exact.replace(sparse_count=keys, return_values=True).call(reference)
     # One column more takes the padding.
     scores = values.new_full((*values.shape[:-1], keys + 1), -torch.inf)
@@ -131,8 +151,6 @@ def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
     counts = scores.isfinite().sum(-1, keepdim=True).clamp(max=k)
     slots = torch.arange(k).expand(indices.shape)
     assert torch.equal(indices >= 0, slots < counts), "the padding is not where it belongs"
-    assert (values[indices < 0] == -torch.inf).all()
-
     columns = torch.where(indices < 0, keys, indices).long()
     times = torch.zeros(*scores.shape[:-1], keys + 1).scatter_add(
         -1, columns, torch.ones(columns.shape)
@@ -150,6 +168,10 @@ def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
         slack = tolerance.nan_to_num(0, 0).amax(-1)
         assert (highest.amax(-1) <= lowest.amin(-1) + 2 * slack).all(), "a higher score is left out"
 
+    if not sample.options["return_values"]:
+        assert values.shape == (0,)
+        return
+    assert (values[indices < 0] == -torch.inf).all()
     padded = torch.cat((scores, scores.new_full((*scores.shape[:-1], 1), -torch.inf)), -1)
     assert_close("values", values, padded.gather(-1, columns), TOLERANCES[values.dtype])
     assert not (values[..., 1:] > values[..., :-1]).any(), "the values are not descending"
@@ -160,7 +182,9 @@ def torch_npu(x: dict[str, Any]) -> None:
         x["query"], x["key"], x["weights"],
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_key=x["actual_seq_lengths_key"],
-        layout_query=x["layout"], layout_key=x["layout"], sparse_count=x["sparse_count"],
+        block_table=x.get("block_table"),
+        layout_query=x["layout"], layout_key=x.get("layout_key") or x["layout"],
+        sparse_count=x["sparse_count"],
         sparse_mode=x["sparse_mode"], return_value=x["return_values"],
     )  # fmt: skip
 
@@ -176,13 +200,14 @@ def torch_npu_grad(x: dict[str, Any]) -> None:
 
 LIGHTNING_INDEXER = Operator(
     "lightning_indexer",
-    CASES,
+    CASES + PAGED_CASES,
     build,
     Gradient(
         ("query", "key", "weights"),
         ("sparse_values",),
         backward,
         incoming=gradient_by_key,
+        takes=lambda case: not case.page,
     ),
     compare=assert_same_selection,
     on_device=on_device,

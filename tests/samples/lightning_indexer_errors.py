@@ -21,6 +21,12 @@ WRONG_CALLS = [
         for row in make(operator)
     ),
     *shared.index_rules(LIGHTNING_INDEXER_GRAD),
+    *shared.page_rules(LIGHTNING_INDEXER),
+    *shared.page_limit_rules(LIGHTNING_INDEXER, DEVICE),
+    WrongCall(
+        "pages-values", LIGHTNING_INDEXER, shared.PAGES[0], {"return_values": True},
+        "return_values",
+    ),
     *shared.limit_rules(
         LIGHTNING_INDEXER, DEVICE,
         N=HEADS, K_too_large=("sparse_count", {"k": 9217}), K_between=("sparse_count", {"k": 2049}),

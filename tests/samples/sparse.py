@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from ascend_attn_ops.reference.declaration import Arguments
@@ -32,6 +33,7 @@ class SparseCase:
     pattern: str = "random"  # of sparse_indices, see `indices`
     absorbed: bool = False  # value is key
     selection_heads: bool = True  # whether sparse_indices have the axis of heads
+    page: int = 0  # rows per block of the cache that has the keys; 0: keys side by side
 
     @property
     def id(self) -> str:
@@ -50,20 +52,37 @@ class SparseCase:
         parts += [self.pattern] if self.pattern != "random" else []
         parts += ["absorbed"] if self.absorbed else []
         parts += [] if self.selection_heads else ["noheads"]
+        parts += [f"page{self.page}"] if self.page else []
         return "-".join(parts)
 
     def tokens(self, side: int) -> tuple[int, ...]:
         """The leading dimensions of queries (0) or keys (1)."""
+        if self.page and side == 1:
+            spare = 2 + self.s[1] + self.tail[1]
+            return sum(map(self.pages_of, self.key_counts)) + spare, self.page
         if self.layout == "BSND":
             return self.b, self.s[side]
         assert self.lengths is not None
         return (sum(self.lengths[side]) + self.tail[side],)
 
+    @property
+    def key_counts(self) -> tuple[int, ...]:
+        assert self.lengths is not None
+        return self.lengths[1]
+
+    def pages_of(self, length: int) -> int:
+        return -(-length // self.page)
+
+    def dense(self) -> SparseCase:
+        """The same call with keys side by side."""
+        return replace(self, page=0)
+
     def length_list(self, side: int) -> list[int] | None:
         if self.lengths is None:
             return None
         lengths = self.lengths[side]
-        return list(accumulate(lengths)) if self.layout == "TND" else list(lengths)
+        counts = self.layout == "BSND" or (self.page and side == 1)
+        return list(lengths) if counts else list(accumulate(lengths))
 
     def length_options(self) -> dict[str, Tensor | None]:
         names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
@@ -80,6 +99,37 @@ class SparseCase:
         return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
 
 
+@dataclass(frozen=True)
+class Pages:
+    """The blocks that hold the keys of a case. All other rows of its caches are NaN, and the
+    entries of the table that name none are out of range: nobody reads either."""
+
+    table: Tensor
+    slots: Tensor  # of every key, sequence by sequence
+
+    @classmethod
+    def draw(cls, case: SparseCase, random: Random) -> Pages:
+        counts = [case.pages_of(length) for length in case.key_counts]
+        order = random.permutation(case.tokens(1)[0])
+        table = torch.full((len(counts), max(counts, default=0) + 1), -(10**6), dtype=torch.int32)
+        slots = []
+        for row, count, length in zip(table, counts, case.key_counts, strict=True):
+            row[:count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+            of_blocks = row[:count, None] * case.page + torch.arange(case.page, dtype=torch.int32)
+            slots.append(of_blocks.flatten()[:length])
+        return cls(table, torch.cat(slots).long() if slots else torch.empty(0, dtype=torch.long))
+
+    def cache(self, case: SparseCase, rows: Tensor) -> Tensor:
+        """(num_blocks, page, ...) of rows (num_blocks, page, ...)."""
+        unread = torch.ones(rows.shape[0] * case.page, dtype=torch.bool)
+        unread[self.slots] = False
+        return rows.flatten(0, 1).masked_fill(unread[:, None, None], torch.nan).view(rows.shape)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"layout_key": "PA_BSND", "block_table": self.table}
+
+
 def indices(case: SparseCase, random: Random) -> Tensor:
     """(B,S1,1,K) or (T1,1,K), or as the case says without the axis of heads: blocks that each query
     may see, in random order, padded by -1.
@@ -89,6 +139,7 @@ def indices(case: SparseCase, random: Random) -> Tensor:
     keys that the mask hides or that lie behind the length of the batch; `unread` leaves valid
     indices in the slots that no query uses.
     """
+    case = case.dense()
     query, key = (torch.empty(case.tokens(side)) for side in (0, 1))
     result = torch.full((query.numel(), case.k), -1, dtype=torch.int32)
     arguments = Arguments(

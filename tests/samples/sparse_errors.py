@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .record import Operator
+from .sample import Sample
 from .sparse import SparseCase
 from .wrong_call import WrongCall, elsewhere, longer, put
 
@@ -167,6 +168,78 @@ def index_rules(operator: Operator) -> Iterator[WrongCall]:
     # The first batch has 6 of the 7 keys. The forward passes over the seventh.
     if operator.name != "sparse_flash_attention":
         yield wrong("BSND-behind the length", replace(COUNTS, lengths=((5, 3), (6, 4))), 6)
+
+
+# BSND and TND.
+PAGES = [
+    replace(COUNTS, page=16),
+    replace(TND, page=16),
+]
+
+
+def page_rules(operator: Operator) -> Iterator[WrongCall]:
+    """Of keys in the blocks of a cache."""
+
+    def wrong(
+        rule: str, case: SparseCase, change: object, argument: str,
+        exception: type[Exception] = ValueError, on_meta: bool = True,
+    ) -> WrongCall:  # fmt: skip
+        id = f"pages-{case.layout}-{rule}"
+        return WrongCall(id, operator, case, change, argument, exception, on_meta=on_meta)
+
+    key_lengths = LENGTHS[1]
+    for case in PAGES:
+        other = {"BSND": "TND", "TND": "BSND"}[case.layout]
+        for layout in (other, "BNSD", "pa_bsnd", ""):
+            yield wrong(f"layout_key {layout!r}", case, {"layout_key": layout}, "layout_key")
+        yield wrong("no table", case, {"block_table": None}, "block_table")
+        yield wrong("no lengths", case, {key_lengths: None}, key_lengths)
+        yield wrong("layout_key None", case, {"layout_key": None}, r"block_table|key|value")
+        for rule, change, exception in (
+            ("rank 1", lambda x: x[0], ValueError),
+            ("rank 3", lambda x: x[None], ValueError),
+            ("too many sequences", longer(0), ValueError),
+            ("int64", Tensor.long, TypeError),
+            ("float", Tensor.float, TypeError),
+        ):
+            yield wrong(f"table-{rule}", case, put("block_table", change), "block_table", exception)
+        yield wrong(
+            "table-elsewhere", case, put("block_table", elsewhere), "block_table", on_meta=False
+        )
+        yield wrong("key-rank 3", case, put("key", lambda x: x.flatten(0, 1)), "key")
+        yield wrong("key-two heads", case, put("key", longer(2)), "key")
+        yield wrong("key-another size", case, put("key", longer(3)), "key")
+        for block in (-1, case.tokens(1)[0], 2**31 - 1):
+            change = put("block_table", lambda x, block=block: x.clone().fill_(block))
+            yield wrong(f"block {block}", case, change, "block_table", on_meta=False)
+        room = (max(map(case.pages_of, case.key_counts)) + 1) * case.page
+        for rule, values in {"beyond the table": room + 1, "negative": -1}.items():
+            change = edited([values, *case.key_counts[1:]])
+            yield wrong(
+                f"lengths-{rule}", case, put(key_lengths, change), key_lengths, on_meta=False
+            )
+        yield wrong(
+            "lengths-fewer", case, put(key_lengths, lambda x: x[:1]), r"actual_seq_lengths_\w+"
+        )
+    yield wrong("without rows", replace(PAGES[0], rope=0), _no_rows, "key")
+    yield WrongCall(
+        "pages-table of dense keys", operator, COUNTS,
+        {"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table",
+    )  # fmt: skip
+
+
+def _no_rows(sample: Sample) -> Sample:
+    """Blocks of no rows, in every cache."""
+    names = [x for x in ("key", "value", "key_rope") if sample.arguments.get(x) is not None]
+    return sample.replace(**{name: sample.arguments[name][:, :0] for name in names})
+
+
+def page_limit_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCall]:
+    paged = replace(device, lengths=((5, 3), (7, 6)))
+    for size in (8, 24, 1040):
+        yield WrongCall(
+            f"limits-pages of {size}", operator, replace(paged, page=size), None, "key", limits="A2"
+        )
 
 
 def limit_rules(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import SparseCase, indices, on_device
+from .sparse import Pages, SparseCase, indices, on_device
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -66,6 +66,26 @@ CASES = [
     replace(_TND, heads=16, d=512, rope=64, k=1024, absorbed=True),
 ]
 
+PAGED_CASES = [
+    SparseCase(lengths=((5, 3), (7, 6)), rope=8, page=16),
+    SparseCase(b=3, s=(4, 40), lengths=((4, 0, 3), (40, 17, 0)), heads=8, d=32, k=9, page=16),
+    SparseCase(b=2, s=(1, 300), lengths=((1, 1), (300, 129)), heads=3, d=24, k=110, page=32),
+    SparseCase(b=2, s=(6, 20), lengths=((6, 6), (17, 3)), mode=0, k=14, page=5, absorbed=True),
+    SparseCase(b=2, s=(9, 60), lengths=((9, 7), (60, 33)), block=8, k=4, rope=8, page=16),
+    SparseCase(b=2, s=(9, 17), lengths=((9, 7), (17, 9)), pattern="padded", k=8, page=16),
+    SparseCase(b=2, s=(9, 17), lengths=((9, 7), (17, 9)), pattern="future", k=8, page=16),
+    SparseCase(b=0, lengths=((), ()), page=16),
+    replace(_TND, page=16, absorbed=True, rope=8),
+    replace(_TND, tail=(2, 3), k=6, pattern="hole", selection_heads=False, page=16),
+    replace(_TND, lengths=((1, 1, 1), (64, 5, 33)), mode=0, heads=8, k=12, page=7),
+    replace(_TND, lengths=((), ()), page=16),
+    replace(_TND, heads=16, d=512, rope=64, k=1024, absorbed=True, page=16),
+    SparseCase(
+        b=2, s=(1, 48), lengths=((1, 1), (48, 33)), heads=8, d=512, rope=64, k=1024, page=32,
+        absorbed=True,
+    ),
+]  # fmt: skip
+
 
 def build(case: SparseCase, dtype: torch.dtype) -> Sample:
     random = Random(case.id, dtype)
@@ -75,12 +95,18 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "value": random.normal(*case.tokens(1), 1, case.d),
         "sparse_indices": indices(case, random),
     }
-    if case.absorbed:
-        inputs["value"] = inputs["key"]
     rope = {
         "query_rope": random.normal(*case.tokens(0), case.heads, case.rope),
         "key_rope": random.normal(*case.tokens(1), 1, case.rope),
     }
+    paged: dict[str, Any] = {}
+    if case.page:
+        pages = Pages.draw(case, random)
+        for caches, name in ((inputs, "key"), (inputs, "value"), (rope, "key_rope")):
+            caches[name] = pages.cache(case, caches[name])
+        paged = {**pages.options, "return_softmax_lse": False}
+    if case.absorbed:
+        inputs["value"] = inputs["key"]
     options = {
         "scale_value": (case.d + case.rope) ** -0.5,
         **case.length_options(),
@@ -88,6 +114,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "sparse_block_size": case.block,
         "layout": case.layout,
         "sparse_mode": case.mode,
+        **paged,
     }
     return Sample("sparse_flash_attention", f"{case.id}-{dtype}", inputs, options)
 
@@ -120,8 +147,10 @@ def torch_npu(x: dict[str, Any]) -> None:
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_kv=x["actual_seq_lengths_key"],
         query_rope=x["query_rope"], key_rope=x["key_rope"],
-        sparse_block_size=x["sparse_block_size"], layout_query=x["layout"], layout_kv=x["layout"],
-        sparse_mode=x["sparse_mode"], attention_mode=2, return_softmax_lse=True,
+        sparse_block_size=x["sparse_block_size"], block_table=x.get("block_table"),
+        layout_query=x["layout"], layout_kv=x.get("layout_key") or x["layout"],
+        sparse_mode=x["sparse_mode"], attention_mode=2,
+        return_softmax_lse=x.get("return_softmax_lse", True),
     )  # fmt: skip
 
 
@@ -139,12 +168,13 @@ def torch_npu_grad(x: dict[str, Any]) -> None:
 
 SPARSE_FLASH_ATTENTION = Operator(
     "sparse_flash_attention",
-    CASES,
+    CASES + PAGED_CASES,
     build,
     Gradient(
         ("query", "key", "value", "query_rope", "key_rope"),
         ("out",),
         backward,
+        takes=lambda case: not case.page,
     ),
     on_device=on_device,
     torch_npu=torch_npu,

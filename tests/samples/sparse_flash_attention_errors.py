@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import sparse_errors as shared
 from .sparse_flash_attention import (
     OPERATORS,
     SPARSE_FLASH_ATTENTION,
     SPARSE_FLASH_ATTENTION_GRAD,
 )
+from .wrong_call import WrongCall, longer, put
 
 HEADS = ("query", {"heads": 3})
 ROPE = ("query_rope", {"rope": 32})
@@ -28,4 +31,23 @@ WRONG_CALLS = [
     ),
     *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE),
     *shared.token_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
+    *shared.page_rules(SPARSE_FLASH_ATTENTION),
+    *shared.page_limit_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
+    WrongCall(
+        "pages-statistics", SPARSE_FLASH_ATTENTION, shared.PAGES[0], {"return_softmax_lse": True},
+        "return_softmax_lse",
+    ),
+    *(
+        WrongCall(
+            f"pages-{name} axis {axis} too long", SPARSE_FLASH_ATTENTION, shared.PAGES[0],
+            put(name, longer(axis)), name,
+        )
+        for name in ("value", "key_rope")
+        for axis in (-4, -3, -2)
+    ),
+    WrongCall(
+        "limits-pages of whole blocks", SPARSE_FLASH_ATTENTION,
+        replace(shared.DEVICE, lengths=((5, 3), (7, 6)), page=16, block=32, k=1024), None,
+        "sparse_block_size", limits="A2",
+    ),
 ]  # fmt: skip

@@ -26,14 +26,14 @@ bool all_in_range(const int32_t* indices, int64_t count, int64_t blocks) {
 }  // namespace
 
 void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
-                          const at::Tensor& key, const std::vector<Sequence>& sequences,
+                          int64_t capacity, const std::vector<Sequence>& sequences,
                           Selectable selectable, int64_t block_size) {
   const auto indices = with_dense_rows(sparse_indices);
   const int64_t count = indices.size(-1);
   const bool bsnd = layout == Layout::BSND;
   const bool whole_batch = bsnd && selectable == Selectable::all_keys;
   for (const auto& sequence : sequences) {
-    const int64_t keys = whole_batch ? key.size(1) : sequence.keys;
+    const int64_t keys = whole_batch ? capacity : sequence.keys;
     const int64_t blocks = blocks_of(keys, block_size);
     const int64_t tokens = whole_batch ? indices.size(1) : sequence.queries;
     const TokenRows<int32_t> rows(indices, sequence.query_begin);

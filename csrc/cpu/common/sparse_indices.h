@@ -40,9 +40,10 @@ inline int64_t blocks_of(int64_t keys, int64_t block_size) {
   return keys / block_size + (keys % block_size != 0);
 }
 
-// Checks that every index is in [-1, number of key blocks).
+// Checks that every index is in [-1, number of key blocks). In BSND a batch has room for `capacity`
+// keys.
 void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
-                          const at::Tensor& key, const std::vector<Sequence>& sequences,
+                          int64_t capacity, const std::vector<Sequence>& sequences,
                           Selectable selectable, int64_t block_size = 1);
 
 // Iterates over the keys that one row of sparse_indices selects, in order and with repetitions, a

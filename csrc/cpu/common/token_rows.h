@@ -69,9 +69,9 @@ void load_heads(const TokenRows<Input>& rows, int64_t token, int64_t heads, int6
 }
 
 // Gathers the row of token positions[i] into row i of `tile`, starting at `column`.
-template <typename Operand, typename Input, typename Position>
-void gather_rows(const TokenRows<Input>& rows, const Position* positions, int64_t count,
-                 int64_t width, const Tile<Operand>& tile, int64_t column = 0) {
+template <typename Operand, typename Rows, typename Position>
+void gather_rows(const Rows& rows, const Position* positions, int64_t count, int64_t width,
+                 const Tile<Operand>& tile, int64_t column = 0) {
   for (int64_t i = 0; i < count; ++i) {
     if (i + kRowsAhead < count) {
       prefetch(rows.row(positions[i + kRowsAhead]), width);

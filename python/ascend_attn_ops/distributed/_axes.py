@@ -35,8 +35,8 @@ class Line(NamedTuple):
 
 
 _LENGTHS = "actual_seq_lengths_query B, actual_seq_lengths_key B"
-_SPARSE = "query BSNd, key BT1d, value BT1d, sparse_indices BS1k"
-_ROPES = "query_rope BSNr, key_rope BT1r"
+_SPARSE = "query BSNd, key {keys}d, value {keys}d, sparse_indices BS1k"
+_ROPES = "query_rope BSNr, key_rope {keys}r"
 _STATISTICS = "softmax_max B1SN, softmax_sum B1SN"
 _DENSE = "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}"
 _DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}"
@@ -44,14 +44,20 @@ _DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in
 # In layout BSND; TND is the same without B, and S and T are its packed tokens.
 LINES = {
     "lightning_indexer": Line(
-        f"query BSHi, key BT1i, weights BSH, {_LENGTHS}", "BS1k {values}", "BS"
+        f"query BSHi, key {{keys}}i, weights BSH, block_table Bm, {_LENGTHS}",
+        "BS1k {values}",
+        "{queries}",
     ),
     "lightning_indexer_grad": Line(
         f"query BSHi, key BT1i, d_values BS1k, sparse_indices BS1k, weights BSH, {_LENGTHS}",
         "BSHi BT1i BSH",
         "BSH",
     ),
-    "sparse_flash_attention": Line(f"{_SPARSE}, {_ROPES}, {_LENGTHS}", "BSNd B1SN B1SN", "BNS"),
+    "sparse_flash_attention": Line(
+        f"{_SPARSE}, {_ROPES}, block_table Bm, {_LENGTHS}",
+        "BSNd {statistics} {statistics}",
+        "{queries}N",
+    ),
     "sparse_flash_attention_grad": Line(
         f"{_SPARSE}, d_out BSNd, out BSNd, {_STATISTICS}, {_ROPES}, {_LENGTHS}",
         "BSNd BT1d BT1d {query_rope} {key_rope}",
@@ -91,6 +97,7 @@ _DENSE_LAYOUTS = {
     "BNSD_BSND": ("BNSd", "BKTd"),
     "TND": ("SNd", "TKd"),
 }
+_PAGED = "PA_BSND"
 _MERGED_LAYOUTS = ("BSH", "SBH")
 
 
@@ -210,6 +217,11 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "scale": _scale,
     "scatter": _scatter,
     "rows": _rows,
+    # The blocks of a cache belong to no sequence, and a part of the queries sees other keys than
+    # the lengths of the call say.
+    "keys": lambda call: "bp1" if call.get("layout_key") == _PAGED else "BT1",
+    "queries": lambda call: "B" if call["layout_key"] == _PAGED else "BS",
+    "statistics": lambda call: "B1SN" if call["return_softmax_lse"] else ABSENT,
     "values": lambda call: "BS1k" if call["return_values"] else ABSENT,
     "query_rope": lambda call: ABSENT if call["query_rope"] is None else "BSNr",
     "key_rope": lambda call: ABSENT if call["key_rope"] is None else "BT1r",

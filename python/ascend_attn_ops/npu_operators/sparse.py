@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.npu_operators.kernels import computes, unsupported
-from ascend_attn_ops.npu_operators.layouts import check_blocks
 
 # Absorbed latent attention, the mode that has ropes and one head of keys.
 _ABSORBED = 2
@@ -41,32 +40,26 @@ def npu_sparse_flash_attention(
     name = "npu::npu_sparse_flash_attention"
     value = _given_value(name, value)
     _absorbed(name, attention_mode)
-    keys = [key, value, *([] if key_rope is None else [key_rope])]
     wants_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, query_rope, *keys)
+        x is not None and x.requires_grad for x in (query, query_rope, key, value, key_rope)
     )
     if wants_gradient and not return_softmax_lse:
         raise ValueError(
             f"{name}: return_softmax_lse: expected True where a gradient is wanted, whose backward "
             "reads the statistics, got False"
         )
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_kv)
-    if layout_kv == _PAGED:
-        if return_softmax_lse:
-            raise unsupported(name, "return_softmax_lse", f"False beside layout_kv {_PAGED}", True)
-        keys, lengths = _from_pages(name, query, keys, block_table, lengths, layout_query)
-    else:
+    if layout_kv != _PAGED:
         _one_layout(name, "layout_kv", layout_query, layout_kv, block_table)
-    out, maximum, total = torch.ops.ascend.sparse_flash_attention(
-        query, keys[0], keys[1], sparse_indices, scale_value=scale_value,
-        actual_seq_lengths_query=lengths[0], actual_seq_lengths_key=lengths[1],
-        query_rope=query_rope, key_rope=None if key_rope is None else keys[2],
+    elif return_softmax_lse:
+        raise unsupported(name, "return_softmax_lse", f"False beside layout_kv {_PAGED}", True)
+    return torch.ops.ascend.sparse_flash_attention(
+        query, key, value, sparse_indices, scale_value=scale_value,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_kv, query_rope=query_rope, key_rope=key_rope,
         sparse_block_size=sparse_block_size, layout=layout_query, sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens, next_tokens=next_tokens,
+        pre_tokens=pre_tokens, next_tokens=next_tokens, layout_key=layout_kv,
+        block_table=block_table, return_softmax_lse=return_softmax_lse,
     )  # fmt: skip
-    if return_softmax_lse:
-        return out, maximum, total
-    return out, maximum.new_empty(0), total.new_empty(0)
 
 
 @computes("npu_sparse_flash_attention_grad")
@@ -121,18 +114,16 @@ def npu_lightning_indexer(
     return_value: bool,
 ) -> tuple[Tensor, Tensor]:
     name = "npu::npu_lightning_indexer"
-    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
-    if layout_key == _PAGED:
-        if return_value:
-            raise unsupported(name, "return_value", f"False beside layout_key {_PAGED}", True)
-        (key,), lengths = _from_pages(name, query, [key], block_table, lengths, layout_query)
-    else:
+    if layout_key != _PAGED:
         _one_layout(name, "layout_key", layout_query, layout_key, block_table)
+    elif return_value:
+        raise unsupported(name, "return_value", f"False beside layout_key {_PAGED}", True)
     return torch.ops.ascend.lightning_indexer(
-        query, key, weights, actual_seq_lengths_query=lengths[0],
-        actual_seq_lengths_key=lengths[1], layout=layout_query, sparse_count=sparse_count,
-        sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
-        return_values=return_value,
+        query, key, weights, actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key, layout=layout_query,
+        sparse_count=sparse_count, sparse_mode=sparse_mode, pre_tokens=pre_tokens,
+        next_tokens=next_tokens, return_values=return_value, layout_key=layout_key,
+        block_table=block_table,
     )  # fmt: skip
 
 
@@ -214,36 +205,3 @@ def _one_layout(
         raise ValueError(
             f"{name}: block_table: expected None beside {argument} {layout}, got a tensor"
         )
-
-
-def _from_pages(
-    name: str,
-    query: Tensor,
-    caches: list[Tensor],
-    block_table: Tensor | None,
-    lengths: tuple[Tensor | None, Tensor | None],
-    layout_query: str,
-) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:
-    """The keys of each sequence side by side, and the lengths in the layout of query.
-
-    In TND, what follows the keys of a sequence is a sequence of its own, without queries. Nothing
-    waits for a device, and a graph may hold all of it.
-    """
-    query_lengths, key_lengths = lengths
-    for argument, tensor in (
-        ("block_table", block_table), ("actual_seq_lengths of the keys", key_lengths),
-    ):  # fmt: skip
-        if tensor is None:
-            raise ValueError(f"{name}: {argument}: expected with paged keys, got None")
-    assert block_table is not None
-    assert key_lengths is not None
-    blocks, block_size = caches[0].shape[:2]
-    check_blocks(name, block_table, blocks, block_size, key_lengths)
-    table = block_table.clamp(min=0, max=max(blocks - 1, 0))
-    keys = [cache[table].flatten(1, 2) for cache in caches]
-    if layout_query != "TND" or query_lengths is None:
-        return keys, (query_lengths, key_lengths)
-    batch, slots = keys[0].shape[:2]
-    begin = torch.arange(batch, dtype=key_lengths.dtype, device=key_lengths.device) * slots
-    ends = torch.stack((begin + key_lengths, begin + slots), 1).flatten()
-    return [x.flatten(0, 1) for x in keys], (query_lengths.repeat_interleave(2), ends)

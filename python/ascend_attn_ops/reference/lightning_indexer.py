@@ -15,6 +15,7 @@ from .sequences import (
     selection_to_tokens,
     to_tokens,
     until_padding,
+    with_dense_keys,
 )
 
 
@@ -30,6 +31,7 @@ def lightning_indexer(a: Arguments) -> tuple[Tensor, Tensor]:
     Returns sparse_indices (B,S1,1,K) or (T1,1,K), int32, and sparse_values, the same shape in the
     dtype of query; without `return_values` the values are an empty tensor.
     """
+    a = with_dense_keys(a, "key")
     dtype = compute_dtype(a.query)
     q, k, w = (to_tokens(x, a.layout, dtype) for x in (a.query, a.key.squeeze(-2), a.weights))
     indices = torch.full((len(q), a.sparse_count), -1, dtype=torch.int32, device=q.device)

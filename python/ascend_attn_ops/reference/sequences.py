@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,41 @@ def leading_indices(
 def until_padding(indices: list[int]) -> list[int]:
     """The indices before the first -1."""
     return indices[: indices.index(-1)] if -1 in indices else indices
+
+
+def with_dense_keys(a: Arguments, *caches: str) -> Arguments:
+    """The same call with its keys side by side, if they are in the blocks of a cache: token j of
+    sequence b is row j % block_size of block block_table[b, j // block_size].
+
+    Their lengths are counts in both layouts.
+    """
+    if a.layout_key != "PA_BSND":
+        return a
+    lengths = a.actual_seq_lengths_key.tolist()
+    block_size, room = a.key.shape[1], a.block_table.shape[1] * a.key.shape[1]
+    slots = []
+    for b, length in enumerate(lengths):
+        j = torch.arange(length)
+        blocks = a.block_table.cpu()[b, j // block_size].long()
+        if not ((blocks >= 0) & (blocks < a.key.shape[0])).all():
+            raise ValueError(f"block_table: sequence {b} has a block that the cache does not have")
+        slots.append(blocks * block_size + j % block_size)
+    dense = Arguments(**vars(a))
+    for name in caches:
+        cache = getattr(a, name)
+        if cache is None:
+            continue
+        keys = [cache.flatten(0, 1)[of_sequence] for of_sequence in slots]
+        if a.layout == "BSND":
+            padded = cache.new_zeros(len(keys), room, *cache.shape[2:])
+            for of_sequence, to in zip(keys, padded, strict=True):
+                to[: len(of_sequence)] = of_sequence
+            setattr(dense, name, padded)
+        else:
+            setattr(dense, name, torch.cat(keys) if keys else cache.new_empty(0, *cache.shape[2:]))
+    if a.layout == "TND":
+        dense.actual_seq_lengths_key = list(accumulate(lengths))
+    return dense
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ from .sequences import (
     statistics_to_tokens,
     to_tokens,
     until_padding,
+    with_dense_keys,
 )
 
 
@@ -33,8 +34,9 @@ def sparse_flash_attention(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     Differentiable by plain autograd, except through the statistics.
 
     Returns out (query's shape and dtype, value's D), and softmax_max and softmax_sum, (B,1,S1,G) or
-    (1,T1,G), fp32, or fp64 for fp64 inputs.
+    (1,T1,G), fp32, or fp64 for fp64 inputs; without `return_softmax_lse` these two are empty.
     """
+    a = with_dense_keys(a, "key", "value", "key_rope")
     dtype = compute_dtype(a.query)
     q = to_tokens(join_rope(a.query, a.query_rope), a.layout, dtype)
     k = to_tokens(join_rope(a.key, a.key_rope).squeeze(-2), a.layout, dtype)
@@ -53,10 +55,14 @@ def sparse_flash_attention(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
             out[i] = e / e.sum(-1, keepdim=True) @ v[pos]
             softmax_max[i], softmax_sum[i] = maximum, e.detach().sum(-1)
 
+    softmax_max, softmax_sum = (
+        statistics_from_tokens(x, a.query) if a.return_softmax_lse else x.new_empty(0)
+        for x in (softmax_max, softmax_sum)
+    )
     return (
         out.view(*a.query.shape[:-1], v.shape[-1]).to(a.query.dtype),
-        statistics_from_tokens(softmax_max, a.query),
-        statistics_from_tokens(softmax_sum, a.query),
+        softmax_max,
+        softmax_sum,
     )
 
 

@@ -1,0 +1,53 @@
+// Keys in the blocks of a cache, as they are served: key (num_blocks, block_size, 1, D), and a
+// table that names the blocks of each sequence in order.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "core/arguments.h"
+
+namespace ascend_attn {
+
+// The argument `layout_key`: "PA_BSND", or that of the queries, which None stands for.
+class KeyLayoutArgument {
+ public:
+  KeyLayoutArgument() = default;
+  KeyLayoutArgument(std::optional<std::string_view> text) : text_(text) {}
+
+  // As the caller passed it.
+  const std::optional<std::string_view>& text() const { return text_; }
+  operator std::optional<std::string_view>() const { return text_; }
+  bool paged() const { return text_ == kPaged; }
+
+  static constexpr std::string_view kPaged = "PA_BSND";
+
+ private:
+  std::optional<std::string_view> text_;
+};
+
+namespace reflection {
+
+template <>
+struct DispatcherType<KeyLayoutArgument> {
+  using type = std::optional<std::string_view>;
+};
+
+}  // namespace reflection
+
+// The arguments of the operators that read paged keys.
+struct KeyPages {
+  static constexpr bool is_argument_group = true;
+
+  KeyLayoutArgument layout_key;
+  OptionalTensor block_table;
+
+  bool given() const { return layout_key.paged(); }
+  // What the device is told of the keys.
+  std::string_view layout(const LayoutArgument& layout_query) const {
+    return given() ? KeyLayoutArgument::kPaged : layout_query.text();
+  }
+};
+
+}  // namespace ascend_attn
