@@ -5,8 +5,11 @@
 
 Each layer caches the latent, the rotary key and the indexer's key of every token in blocks of a
 fixed size. A sequence takes a block when its last one is full and frees all of them when it ends; a
-waiting prompt starts as soon as there are blocks for it. Then everything is decoded again without a
-cache, and the bytes must match.
+waiting prompt starts as soon as there are blocks for it. The indexer and the attention read the
+blocks where they are. Then everything is decoded again without a cache, and the bytes must match.
+
+At the end, one sequence is decoded after longer and longer texts: with sparse attention, to the
+keys that the indexer prefers, and with dense attention, to all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import importlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import ascend_attn_ops as ops
 import torch
@@ -30,11 +34,13 @@ from torch import Tensor
 
 
 class Keys(NamedTuple):
-    """What a query can attend to: (B, S, 1, D) each."""
+    """What a query can attend to: (B, S, 1, D) each, or caches (num_blocks, block_size, 1, D)."""
 
     latent: Tensor
     rope: Tensor
     indexer: Tensor
+    # Of caches: which blocks a sequence has, as the operators take it.
+    pages: Mapping[str, Any] = MappingProxyType({})
 
 
 def new_keys(inputs: AttentionInputs) -> Keys:
@@ -47,24 +53,55 @@ class LayerCache:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
         sizes = (config.latent_dim, config.rope_dim, config.index_dim)
         shapes = [(num_blocks, block_size, 1, size) for size in sizes]
-        self.keys = Keys(*(like.new_zeros(shape) for shape in shapes))
+        latent, rope, indexer = (like.new_zeros(shape) for shape in shapes)
+        self.keys = Keys(latent, rope, indexer)
 
     def write(self, keys: Keys, slots: Tensor) -> None:
-        latent, rope, indexer = (key.flatten(0, 1) for key in keys)
+        latent, rope, indexer = (key.flatten(0, 1) for key in keys[:3])
         # One call can write rows of different sizes: here latents as key and ropes as value.
         ops.scatter_pa_kv_cache_(latent, self.keys.latent, slots, rope, self.keys.rope)
         ops.scatter_pa_kv_cache_(indexer, self.keys.indexer, slots)
 
     def read(self, block_table: Tensor) -> Keys:
-        """Concatenate the blocks of each sequence. Rows beyond its length are never read."""
-        return Keys(*(cache[block_table.clamp(min=0)].flatten(1, 2) for cache in self.keys))
+        """Copies nothing. Rows beyond the length of a sequence are never read."""
+        pages = {"layout_key": "PA_BSND", "block_table": block_table}
+        return self.keys._replace(pages=pages)
 
 
 KeysOfLayer = Callable[[int, AttentionInputs], Keys]
+SPEED_STEPS = 16
+Select = Callable[[LatentAttention, AttentionInputs, Keys, Tensor], Tensor]
+"""Returns the keys that each query attends to, (B, S, 1, K) int32. The last argument has the number
+of keys of each sequence."""
+
+
+def select_by_indexer(
+    layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor
+) -> Tensor:
+    projections = inputs.projections._replace(key_index=keys.indexer)
+    options = {"actual_seq_lengths_key": lengths, **keys.pages}
+    return layer.indexer.select(projections, layer.top_k, **options)
+
+
+def select_all(
+    layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor
+) -> Tensor:
+    """The operator applies the causal mask, and passes over what a sequence does not have."""
+    batch, tokens = inputs.query.shape[:2]
+    count = int(lengths.amax())
+    positions = torch.arange(count, dtype=torch.int32, device=lengths.device)
+    return positions.expand(batch, tokens, 1, count)
+
+
+ATTENTION: dict[str, Select] = {"sparse": select_by_indexer, "dense": select_all}
 
 
 def next_bytes(
-    model: SparseLM, text: Tensor, positions: Tensor, keys_of_layer: KeysOfLayer
+    model: SparseLM,
+    text: Tensor,
+    positions: Tensor,
+    keys_of_layer: KeysOfLayer,
+    select: Select,
 ) -> Tensor:
     """Predict the byte (B,) after text (B, S'), whose last S bytes are at positions (B, S)."""
     x = model.embed(text)[:, -positions.shape[1] :]
@@ -73,21 +110,19 @@ def next_bytes(
         assert isinstance(block, Block)
         layer = block.attention
         inputs = layer.project(block.attention_norm(x), positions)
-        x = x + attend(layer, inputs, keys_of_layer(i, inputs), lengths)
+        keys = keys_of_layer(i, inputs)
+        x = x + attend(layer, inputs, keys, select(layer, inputs, keys, lengths), lengths)
         x = x + block.mlp(x)
     return model.head(model.norm(x[:, -1])).argmax(-1)
 
 
-def attend(layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor) -> Tensor:
-    indices = layer.indexer.select(
-        inputs.projections._replace(key_index=keys.indexer),
-        layer.top_k,
-        actual_seq_lengths_key=lengths,
-    )
+def attend(
+    layer: LatentAttention, inputs: AttentionInputs, keys: Keys, indices: Tensor, lengths: Tensor
+) -> Tensor:
     attended, *_ = ops.sparse_flash_attention(
         inputs.query, keys.latent, keys.latent, indices,
         scale_value=layer.scale, query_rope=inputs.query_rope, key_rope=keys.rope,
-        actual_seq_lengths_key=lengths,
+        actual_seq_lengths_key=lengths, **keys.pages,
     )  # fmt: skip
     values = torch.einsum("bsnl,nld->bsnd", attended, layer.absorbed_value)
     return layer.out(values.flatten(-2))
@@ -104,8 +139,15 @@ class Sequence:
 
 
 class PagedDecoder:
-    def __init__(self, model: SparseLM, config: ModelConfig, num_blocks: int, block_size: int):
-        self.model, self.block_size = model, block_size
+    def __init__(
+        self,
+        model: SparseLM,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        select: Select = select_by_indexer,
+    ):
+        self.model, self.block_size, self.select = model, block_size, select
         weight = model.head.weight
         self.device = weight.device
         self.layers = [LayerCache(config, num_blocks, block_size, weight) for _ in model.blocks]
@@ -164,7 +206,7 @@ class PagedDecoder:
         # The embedding also reads a few bytes before the new ones; a whole text has none.
         seen = new + self.model.NEIGHBOURS - 1
         text = self.tensor([sequence.text[-seen:] for sequence in batch])
-        chosen = next_bytes(self.model, text.long(), positions, through_cache)
+        chosen = next_bytes(self.model, text.long(), positions, through_cache, self.select)
         for sequence, byte in zip(batch, chosen.tolist(), strict=True):
             sequence.text.append(byte)
 
@@ -172,15 +214,43 @@ class PagedDecoder:
         return torch.tensor(rows, dtype=torch.int32, device=self.device)
 
 
-def decode_without_cache(model: SparseLM, prompts: list[Sequence], progress: Progress) -> None:
+def decode_without_cache(
+    model: SparseLM, prompts: list[Sequence], select: Select, progress: Progress
+) -> None:
     device = model.head.weight.device
     for sequence in prompts:
         while not sequence.complete():
             text = torch.tensor([sequence.text], device=device)
             positions = torch.arange(len(sequence.text), device=device)[None]
-            byte = next_bytes(model, text, positions, lambda _, inputs: new_keys(inputs))
+            byte = next_bytes(model, text, positions, lambda _, inputs: new_keys(inputs), select)
             sequence.text.append(int(byte))
             progress.update(1, 1)
+
+
+def print_speed(
+    model: SparseLM, config: ModelConfig, contexts: list[int], block_size: int, seed: int
+) -> None:
+    """Time a few tokens of one sequence after texts of these lengths."""
+    if not contexts:
+        return
+    _, held_out = load_corpus()
+    print(f"\n{'keys':>7}" + "".join(f"{name:>17}" for name in ATTENTION), flush=True)
+    for length in contexts:
+        text = sample_windows(held_out, 1, length, seed)[0, :length].tolist()
+        sequence = Sequence(text, length + SPEED_STEPS * (len(ATTENTION) + 1) + 1)
+        blocks = -(-sequence.total // block_size)
+        decoder = PagedDecoder(model, config, blocks, block_size)
+        decoder.step([sequence], new=length)
+        print(f"{length:7}", end="", flush=True)
+        for select in ATTENTION.values():
+            decoder.select = select
+            decoder.step([sequence], new=1)
+            start = time.perf_counter()
+            for _ in range(SPEED_STEPS):
+                decoder.step([sequence], new=1)
+            per_second = SPEED_STEPS / (time.perf_counter() - start)
+            print(f"{per_second:8,.0f} tokens/s", end="", flush=True)
+        print()
 
 
 class Progress:
@@ -225,12 +295,25 @@ def parse_arguments() -> argparse.Namespace:
         choices=["float32", "bfloat16"],
         help="default: float32 on the CPU, bfloat16 on an NPU, whose kernels have no float32",
     )
+    parser.add_argument(
+        "--attention",
+        choices=list(ATTENTION),
+        default="sparse",
+        help="to the keys that the indexer selects, or to all",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=200, help="bytes of the longest prompt")
     parser.add_argument("--new", type=int, default=64, help="bytes to decode, at most")
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="*",
+        default=[1024, 4096, 16384],
+        help="numbers of keys at which to time a token",
+    )
     return parser.parse_args()
 
 
@@ -257,6 +340,11 @@ def prompts_of(arguments: argparse.Namespace) -> list[Sequence]:
     return prompts
 
 
+def limits_of(device: str) -> contextlib.AbstractContextManager[None]:
+    """Laptop sizes are outside the NPU's limits."""
+    return ops.limits(None) if device == "cpu" else contextlib.nullcontext()
+
+
 @torch.no_grad()
 def main() -> None:
     arguments = parse_arguments()
@@ -273,11 +361,11 @@ def main() -> None:
         f"of {arguments.block_size}; threads: {torch.get_num_threads()}",
         flush=True,
     )
-    # Laptop sizes are outside the NPU's limits.
-    with ops.limits(None) if arguments.device == "cpu" else contextlib.nullcontext():
-        decoder = PagedDecoder(model, config, arguments.blocks, arguments.block_size)
+    select = ATTENTION[arguments.attention]
+    decoder = PagedDecoder(model, config, arguments.blocks, arguments.block_size, select)
+    with limits_of(arguments.device):
         decoder.decode(paged, Progress("paged cache", new))
-        decode_without_cache(model, plain, Progress("without cache", new))
+        decode_without_cache(model, plain, select, Progress("without cache", new))
 
     for sequence, start in zip(paged[:3], starts, strict=False):
         before, after = (
@@ -294,6 +382,8 @@ def main() -> None:
     if (different and exact) or len(decoder.free) != arguments.blocks:
         raise SystemExit(outcome)
     print(outcome)
+    with limits_of(arguments.device):
+        print_speed(model, config, arguments.contexts, arguments.block_size, arguments.seed)
 
 
 if __name__ == "__main__":

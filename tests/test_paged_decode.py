@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -18,8 +19,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def decode(checkpoint: Path, **options: int) -> subprocess.CompletedProcess[str]:
-    options = {"sequences": 5, "prompt": 40, "new": 12, "blocks": 17, "block-size": 4, **options}
+def decode(checkpoint: Path, **options: int | str) -> subprocess.CompletedProcess[str]:
+    sizes = {"sequences": 5, "prompt": 40, "new": 12, "blocks": 17, "block-size": 4, "contexts": 48}
+    options = sizes | options
     arguments = [f"--{name}={value}" for name, value in options.items()]
     return subprocess.run(
         [sys.executable, EXAMPLES / "paged_decode.py", f"--checkpoint={checkpoint}", *arguments],
@@ -45,13 +47,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"blocks": 100}, {"block-size": 1, "blocks": 64}, {"block-size": 128, "blocks": 1}],
-    ids=["sequences wait for blocks", "all run at once", "blocks of one", "one at a time"],
-)
-def test_decodes_what_it_would_without_a_cache(checkpoint: Path, options: dict[str, int]) -> None:
+    [
+        {}, {"blocks": 100}, {"block-size": 1, "blocks": 64}, {"block-size": 128, "blocks": 1},
+        {"attention": "dense"},
+    ],
+    ids=["sequences wait for blocks", "all run at once", "blocks of one", "one at a time", "dense"],
+)  # fmt: skip
+def test_decodes_what_it_would_without_a_cache(
+    checkpoint: Path, options: dict[str, int | str]
+) -> None:
     result = decode(checkpoint, **options)
     assert result.returncode == 0, result.stderr
     assert "5 of 5 sequences equal decoding without a cache" in result.stdout
+    assert re.search(r"\n +48 +[\d,]+ tokens/s +[\d,]+ tokens/s\n", result.stdout)
 
 
 def test_says_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""One step of decoding with DeepSeek Sparse Attention over a paged cache, at growing context.
+
+    python benchmarks/sparse_decode.py
+
+Sparse: the indexer scores all keys, and the attention reads the K best. Dense: the attention reads
+all keys. torch: scaled_dot_product_attention over keys that lie side by side. The limits are one
+reading of the keys, at the speed of a sum over a large tensor, and the products, at the speed of a
+large bf16 matmul; both are timed in turn with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any, NamedTuple
+
+import ascend_attn_ops as ops
+import torch
+from harness import PEAK_SIZE, Call, extra_memory, interleaved_medians
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+HEADS, D, ROPE = 64, 512, 64
+INDEX_HEADS, INDEX_D = 64, 128
+K, BLOCK = 2048, 128
+SCALE = (D + ROPE) ** -0.5
+CONTEXTS = (1024, 4096, 16384, 65536)
+READ_ELEMENTS = 1 << 25  # of 2 bytes: more than a cache holds
+
+
+class Step(NamedTuple):
+    """One new token of each of B sequences, and caches with blocks in random order."""
+
+    query: Tensor
+    query_rope: Tensor
+    query_index: Tensor
+    weights: Tensor
+    latent: Tensor
+    rope: Tensor
+    key_index: Tensor
+    block_table: Tensor
+    lengths: Tensor
+
+    def pages(self) -> dict[str, Any]:
+        return {
+            "actual_seq_lengths_key": self.lengths,
+            "layout_key": "PA_BSND",
+            "block_table": self.block_table,
+        }
+
+    def select(self) -> Tensor:
+        indices, _ = ops.lightning_indexer(
+            self.query_index, self.key_index, self.weights, sparse_count=K, **self.pages()
+        )
+        return indices
+
+    def attend(self, indices: Tensor) -> Tensor:
+        out, *_ = ops.sparse_flash_attention(
+            self.query, self.latent, self.latent, indices, scale_value=SCALE,
+            query_rope=self.query_rope, key_rope=self.rope, **self.pages(),
+        )  # fmt: skip
+        return out
+
+    def sparse(self) -> Tensor:
+        return self.attend(self.select())
+
+    def all_keys(self) -> Tensor:
+        count = int(self.lengths[0])
+        keys = torch.arange(count, dtype=torch.int32)
+        return keys.expand(len(self.lengths), 1, 1, count).contiguous()
+
+    def side_by_side(self) -> Step:
+        """The same keys without a cache."""
+
+        def dense(cache: Tensor) -> Tensor:
+            rows = ops.gather_paged_kv(cache, self.block_table, self.lengths)
+            return rows.unflatten(0, (len(self.lengths), -1))
+
+        return self._replace(
+            latent=dense(self.latent), rope=dense(self.rope), key_index=dense(self.key_index)
+        )
+
+
+def make_step(batch: int, keys: int) -> Step:
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape).bfloat16()
+
+    blocks = batch * keys // BLOCK
+    return Step(
+        query=normal(batch, 1, HEADS, D),
+        query_rope=normal(batch, 1, HEADS, ROPE),
+        query_index=normal(batch, 1, INDEX_HEADS, INDEX_D),
+        weights=normal(batch, 1, INDEX_HEADS),
+        latent=normal(blocks, BLOCK, 1, D),
+        rope=normal(blocks, BLOCK, 1, ROPE),
+        key_index=normal(blocks, BLOCK, 1, INDEX_D),
+        block_table=torch.randperm(blocks, dtype=torch.int32).view(batch, -1),
+        lengths=torch.full((batch,), keys, dtype=torch.int32),
+    )
+
+
+def torch_attention(step: Step) -> Call:
+    """Over keys that lie side by side, which are made before the clock starts."""
+    dense = step.side_by_side()
+    query = torch.cat((dense.query, dense.query_rope), -1).transpose(1, 2)
+    key = torch.cat((dense.latent, dense.rope), -1).transpose(1, 2)
+    value = dense.latent.transpose(1, 2)
+    return partial(scaled_dot_product_attention, query, key, value, scale=SCALE, enable_gqa=True)
+
+
+def print_row(keys: int, batch: int, rounds: int) -> None:
+    step = make_step(batch, keys)
+    indices, everything = step.select(), step.all_keys()
+    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16() for _ in range(2))
+    read = torch.ones(READ_ELEMENTS, dtype=torch.int16)
+    seconds = interleaved_medians(
+        {
+            "indexer": step.select,
+            "attention": partial(step.attend, indices),
+            "dense": partial(step.attend, everything),
+            "torch": torch_attention(step),
+            "peak": lambda: a @ b,
+            "read": lambda: read.view(torch.int64).sum(),
+        },
+        rounds,
+    )
+    peak = 2 * PEAK_SIZE**3 / seconds["peak"]
+    bandwidth = READ_ELEMENTS * 2 / seconds["read"]
+    selected = min(K, keys)
+    products = 2 * batch * (INDEX_HEADS * INDEX_D * keys + HEADS * (2 * D + ROPE) * selected)
+    bytes_read = 2 * batch * (INDEX_D * keys + (D + ROPE) * selected)
+    limit = max(products / peak, bytes_read / bandwidth)
+    sparse = seconds["indexer"] + seconds["attention"]
+    columns = [seconds["indexer"], seconds["attention"], sparse, seconds["dense"], seconds["torch"]]
+    print(
+        f"{batch:3} {keys:7}"
+        + "".join(f"{x * 1e3:11.2f}" for x in columns)
+        + f"{limit * 1e3:11.2f}{seconds['dense'] / sparse:8.1f}{seconds['torch'] / sparse:8.1f}",
+        flush=True,
+    )
+
+
+def print_paging(batch: int, keys: int, rounds: int) -> None:
+    """What reading through the block table costs."""
+    paged = make_step(batch, keys)
+    dense = paged.side_by_side()
+    nothing: dict[str, Any] = {"actual_seq_lengths_key": dense.lengths}
+    indices = paged.select()
+    seconds = interleaved_medians(
+        {
+            "indexer, paged": paged.select,
+            "indexer": lambda: ops.lightning_indexer(
+                dense.query_index, dense.key_index, dense.weights, sparse_count=K, **nothing
+            ),
+            "attention, paged": partial(paged.attend, indices),
+            "attention": lambda: ops.sparse_flash_attention(
+                dense.query, dense.latent, dense.latent, indices, scale_value=SCALE,
+                query_rope=dense.query_rope, key_rope=dense.rope, return_softmax_lse=False,
+                **nothing,
+            ),
+        },
+        rounds,
+    )  # fmt: skip
+    ratios = [f"{x} {seconds[f'{x}, paged'] / seconds[x]:.2f}" for x in ("indexer", "attention")]
+    print(f"paged keys against keys side by side, B {batch}, {keys} keys: {', '.join(ratios)}")
+
+
+def first_step(keys: int, threads: int) -> Call:
+    """Prepare the inputs in a fresh process, and return the call to measure."""
+    torch.set_num_threads(threads)
+
+    def call(step: Step) -> Tensor:
+        with ops.limits(None):
+            return step.sparse()
+
+    call(make_step(1, BLOCK))  # loads libraries and generates code
+    return partial(call, make_step(1, keys))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16; milliseconds\n"
+        f"attention: {HEADS} heads, D {D} + {ROPE}, K {K}; "
+        f"indexer: {INDEX_HEADS} heads of {INDEX_D}; blocks of {BLOCK}\n"
+        f"{'B':>3} {'keys':>7}{'indexer':>11}{'attention':>11}{'sparse':>11}{'dense':>11}"
+        f"{'torch':>11}{'limit':>11}{'dense/':>8}{'torch/':>8}"
+    )
+    for batch in (1, 8):
+        for keys in CONTEXTS[: None if batch == 1 else 3]:
+            print_row(keys, batch, rounds)
+    for batch in (1, 8):
+        print_paging(batch, 8192, rounds)
+    for keys in CONTEXTS:
+        extra = extra_memory(partial(first_step, keys, torch.get_num_threads()))
+        print(f"memory that a step over {keys} keys adds: {extra / 2**20:.1f} MB")
+
+
+if __name__ == "__main__":
+    with ops.limits(None):
+        main()
