@@ -16,6 +16,7 @@
 #include "core/operator.h"
 #include "core/tensor_checks.h"
 #include "npu/aclnn/launcher.h"
+#include "npu/capture.h"
 
 namespace ascend_attn {
 
@@ -41,6 +42,30 @@ inline void fill_before_launch(const at::Tensor& output, const at::Scalar& value
     output.fill_(value);
   }
 }
+
+// The same for outputs whose value is one byte, repeated. Those of a few tokens, as of a step of
+// decoding, are left to the call: a launch of their own would cost the host more than the call
+// itself.
+class FillsBeforeLaunch {
+ public:
+  void add(const at::Tensor& output, int8_t value) {
+    if (output.numel() == 0) {
+      return;
+    }
+    if (output.nbytes() > kMostBytes || aclnn::is_capturing()) {
+      fill_before_launch(output, value);
+    } else {
+      of_call_.emplace_back(output, static_cast<uint8_t>(value));
+    }
+  }
+  const aclnn::ByteFills& of_call() const { return of_call_; }
+
+ private:
+  // Above, a kernel is expected to write faster than a memset does.
+  static constexpr size_t kMostBytes = size_t{4} << 20;
+
+  aclnn::ByteFills of_call_;
+};
 
 // Returns whether value is the key itself, the same elements in the same memory.
 template <typename Op>

@@ -18,15 +18,16 @@ struct LightningIndexerFunction : FunctionOf<LightningIndexer> {
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
+  FillsBeforeLaunch fills;
   if (op.layout == Layout::TND) {
-    fill_before_launch(sparse_indices, -1);
+    fills.add(sparse_indices, -1);
     fill_before_launch(sparse_values, -std::numeric_limits<double>::infinity());
   }
-  launch<LightningIndexerFunction>(op.query, op.key, op.weights, op.actual_seq_lengths_query,
-                                   op.actual_seq_lengths_key, op.pages.block_table,
-                                   op.layout.text(), op.pages.layout(op.layout),
-                                   op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens,
-                                   op.next_tokens, op.return_values, sparse_indices, sparse_values);
+  launch<LightningIndexerFunction>.filling(fills.of_call())(
+      op.query, op.key, op.weights, op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+      op.pages.block_table, op.layout.text(), op.pages.layout(op.layout),
+      op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens, op.next_tokens, op.return_values,
+      sparse_indices, sparse_values);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
-#include <torch_npu/csrc/core/npu/NPUGraphsUtils.h>
 
 #include "core/error.h"
+#include "npu/capture.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -48,8 +48,7 @@ std::vector<Sequence> sequences_on_host(const char* op, Layout layout, const at:
                                         const std::optional<at::Tensor>& query_lengths,
                                         const std::optional<at::Tensor>& key_lengths) {
   check_implemented(
-      c10_npu::currentStreamCaptureStatusMayInitCtx() == c10_npu::CaptureStatus::None, op,
-      query_lengths ? "actual_seq_lengths_query" : "actual_seq_lengths_key",
+      !is_capturing(), op, query_lengths ? "actual_seq_lengths_query" : "actual_seq_lengths_key",
       "expected a single sequence, or layout BSND without lengths, in a call that a graph "
       "captures, got ",
       (query_lengths ? query_lengths : key_lengths)->numel(),

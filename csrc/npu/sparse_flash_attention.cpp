@@ -24,12 +24,13 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   check_value_is_key(op);
   constexpr int64_t kAbsorbed = 2;
   const auto& [out, softmax_max, softmax_sum] = outputs;
+  FillsBeforeLaunch fills;
   if (op.options.layout == Layout::TND) {
-    fill_before_launch(out, 0);
-    fill_before_launch(softmax_max, 0);
-    fill_before_launch(softmax_sum, 0);
+    fills.add(out, 0);
+    fills.add(softmax_max, 0);
+    fills.add(softmax_sum, 0);
   }
-  launch<SparseFlashAttentionFunction>(
+  launch<SparseFlashAttentionFunction>.filling(fills.of_call())(
       op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), op.pages.block_table,
       op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
       op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,

@@ -186,8 +186,8 @@ class ExecutorMemory {
 // Where a call runs, and how: what the caller's thread has to say, which the task queue's thread
 // cannot know.
 struct CallContext {
-  CallContext(const Function& function, DeterministicContext deterministic)
-      : stream(GetAclStream()), deterministic(deterministic) {
+  CallContext(const Function& function, DeterministicContext deterministic, const ByteFills& fills)
+      : stream(GetAclStream()), deterministic(deterministic), fills(fills) {
     if (function.reuses_executor) {
       cores = core_limits(GetCacheParams());
     }
@@ -202,6 +202,7 @@ struct CallContext {
 
   aclrtStream stream;
   DeterministicContext deterministic;
+  ByteFills fills;
   Determinism determinism;
   std::array<uint32_t, 2> cores{};
 };
@@ -255,7 +256,12 @@ void prepare(const Function& function, const Arguments& arguments, const CallCon
 }
 
 // The second phase, which consumes the executor whatever it returns, or gives it back to CANN.
-int execute(const Function& function, Prepared& prepared, void* workspace, aclrtStream stream) {
+int execute(const Function& function, Prepared& prepared, void* workspace, aclrtStream stream,
+            const ByteFills& fills) {
+  for (const auto& fill : fills) {
+    check_status(function, "",
+                 aclrtMemsetAsync(fill.data, fill.bytes, fill.value, fill.bytes, stream));
+  }
   static const auto release_memory = find_function<void(void*, bool)>("ReleaseHugeMem");
   using SecondPhase = int(void*, uint64_t, aclOpExecutor*, aclrtStream);
   const int status = reinterpret_cast<SecondPhase*>(function.second_phase)(
@@ -283,6 +289,9 @@ bool is_private(int format) {
 }
 
 }  // namespace
+
+ByteFill::ByteFill(const at::Tensor& output, uint8_t value)
+    : data(output.mutable_data_ptr()), bytes(output.nbytes()), value(value) {}
 
 Function::Function(const char* op, const char* name, bool reuses_executor)
     : op(op),
@@ -324,13 +333,13 @@ void check_tensor(const Function& function, int position, const TensorArgument& 
 }
 
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
-             Arguments& arguments) {
+             Arguments& arguments, const ByteFills& fills) {
   QueueFailure::instance().check(function);
   std::optional<c10::DeviceGuard> guard;
   if (device.index() != c10_npu::current_device()) {
     guard.emplace(device);
   }
-  const CallContext context(function, deterministic);
+  const CallContext context(function, deterministic, fills);
   auto* const stream = context.stream;
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {
@@ -344,7 +353,7 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
         workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
       }
       auto* const address = workspace.defined() ? workspace.storage().mutable_data() : nullptr;
-      return execute(function, prepared, address, stream);
+      return execute(function, prepared, address, stream, context.fills);
     });
     return;
   }
@@ -358,9 +367,10 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
     workspace.reset(
         c10_npu::NPUCachingAllocator::raw_alloc_with_stream(prepared.workspace_size, stream));
   }
-  const auto second_phase = [&function, address = workspace.get(), stream](Prepared& prepared) {
+  const auto second_phase = [&function, address = workspace.get(), stream,
+                             fills](Prepared& prepared) {
     InitExecSubTheadCtx(stream);
-    return execute(function, prepared, address, stream);
+    return execute(function, prepared, address, stream, fills);
   };
   if (level == 0) {
     run(function, /*queued=*/false, [&] { return second_phase(prepared); });

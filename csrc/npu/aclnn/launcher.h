@@ -6,6 +6,10 @@
 // lists of tensors or integers, texts and numbers. A wrong number of arguments or a wrong type does
 // not compile.
 //
+//   launch<LightningIndexerFunction>.filling({{sparse_indices, 0xff}})(op.query, ...);
+//
+// writes the bytes of outputs before the call, as a part of it.
+//
 // The call goes through torch_npu's task queue to the current stream of the tensors' device. It
 // never waits for the device. An error of the device is raised at the call, or, when the queue's
 // thread meets it, by torch_npu at the next synchronisation.
@@ -127,8 +131,18 @@ c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
   return *first;
 }
 
+// Bytes of an output that are written before a call: rows that its kernel leaves as they are.
+struct ByteFill {
+  ByteFill(const at::Tensor& output, uint8_t value);
+
+  void* data;
+  size_t bytes;
+  uint8_t value;
+};
+using ByteFills = c10::SmallVector<ByteFill, 3>;
+
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
-             Arguments& arguments);
+             Arguments& arguments, const ByteFills& fills);
 
 // What a call asks of its context: of its arguments, the one that is a DeterministicContext.
 template <typename... Given>
@@ -154,11 +168,15 @@ struct Launcher<F, int(Parameters...)> {
   void operator()(const Given&... given) const {
     static const Function function(F::op, F::name, requires { F::reuses_executor; });
     ArgumentsOf<Parameters...> all(given...);
-    enqueue(function, all.device(function), deterministic_context(given...), all);
+    enqueue(function, all.device(function), deterministic_context(given...), all, fills);
   }
+
+  Launcher filling(ByteFills outputs) const { return {std::move(outputs)}; }
+
+  ByteFills fills = {};
 };
 
 template <typename F>
-inline constexpr Launcher<F> launch{};
+inline const Launcher<F> launch{};
 
 }  // namespace ascend_attn::aclnn
