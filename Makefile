@@ -55,6 +55,7 @@ coverage: .venv/ready .venv-npu/ready
 bench: build-npu
 	$(CPU) benchmarks/sparse_flash_attention.py
 	$(CPU) benchmarks/lightning_indexer.py
+	$(CPU) benchmarks/sparse_decode.py
 	$(CPU) benchmarks/flash_attention_score.py
 	$(CPU) benchmarks/prompt_flash_attention.py
 	$(CPU) benchmarks/scatter_pa_kv_cache.py

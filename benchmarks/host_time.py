@@ -84,8 +84,78 @@ def scatter_pa_kv_cache_() -> dict[str, Callable[[], object]]:
     }
 
 
+def _decoding() -> dict[str, Any]:
+    """One token of each of four sequences over paged keys, as both libraries name the arguments."""
+    import torch
+
+    return {
+        "actual_seq_lengths_query": torch.ones(4, dtype=torch.int32, device="npu"),
+        "block_table": torch.empty(4, 8, dtype=torch.int32, device="npu"),
+    }
+
+
+def lightning_indexer() -> dict[str, Callable[[], object]]:
+    """13 arguments, one decoded token of four sequences."""
+    import ascend_attn_ops
+    import torch
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "npu"}
+    query = torch.empty(4, 64, 128, **options)
+    key = torch.empty(16, 128, 1, 128, **options)
+    weights = torch.empty(4, 64, **options)
+    keywords = _decoding()
+    lengths = torch.ones(4, dtype=torch.int32, device="npu")
+    mine = {"layout": "TND", "layout_key": "PA_BSND", "actual_seq_lengths_key": lengths, **keywords}
+    ours = ascend_attn_ops.lightning_indexer
+    operator = torch.ops.ascend.lightning_indexer.default
+    theirs = torch.ops.npu.npu_lightning_indexer.default
+    return {
+        OURS: lambda: ours(query, key, weights, **mine),
+        OPERATOR: lambda: operator(query, key, weights, **mine),
+        THEIRS: lambda: theirs(
+            query, key, weights, actual_seq_lengths_key=lengths, layout_query="TND",
+            layout_key="PA_BSND", **keywords,
+        ),
+    }  # fmt: skip
+
+
+def sparse_flash_attention() -> dict[str, Callable[[], object]]:
+    """18 arguments, one decoded token of four sequences."""
+    import ascend_attn_ops
+    import torch
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "npu"}
+    query, query_rope = torch.empty(4, 64, 512, **options), torch.empty(4, 64, 64, **options)
+    key, key_rope = (torch.empty(16, 128, 1, size, **options) for size in (512, 64))
+    indices = torch.empty(4, 1, 2048, dtype=torch.int32, device="npu")
+    keywords = {"query_rope": query_rope, "key_rope": key_rope, **_decoding()}
+    lengths = torch.ones(4, dtype=torch.int32, device="npu")
+    mine = {
+        "scale_value": 0.04, "layout": "TND", "layout_key": "PA_BSND",
+        "actual_seq_lengths_key": lengths, **keywords,
+    }  # fmt: skip
+    tensors = (query, key, key, indices)
+    ours = ascend_attn_ops.sparse_flash_attention
+    operator = torch.ops.ascend.sparse_flash_attention.default
+    theirs = torch.ops.npu.npu_sparse_flash_attention.default
+    return {
+        OURS: lambda: ours(*tensors, **mine),
+        OPERATOR: lambda: operator(*tensors, return_softmax_lse=False, **mine),
+        THEIRS: lambda: theirs(
+            *tensors, 0.04, actual_seq_lengths_kv=lengths, layout_query="TND",
+            layout_kv="PA_BSND", attention_mode=2, **keywords,
+        ),
+    }  # fmt: skip
+
+
 OPERATORS = {
-    operator.__name__: operator for operator in (sparse_flash_attention_grad, scatter_pa_kv_cache_)
+    operator.__name__: operator
+    for operator in (
+        sparse_flash_attention_grad,
+        scatter_pa_kv_cache_,
+        lightning_indexer,
+        sparse_flash_attention,
+    )
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import RECIPES, Recipe
+from samples import RECIPES, Recipe, bytes_of
 from tolerance import assert_same_bits
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -30,9 +30,10 @@ def test_strides_change_nothing(recipe: Recipe, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("no_limits")
 def test_two_runs_are_bitwise_equal(recipe: Recipe, dtype: torch.dtype) -> None:
     sample = recipe.make(dtype)
-    before = tuple(sample.clone().tensors.values())
+    # As bytes: rows of a cache that nobody reads are NaN.
+    before = tuple(bytes_of(x) for x in sample.clone().tensors.values())
     assert_same_bits(sample.call(torch.ops.ascend), sample.call(torch.ops.ascend))
-    assert_same_bits(tuple(sample.tensors.values()), before)
+    assert_same_bits(tuple(map(bytes_of, sample.tensors.values())), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -19,6 +19,20 @@ int aclnnScatterPaKvCacheGetWorkspaceSize(const aclTensor*, const aclTensor*, co
                                           const aclIntArray*, const aclIntArray*, uint64_t*,
                                           aclOpExecutor**);
 int aclnnScatterPaKvCache(void*, uint64_t, aclOpExecutor*, aclrtStream);
+int aclnnLightningIndexerGetWorkspaceSize(const aclTensor*, const aclTensor*, const aclTensor*,
+                                          const aclTensor*, const aclTensor*, const aclTensor*,
+                                          char*, char*, int64_t, int64_t, int64_t, int64_t, bool,
+                                          const aclTensor*, const aclTensor*, uint64_t*,
+                                          aclOpExecutor**);
+int aclnnLightningIndexer(void*, uint64_t, aclOpExecutor*, aclrtStream);
+int aclnnSparseFlashAttentionGetWorkspaceSize(const aclTensor*, const aclTensor*, const aclTensor*,
+                                              const aclTensor*, const aclTensor*, const aclTensor*,
+                                              const aclTensor*, const aclTensor*, const aclTensor*,
+                                              double, int64_t, char*, char*, int64_t, int64_t,
+                                              int64_t, int64_t, bool, const aclTensor*,
+                                              const aclTensor*, const aclTensor*, uint64_t*,
+                                              aclOpExecutor**);
+int aclnnSparseFlashAttention(void*, uint64_t, aclOpExecutor*, aclrtStream);
 aclTensor* aclCreateTensor(const int64_t*, uint64_t, aclDataType, const int64_t*, int64_t,
                            aclFormat, const int64_t*, uint64_t, void*);
 int aclDestroyTensor(const aclTensor*);
@@ -89,6 +103,32 @@ double cann_sim_bare_scatter_pa_kv_cache_(int calls) {
         aclDestroyIntArray(offsets);
       },
       &aclnnScatterPaKvCache);
+}
+
+double cann_sim_bare_lightning_indexer(int calls) {
+  char layout[] = "TND";
+  char key_layout[] = "PA_BSND";
+  return microseconds<8>(
+      calls,
+      [&](const auto& t, auto* workspace_size, auto* executor) {
+        aclnnLightningIndexerGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], layout,
+                                              key_layout, 2048, 3, INT64_MAX, INT64_MAX, false,
+                                              t[6], t[7], workspace_size, executor);
+      },
+      &aclnnLightningIndexer);
+}
+
+double cann_sim_bare_sparse_flash_attention(int calls) {
+  char layout[] = "TND";
+  char key_layout[] = "PA_BSND";
+  return microseconds<12>(
+      calls,
+      [&](const auto& t, auto* workspace_size, auto* executor) {
+        aclnnSparseFlashAttentionGetWorkspaceSize(
+            t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], 1.0, 1, layout, key_layout, 3,
+            INT64_MAX, INT64_MAX, 2, false, t[9], t[10], t[11], workspace_size, executor);
+      },
+      &aclnnSparseFlashAttention);
 }
 
 }  // extern "C"
