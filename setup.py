@@ -199,6 +199,8 @@ def simulation() -> list[Any]:
         f"{SIMULATION}/{file}.cpp"
         for file in (
             "runtime",
+            "streams",
+            "graphs",
             "report",
             "stream_order",
             "compiled_operators",
@@ -217,6 +219,8 @@ def simulation() -> list[Any]:
         # The older table of names can be extended while a program runs: opapi_user.cpp.
         library("opapi", sources(f"{SIMULATION}/opapi*.cpp"), "ascendcl",
                 options=["-Wl,--hash-style=sysv"]),
+        # Where torch_npu looks for what destroys the executor of a call that is not made.
+        library("nnopbase", [f"{SIMULATION}/empty_library.cpp"], "opapi"),
         library("cpu_fallback", sources(f"{SIMULATION}/cpu_fallback*.cpp"), "ascendcl", "torch_npu",
                 headers=[torch_npu / "include"]),
     ]  # fmt: skip

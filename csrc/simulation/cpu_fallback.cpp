@@ -128,30 +128,48 @@ void replace_tensors(c10::IValue& value, const Function& function) {
   }
 }
 
-// What a captured graph does with the call, each time that it is replayed.
+// Copies a result that a replay has computed to where the captured call had it.
+void write(const c10::IValue& computed, const c10::IValue& to) {
+  const auto write_one = [](const at::Tensor& from, const at::Tensor& target) {
+    if (target.defined() && target.const_data_ptr() != from.const_data_ptr()) {
+      target.copy_(from);
+    }
+  };
+  if (to.isTensor()) {
+    write_one(computed.toTensor(), to.toTensor());
+  } else if (to.isTensorList()) {
+    const auto from = computed.toTensorVector();
+    const auto targets = to.toTensorVector();
+    for (size_t i = 0; i < targets.size(); ++i) {
+      write_one(from[i], targets[i]);
+    }
+  }
+}
+
+// What a captured graph does with the call, each time that it is replayed. It does not keep the
+// memory of tensors: that is the graph's pool's, as on a device.
 Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack results) {
+  for (auto& result : results) {
+    replace_tensors(result, [](const at::Tensor& tensor) {
+      return tensor.is_privateuseone() ? Aliases().of(tensor) : tensor;
+    });
+  }
   return [&op, arguments = std::move(arguments), results = std::move(results)] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto stack = arguments;
     op.handle.callBoxed(stack);
     for (size_t i = 0; i < results.size(); ++i) {
-      if (results[i].isTensor() && results[i].toTensor().is_privateuseone()) {
-        const auto& npu = results[i].toTensor();
-        const auto& cpu = stack[i].toTensor();
-        if (npu.const_data_ptr() != cpu.const_data_ptr()) {
-          Aliases().of(npu).copy_(cpu);
-        }
-      }
+      write(stack[i], results[i]);
     }
     return ACL_SUCCESS;
   };
 }
 
-// The memory of NPU tensors that a call reads and writes, where somebody checks the streams.
+// The memory of NPU tensors that a call reads and writes.
 class Touched {
  public:
   void add(const at::Tensor& tensor, bool written) {
-    if (strict_ && tensor.numel()) {
+    if ((strict_ || written) && tensor.numel()) {
       const auto bytes =
           at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
       (written ? writes_ : reads_).push_back({tensor.const_data_ptr(), bytes});
@@ -164,6 +182,14 @@ class Touched {
       TORCH_CHECK(error.empty(), error);
       reads_.clear();
       writes_.clear();
+    }
+  }
+  // What a captured call is about to overwrite.
+  void save(aclrtStream stream) const {
+    if (is_recording_anywhere()) {
+      for (const auto& [begin, bytes] : writes_) {
+        save_until_recorded(stream, const_cast<void*>(begin), bytes);
+      }
     }
   }
 
@@ -212,7 +238,11 @@ void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
   const c10::DeviceGuard device_guard(*aliases.device);
   // What the task queue still holds may write what is read here.
   const auto stream = after_queued_work(*aliases.device);
+  TORCH_CHECK(!is_waiting(stream), op.handle.operator_name().name, " on stream ", stream_id(stream),
+              " is behind an event that nothing has recorded yet; the simulated ",
+              "NPU runs torch's operators at once and cannot wait for it");
   touched.check(stream, op);
+  touched.save(stream);
 
   std::unique_ptr<DefaultGenerator> default_generator;
   if (op.is_random) {

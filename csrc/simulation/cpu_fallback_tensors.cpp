@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "cpu_fallback.h"
+#include "runtime.h"
 
 namespace cann_sim {
 namespace {
@@ -19,6 +20,13 @@ size_t bytes_of(const at::Tensor& tensor) {
 
 bool same_layout(const at::Tensor& one, const at::Tensor& other) {
   return one.sizes() == other.sizes() && one.strides() == other.strides();
+}
+
+// Of a tensor that is about to get the elements of one on the CPU.
+void save(const at::Tensor& npu, size_t bytes) {
+  if (is_recording_anywhere()) {
+    save_until_recorded(after_queued_work(npu.device()), npu.mutable_data_ptr(), bytes);
+  }
 }
 
 }  // namespace
@@ -127,6 +135,7 @@ void Aliases::resize_arguments() const {
                                                        cpu.storage_offset());
     }
     if (moved && cpu.numel() > 0) {
+      save(npu, bytes_of(cpu));
       std::memcpy(npu.mutable_data_ptr(), cpu.const_data_ptr(), bytes_of(cpu));
     }
   }
@@ -140,6 +149,7 @@ at::Tensor on_npu(const at::Tensor& cpu, c10::Device device) {
                               "layout ", cpu.layout());
   auto npu = at::empty_strided(cpu.sizes(), cpu.strides(), cpu.options().device(device));
   if (npu.numel() > 0) {
+    save(npu, bytes_of(cpu));
     std::memcpy(npu.mutable_data_ptr(), cpu.const_data_ptr(), bytes_of(cpu));
   }
   return npu;

@@ -358,9 +358,9 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
   if (const auto fault = take_fault(function.name, 2)) {
     return failure(fault->status, fault->message);
   }
-  if (workspace_size != owned->workspace_size ||
+  if (workspace_size < owned->workspace_size ||
       (workspace_size > 0 && device_of_address(workspace) != device_of_stream(stream))) {
-    return failure(kRuntime, c10::str(function.name, ": the workspace is not what was asked for"));
+    return failure(kRuntime, c10::str(function.name, ": the workspace is less than was asked for"));
   }
   for (const auto& value : owned->values) {
     for (const auto& view : views_of(value)) {

@@ -173,4 +173,17 @@ int aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
 }
 CANN_SIM_SECOND_PHASE(aclnnFusedInferAttentionScoreV5)
 
+// For any lengths: what torch_npu reserves for a graph that updates them.
+decltype(aclnnFusedInferAttentionScoreV3GetWorkspaceSize)
+    aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize
+    __attribute__((alias("aclnnFusedInferAttentionScoreV3GetWorkspaceSize")));
+
+decltype(aclnnFusedInferAttentionScoreV4GetWorkspaceSize)
+    aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize
+    __attribute__((alias("aclnnFusedInferAttentionScoreV4GetWorkspaceSize")));
+
+decltype(aclnnFusedInferAttentionScoreV5GetWorkspaceSize)
+    aclnnFusedInferAttentionScoreV5GetMaxWorkspaceSize
+    __attribute__((alias("aclnnFusedInferAttentionScoreV5GetWorkspaceSize")));
+
 }  // extern "C"

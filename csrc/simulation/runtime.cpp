@@ -1,5 +1,5 @@
-// The runtime of the simulated CANN: libascendcl.so. Device memory is host memory and streams run
-// at once, in the calling thread. Signatures come from torch_npu's own acl headers, so that a
+// The runtime of the simulated CANN: libascendcl.so. Device memory is host memory; streams are in
+// streams.cpp, graphs in graphs.cpp. Signatures come from torch_npu's own acl headers, so that a
 // function that does not match its declaration does not compile.
 #include "runtime.h"
 
@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -35,38 +34,6 @@ constexpr int kPoison = 0x7F;
 
 struct Context {
   std::atomic<int64_t> parameters[kParameters] = {};
-};
-
-using Graph = std::vector<Task>;
-
-struct Stream {
-  int device;
-  int id;
-  std::unique_ptr<Graph> capture = nullptr;
-};
-
-// Recorded and asked for on several threads.
-class Event {
- public:
-  void record(aclrtStream stream) {
-    const std::lock_guard lock(mutex_);
-    time_ = std::chrono::steady_clock::now();
-    work_ = recorded(stream);
-  }
-  std::chrono::steady_clock::time_point time() const {
-    const std::lock_guard lock(mutex_);
-    return time_;
-  }
-  // That was before it.
-  Clock work() const {
-    const std::lock_guard lock(mutex_);
-    return work_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::chrono::steady_clock::time_point time_ = std::chrono::steady_clock::now();
-  Clock work_;
 };
 
 // Every allocation of every device, by address.
@@ -131,8 +98,6 @@ Memory& memory() {
 
 Context contexts[kMostDevices];
 std::atomic<int64_t> process_parameters[kParameters];
-std::atomic<int> next_stream{0};
-std::atomic<int64_t> waits{0};
 
 thread_local int thread_device = 0;
 thread_local std::string thread_error;
@@ -151,8 +116,6 @@ int device_count() {
   return count;
 }
 
-Stream* as_stream(aclrtStream stream) { return static_cast<Stream*>(stream); }
-
 template <typename Function>
 aclError in_order(aclrtStream stream, const char* work, std::initializer_list<Range> reads,
                   std::initializer_list<Range> writes, Function function) {
@@ -168,21 +131,7 @@ aclError in_order(aclrtStream stream, const char* work, std::initializer_list<Ra
 
 }  // namespace
 
-bool is_capturing(aclrtStream stream) { return stream && as_stream(stream)->capture; }
-
-int submit(aclrtStream stream, Task task) {
-  if (is_capturing(stream)) {
-    as_stream(stream)->capture->push_back(std::move(task));
-    return ACL_SUCCESS;
-  }
-  return task();
-}
-
-int device_of_stream(aclrtStream stream) {
-  return stream ? as_stream(stream)->device : thread_device;
-}
 int device_of_address(const void* address) { return memory().device_of(address); }
-int stream_id(aclrtStream stream) { return stream ? as_stream(stream)->id : -1; }
 int current_device() { return thread_device; }
 int64_t system_parameter(aclSysParamOpt option) {
   return contexts[thread_device].parameters[option];
@@ -354,6 +303,9 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
   return ACL_SUCCESS;
 }
 aclError aclrtMemcpy(void* to, size_t, const void* from, size_t size, aclrtMemcpyKind) {
+  if (const auto error = may_wait_for_device("aclrtMemcpy")) {
+    return error;
+  }
   return in_order(nullptr, "a copy", {{from, size}}, {{to, size}}, [=] {
     deliver_to(nullptr);
     std::memmove(to, from, size);
@@ -375,118 +327,6 @@ aclError aclrtMemset(void* to, size_t, int32_t value, size_t size) {
 }
 aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t size, aclrtStream stream) {
   return in_order(stream, "a fill", {}, {{to, size}}, [=] { std::memset(to, value, size); });
-}
-
-// Streams: whatever is submitted has run, so that there is nothing to wait for. Those who would
-// wait on a device are counted.
-
-aclError aclrtSynchronizeStream(aclrtStream stream) {
-  ++waits;
-  host_waits_for(recorded(stream));
-  return ACL_SUCCESS;
-}
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
-  return aclrtSynchronizeStream(stream);
-}
-aclError aclrtSynchronizeDevice() {
-  ++waits;
-  host_waits_for_all();
-  return ACL_SUCCESS;
-}
-int64_t cann_sim_waits() { return waits; }
-
-aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
-  *stream = new Stream{thread_device, next_stream++};
-  return ACL_SUCCESS;
-}
-aclError aclrtCreateStream(aclrtStream* stream) {
-  return aclrtCreateStreamWithConfig(stream, 0, 0);
-}
-aclError aclrtDestroyStream(aclrtStream stream) {
-  delete as_stream(stream);
-  return ACL_SUCCESS;
-}
-aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
-aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
-  *id = stream_id(stream);
-  return ACL_SUCCESS;
-}
-aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
-  host_waits_for(recorded(stream));
-  *status = ACL_STREAM_STATUS_COMPLETE;
-  return ACL_SUCCESS;
-}
-
-// Events.
-
-aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
-  *event = new Event;
-  return ACL_SUCCESS;
-}
-aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
-  return aclrtCreateEventExWithFlag(event, flag);
-}
-aclError aclrtDestroyEvent(aclrtEvent event) {
-  delete static_cast<Event*>(event);
-  return ACL_SUCCESS;
-}
-aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
-  static_cast<Event*>(event)->record(stream);
-  return ACL_SUCCESS;
-}
-aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-  stream_waits_for(stream, static_cast<Event*>(event)->work());
-  return ACL_SUCCESS;
-}
-aclError aclrtSynchronizeEvent(aclrtEvent event) {
-  host_waits_for(static_cast<Event*>(event)->work());
-  return ACL_SUCCESS;
-}
-aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
-  host_waits_for(static_cast<Event*>(event)->work());
-  *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;
-  return ACL_SUCCESS;
-}
-aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* status) {
-  *status = ACL_EVENT_WAIT_STATUS_COMPLETE;
-  return ACL_SUCCESS;
-}
-aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent end) {
-  const auto elapsed = static_cast<Event*>(end)->time() - static_cast<Event*>(start)->time();
-  *milliseconds = std::chrono::duration<float, std::milli>(elapsed).count();
-  return ACL_SUCCESS;
-}
-
-// Graphs: the tasks of the captured stream, in order.
-
-aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
-  as_stream(stream)->capture = std::make_unique<Graph>();
-  return ACL_SUCCESS;
-}
-aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status,
-                                aclmdlRI* graph) {
-  const auto* capture = stream ? as_stream(stream)->capture.get() : nullptr;
-  *status = capture ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
-  if (graph) {
-    *graph = const_cast<Graph*>(capture);
-  }
-  return ACL_SUCCESS;
-}
-aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* graph) {
-  *graph = as_stream(stream)->capture.release();
-  return ACL_SUCCESS;
-}
-aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream) {
-  for (const auto& task : *static_cast<Graph*>(graph)) {
-    if (const int status = task(); status != ACL_SUCCESS) {
-      return status;
-    }
-  }
-  return ACL_SUCCESS;
-}
-aclError aclmdlRIDestroy(aclmdlRI graph) {
-  delete static_cast<Graph*>(graph);
-  return ACL_SUCCESS;
 }
 
 }  // extern "C"

@@ -29,11 +29,22 @@ CannVersion cann_version();
 
 using Task = std::function<int()>;
 
-// Runs the task at once, or, while the stream is being captured, appends it to the graph.
+// Runs the task at once; when the stream no longer waits for an event; or, while the stream is
+// being captured, in every replay of the graph.
 int submit(aclrtStream stream, Task task);
 
 // Whether tasks of the stream become part of a graph.
 bool is_capturing(aclrtStream stream);
+// While they do, an operator of torch runs at once all the same, for the sizes of its results: what
+// it overwrites there is put back when the capture ends.
+void save_until_recorded(aclrtStream stream, void* address, size_t bytes);
+// Whether any stream is captured.
+bool is_recording_anywhere();
+// Whether they wait for an event.
+bool is_waiting(aclrtStream stream);
+
+// The error of a call that waits for all work, while a graph is being captured.
+aclError may_wait_for_device(const char* call);
 
 int device_of_stream(aclrtStream stream);
 // The device that allocated this address, or -1.

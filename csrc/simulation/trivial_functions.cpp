@@ -1,4 +1,5 @@
-// Functions of CANN that succeed and do nothing, in libascendcl.so beside those of runtime.cpp.
+// Functions of CANN that succeed and do nothing, in libascendcl.so beside those of runtime.cpp
+// and streams.cpp.
 #define SUCCEEDS(name) \
   int name() { return 0; }
 
@@ -47,7 +48,6 @@ SUCCEEDS(aclrtProcessReport)
 SUCCEEDS(aclrtReleaseMemAddress)
 SUCCEEDS(aclrtReserveMemAddress)
 SUCCEEDS(aclrtResetDevice)
-SUCCEEDS(aclrtResetEvent)
 SUCCEEDS(aclrtUnmapMem)
 SUCCEEDS(rtDevBinaryRegister)
 SUCCEEDS(rtFunctionRegister)
@@ -56,7 +56,6 @@ SUCCEEDS(rtKernelLaunch)
 
 // Asked for by name at run time:
 SUCCEEDS(aclSetCompileopt)
-SUCCEEDS(aclmdlRICaptureThreadExchangeMode)
 SUCCEEDS(aclrtGetLastError)
 SUCCEEDS(aclrtPeekAtLastError)
 SUCCEEDS(aclrtSetDeviceSatMode)
@@ -67,5 +66,7 @@ SUCCEEDS(aclrtSubscribeReport)
 SUCCEEDS(aclrtUnSubscribeReport)
 SUCCEEDS(aclrtSetStreamAttribute)
 SUCCEEDS(aclrtSetStreamOverflowSwitch)
+SUCCEEDS(aclrtUnuseStreamResInCurrentThread)
+SUCCEEDS(aclrtUseStreamResInCurrentThread)
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-"""Several threads, streams and devices at once, and capture in a graph."""
+"""Several threads, streams and devices at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import simulate
-from conftest import TASK_QUEUE
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from samples import RECIPES, Recipe, named_tensors
 from tolerance import assert_same_bits
@@ -66,26 +65,6 @@ def test_second_device(recipe: Recipe) -> None:
 
 # test_npu_devices.py has those that wait.
 WITHOUT_WAITING = [recipe for recipe in DEVICE_RECIPES if not is_pack_gradient(recipe)]
-
-
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
-@pytest.mark.parametrize("recipe", WITHOUT_WAITING, ids=lambda recipe: recipe.id)
-def test_graph(recipe: Recipe) -> None:
-    """A captured call computes again with what its inputs hold by then."""
-    sample = recipe.make(torch.bfloat16)
-    on_npu = sample.to("npu")
-    on_npu.call(torch.ops.ascend)
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        outputs = on_npu.call(torch.ops.ascend)
-    changed = sample.map(lambda x: x * 0.5 if x.is_floating_point() else x)
-    for name, x in on_npu.tensors.items():
-        x.copy_(changed.tensors[name])
-    for x in outputs:
-        x.zero_()
-    graph.replay()
-    torch.npu.synchronize()
-    assert_same_bits(tuple(x.cpu() for x in outputs), changed.call(torch.ops.ascend))
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -21,7 +21,7 @@ from ascend_attn_ops.simulate._environment import AUTOLOAD, CANN, LIBRARIES, env
 # In this order: the others need functions of the first, and the last needs `_C`.
 _LIBRARIES = (
     "ascendcl", "hccl", "hcomm", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel",
-    "opapi", "atb",
+    "opapi", "nnopbase", "atb",
 )  # fmt: skip
 _DESCRIPTION = ("CANN_SIM_DEVICES", "CANN_SIM_SOC", "CANN_SIM_VERSION", "TASK_QUEUE_ENABLE")
 
