@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INVALID, check_memory, dtype_name, shown, whole, wrong
+from ascend_attn_ops._npu_graphs import captures
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
 ALL_TOKENS = 2**31 - 1
@@ -189,6 +190,9 @@ def lengths_of(
         if lengths.is_meta and type(lengths) is Tensor:
             got = "a tensor on the device meta"
             raise ValueError(f"{where}: expected lengths to read, got {got} {INVALID}")
+        if captures(lengths.device):
+            got = "a tensor, which the host cannot read before it runs"
+            raise _not_in_graph(where, "a list", got)
         return cast("list[int]", lengths.tolist())
     if isinstance(lengths, (list, tuple)):
         # Whole numbers may be symbols here.
@@ -222,6 +226,9 @@ def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tenso
     on_host = torch.tensor(numbers, dtype=torch.int32)
     if query.device.type in ("cpu", "meta"):
         return on_host.to(query.device)
+    if captures(query.device):
+        got = f"{shown(numbers)}, which a replay cannot change"
+        raise _not_in_graph(where, f"a tensor on {query.device}", got)
     return on_host.pin_memory().to(query.device, non_blocking=True)
 
 
@@ -244,6 +251,10 @@ def _not_lengths(where: str, got: Any) -> TypeError:
         got = shown(got)
     expected = "whole numbers, as a list or as a tensor"
     return TypeError(f"{where}: expected {expected}, got {got} {INVALID}")
+
+
+def _not_in_graph(where: str, expected: str, got: str) -> NotImplementedError:
+    return NotImplementedError(f"{where}: expected {expected}, in a graph's call, got {got}")
 
 
 def _function(

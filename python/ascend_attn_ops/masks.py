@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INT64_MAX, check_count, check_flag, wrong
+from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._operators import ALL_TOKENS
 
 # What each sparse_mode keeps; i is the query and j the key, both counted from 0.
@@ -107,8 +108,9 @@ def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
 # Otherwise, compiled code would build it in every call.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
-    # Under FakeTensorMode all tensors are fake, and none may be cached.
-    real = type(torch.empty(0)) is Tensor
+    # Under FakeTensorMode all tensors are fake, and none may be cached. What a graph captures is
+    # computed when it is replayed, and lives in its memory.
+    real = type(torch.empty(0)) is Tensor and not captures(device)
     return (_new_mask if real else _new_mask.__wrapped__)(prefix_rows, device)
 
 

@@ -274,6 +274,51 @@ def test_the_host_cannot_wait_in_a_capture() -> None:
 
 
 @captured
+@pytest.mark.usefixtures("no_limits")
+def test_lengths_that_the_host_would_read() -> None:
+    query, key, value = dense()
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device="npu")
+    call = dict[str, Any](num_heads=2, layout="BSND", actual_seq_lengths_key=lengths)
+    with (
+        torch.npu.graph(torch.npu.NPUGraph()),
+        pytest.raises(NotImplementedError, match="actual_seq_lengths_key: expected a list"),
+    ):
+        ops.prompt_flash_attention(query, key, value, **call)
+
+
+@captured
+@pytest.mark.usefixtures("no_limits")
+def test_lists_where_a_tensor_can_change() -> None:
+    query, key, _ = dense()
+    weights = query[..., 0]
+    with (
+        torch.npu.graph(torch.npu.NPUGraph()),
+        pytest.raises(NotImplementedError, match="actual_seq_lengths_key: expected a tensor"),
+    ):
+        ops.lightning_indexer(
+            query, key[:, :, :1], weights, actual_seq_lengths_key=[3, 5], sparse_count=4
+        )
+
+
+@captured
+def test_a_mask_that_a_capture_builds_is_not_kept() -> None:
+    """Before the first replay it holds nothing that another call could use."""
+    tensors = dense()
+    call = dict[str, Any](num_heads=2, layout="BSND", sparse_mode=2)
+    ops.masks._new_mask.cache_clear()
+    graph, (out,) = capture(lambda: ops.prompt_flash_attention(*tensors, **call))
+    expected = ops.prompt_flash_attention(*tensors, **call)
+    assert ops.masks._new_mask.cache_info().currsize == 1
+    poison([out])
+    graph.replay()
+    torch.npu.synchronize()
+    assert same_bytes([out], [expected])
+    assert not same_bytes(
+        [out], [ops.prompt_flash_attention(*tensors, **call | {"sparse_mode": 0})]
+    )
+
+
+@captured
 def test_a_capture_changes_nothing() -> None:
     x, places = torch.arange(4.0, device="npu"), torch.tensor([3, 1], device="npu")
     before = x.clone()
