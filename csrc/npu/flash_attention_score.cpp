@@ -150,8 +150,8 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<FlashAttentionScore, flash_attention_score>(m);
-  register_kernel<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
+  register_kernel_with_outputs<FlashAttentionScore, flash_attention_score>(m);
+  register_kernel_with_outputs<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
 }
 
 }  // namespace

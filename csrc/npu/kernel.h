@@ -29,6 +29,48 @@ struct FunctionOf {
   static constexpr const char* op = Op::name;
 };
 
+// `<operator>.relaunch`: the operator with outputs and a workspace of its caller. A graph needs it
+// that updates the lengths of a call: the call is launched again and must write where the first one
+// did (python/ascend_attn_ops/_npu_graphs.py).
+template <typename Op, auto compute, typename Signature = SignatureOf<Op>>
+struct KernelWithOutputs;
+
+template <typename Op, auto compute, typename... Args>
+struct KernelWithOutputs<Op, compute, typename Op::Outputs(Args...)> {
+  static void call(Args... args, const at::Tensor& workspace, at::TensorList out) {
+    check_tensors_given(Op::name, args...);
+    const Op op{args...};
+    auto outputs = op.check_and_allocate();
+    take(outputs, out, std::make_index_sequence<std::tuple_size_v<typename Op::Outputs>>());
+    const aclnn::GivenWorkspace scope(&workspace);
+    compute(op, outputs);
+  }
+
+ private:
+  template <size_t... index>
+  static void take(typename Op::Outputs& outputs, at::TensorList out,
+                   std::index_sequence<index...>) {
+    check_value(out.size() == sizeof...(index), Op::name, "out", "expected ", sizeof...(index),
+                " tensors, got ", out.size());
+    const auto take_one = [&](at::Tensor& output, const at::Tensor& given) {
+      check_value(given.sizes() == output.sizes() && given.scalar_type() == output.scalar_type() &&
+                      given.device() == output.device() && given.is_contiguous(),
+                  Op::name, "out", "expected a contiguous tensor of shape ", output.sizes(),
+                  " and dtype ", output.scalar_type(), ", got ", given.toString(), " of shape ",
+                  given.sizes());
+      output = given;
+    };
+    (take_one(std::get<index>(outputs), out[index]), ...);
+  }
+};
+
+template <typename Op, auto compute>
+void register_kernel_with_outputs(torch::Library& library) {
+  register_kernel<Op, compute>(library);
+  library.impl((std::string(Op::name) + ".relaunch").c_str(),
+               &KernelWithOutputs<Op, compute>::call);
+}
+
 // A missing list is passed as an empty one, as torch_npu does.
 inline c10::SymIntArrayRef list_or_empty(at::OptionalSymIntArrayRef list) {
   return list ? *list : c10::SymIntArrayRef();

@@ -28,12 +28,21 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   if (op.query.numel() == 0) {
     return;
   }
-  // The functions do not support strided tensors.
-  const auto dense = [](const std::optional<at::Tensor>& tensor) {
-    return tensor ? std::optional(tensor->contiguous()) : std::nullopt;
+  // The functions do not support strided tensors. A call that a graph launches again has none:
+  // their copies would be gone when it is replayed.
+  const auto dense_one = [](const at::Tensor& tensor) {
+    check_implemented(tensor.is_contiguous() || !GivenWorkspace::current(),
+                      PromptFlashAttention::name, "query, key, value, atten_mask and scales",
+                      "expected contiguous tensors, in a call whose lengths a graph updates, got "
+                      "strides ",
+                      tensor.strides());
+    return tensor.contiguous();
+  };
+  const auto dense = [&](const std::optional<at::Tensor>& tensor) {
+    return tensor ? std::optional(dense_one(*tensor)) : std::nullopt;
   };
   const auto call = [&](const auto& function, auto... inner_precise) {
-    function(op.query.contiguous(), op.key.contiguous(), op.value.contiguous(), std::nullopt,
+    function(dense_one(op.query), dense_one(op.key), dense_one(op.value), std::nullopt,
              dense(op.atten_mask), list_or_empty(op.actual_seq_lengths_query),
              list_or_empty(op.actual_seq_lengths_key), dense(op.deq_scale1), dense(op.quant_scale1),
              dense(op.deq_scale2), dense(op.quant_scale2), dense(op.quant_offset2),
@@ -53,7 +62,7 @@ void prompt_flash_attention(const PromptFlashAttention& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<PromptFlashAttention, prompt_flash_attention>(m);
+  register_kernel_with_outputs<PromptFlashAttention, prompt_flash_attention>(m);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ascend_attn_ops import _C, _built_with
+from ascend_attn_ops import _C, _built_with, _npu_graphs
 from ascend_attn_ops.limits import apply_environment
 
 # Stands in for the NPU kernels while they cannot be loaded.
@@ -80,6 +80,7 @@ def _load_npu() -> str | None:
     except Exception as error:
         # Post releases of one torch_npu may export different functions.
         return _built_with.difference("_npu") or f"_npu cannot be loaded: {_first_line(error)}"
+    _npu_graphs.register_handlers()
     return None
 
 

@@ -1,10 +1,16 @@
-"""Calls that torch.npu.NPUGraph captures."""
+"""Calls that torch.npu.NPUGraph captures, and the lengths that it updates."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+# Those whose lengths are lists, which are a part of what is launched.
+_OPERATORS = ("flash_attention_score", "flash_attention_score_grad", "prompt_flash_attention")
+_LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
 def captures(device: torch.device) -> bool:
@@ -14,4 +20,53 @@ def captures(device: torch.device) -> bool:
         device.type == "npu"
         and hasattr(npu, "is_current_stream_capturing")
         and bool(npu.is_current_stream_capturing())
+    )
+
+
+def register_handlers() -> None:
+    """Let `NPUGraph.update` change the lengths of our operators, as it does those of torch_npu's.
+
+    torch_npu launches the call again, with the outputs that the handler has made for it.
+    """
+    npu: Any = getattr(torch, "npu", None)
+    register = getattr(npu, "register_npu_graph_handler", None)
+    base: Any = getattr(npu, "NpuGraphOpHandler", None)
+    if register is None or base is None:  # an older torch_npu
+        return
+
+    class LengthsHandler(base):  # type: ignore[misc]
+        UPDATE_SPECS = {  # noqa: RUF012 - as torch_npu declares it
+            f"{operator}.relaunch": [("kwarg", name, name) for name in _LENGTHS]
+            for operator in _OPERATORS
+        }
+
+        @classmethod
+        def should_handle(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+            return func.namespace == "ascend" and any(kwargs.get(x) is not None for x in _LENGTHS)
+
+        @classmethod
+        def prepare_capture(
+            cls, func: Any, args: Any, kwargs: dict[str, Any]
+        ) -> tuple[Any, Any, dict[str, Any]]:
+            device = args[0].device
+            if func.__name__.startswith("prompt"):  # whose function takes no strides
+                args, kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
+            on_meta = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+            outputs = func(*on_meta[0], **on_meta[1])
+            made = [
+                torch.empty(x.shape, dtype=x.dtype, device=device)
+                for x in ([outputs] if isinstance(outputs, Tensor) else outputs)
+            ]
+            # The first launch gives it elements, as many as the function asks for.
+            workspace = torch.empty(0, dtype=torch.uint8, device=device)
+            with_outputs = getattr(torch.ops.ascend, func.__name__.partition(".")[0]).relaunch
+            return with_outputs, args, {**kwargs, "workspace": workspace, "out": made}
+
+        @classmethod
+        def postprocess_result(cls, result: Any, kwargs: dict[str, Any]) -> Any:
+            outputs = kwargs["out"]
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    register([f"{x}.{overload}" for x in _OPERATORS for overload in ("default", "relaunch")])(
+        LengthsHandler
     )

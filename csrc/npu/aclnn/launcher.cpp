@@ -280,6 +280,20 @@ struct FreeInStreamOrder {
 };
 using Workspace = std::unique_ptr<void, FreeInStreamOrder>;
 
+void* in_given(const at::Tensor& tensor, const Function& function, uint64_t size) {
+  const auto bytes = std::max<int64_t>(static_cast<int64_t>(size), 1);
+  if (tensor.numel() == 0) {
+    tensor.resize_({bytes});
+  }
+  if (tensor.numel() < bytes) {
+    raise(Violation::value, function.op, "workspace",
+          c10::str("expected ", bytes, " bytes, got ", tensor.numel(),
+                   ", of a call that a graph has captured with other lengths; capture it with the "
+                   "longest ones"));
+  }
+  return tensor.mutable_data_ptr();
+}
+
 // Whether tensors of an aclFormat have their elements in blocks that strides do not tell of.
 bool is_private(int format) {
   constexpr std::array kPlain{ACL_FORMAT_ND,    ACL_FORMAT_NCHW, ACL_FORMAT_NCL,
@@ -292,6 +306,8 @@ bool is_private(int format) {
 
 ByteFill::ByteFill(const at::Tensor& output, uint8_t value)
     : data(output.mutable_data_ptr()), bytes(output.nbytes()), value(value) {}
+
+thread_local const at::Tensor* GivenWorkspace::current_ = nullptr;
 
 Function::Function(const char* op, const char* name, bool reuses_executor)
     : op(op),
@@ -363,12 +379,15 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
   // survive a request that is too large. Freed at the end of this function, when the call is in the
   // queue.
   Workspace workspace;
-  if (prepared.workspace_size != 0) {
+  void* address = nullptr;
+  if (const auto* given = GivenWorkspace::current()) {
+    address = in_given(*given, function, prepared.workspace_size);
+  } else if (prepared.workspace_size != 0) {
     workspace.reset(
         c10_npu::NPUCachingAllocator::raw_alloc_with_stream(prepared.workspace_size, stream));
+    address = workspace.get();
   }
-  const auto second_phase = [&function, address = workspace.get(), stream,
-                             fills](Prepared& prepared) {
+  const auto second_phase = [&function, address, stream, fills](Prepared& prepared) {
     InitExecSubTheadCtx(stream);
     return execute(function, prepared, address, stream, fills);
   };

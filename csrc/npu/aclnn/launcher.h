@@ -15,6 +15,8 @@
 // thread meets it, by torch_npu at the next synchronisation.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <concepts>
 #include <memory>
 #include <tuple>
@@ -140,6 +142,24 @@ struct ByteFill {
   uint8_t value;
 };
 using ByteFills = c10::SmallVector<ByteFill, 3>;
+
+// While it lives, the calls of this thread have a tensor of their caller as workspace: one without
+// elements, which gets what a call asks for, or one that must be large enough. The task queue's
+// thread does not see it, at the level at which it allocates (2, at which nothing is captured).
+class GivenWorkspace {
+ public:
+  // Null: every call allocates its own.
+  explicit GivenWorkspace(const at::Tensor* tensor) : outer_(std::exchange(current_, tensor)) {}
+  ~GivenWorkspace() { current_ = outer_; }
+  GivenWorkspace(const GivenWorkspace&) = delete;
+  GivenWorkspace& operator=(const GivenWorkspace&) = delete;
+
+  static const at::Tensor* current() { return current_; }
+
+ private:
+  static thread_local const at::Tensor* current_;
+  const at::Tensor* outer_;
+};
 
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
              Arguments& arguments, const ByteFills& fills);

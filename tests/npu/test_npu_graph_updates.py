@@ -1,0 +1,293 @@
+"""NPUGraph: lengths that a graph updates, events that it waits for, several streams in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+import torch_npu
+from conftest import TASK_QUEUE, run_in_new_process
+from test_npu_graphs import capture, dense, packed, poison, same_bytes
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2"),
+    pytest.mark.usefixtures("no_limits"),
+]
+
+QUERY, KEY = "actual_seq_lengths_query", "actual_seq_lengths_key"
+
+
+def prompt(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    return [ops.prompt_flash_attention(*tensors, num_heads=2, layout="BSND", **lengths)]
+
+
+def score(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    return list(ops.flash_attention_score(*tensors, num_heads=2, layout="TND", **lengths))
+
+
+def score_grad(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, *_ = ops.flash_attention_score(*leaves, num_heads=2, layout="TND", **lengths)
+    return list(torch.autograd.grad(out, leaves, tensors[0]))
+
+
+def fused(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    """torch_npu's own."""
+    names = {QUERY: "actual_seq_lengths", KEY: "actual_seq_lengths_kv"}
+    renamed: Any = {names[name]: x for name, x in lengths.items()}
+    results = torch.ops.npu.npu_fused_infer_attention_score(
+        *tensors, num_heads=2, input_layout="BSND", scale=0.125, **renamed
+    )
+    return [results[0]]
+
+
+# A call, its tensors, lengths of the capture and of two updates, and their names for an update.
+CALLS: dict[str, tuple[Callable[..., list[Tensor]], Callable[[], list[Tensor]], list[Any], Any]] = {
+    "prompt_flash_attention": (prompt, dense, [{KEY: [8, 8]}, {KEY: [3, 5]}, {KEY: [1, 8]}], {}),
+    "prompt_flash_attention, queries": (
+        prompt, dense, [{QUERY: [8, 8], KEY: [8, 8]}, {QUERY: [2, 7], KEY: [3, 5]}], {},
+    ),
+    "flash_attention_score": (
+        score, packed, [{QUERY: [8, 16], KEY: [8, 16]}, {QUERY: [5, 16], KEY: [9, 16]}], {},
+    ),
+    "its gradient": (
+        score_grad, packed, [{QUERY: [8, 16], KEY: [8, 16]}, {QUERY: [5, 16], KEY: [9, 16]}], {},
+    ),
+    "npu_fused_infer_attention_score": (
+        fused, dense, [{QUERY: [8, 8], KEY: [8, 8]}, {QUERY: [8, 8], KEY: [3, 5]}],
+        {QUERY: "actual_seq_lengths", KEY: "actual_seq_lengths_kv"},
+    ),
+}  # fmt: skip
+
+each_call = pytest.mark.parametrize("name", CALLS)
+
+
+@each_call
+@pytest.mark.usefixtures("no_leak")
+def test_updated_lengths(name: str) -> None:
+    """Of two layers in one graph, with work behind them that reads what they write."""
+    call, make, all_lengths, names = CALLS[name]
+    tensors, others = make(), [x * 0.5 for x in make()]
+
+    def model(first: dict[str, Any], second: dict[str, Any]) -> list[Tensor]:
+        outputs = [*call(tensors, **first), *call(others, **second)]
+        return [*outputs, *(x * 2 for x in outputs)]
+
+    begin = all_lengths[0]
+    graph, outputs = capture(lambda: model(begin, begin), auto_dispatch_capture=True)
+    seen: list[list[Tensor]] = []
+    for first in all_lengths:
+        for second in (first, begin):
+            seen.append(model(first, second))
+            update = [{names.get(key, key): x for key, x in given.items()}
+                      for given in (first, second)]  # fmt: skip
+            graph.update(cpu_update_input=per_launch(name, update))
+            for _ in range(2):
+                poison(outputs)
+                graph.replay()
+                torch.npu.synchronize()
+                assert same_bytes(outputs, seen[-1])
+    assert not same_bytes(seen[0], seen[-2])
+
+
+def per_launch(name: str, update: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A differentiated call is two, forward and backward, layer by layer."""
+    return [x for x in update for _ in range(2)] if name == "its gradient" else update
+
+
+def launch(tensors: list[Tensor], lengths: list[int], memory: dict[str, Any]) -> None:
+    torch.ops.ascend.prompt_flash_attention.relaunch(
+        *tensors, num_heads=2, layout="BSND", scale_value=0.125, actual_seq_lengths_key=lengths,
+        **memory,
+    )  # fmt: skip
+
+
+def launch_fused(tensors: list[Tensor], lengths: list[int], memory: dict[str, Any]) -> None:
+    """torch_npu's own."""
+    torch_npu.npu_fused_infer_attention_score.out(
+        *tensors, num_heads=2, input_layout="BSND", scale=0.125, actual_seq_lengths=[8, 8],
+        actual_seq_lengths_kv=lengths, workspace=memory["workspace"],
+        out=[*memory["out"], torch.empty(1, device="npu")],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [launch, launch_fused])
+def test_a_replay_waits_for_the_update_that_is_behind_it(call: Callable[..., None]) -> None:
+    """As a serving engine does it: groups of its own, and an event that the graph waits for."""
+    tensors = dense()
+    memory = {"workspace": torch.empty(4096, dtype=torch.uint8, device="npu"),
+              "out": [torch.empty_like(tensors[0])]}  # fmt: skip
+    main, side = torch.npu.current_stream(), torch.npu.Stream()
+    ready = torch.npu.ExternalEvent()
+    ready.record(side)  # makes it
+    ready.reset(side)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        ready.wait(stream)
+        ready.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        call(tensors, [8, 8], memory)
+        group = torch.npu.graph_task_group_end(stream)
+        (out,) = memory["out"]
+        doubled = out * 2
+    for lengths in ([3, 5], [8, 8], [1, 7]):
+        expected = torch.empty_like(out)
+        call(
+            tensors,
+            lengths,
+            {"workspace": torch.empty_like(memory["workspace"]), "out": [expected]},
+        )
+        poison([out, doubled])
+        graph.replay()
+        assert not main.query()
+        with pytest.raises(RuntimeError, match="waits for an event that nothing has recorded"):
+            main.synchronize()
+        with torch.npu.stream(side):
+            torch.npu.graph_task_update_begin(side, group)
+            call(tensors, lengths, memory)
+            torch.npu.graph_task_update_end(side)
+            ready.record(side)
+        assert main.query()
+        assert same_bytes([out, doubled], [expected, expected * 2])
+
+
+def test_another_number_of_launches() -> None:
+    tensors = dense()
+    memory = {"workspace": torch.empty(4096, dtype=torch.uint8, device="npu"),
+              "out": [torch.empty_like(tensors[0])]}  # fmt: skip
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        stream = torch.npu.current_stream()
+        torch.npu.graph_task_group_begin(stream)
+        launch(tensors, [8, 8], memory)
+        group = torch.npu.graph_task_group_end(stream)
+    side = torch.npu.Stream()
+    torch.npu.graph_task_update_begin(side, group)
+    with pytest.raises(RuntimeError, match="expected 1 tasks, got 0"):
+        torch.npu.graph_task_update_end(side)
+
+
+def test_a_call_that_needs_more_workspace_than_it_had() -> None:
+    """The memory behind it is another's by then."""
+    tensors = dense()
+    call = dict[str, Any](out=[torch.empty_like(tensors[0])])
+    empty = torch.empty(0, dtype=torch.uint8, device="npu")
+    launch(tensors, [8, 8], {**call, "workspace": empty})
+    assert empty.numel() > 1
+    with pytest.raises(ValueError, match=r"prompt_flash_attention: workspace: expected \d+ bytes"):
+        launch(tensors, [8, 8], {**call, "workspace": empty[1:]})
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (lambda x: [], "expected 1 tensors, got 0"),
+        (lambda x: [x[:1].clone()], "expected a contiguous tensor of shape"),
+        (lambda x: [x.float()], "expected a contiguous tensor of shape"),
+        (lambda x: [x.cpu()], "expected a contiguous tensor of shape"),
+        (lambda x: [torch.stack((x, x), -1)[..., 0]], "expected a contiguous tensor of shape"),
+    ],
+)
+def test_outputs_that_do_not_fit(out: Callable[[Tensor], list[Tensor]], message: str) -> None:
+    tensors = dense()
+    workspace = torch.empty(0, dtype=torch.uint8, device="npu")
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        launch(tensors, [8, 8], {"workspace": workspace, "out": out(tensors[0])})
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack((x, torch.zeros_like(x)), -1)[..., 0]
+
+
+def test_strided_tensors() -> None:
+    """The function takes none: a replay copies them first, also after an update."""
+    tensors = dense()
+    views = [strided(x) for x in tensors]
+    graph, outputs = capture(lambda: prompt(views, **{KEY: [3, 5]}), auto_dispatch_capture=True)
+    for lengths in ([3, 5], [8, 2]):
+        for x, view in zip(tensors, views, strict=True):
+            x.mul_(0.5)
+            view.copy_(x)
+        graph.update(cpu_update_input=[{KEY: lengths}])
+        poison(outputs)
+        graph.replay()
+        assert same_bytes(outputs, prompt(tensors, **{KEY: lengths}))
+    # A launch of one's own has nowhere to copy them to.
+    memory = {"workspace": torch.empty(0, dtype=torch.uint8, device="npu"), "out": outputs}
+    with pytest.raises(NotImplementedError, match="expected contiguous tensors"):
+        launch(views, [3, 5], memory)
+
+
+def test_calls_without_lengths_have_nothing_to_update() -> None:
+    tensors = dense()
+    graph, outputs = capture(lambda: prompt(tensors), auto_dispatch_capture=True)
+    with pytest.raises(RuntimeError, match="0 operators"):
+        graph.update(cpu_update_input=[{KEY: [3, 5]}, {KEY: [3, 5]}])
+    graph.replay()
+    assert same_bytes(outputs, prompt(tensors))
+
+
+# Several streams in one capture.
+
+
+def test_a_stream_that_waits_for_the_captured_one_is_captured() -> None:
+    """Its work runs in every replay, and none of it before."""
+    tensors, side = dense(), torch.npu.Stream()
+    lengths = {KEY: [3, 5]}
+    joined: list[bool] = []
+
+    def step() -> list[Tensor]:
+        main = torch.npu.current_stream()
+        halves = [x * 0.5 for x in tensors]
+        side.wait_stream(main)
+        with torch.npu.stream(side):
+            joined.append(torch.npu.is_current_stream_capturing())
+            beside = prompt(halves, **lengths)
+        here = prompt(tensors, **lengths)
+        main.wait_stream(side)
+        return [beside[0] + here[0]]
+
+    graph, outputs = capture(step)
+    for factor in (0.5, 3):
+        for x in tensors:
+            x.mul_(factor)
+        poison(outputs)
+        graph.replay()
+        torch.npu.synchronize()
+        replayed = [x.clone() for x in outputs]
+        assert same_bytes(replayed, step())
+    assert joined == [True, False, False]
+
+
+def test_a_stream_that_does_not_join_again() -> None:
+    side = torch.npu.Stream()
+
+    def step() -> None:
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            torch.ones(4, device="npu")
+
+    with pytest.raises(RuntimeError, match=r"stream \d+ has work in the capture"):
+        capture(step)
+
+
+def test_a_captured_stream_cannot_wait_for_what_is_outside() -> None:
+    """In a process of its own: its task queue has failed then."""
+    output, _ = run_in_new_process("""
+        import torch, torch_npu
+        x, event = torch.ones(4).npu(), torch.npu.Event()
+        event.record()
+        try:
+            with torch.npu.graph(torch.npu.NPUGraph()):
+                event.wait()
+                x * 2
+        except RuntimeError as error:
+            while error:
+                print(error)
+                error = error.__context__
+    """)
+    assert "is captured and waits for an event that was recorded outside" in output
