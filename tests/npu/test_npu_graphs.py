@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import simulate
-from conftest import TASK_QUEUE, attention_functions
+from conftest import TASK_QUEUE, attention_functions, run_in_new_process
 from device_samples import DEVICE_RECIPES, is_pack_gradient
 from gradients import incoming_gradients
 from samples import OPERATORS, Recipe, Sample, as_tuple, bytes_of
@@ -372,6 +374,26 @@ def test_compiled_with_graphs() -> None:
             launches.append(attention_functions(log).total())
             assert same_bytes([out], [step(*tensors)])
     assert launches == [1, 1, 0, 0, 0]
+
+
+@captured
+def test_the_page() -> None:
+    """Its examples run, within the limits of the device, and give what eager calls give."""
+    page = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text()
+    blocks = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    checks = [
+        "assert torch.equal(indices, step()[0])",
+        "def eager(*lengths):\n"
+        "    return ops.prompt_flash_attention(query, key, value, num_heads=8, layout='BSND',\n"
+        "        actual_seq_lengths_key=list(lengths))\n"
+        "assert torch.equal(out, eager(100, 31)) and torch.equal(doubled, out * 2)\n"
+        "assert not torch.equal(out, eager(128, 128))",
+        "assert torch.equal(out, eager(64, 7))\nprint('done')",
+    ]
+    program = "\n".join(x for pair in zip(blocks, checks, strict=True) for x in pair)
+    output, _ = run_in_new_process(program)
+    assert output == "done\n"
 
 
 @pytest.mark.skipif(TASK_QUEUE != 2, reason="at the other levels torch_npu captures")
