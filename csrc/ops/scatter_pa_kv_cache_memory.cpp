@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "core/error.h"
+#include "core/memory.h"
 #include "core/tensor_checks.h"
 #include "ops/scatter_pa_kv_cache.h"
 
@@ -17,84 +18,6 @@ constexpr const char* kName = ScatterPaKvCache::name;
 int64_t reachable_elements(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
          tensor.storage_offset();
-}
-
-// A half-open range of bytes.
-struct Span {
-  const char* begin = nullptr;
-  const char* end = nullptr;
-};
-
-// The memory of a cache: as many dense blocks, all of one size, at one distance.
-struct Blocks {
-  Span first;
-  int64_t count = 0;
-  int64_t stride = 0;
-
-  int64_t bytes() const { return first.end - first.begin; }
-
-  bool meet(const Span& span) const {
-    // The first block that ends behind the beginning of the span.
-    const auto behind = span.begin - first.end;
-    const auto block = behind < 0 ? 0 : behind / stride + 1;
-    return block < count && first.begin + block * stride < span.end;
-  }
-
-  // Returns whether the blocks of two caches alternate, as those of two slices of one buffer do.
-  bool alternate_with(const Blocks& other) const {
-    if (stride != other.stride) {
-      return false;
-    }
-    const auto distance = (other.first.begin - first.begin) % stride;
-    const auto from = distance < 0 ? distance + stride : distance;
-    return from >= bytes() && from + other.bytes() <= stride;
-  }
-};
-
-// The memory of a tensor's elements; none of the sizes is 0.
-class Elements {
- public:
-  Elements(const char* first, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t itemsize)
-      : sizes_(sizes), strides_(strides), itemsize_(itemsize) {
-    int64_t last = 0;
-    for (size_t axis = 0; axis < sizes.size(); ++axis) {
-      last += (sizes[axis] - 1) * strides[axis];
-    }
-    span_ = {first, first + (last + 1) * itemsize};
-  }
-
-  const Span& span() const { return span_; }
-
-  // Returns whether any element lies in a block. The span alone is too coarse where strides leave
-  // gaps.
-  bool any_in(const Blocks& other) const {
-    bool found = other.meet(span_);
-    if (found && !sizes_.empty()) {
-      found = false;
-      for (int64_t i = 0; !found && i < sizes_[0]; ++i) {
-        const auto* first = span_.begin + i * strides_[0] * itemsize_;
-        found = Elements(first, sizes_.slice(1), strides_.slice(1), itemsize_).any_in(other);
-      }
-    }
-    return found;
-  }
-
- private:
-  at::IntArrayRef sizes_;
-  at::IntArrayRef strides_;
-  int64_t itemsize_;
-  Span span_;
-};
-
-std::optional<Elements> elements_of(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) {
-    return std::nullopt;
-  }
-  const auto& storage = tensor.storage();
-  const auto* begin = static_cast<const char*>(storage.data());
-  const auto itemsize = static_cast<int64_t>(tensor.itemsize());
-  return Elements(begin + tensor.storage_offset() * itemsize, tensor.sizes(), tensor.strides(),
-                  itemsize);
 }
 
 // The caches of a call, which nothing that the call reads may overlap.
