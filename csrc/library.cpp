@@ -3,6 +3,8 @@
 #include <torch/library.h>
 
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 #include "ops/operators.h"
 
@@ -12,12 +14,34 @@ namespace {
 template <typename Op>
 void no_values(const Op&, typename Op::Outputs&) {}
 
+// Returns the schema of the form `out`: what "(Tensor x) -> (Tensor y, Tensor z)" returns, it takes
+// as keyword arguments as well, "(Tensor x, *, Tensor(a!) y, Tensor(b!) z) -> (Tensor(a!) y,
+// Tensor(b!) z)".
+std::string out_schema(std::string_view schema) {
+  constexpr std::string_view kArrow = ") -> ";
+  constexpr std::string_view kTensor = "Tensor";
+  const auto end = schema.find(kArrow);
+  const auto arguments = schema.substr(0, end);
+  std::string outputs(schema.substr(end + kArrow.size()));
+  std::erase_if(outputs, [](char character) { return character == '(' || character == ')'; });
+  char alias = 'a';
+  for (auto at = outputs.find(kTensor); at != outputs.npos; at = outputs.find(kTensor, at)) {
+    at += kTensor.size();
+    outputs.insert(at, {'(', alias++, '!', ')'});
+  }
+  const bool has_keywords = arguments.find(" *, ") != arguments.npos;
+  return c10::str(arguments, has_keywords ? ", " : ", *, ", outputs, ") -> (", outputs, ")");
+}
+
 template <typename... Ops>
 void define(OperatorList<Ops...>, torch::Library& library) {
-  const auto add = [&](const std::string& name, const char* schema) {
-    library.def((name + schema).c_str());
+  const auto add = [&]<typename Op>(std::type_identity<Op>) {
+    library.def((Op::name + std::string(Op::schema)).c_str());
+    if constexpr (HasOutForm<Op>) {
+      library.def(c10::str(Op::name, ".", kOut, out_schema(Op::schema)).c_str());
+    }
   };
-  (add(Ops::name, Ops::schema), ...);
+  (add(std::type_identity<Ops>()), ...);
 }
 
 // Fake tensors need the checks and the outputs, and nothing else.

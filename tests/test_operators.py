@@ -10,20 +10,27 @@ from pathlib import Path
 
 import ascend_attn_ops
 import pytest
+import registered
 import torch
 from ascend_attn_ops import _C, reference
 from ascend_attn_ops.limits import table
 from samples import OPERATORS, RECIPES, WRONG_CALLS
 
-REGISTERED = sorted(
-    name.removeprefix("ascend::")
-    for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("ascend::") and not name.startswith("ascend::_")
-)
+REGISTERED = sorted(name for name in registered.OPERATORS if not name.startswith("_"))
 
 
 def has_kernel(key: str) -> Callable[[str], bool]:
-    return lambda name: torch._C._dispatch_has_kernel_for_dispatch_key(f"ascend::{name}", key)
+    """In every overload."""
+
+    def has(name: str) -> bool:
+        return all(
+            torch._C._dispatch_has_kernel_for_dispatch_key(
+                f"ascend::{name}.{overload}".removesuffix("."), key
+            )
+            for overload in registered.overloads()[name]
+        )
+
+    return has
 
 
 def has_wrong_calls(name: str) -> bool:

@@ -3,12 +3,15 @@
 #pragma once
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "autograd/saved_call.h"
 #include "core/error.h"
@@ -135,6 +138,64 @@ struct FirstDerivativeOnly : OperatorFunction<FirstDerivativeOnly<Op>, Op> {
   }
 };
 
+// Raises if an argument requires grad where gradients are recorded.
+template <typename Op, typename... Args>
+void check_no_gradient(const char* reason, const Args&... args) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  size_t position = 0;
+  const auto check = [&](const auto& argument) {
+    if (requires_grad(argument)) [[unlikely]] {
+      raise(Violation::not_implemented, Op::name, argument_name(Op::name, position),
+            c10::str("expected a tensor without gradient, since ", reason,
+                     ", got one that requires grad; call it under torch.no_grad(), or detach the "
+                     "tensor"));
+    }
+    ++position;
+  };
+  (check(args), ...);
+}
+
+// Checks that a call may write to a tensor, because torch would raise only after the write. `name`
+// returns its name.
+template <typename Name>
+void check_version(const char* op, const Name& name, const at::Tensor& written) {
+  if (written.defined() && written.is_inference() && !c10::InferenceMode::is_enabled())
+      [[unlikely]] {
+    raise(Violation::value, op, name(),
+          "expected a tensor that may be written to here, got one made in inference mode; call it "
+          "under torch.inference_mode(), or make the tensor outside of it");
+  }
+}
+
+// Tells autograd about a write, so that it refuses a backward through a tensor that has changed.
+inline void bump_version(const at::Tensor& written) {
+  written.unsafeGetTensorImpl()->bump_version();
+}
+
+// For kernels of the key Negative: torch's own fallback does not take what our operators write to.
+inline void check_not_negated(const char* op, std::string_view name, const at::Tensor& written) {
+  check_value(!written.is_neg(), op, name,
+              "expected a tensor that holds its values, got a view that negates them");
+}
+
+inline at::Tensor without_negation(const at::Tensor& tensor) { return tensor.resolve_neg(); }
+inline std::optional<at::Tensor> without_negation(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional(tensor->resolve_neg()) : std::nullopt;
+}
+inline std::vector<at::Tensor> without_negation(at::TensorList tensors) {
+  std::vector<at::Tensor> all;
+  for (const auto& tensor : tensors) {
+    all.push_back(tensor.resolve_neg());
+  }
+  return all;
+}
+template <typename T>
+const T& without_negation(const T& other) {
+  return other;
+}
+
 template <typename Op>
 void nothing(const Op&) {}
 
@@ -149,10 +210,7 @@ struct InferenceOnly<Op, before, after, typename Op::Outputs(Args...)> {
   static typename Op::Outputs kernel(Args... args) {
     const Op op{args...};
     check_no_tangent<Op>(args...);
-    if (at::GradMode::is_enabled()) {
-      size_t position = 0;
-      (check_no_gradient(position++, args), ...);
-    }
+    check_no_gradient<Op>(Op::no_gradient, args...);
     before(op);
     const auto outputs = [&] {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -160,17 +218,6 @@ struct InferenceOnly<Op, before, after, typename Op::Outputs(Args...)> {
     }();
     after(op);
     return outputs;
-  }
-
- private:
-  template <typename Argument>
-  static void check_no_gradient(size_t position, const Argument& argument) {
-    if (requires_grad(argument)) [[unlikely]] {
-      raise(Violation::not_implemented, Op::name, argument_name(Op::name, position),
-            c10::str("expected a tensor without gradient, since ", Op::no_gradient,
-                     ", got one that requires grad; call it under torch.no_grad(), or detach the "
-                     "tensor"));
-    }
   }
 };
 

@@ -169,6 +169,13 @@ struct Signature<Outputs, std::tuple<const Fields&...>> {
   using type = Outputs(typename DispatcherType<Fields>::type...);
 };
 
+template <typename Signature, typename Outputs>
+struct OutSignature;
+template <typename Outputs, typename... Args, typename... Tensors>
+struct OutSignature<Outputs(Args...), std::tuple<Tensors...>> {
+  using type = Outputs(Args..., const Tensors&...);
+};
+
 }  // namespace reflection
 
 // Returns references to all arguments of a call, in schema order.
@@ -185,5 +192,9 @@ template <typename Op>
 using SignatureOf =
     typename reflection::Signature<typename Op::Outputs,
                                    decltype(arguments_of(std::declval<const Op&>()))>::type;
+// That of its form `out`, which takes the outputs as well.
+template <typename Op>
+using OutSignatureOf =
+    typename reflection::OutSignature<SignatureOf<Op>, typename Op::Outputs>::type;
 
 }  // namespace ascend_attn

@@ -2,13 +2,19 @@
 
 namespace ascend_attn {
 
-c10::OperatorHandle find_operator(const char* op) {
+c10::OperatorHandle find_operator(const char* op, const char* overload) {
   const auto name = std::string("ascend::") + op;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload);
 }
 
 const std::string& argument_name(const char* op, size_t position) {
-  return find_operator(op).schema().arguments()[position].name();
+  const auto& arguments = find_operator(op).schema().arguments();
+  return position < arguments.size() ? arguments[position].name()
+                                     : output_name(op, position - arguments.size());
+}
+
+const std::string& output_name(const char* op, size_t index) {
+  return find_operator(op).schema().returns()[index].name();
 }
 
 size_t argument_position(const char* op, const char* name) {

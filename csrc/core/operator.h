@@ -7,7 +7,8 @@
 //   static const limits              what these functions accept on each product
 //   using Outputs                    a tuple of tensors; std::tuple<> if it works in place
 //   static constexpr no_gradient     only if it has no gradient: the reason, for error messages
-//   Outputs check_and_allocate()     checks shapes, dtypes and limits, and allocates the outputs
+//   Outputs check_and_allocate()     checks shapes, dtypes and limits, and allocates the outputs;
+//                                    one that has a form `out` takes an OutputSource
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
 #pragma once
@@ -16,20 +17,28 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <array>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
 #include "core/arguments.h"
 #include "core/error.h"
+#include "core/outputs.h"
 #include "core/tensor_checks.h"
 
 namespace ascend_attn {
 
+// The overload that writes to tensors of the caller.
+inline constexpr const char* kOut = "out";
+
 // Looks up one of our operators in the dispatcher.
-c10::OperatorHandle find_operator(const char* op);
-// Returns the name of the argument at a position of the schema.
+c10::OperatorHandle find_operator(const char* op, const char* overload = "");
+// Returns the name of the argument at a position of the schema. The outputs follow the arguments,
+// as in the form `out`.
 const std::string& argument_name(const char* op, size_t position);
+const std::string& output_name(const char* op, size_t index);
 // Returns the position of a named argument in the schema.
 size_t argument_position(const char* op, const char* name);
 size_t argument_count(const char* op);
@@ -85,6 +94,25 @@ struct Kernel<Op, compute, typename Op::Outputs(Args...)> {
   }
 };
 
+template <typename Op, auto compute, typename Signature = SignatureOf<Op>,
+          typename Outputs = typename Op::Outputs>
+struct OutKernel;
+
+template <typename Op, auto compute, typename... Args, typename... Tensors>
+struct OutKernel<Op, compute, typename Op::Outputs(Args...), std::tuple<Tensors...>> {
+  static typename Op::Outputs call(Args... args, const Tensors&... given) {
+    check_tensors_given(Op::name, args..., given...);
+    const Op op{args...};
+    const std::array outputs_given{&given...};
+    auto outputs = op.check_and_allocate(OutputSource(Op::name, outputs_given.data()));
+    const WrittenMemory written(Op::name, outputs_given.data(), outputs_given.size());
+    size_t position = 0;
+    (written.check_apart(position++, args), ...);
+    compute(op, outputs);
+    return outputs;
+  }
+};
+
 // Calls an operator through the dispatcher.
 template <typename Op, typename... Args>
 typename Op::Outputs call(Args&&... args) {
@@ -96,10 +124,26 @@ typename Op::Outputs call(const Op& op) {
   return std::apply([](const auto&... args) { return call<Op>(args...); }, arguments_of(op));
 }
 
-// Registers the kernel of one operator for the backend of `library`.
+// Calls the form `out`, with the arguments and the tensors to be written.
+template <typename Op, typename... Args>
+typename Op::Outputs call_out(Args&&... args) {
+  static const auto handle = find_operator(Op::name, kOut).template typed<OutSignatureOf<Op>>();
+  return handle.call(std::forward<Args>(args)...);
+}
+
+// Registers a kernel of the form `out`.
+template <typename Op, typename Function>
+void register_out(torch::Library& library, Function* kernel) {
+  library.impl(c10::str(Op::name, ".", kOut).c_str(), kernel);
+}
+
+// Registers the kernel of one operator, in all its forms, for the backend of `library`.
 template <typename Op, auto compute>
 void register_kernel(torch::Library& library) {
   library.impl(Op::name, &Kernel<Op, compute>::call);
+  if constexpr (HasOutForm<Op>) {
+    register_out<Op>(library, &OutKernel<Op, compute>::call);
+  }
 }
 
 }  // namespace ascend_attn

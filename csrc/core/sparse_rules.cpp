@@ -168,14 +168,9 @@ void SparseRules::check_values(NamedTensor argument, const at::Tensor& sparse_in
 
 void SparseRules::check_statistics(NamedTensor argument) const {
   check_same_device(argument);
-  const auto& query = query_.tensor;
-  check_dtype(op_, argument, statistics_dtype(query));
-  if (layout_ == Layout::TND) {
-    check_shape(op_, argument, {{1, query.sym_size(0), heads_}}, "(1, T1, N1)");
-  } else {
-    check_shape(op_, argument, {{query.sym_size(0), 1, query.sym_size(1), heads_}},
-                "(B, 1, S1, N1)");
-  }
+  check_dtype(op_, argument, statistics_dtype(query_.tensor));
+  check_shape(op_, argument, statistics_sizes(),
+              layout_ == Layout::TND ? "(1, T1, N1)" : "(B, 1, S1, N1)");
 }
 
 void SparseRules::check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const {
@@ -282,17 +277,16 @@ void SparseRules::check_sparse_mode(int64_t mode, std::initializer_list<int64_t>
   raise(Violation::value, op_, "sparse_mode", c10::str("expected ", expected, ", got ", mode));
 }
 
-at::Tensor SparseRules::new_statistics() const {
+c10::SymDimVector SparseRules::statistics_sizes() const {
   const auto& query = query_.tensor;
-  const auto options = query.options().dtype(statistics_dtype(query));
   if (layout_ == Layout::TND) {
-    return new_tensor({1, query.sym_size(0), heads_}, options);
+    return {1, query.sym_size(0), heads_};
   }
-  return new_tensor({query.sym_size(0), 1, query.sym_size(1), heads_}, options);
+  return {query.sym_size(0), 1, query.sym_size(1), heads_};
 }
 
-at::Tensor SparseRules::new_selection(const c10::SymInt& count, at::ScalarType dtype) const {
-  return new_tensor(query_tokens_and({1, count}), query_.tensor.options().dtype(dtype));
+c10::SymDimVector SparseRules::selection_sizes(const c10::SymInt& count) const {
+  return query_tokens_and({1, count});
 }
 
 }  // namespace ascend_attn

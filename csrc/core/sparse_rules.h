@@ -92,9 +92,10 @@ class SparseRules {
                      at::OptionalSymIntArrayRef key_lengths) const;
   void check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
 
-  at::Tensor new_statistics() const;
-  // Allocates (B, S1, 1, count) or (T1, 1, count).
-  at::Tensor new_selection(const c10::SymInt& count, at::ScalarType dtype) const;
+  // (B, 1, S1, N1) or (1, T1, N1)
+  c10::SymDimVector statistics_sizes() const;
+  // (B, S1, 1, count) or (T1, 1, count)
+  c10::SymDimVector selection_sizes(const c10::SymInt& count) const;
 
  private:
   template <typename Lengths, typename Count>

@@ -65,15 +65,19 @@ inline void check_dtype(std::string_view op, NamedTensor argument, at::ScalarTyp
 bool has_memory(const at::Tensor& tensor);
 
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
-// `meaning` names the axes: "(B, S1, N, D)".
-inline void check_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,
-                        std::string_view meaning) {
-  const auto sizes = argument.tensor.sym_sizes();
+// The same for a rule: symbolic sizes are assumed to fit.
+inline bool fits_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
+  const auto sizes = tensor.sym_sizes();
   bool fits = sizes.size() == expected.size();
   for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
     fits = same(sizes[axis], expected[axis]);
   }
-  if (!fits) [[unlikely]] {
+  return fits;
+}
+// `meaning` names the axes: "(B, S1, N, D)".
+inline void check_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,
+                        std::string_view meaning) {
+  if (!fits_shape(argument.tensor, expected)) [[unlikely]] {
     raise_shape(op, argument, expected, meaning);
   }
 }

@@ -7,6 +7,7 @@
 
 #include "core/arguments.h"
 #include "core/limits.h"
+#include "core/outputs.h"
 
 namespace ascend_attn {
 
@@ -20,7 +21,7 @@ struct AttentionUpdate {
 
   TensorList lse, local_out;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
 
 // The gradients of all parts, stacked along a new first axis. Only autograd calls it.

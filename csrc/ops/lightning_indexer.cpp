@@ -56,7 +56,7 @@ const OperatorLimits LightningIndexerGrad::limits{
      {"K", "selected keys per token", {.min = 1, .max = 2048}}},
     {kNotEmpty, kGradWeights, kKeyElements, kKeysForAllSlots}};
 
-LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
+LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);
   check_value(!pages.given() || !return_values, name, "return_values",
               "expected False because layout_key is PA_BSND, got True");
@@ -75,9 +75,10 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   const bool like_query = weights.dtype() == query.dtype();
   on_device.rule(kWeightsOf8_5, like_query, dtype_name(weights.scalar_type()));
   on_device.rule(kWeightsOf950, like_query, dtype_name(weights.scalar_type()));
-  return {rules.new_selection(sparse_count, at::kInt),
-          return_values ? rules.new_selection(sparse_count, query.scalar_type())
-                        : new_tensor({0}, query.options())};
+  const auto selection = rules.selection_sizes(sparse_count);
+  return {outputs.tensor(selection, query.options().dtype(at::kInt)),
+          return_values ? outputs.tensor(selection, query.options())
+                        : outputs.tensor({0}, query.options())};
 }
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {

@@ -9,6 +9,7 @@
 #include "core/arguments.h"
 #include "core/key_pages.h"
 #include "core/limits.h"
+#include "core/outputs.h"
 #include "core/sequence_lengths.h"
 
 namespace ascend_attn {
@@ -34,7 +35,7 @@ struct LightningIndexer {
   bool return_values;
   KeyPages pages;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
 
 struct LightningIndexerGrad {

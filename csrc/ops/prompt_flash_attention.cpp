@@ -161,20 +161,20 @@ std::vector<Sequence> PromptFlashAttentionRules::sequences() const {
   return sequences;
 }
 
-at::Tensor PromptFlashAttentionRules::new_out() const {
+at::Tensor PromptFlashAttentionRules::out(OutputSource& outputs) const {
   const auto dtype = op_.quant_scale2 ? at::kChar : is_int8() ? at::kHalf : op_.query.scalar_type();
   c10::SymDimVector sizes(op_.query.sym_sizes());
   if (layout_ == Layout::BNSD_BSND) {
     std::swap(sizes[1], sizes[2]);
   }
-  return new_tensor(sizes, op_.query.options().dtype(dtype));
+  return outputs.tensor(sizes, op_.query.options().dtype(dtype));
 }
 
-PromptFlashAttention::Outputs PromptFlashAttention::check_and_allocate() const {
+PromptFlashAttention::Outputs PromptFlashAttention::check_and_allocate(OutputSource outputs) const {
   const PromptFlashAttentionRules rules(*this);
   rules.check_mask();
   rules.check_quantization();
-  return {rules.new_out()};
+  return {rules.out(outputs)};
 }
 
 }  // namespace ascend_attn

@@ -7,6 +7,7 @@
 
 #include "core/arguments.h"
 #include "core/limits.h"
+#include "core/outputs.h"
 
 namespace ascend_attn {
 
@@ -18,7 +19,7 @@ struct PromptFlashAttention {
       "Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? deq_scale2=None, "
       "Tensor? quant_scale2=None, Tensor? quant_offset2=None, float scale_value, "
       "int pre_tokens=2147483647, int next_tokens=0, str layout=\"BSH\", "
-      "SymInt num_key_value_heads=0, int sparse_mode=0) -> Tensor";
+      "SymInt num_key_value_heads=0, int sparse_mode=0) -> Tensor out";
   // The second one where CANN lacks the first.
   static constexpr std::array functions{"aclnnPromptFlashAttentionV3",
                                         "aclnnPromptFlashAttentionV2"};
@@ -38,7 +39,7 @@ struct PromptFlashAttention {
   SymInt num_key_value_heads;
   int64_t sparse_mode;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
 
 }  // namespace ascend_attn

@@ -39,7 +39,7 @@ class PromptFlashAttentionRules {
 
   void check_mask() const;          // atten_mask, sparse_mode, pre_tokens, next_tokens
   void check_quantization() const;  // the scales and the offset
-  at::Tensor new_out() const;
+  at::Tensor out(OutputSource& outputs) const;
 
  private:
   void check_tensors() const;

@@ -75,7 +75,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      kBlockSizeOf950},
     {kNotEmpty, kSelection, kNoDeterminism}};
 
-SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
+SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);
   check_value(!pages.given() || !return_softmax_lse, name, "return_softmax_lse",
               "expected False because layout_key is PA_BSND, got True");
@@ -87,11 +87,11 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
   on_device.rule(kQueryRope, options.query_rope.has_value(), "None");
   on_device.size("pre_tokens", "pre_tokens", options.pre_tokens);
   on_device.size("next_tokens", "next_tokens", options.next_tokens);
-  const auto new_statistics = [&] {
-    return return_softmax_lse ? rules.new_statistics()
-                              : new_tensor({0}, query.options().dtype(statistics_dtype(query)));
-  };
-  return {new_like(query), new_statistics(), new_statistics()};
+  const auto statistics =
+      return_softmax_lse ? rules.statistics_sizes() : c10::SymDimVector{c10::SymInt(0)};
+  const auto statistics_options = query.options().dtype(statistics_dtype(query));
+  return {outputs.tensor_like(query), outputs.tensor(statistics, statistics_options),
+          outputs.tensor(statistics, statistics_options)};
 }
 
 SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate() const {

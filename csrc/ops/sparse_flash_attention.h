@@ -8,6 +8,7 @@
 #include "core/arguments.h"
 #include "core/key_pages.h"
 #include "core/limits.h"
+#include "core/outputs.h"
 
 namespace ascend_attn {
 
@@ -42,7 +43,7 @@ struct SparseFlashAttention {
   KeyPages pages;
   bool return_softmax_lse;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
 
 struct SparseFlashAttentionGrad {

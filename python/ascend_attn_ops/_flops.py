@@ -32,7 +32,9 @@ def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], No
                 signature: inspect.Signature = signature,
                 **kwargs: Any,
             ) -> int:
-                call = signature.bind(*args, **kwargs)
+                # The form `out` has the outputs as well, which torch has matched with its schema.
+                read = {name: x for name, x in kwargs.items() if name in signature.parameters}
+                call = signature.bind(*args, **read)
                 call.apply_defaults()
                 return formula(SimpleNamespace(**call.arguments))
 

@@ -47,13 +47,15 @@ def _explaining_on_npu_tensors(reason: str) -> torch.library.Library:
     library = torch.library.Library("ascend", "IMPL", "PrivateUse1")
     for row in _C.limits_table():
         operator = row["operator"]
+        packet = getattr(torch.ops.ascend, operator)
 
         def explain(*args: Any, operator: str = operator, **kwargs: Any) -> NoReturn:
             raise NotImplementedError(
                 f"ascend::{operator}: device: expected the NPU kernels to be loaded, got {reason}"
             )
 
-        library.impl(operator, explain)
+        for overload in packet.overloads():
+            library.impl(getattr(packet, overload), explain)
     return library
 
 

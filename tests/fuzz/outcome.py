@@ -29,9 +29,10 @@ _NO_ARGUMENTS = ("product", "device")
 
 # What torch says of arguments that do not match a schema, before an operator is called.
 _SCHEMA = re.compile(
-    r"ascend::\w+\(\) (Expected a value of type '[^']+' for argument '\w+'|is missing value for |"
+    r"(Overloaded torch operator invoked from Python failed to match any schema:\n)?"
+    r"(ascend::\w+\(\) (Expected a value of type '[^']+' for argument '\w+'|is missing value for |"
     r"takes \d+ positional|expected at most)|Unknown keyword argument '\w+' for operator 'ascend::|"
-    r"Argument '\w+' specified both as positional and keyword argument"
+    r"Argument '\w+' specified both as positional and keyword argument)"
 )
 # What Python says of them.
 _SIGNATURE = re.compile(

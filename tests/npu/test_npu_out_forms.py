@@ -1,0 +1,107 @@
+"""The forms `out` on NPU tensors write what they write on the CPU, and allocate no output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, rubbish_like
+from samples import Operator, Recipe, bytes_of
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
+
+
+def on_npu(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> OutCall:
+    call = out_call(recipe, dtype)
+    outputs = tuple(x.npu() for x in call.outputs)
+    return OutCall(call.operator, call.sample.to("npu"), outputs)
+
+
+def good(operator: Operator) -> OutCall:
+    """A call whose outputs all have elements."""
+    calls = (on_npu(recipe) for recipe in OUT_RECIPES if recipe.operator is operator)
+    return next(x for x in calls if all(output.numel() for output in x.outputs))
+
+
+@pytest.mark.parametrize("recipe", OUT_RECIPES, ids=lambda recipe: recipe.id)
+def test_the_bytes_are_those_of_the_cpu(recipe: Recipe) -> None:
+    call = on_npu(recipe)
+    addresses = [x.data_ptr() for x in call.outputs]
+    expected = recipe.make(torch.bfloat16).call(torch.ops.ascend)
+    for x, y, z in zip(call.run(), call.outputs, expected, strict=True):
+        assert x is y
+        assert x.device.type == "npu"
+        assert torch.equal(bytes_of(x.cpu()), bytes_of(z))
+    assert [x.data_ptr() for x in call.outputs] == addresses
+
+
+@each_form
+def test_no_output_is_allocated(operator: Operator) -> None:
+    """What the call allocates at its peak is less by the outputs."""
+    call = good(operator)
+
+    def peak(function: object) -> int:
+        assert callable(function)
+        function()
+        torch.npu.synchronize()
+        torch.npu.reset_peak_memory_stats()
+        before = torch.npu.memory_allocated()
+        kept = function()
+        grown = torch.npu.max_memory_allocated() - before
+        del kept
+        return int(grown)
+
+    functional = peak(lambda: call.sample.call(torch.ops.ascend))
+    assert functional - peak(call.run) >= sum(x.nbytes for x in call.outputs)
+
+
+@each_form
+def test_wrong_outputs(operator: Operator) -> None:
+    call = good(operator)
+
+    def refused(output: Tensor, kind: type[Exception], message: str) -> None:
+        wrong = call.with_output(0, output)
+        before = [x.cpu() for x in (*call.sample.tensors.values(), output)]
+        with pytest.raises(kind, match=f"^ascend::{operator.name}: .*: {message}"):
+            wrong.run()
+        for x, y in zip((*call.sample.tensors.values(), output), before, strict=True):
+            assert torch.equal(bytes_of(x.cpu()), bytes_of(y))
+
+    x = call.outputs[0]
+    refused(x.double(), TypeError, "expected dtype")
+    refused(x.cpu(), ValueError, "expected device npu:0, got cpu")
+    refused(x[None], ValueError, "expected shape")
+    refused(torch.stack((x, x), -1)[..., 0], ValueError, "expected a contiguous tensor")
+
+
+@each_form
+def test_overlaps(operator: Operator) -> None:
+    """By addresses on the device, of one storage."""
+    call = good(operator)
+    name, read = next((n, x) for n, x in call.sample.tensors.items() if x.dtype == torch.bfloat16)
+    like = call.outputs[0]
+    count = max(read.numel(), like.numel())
+    buffer = torch.empty(4 * count, dtype=torch.float32, device="npu")
+    shared = buffer.view(torch.bfloat16)[: read.numel()].view(read.shape).copy_(read)
+    output = buffer.view(like.dtype)[: like.numel()].view(like.shape)
+    wrong = OutCall(operator, call.sample.replace(**{name: shared}), (output, *call.outputs[1:]))
+    with pytest.raises(ValueError, match="expected memory of its own, got some"):
+        wrong.run()
+    assert torch.equal(shared, read)
+    apart = buffer.view(like.dtype)[-like.numel() :].view(like.shape)
+    right = OutCall(operator, wrong.sample, (apart, *call.outputs[1:]))
+    expected = call.sample.call(torch.ops.ascend)
+    assert torch.equal(bytes_of(right.run()[0].cpu()), bytes_of(expected[0].cpu()))
+
+
+@each_form
+def test_two_devices_and_one_call(operator: Operator) -> None:
+    """Inputs on the CPU do not go to a kernel of the NPU, whatever the outputs are."""
+    call = good(operator)
+    on_cpu = OutCall(operator, call.sample.to("cpu"), rubbish_like(call.outputs))
+    with pytest.raises(ValueError, match="expected device cpu, got npu:0"):
+        on_cpu.run()
+    for x in call.outputs:
+        assert torch.equal(x.cpu(), fill(torch.empty_like(x, device="cpu")))
