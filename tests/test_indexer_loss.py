@@ -147,6 +147,13 @@ def test_a_normalizer_of_more_than_64_bits() -> None:
     assert of_int == normalized(torch.ones(()), float(normalizer))
 
 
+def test_a_normalizer_that_would_round_to_zero() -> None:
+    """By which a loss of 0, of no tokens, would be NaN."""
+    with pytest.raises(ValueError, match="normalizer: expected 0 or a number that float32 holds"):
+        normalized(torch.zeros(()), 1e-300)
+    assert normalized(torch.zeros((), dtype=torch.float64), 1e-300) == 0
+
+
 def test_normalizer_is_read_on_its_device() -> None:
     """A meta tensor has no value: an operation that waited for the device would fail."""
     sample = sample_of(BSND).to("meta")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import is_number, shown, wrong
+from ascend_attn_ops._arguments import dtype_name, is_number, shown, wrong
 from ascend_attn_ops._operators import Lengths, lengths_of, lengths_on, operator
 
 _NAME = "ascend::lightning_indexer_kl_loss"
@@ -184,6 +184,12 @@ def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     elif isinstance(normalizer, int):
         # torch takes one of 64 bits.
         normalizer = float(normalizer)
+    if isinstance(normalizer, float):
+        numbers = torch.finfo(loss.dtype)
+        # torch rounds it to the loss's dtype: to 0, by which 0 divided is NaN.
+        if normalizer != 0 and abs(normalizer) < numbers.tiny:
+            expected = f"0 or a number that {dtype_name(loss.dtype)} holds"
+            raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
     return loss / normalizer
 
 
