@@ -70,6 +70,13 @@ def assert_products(dtype: torch.dtype, heads: int, size: int, keys: int) -> Non
         assert_close(where, x, y, TOLERANCES[dtype])
 
 
+def test_products_with_mkldnn_switched_off() -> None:
+    """torch then refuses the products that it has for this processor."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert_products_of_odd_sizes()
+    assert_products_of_odd_sizes()
+
+
 @pytest.mark.parametrize("capability", [*CAPABILITIES, "native"])
 def test_products_of_odd_sizes(capability: str) -> None:
     program = "import test_cpu_capability as tests; tests.assert_products_of_odd_sizes()"

@@ -1,5 +1,6 @@
 #include "cpu/common/tile_gemm.h"
 
+#include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
@@ -80,12 +81,22 @@ bool multiply_int8() {
                      [](int32_t product) { return product == size * 255 * -128; });
 }
 
+// torch's brgemm refuses what torch.backends.mkldnn.flags(enabled=False) switches off. That is
+// asked for in every call, and the processor only once.
+bool brgemm_is_on() { return at::globalContext().userEnabledMkldnn(); }
+
 bool has_float_brgemm() {
+  if (!brgemm_is_on()) {
+    return false;
+  }
   static const bool has = kNative && multiply_float();
   return has;
 }
 
 bool has_int8_brgemm() {
+  if (!brgemm_is_on()) {
+    return false;
+  }
   static const bool has = kNative && multiply_int8();
   return has;
 }
@@ -130,6 +141,9 @@ void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64
 // Not cpublas::could_pack(kBFloat16), which requires AMX: brgemm also supports AVX512 with
 // bfloat16.
 bool has_bfloat16_products() {
+  if (!brgemm_is_on()) {
+    return false;
+  }
   static const bool has = kNative && multiply_bfloat16();
   return has;
 }
