@@ -206,11 +206,8 @@ void compute(const LightningIndexer& op, const std::vector<Sequence>& sequences,
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const BlockTable table(op.pages, op.key);
-  const auto sequences =
-      table.given() ? read_paged_sequences(op.name, op.layout.value(), op.query, op.key,
-                                           *op.pages.block_table, op.actual_seq_lengths_query,
-                                           *op.actual_seq_lengths_key)
-                    : sequences_of(op);
+  const auto sequences = read_sequences(op.name, op.layout.value(), op.query, op.key, op.pages,
+                                        op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   if (table.given()) {
     table.check_blocks(op.name, sequences);
   }

@@ -183,7 +183,8 @@ void attend(const SparseAttentionInputs& inputs, double scale,
   for (const auto& each : inputs.sequences) {
     const auto& sequence = sequences.emplace_back(inputs, each);
     for (int64_t token = 0; token < each.queries; ++token) {
-      tasks.push_back({&sequence, token, sequence.selected(token).bound()});
+      const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
+      tasks.push_back({&sequence, token, std::min(sequence.count, blocks)});
     }
   }
   auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -36,6 +37,17 @@ class BlockTable {
   int64_t num_blocks_ = 0;
   int64_t block_size_ = 0;
 };
+
+// Returns the sequences of a call whose keys may be paged.
+inline std::vector<Sequence> read_sequences(std::string_view op, Layout layout,
+                                            const at::Tensor& query, const at::Tensor& key,
+                                            const KeyPages& pages,
+                                            const std::optional<at::Tensor>& lengths_query,
+                                            const std::optional<at::Tensor>& lengths_key) {
+  return pages.given() ? read_paged_sequences(op, layout, query, key, *pages.block_table,
+                                              lengths_query, *lengths_key)
+                       : read_sequences(op, layout, query, key, lengths_query, lengths_key);
+}
 
 template <typename T>
 class KeyRows {

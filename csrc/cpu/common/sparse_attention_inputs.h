@@ -22,7 +22,9 @@ namespace ascend_attn::cpu {
 struct SparseAttentionInputs {
   template <typename Op>
   SparseAttentionInputs(const Op& op, Selectable selectable)
-      : sequences(sequences_of(op)),
+      : sequences(read_sequences(op.name, op.options.layout.value(), op.query, op.key, pages_of(op),
+                                 op.options.actual_seq_lengths_query,
+                                 op.options.actual_seq_lengths_key)),
         block_table(pages_of(op), op.key),
         query(with_dense_rows(op.query)),
         key(with_dense_rows(op.key)),
@@ -62,18 +64,6 @@ struct SparseAttentionInputs {
       static const std::optional<at::Tensor> none;
       return {{}, none};
     }
-  }
-
-  template <typename Op>
-  static std::vector<Sequence> sequences_of(const Op& op) {
-    const auto& options = op.options;
-    const auto pages = pages_of(op);
-    return pages.given()
-               ? read_paged_sequences(op.name, options.layout.value(), op.query, op.key,
-                                      *pages.block_table, options.actual_seq_lengths_query,
-                                      *options.actual_seq_lengths_key)
-               : read_sequences(op.name, options.layout.value(), op.query, op.key,
-                                options.actual_seq_lengths_query, options.actual_seq_lengths_key);
   }
 
   // Checks that the cache has every block that a query selects keys of.
