@@ -1,6 +1,7 @@
 # make demo    train a LightningIndexer on real text (about five minutes)
 # make test    build everything and run the tests, on the CPU and on the simulated NPU
-# make bench   the benchmarks: ours, the peer and the physical limit side by side
+# make bench   the benchmarks: ours, the peer and the physical limit side by side.
+#              ROUNDS=1: faster, and less exact
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make lint    ruff, clang-format, mypy
@@ -52,19 +53,17 @@ coverage: .venv/ready .venv-npu/ready
 	$(CPU) $(PIP_INSTALL) -q 'coverage>=7,<8'
 	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
 
+BENCH_RESULTS := out/bench.json
+BENCH_OPTIONS = --json $(BENCH_RESULTS) $(if $(ROUNDS),--rounds $(ROUNDS))
+CPU_BENCHMARKS := sparse_flash_attention lightning_indexer sparse_decode flash_attention_score \
+	prompt_flash_attention scatter_pa_kv_cache products call_overhead dtensor_call \
+	transformers_training
+NPU_BENCHMARKS := host_time simulated_operators
+
 bench: build-npu
-	$(CPU) benchmarks/sparse_flash_attention.py
-	$(CPU) benchmarks/lightning_indexer.py
-	$(CPU) benchmarks/sparse_decode.py
-	$(CPU) benchmarks/flash_attention_score.py
-	$(CPU) benchmarks/prompt_flash_attention.py
-	$(CPU) benchmarks/scatter_pa_kv_cache.py
-	$(CPU) benchmarks/products.py
-	$(CPU) benchmarks/call_overhead.py
-	$(CPU) benchmarks/dtensor_call.py
-	$(CPU) benchmarks/transformers_training.py
-	$(NPU) benchmarks/host_time.py
-	$(NPU) benchmarks/simulated_operators.py
+	rm -f $(BENCH_RESULTS)
+	set -e; for name in $(CPU_BENCHMARKS); do $(CPU) benchmarks/$$name.py $(BENCH_OPTIONS); done
+	set -e; for name in $(NPU_BENCHMARKS); do $(NPU) benchmarks/$$name.py $(BENCH_OPTIONS); done
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -17,7 +17,9 @@ import ascend_attn_ops
 import torch
 import torch.distributed as dist
 from ascend_attn_ops.distributed import enable_dtensor
-from call_overhead import microseconds
+from call_overhead import BATCHES, microseconds
+from harness import recorder
+from results import parser
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -32,6 +34,8 @@ def forward_and_backward(*tensors: Tensor) -> None:
 
 
 def main() -> None:
+    arguments = parser(__doc__, rounds=BATCHES).parse_args()
+    record = recorder("dtensor_call", arguments.json)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
@@ -53,21 +57,22 @@ def main() -> None:
         in_placements=(heads, replicated, replicated, replicated),
         device_mesh=mesh,
     )
+    calls = {
+        "plain tensors": partial(_ATTENTION, *plain),
+        "DTensors, the decision made": partial(_ATTENTION, *dtensors),
+        "the plain call in local_map": partial(mapped, *dtensors),
+    }
+    for name, tensors in {"plain tensors": plain, "DTensors": dtensors}.items():
+        leaf = tensors[0].detach().requires_grad_()
+        calls[f"{name}, forward and backward"] = partial(forward_and_backward, leaf, *tensors[1:])
     with ascend_attn_ops.limits(None):
         start = time.perf_counter()
         _ATTENTION(*dtensors)
-        first = time.perf_counter() - start
-        print(f"{'DTensor, the first call: decides':44} {first * 1e6:6.0f} us")
-        for name, call in {
-            "plain": partial(_ATTENTION, *plain),
-            "DTensor": partial(_ATTENTION, *dtensors),
-            "local_map": partial(mapped, *dtensors),
-        }.items():
-            print(f"{name:44} {microseconds(call):6.1f} us")
-        for name, tensors in {"plain": plain, "DTensor": dtensors}.items():
-            leaf = tensors[0].detach().requires_grad_()
-            call = partial(forward_and_backward, leaf, *tensors[1:])
-            print(f"{name + ', forward and backward':44} {microseconds(call):6.1f} us")
+        each = {"DTensors, the first call, which decides": (time.perf_counter() - start) * 1e6}
+        each |= {name: microseconds(call, arguments.rounds) for name, call in calls.items()}
+    for name, time_of_one in each.items():
+        print(f"{name:44} {time_of_one:6.1f} us")
+        record.add(name, "ours", seconds=time_of_one / 1e6)
     dist.destroy_process_group()
 
 

@@ -9,7 +9,6 @@ pairs that the mask keeps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,8 @@ from functools import partial
 import ascend_attn_ops
 import torch
 from ascend_attn_ops.masks import sparse_mode_mask
-from harness import Call, Row, extra_memory, measure, print_table
+from harness import Call, Row, extra_memory, measure, recorder, report
+from results import parser
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -128,7 +128,7 @@ def rows(shape: Shape, rounds: int) -> list[Row]:
     for backward, name, products in ((False, "forward", 2), (True, "forward+backward", 7)):
         peers = {"torch SDPA": torch_sdpa, "torch formula": formula}
         result += measure(
-            f"{shape} {name}",
+            f"{shape}, {name}",
             call_of(ours, shape, backward),
             {peer: call_of(make, shape, backward) for peer, make in peers.items()},
             shape.flops(products),
@@ -138,15 +138,17 @@ def rows(shape: Shape, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print_table([row for shape in SHAPES for row in rows(shape, rounds)])
+    arguments = parser(__doc__, rounds=5).parse_args()
+    record = recorder("flash_attention_score", arguments.json)
+    report(record, [row for shape in SHAPES for row in rows(shape, arguments.rounds)])
     print("\nExtra memory at the peak of one call, outputs included (MiB)")
-    for backward in (False, True):
-        for make in (ours, torch_sdpa, formula):
+    for backward, step in ((False, "forward"), (True, "forward+backward")):
+        makes = {"ours": ours, "torch SDPA": torch_sdpa, "torch formula": formula}
+        for name, make in makes.items():
             extra = extra_memory(partial(call_of, make, Shape(), backward))
-            name = f"{Shape()} {'forward+backward' if backward else 'forward'}, {make.__name__}"
-            print(f"{name:64} {extra / 2**20:9.1f}")
+            case = f"{Shape()}, {step}"
+            print(f"{f'{case}, {name}':64} {extra / 2**20:9.1f}")
+            record.add(case, name, bytes=extra)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from results import Recorder
 from torch import Tensor
 
 Call = Callable[[], object]
 
 PEAK_SIZE = 2048
+# Those of torch, before a benchmark chooses others.
+THREADS = torch.get_num_threads()
+
+
+def recorder(benchmark: str, path: Path | None) -> Recorder:
+    return Recorder(benchmark, path, THREADS)
 
 
 def causal_selection(tokens: int, selected: int) -> Tensor:
@@ -67,7 +74,8 @@ def interleaved_medians(calls: Mapping[str, Call], rounds: int) -> dict[str, flo
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def report(record: Recorder, rows: Sequence[Row]) -> None:
+    """Print the rows as a table, and record them."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'':64} {'ms':>9} {'x ours':>7} {'GFLOP/s':>8} {'bf16 matmul':>12} {'share':>6}")
     for row in rows:
@@ -75,6 +83,13 @@ def print_table(rows: Sequence[Row]) -> None:
             f"{row.case + ', ' + row.implementation:64} {row.seconds * 1e3:9.1f} "
             f"{row.times_ours:7.1f} {row.gflops:8.0f} {row.peak_gflops:12.0f} "
             f"{row.gflops / row.peak_gflops:6.0%}"
+        )
+        record.add(
+            row.case,
+            row.implementation,
+            seconds=row.seconds,
+            gflops=row.gflops,
+            peak_gflops=row.peak_gflops,
         )
 
 

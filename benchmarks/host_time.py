@@ -28,6 +28,7 @@ sys.path.insert(0, str(REPOSITORY / "python"))
 
 from ascend_attn_ops import simulate  # noqa: E402
 from ascend_attn_ops.simulate.control import bare_call_microseconds  # noqa: E402
+from results import Recorder, parser  # noqa: E402
 
 LEVELS = (0, 1, 2)
 BATCHES = 200
@@ -159,14 +160,14 @@ OPERATORS = {
 }
 
 
-def measure(operator: str) -> tuple[Times, float]:
+def measure(operator: str, batches: int) -> tuple[Times, float]:
     import torch
 
     npu = torch.get_device_module("npu")
     samples: dict[str, list[tuple[float, float]]] = {}
     functions = OPERATORS[operator]()
     with simulate.computing(False), torch.no_grad():
-        for _ in range(BATCHES):
+        for _ in range(batches):
             for name, function in functions.items():
                 npu.synchronize()
                 start = time.perf_counter()
@@ -177,7 +178,7 @@ def measure(operator: str) -> tuple[Times, float]:
                 done = time.perf_counter()
                 times = ((called - start) / CALLS * 1e6, (done - start) / CALLS * 1e6)
                 samples.setdefault(name, []).append(times)
-        bare = bare_call_microseconds(operator, CALLS * BATCHES)
+        bare = bare_call_microseconds(operator, CALLS * batches)
     medians = {
         name: (statistics.median(x for x, _ in rows), statistics.median(x for _, x in rows))
         for name, rows in samples.items()
@@ -185,10 +186,10 @@ def measure(operator: str) -> tuple[Times, float]:
     return medians, bare
 
 
-def in_new_process(operator: str, level: int) -> tuple[Times, float]:
+def in_new_process(operator: str, batches: int, level: int) -> tuple[Times, float]:
     """Measure in a new process, because torch_npu reads the level of its queue at startup."""
     result = subprocess.run(
-        [sys.executable, __file__, operator],
+        [sys.executable, __file__, "--only", operator, f"--rounds={batches}"],
         env={**os.environ, **simulate.environment(task_queue=level)},
         capture_output=True,
         text=True,
@@ -201,15 +202,24 @@ def in_new_process(operator: str, level: int) -> tuple[Times, float]:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
+    options = parser(__doc__, rounds=BATCHES)
+    options.add_argument("--only", choices=OPERATORS, help="print the times of one as JSON")
+    arguments = options.parse_args()
+    if arguments.only:
+        print(json.dumps(measure(arguments.only, arguments.rounds)))
         return
+    record = Recorder("host_time", arguments.json)
     columns = "".join(f"{name:>18}" for name in (OURS, OPERATOR, THEIRS))
     for operator in OPERATORS:
         print(f"{operator}, microseconds per call; in brackets the ratio to torch_npu's")
         print(f"{'TASK_QUEUE_ENABLE':<18}{'':>8}{columns}{'two phases':>12}")
         for level in LEVELS:
-            times, bare = in_new_process(operator, level)
+            times, bare = in_new_process(operator, arguments.rounds, level)
+            case = f"{operator}, level {level}"
+            record.add(case, "two phases", seconds=bare / 1e6)
+            for name, shown in ((OURS, "ours"), (OPERATOR, "ours, torch.ops"), (THEIRS, THEIRS)):
+                call, in_all = times[name]
+                record.add(case, shown, seconds=call / 1e6, seconds_in_all=in_all / 1e6)
             for index, what in enumerate(("call", "in all")):
                 theirs = times[THEIRS][index]
                 cells = "".join(

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import ascend_attn_ops
 import torch
 from ascend_attn_ops import reference
-from harness import Call, Row, causal_selection, extra_memory, measure, print_table
+from harness import Call, Row, causal_selection, extra_memory, measure, recorder, report
+from results import Recorder, parser
 from torch import Tensor
 
 D, ROPE, INDEX_D, INDEX_HEADS = 512, 64, 128, 32
+KL_LOSS = "sparse_lightning_indexer_grad_kl_loss"
 SCALE = (D + ROPE) ** -0.5
 
 
@@ -143,7 +145,7 @@ def top_k_of_all_scores(query: Tensor, key: Tensor, weights: Tensor, k: int) -> 
     return scores.topk(k).indices
 
 
-def kl_loss_rows(dtype: torch.dtype) -> list[Row]:
+def kl_loss_rows(dtype: torch.dtype, rounds: int) -> list[Row]:
     x = make_inputs(1024, 256, 64, dtype)
     others: dict[str, Call] = {}
     if dtype == torch.bfloat16:
@@ -152,26 +154,26 @@ def kl_loss_rows(dtype: torch.dtype) -> list[Row]:
             "torch, gathering": partial(kl_loss_gathering, x),
             "torch, masking": partial(kl_loss_masking, x),
         }
-    name = f"kl_loss S=1024 K=256 N1=64 {str(dtype).removeprefix('torch.')}"
-    return measure(name, x.kl_loss, others, products=x.products())
+    name = f"{KL_LOSS} S=1024 K=256 N1=64 {str(dtype).removeprefix('torch.')}"
+    return measure(name, x.kl_loss, others, x.products(), rounds)
 
 
-def kl_loss_length_rows() -> list[Row]:
+def kl_loss_length_rows(rounds: int) -> list[Row]:
     rows = []
     for s in (2048, 8192):
         x = make_inputs(s, 256, 8, torch.bfloat16)
-        name = f"kl_loss S={s} K=256 N1=8 bfloat16"
-        rows += measure(name, x.kl_loss, {}, products=x.products())
+        name = f"{KL_LOSS} S={s} K=256 N1=8 bfloat16"
+        rows += measure(name, x.kl_loss, {}, x.products(), rounds)
     return rows
 
 
-def indexer_grad_rows() -> list[Row]:
+def indexer_grad_rows(rounds: int) -> list[Row]:
     x = make_inputs(1024, 256, 1, torch.bfloat16)
     products = 2 * x.pairs() * 3 * INDEX_HEADS * INDEX_D
-    return measure("lightning_indexer_grad S=1024 K=256", x.indexer_grad, {}, products=products)
+    return measure("lightning_indexer_grad S=1024 K=256", x.indexer_grad, {}, products, rounds)
 
 
-def indexer_rows() -> list[Row]:
+def indexer_rows(rounds: int) -> list[Row]:
     s, k = 4096, 1024
     random = torch.Generator().manual_seed(0)
     query, key, weights = (
@@ -183,6 +185,7 @@ def indexer_rows() -> list[Row]:
         partial(torch.ops.ascend.lightning_indexer, query, key, weights, sparse_count=k),
         {"torch, all scores": partial(top_k_of_all_scores, query, key, weights, k)},
         products=2 * (s * (s + 1) // 2) * INDEX_HEADS * INDEX_D,
+        rounds=rounds,
     )
 
 
@@ -198,25 +201,35 @@ def first_kl_loss(s: int, k: int, threads: int) -> Call:
     return partial(call, make_inputs(s, k, 64, torch.bfloat16))
 
 
-def print_memory(s: int, k: int) -> None:
+def report_memory(record: Recorder, s: int, k: int) -> None:
     threads = torch.get_num_threads()
     outputs = 2 * (s * INDEX_HEADS * (INDEX_D + 1) + s * INDEX_D)
     accumulators = 4 * threads * s * INDEX_D
     extra = extra_memory(partial(first_kl_loss, s, k, threads))
+    case = f"{KL_LOSS} S={s} K={k} N1=64 bfloat16"
     print(
-        f"kl_loss S={s} K={k}: extra memory {extra / 2**20:.0f} MB, "
+        f"{case}: extra memory {extra / 2**20:.0f} MB, "
         f"outputs and accumulators {(outputs + accumulators) / 2**20:.0f} MB"
     )
+    record.add(case, "ours", bytes=extra, bytes_needed=outputs + accumulators)
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=5).parse_args()
+    rounds = arguments.rounds
+    record = recorder("lightning_indexer", arguments.json)
+    with ascend_attn_ops.limits(None):
+        report(
+            record,
+            kl_loss_rows(torch.bfloat16, rounds)
+            + kl_loss_rows(torch.float16, rounds)
+            + kl_loss_length_rows(rounds)
+            + indexer_grad_rows(rounds)
+            + indexer_rows(rounds),
+        )
+    for selected in (256, 1024):
+        report_memory(record, 1024, selected)
 
 
 if __name__ == "__main__":
-    with ascend_attn_ops.limits(None):
-        print_table(
-            kl_loss_rows(torch.bfloat16)
-            + kl_loss_rows(torch.float16)
-            + kl_loss_length_rows()
-            + indexer_grad_rows()
-            + indexer_rows()
-        )
-    for selected in (256, 1024):
-        print_memory(1024, selected)
+    main()

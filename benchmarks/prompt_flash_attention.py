@@ -10,14 +10,14 @@ the mask keeps.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import ascend_attn_ops
 import torch
-from harness import Call, Row, extra_memory, measure, print_table
+from harness import Call, Row, extra_memory, measure, recorder, report
+from results import parser
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -148,24 +148,26 @@ INT8_CASES = [
 
 
 def int8_rows(prompts: Prompts, rounds: int) -> list[Row]:
-    peers = {"from bfloat16": ours_quantizing(prompts), "bfloat16": ours(prompts)}
+    ways = {"ours, from bfloat16": ours_quantizing(prompts), "ours, bfloat16": ours(prompts)}
     if not prompts.padded:
-        peers["bfloat16 flash_attention_score"] = ours_training(prompts)
+        ways["ours, flash_attention_score"] = ours_training(prompts)
     case = str(replace(prompts, dtype=torch.int8))
-    return measure(case, ours_int8(prompts), peers, prompts.flops(), rounds)
+    return measure(case, ours_int8(prompts), ways, prompts.flops(), rounds)
 
 
 def main() -> None:
-    torch.set_num_threads(2)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print_table([row for prompts in CASES for row in rows(prompts, rounds)])
+    arguments = parser(__doc__, rounds=5).parse_args()
+    record = recorder("prompt_flash_attention", arguments.json)
+    report(record, [row for prompts in CASES for row in rows(prompts, arguments.rounds)])
     print("\nint8 inputs, float16 output; the same prompts in bfloat16")
-    print_table([row for prompts in INT8_CASES for row in int8_rows(prompts, rounds)])
+    report(record, [row for prompts in INT8_CASES for row in int8_rows(prompts, arguments.rounds)])
     print("\nExtra memory at the peak of one call, outputs included (MiB)")
     for prompts in (CASES[0], CASES[4]):
-        for make in (ours, ours_int8, torch_sdpa):
+        makes = {"ours": ours, "ours, int8": ours_int8, "torch SDPA": torch_sdpa}
+        for name, make in makes.items():
             extra = extra_memory(partial(make, prompts))
-            print(f"{f'{prompts}, {make.__name__}':64} {extra / 2**20:9.1f}")
+            print(f"{f'{prompts}, {name}':64} {extra / 2**20:9.1f}")
+            record.add(str(prompts), name, bytes=extra)
 
 
 if __name__ == "__main__":

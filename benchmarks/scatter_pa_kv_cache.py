@@ -9,12 +9,12 @@ in random order, as serving leaves them. `random`: no two neighbouring rows have
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 import ascend_attn_ops as ops
 import torch
-from harness import Call, interleaved_medians
+from harness import Call, interleaved_medians, recorder
+from results import parser
 from torch import Tensor
 
 HEADS, SIZE, BLOCK = 8, 128, 128
@@ -106,11 +106,8 @@ def repeated(call: Call, times: int) -> Call:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    arguments = parser(__doc__, rounds=15).parse_args()
+    record = recorder("scatter_pa_kv_cache", arguments.json)
     torch.manual_seed(0)
     print(
         f"{'microseconds':<14}{'T':>6}{'ours':>10}{'flat':>10}{'by block':>10}{'copy_':>10}"
@@ -123,8 +120,10 @@ def main() -> None:
                 calls = case.norm() if layout == "Norm" else case.nz()
                 times = max(1, 8192 // max(16, tokens))
                 medians = interleaved_medians(
-                    {name: repeated(call, times) for name, call in calls.items()}, options.rounds
+                    {name: repeated(call, times) for name, call in calls.items()}, arguments.rounds
                 )
+                for name, seconds in medians.items():
+                    record.add(f"{layout}, {order} slots, {tokens}", name, seconds=seconds / times)
                 each = {name: 1e6 * seconds / times for name, seconds in medians.items()}
                 columns = "".join(
                     f"{each[name]:>10.1f}" if name in each else f"{'':>10}"

@@ -19,8 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from ascend_attn_ops import simulate
+from results import Recorder, parser
 
 BATCHES, CALLS, STEPS = 50, 200, 5
+NAMES = {"cpu": "torch, CPU", "npu": "ours, simulated NPU"}
 
 
 def calls(device: str) -> dict[str, Callable[[], object]]:
@@ -62,10 +64,12 @@ def training_step(device: str) -> Callable[[], object]:
     return step
 
 
-def medians(functions: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
+def medians(
+    functions: dict[str, Callable[[], object]], count: int, batches: int
+) -> dict[str, float]:
     """Return seconds per call, by device."""
     samples: dict[str, list[float]] = {device: [] for device in functions}
-    for _ in range(BATCHES):
+    for _ in range(batches):
         for device, function in functions.items():
             start = time.perf_counter()
             for _ in range(count):
@@ -75,6 +79,9 @@ def medians(functions: dict[str, Callable[[], object]], count: int) -> dict[str,
 
 
 def main() -> None:
+    arguments = parser(__doc__, rounds=BATCHES).parse_args()
+    record = Recorder("simulated_operators", arguments.json)
+    rounds = arguments.rounds
     simulate.start()
     import torch
 
@@ -83,10 +90,15 @@ def main() -> None:
     print(f"{'microseconds per call':<28}{'CPU':>10}{'NPU':>10}{'more':>10}")
     with torch.no_grad():
         for name in tables["cpu"]:
-            times = medians({device: table[name] for device, table in tables.items()}, CALLS)
+            functions = {device: table[name] for device, table in tables.items()}
+            times = medians(functions, CALLS, rounds)
+            for device, seconds in times.items():
+                record.add(name, NAMES[device], seconds=seconds)
             cpu, npu = (times[device] * 1e6 for device in ("cpu", "npu"))
             print(f"{name:<28}{cpu:>10.1f}{npu:>10.1f}{npu - cpu:>10.1f}", flush=True)
-    steps = medians({device: training_step(device) for device in ("cpu", "npu")}, STEPS)
+    steps = medians({device: training_step(device) for device in ("cpu", "npu")}, STEPS, rounds)
+    for device, seconds in steps.items():
+        record.add("training step", NAMES[device], seconds=seconds)
     cpu, npu = steps["cpu"] * 1e3, steps["npu"] * 1e3
     print(f"{'training step, milliseconds':<28}{cpu:>10.2f}{npu:>10.2f}{npu / cpu:>9.2f}x")
 

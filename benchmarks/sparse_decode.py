@@ -10,13 +10,13 @@ large bf16 matmul; both are timed in turn with the others.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any, NamedTuple
 
 import ascend_attn_ops as ops
 import torch
-from harness import PEAK_SIZE, Call, extra_memory, interleaved_medians
+from harness import PEAK_SIZE, Call, extra_memory, interleaved_medians, recorder
+from results import Recorder, parser
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -24,6 +24,7 @@ HEADS, D, ROPE = 64, 512, 64
 INDEX_HEADS, INDEX_D = 64, 128
 K, BLOCK = 2048, 128
 SCALE = (D + ROPE) ** -0.5
+COLUMNS = ("ours, indexer", "ours, attention", "ours, sparse", "ours, dense", "torch", "limit")
 CONTEXTS = (1024, 4096, 16384, 65536)
 READ_ELEMENTS = 1 << 25  # of 2 bytes: more than a cache holds
 
@@ -81,6 +82,10 @@ class Step(NamedTuple):
         )
 
 
+def case_of(batch: int, keys: int) -> str:
+    return f"B={batch} keys={keys}"
+
+
 def make_step(batch: int, keys: int) -> Step:
     torch.manual_seed(0)
 
@@ -111,39 +116,42 @@ def torch_attention(step: Step) -> Call:
     return partial(scaled_dot_product_attention, query, key, value, scale=SCALE)
 
 
-def print_row(keys: int, batch: int, rounds: int) -> None:
+def report_step(record: Recorder, keys: int, batch: int, rounds: int) -> None:
     step = make_step(batch, keys)
     indices, everything = step.select(), step.all_keys()
     a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16() for _ in range(2))
     read = torch.ones(READ_ELEMENTS, dtype=torch.int16)
     seconds = interleaved_medians(
         {
-            "indexer": step.select,
-            "attention": partial(step.attend, indices),
-            "dense": partial(step.attend, everything),
+            "ours, indexer": step.select,
+            "ours, attention": partial(step.attend, indices),
+            "ours, dense": partial(step.attend, everything),
             "torch": torch_attention(step),
             "peak": lambda: a @ b,
             "read": lambda: read.view(torch.int64).sum(),
         },
         rounds,
     )
-    peak = 2 * PEAK_SIZE**3 / seconds["peak"]
-    bandwidth = READ_ELEMENTS * 2 / seconds["read"]
+    peak = 2 * PEAK_SIZE**3 / seconds.pop("peak")
+    bandwidth = READ_ELEMENTS * 2 / seconds.pop("read")
     selected = min(K, keys)
     products = 2 * batch * (INDEX_HEADS * INDEX_D * keys + HEADS * (2 * D + ROPE) * selected)
     bytes_read = 2 * batch * (INDEX_D * keys + (D + ROPE) * selected)
-    limit = max(products / peak, bytes_read / bandwidth)
-    sparse = seconds["indexer"] + seconds["attention"]
-    columns = [seconds["indexer"], seconds["attention"], sparse, seconds["dense"], seconds["torch"]]
+    seconds["ours, sparse"] = seconds["ours, indexer"] + seconds["ours, attention"]
+    seconds["limit"] = max(products / peak, bytes_read / bandwidth)
+    for name, time in seconds.items():
+        record.add(case_of(batch, keys), name, seconds=time, batch=batch, keys=keys)
     print(
         f"{batch:3} {keys:7}"
-        + "".join(f"{x * 1e3:11.2f}" for x in columns)
-        + f"{limit * 1e3:11.2f}{seconds['dense'] / sparse:8.1f}{seconds['torch'] / sparse:8.1f}",
+        + "".join(f"{seconds[name] * 1e3:11.2f}" for name in COLUMNS)
+        + "".join(
+            f"{seconds[name] / seconds['ours, sparse']:8.1f}" for name in ("ours, dense", "torch")
+        ),
         flush=True,
     )
 
 
-def print_paging(batch: int, keys: int, rounds: int) -> None:
+def report_paging(record: Recorder, batch: int, keys: int, rounds: int) -> None:
     """What reading through the block table costs."""
     paged = make_step(batch, keys)
     dense = paged.side_by_side()
@@ -164,8 +172,10 @@ def print_paging(batch: int, keys: int, rounds: int) -> None:
         },
         rounds,
     )  # fmt: skip
-    ratios = [f"{x} {seconds[f'{x}, paged'] / seconds[x]:.2f}" for x in ("indexer", "attention")]
-    print(f"paged keys against keys side by side, B {batch}, {keys} keys: {', '.join(ratios)}")
+    ratios = {x: seconds[f"{x}, paged"] / seconds[x] for x in ("indexer", "attention")}
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    print(f"paged keys against keys side by side, {case_of(batch, keys)}: {shown}")
+    record.add(case_of(batch, keys), "paged against side by side", **ratios)
 
 
 def first_step(keys: int, threads: int) -> Call:
@@ -181,24 +191,26 @@ def first_step(keys: int, threads: int) -> Call:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    arguments = parser(__doc__, rounds=15).parse_args()
+    rounds = arguments.rounds
+    record = recorder("sparse_decode", arguments.json)
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16; milliseconds\n"
         f"attention: {HEADS} heads, D {D} + {ROPE}, K {K}; "
         f"indexer: {INDEX_HEADS} heads of {INDEX_D}; blocks of {BLOCK}\n"
-        f"{'B':>3} {'keys':>7}{'indexer':>11}{'attention':>11}{'sparse':>11}{'dense':>11}"
-        f"{'torch':>11}{'limit':>11}{'dense/':>8}{'torch/':>8}"
+        f"{'B':>3} {'keys':>7}"
+        + "".join(f"{name.removeprefix('ours, '):>11}" for name in COLUMNS)
+        + f"{'dense/':>8}{'torch/':>8}"
     )
     for batch in (1, 8):
         for keys in CONTEXTS[: None if batch == 1 else 3]:
-            print_row(keys, batch, rounds)
+            report_step(record, keys, batch, rounds)
     for batch in (1, 8):
-        print_paging(batch, 8192, rounds)
+        report_paging(record, batch, 8192, rounds)
     for keys in CONTEXTS:
         extra = extra_memory(partial(first_step, keys, torch.get_num_threads()))
         print(f"memory that a step over {keys} keys adds: {extra / 2**20:.1f} MB")
+        record.add(case_of(1, keys), "ours, sparse", bytes=extra)
 
 
 if __name__ == "__main__":

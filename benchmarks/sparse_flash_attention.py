@@ -15,7 +15,8 @@ from types import ModuleType
 import ascend_attn_ops
 import torch
 from ascend_attn_ops import reference
-from harness import Call, Row, causal_selection, extra_memory, measure, print_table
+from harness import Call, Row, causal_selection, extra_memory, measure, recorder, report
+from results import Recorder, parser
 from torch import Tensor
 
 OURS = torch.ops.ascend
@@ -178,13 +179,13 @@ def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
             forwards[f"torch, {name}"] = version.forward
             backwards[f"torch, {name}"] = partial(version.backward, forward[0])
     return measure(
-        f"forward {shape}",
+        f"sparse_flash_attention {shape}",
         partial(forward_of, OURS, x),
         forwards,
         products=shape.forward_flops(),
         rounds=rounds,
     ) + measure(
-        f"grad {shape}",
+        f"sparse_flash_attention_grad {shape}",
         partial(backward_of, OURS, x, forward),
         backwards,
         products=shape.backward_flops(),
@@ -209,25 +210,32 @@ def first_backward(shape: Shape, threads: int) -> Call:
     return call
 
 
-def print_memory(shape: Shape, threads: int) -> None:
+def report_memory(record: Recorder, shape: Shape, threads: int) -> None:
     bytes_per_element = shape.dtype.itemsize
     outputs = shape.tokens * (shape.heads * (D + ROPE) + 2 * D + ROPE) * bytes_per_element
     accumulators = 4 * threads * shape.tokens * (2 * D + ROPE)
-    bound = outputs + accumulators + 16 * 2**20
     extra = extra_memory(partial(first_backward, shape, threads))
+    case = f"sparse_flash_attention_grad {shape}"
     print(
-        f"grad {shape}: extra memory {extra / 2**20:.0f} MB, outputs and accumulators "
-        f"{(outputs + accumulators) / 2**20:.0f} MB, bound {bound / 2**20:.0f} MB",
+        f"{case}: extra memory {extra / 2**20:.0f} MB, outputs and accumulators "
+        f"{(outputs + accumulators) / 2**20:.0f} MB",
         flush=True,
     )
+    record.add(case, "ours", bytes=extra, bytes_needed=outputs + accumulators)
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=5).parse_args()
+    record = recorder("sparse_flash_attention", arguments.json)
+    with ascend_attn_ops.limits(None):
+        rows = rows_of(Shape(1024, 256), True, arguments.rounds)
+        rows += rows_of(Shape(1024, 256, dtype=torch.float16), False, arguments.rounds)
+        for tokens in (2048, 4096, 8192):
+            rows += rows_of(Shape(tokens, 256), False, arguments.rounds)
+    report(record, rows)
+    for selected in (256, 1024):
+        report_memory(record, Shape(1024, selected), torch.get_num_threads())
 
 
 if __name__ == "__main__":
-    with ascend_attn_ops.limits(None):
-        table = rows_of(Shape(1024, 256), with_torch=True, rounds=5)
-        table += rows_of(Shape(1024, 256, dtype=torch.float16), with_torch=False, rounds=5)
-        for tokens in (2048, 4096, 8192):
-            table += rows_of(Shape(tokens, 256), with_torch=False, rounds=3)
-    print_table(table)
-    for selected in (256, 1024):
-        print_memory(Shape(1024, selected), torch.get_num_threads())
+    main()

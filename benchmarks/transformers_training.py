@@ -10,7 +10,6 @@ memory is measured in a process of its own for each.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,8 @@ import ascend_attn_ops as ops
 import torch
 import transformers
 from ascend_attn_ops.integrations.transformers import enable_dsa
-from harness import extra_memory, interleaved_medians
+from harness import extra_memory, interleaved_medians, recorder
+from results import parser
 
 IMPLEMENTATIONS = ("ours", "eager", "sdpa")
 
@@ -58,12 +58,12 @@ def training_step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--selected", type=int, default=512, help="keys per token")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
+    options.add_argument("--heads", type=int, default=64)
+    options.add_argument("--selected", type=int, default=512, help="keys per token")
+    arguments = options.parse_args()
+    record = recorder("transformers_training", arguments.json)
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{torch.get_num_threads()} threads: {arguments.heads} heads, {arguments.selected} keys"
@@ -76,13 +76,16 @@ def main() -> None:
         }
         memory = {name: extra_memory(of_one) for name, of_one in make.items()}
         calls = {name: of_one() for name, of_one in make.items()}
-        seconds = interleaved_medians(calls, arguments.rounds)
+        # Of the longer steps, which vary less, fewer.
+        rounds = max(1, arguments.rounds * min(arguments.tokens) // tokens)
+        seconds = interleaved_medians(calls, rounds)
         for name, time in seconds.items():
             print(
                 f"{f'{tokens} tokens, {name}':32} {tokens / time:9.0f} "
                 f"{time / seconds['ours']:9.1f} {memory[name] / 1e6:9.0f}",
                 flush=True,
             )
+            record.add(f"{tokens} tokens", name, seconds=time, bytes=memory[name], tokens=tokens)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""The results of a run of benchmarks in a JSON file: each measured with what, where and when.
+
+Every benchmark takes `--json FILE` and adds its rows to that file. A row that is measured again
+replaces its predecessor, so that one benchmark can be repeated alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import re
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "torch_npu", "transformers", "ascend_attn_ops")
+# What the matrix products of torch and of this project look for.
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "sve", "bf16", "i8mm")
+
+Figures = dict[str, float]
+"""Of one row, in seconds, bytes and operations per second, and the sizes that belong to it."""
+
+
+@dataclass
+class Results:
+    """What one machine measured: figures by benchmark, case and implementation."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    rows: dict[tuple[str, str, str], Figures] = field(default_factory=dict)
+
+    @staticmethod
+    def load(path: Path) -> Results:
+        content = json.loads(path.read_text())
+        rows = {}
+        for row in content.pop("rows"):
+            key = (row.pop("benchmark"), row.pop("case"), row.pop("implementation"))
+            rows[key] = row
+        return Results(content, rows)
+
+    def save(self, path: Path) -> None:
+        """One row a line, so that a difference between two runs can be read."""
+        about = json.dumps(self.about, indent=1).removesuffix("\n}")
+        lines = [
+            json.dumps(dict(zip(("benchmark", "case", "implementation"), key, strict=True)) | row)
+            for key, row in self.rows.items()
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{about},\n "rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+    def cases(self, benchmark: str) -> dict[str, dict[str, Figures]]:
+        """Return the figures of a benchmark by case and implementation, in the order measured."""
+        found: dict[str, dict[str, Figures]] = {}
+        for (name, case, implementation), figures in self.rows.items():
+            if name == benchmark:
+                found.setdefault(case, {})[implementation] = figures
+        if not found:
+            raise SystemExit(f"no results of benchmarks/{benchmark}.py")
+        return found
+
+
+class Recorder:
+    """Adds rows of one benchmark to the file; without a file, does nothing.
+
+    What is ours is called "ours", or "ours, " and which part or way.
+    """
+
+    def __init__(self, benchmark: str, path: Path | None, threads: int | None = None) -> None:
+        self.benchmark, self.path, self.threads = benchmark, path, threads
+
+    def add(self, case: str, implementation: str, **figures: float) -> None:
+        if self.path is None:
+            return
+        results = Results.load(self.path) if self.path.exists() else Results()
+        results.about["date"] = date.today().isoformat()
+        machine = results.about.setdefault("machine", {"cpu": processor()})
+        if self.threads is not None:
+            machine.setdefault("threads", self.threads)
+        # torch_npu is in an environment of its own.
+        results.about.setdefault("versions", {}).update(versions())
+        row = results.rows.setdefault((self.benchmark, case, implementation), {})
+        row.update({name: float(f"{value:.5g}") for name, value in figures.items()})
+        results.save(self.path)
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> str:
+    """Name the processor, with those of FEATURES that it has."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine()
+    name = re.search(r"^model name\s*: (.*)", about, re.M)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)", about, re.M)
+    available = set(flags[1].split()) if flags else set()
+    features = [feature.upper() for feature in FEATURES if feature in available]
+    return f"{name[1] if name else platform.machine()} ({', '.join(features)})"
+
+
+def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of the options that all benchmarks have."""
+    options = argparse.ArgumentParser(
+        description=(doc or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_argument("--rounds", type=int, default=rounds, help="timings of each")
+    options.add_argument("--json", type=Path, metavar="FILE", help="add the results to it")
+    return options
