@@ -61,11 +61,17 @@ def measure(
     ]
 
 
-def interleaved_medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each call, interleaved so that all see the same machine."""
+def interleaved_medians(
+    calls: Mapping[str, Call], rounds: int, warm: bool = False
+) -> dict[str, float]:
+    """Return the median seconds of each call, interleaved so that all see the same machine.
+
+    Each is called once before, unless the calls are `warm`.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
+    if not warm:
+        for call in calls.values():
+            call()
     for _ in range(rounds):
         for name, call in calls.items():
             start = time.perf_counter()

@@ -45,3 +45,28 @@ def test_a_row_that_is_measured_again_replaces_the_first(tmp_path: Path) -> None
     assert len(results.rows) == 4 == path.read_text().count('\n{"benchmark": ')
     with pytest.raises(SystemExit, match=r"no results of benchmarks/sparse_decode\.py"):
         results.cases("sparse_decode")
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("selected", [8, 32])
+def test_the_training_steps_that_are_compared_compute_the_same(selected: int) -> None:
+    """In float32: the eager layer is the sparse one, and with all keys selected the dense one."""
+    from sparse_lm import ModelConfig
+    from training_step import model_of
+
+    config = ModelConfig(
+        layers=1, hidden_size=32, heads=2, head_dim=16, latent_dim=32, rope_dim=8, index_heads=16,
+        index_dim=16, top_k=selected,
+    )  # fmt: skip
+    text = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for way in ("sparse", "eager", "dense"):
+        model, select = model_of(way, config)
+        losses = model(text, select)
+        sum(losses).backward()
+        found[way] = (losses, {name: x.grad for name, x in model.named_parameters()})
+    torch.testing.assert_close(found["eager"], found["sparse"], rtol=1e-4, atol=1e-6)
+    if selected == 32:
+        torch.testing.assert_close(found["dense"], found["sparse"], rtol=1e-4, atol=1e-6)
+    else:
+        assert abs(found["dense"][0][1] - found["sparse"][0][1]) > 1e-3
