@@ -2,6 +2,7 @@
 # make test    build everything and run the tests, on the CPU and on the simulated NPU
 # make bench   the benchmarks: ours, the peer and the physical limit side by side.
 #              ROUNDS=1: faster, and less exact
+# make bench-check   what of ours is slower than in OLD=results.json
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make lint    ruff, clang-format, mypy
@@ -29,7 +30,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu fuzz coverage bench lint format docs wheel wheels matrix test-aarch64 clean build \
+.PHONY: demo test test-cpu test-npu fuzz coverage bench bench-check lint format docs wheel wheels matrix test-aarch64 clean build \
 	build-npu
 
 demo: build
@@ -64,6 +65,9 @@ bench: build-npu
 	rm -f $(BENCH_RESULTS)
 	set -e; for name in $(CPU_BENCHMARKS); do $(CPU) benchmarks/$$name.py $(BENCH_OPTIONS); done
 	set -e; for name in $(NPU_BENCHMARKS); do $(NPU) benchmarks/$$name.py $(BENCH_OPTIONS); done
+
+bench-check: .venv/ready
+	$(CPU) benchmarks/compare.py $(OLD) $(or $(NEW),$(BENCH_RESULTS))
 
 lint: .venv/ready
 	.venv/bin/ruff check .

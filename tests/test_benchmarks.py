@@ -1,13 +1,17 @@
-"""What the benchmarks' figures go through: the file, and what is measured."""
+"""What the benchmarks' figures go through: the file, the comparison."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,47 @@ def test_a_row_that_is_measured_again_replaces_the_first(tmp_path: Path) -> None
     assert len(results.rows) == 4 == path.read_text().count('\n{"benchmark": ')
     with pytest.raises(SystemExit, match=r"no results of benchmarks/sparse_decode\.py"):
         results.cases("sparse_decode")
+
+
+def compare(old: Path, new: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), str(old), str(new)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_is_slower_is_named(tmp_path: Path) -> None:
+    old, same, slower = (tmp_path / f"{name}.json" for name in ("old", "same", "slower"))
+    record(old)
+    # Ours within the bound, and torch, which is not ours to watch, beyond it.
+    record(same, ours=0.109, theirs=0.5)
+    record(slower, ours=0.112)
+    passed = compare(old, same)
+    assert passed.returncode == 0, passed.stderr
+    assert passed.stdout == (
+        "0 of 3 slower by more than 10%; on average ours takes 1.03 times as long, everything else "
+        "2.00 times\n"
+    )
+    failed = compare(old, slower)
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines()[0] == (
+        "1.12 times as long: sparse_flash_attention, sparse_flash_attention S=8, ours, "
+        "100 to 112 ms"
+    )
+    assert compare(slower, old).returncode == 0
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    old, other, empty = (tmp_path / f"{name}.json" for name in ("old", "other", "empty"))
+    record(old)
+    content = json.loads(old.read_text())
+    other.write_text(json.dumps(content | {"machine": {"cpu": "another", "threads": 2}}))
+    empty.write_text(json.dumps(content | {"rows": []}))
+    for new, message in ((other, "two machines: "), (empty, "nothing of ours in common")):
+        failed = compare(old, new)
+        assert failed.returncode == 1
+        assert message in failed.stderr
+    partial = tmp_path / "partial.json"
+    partial.write_text(json.dumps(content | {"rows": content["rows"][:2]}))
+    assert compare(old, partial).stdout.count("not measured again: ") == 2
 
 
 @pytest.mark.usefixtures("no_limits")
