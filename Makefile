@@ -1,8 +1,8 @@
 # make demo    train a LightningIndexer on real text (about five minutes)
 # make test    build everything and run the tests, on the CPU and on the simulated NPU
-# make bench   the benchmarks: ours, the peer and the physical limit side by side.
-#              ROUNDS=1: faster, and less exact
-# make bench-check   what of ours is slower than in OLD=results.json
+# make bench   the benchmarks: ours, the peer and the physical limit side by side; writes the tables
+#              of the docs. ROUNDS=1: faster, and less exact
+# make bench-check   what of ours is slower than in OLD=results.json; without, than what is committed
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make lint    ruff, clang-format, mypy
@@ -54,6 +54,7 @@ coverage: .venv/ready .venv-npu/ready
 	$(CPU) $(PIP_INSTALL) -q 'coverage>=7,<8'
 	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
 
+# A file of its own, so that a run that fails leaves the tables alone.
 BENCH_RESULTS := out/bench.json
 BENCH_OPTIONS = --json $(BENCH_RESULTS) $(if $(ROUNDS),--rounds $(ROUNDS))
 CPU_BENCHMARKS := sparse_flash_attention lightning_indexer sparse_decode flash_attention_score \
@@ -65,9 +66,12 @@ bench: build-npu
 	rm -f $(BENCH_RESULTS)
 	set -e; for name in $(CPU_BENCHMARKS); do $(CPU) benchmarks/$$name.py $(BENCH_OPTIONS); done
 	set -e; for name in $(NPU_BENCHMARKS); do $(NPU) benchmarks/$$name.py $(BENCH_OPTIONS); done
+	$(CPU) benchmarks/write_tables.py $(BENCH_RESULTS)
 
 bench-check: .venv/ready
-	$(CPU) benchmarks/compare.py $(OLD) $(or $(NEW),$(BENCH_RESULTS))
+	mkdir -p out
+	$(if $(OLD),cp $(OLD),git show HEAD:benchmarks/results.json >) out/bench_old.json
+	$(CPU) benchmarks/compare.py out/bench_old.json $(or $(NEW),$(BENCH_RESULTS))
 
 lint: .venv/ready
 	.venv/bin/ruff check .

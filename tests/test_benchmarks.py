@@ -1,4 +1,4 @@
-"""What the benchmarks' figures go through: the file, the comparison."""
+"""What the benchmarks' figures go through: the file, the tables of the docs, the comparison."""
 
 from __future__ import annotations
 
@@ -90,6 +90,76 @@ def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
     partial = tmp_path / "partial.json"
     partial.write_text(json.dumps(content | {"rows": content["rows"][:2]}))
     assert compare(old, partial).stdout.count("not measured again: ") == 2
+
+
+def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
+    from results import Results
+    from write_tables import with_tables
+
+    path = tmp_path / "results.json"
+    record(path)
+    page = "before\n<!-- bench: readme -->\nold\n<!-- bench end -->\nafter\n"
+    table = "\n".join(
+        [
+            "| | ours, ms | share of the matmul peak | torch takes, all pairs and a mask | torch "
+            "takes, gathering the keys |",
+            "|---|---:|---:|---:|---:|",
+            "| `sparse_flash_attention` | 100 | 50% | \N{EN DASH} | 2.5x |",
+        ]
+    )
+    written = with_tables(page, Results.load(path))
+    assert written == page.replace("old", table)
+    assert with_tables(written, Results.load(path)) == written
+    with pytest.raises(ValueError, match="a table without an end"):
+        with_tables("<!-- bench: readme -->\n", Results.load(path))
+
+
+def test_the_table_of_threads(tmp_path: Path) -> None:
+    from results import Recorder, Results
+    from tables import threads
+
+    path = tmp_path / "results.json"
+    for count, seconds in ((1, 0.3), (2, 0.16), (3, 0.1)):
+        for name in ("f, decoding", "torch, matmul"):
+            Recorder("threads", path).add(name, str(count), seconds=seconds, threads=count)
+    assert threads(Results.load(path)).splitlines() == [
+        "| | 1 thread, ms | with 2 threads | with 3 threads |",
+        "|---|---:|---:|---:|",
+        "| `f`, decoding | 300 | 1.88x | 3.00x |",
+        "| torch, matmul | 300 | 1.88x | 3.00x |",
+    ]
+
+
+def test_the_docs_are_those_of_the_committed_results() -> None:
+    """Nobody has edited a table by hand, and every table has a place."""
+    from results import Results
+    from tables import TABLES
+    from write_tables import PLACE, RESULTS, pages, with_tables
+
+    results = Results.load(RESULTS)
+    used = set()
+    for path, page in pages().items():
+        assert with_tables(page, results) == page, f"{path}: python benchmarks/write_tables.py"
+        used |= {name for _, name, _ in PLACE.findall(page)}
+    assert used == set(TABLES)
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(1024, 0.5), (4096, 2.0)], 2048),
+        ([(512, 0.25), (1024, 0.5), (4096, 2.0)], 2048),
+        # Faster from the first length on, and never.
+        ([(1024, 1.5), (4096, 2.0)], 1024),
+        ([(1024, 1.5), (4096, 0.9)], None),
+    ],
+)
+def test_where_one_becomes_faster(
+    points: list[tuple[float, float]], expected: float | None
+) -> None:
+    from tables import crossing
+
+    assert crossing(points) == (expected and pytest.approx(expected))
 
 
 @pytest.mark.usefixtures("no_limits")

@@ -1,0 +1,55 @@
+"""Write the tables and pictures of the documentation from the results of a run.
+
+    python benchmarks/write_tables.py [RESULTS.json]
+
+A table stands between two comments of a page, which do not show:
+
+    <!-- bench: NAME -->
+    <!-- bench end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from results import Results
+from tables import TABLES
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results.json"
+PLACE = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- bench end -->)", re.S)
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of every page that has tables."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    return {path: text for path, text in texts.items() if "<!-- bench: " in text}
+
+
+def with_tables(page: str, results: Results) -> str:
+    """Return the text of a page with new tables in their places."""
+    if page.count("<!-- bench: ") != len(PLACE.findall(page)):
+        raise ValueError("a table without an end")
+    return PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]](results)}\n{place[3]}", page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    results = Results.load(parser.parse_args().results)
+    # All of them, before one is written.
+    written = {path: with_tables(page, results) for path, page in pages().items()}
+    for path, page in written.items():
+        path.write_text(page, encoding="utf-8")
+    from pictures import PICTURES  # needs matplotlib, unlike the tables
+
+    for name, draw in PICTURES.items():
+        draw(results, ROOT / "docs" / "images" / name)
+    results.save(RESULTS)
+
+
+if __name__ == "__main__":
+    main()
