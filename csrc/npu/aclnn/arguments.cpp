@@ -14,7 +14,9 @@ namespace {
 // A null handle would be an argument that is absent.
 template <typename Handle>
 Handle made(Handle handle, const char* maker) {
-  TORCH_CHECK(handle, "ascend: ", maker, " gave no handle");
+  if (!handle) [[unlikely]] {
+    throw NoHandle{maker};
+  }
   return handle;
 }
 

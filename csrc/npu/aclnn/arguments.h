@@ -41,6 +41,11 @@ using TensorHandle = std::unique_ptr<const aclTensor, Destroy>;
 using TensorListHandle = std::unique_ptr<const aclTensorList, Destroy>;
 using IntArrayHandle = std::unique_ptr<const aclIntArray, Destroy>;
 
+// What is thrown where CANN makes none. The launcher says of which call.
+struct NoHandle {
+  const char* maker;
+};
+
 // A tensor, or none.
 class TensorArgument {
  public:

@@ -29,12 +29,15 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-// CANN's message for the latest error of this thread, on one line.
-std::string recent_error() {
-  const char* message = c10_npu::c10_npu_get_error_message();
-  std::string text = message && *message ? message : "CANN gave no message";
+std::string on_one_line(std::string text) {
   std::ranges::replace(text, '\n', ' ');
   return text;
+}
+
+// CANN's message for the latest error of this thread.
+std::string recent_error() {
+  const char* message = c10_npu::c10_npu_get_error_message();
+  return on_one_line(message && *message ? message : "CANN gave no message");
 }
 
 void check_status(const Function& function, const char* phase, int status) {
@@ -57,7 +60,7 @@ class QueueFailure {
   void set(const char* what) {
     const std::lock_guard lock(mutex_);
     if (!failed_) {
-      message_ = what;
+      message_ = on_one_line(what);  // torch_npu's own have several
       failed_ = true;
     }
   }
@@ -140,6 +143,15 @@ class DeterminismScope {
   bool on_;
   int64_t saved_ = 0;
 };
+
+std::unique_ptr<Handles> make_handles(const Function& function, const Arguments& arguments) {
+  try {
+    return arguments.create();
+  } catch (const NoHandle& missing) {
+    raise(Violation::runtime, function.op, function.name,
+          c10::str(missing.maker, " gave no handle: ", recent_error()), Status::runtime);
+  }
+}
 
 // What the first phase leaves for the second.
 class Prepared {
@@ -249,7 +261,7 @@ void prepare(const Function& function, const Arguments& arguments, const CallCon
     cache.keep_none();
   }
   const ExecutorMemory memory;
-  prepared.handles = arguments.create();
+  prepared.handles = make_handles(function, arguments);
   check_status(
       function, "GetWorkspaceSize",
       prepared.handles->first_phase(function, &prepared.workspace_size, &prepared.executor));
