@@ -30,10 +30,13 @@ constexpr uint64_t kMoreThanThereIs = uint64_t{1} << 40;
 
 struct Fault {
   std::string function;  // "" is every function
-  int phase;  // 0: the first phase asks for too much workspace, -1: a maker of handles gives none
+  // 0: the first phase asks for too much workspace; 3: the kernel fails, which a wait reports; -1:
+  // a maker of handles gives none.
+  int phase;
   int status;
   std::string message;
   int remaining;
+  int before;  // that many calls are as usual
 };
 
 // What tests set and read.
@@ -112,7 +115,7 @@ std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
   const std::lock_guard lock(control().mutex);
   for (auto& fault : control().faults) {
     if (fault.remaining > 0 && fault.phase == phase &&
-        (fault.function.empty() || fault.function == function)) {
+        (fault.function.empty() || fault.function == function) && fault.before-- <= 0) {
       --fault.remaining;
       return std::make_unique<Fault>(fault);
     }
@@ -268,7 +271,13 @@ std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStr
 
 }  // namespace
 
-bool gives_no_handle(std::string_view maker) { return take_fault(maker, -1) != nullptr; }
+bool gives_no_handle(std::string_view maker) {
+  const auto fault = take_fault(maker, -1);
+  if (fault) {
+    set_error_message(fault->message);
+  }
+  return fault != nullptr;
+}
 
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
                                 const OperatorArguments& arguments) {
@@ -373,6 +382,10 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
   if (auto error = order_error(*owned, workspace, stream); !error.empty()) {
     return failure(kRuntime, error);
   }
+  if (auto fault = take_fault(function.name, 3)) {
+    fail_at_wait(fault->status, std::move(fault->message));
+    return ACL_SUCCESS;
+  }
   if (!computes()) {
     return ACL_SUCCESS;
   }
@@ -425,10 +438,11 @@ const char* cann_sim_live_handles() {
              .text();
   return text.c_str();
 }
-void cann_sim_fail(const char* function, int phase, int status, const char* message, int times) {
+void cann_sim_fail(const char* function, int phase, int status, const char* message, int times,
+                   int after) {
   const std::lock_guard lock(control().mutex);
   control().faulty = true;
-  control().faults.push_back({function, phase, status, message, times});
+  control().faults.push_back({function, phase, status, message, times, after});
 }
 void cann_sim_no_faults() {
   const std::lock_guard lock(control().mutex);

@@ -43,6 +43,9 @@ bool is_recording_anywhere();
 // Whether they wait for an event.
 bool is_waiting(aclrtStream stream);
 
+// A kernel has failed: the next wait of the host, for whatever it is, returns the status.
+void fail_at_wait(int status, std::string message);
+
 // The error of a call that waits for all work, while a graph is being captured.
 aclError may_wait_for_device(const char* call);
 

@@ -49,6 +49,22 @@ struct Event {
 std::atomic<int> next_stream{0};
 std::atomic<int64_t> waits{0};
 
+// The latest kernel that failed, until a wait has reported it.
+struct KernelFailure {
+  std::mutex mutex;
+  int status = ACL_SUCCESS;
+  std::string message;
+} kernel_failure;
+
+aclError report_kernel_failure() {
+  const std::lock_guard lock(kernel_failure.mutex);
+  const int status = std::exchange(kernel_failure.status, ACL_SUCCESS);
+  if (status != ACL_SUCCESS) {
+    set_error_message(kernel_failure.message);
+  }
+  return status;
+}
+
 Event* as_event(aclrtEvent event) { return static_cast<Event*>(event); }
 
 // Runs what waits on a stream, as far as it need not wait any longer.
@@ -222,6 +238,12 @@ int submit(aclrtStream stream, Task task) {
   return run_waiting(on);
 }
 
+void fail_at_wait(int status, std::string message) {
+  const std::lock_guard lock(kernel_failure.mutex);
+  kernel_failure.status = status;
+  kernel_failure.message = std::move(message);
+}
+
 aclError may_wait_for_device(const char* call) { return check_may_wait(nullptr, call); }
 
 int device_of_stream(aclrtStream stream) {
@@ -245,7 +267,7 @@ aclError aclrtSynchronizeStream(aclrtStream stream) {
     }
   }
   host_waits_for(recorded(stream));
-  return ACL_SUCCESS;
+  return report_kernel_failure();
 }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
   return aclrtSynchronizeStream(stream);
@@ -256,7 +278,7 @@ aclError aclrtSynchronizeDevice() {
     return error;
   }
   host_waits_for_all();
-  return ACL_SUCCESS;
+  return report_kernel_failure();
 }
 int64_t cann_sim_waits() { return waits; }
 

@@ -8,6 +8,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import simulate
+from device_samples import to_npu
 from samples.sample import Sample
 from samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from test_npu_conformance import attention_calls, comparable
@@ -17,16 +18,6 @@ FUNCTION = "aclnnScatterPaKvCache"
 DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-
-
-def to_npu(sample: Sample) -> Sample:
-    """With what lies around the elements of a tensor: "Nct" reads it."""
-
-    def place(x: Tensor) -> Tensor:
-        whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-        return whole.npu().as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return sample.map(place)
 
 
 def caches(sample: Sample) -> list[Tensor]:

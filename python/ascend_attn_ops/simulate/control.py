@@ -63,14 +63,20 @@ def waits() -> int:
 
 @contextmanager
 def fail(
-    function: str = "", phase: int = 1, status: int = 561002, message: str = "", times: int = 1
+    function: str = "",
+    phase: int = 1,
+    status: int = 561002,
+    message: str = "",
+    times: int = 1,
+    after: int = 0,
 ) -> Iterator[None]:
-    """The next calls of `function` fail in that phase.
+    """The next calls of `function` fail in that phase, `times` of them, behind `after` that do not.
 
-    In phase 0 their workspace is too large. In phase -1 `function` makes handles, such as
-    aclCreateTensor, and gives none.
+    In phase 0 their workspace is too large. In phase 3 the call succeeds and its kernel fails: the
+    next wait of the host for a stream or a device has `status`. In phase -1 `function` makes
+    handles, such as aclCreateTensor, and gives none.
     """
-    library().cann_sim_fail(function.encode(), phase, status, message.encode(), times)
+    library().cann_sim_fail(function.encode(), phase, status, message.encode(), times, after)
     try:
         yield
     finally:

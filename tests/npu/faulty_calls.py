@@ -1,0 +1,191 @@
+"""A process that makes calls which fail, each in a fork of its own: torch_npu's task queue does not
+survive its first failure, and to import torch takes longer than all that follows.
+
+Reads a request a line and writes an answer a line, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from ascend_attn_ops import simulate
+from ascend_attn_ops.limits import limits, table
+from device_samples import to_npu
+from samples import OPERATORS, Recipe, Sample, bytes_of
+from torch import Tensor
+
+MESSAGE = "EZ9999: planted"
+CASE_SECONDS = 60
+MAKERS = ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Of a call whose function is `{function}`, in a phase of `simulate.fail`."""
+
+    phase: int
+    status: int = 361001
+    of: str = "{function}"
+    last: bool = False  # of the handles that one maker makes for the call; else the first
+
+
+# None: there is no memory for outputs.
+FAULTS: dict[str, Fault | None] = {
+    "first phase": Fault(1, status=161002),
+    "second phase": Fault(2),
+    "kernel": Fault(3, status=507015),
+    "memory for outputs": None,
+    "memory for the workspace": Fault(0),
+    "first tensor": Fault(-1, of="aclCreateTensor"),
+    "last tensor": Fault(-1, of="aclCreateTensor", last=True),
+    "list of tensors": Fault(-1, of="aclCreateTensorList"),
+    "list of integers": Fault(-1, of="aclCreateIntArray", last=True),
+}
+
+
+def recipes_of(operator: str) -> list[Recipe]:
+    return [recipe for recipe in OPERATORS[operator].recipes if recipe.on_device]
+
+
+def handles_of(arguments: dict[str, Any]) -> dict[str, int]:
+    """How many handles of each kind a call has had, from the log of its first phase."""
+    made = dict.fromkeys(MAKERS, 0)
+    for x in arguments.values():
+        if isinstance(x, list):
+            tensors = [item for item in x if isinstance(item, dict)]
+            made["aclCreateTensorList" if tensors else "aclCreateIntArray"] += 1
+            made["aclCreateTensor"] += len(tensors)
+        elif isinstance(x, dict) and "sizes" in x:
+            made["aclCreateTensor"] += 1
+    return made
+
+
+def survey() -> dict[str, list[dict[str, Any]]]:
+    """The calls of each function of ours: which recipe makes it, and with how many handles."""
+    calls: dict[str, list[dict[str, Any]]] = {}
+    for row in table():
+        for recipe in recipes_of(row["operator"]):
+            sample = to_npu(recipe.make(torch.bfloat16))
+            with simulate.computing(False), simulate.recorded_calls() as log:
+                sample.call(torch.ops.ascend)
+            for entry in log:
+                if entry.get("phase") == 1 and entry["function"] in row["aclnn"]:
+                    call = {"recipe": recipe.id, "handles": handles_of(entry["arguments"])}
+                    calls.setdefault(entry["function"], []).append(call)
+    return calls
+
+
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """Nothing is left of what the allocator has, and it gets no more."""
+    torch.npu.empty_cache()
+    all_of_it = torch.npu.mem_get_info()[1]
+    torch.npu.set_per_process_memory_fraction(torch.npu.memory_reserved() / all_of_it)
+    fillers = []
+    for size in (2**21, 2**17, 2**13, 2**9):
+        try:
+            while True:
+                fillers.append(torch.empty(size, dtype=torch.uint8, device="npu"))
+        except RuntimeError:
+            pass
+    try:
+        yield
+    finally:
+        fillers.clear()
+        torch.npu.set_per_process_memory_fraction(1.0)
+
+
+def result_of(sample: Sample) -> tuple[Tensor, ...]:
+    """The outputs, and the arguments, of which a call in place changes some; on the CPU."""
+    outputs = sample.call(torch.ops.ascend)
+    return tuple(bytes_of(x.cpu()) for x in (*outputs, *sample.tensors.values()))
+
+
+def what_follows(recipe: Recipe) -> str:
+    try:
+        outputs = result_of(to_npu(recipe.make(torch.bfloat16)))
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    expected = result_of(recipe.make(torch.bfloat16))
+    wrong = [
+        i for i, (x, y) in enumerate(zip(outputs, expected, strict=True)) if not torch.equal(x, y)
+    ]
+    return f"other than on the CPU: {wrong}" if wrong else "right"
+
+
+def call_that_fails(operator: str, function: str, name: str, recipe: str, handles: dict[str, int]
+                    ) -> dict[str, Any]:  # fmt: skip
+    """Where it raises, what, which handles and how much memory are left; then the next call."""
+    chosen = next(x for x in recipes_of(operator) if x.id == recipe)
+    fault = FAULTS[name]
+    sample = to_npu(chosen.make(torch.bfloat16))
+    answer: dict[str, Any] = {"where": "nowhere", "text": ""}
+    before, memory = simulate.live_handles(), torch.npu.memory_allocated()
+    if fault is None:
+        planted: Any = no_memory()
+    else:
+        of = fault.of.format(function=function)
+        planted = simulate.fail(
+            of, fault.phase, fault.status, MESSAGE, after=handles[of] - 1 if fault.last else 0
+        )
+    with planted:
+        where = "call"
+        try:
+            outputs = sample.call(torch.ops.ascend)
+            where = "wait"
+            torch.npu.synchronize()
+        except RuntimeError as error:
+            answer = {"where": where, "text": str(error), "type": type(error).__name__}
+    outputs = None  # noqa: F841
+    after = simulate.live_handles()
+    answer["handles"] = {kind: after[kind] - before[kind] for kind in after}
+    answer["memory"] = torch.npu.memory_allocated() - memory
+    answer["next"] = what_follows(chosen)
+    return answer
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns; a text for what it raised, or for the signal that has ended it."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(CASE_SECONDS)
+        try:
+            with limits(None):  # the sizes of some samples are not the device's
+                answer = function(*arguments)
+        except BaseException:
+            answer = traceback.format_exc()
+        with open(write, "w") as file:
+            json.dump(answer, file)
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        text = file.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else f"ended with status {status}"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = in_a_fork(call_that_fails, *request) if request else in_a_fork(survey)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

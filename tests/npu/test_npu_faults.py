@@ -1,0 +1,104 @@
+"""Every function that our operators call, with every way for a call to fail: what the user is told,
+what is left behind, and what becomes of the next call."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ascend_attn_ops.limits import table
+from conftest import DEVICE, TASK_QUEUE
+from faulty_calls import FAULTS, MESSAGE, Fault
+from samples import OPERATORS
+
+FUNCTIONS = [(row["operator"], function) for row in table() for function in row["aclnn"]]
+# What the thread of the task queue does, at each of its levels.
+PHASES_ON_QUEUE: dict[int, tuple[int, ...]] = {0: (), 1: (2,), 2: (-1, 0, 1, 2)}
+
+each_function = pytest.mark.parametrize(("operator", "function"), FUNCTIONS)
+each_fault = pytest.mark.parametrize("name", FAULTS)
+
+
+class FaultyCalls:
+    """The process of faulty_calls.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("faulty_calls.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self.calls: dict[str, list[dict[str, Any]]] = self.ask()
+
+    def ask(self, *request: Any) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        assert isinstance(answer, dict), answer
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[FaultyCalls]:
+    process = FaultyCalls()
+    yield process
+    process.close()
+
+
+def test_a_function_of_every_operator_is_called(faulty: FaultyCalls) -> None:
+    """By a sample; those that are not belong to other products."""
+    called = {operator for operator, function in FUNCTIONS if function in faulty.calls}
+    assert called == {row["operator"] for row in table()}
+
+
+def line_of(operator: str, function: str, fault: Fault) -> str:
+    """The pattern of our line, of which there is one."""
+    phase = "GetWorkspaceSize" if fault.phase == 1 else ""
+    what = f"{fault.of} gave no handle: " if fault.phase == -1 else ""
+    code = rf"\[[\w ]*{fault.status}\]"
+    return rf"ascend::{operator}: {function}{phase}: {what}{MESSAGE} {code}"
+
+
+@each_function
+@each_fault
+def test_fault(operator: str, function: str, name: str, faulty: FaultyCalls) -> None:
+    fault = FAULTS[name]
+    if function not in faulty.calls:
+        pytest.skip(f"no sample calls it on {' with CANN '.join(DEVICE)}")
+    calls = faulty.calls[function]
+    if fault is None and OPERATORS[operator].in_place:
+        pytest.skip("allocates no output")
+    if fault is not None and fault.phase == -1:
+        calls = [call for call in calls if call["handles"][fault.of]]
+    if not calls:
+        pytest.skip("takes no such argument")
+    answer = faulty.ask(operator, function, name, calls[0]["recipe"], calls[0]["handles"])
+    assert set(answer["handles"].values()) == {0}
+    assert answer["memory"] == 0
+    on_queue = fault is not None and fault.phase in PHASES_ON_QUEUE[TASK_QUEUE]
+    # torch_npu's own words where no memory is left, or where a kernel fails once it has been
+    # launched, as of its own operators.
+    if fault is None or fault.phase == 0:
+        line = r"NPU out of memory\. .*"
+    elif fault.phase == 3:
+        line = rf"(?s:.*)error code is {fault.status}(?s:.*)"
+    else:
+        line = line_of(operator, function, fault)
+    if on_queue:
+        # torch_npu reports it when it likes to, and knows the function alone; its queue is dead.
+        assert f"the current working operator name is {function}." in answer["text"]
+        stopped = rf"ascend::{operator}: {function}: torch_npu's task queue has stopped, after: "
+        assert re.fullmatch(rf"{stopped}{line} \[[\w ]*361001\]", answer["next"]), answer["next"]
+    else:
+        assert re.fullmatch(line, answer["text"]), answer["text"]
+        assert answer["where"] == ("wait" if fault is not None and fault.phase == 3 else "call")
+        assert answer["next"] == "right"
