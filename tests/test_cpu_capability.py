@@ -13,7 +13,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import _C, reference
-from tolerance import TOLERANCES, assert_close
+from samples import OPERATORS, Sample
 from torch import Tensor
 
 VARIABLE = "ASCEND_ATTN_OPS_CPU_CAPABILITY"
@@ -55,19 +55,22 @@ def assert_products(dtype: torch.dtype, heads: int, size: int, keys: int) -> Non
     value = small_integers(1, keys + 3, 1, size, dtype=dtype)
     d_out = small_integers(1, tokens, heads, size, dtype=dtype)
     indices = torch.stack([torch.randperm(keys + 3)[:keys] for _ in range(tokens)])
-    arguments = (query, key, value, indices.to(torch.int32).view(1, tokens, 1, keys))
+    inputs = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "sparse_indices": indices.to(torch.int32).view(1, tokens, 1, keys),
+    }
+    where = f"{heads} heads of {size}, {keys} keys, {dtype}"
     options = {"scale_value": 0.25 * size**-0.5, "sparse_mode": 0}
-    forward = reference.sparse_flash_attention(*arguments, **options)
-    expected = forward + reference.sparse_flash_attention_grad(
-        *arguments, d_out, *forward, **options
+    forward = Sample("sparse_flash_attention", where, inputs, options)
+    out, softmax_max, softmax_sum = forward.call(reference)
+    gradient = forward.of_gradient(
+        d_out=d_out, out=out, softmax_max=softmax_max, softmax_sum=softmax_sum
     )
-    ours = torch.ops.ascend
-    actual = ours.sparse_flash_attention(*arguments, **options)
-    actual += ours.sparse_flash_attention_grad(*arguments, d_out, *forward, **options)
-    names = ("out", "max", "sum", "d_query", "d_key", "d_value")
-    for name, x, y in zip(names, actual, expected, strict=False):
-        where = f"{name} of {heads} heads of {size}, {keys} keys, {dtype}"
-        assert_close(where, x, y, TOLERANCES[dtype])
+    for sample in (forward, gradient):
+        operator = OPERATORS[sample.operator]
+        operator.assert_matches_reference(sample, sample.call(torch.ops.ascend))
 
 
 def test_products_with_mkldnn_switched_off() -> None:

@@ -7,21 +7,22 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops import reference
-from tolerance import CLOSE
+from samples import OPERATORS, Sample
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
+Outputs = tuple[Tensor, ...]
+
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
-def assert_as_reference(actual: Any, expected: Any, dtype: torch.dtype) -> None:
+def assert_as_reference(operator: str, actual: Outputs, *arguments: Tensor, **options: Any) -> None:
     """A NaN where the reference has one, and nowhere else."""
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            x.double(), y.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True
-        )
+    schema = OPERATORS[operator].overload._schema.arguments
+    names = [x.name for x in schema if not x.kwarg_only]
+    sample = Sample(operator, "", dict(zip(names, arguments, strict=True)), options)
+    OPERATORS[operator].assert_matches_reference(sample, actual)
 
 
 def tokens(heads: int, keys: int, dtype: torch.dtype, infinite: slice) -> tuple[Tensor, ...]:
@@ -44,12 +45,8 @@ def test_tiles_whose_scores_are_minus_infinity(infinite: int, dtype: torch.dtype
     query, key, value = tokens(2, keys, dtype, slice(infinite))
     options = {"scale_value": 1.0, "sparse_mode": 0}
     arguments = query, key, value, every_key(keys)
-    exact = (x.double() if x.is_floating_point() else x for x in arguments)
-    assert_as_reference(
-        torch.ops.ascend.sparse_flash_attention(*arguments, **options),
-        reference.sparse_flash_attention(*exact, **options),
-        dtype,
-    )
+    actual = torch.ops.ascend.sparse_flash_attention(*arguments, **options)
+    assert_as_reference("sparse_flash_attention", actual, *arguments, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,11 +69,8 @@ def test_gradients_beside_an_infinite_key(heads: int, dtype: torch.dtype) -> Non
     main = query, key, value, every_key(6)
     out, *statistics = torch.ops.ascend.sparse_flash_attention(*main, **options)
     arguments = *main, torch.randn_like(out), out, *statistics
-    exact = (x.double() if x.is_floating_point() else x for x in arguments)
     actual = torch.ops.ascend.sparse_flash_attention_grad(*arguments, **options)
-    assert_as_reference(
-        actual[:3], reference.sparse_flash_attention_grad(*exact, **options)[:3], dtype
-    )
+    assert_as_reference("sparse_flash_attention_grad", actual, *arguments, **options)
     assert actual[1].isfinite().all()
     assert actual[2].isfinite().all()
 
@@ -91,11 +85,9 @@ def test_loss_beside_an_infinite_key(heads: int, dtype: torch.dtype) -> None:
     indices = every_key(6)
     _, *statistics = torch.ops.ascend.sparse_flash_attention(query, key, key, indices, **options)
     arguments = query, key, query_index, key_index, weights, indices, *statistics
-    exact = (x.double() if x.is_floating_point() else x for x in arguments)
     options = {"scale_value": 1.0, "layout": "BSND", "sparse_mode": 3}
     actual = torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss(*arguments, **options)
-    expected = reference.sparse_lightning_indexer_grad_kl_loss(*exact, **options)
-    assert_as_reference(actual, expected, dtype)
+    assert_as_reference("sparse_lightning_indexer_grad_kl_loss", actual, *arguments, **options)
     assert actual[3].isfinite().all()
 
 

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from tolerance import TOLERANCES, assert_close
+from samples import OPERATORS, Sample
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -48,13 +50,17 @@ def check(
     scale_value: float = 0.4,
     atten_mask: Tensor | None = None,
 ) -> Tensor:
-    """The operator's output, as close to the reference's as half precision asks."""
-    arguments = {**options(tensors, scale_value, atten_mask), **quantization}
-    out = ascend_attn_ops.prompt_flash_attention(*tensors, **arguments)
-    expected = reference.prompt_flash_attention(*tensors, **arguments)
-    assert out.dtype == expected.dtype == torch.float16
-    assert_close("out", out, expected, TOLERANCES[torch.float16])
+    """The operator's output, which is close to the reference's."""
+    sample = sample_of(tensors, {**options(tensors, scale_value, atten_mask), **quantization})
+    (out,) = sample.call(ascend_attn_ops)
+    assert out.dtype == torch.float16
+    OPERATORS[sample.operator].assert_matches_reference(sample, (out,))
     return out
+
+
+def sample_of(tensors: Sequence[Tensor], options: dict[str, Any]) -> Sample:
+    inputs = dict(zip(("query", "key", "value"), tensors, strict=True))
+    return Sample("prompt_flash_attention", "", inputs, options)
 
 
 # 5000 and -5000: all exponentials but the smallest saturate. 0.4: all become 0.
@@ -146,7 +152,5 @@ def test_other_processors(instructions: str, tmp_path: Path) -> None:
     assert torch.equal(out, check(tensors, scales()))
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 50, 16).bfloat16()
-    expected = reference.prompt_flash_attention(
-        q.double(), k.double(), v.double(), num_heads=2, layout="BNSD", scale_value=0.25
-    )
-    assert_close("bfloat16", half, expected, TOLERANCES[torch.bfloat16])
+    sample = sample_of((q, k, v), options([q, k, v], 0.25, None))
+    OPERATORS[sample.operator].assert_matches_reference(sample, (half,))

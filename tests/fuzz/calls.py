@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import ascend_attn_ops
 import torch
-from samples import Sample, bytes_of
+from bounds import Expected
+from samples import OPERATORS, Sample, bytes_of
+from samples.prompt_flash_attention import ExpectedOfInt8
 from torch import Tensor
 
 from .case import Finding
@@ -120,3 +122,18 @@ def run(sample: Sample, random: Random, same_on_all_threads: bool) -> Outputs:
                     f"and {again} with strides {strides}"
                 )
     return first
+
+
+def check(sample: Sample, actual: Outputs, expected: Sequence[Expected] | None = None) -> None:
+    """What the call returned, against what the operator's record expects, or `expected`."""
+    operator = OPERATORS[sample.operator]
+    try:
+        if expected is None and operator.expected is None:
+            operator.assert_matches_reference(sample, actual)
+            return
+        for one, x in zip(expected or operator.expected(sample), actual, strict=True):
+            # Of many small samples some exceed a share by chance.
+            few = isinstance(one, ExpectedOfInt8)
+            (replace(one, deviations=3.0) if few else one).check(x)
+    except AssertionError as error:
+        raise Finding(f"{sample.operator} {sample.id}\n{error}") from None

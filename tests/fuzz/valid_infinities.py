@@ -13,7 +13,6 @@ from dataclasses import replace
 from random import Random
 
 import torch
-from ascend_attn_ops import reference
 from samples import (
     OPERATORS,
     Sample,
@@ -24,33 +23,25 @@ from samples import (
     sparse_flash_attention,
 )
 from samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
-from tolerance import CLOSE
 
 from . import draw
-from .bounds import Expected, check_all
-from .calls import Outputs, run
+from .calls import Outputs, check, run
 from .case import Case
 from .valid_dense import flash_case, prompt_case
 from .valid_sparse import sparse_case
 
 SOURCES = ("query", "key", "value", "query_rope", "key_rope")
-# Half of float16's digits are more than bfloat16's.
-BOUNDS = {**CLOSE, torch.float16: CLOSE[torch.bfloat16]}
 
 
 def compare(sample: Sample, actual: Outputs, same_nan: tuple[str, ...] = ()) -> None:
     """Of the outputs `same_nan`, what is not finite in the reference is the same here."""
-    names = OPERATORS[sample.operator].output_names
-    checks = []
-    for name, x, y in zip(names, actual, sample.double().call(reference), strict=True):
-        exact = y.double()
-        if name not in same_nan:
+    expected = []
+    for one, x in zip(OPERATORS[sample.operator].expected(sample), actual, strict=True):
+        exact, allowed = (y.double().expand(x.shape) for y in (one.exact, one.allowed))
+        if one.name not in same_nan:
             exact = torch.where(exact.isfinite(), exact, x.double())
-        finite = exact[exact.isfinite()].abs()
-        largest = max(1.0, float(finite.max())) if finite.numel() else 1.0
-        close = BOUNDS[sample.inputs["query"].dtype] * largest
-        checks.append(Expected(name, exact, torch.full_like(exact, close)))
-    check_all(checks, actual, sample)
+        expected.append(replace(one, exact=exact, allowed=allowed))
+    check(sample, actual, expected)
 
 
 def with_special(sample: Sample, names: tuple[str, ...], random: Random) -> tuple[Sample, str]:

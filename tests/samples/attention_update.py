@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from ascend_attn_ops import reference
+from bounds import OF_TERMS, Expected, within
 from torch import Tensor
 
 from .randomness import Random
@@ -75,6 +77,19 @@ def backward(
     return [x.unbind() for x in stacked]
 
 
+def expected(sample: Sample) -> list[Expected]:
+    exact, dtype = sample.double(), sample.inputs["local_out"][0].dtype
+    out, lse_out = exact.call(reference)
+    parts = [x.abs() for x in exact.inputs["local_out"]]
+    terms, _ = exact.replace(local_out=parts).call(reference)
+    # A sum of logarithms: what it is the logarithm of is accurate to 1e-5, and so is the maximum.
+    of_lse = OF_TERMS[torch.float64 if dtype == torch.float64 else torch.float32]
+    return [
+        within("out", out, terms, dtype),
+        Expected("lse_out", lse_out, of_lse * lse_out.abs().clamp(min=1)),
+    ]
+
+
 def torch_npu(x: dict[str, Any]) -> None:
     """It takes rows."""
     torch.ops.npu.npu_attention_update(
@@ -89,6 +104,7 @@ ATTENTION_UPDATE = Operator(
     CASES,
     build,
     Gradient(("lse", "local_out"), ("out", "lse_out"), backward),
+    expected=expected,
     # Not 128 parts: torch_npu has no room for them in the key under which CANN keeps executors.
     on_device=lambda case: case.d % 8 == 0 and case.parts < 128,
     torch_npu=torch_npu,

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
-from tolerance import Tolerance
+from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.flash_attention_score import by_head, from_heads, to_heads
+from bounds import Expected, largest_score, magnitude, of_statistics, within
 from torch import Tensor
 
 from .masks import compressed_mask
@@ -279,27 +281,79 @@ def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
     )
 
 
-# Of outputs and of gradients, relative to the largest element of the tensor. Rounding to bfloat16
-# alone may cost 3.9e-3 of it.
-BOUNDS = {
-    torch.float16: (1e-3, 5e-3),
-    torch.bfloat16: (4e-3, 2.5e-2),
-    torch.float32: (1e-5, 1e-4),
-    torch.float64: (1e-10, 1e-10),
-}
+def score_size(a: Arguments) -> float:
+    """Of query and key, and of what is added to their products."""
+    query, key, _ = by_head(a, torch.float64)
+    scale, bias = a.scale_value, 0.0
+    if a.pse_shift is not None and a.pse_shift.numel():
+        bias = float(magnitude(a.pse_shift).max())
+        if a.pse_type >= 2:
+            starts = [x[0] for x in (a.q_start_idx, a.kv_start_idx) if x]
+            bias *= max(query.shape[2], key.shape[2]) + sum(map(abs, starts))
+        if a.pse_type == 1:
+            bias *= abs(scale)
+    return largest_score(query, key, scale) + bias
 
 
-def tolerance(output: str, dtype: torch.dtype) -> Tolerance:
-    if output.startswith("softmax"):
-        # Not of the largest: rows without keys have +-FLT_MAX.
-        bound = 1e-10 if dtype == torch.float64 else 1e-5
-        return Tolerance(rtol=bound, atol=bound)
-    forward, gradient = BOUNDS[dtype]
-    bound = gradient if output.startswith("d") else forward
-    # Half the distance of the smallest numbers: no result of this dtype is closer.
-    numbers = torch.finfo(dtype)
-    half = numbers.smallest_normal * numbers.eps / 2
-    return Tolerance(rtol=0, atol=half, of_largest=bound, unit_scale=False)
+def head_counts(a: Arguments) -> tuple[int, int]:
+    query, key, _ = by_head(a, torch.float64)
+    return query.shape[1], key.shape[1]
+
+
+def beside(layout: str, heads: int, *parts: Tensor) -> Tensor:
+    """Tensors of one layout as one with wider heads."""
+    return from_heads(torch.cat([to_heads(x, heads, layout) for x in parts], -1), layout)
+
+
+def part(x: Tensor, layout: str, heads: int, number: int, parts: int) -> Tensor:
+    """One of what stands beside each other."""
+    return from_heads(to_heads(x, heads, layout).chunk(parts, -1)[number], layout)
+
+
+def expected(sample: Sample) -> list[Expected]:
+    exact, dtype = sample.double(), sample.inputs["query"].dtype
+    a = sample.exact_arguments()
+    heads, key_heads = head_counts(a)
+    value = exact.inputs["value"]
+    both, softmax_max, softmax_sum = exact.replace(
+        value=beside(a.layout, key_heads, value, magnitude(value))
+    ).call(reference)
+    out, terms = (part(both, a.layout, heads, number, 2) for number in range(2))
+    largest = score_size(a)
+    return [
+        within("out", out, terms, dtype, largest),
+        *of_statistics(softmax_max, softmax_sum, dtype, largest),
+    ]
+
+
+def expected_gradient(sample: Sample) -> list[Expected]:
+    exact, dtype = sample.double(), sample.inputs["query"].dtype
+    largest = score_size(sample.exact_arguments())
+    return [
+        within(name, x, terms, dtype, largest)
+        for name, x, terms in zip(
+            ("dq", "dk", "dv"), exact.call(reference), gradient_terms(exact), strict=True
+        )
+    ]
+
+
+def gradient_terms(exact: Sample) -> Outputs:
+    """A of the three gradients, by the reference: beside every query stand zeros and its absolute
+    value, beside every key its absolute value and zeros. The scores are the same, and what the
+    gradients' parts beside are is what the absolute values would have."""
+    a = exact.exact_arguments()
+    heads, key_heads = head_counts(a)
+    query, key = exact.inputs["query"], exact.inputs["key"]
+    wider = {
+        "query": beside(a.layout, heads, query, torch.zeros_like(query), magnitude(query)),
+        "key": beside(a.layout, key_heads, key, magnitude(key), torch.zeros_like(key)),
+        "value": magnitude(exact.inputs["value"]),
+        "dy": magnitude(exact.inputs["dy"]),
+        "attention_in": -magnitude(exact.inputs["attention_in"]),
+        "softmax_sum": exact.inputs["softmax_sum"].abs(),  # a call may have any statistics
+    }
+    dq, dk, dv = exact.replace(**wider).call(reference)
+    return part(dq, a.layout, heads, 1, 3).abs(), part(dk, a.layout, key_heads, 2, 3).abs(), dv
 
 
 def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +401,7 @@ FLASH_ATTENTION_SCORE = Operator(
     CASES,
     build,
     Gradient(("query", "key", "value"), ("out",), backward),
-    tolerance=tolerance,
+    expected=expected,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,
     torch_npu_takes=every_case,  # empty ones too
@@ -359,6 +413,7 @@ FLASH_ATTENTION_SCORE_GRAD = replace(
     name="flash_attention_score_grad",
     build=build_grad,
     gradient=None,
+    expected=expected_gradient,
     # The gradient wants a bias of one row for each batch; autograd repeats it.
     on_device=lambda case: case in DEVICE_CASES and not (case.pse == "key" and case.b > 1),
     torch_npu=torch_npu_grad,

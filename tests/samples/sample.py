@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
+from ascend_attn_ops import reference
+from ascend_attn_ops.reference.declaration import Arguments
 from torch import Tensor
 
 
@@ -100,6 +103,13 @@ class Sample:
 
     def double(self) -> Sample:
         return self.map(lambda x: x.double() if x.is_floating_point() else x)
+
+    def exact_arguments(self) -> Arguments:
+        """In fp64, and also those that the sample leaves at their defaults."""
+        exact = self.double()
+        bound = signature(getattr(reference, self.operator)).bind(*exact.args, **exact.options)
+        bound.apply_defaults()
+        return Arguments(**bound.arguments)
 
     def to(self, device: str) -> Sample:
         return self.map(lambda x: x.to(device))

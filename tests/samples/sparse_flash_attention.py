@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.sequences import with_dense_keys
+from ascend_attn_ops.reference.sparse_flash_attention import join_rope
+from bounds import Expected, largest_score, magnitude, of_statistics, within
 from torch import Tensor
 
 from .randomness import Random
@@ -141,6 +145,59 @@ def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
     return d_query, d_key, d_value, *d_ropes
 
 
+def score_size(a: Arguments) -> float:
+    query, key = join_rope(a.query, a.query_rope), join_rope(a.key, a.key_rope)
+    return largest_score(query, key, a.scale_value)
+
+
+def expected(sample: Sample) -> list[Expected]:
+    exact, dtype = sample.double(), sample.inputs["query"].dtype
+    value = exact.inputs["value"]
+    both, softmax_max, softmax_sum = exact.replace(
+        value=torch.cat((value, magnitude(value)), -1)
+    ).call(reference)
+    out, terms = both.chunk(2, -1)
+    largest = score_size(with_dense_keys(sample.exact_arguments(), "key", "key_rope"))
+    return [
+        within("out", out, terms, dtype, largest),
+        *of_statistics(softmax_max, softmax_sum, dtype, largest),
+    ]
+
+
+def expected_gradient(sample: Sample) -> list[Expected]:
+    names = ("d_query", "d_key", "d_value", "d_query_rope", "d_key_rope")
+    exact, dtype = sample.double(), sample.inputs["query"].dtype
+    largest = score_size(sample.exact_arguments())
+    return [
+        within(name, x, terms, dtype, largest)
+        for name, x, terms in zip(names, exact.call(reference), gradient_terms(exact), strict=True)
+    ]
+
+
+def gradient_terms(exact: Sample) -> Outputs:
+    """A of the five gradients, by the reference: beside every query stand zeros and its absolute
+    value, beside every key its absolute value and zeros. The scores are the same, and what the
+    gradients' parts beside are is what the absolute values would have."""
+    changes: dict[str, Any] = {
+        "value": magnitude(exact.inputs["value"]),
+        "d_out": magnitude(exact.inputs["d_out"]),
+        "out": -magnitude(exact.inputs["out"]),
+        "softmax_sum": exact.inputs["softmax_sum"].abs(),  # a call may have any statistics
+    }
+    for name, x in exact.tensors.items():
+        zeros = torch.zeros_like(x)
+        if name in ("query", "query_rope"):
+            changes[name] = torch.cat((x, zeros, magnitude(x)), -1)
+        elif name in ("key", "key_rope"):
+            changes[name] = torch.cat((x, magnitude(x), zeros), -1)
+    d_query, d_key, d_value, d_query_rope, d_key_rope = exact.replace(**changes).call(reference)
+
+    def part(x: Tensor, number: int) -> Tensor:
+        return x.abs().chunk(3, -1)[number] if x.dim() > 1 else x
+
+    return part(d_query, 1), part(d_key, 2), d_value, part(d_query_rope, 1), part(d_key_rope, 2)
+
+
 def torch_npu(x: dict[str, Any]) -> None:
     torch.ops.npu.npu_sparse_flash_attention(
         x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
@@ -176,6 +233,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         backward,
         takes=lambda case: not case.page,
     ),
+    expected=expected,
     on_device=on_device,
     torch_npu=torch_npu,
 )
@@ -184,6 +242,7 @@ SPARSE_FLASH_ATTENTION_GRAD = Operator(
     "sparse_flash_attention_grad",
     CASES,
     build_grad,
+    expected=expected_gradient,
     on_device=on_device,
     torch_npu=torch_npu_grad,
 )

@@ -1,8 +1,6 @@
 """The bound of docs/specification/tolerances.md: c * A and half a unit in the last place, for every
-element, where A is the same formula with absolute values.
-
-The bounds of the samples are relative to an element, but for a share of them; random sums that
-cancel would need a share of their own in tensors of three elements.
+element, where A is the same formula with absolute values. The modules of samples/ compute it for
+their operators, by the reference.
 
 Scores are float32 whatever they are of, and a weight is as uncertain as its score. The bound on
 softmax_max says by how much a score may be off: 2e-6 of the largest. With large scores that is more
@@ -14,11 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from samples import Sample
 from tolerance import cosine_difference
 from torch import Tensor
-
-from .case import Finding
 
 OF_TERMS = {
     torch.bfloat16: 2**-7,
@@ -28,6 +23,9 @@ OF_TERMS = {
 }
 OF_SCORES = {torch.float64: 2e-14}
 OF_SCORES_IN_FLOAT32 = 2e-6
+# Of the sum of what a score is a sum of: its sign is that of the rounding. In float32 whatever the
+# score is of, but for float64.
+UNDECIDED = {dtype: 1e-14 if dtype == torch.float64 else 2e-6 for dtype in OF_TERMS}
 # Weights that are almost nothing are zero in float32, and their products with anything.
 VANISHING = 1e-30
 
@@ -41,8 +39,9 @@ class Expected:
     allowed: Tensor
 
     def check(self, actual: Tensor) -> None:
-        if actual.shape != self.exact.shape:
-            raise Finding(f"{self.name}: {list(actual.shape)} against {list(self.exact.shape)}")
+        assert actual.shape == self.exact.shape, (
+            f"{self.name}: {list(actual.shape)} against {list(self.exact.shape)}"
+        )
         x, y = actual.detach().double(), self.exact.double()
         # What the dtype has no number for is infinite.
         largest = torch.finfo(actual.dtype).max
@@ -64,15 +63,12 @@ class Expected:
             lines.append(
                 f"  at {at}: got {float(x[at]):.9g}, expected {float(y[at]):.9g} +- {allowed:.3g}"
             )
-        raise Finding("\n".join(lines))
+        raise AssertionError("\n".join(lines))
 
 
-def check_all(expected: list[Expected], actual: tuple[Tensor, ...], sample: Sample) -> None:
-    try:
-        for one, x in zip(expected, actual, strict=True):
-            one.check(x)
-    except Finding as finding:
-        raise Finding(f"{sample.operator} {sample.id}\n{finding}") from None
+def magnitude(x: Tensor) -> Tensor:
+    """|x|, 0 where it is not finite: what is finite beside that is as exact as ever."""
+    return torch.where(x.isfinite(), x.abs(), 0)
 
 
 def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,4 +105,15 @@ def largest_score(query: Tensor, key: Tensor, scale: float) -> float:
     """At least the largest sum of the absolute values of what a score is a sum of."""
     if query.numel() == 0 or key.numel() == 0:
         return 0.0
-    return abs(scale) * float(query.norm(dim=-1).max() * key.norm(dim=-1).max())
+    of_query, of_key = (magnitude(x).norm(dim=-1).max() for x in (query, key))
+    return abs(scale) * float(of_query * of_key)
+
+
+def counted_signs(scores: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """How often a term counts in A that has the derivative of relu(scores) as a factor.
+
+    That is 0 or 1, where rounding does not decide which: there a term may be missing, or one too
+    many, and counts as often as the bound on it, c * A, is one whole term.
+    """
+    undecided = (scores != 0) & (scores.abs() < UNDECIDED[dtype] * terms)
+    return torch.where(undecided, 1 / OF_TERMS[dtype], (scores > 0).double())
