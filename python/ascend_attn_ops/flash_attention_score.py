@@ -60,8 +60,8 @@ def flash_attention_score(
     Rows that keep no key are zero. Differentiable with respect to query, key and value; on the CPU
     also with respect to pse_shift with pse_type 0 or 1.
 
-    A bfloat16 call rounds the weights to bfloat16 before the product with value; on the CPU, rows
-    over at most 128 keys compensate for the rounding.
+    A bfloat16 call rounds the weights to bfloat16 before the product with value. The CPU computes
+    float16 calls in float32, and rounds the results alone.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (Sq, B, N*D) in SBH, (B, Sq, N, D) in BSND,
