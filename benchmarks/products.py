@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from harness import recorder
 from results import parser
+from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[1]
 SIZES = [(64, 128, 128), (64, 512, 128), (64, 128, 512), (128, 64, 576), (8, 512, 128)]
@@ -34,6 +35,7 @@ def compile_into(folder: str) -> str:
     sources += [f"csrc/cpu/common/{name}.cpp" for name in ("portable_gemm", "capability")]
     compiler = os.environ.get("CXX", "g++")
     options = ["-std=c++20", "-O3", "-fopenmp-simd", "-Icsrc", "-o", program]
+    options += [f"-isystem{path}" for path in include_paths()]
     subprocess.run([compiler, *options, *sources], cwd=ROOT, check=True)
     return program
 

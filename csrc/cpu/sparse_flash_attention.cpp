@@ -36,8 +36,7 @@ class Attention {
         value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size),
         packed_values_(kMaxKeys, inputs.size),
         scores_(kMaxKeys, padded_heads_),
-        rounded_(kMaxKeys, padded_heads_),
-        remainders_(kMaxKeys, padded_heads_),
+        by_key_(kMaxKeys, padded_heads_),
         probabilities_(padded_heads_, kMaxKeys),
         out_(padded_heads_, inputs.size),
         statistics_(3, padded_heads_) {}
@@ -47,7 +46,6 @@ class Attention {
   void token(const SequenceInputs<Input>& inputs, int64_t token, Input* out, T* softmax_max,
              T* softmax_sum) {
     auto selected = inputs.selected(token);
-    exact_ = carries_remainders<Operand>(selected.bound());
     std::array<int64_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
@@ -92,19 +90,10 @@ class Attention {
         value_tile_.load(inputs.value, product_.keys(), positions, count, tile_rows);
     const auto packed =
         operand_b(tile_rows, size_, values.data(), values.stride(), packed_values_.data());
-    add_values(rounded_, count, tile_rows, packed, /*accumulate=*/!first);
-    if (exact_) {
-      add_values(remainders_, count, tile_rows, packed, /*accumulate=*/true);
-    }
-  }
-
-  // out = by_key^T * values, or out += by_key^T * values
-  void add_values(const Tile<Operand>& by_key, int64_t count, int64_t tile_rows,
-                  OperandB<Operand> values, bool accumulate) {
-    zero_rows(by_key, count, tile_rows);
-    transpose(by_key, tile_rows, padded_heads_, probabilities_);
+    zero_rows(by_key_, count, tile_rows);
+    transpose(by_key_, tile_rows, padded_heads_, probabilities_);
     tile_gemm(padded_heads_, size_, tile_rows, probabilities_.data(), probabilities_.stride(),
-              values.data, values.stride, out_.data(), out_.stride(), accumulate);
+              packed.data, packed.stride, out_.data(), out_.stride(), /*accumulate=*/!first);
   }
 
   // Computes exp(scores - max) with the running maximum. Returns whether the maximum rose for some
@@ -112,8 +101,7 @@ class Attention {
   bool update_softmax(int64_t count) {
     bool rose = false;
     vectorized([&rose, count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
-                rounded = rounded_.data(), remainders = remainders_.data(), max = max(),
-                sum = sum(), factor = factor()] {
+                by_key = by_key_.data(), max = max(), sum = sum(), factor = factor()] {
       for (int64_t h = 0; h < heads; ++h) {
         factor[h] = max[h];
       }
@@ -131,10 +119,11 @@ class Attention {
         sum[h] *= factor[h];
       }
       for (int64_t i = 0; i < count; ++i) {
+#pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
           const T e = exponential(scores[i * heads + h] - max[h]);
           sum[h] += e;
-          store_rounded(e, rounded[i * heads + h], remainders[i * heads + h]);
+          by_key[i * heads + h] = round_to<Operand>(e);
         }
       }
       rose = changed != 0;
@@ -156,14 +145,12 @@ class Attention {
   int64_t padded_heads_;
   int64_t size_;
   T scale_;
-  bool exact_ = false;  // for the current token
   QueryKeyProduct<Input, Operand> product_;
   ValueTile<Input, Operand> value_tile_;
   Tile<Operand> packed_values_;
   Tile<T> scores_;               // (keys, heads)
-  Tile<Operand> rounded_;        // (keys, heads), exp(score - max)
-  Tile<Operand> remainders_;     // (keys, heads), the rounding errors of those
-  Tile<Operand> probabilities_;  // (heads, keys), either of the two
+  Tile<Operand> by_key_;         // (keys, heads), exp(score - max)
+  Tile<Operand> probabilities_;  // (heads, keys), the same
   Tile<T> out_;
   Tile<T> statistics_;
 };

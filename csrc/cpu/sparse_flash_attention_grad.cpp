@@ -49,8 +49,8 @@ class AttentionGrad {
         packed_d_out_transposed_(columns_.rope_begin(), padded_heads_),
         scores_(kMaxKeys, padded_heads_),
         d_probabilities_(kMaxKeys, padded_heads_),
-        probabilities_(padded_heads_),
-        d_scores_(padded_heads_),
+        probabilities_(kMaxKeys, padded_heads_),
+        d_scores_(kMaxKeys, padded_heads_),
         d_scores_by_head_(padded_heads_, kMaxKeys),
         d_keys_(kMaxKeys, columns_.width()),
         d_query_(padded_heads_, columns_.width()),
@@ -62,7 +62,6 @@ class AttentionGrad {
              const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum, int64_t token,
              Input* d_query, Input* d_query_rope) {
     auto selected = inputs.selected(token);
-    exact_ = carries_remainders<Operand>(selected.bound());
     std::array<int64_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
@@ -120,40 +119,18 @@ class AttentionGrad {
 
     const auto packed =
         operand_b(rows, columns_.width(), keys.data(), keys.stride(), packed_keys_.data());
-    add_d_query(d_scores_.rounded, count, rows, packed, /*accumulate=*/!first);
-    if (exact_) {
-      add_d_query(d_scores_.remainders, count, rows, packed, /*accumulate=*/true);
-    }
+    zero_rows(d_scores_, count, rows);
+    transpose(d_scores_, rows, padded_heads_, d_scores_by_head_);
+    tile_gemm(padded_heads_, columns_.width(), rows, d_scores_by_head_.data(),
+              d_scores_by_head_.stride(), packed.data, packed.stride, d_query_.data(),
+              d_query_.stride(), /*accumulate=*/!first);
   }
-
-  // A (keys, heads) operand and its rounding errors.
-  struct ByKey {
-    explicit ByKey(int64_t heads) : rounded(kMaxKeys, heads), remainders(kMaxKeys, heads) {}
-
-    Tile<Operand> rounded;
-    Tile<Operand> remainders;
-  };
 
   // d_keys (rows, n) = by_key (rows, heads) * operand (heads, n)
-  void multiply_heads(const ByKey& by_key, int64_t rows, OperandB<Operand> operand, int64_t n) {
-    const auto multiply = [&](const Tile<Operand>& part, bool accumulate) {
-      tile_gemm(rows, n, padded_heads_, part.data(), part.stride(), operand.data, operand.stride,
-                d_keys_.data(), d_keys_.stride(), accumulate);
-    };
-    multiply(by_key.rounded, /*accumulate=*/false);
-    if (exact_) {
-      multiply(by_key.remainders, /*accumulate=*/true);
-    }
-  }
-
-  // d_query (heads, width) = d_scores^T * keys
-  void add_d_query(const Tile<Operand>& d_scores, int64_t count, int64_t rows,
-                   OperandB<Operand> keys, bool accumulate) {
-    zero_rows(d_scores, count, rows);
-    transpose(d_scores, rows, padded_heads_, d_scores_by_head_);
-    tile_gemm(padded_heads_, columns_.width(), rows, d_scores_by_head_.data(),
-              d_scores_by_head_.stride(), keys.data, keys.stride, d_query_.data(),
-              d_query_.stride(), accumulate);
+  void multiply_heads(const Tile<Operand>& by_key, int64_t rows, OperandB<Operand> operand,
+                      int64_t n) {
+    tile_gemm(rows, n, padded_heads_, by_key.data(), by_key.stride(), operand.data, operand.stride,
+              d_keys_.data(), d_keys_.stride(), /*accumulate=*/false);
   }
 
   // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both as operands. They stay 0
@@ -161,19 +138,16 @@ class AttentionGrad {
   void differentiate_softmax(int64_t count) {
     vectorized([count, heads = heads_, stride = padded_heads_, scale = scale_,
                 scores = scores_.data(), d_probabilities = d_probabilities_.data(),
-                probabilities = probabilities_.rounded.data(),
-                lost_probabilities = probabilities_.remainders.data(),
-                d_scores = d_scores_.rounded.data(), lost_d_scores = d_scores_.remainders.data(),
-                max = max(), inverse_sum = inverse_sum(), delta = delta()] {
+                probabilities = probabilities_.data(), d_scores = d_scores_.data(), max = max(),
+                inverse_sum = inverse_sum(), delta = delta()] {
       for (int64_t i = 0; i < count; ++i) {
         // Compilers do not test at run time whether so many pointers overlap.
 #pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
           const int64_t at = i * stride + h;
           const T p = exponential(scale * scores[at] - max[h]) * inverse_sum[h];
-          const T d = p * (d_probabilities[at] - delta[h]);
-          store_rounded(p, probabilities[at], lost_probabilities[at]);
-          store_rounded(d, d_scores[at], lost_d_scores[at]);
+          probabilities[at] = round_to<Operand>(p);
+          d_scores[at] = round_to<Operand>(p * (d_probabilities[at] - delta[h]));
         }
       }
     });
@@ -187,7 +161,6 @@ class AttentionGrad {
   int64_t padded_heads_;
   HeadColumns<Operand> columns_;
   T scale_;
-  bool exact_ = false;  // for the current token
   Sums& sums_;
   int64_t worker_;
   QueryKeyProduct<Input, Operand> product_;
@@ -199,10 +172,10 @@ class AttentionGrad {
   Tile<Operand> packed_d_out_transposed_;
   OperandB<Operand> d_out_operand_{};
   OperandB<Operand> query_operand_{};
-  Tile<T> scores_;           // (keys, heads)
-  Tile<T> d_probabilities_;  // (keys, heads)
-  ByKey probabilities_;
-  ByKey d_scores_;
+  Tile<T> scores_;                  // (keys, heads)
+  Tile<T> d_probabilities_;         // (keys, heads)
+  Tile<Operand> probabilities_;     // (keys, heads)
+  Tile<Operand> d_scores_;          // (keys, heads)
   Tile<Operand> d_scores_by_head_;  // (heads, keys)
   Tile<T> d_keys_;
   Tile<T> d_query_;

@@ -181,13 +181,9 @@ class TokenLoss {
     vectorized([=, heads = heads_, stride = padded_heads_, scale = scale_,
                 scores = attention_.data(), max = max_.data(), factor = factor_.data()] {
       for (int64_t i = 0; i < count; ++i) {
-        const T* row = scores + i * stride;
-        T sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t h = 0; h < heads; ++h) {
-          sum += exponential(scale * row[h] - max[h]) * factor[h];
-        }
-        target[i] = sum;
+        target[i] = sum_of<T>(heads, [=, row = scores + i * stride](int64_t h) {
+          return exponential(scale * row[h] - max[h]) * factor[h];
+        });
       }
     });
   }

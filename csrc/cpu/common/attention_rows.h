@@ -12,7 +12,6 @@
 #include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
 #include "cpu/common/parallel_tasks.h"
-#include "cpu/common/rounding.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/vectorized.h"
 
@@ -131,20 +130,10 @@ class AttentionRows {
       }
     }
     const auto probabilities = rounded(padded_rows, columns);
-    add_values(row, padded_rows, columns, probabilities, started);
-    const auto& kept = task.sequence->kept;
-    const int64_t first = (task.first_row + row) / group;
-    const int64_t last = (task.first_row + row + rows - 1) / group;
-    if (carries_remainders<Operand>(kept.end(last) - kept.begin(first), attention_.few_keys)) {
-      add_values(row, padded_rows, columns, remainders(padded_rows, columns), true);
-    }
-  }
-
-  void add_values(int64_t row, int64_t rows, const TileColumns& columns,
-                  const OperandB<Operand>& probabilities, bool accumulate) {
     const auto values = values_.by_rows(columns.begin);
-    tile_gemm(rows, values_.size(), columns.width(), probabilities.data, probabilities.stride,
-              values.data, values.stride, out_.row(row), out_.stride(), accumulate);
+    tile_gemm(padded_rows, values_.size(), columns.width(), probabilities.data,
+              probabilities.stride, values.data, values.stride, out_.row(row), out_.stride(),
+              /*accumulate=*/started);
   }
 
   // Turns scores into exp(score - max) with the running maximum, and into 0 where a row does not
@@ -193,19 +182,6 @@ class AttentionRows {
       }
       return {probabilities_.data() + columns.begin, probabilities_.stride()};
     }
-  }
-
-  // Returns the rounding errors of rounded(), in the same buffer.
-  OperandB<Operand> remainders(int64_t rows, const TileColumns& columns) {
-    for (int64_t r = 0; r < rows; ++r) {
-      vectorized([count = columns.width(), exact = scores_.row(r) + columns.begin,
-                  nearest = probabilities_.row(r) + columns.begin] {
-        for (int64_t j = 0; j < count; ++j) {
-          nearest[j] = static_cast<Operand>(exact[j] - static_cast<T>(nearest[j]));
-        }
-      });
-    }
-    return {probabilities_.data() + columns.begin, probabilities_.stride()};
   }
 
   T* max() const { return statistics_.row(0); }

@@ -121,9 +121,6 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
 DenseAttention::DenseAttention(const PromptFlashAttention& op)
     : DenseAttention(op.layout == Layout::BNSD_BSND ? Layout::BNSD : op.layout.value(),
                      op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
-  // The relative tolerance of its outputs is 2^-7. With bfloat16 weights, they meet it only if a
-  // sum over more keys than this hides the rounding of the weights.
-  few_keys = 3072;
   const auto mode = static_cast<SparseMode>(op.sparse_mode);
   DenseSequence sequence;
   for (int64_t b = 0; b < query.size(0); ++b) {

@@ -8,7 +8,6 @@
 #include "core/layout.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
-#include "cpu/common/rounding.h"
 #include "cpu/common/token_rows.h"
 #include "ops/flash_attention_score.h"
 #include "ops/prompt_flash_attention.h"
@@ -61,9 +60,6 @@ struct DenseAttention {
   Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, size, value_size;
   double scale;
-  // Rows over at most this many keys carry the rounding errors of their 16-bit weights
-  // (rounding.h).
-  int64_t few_keys = kFewKeys;
   at::Tensor query, key, value;  // by head, with dense rows
   std::vector<DenseSequence> sequences;
 

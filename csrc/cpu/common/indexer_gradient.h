@@ -5,10 +5,8 @@
 //   dw = sum over keys of r * d;   dS = d * w * (S > 0);   dq = dS @ k;   dk = dS^T @ q
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/common/indexer.h"
@@ -18,37 +16,23 @@
 
 namespace ascend_attn::cpu {
 
-// Truncates x to its leading bits, so that the difference from x is exact. Unlike rounding, this
-// has no branch for NaN, which compilers do not vectorise.
-template <typename Operand, typename T>
-Operand leading_part(T x) {
-  if constexpr (std::is_same_v<Operand, at::BFloat16>) {
-    return {static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16), at::BFloat16::from_bits()};
-  } else {
-    return static_cast<Operand>(x);
-  }
-}
-
 // Processes one query token at a time, and one tile of its keys at a time.
 template <typename Input, typename Operand>
 class IndexerGradient {
  public:
   using T = Accumulator<Operand>;
   static constexpr int64_t kMaxKeys = 128;  // in a tile
-  // The gradient of a logit enters the products as a sum of this many operands. With a single
-  // bfloat16, sums whose terms cancel would have errors above the tolerance of the result.
-  static constexpr int64_t kParts = std::is_same_v<Operand, at::BFloat16> ? 2 : 1;
 
   IndexerGradient(int64_t heads, int64_t size)
       : heads_(heads),
         padded_heads_(round_up(heads, kTileStep)),
         size_(size),
         product_(padded_heads_, {size, 0}, kMaxKeys),
-        repeated_query_(kParts * padded_heads_, size),
+        packed_query_(padded_heads_, size),
         packed_keys_(kMaxKeys, size),
-        d_logits_(kMaxKeys, kParts * padded_heads_),
-        d_logits_transposed_(kParts * padded_heads_, kMaxKeys),
-        d_query_(kParts * padded_heads_, size),
+        d_logits_(kMaxKeys, padded_heads_),
+        d_logits_transposed_(padded_heads_, kMaxKeys),
+        d_query_(padded_heads_, size),
         d_key_(kMaxKeys, size),
         weights_(1, padded_heads_),
         d_weights_(1, padded_heads_) {}
@@ -60,18 +44,11 @@ class IndexerGradient {
   void load_query(const TokenRows<Input>& query, const HeadWeights<Input>& weights, int64_t token,
                   int64_t row) {
     product_.load_query(query, {}, token, heads_);
-    if constexpr (kParts > 1) {
-      for (int64_t part = 0; part < kParts; ++part) {
-        pack_rows(padded_heads_, size_, product_.query().data(), product_.query().stride(),
-                  repeated_query_.row(part * padded_heads_));
-      }
-      query_operand_ = {repeated_query_.data(), size_};
-    } else {
-      query_operand_ = {product_.query().data(), product_.query().stride()};
-    }
+    query_operand_ = operand_b(padded_heads_, size_, product_.query().data(),
+                               product_.query().stride(), packed_query_.data());
     weights.load(row, weights_.data());
     zero_rows(d_weights_, 0, 1);
-    zero_rows(d_query_, 0, kParts * padded_heads_);
+    zero_rows(d_query_, 0, padded_heads_);
   }
 
   void load_keys(const TokenRows<Input>& key, const int32_t* positions, int64_t count) {
@@ -87,33 +64,27 @@ class IndexerGradient {
     vectorized([=, count = count_, heads = heads_, stride = padded_heads_, logits = logits.data(),
                 weights = weights_.data()] {
       for (int64_t i = 0; i < count; ++i) {
-        const T* row = logits + i * stride;
-        T sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t h = 0; h < heads; ++h) {
-          sum += weights[h] * relu(row[h]);
-        }
-        scores[i] = sum;
+        scores[i] = sum_of<T>(
+            heads, [=, row = logits + i * stride](int64_t h) { return weights[h] * relu(row[h]); });
       }
     });
   }
 
-  // Adds the gradients of the tile to those of the token and to rows of `d_keys`. Overwrites
-  // `logits`.
+  // Adds the gradients of the tile to those of the token and to rows of `d_keys`.
   void add(const Tile<T>& logits, const T* d_scores, ParallelScatterAdd<T>& d_keys, int64_t worker,
            const int32_t* positions) {
     differentiate(logits, d_scores);
     zero_rows(d_logits_, count_, rows_);
-    tile_gemm(rows_, size_, kParts * padded_heads_, d_logits_.data(), d_logits_.stride(),
+    tile_gemm(rows_, size_, padded_heads_, d_logits_.data(), d_logits_.stride(),
               query_operand_.data, query_operand_.stride, d_key_.data(), d_key_.stride(),
               /*accumulate=*/false);
     d_keys.add(worker, positions, count_, d_key_.data(), d_key_.stride(), size_, 0);
 
-    transpose(d_logits_, rows_, kParts * padded_heads_, d_logits_transposed_);
+    transpose(d_logits_, rows_, padded_heads_, d_logits_transposed_);
     const auto& keys = product_.keys();
     const auto keys_operand =
         operand_b(rows_, size_, keys.data(), keys.stride(), packed_keys_.data());
-    tile_gemm(kParts * padded_heads_, size_, rows_, d_logits_transposed_.data(),
+    tile_gemm(padded_heads_, size_, rows_, d_logits_transposed_.data(),
               d_logits_transposed_.stride(), keys_operand.data, keys_operand.stride,
               d_query_.data(), d_query_.stride(), /*accumulate=*/true);
   }
@@ -122,9 +93,6 @@ class IndexerGradient {
   void store(int64_t row, const at::Tensor& d_query, const at::Tensor& d_weights) const {
     auto* query = d_query.mutable_data_ptr<Input>() + row * heads_ * size_;
     for (int64_t h = 0; h < heads_; ++h) {
-      for (int64_t part = 1; part < kParts; ++part) {
-        cpu::add(d_query_.row(part * padded_heads_ + h), d_query_.row(h), size_);
-      }
       convert(d_query_.row(h), query + h * size_, size_);
     }
     if (d_weights.scalar_type() == at::kFloat) {
@@ -135,26 +103,19 @@ class IndexerGradient {
   }
 
  private:
-  // Sets d_logits_, and leaves in `logits` what its parts do not represent.
   void differentiate(const Tile<T>& logits, const T* d_scores) const {
     vectorized([=, count = count_, heads = padded_heads_, logits = logits.data(),
                 weights = weights_.data(), d_weights = d_weights_.data(),
                 d_logits = d_logits_.data()] {
       for (int64_t i = 0; i < count; ++i) {
         const T d_score = d_scores[i];
-        T* row = logits + i * heads;
+        const T* row = logits + i * heads;
+        Operand* d_row = d_logits + i * heads;
 #pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
           d_weights[h] += relu(row[h]) * d_score;
-          row[h] = row[h] > 0 ? d_score * weights[h] : T(0);
-        }
-        for (int64_t part = 0; part < kParts; ++part) {
-          Operand* leading = d_logits + (i * kParts + part) * heads;
-#pragma omp simd
-          for (int64_t h = 0; h < heads; ++h) {
-            leading[h] = leading_part<Operand>(row[h]);
-            row[h] -= static_cast<T>(leading_part<Operand>(row[h]));
-          }
+          const T d_logit = d_score * weights[h];
+          d_row[h] = round_to<Operand>(row[h] > 0 ? d_logit : T(0));
         }
       }
     });
@@ -167,11 +128,11 @@ class IndexerGradient {
   int64_t rows_ = 0;   // the same, rounded up
   QueryKeyProduct<Input, Operand> product_;
   OperandB<Operand> query_operand_{};
-  Tile<Operand> repeated_query_;  // an operand B, once per part
+  Tile<Operand> packed_query_;
   Tile<Operand> packed_keys_;
-  Tile<Operand> d_logits_;             // (keys, parts * heads)
-  Tile<Operand> d_logits_transposed_;  // (parts * heads, keys)
-  Tile<T> d_query_;                    // (parts * heads, size)
+  Tile<Operand> d_logits_;             // (keys, heads)
+  Tile<Operand> d_logits_transposed_;  // (heads, keys)
+  Tile<T> d_query_;                    // (heads, size)
   Tile<T> d_key_;
   Tile<T> weights_;
   Tile<T> d_weights_;

@@ -1,7 +1,6 @@
 // Scores of one query token against a tile of selected keys.
 #pragma once
 
-#include "cpu/common/rounding.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 

@@ -1,6 +1,8 @@
 // Loops that use the vector units of the machine they run on, in a binary that runs on any machine.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -100,11 +102,24 @@ inline float exponential_of_nonpositive(float x) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(parts.fraction) + (parts.exponent << 23));
 }
 
+// Rounds to nearest, NaN to NaN. The conversion of at::BFloat16 has a branch for NaN, with which
+// compilers do not vectorise most loops.
+template <typename To, typename From>
+To round_to(From x) {
+  if constexpr (std::is_same_v<To, at::BFloat16> && std::is_same_v<From, float>) {
+    const auto bits = std::bit_cast<uint32_t>(x);
+    const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return {static_cast<uint16_t>(x != x ? 0x7fc0 : nearest), at::BFloat16::from_bits()};
+  } else {
+    return static_cast<To>(x);
+  }
+}
+
 template <typename To, typename From>
 void convert(const From* from, To* to, int64_t count) {
   vectorized([=] {
     for (int64_t i = 0; i < count; ++i) {
-      to[i] = static_cast<To>(from[i]);
+      to[i] = round_to<To>(from[i]);
     }
   });
 }
@@ -128,9 +143,37 @@ template <typename From, typename To>
 void scale(const From* from, From factor, To* to, int64_t count) {
   vectorized([=] {
     for (int64_t i = 0; i < count; ++i) {
-      to[i] = static_cast<To>(factor * from[i]);
+      to[i] = round_to<To>(factor * from[i]);
     }
   });
+}
+
+// Returns the sum of term(i) over i < count, for use in a vectorized body.
+template <typename T, typename Term>
+[[gnu::always_inline]] inline T sum_of(int64_t count, const Term& term) {
+  // Independent partial sums: the compiler must not reorder a floating-point sum.
+  constexpr int64_t lanes = 32;
+  constexpr int64_t few = 8;
+  T sums[lanes] = {};
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      sums[lane] += term(i + lane);
+    }
+  }
+  for (; i + few <= count; i += few) {
+    for (int64_t lane = 0; lane < few; ++lane) {
+      sums[lane] += term(i + lane);
+    }
+  }
+  T total = 0;
+  for (; i < count; ++i) {
+    total += term(i);
+  }
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    total += sums[lane];
+  }
+  return total;
 }
 
 // Returns the sum of a[i] * b[i], accumulated in float, or in double for double.
@@ -139,23 +182,8 @@ auto dot(const T* a, const T* b, int64_t count) {
   using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
   Sum result = 0;
   vectorized([=, &result] {
-    // Independent partial sums: the compiler must not reorder a floating-point sum.
-    constexpr int64_t lanes = 32;
-    Sum sums[lanes] = {};
-    int64_t i = 0;
-    for (; i + lanes <= count; i += lanes) {
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        sums[lane] += static_cast<Sum>(a[i + lane]) * static_cast<Sum>(b[i + lane]);
-      }
-    }
-    Sum total = 0;
-    for (; i < count; ++i) {
-      total += static_cast<Sum>(a[i]) * static_cast<Sum>(b[i]);
-    }
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      total += sums[lane];
-    }
-    result = total;
+    result = sum_of<Sum>(
+        count, [=](int64_t i) { return static_cast<Sum>(a[i]) * static_cast<Sum>(b[i]); });
   });
   return result;
 }
