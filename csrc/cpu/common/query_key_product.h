@@ -73,16 +73,11 @@ class QueryKeyProduct {
 };
 
 // Transposes `from` (rows, columns) into `to` (columns, rows).
-template <typename From, typename To>
-void transpose(const Tile<From>& from, int64_t rows, int64_t columns, const Tile<To>& to) {
-  vectorized([rows, columns, source = from.data(), source_stride = from.stride(),
-              target = to.data(), target_stride = to.stride()] {
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < columns; ++j) {
-        target[j * target_stride + i] = static_cast<To>(source[i * source_stride + j]);
-      }
-    }
-  });
+template <typename T>
+void transpose(const Tile<T>& from, int64_t rows, int64_t columns, const Tile<T>& to) {
+  constexpr int64_t size = sizeof(T);
+  transpose_bytes<BitsOf<size>>(rows, columns, from.data(), from.stride() * size, to.data(),
+                                to.stride() * size);
 }
 
 }  // namespace ascend_attn::cpu

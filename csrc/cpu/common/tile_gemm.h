@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/common/transposition.h"
 #include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
@@ -122,15 +123,9 @@ void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
 template <typename T>
 void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
   // The elements of a row of `rows` that are adjacent in B.
-  using Group = std::conditional_t<(depth_step<T> > 1), uint32_t, T>;
   constexpr int64_t step = depth_step<T>;
-  vectorized([=] {
-    for (int64_t i = 0; i < k; i += step) {
-      for (int64_t j = 0; j < n; ++j) {
-        std::memcpy(packed + i * n + j * step, rows + j * stride + i, sizeof(Group));
-      }
-    }
-  });
+  constexpr int64_t size = sizeof(T);
+  transpose_bytes<BitsOf<step * size>>(n, k / step, rows, stride * size, packed, n * step * size);
 }
 
 // The location of B (k, n) = rows (k, n): `rows` itself if no packing is needed, otherwise
