@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "core/error.h"
+#include "core/huge_pages.h"
 
 namespace ascend_attn {
 namespace {
@@ -89,7 +90,12 @@ at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& option
       return allocate(*known, options);
     }
   }
-  return at::empty_symint(sizes, options);
+  auto tensor = at::empty_symint(sizes, options);
+  // Not is_cpu(), which is true of fake tensors too.
+  if (tensor.key_set().has_backend(c10::BackendComponent::CPUBit)) {
+    prefer_huge_pages(tensor.data_ptr(), tensor.nbytes());
+  }
+  return tensor;
 }
 
 at::Tensor new_like(const at::Tensor& like) { return new_tensor(like.sym_sizes(), like.options()); }

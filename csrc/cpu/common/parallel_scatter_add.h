@@ -13,6 +13,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/huge_pages.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/vectorized.h"
 
@@ -41,6 +42,7 @@ class ParallelScatterAdd {
     const auto bytes = static_cast<size_t>(max_rows * width) * sizeof(T);
     for (int64_t worker = 0; worker < workers; ++worker) {
       sums_.push_back(c10::GetCPUAllocator()->allocate(bytes));
+      prefer_huge_pages(sums_.back().get(), bytes);
     }
   }
 
