@@ -7,6 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from fuzz.calls import threads
 from samples import OPERATORS, Sample, bytes_of
 from samples.record import Recipe
 from torch import Tensor
@@ -68,16 +69,12 @@ def test_blocks_apart(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", PAGED[:2], ids=lambda x: x.id)
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_any_number_of_threads(recipe: Recipe, threads: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_any_number_of_threads(recipe: Recipe, count: int) -> None:
     sample = recipe.make(torch.float32)
     expected = sample.call(torch.ops.ascend)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         outputs = sample.call(torch.ops.ascend)
-    finally:
-        torch.set_num_threads(before)
     assert all(map(torch.equal, outputs, expected))
 
 

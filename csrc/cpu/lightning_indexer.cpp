@@ -161,7 +161,7 @@ void compute(const LightningIndexer& op, const std::vector<Sequence>& sequences,
     }
   }
 
-  if (static_cast<int64_t>(blocks.size()) >= at::get_num_threads()) {
+  if (enough_tasks(static_cast<int64_t>(blocks.size()))) {
     struct Worker {
       Scorer<Input, Operand> scorer;
       Tile<Sum> scores;

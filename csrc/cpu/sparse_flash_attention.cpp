@@ -11,6 +11,7 @@
 
 #include "core/operator.h"
 #include "cpu/common/parallel_tasks.h"
+#include "cpu/common/partial_attention.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_attention_inputs.h"
 #include "cpu/common/tile_gemm.h"
@@ -21,6 +22,9 @@ namespace ascend_attn::cpu {
 namespace {
 
 constexpr int64_t kMaxKeys = 128;  // per tile, so that keys and values stay in the L2 cache
+// The keys of a token are divided into parts of this many, whose results are merged in order:
+// also where one thread computes them all, so that results do not depend on who computes what.
+constexpr int64_t kPartKeys = 512;
 
 template <typename Input, typename Operand>
 class Attention {
@@ -38,53 +42,38 @@ class Attention {
         scores_(kMaxKeys, padded_heads_),
         by_key_(kMaxKeys, padded_heads_),
         probabilities_(padded_heads_, kMaxKeys),
-        out_(padded_heads_, inputs.size),
-        statistics_(3, padded_heads_) {}
+        factor_(1, padded_heads_) {}
 
-  // Computes one token: out (heads, D), and unless they are null softmax_max and softmax_sum
-  // (heads).
-  void token(const SequenceInputs<Input>& inputs, int64_t token, Input* out, T* softmax_max,
-             T* softmax_sum) {
-    auto selected = inputs.selected(token);
-    std::array<int64_t, kMaxKeys> positions;
-    int64_t count = selected.next(positions.data(), kMaxKeys);
-    if (count == 0) {
-      std::fill_n(out, heads_ * size_, Input(0));
-      if (softmax_max) {
-        std::fill_n(softmax_max, heads_, T(0));
-        std::fill_n(softmax_sum, heads_, T(0));
-      }
-      return;
-    }
-    // Not -inf, which would make NaN of tiles whose scores are all -inf.
-    std::fill_n(max(), padded_heads_, std::numeric_limits<T>::lowest());
-    std::fill_n(sum(), padded_heads_, T(0));
+  void load_token(const SequenceInputs<Input>& inputs, int64_t token) {
     product_.load_query(inputs.query, inputs.query_rope, token, heads_);
-    for (bool first = true; count > 0; first = false) {
-      add_keys(inputs, positions.data(), count, first);
-      count = selected.next(positions.data(), kMaxKeys);
-    }
-    for (int64_t h = 0; h < heads_; ++h) {
-      if (sum()[h] == 0) {
-        // Every score is -inf: the softmax of that is none.
-        max()[h] = -std::numeric_limits<T>::infinity();
-        sum()[h] = std::numeric_limits<T>::quiet_NaN();
-      }
-    }
-    store_heads(out_, 0, heads_, size_, [this](int64_t h) { return T(1) / sum()[h]; }, out);
-    if (softmax_max) {
-      std::copy_n(max(), heads_, softmax_max);
-      std::copy_n(sum(), heads_, softmax_sum);
+  }
+
+  // Computes a part of the token that was loaded, and sets the number of its keys.
+  void part(const SequenceInputs<Input>& inputs, int64_t token, int64_t index, Partial<T>& result) {
+    auto selected = inputs.selected(token).part(index, kPartKeys);
+    // Not -inf, which would make NaN of tiles whose scores are all -inf.
+    std::fill_n(result.max, padded_heads_, std::numeric_limits<T>::lowest());
+    std::fill_n(result.sum, padded_heads_, T(0));
+    std::array<int64_t, kMaxKeys> positions;
+    while (const int64_t count = selected.next(positions.data(), kMaxKeys)) {
+      add_keys(inputs, positions.data(), count, result);
+      result.keys += count;
     }
   }
 
+  int64_t padded_heads() const { return padded_heads_; }
+
  private:
   void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
-                bool first) {
+                const Partial<T>& result) {
+    const bool first = result.keys == 0;
     const int64_t tile_rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
     product_.multiply(tile_rows, scores_);
-    if (update_softmax(count) && !first) {
-      rescale_out();
+    if (update_softmax(count, result.max, result.sum) && !first) {
+      for (int64_t h = 0; h < heads_; ++h) {
+        T* out = result.out + h * size_;
+        scale(out, factor_.data()[h], out, size_);
+      }
     }
     const auto& values =
         value_tile_.load(inputs.value, product_.keys(), positions, count, tile_rows);
@@ -93,15 +82,15 @@ class Attention {
     zero_rows(by_key_, count, tile_rows);
     transpose(by_key_, tile_rows, padded_heads_, probabilities_);
     tile_gemm(padded_heads_, size_, tile_rows, probabilities_.data(), probabilities_.stride(),
-              packed.data, packed.stride, out_.data(), out_.stride(), /*accumulate=*/!first);
+              packed.data, packed.stride, result.out, size_, /*accumulate=*/!first);
   }
 
   // Computes exp(scores - max) with the running maximum. Returns whether the maximum rose for some
-  // head; earlier results must then be rescaled by factor().
-  bool update_softmax(int64_t count) {
+  // head; earlier results must then be rescaled by factor_.
+  bool update_softmax(int64_t count, T* max, T* sum) {
     bool rose = false;
     vectorized([&rose, count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
-                by_key = by_key_.data(), max = max(), sum = sum(), factor = factor()] {
+                by_key = by_key_.data(), max, sum, factor = factor_.data()] {
       for (int64_t h = 0; h < heads; ++h) {
         factor[h] = max[h];
       }
@@ -131,16 +120,6 @@ class Attention {
     return rose;
   }
 
-  void rescale_out() {
-    for (int64_t h = 0; h < heads_; ++h) {
-      scale(out_.row(h), factor()[h], out_.row(h), size_);
-    }
-  }
-
-  T* max() const { return statistics_.row(0); }
-  T* sum() const { return statistics_.row(1); }
-  T* factor() const { return statistics_.row(2); }
-
   int64_t heads_;
   int64_t padded_heads_;
   int64_t size_;
@@ -151,42 +130,133 @@ class Attention {
   Tile<T> scores_;               // (keys, heads)
   Tile<Operand> by_key_;         // (keys, heads), exp(score - max)
   Tile<Operand> probabilities_;  // (heads, keys), the same
-  Tile<T> out_;
-  Tile<T> statistics_;
+  Tile<T> factor_;               // (heads)
 };
+
+template <typename Input>
+struct Token {
+  const SequenceInputs<Input>* sequence;
+  int64_t token;
+  int64_t cost;  // in blocks of keys
+
+  int64_t row() const { return sequence->sequence.query_begin + token; }
+  int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
+};
+
+// Calls outputs_of(token) for the places to write to.
+template <typename Input, typename Operand, typename OutputsOf>
+void attend_by_tokens(const SparseAttentionInputs& inputs, double scale,
+                      std::vector<Token<Input>> tokens, const OutputsOf& outputs_of) {
+  using T = Accumulator<Operand>;
+  struct Worker {
+    Attention<Input, Operand> attention;
+    Partials<T> partials;
+  };
+  const auto make_worker = [&] {
+    Attention<Input, Operand> attention(inputs, scale);
+    const int64_t heads = attention.padded_heads();
+    return std::make_unique<Worker>(Worker{std::move(attention), {2, heads, inputs.size}});
+  };
+  for_each_task(std::move(tokens), make_worker, [&](Worker& worker, const Token<Input>& token) {
+    auto merged = worker.partials[0];
+    worker.attention.load_token(*token.sequence, token.token);
+    const int64_t parts = token.parts();
+    for (int64_t part = 0; part < parts; ++part) {
+      if (merged.keys == 0) {
+        worker.attention.part(*token.sequence, token.token, part, merged);
+        continue;
+      }
+      auto next = worker.partials[1];
+      worker.attention.part(*token.sequence, token.token, part, next);
+      if (next.keys > 0) {
+        merge(merged, next, 0, inputs.heads, inputs.size);
+      }
+    }
+    outputs_of(token).store(merged, 0, inputs.heads, inputs.size);
+  });
+}
+
+// For a few tokens, as when decoding: threads share the parts of each.
+template <typename Input, typename Operand, typename OutputsOf>
+void attend_by_parts(const SparseAttentionInputs& inputs, double scale,
+                     const std::vector<Token<Input>>& tokens, const OutputsOf& outputs_of) {
+  using T = Accumulator<Operand>;
+  using Worker = Attention<Input, Operand>;
+  struct Part {
+    int64_t token;
+    int64_t index;
+    int64_t result;
+    int64_t cost;
+  };
+  std::vector<Part> parts;
+  std::vector<int64_t> first_parts{0};
+  for (const auto& token : tokens) {
+    const int64_t count = token.parts();
+    for (int64_t index = 0; index < count; ++index) {
+      parts.push_back({static_cast<int64_t>(first_parts.size()) - 1, index,
+                       static_cast<int64_t>(parts.size()), token.cost});
+    }
+    first_parts.push_back(static_cast<int64_t>(parts.size()));
+  }
+  const Partials<T> partials(first_parts.back(), round_up(inputs.heads, depth_step<Operand>),
+                             inputs.size);
+  std::vector<Partial<T>> results;
+  for (int64_t result = 0; result < first_parts.back(); ++result) {
+    results.push_back(partials[result]);
+  }
+  const auto make_worker = [&] { return std::make_unique<Worker>(inputs, scale); };
+  for_each_task(std::move(parts), make_worker, [&](Worker& worker, const Part& part) {
+    const auto& token = tokens[part.token];
+    worker.load_token(*token.sequence, token.token);
+    worker.part(*token.sequence, token.token, part.index, results[part.result]);
+  });
+  constexpr int64_t grain = 8;  // heads
+  const auto rows = static_cast<int64_t>(tokens.size()) * inputs.heads;
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t token = row / inputs.heads;
+      const int64_t head = row % inputs.heads;
+      Partial<T> merged{};
+      for (int64_t part = first_parts[token]; part < first_parts[token + 1]; ++part) {
+        if (merged.keys == 0) {
+          merged = results[part];
+        } else if (results[part].keys > 0) {
+          merge(merged, results[part], head, head + 1, inputs.size);
+        }
+      }
+      outputs_of(tokens[token]).store(merged, head, head + 1, inputs.size);
+    }
+  });
+}
 
 template <typename Input, typename Operand>
 void attend(const SparseAttentionInputs& inputs, double scale,
             const SparseFlashAttention::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  struct Task {
-    const SequenceInputs<Input>* sequence;
-    int64_t token;
-    int64_t cost;
-  };
   std::vector<SequenceInputs<Input>> sequences;
   sequences.reserve(inputs.sequences.size());
-  std::vector<Task> tasks;
+  std::vector<Token<Input>> tokens;
   for (const auto& each : inputs.sequences) {
     const auto& sequence = sequences.emplace_back(inputs, each);
     for (int64_t token = 0; token < each.queries; ++token) {
       const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
-      tasks.push_back({&sequence, token, std::min(sequence.count, blocks)});
+      tokens.push_back({&sequence, token, std::min(sequence.count, blocks)});
     }
   }
   auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
   const auto statistics_of = [](const at::Tensor& statistics, int64_t row) {
     return statistics.numel() > 0 ? statistics.mutable_data_ptr<T>() + row : nullptr;
   };
-  const auto make_worker = [&] {
-    return std::make_unique<Attention<Input, Operand>>(inputs, scale);
+  const auto outputs_of = [&](const Token<Input>& token) {
+    const int64_t row = token.row() * inputs.heads;
+    return TokenOutputs<Input, T>{out + row * inputs.size, statistics_of(std::get<1>(outputs), row),
+                                  statistics_of(std::get<2>(outputs), row)};
   };
-  for_each_task(std::move(tasks), make_worker, [&](auto& attention, const Task& task) {
-    const int64_t row = (task.sequence->sequence.query_begin + task.token) * inputs.heads;
-    attention.token(*task.sequence, task.token, out + row * inputs.size,
-                    statistics_of(std::get<1>(outputs), row),
-                    statistics_of(std::get<2>(outputs), row));
-  });
+  if (enough_tasks(static_cast<int64_t>(tokens.size()))) {
+    attend_by_tokens<Input, Operand>(inputs, scale, std::move(tokens), outputs_of);
+  } else {
+    attend_by_parts<Input, Operand>(inputs, scale, tokens, outputs_of);
+  }
 }
 
 void sparse_flash_attention(const SparseFlashAttention& op,

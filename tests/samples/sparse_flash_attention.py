@@ -41,6 +41,10 @@ CASES = [
     SparseCase(s=(9, 30), block=8, k=9, mode=0, pattern="padded"),
     SparseCase(s=(21, 37), block=16, k=2, pattern="duplicates"),
     SparseCase(s=(10, 150), block=64, k=2, rope=8),
+    # So many keys that they are divided into parts.
+    SparseCase(b=1, s=(2, 1400), heads=3, d=16, k=1000, rope=8),
+    SparseCase(b=1, s=(3, 1500), heads=2, d=16, block=64, k=20, mode=0, pattern="padded"),
+    SparseCase(b=1, s=(2, 1200), heads=5, d=8, k=900, pattern="future"),
     SparseCase(s=(40, 30), block=8, k=4, rope=8),  # rows without keys, clipped blocks
     SparseCase(s=(9, 9), absorbed=True, rope=8),
     SparseCase(b=0),

@@ -2,6 +2,8 @@
 // threads finish together; results must not depend on which thread runs a task, or when.
 #pragma once
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -10,6 +12,9 @@
 #include "cpu/common/parallel_scatter_add.h"
 
 namespace ascend_attn::cpu {
+
+// Returns whether so many tasks keep all threads busy to the end. Fewer are divided by their keys.
+inline bool enough_tasks(int64_t tasks) { return tasks >= 4 * at::get_num_threads(); }
 
 // Calls run(worker, task) for every task, the costliest first. Each thread creates its own worker,
 // make_worker() -> std::unique_ptr, when it gets its first task.

@@ -80,10 +80,19 @@ class SelectedKeys {
     return written;
   }
 
-  // An upper bound on the number of positions left.
-  int64_t bound() const { return (end_ - block_) * std::min(block_size_, visible_); }
+  // The selected blocks are divided into parts of as many, which hold `keys` keys or, where a block
+  // is larger, one block.
+  int64_t parts(int64_t keys) const { return blocks_of(end_ - block_, part_blocks(keys)); }
+  SelectedKeys part(int64_t index, int64_t keys) const {
+    auto result = *this;
+    result.block_ += index * part_blocks(keys);
+    result.end_ = result.block_ + std::min<int64_t>(part_blocks(keys), end_ - result.block_);
+    return result;
+  }
 
  private:
+  int64_t part_blocks(int64_t keys) const { return std::max<int64_t>(keys / block_size_, 1); }
+
   const int32_t* block_;
   const int32_t* end_;
   int64_t block_size_;
