@@ -164,7 +164,7 @@ class QuantizedAttention {
           }
           exponentiate(task, row, rows, begin, columns, terms, products);
           const auto values = values_.by_rows(columns.begin);
-          tile_gemm(round_up(rows, kRowStep), values_.size(), columns.width(),
+          tile_gemm(product_rows(rows), values_.size(), columns.width(),
                     exponentials_.data() + columns.begin, exponentials_.stride(), values.data,
                     values.stride, sums_.row(row), sums_.stride(), /*accumulate=*/true);
         });
@@ -207,7 +207,7 @@ class QuantizedAttention {
 
   void multiply(int64_t row, int64_t rows, const TileColumns& columns, int32_t* products) {
     const auto keys = keys_.transposed(columns.begin);
-    const int64_t padded_rows = round_up(rows, kRowStep);
+    const int64_t padded_rows = product_rows(rows);
     tile_gemm(padded_rows, columns.width(), keys_.size(), query_.row(row), query_.stride(),
               keys.data, keys.stride, products + columns.begin, kKeyBlock, /*accumulate=*/false);
   }

@@ -99,7 +99,7 @@ class AttentionRows {
                 const TileColumns& columns, bool started) {
     const int64_t group = attention_.group();
     const int64_t first_head = task.key_head * group;
-    const int64_t padded_rows = round_up(rows, kRowStep);
+    const int64_t padded_rows = product_rows(rows);
     const auto keys = keys_.transposed(columns.begin);
     T* scores = scores_.data() + columns.begin;
     tile_gemm(padded_rows, columns.width(), keys_.size(), query_.row(row), query_.stride(),

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <type_traits>
 
@@ -20,6 +21,12 @@ inline constexpr int64_t kKeyBlock = 512;
 // size.
 inline constexpr int64_t kRowStep = 16;
 inline constexpr int64_t kKeyStep = 64;
+
+// The rows of a product for so many rows: a power of two below kRowStep, because decoding has few.
+constexpr int64_t product_rows(int64_t rows) {
+  return rows < kRowStep ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(rows)))
+                         : round_up(rows, kRowStep);
+}
 
 // The columns of a tile: [begin, end) covers the keys that any row keeps, [row_begin, row_end)
 // those that each row keeps. Columns are counted from the first key of the block.
