@@ -10,6 +10,7 @@ from out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rub
 from samples import Operator, Recipe, Sample, as_tuple, bytes_of
 from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch_defects import skip_unless_dynamo_traces_out
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -49,6 +50,7 @@ def check_compiled(recipe: Recipe, backend: str, dynamic: bool) -> None:
     """The caller's tensors are written to, and what reads them later reads the results."""
     form = overload(recipe.operator)
     names = recipe.operator.output_names
+    skip_unless_dynamo_traces_out(names)
 
     def function(args: Any, options: Any, outputs: Any) -> Any:
         before = [x + 1 for x in outputs]
@@ -78,6 +80,7 @@ def test_outputs_made_in_the_graph(operator: Operator, backend: str) -> None:
     """And parts of a larger tensor, whose other elements stay."""
     call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
     names = operator.output_names
+    skip_unless_dynamo_traces_out(names)
 
     def function(args: Any, options: Any, buffers: Any) -> Any:
         made = [torch.empty_like(x[0]) for x in buffers]

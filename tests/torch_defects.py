@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -15,3 +17,9 @@ EXPORT_LOSES_STAR_ARGUMENTS = pytest.mark.skipif(
     (2, 9) <= torch.__version__ < (2, 10),
     reason=f"what torch {torch.__version__} exports of forward(*tensors) checks unknown names",
 )
+
+
+def skip_unless_dynamo_traces_out(output_names: Sequence[str]) -> None:
+    """Of several outputs, dynamo takes one that is called `out` to be the tuple of all."""
+    if torch.__version__ < (2, 8) and "out" in output_names and len(output_names) > 1:
+        pytest.skip(f"dynamo of torch {torch.__version__} wants a tuple as `out`")
