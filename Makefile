@@ -4,6 +4,7 @@
 #              of the docs. ROUNDS=1: faster, and less exact
 # make bench-check   what of ours is slower than in OLD=results.json; without, than what is committed
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
+# make sanitize   tests and random calls with C++ that checks itself: AddressSanitizer and UBSan
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make lint    ruff, clang-format, mypy
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
@@ -30,8 +31,8 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu fuzz coverage bench bench-check lint format docs wheel wheels matrix test-aarch64 clean build \
-	build-npu
+.PHONY: demo test test-cpu test-npu fuzz sanitize coverage bench bench-check lint format docs wheel \
+	wheels matrix test-aarch64 clean build build-npu
 
 demo: build
 	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
@@ -49,6 +50,9 @@ fuzz: build
 	MALLOC_PERTURB_=165 $(CPU) tests/fuzz/run.py \
 		--seconds $(if $(filter command line,$(origin SECONDS)),$(SECONDS),600) \
 		--seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(FUZZ_ARGS)
+
+sanitize: .venv/ready .venv-npu/ready
+	$(CPU) tools/sanitize.py --seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(SANITIZE_ARGS)
 
 coverage: .venv/ready .venv-npu/ready
 	$(CPU) $(PIP_INSTALL) -q 'coverage>=7,<8'

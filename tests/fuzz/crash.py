@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import mmap
 import resource
@@ -31,10 +32,17 @@ def remembered(path: Path) -> str:
     return path.read_bytes().rstrip(b"\0").decode(errors="replace")
 
 
+def has_sanitizer() -> bool:
+    """Of addresses, as tools/sanitize.py starts a process."""
+    return hasattr(ctypes.CDLL(None), "__asan_init")
+
+
 def protect(memory: int = 8 * 2**30) -> None:
     """Of a process that runs cases: a crash says where, and no case takes all memory there is."""
-    faulthandler.enable()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, most))
+    # A sanitizer says more of a crash, and maps terabytes of addresses for what it knows of memory.
+    if not has_sanitizer():
+        faulthandler.enable()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, most))
     # A core of every crash would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -1,0 +1,151 @@
+"""Runs tests and random calls with C++ that checks itself.
+
+    python tools/sanitize.py [--fuzz SECONDS] [--no-npu] [-- ARGUMENTS OF PYTEST]
+
+Builds a copy of the checkout in out/sanitize-address, at -O1, with GCC's AddressSanitizer and
+UndefinedBehaviorSanitizer, and with the environments .venv and .venv-npu of `make test`. Runs tests
+on the CPU and on the simulated NPU, and the fuzzer. Prints what the sanitizers report, once for
+each place in csrc. Exit status 1: they reported something, or a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from instrumented import ROOT, build, copied
+
+# GCC, which has its sanitizers in libraries that can be loaded early.
+COMPILER = os.environ.get("CXX", "c++")
+# With lines, for reports. At -O3 some kernels take minutes to compile.
+FLAGS = ["-O1", "-g1"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    folder: Path
+    flags: list[str]
+    # Python, which is not built with them, loads them before all others, and what throws.
+    libraries: list[str]
+    options: dict[str, str]
+    cpu_tests: list[str]
+    npu_tests: list[str]
+
+
+# Not "vptr": it needs the types that torch hides. A test that asks for more memory than there is
+# gets none, as without a sanitizer.
+ADDRESSES = Plan(
+    ROOT / "out/sanitize-address",
+    ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr",
+     "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"],
+    ["libasan.so", "ubsan_reports.cpp", "libubsan.so", "libstdc++.so"],
+    {
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=8192:"
+                        "max_malloc_fill_size=1048576:handle_segv=2:handle_abort=2",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    },
+    ["errors", "errors_python", "direct_call", "numerics", "infinities", "operators", "limits",
+     "cache_layouts", "memory_and_sizes", "sequence_lengths", "scatter_pa_kv_cache", "threads"],
+    ["errors", "faults", "equals_cpu", "scatter_pa_kv_cache", "concurrency"],
+)  # fmt: skip
+BEGIN = re.compile(r"(?m)^(?===\d+==ERROR|\S+:\d+:\d+: runtime error: )")
+TITLE = re.compile(r"(?m)(\w+Sanitizer: [\w -]+?(?= on | \(|$)|runtime error: .*)")
+PLACE = re.compile(r"\S*/(csrc/[\w/.]+:\d+)")
+
+
+def file_of(library: str) -> str:
+    """The compiler's, which is not where the dynamic linker looks."""
+    found = subprocess.run(
+        [COMPILER, f"-print-file-name={library}"], check=True, capture_output=True, text=True
+    )
+    return str(Path(found.stdout.strip()).resolve())
+
+
+def compiled(source: str, folder: Path) -> str:
+    """The library of a file beside this one."""
+    library = folder / f"{source}.so"
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", Path(__file__).with_name(source),
+         "-o", library, "-ldl"],
+        check=True,
+    )  # fmt: skip
+    return str(library)
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Every process writes its reports to a file of its own."""
+    preloaded = [
+        compiled(library, plan.folder) if library.endswith(".cpp") else file_of(library)
+        for library in plan.libraries
+    ]
+    log = plan.folder / "reports/sanitizer"
+    options = {name: f"{options}:log_path={log}" for name, options in plan.options.items()}
+    return {
+        **os.environ,
+        **options,
+        "UBSAN_REPORTS": f"{log}-ubsan",
+        "LD_PRELOAD": ":".join(preloaded),
+        "PYTHONPATH": str(plan.folder / "python"),
+        # The levels differ in torch_npu alone, and in which thread runs our code: the last has most
+        # on the thread of the task queue.
+        "NPU_LEVELS": "2",
+    }
+
+
+def reports(folder: Path) -> Iterator[str]:
+    for file in sorted(folder.iterdir()):
+        for part in BEGIN.split(file.read_text(errors="replace")):
+            if TITLE.search(part):
+                yield part
+
+
+def summary(part: str) -> str:
+    title, place = TITLE.search(part), PLACE.search(part)
+    assert title
+    return f"{place[1] if place else 'not in csrc'}: {title[1]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--fuzz", type=float, default=300, metavar="SECONDS")
+    parser.add_argument("--seed", default="0", help="of the fuzzer")
+    parser.add_argument("--no-npu", action="store_true", help="leaves out the simulated NPU")
+    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="of pytest, for all tests")
+    arguments = parser.parse_args()
+    plan = ADDRESSES
+    cpu = ROOT / ".venv/bin/python"
+    npu = None if arguments.no_npu else ROOT / ".venv-npu/bin/python"
+    build(copied(plan.folder), [*FLAGS, *plan.flags], cpu, npu)
+    shutil.rmtree(plan.folder / "reports", ignore_errors=True)
+    (plan.folder / "reports").mkdir()
+    given = arguments.pytest
+    files = [f"tests/test_{name}.py" for name in plan.cpu_tests]
+    runs = [[str(cpu), "-m", "pytest", *files, *given]]
+    if npu is not None:
+        modules = " or ".join(f"test_npu_{name}" for name in plan.npu_tests)
+        runs.append([str(npu), "tests/npu/run.py", "-k", modules, *given])
+    fuzz = ["--seconds", str(arguments.fuzz), "--seed", arguments.seed]
+    runs.append([str(cpu), "tests/fuzz/run.py", *fuzz])
+    failed = []
+    for run in runs:
+        print(" ".join(run), flush=True)
+        done = subprocess.run(run, cwd=plan.folder, env=environment(plan), check=False)
+        failed.append(done.returncode)
+    found = list(reports(plan.folder / "reports"))
+    for place, count in Counter(map(summary, found)).most_common():
+        print(f"{count} x {place}")
+        print(next(part for part in found if summary(part) == place))
+    print(f"{len(found)} reports of the sanitizers")
+    return int(any(failed) or bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
