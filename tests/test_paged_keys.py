@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ascend_attn_ops as ops
+import numpy as np
 import pytest
 import torch
 from fuzz.calls import threads
@@ -145,3 +146,4 @@ def test_gathered_rows_are_those_that_were_written(shape: tuple[int, ...]) -> No
     assert bytes_of(ops.gather_paged_kv(cache, table, lengths)).equal(bytes_of(rows))
     assert ops.gather_paged_kv(cache, table[:0], []).shape == (0, *shape)
     assert ops.gather_paged_kv(cache, table.long(), torch.tensor(lengths)).equal(rows)
+    assert ops.gather_paged_kv(cache, table, np.array(lengths)).equal(rows)
