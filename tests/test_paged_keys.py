@@ -147,3 +147,11 @@ def test_gathered_rows_are_those_that_were_written(shape: tuple[int, ...]) -> No
     assert ops.gather_paged_kv(cache, table[:0], []).shape == (0, *shape)
     assert ops.gather_paged_kv(cache, table.long(), torch.tensor(lengths)).equal(rows)
     assert ops.gather_paged_kv(cache, table, np.array(lengths)).equal(rows)
+
+
+def test_a_table_without_memory() -> None:
+    """torch's indexing crashes with it."""
+    cache = torch.randn(3, 4, 2)
+    zeros = torch._efficientzerotensor(2, 1, dtype=torch.int64)
+    expected = torch.cat([cache[0], cache[0, :2]])
+    assert ops.gather_paged_kv(cache, zeros, [4, 2]).equal(expected)

@@ -269,11 +269,13 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
     rows = []
     for blocks, count in zip(block_table.long(), counts, strict=True):
         used = blocks[: -(-count // block_size)]
-        outside = used[(used < 0) | (used >= num_blocks)]
+        # Not with brackets, where torch crashes if the table is one of its tensors without memory,
+        # as forward-mode derivatives have them.
+        outside = used.masked_select((used < 0) | (used >= num_blocks))
         if outside.numel():
             expected = f"blocks in [0, {num_blocks})"
             raise wrong(ValueError, _GATHER, "block_table", expected, str(int(outside[0])))
-        rows.append(cache[used].flatten(0, 1)[:count])
+        rows.append(cache.index_select(0, used).flatten(0, 1)[:count])
     return torch.cat(rows) if rows else cache.new_empty(0, *cache.shape[2:])
 
 
