@@ -49,7 +49,7 @@ ADDRESSES = Plan(
     ["libasan.so", "ubsan_reports.cpp", "libubsan.so", "libstdc++.so"],
     {
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=8192:"
-                        "max_malloc_fill_size=1048576:handle_segv=2:handle_abort=2",
+                        "max_malloc_fill_size=1048576:handle_segv=2:handle_abort=2:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     },
     ["errors", "errors_python", "direct_call", "numerics", "infinities", "operators", "limits",
