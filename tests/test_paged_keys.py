@@ -149,6 +149,13 @@ def test_gathered_rows_are_those_that_were_written(shape: tuple[int, ...]) -> No
     assert ops.gather_paged_kv(cache, table, np.array(lengths)).equal(rows)
 
 
+def test_nested_tensors_are_refused() -> None:
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    cache = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="cache: expected a tensor of one shape, got a nested one"):
+        ops.gather_paged_kv(cache, table, [1, 1])
+
+
 def test_a_table_without_memory() -> None:
     """torch's indexing crashes with it."""
     cache = torch.randn(3, 4, 2)

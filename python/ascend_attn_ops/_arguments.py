@@ -106,6 +106,8 @@ def check_tensor(
     """`axes`: of a tensor of this rank, for the message."""
     if not isinstance(x, Tensor):
         raise wrong(TypeError, function, argument, "a tensor", type(x).__name__)
+    if x.is_nested:
+        raise wrong(ValueError, function, argument, "a tensor of one shape", "a nested one")
     if rank is not None and x.dim() != rank:
         raise wrong(ValueError, function, argument, f"shape {axes}", str(list(x.shape)))
 

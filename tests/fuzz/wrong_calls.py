@@ -134,6 +134,10 @@ class WrongCalls:
         self.function = self.of_library if public else self.of_ops
         self.parameters = inspect.signature(self.of_library).parameters
         self.schema = [x.name for x in operator.overload._schema.arguments]
+        # A name that is unknown to one form may be an output of the other.
+        self.outputs = (
+            [] if public or "out" not in self.of_ops.overloads() else operator.output_names
+        )
 
     def __call__(self, r: Random) -> str:
         sample = draw(r, self.operator)
@@ -180,7 +184,7 @@ class WrongCalls:
                 raise Finding(f"{shown(written)} changed, although it raised {outcome.text}")
             if is_out_of_memory(outcome):
                 return "no memory"
-            names = {*self.schema, *self.parameters}
+            names = {*self.schema, *self.parameters, *self.outputs}
             label = check_error(outcome, arguments, names, not self.public)
         else:
             caches = [arguments.get(name) for name in _OUT] if self.operator.in_place else []
