@@ -33,7 +33,7 @@ class Attention {
 
   Attention(const SparseAttentionInputs& inputs, double scale)
       : heads_(inputs.heads),
-        padded_heads_(round_up(inputs.heads, depth_step<Operand>)),
+        padded_heads_(padded_heads(inputs)),
         size_(inputs.size),
         scale_(static_cast<T>(scale)),
         product_(padded_heads_, {inputs.size, inputs.rope_size}, kMaxKeys),
@@ -61,7 +61,10 @@ class Attention {
     }
   }
 
-  int64_t padded_heads() const { return padded_heads_; }
+  // As many as a product needs of its depth.
+  static int64_t padded_heads(const SparseAttentionInputs& inputs) {
+    return round_up(inputs.heads, depth_step<Operand>);
+  }
 
  private:
   void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
@@ -152,10 +155,9 @@ void attend_by_tokens(const SparseAttentionInputs& inputs, double scale,
     Attention<Input, Operand> attention;
     Partials<T> partials;
   };
+  const int64_t heads = Attention<Input, Operand>::padded_heads(inputs);
   const auto make_worker = [&] {
-    Attention<Input, Operand> attention(inputs, scale);
-    const int64_t heads = attention.padded_heads();
-    return std::make_unique<Worker>(Worker{std::move(attention), {2, heads, inputs.size}});
+    return std::make_unique<Worker>(Worker{{inputs, scale}, {2, heads, inputs.size}});
   };
   for_each_task(std::move(tokens), make_worker, [&](Worker& worker, const Token<Input>& token) {
     auto merged = worker.partials[0];
@@ -198,8 +200,7 @@ void attend_by_parts(const SparseAttentionInputs& inputs, double scale,
     }
     first_parts.push_back(static_cast<int64_t>(parts.size()));
   }
-  const Partials<T> partials(first_parts.back(), round_up(inputs.heads, depth_step<Operand>),
-                             inputs.size);
+  const Partials<T> partials(first_parts.back(), Worker::padded_heads(inputs), inputs.size);
   std::vector<Partial<T>> results;
   for (int64_t result = 0; result < first_parts.back(); ++result) {
     results.push_back(partials[result]);
