@@ -90,7 +90,8 @@ at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& option
       return allocate(*known, options);
     }
   }
-  auto tensor = at::empty_symint(sizes, options);
+  // Dense also where the options are those of a tensor that no backend takes.
+  auto tensor = at::empty_symint(sizes, options.layout(at::kStrided));
   // Not is_cpu(), which is true of fake tensors too.
   if (tensor.key_set().has_backend(c10::BackendComponent::CPUBit)) {
     prefer_huge_pages(tensor.data_ptr(), tensor.nbytes());
