@@ -30,7 +30,7 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
-FREED, FREED_TABLE = freed(torch.randn(2, 2, 4, 8)), freed(TABLE)
+FREED, FREED_TABLE, FREED_TWO = freed(torch.randn(2, 2, 4, 8)), freed(TABLE), freed(TWO)
 NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
 TND = {
     "query": PACKED, "key": PACKED, "value": PACKED, "layout": "TND",
@@ -231,6 +231,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"block_table": TABLE.float()}, TYPE, "block_table: expected dtype int32 or int64, got"),
         ({"block_table": TABLE[0]}, VALUE, r"block_table: expected shape \(2, M\)"),
         ({"block_table": TABLE.to("meta")}, VALUE, "block_table: expected device cpu"),
+        ({"lengths": FREED_TWO}, VALUE, "lengths: expected a storage that holds every element"),
         ({"block_table": FREED_TABLE}, VALUE, "block_table: expected a storage that holds every"),
         ({"block_table": TABLE + 9}, VALUE, r"block_table: expected blocks in \[0, 9\), got 1\d"),
         ({"block_table": TABLE - 9}, VALUE, r"block_table: expected blocks in \[0, 9\), got -\d"),

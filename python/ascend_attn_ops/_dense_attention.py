@@ -100,7 +100,7 @@ def given_or_drawn_mask(
         for i, (side, given) in enumerate(
             (("query", actual_seq_lengths_query), ("key", actual_seq_lengths_key))
         ):
-            read = lengths_of(given, where=f"{_NAME}: actual_seq_lengths_{side}")
+            read = lengths_of(given, where=(_NAME, f"actual_seq_lengths_{side}"))
             if read is None or not hasattr(read, "__iter__"):
                 return None
             ends[i] = list(read)

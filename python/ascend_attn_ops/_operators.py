@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import INVALID, check_memory, dtype_name, shown, whole, wrong
+from ascend_attn_ops._arguments import check_memory, dtype_name, shown, whole, wrong
 from ascend_attn_ops._npu_graphs import captures
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
@@ -61,6 +61,9 @@ _EXPECTED = {
 # The public functions take sequence lengths as a tensor or as a list, whatever the schema wants.
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 Lengths = Tensor | Sequence[int] | None
+# The function and the argument that an error names.
+Where = tuple[str, str]
+_LENGTHS_OF_NONE = ("ascend", "lengths")  # those that a function has read before
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -137,7 +140,7 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
     types = {x.name: str(x.type) for x in overload._schema.arguments}
     convert = lengths_on if types.get(_LENGTHS[0]) == "Optional[Tensor]" else lengths_of
     lengths = [
-        (position, f"ascend::{name}: {argument}")
+        (position, (f"ascend::{name}", argument))
         for position, argument in enumerate(schema)
         if argument in _LENGTHS
     ]
@@ -173,7 +176,7 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
             argument = found[1]
             got = given[list(schema).index(argument)]
             if argument in _LENGTHS:
-                raise _not_lengths(f"ascend::{name}: {argument}", got) from None
+                raise _not_lengths((f"ascend::{name}", argument), got) from None
             expected = _EXPECTED[types[argument]]
             raise wrong(TypeError, f"ascend::{name}", argument, expected, shown(got)) from None
 
@@ -181,18 +184,19 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
 
 
 def lengths_of(
-    lengths: Lengths, query: Tensor | None = None, where: str = "lengths"
+    lengths: Lengths, query: Tensor | None = None, where: Where = _LENGTHS_OF_NONE
 ) -> Sequence[int] | None:
-    """As a list. Waits for the device if they are a tensor on it. `where` begins an error."""
+    """As a list. Waits for the device if they are a tensor on it."""
     if isinstance(lengths, Tensor):
         if lengths.dim() != 1 or lengths.is_floating_point() or lengths.is_complex():
             raise _not_lengths(where, lengths)
         if lengths.is_meta and type(lengths) is Tensor:
             got = "a tensor on the device meta"
-            raise ValueError(f"{where}: expected lengths to read, got {got} {INVALID}")
+            raise wrong(ValueError, *where, "lengths to read", got)
         if captures(lengths.device):
             got = "a tensor, which the host cannot read before it runs"
             raise _not_in_graph(where, "a list", got)
+        check_memory(*where, lengths)
         return cast("list[int]", lengths.tolist())
     if isinstance(lengths, (list, tuple)):
         # Whole numbers may be symbols here.
@@ -203,8 +207,8 @@ def lengths_of(
     return lengths
 
 
-def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tensor | None:
-    """As a tensor on the device of `query`, without waiting for it. `where` begins an error."""
+def lengths_on(lengths: Lengths, query: Tensor, where: Where = _LENGTHS_OF_NONE) -> Tensor | None:
+    """As a tensor on the device of `query`, without waiting for it."""
     # Of a wrong type, they are the operator's to refuse.
     if lengths is None or isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
         return cast("Tensor | None", lengths)
@@ -221,8 +225,7 @@ def lengths_on(lengths: Lengths, query: Tensor, where: str = "lengths") -> Tenso
         raise _not_lengths(where, lengths) from None
     limit = torch.iinfo(torch.int32).max
     if max(map(abs, numbers), default=0) > limit:
-        expected = f"lengths of at most {limit}"
-        raise ValueError(f"{where}: expected {expected}, got {shown(numbers)} {INVALID}")
+        raise wrong(ValueError, *where, f"lengths of at most {limit}", shown(numbers))
     on_host = torch.tensor(numbers, dtype=torch.int32)
     if query.device.type in ("cpu", "meta"):
         return on_host.to(query.device)
@@ -244,17 +247,18 @@ def _in_order(lengths: Any) -> bool:
     return hasattr(lengths, "__array__") or not hasattr(lengths, "__iter__")
 
 
-def _not_lengths(where: str, got: Any) -> TypeError:
+def _not_lengths(where: Where, got: Any) -> TypeError:
     if isinstance(got, Tensor):
         got = f"{dtype_name(got.dtype)} of shape {list(got.shape)}"
     else:
         got = shown(got)
-    expected = "whole numbers, as a list or as a tensor"
-    return TypeError(f"{where}: expected {expected}, got {got} {INVALID}")
+    return wrong(TypeError, *where, "whole numbers, as a list or as a tensor", got)
 
 
-def _not_in_graph(where: str, expected: str, got: str) -> NotImplementedError:
-    return NotImplementedError(f"{where}: expected {expected}, in a graph's call, got {got}")
+def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
+    function, argument = where
+    text = f"{function}: {argument}: expected {expected}, in a graph's call, got {got}"
+    return NotImplementedError(text)
 
 
 def _function(

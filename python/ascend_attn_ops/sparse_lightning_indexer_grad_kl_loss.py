@@ -133,7 +133,7 @@ def lightning_indexer_kl_loss(
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
     """
     check_divisor(reduction, normalizer)
-    query_lengths = lengths_of(actual_seq_lengths_query, where=f"{_NAME}: actual_seq_lengths_query")
+    query_lengths = lengths_of(actual_seq_lengths_query, where=(_NAME, "actual_seq_lengths_query"))
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
         query,
         key,
