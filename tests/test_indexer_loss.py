@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import ascend_attn_ops as ops
+import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
@@ -129,6 +130,21 @@ def test_mean_of_nothing_is_zero() -> None:
     empty = SparseCase(b=2, s=(6, 9), lengths=((0, 0), (0, 0)))
     for x in gradients(sample_of(empty), reduction="mean"):
         assert not x.any()
+
+
+@pytest.mark.parametrize("zero", [0, -0.0, torch.tensor(0)], ids=["int", "-0.0", "tensor"])
+def test_nothing_divided_by_a_normalizer_of_zero(zero: Any) -> None:
+    nothing = torch.zeros(BSND.tokens(0), dtype=torch.bool)
+    for x in gradients(sample_of(BSND), weight=nothing, normalizer=zero):
+        assert not x.any()
+    assert loss_of(sample_of(BSND), normalizer=zero).isinf()
+
+
+def test_no_lengths_as_an_array() -> None:
+    sample = sample_of(SparseCase(layout="TND", lengths=((), ())))
+    none = np.array([], int)
+    arguments = {**sample.arguments, "actual_seq_lengths_query": none}
+    assert ops.lightning_indexer_kl_loss(**arguments, reduction="mean") == 0
 
 
 @pytest.mark.parametrize(

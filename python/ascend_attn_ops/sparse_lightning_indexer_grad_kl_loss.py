@@ -100,7 +100,8 @@ def lightning_indexer_kl_loss(
         reduction: "sum" over the query tokens that belong to a sequence, or their "mean": the sum
             divided by their number, or by the sum of their weights.
         normalizer: what the sum is divided by, e.g. the number of valid tokens of all ranks; a
-            tensor with one element is read on its device. Instead of reduction="mean".
+            tensor with one element is read on its device. Without tokens, 0 divided by 0 is 0.
+            Instead of reduction="mean".
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).
@@ -184,13 +185,16 @@ def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     elif isinstance(normalizer, int):
         # torch takes one of 64 bits.
         normalizer = float(normalizer)
-    if isinstance(normalizer, float):
+    if isinstance(normalizer, float) and normalizer != 0:
         numbers = torch.finfo(loss.dtype)
         # torch rounds it to the loss's dtype: to 0, by which 0 divided is NaN.
-        if normalizer != 0 and abs(normalizer) < numbers.tiny:
+        if abs(normalizer) < numbers.tiny:
             expected = f"0 or a number that {dtype_name(loss.dtype)} holds"
             raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
-    return loss / normalizer
+        return loss / normalizer
+    # No rank has a token.
+    nothing = (loss == 0) & (normalizer == 0)
+    return loss / torch.where(nothing, 1, normalizer)
 
 
 def _tokens(
@@ -202,7 +206,8 @@ def _tokens(
 ) -> Tensor | int:
     """The number of query tokens that belong to a sequence, or the sum of their weights."""
     if layout == "TND":
-        count = lengths[-1] if lengths else 0
+        # Not `if lengths`: an array of numpy is neither true nor false.
+        count = 0 if lengths is None or len(lengths) == 0 else lengths[-1]
         tokens = None if weight is None else weight[:count]
     elif lengths is None:
         count, tokens = query.shape[0] * query.shape[1], weight
