@@ -110,7 +110,8 @@ def twin(x: Any, storages: dict[int, Tensor] | None = None) -> Any:
     key = x.untyped_storage()._cdata
     if key not in storages:
         storages[key] = storage_bytes(x).clone()
-    copy = _in_storage(storages[key], x)
+    with torch.inference_mode(x.is_inference()):
+        copy = _in_storage(storages[key], x)
     # Memory that was freed, which torch has allocated.
     storages[key].untyped_storage().resize_(x.untyped_storage().nbytes())
     if x.is_neg():

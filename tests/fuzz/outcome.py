@@ -47,6 +47,8 @@ _BACKEND = re.compile(
 )
 # What a subclass of torch says that has no rule for them.
 _JAGGED = re.compile(r"'?ascend\.\w+\.default'?")
+# What it says of memory that was freed, where a subclass is an argument of its own functions.
+_NO_STORAGE = ("setStorage: sizes", "The tensor has a non-zero number of elements, but its data is")
 # Of so many elements that no argument is wrong in itself.
 _NO_MEMORY = re.compile(
     r".*DefaultCPUAllocator: can't allocate memory|(Storage size|Stride) calculation overflowed|"
@@ -116,7 +118,7 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
         return "fake" in text.lower() or "meta" in text or any(known)
     if through_torch and any(x.is_nested for x in tensors) and "NestedTensorImpl doesn't" in text:
         return kind is RuntimeError
-    if any(type(x) is not Tensor for x in tensors) and text.startswith("setStorage: sizes"):
+    if any(type(x) is not Tensor for x in tensors) and text.startswith(_NO_STORAGE):
         # Of a subclass whose memory was freed.
         return kind is RuntimeError
     if kind is NotImplementedError and any(x.is_nested for x in tensors):

@@ -89,7 +89,7 @@ def _text(r: Random, x: str) -> object:
             x + r.choice((" ", "\n", "\0", "é", "\ud800", "\x1b[0m", "%s", "{}", "\r", "\u2028"))
         ),
         lambda: "a\n" * 5_000,
-        lambda: x.encode(),
+        lambda: x.encode(errors="surrogatepass"),
         lambda: [x],
         lambda: np.str_(x),
         lambda: np.array(x),
