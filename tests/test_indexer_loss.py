@@ -132,7 +132,9 @@ def test_mean_of_nothing_is_zero() -> None:
         assert not x.any()
 
 
-@pytest.mark.parametrize("zero", [0, -0.0, torch.tensor(0)], ids=["int", "-0.0", "tensor"])
+@pytest.mark.parametrize(
+    "zero", [0, -0.0, np.float32(0), torch.tensor(0)], ids=["int", "-0.0", "numpy", "tensor"]
+)
 def test_nothing_divided_by_a_normalizer_of_zero(zero: Any) -> None:
     nothing = torch.zeros(BSND.tokens(0), dtype=torch.bool)
     for x in gradients(sample_of(BSND), weight=nothing, normalizer=zero):
@@ -148,7 +150,9 @@ def test_no_lengths_as_an_array() -> None:
 
 
 @pytest.mark.parametrize(
-    "normalizer", [5.0, 5, torch.tensor(5.0), torch.tensor([5])], ids=["float", "int", "0-d", "1-d"]
+    "normalizer",
+    [5.0, 5, np.float32(5), torch.tensor(5.0), torch.tensor([5])],
+    ids=["float", "int", "numpy", "0-d", "1-d"],
 )
 def test_normalizer_divides_the_sum(normalizer: Any) -> None:
     sample = sample_of(TND)

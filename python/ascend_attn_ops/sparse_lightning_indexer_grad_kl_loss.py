@@ -179,19 +179,21 @@ def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
 def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     if normalizer is None:
         return loss
+    if isinstance(normalizer, (torch.SymInt, torch.SymFloat)):
+        return loss / normalizer
     if isinstance(normalizer, Tensor):
         # Two scalars would otherwise take the wider dtype.
         normalizer = normalizer.reshape(()).to(loss.dtype)
-    elif isinstance(normalizer, int):
-        # torch takes one of 64 bits.
+    else:
+        # torch takes an int of 64 bits, and a number of numpy compares to one of its own.
         normalizer = float(normalizer)
-    if isinstance(normalizer, float) and normalizer != 0:
-        numbers = torch.finfo(loss.dtype)
-        # torch rounds it to the loss's dtype: to 0, by which 0 divided is NaN.
-        if abs(normalizer) < numbers.tiny:
-            expected = f"0 or a number that {dtype_name(loss.dtype)} holds"
-            raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
-        return loss / normalizer
+        if normalizer != 0:
+            numbers = torch.finfo(loss.dtype)
+            # torch rounds it to the loss's dtype: to 0, by which 0 divided is NaN.
+            if abs(normalizer) < numbers.tiny:
+                expected = f"0 or a number that {dtype_name(loss.dtype)} holds"
+                raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
+            return loss / normalizer
     # No rank has a token.
     nothing = (loss == 0) & (normalizer == 0)
     return loss / torch.where(nothing, 1, normalizer)
