@@ -127,6 +127,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"num_heads": "4"}, TYPE, "num_heads: expected a whole number of 64 bits, got '4'"),
         ({"num_heads": 2**63}, TYPE, "num_heads: expected a whole number of 64 bits, got 9"),
         ({"num_heads": FREED}, VALUE, "num_heads: expected a storage that holds every element"),
+        ({"key": [1, [FREED]]}, VALUE, "key: expected a storage that holds every element"),
         ({"query": Q[0], "key": K[0], "value": K[0], "layout": "BSH", "num_heads": "4"}, TYPE,
          "num_heads: expected a whole number"),
         ({"layout": ["BSH\n" * 10_000]}, TYPE, "layout: expected a string, got"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections.abc import Iterator
 from operator import index
 from typing import Any, TypeVar
 
@@ -127,6 +128,15 @@ def check_memory(function: str, argument: str, x: Tensor) -> None:
         got = f"one of {size} bytes for shape {list(x.shape)} and strides {list(x.stride())}"
         got += f" at offset {x.storage_offset()}; FSDP and resize_() free memory"
         raise wrong(ValueError, function, argument, "a storage that holds every element", got)
+
+
+def tensors_in(x: object) -> Iterator[Tensor]:
+    """Of a tensor, or of containers in each other."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple, dict)):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(item)
 
 
 def readable(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import check_memory, dtype_name, shown, whole, wrong
+from ascend_attn_ops._arguments import check_memory, dtype_name, shown, tensors_in, whole, wrong
 from ascend_attn_ops._npu_graphs import captures
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
@@ -144,11 +144,7 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
         for position, argument in enumerate(schema)
         if argument in _LENGTHS
     ]
-    no_tensor = [
-        (position, argument)
-        for position, argument in enumerate(schema)
-        if types[argument] not in ("Tensor", "Optional[Tensor]")
-    ]
+    tensor_types = ("Tensor", "Optional[Tensor]")
     keywords = [x.name for x in schema.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
     positional = len(schema) - len(keywords)
 
@@ -160,13 +156,15 @@ def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[
         keyword_values = dict(zip(keywords, values[positional:], strict=True))
         if is_dynamo_compiling():
             return overload(*values[:positional], **keyword_values)
-        for position, argument in no_tensor:
+        for argument, x in zip(schema, values, strict=True):
+            if isinstance(x, Tensor) and types[argument] in tensor_types:
+                continue
             # torch's refusal of a tensor there prints it, and a nested one is printed as no list.
-            if isinstance(x := values[position], Tensor):
-                check_memory(f"ascend::{name}", argument, x)
-                if x.is_nested:
-                    expected = _EXPECTED[types[argument]]
-                    raise wrong(TypeError, f"ascend::{name}", argument, expected, shown(x))
+            for tensor in tensors_in(x):
+                check_memory(f"ascend::{name}", argument, tensor)
+            if isinstance(x, Tensor) and x.is_nested:
+                expected = _EXPECTED[types[argument]]
+                raise wrong(TypeError, f"ascend::{name}", argument, expected, shown(x))
         try:
             return overload(*values[:positional], **keyword_values)
         except RuntimeError as error:
