@@ -62,6 +62,8 @@ def _for_reference(operator: Operator, arguments: dict[str, Any]) -> Sample | No
         value, kind = arguments.get(x.name, x.default_value), str(x.type)
         if isinstance(value, Tensor):
             value = value.detach().resolve_neg().as_subclass(Tensor)
+            # torch's zeros without memory.
+            value = value.clone() if value._is_zerotensor() else value
         try:
             if kind in _CONVERSIONS:
                 value = _CONVERSIONS[kind](value)

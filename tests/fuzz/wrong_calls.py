@@ -123,6 +123,9 @@ def positional(
     return tuple(args), rest
 
 
+_TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
+
+
 class WrongCalls:
     """A class of cases: of one operator, through torch.ops or its public function."""
 
@@ -168,7 +171,7 @@ class WrongCalls:
         return all(
             can_be_read(x)
             for name, argument in arguments.items()
-            if schema.get(name) not in ("Tensor", "Optional[Tensor]")
+            if not (isinstance(argument, Tensor) and schema.get(name) in _TENSOR_TYPES)
             for x in tensors_in(argument)
             if has_memory(x)
         )
