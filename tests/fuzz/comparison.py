@@ -44,6 +44,9 @@ def _plain(arguments: dict[str, Any]) -> bool:
             return False
         if x.numel() > _MOST_ELEMENTS and x.dtype not in (torch.bool, torch.uint8):
             return False
+        if x.dtype == torch.uint64:
+            # A scale: the bits of a float32 are the low half.
+            x = x.to(torch.int32).view(torch.float32)
         if x.is_floating_point() and x.numel():
             largest = float(x.detach().float().abs().max())
             if not largest <= _LARGEST:
@@ -66,6 +69,9 @@ def _for_reference(operator: Operator, arguments: dict[str, Any]) -> Sample | No
             value = value.clone() if value._is_zerotensor() else value
         try:
             if kind in _CONVERSIONS:
+                if value is None:
+                    # The public function chooses.
+                    return None
                 value = _CONVERSIONS[kind](value)
             elif x.name in _LENGTHS and value is not None:
                 value = [int(n) for n in value]
