@@ -351,7 +351,7 @@ class QuantizedAttention {
 void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
                          const std::optional<OutputQuantization>& quantization,
                          const at::Tensor& out) {
-  const auto tasks = divide(attention);
+  const auto tasks = divide<int8_t>(attention);
   const Capacity capacity(tasks);
   const auto attend = [&]<typename Output>(const auto& convert) {
     auto* data = out.mutable_data_ptr<Output>();

@@ -130,6 +130,10 @@ CASES = [
     FlashCase(layout="BSH", s=(12, 12), pse="BN", pse_type=3),
     FlashCase(b=1, s=(560, 560), pse="N", pse_type=3, start=(7, 3), heads=(4, 2)),
     FlashCase(s=(12, 12), pse="BN", pse_type=2, start=(2, 40), mode=2),
+    FlashCase(layout="BSND", s=(1, 200), d=(40, 24), mode=3),  # single rows, as in decoding
+    FlashCase(b=1, s=(1, 83), heads=(5, 5), mode=0, pse="full", keep_prob=0.6),
+    FlashCase(layout="BSH", s=(1, 90), mode=4, pre=50, next=-25),
+    replace(_TND, lengths=((1, 0, 1, 1, 2), (70, 5, 0, 33, 9)), mode=3),
     FlashCase(s=(5, 9), keep_prob=0.7),
     FlashCase(layout="SBH", b=1, s=(70, 541), heads=(4, 2), keep_prob=0.5, mode=3),
     FlashCase(layout="BSND", s=(9, 9), keep_prob=0.9, pse="full", mode=0, d=(8, 5), heads=(2, 2)),

@@ -121,8 +121,9 @@ HeadRows<const T> query_rows(const at::Tensor& tensor, const DenseSequence& sequ
   return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.query_begin};
 }
 template <typename T>
-HeadRows<const T> key_rows(const at::Tensor& tensor, const DenseSequence& sequence, int64_t head) {
-  return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.key_begin};
+HeadRows<const T> key_rows(const at::Tensor& tensor, const DenseSequence& sequence, int64_t head,
+                           int64_t first = 0) {
+  return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.key_begin + first};
 }
 
 }  // namespace ascend_attn::cpu

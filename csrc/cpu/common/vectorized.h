@@ -148,6 +148,19 @@ void scale(const From* from, From factor, To* to, int64_t count) {
   });
 }
 
+// Returns the sum of so many numbers, in pairs; changes them.
+template <int64_t lanes, typename T>
+[[gnu::always_inline]] inline T sum_of_lanes(T* sums) {
+  if constexpr (lanes == 1) {
+    return sums[0];
+  } else {
+    for (int64_t lane = 0; lane < lanes / 2; ++lane) {
+      sums[lane] += sums[lane + lanes / 2];
+    }
+    return sum_of_lanes<lanes / 2>(sums);
+  }
+}
+
 // Returns the sum of term(i) over i < count, for use in a vectorized body.
 template <typename T, typename Term>
 [[gnu::always_inline]] inline T sum_of(int64_t count, const Term& term) {
@@ -170,10 +183,7 @@ template <typename T, typename Term>
   for (; i < count; ++i) {
     total += term(i);
   }
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    total += sums[lane];
-  }
-  return total;
+  return total + sum_of_lanes<lanes>(sums);
 }
 
 // Returns the sum of a[i] * b[i], accumulated in float, or in double for double.
