@@ -272,6 +272,15 @@ def dense_memory(results: Results) -> str:
     return memory(results.cases("flash_attention_score"), columns)
 
 
+def dense_decode(results: Results) -> str:
+    rows = []
+    for case, by in results.cases("dense_decode").items():
+        sizes, keys = case.split(", keys=")
+        rows.append([sizes, keys, ms(by["ours"]), takes(by, "torch SDPA"), ms(by["limit"])])
+    header = ["sizes", "keys", "ours, ms", "SDPA takes", "one reading of keys and values, ms"]
+    return markdown(header, rows)
+
+
 def prefill(results: Results) -> str:
     peer = "torch SDPA"
     rows = [
@@ -398,8 +407,8 @@ TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
         machine, readme, sparse, sparse_sizes, sparse_memory, training_step, crossover,
-        transformers_training, indexer, decode, decode_memory, paging, dense, dense_memory, prefill,
-        prefill_int8, prefill_memory, products, scatter, host_time, call_overhead, flash_attn_names,
-        dtensor, threads, simulated,
+        transformers_training, indexer, decode, decode_memory, paging, dense, dense_memory,
+        dense_decode, prefill, prefill_int8, prefill_memory, products, scatter, host_time,
+        call_overhead, flash_attn_names, dtensor, threads, simulated,
     )
 }  # fmt: skip
