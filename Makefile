@@ -6,6 +6,7 @@
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
 # make sanitize   tests and random calls with C++ that checks itself: AddressSanitizer and UBSan
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
+# make mutants how many of 100 small errors in C++ and Python the tests notice
 # make lint    ruff, clang-format, mypy
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make wheel   a wheel in dist/, for the torch of PYTHON
@@ -31,8 +32,8 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-cpu test-npu fuzz sanitize coverage bench bench-check lint format docs wheel \
-	wheels matrix test-aarch64 clean build build-npu
+.PHONY: demo test test-cpu test-npu fuzz sanitize coverage mutants bench bench-check lint format docs \
+	wheel wheels matrix test-aarch64 clean build build-npu
 
 demo: build
 	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
@@ -57,6 +58,9 @@ sanitize: .venv/ready .venv-npu/ready
 coverage: .venv/ready .venv-npu/ready
 	$(CPU) $(PIP_INSTALL) -q 'coverage>=7,<8'
 	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
+
+mutants: .venv/ready
+	$(CPU) tools/mutation.py $(MUTANTS_ARGS)
 
 # A file of its own, so that a run that fails leaves the tables alone.
 BENCH_RESULTS := out/bench.json
