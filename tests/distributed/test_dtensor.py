@@ -77,6 +77,14 @@ def test_results_and_gradients_of_one_process(
             assert error <= LARGEST_ERROR, (name, sample)
 
 
+def test_a_mask_of_packed_sequences_is_sharded_with_its_heads() -> None:
+    recipes = OPERATORS["flash_attention_score"].recipes
+    index = next(i for i, x in enumerate(recipes) if "-TND-" in x.id and "maskBN" in x.id)
+    part = slice(index, index + 1)
+    for worst in on_four(dtensor_cases.check, "2x2", "BN", ["flash_attention_score"], part):
+        assert all(error <= LARGEST_ERROR for error, _ in worst.values())
+
+
 @pytest.mark.parametrize(
     ("mesh", "placements", "batch"),
     [

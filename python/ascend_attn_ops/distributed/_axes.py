@@ -162,8 +162,11 @@ def _out(call: Mapping[str, Any]) -> str:
 
 def _mask(call: Mapping[str, Any]) -> str:
     mask = call["atten_mask"]
-    if call["layout"] == "TND" or call["sparse_mode"] in COMPRESSED_MODES:
+    if call["sparse_mode"] in COMPRESSED_MODES:
         return ""
+    if call["layout"] == "TND":
+        # Of the tokens of the longest sequence, or of all: not those of a rank.
+        return _broadcast("zNzz", mask) if mask.dim() == 4 else ""
     return _broadcast({2: "ST", 3: "BST", 4: "BNST"}[mask.dim()], mask)
 
 
