@@ -17,6 +17,7 @@ from ascend_attn_ops.__main__ import main
 from ascend_attn_ops._dense_attention import draw_drop_mask
 from ascend_attn_ops.masks import _new_mask, compressed_mask
 from bounds import within
+from samples import OPERATORS
 from samples.flash_attention_score import CASES, FlashCase, build
 from samples.masks import compressed_mask as sample_mask
 from tolerance import assert_same_bits
@@ -75,6 +76,42 @@ def test_rows_of_few_keys(sq: int, skv: int, mode: int) -> None:
     q, k, v = q.double(), k.double(), v.double()
     expected, terms = (scaled_dot_product_attention(q, k, x, attn_mask=kept) for x in (v, v.abs()))
     within("out", expected, terms, torch.bfloat16).check(actual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_half_way_are_rounded_to_even(dtype: torch.dtype) -> None:
+    """The mean of two neighbours, of which each that follows is the other way from the even one."""
+    q, k = torch.zeros(1, 1, 1, D, dtype=dtype), torch.zeros(1, 1, 2, D, dtype=dtype)
+    steps = 1 + torch.arange(D + 1, dtype=torch.float64) * torch.finfo(dtype).eps
+    v = torch.stack((steps[:-1], steps[1:])).to(dtype)
+    assert torch.equal(attend(q, k, v[None, None]).flatten(), v.double().mean(0).to(dtype))
+
+
+@pytest.mark.parametrize("mode", [0, 4])
+@pytest.mark.parametrize("most", [2**31 - 1, 2**63 - 1])
+def test_tokens_that_bound_nothing(mode: int, most: int) -> None:
+    """Also where sums with them are more than an integer holds."""
+    q, k, v = qkv(5, 9)
+    mask = torch.zeros(5, 9, dtype=torch.bool) if mode == 0 else None
+    bounds = {"pre_tokens": most, "next_tokens": most}
+    out = attend(q, k, v, sparse_mode=mode, atten_mask=mask, **bounds)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # The first row that is stored serves queries 0, 1024 and 1028.
+        FlashCase(b=1, s=(2052, 2052), heads=(1, 1), d=(4, 4), mode=2, pse="rows"),
+        # All rows are stored, and any mask will do.
+        FlashCase(b=1, s=(1024, 1024), heads=(1, 1), d=(4, 4), mode=1, mask="", pse="rows"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_bias_of_1024_rows(case: FlashCase) -> None:
+    sample = build(case, torch.float32)
+    record = OPERATORS["flash_attention_score"]
+    record.assert_matches_reference(sample, sample.call(torch.ops.ascend))
 
 
 def test_without_keys_everything_is_zero() -> None:

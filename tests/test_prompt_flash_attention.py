@@ -159,6 +159,25 @@ def test_int8_output_saturates_and_rounds_half_to_even() -> None:
     assert out.flatten()[:8].tolist() == [0, 2, 2, 0, -2, 127, -128, 126]
 
 
+def test_an_offset_where_the_last_row_keeps_one_key() -> None:
+    """The fewest for which rows without keys cannot be."""
+    tensors = qkv(6, 4, torch.float16)
+    options = {"atten_mask": torch.zeros(6, 4, dtype=torch.bool), "pre_tokens": 2}
+    scale, offset = torch.tensor([30.0]), torch.tensor([3.0])
+    expected = (attend(*tensors, **options).float() * scale + offset).round().clamp(-128, 127)
+    out = attend(*tensors, **options, quant_scale2=scale, quant_offset2=offset)
+    assert torch.equal(out, expected.to(torch.int8))
+
+
+def test_int8_output_is_of_the_result_in_half() -> None:
+    """The mean, 1 + 2^-11, is 1 in half."""
+    k = torch.zeros(1, 1, 2, 32, dtype=torch.float16)
+    v = torch.tensor([1, 1 + 2**-10], dtype=torch.float16).view(1, 1, 2, 1).expand(k.shape)
+    scale = torch.tensor([100.49])
+    out = prompt_flash_attention(k[:, :, :1], k, v, num_heads=1, layout="BNSD", quant_scale2=scale)
+    assert (out == 100).all()
+
+
 def test_the_default_dtype_does_not_matter() -> None:
     tensors = qkv(5, 6, torch.float16)
     options = {"quant_scale2": torch.tensor([30.0]), "scale_value": 0.25}

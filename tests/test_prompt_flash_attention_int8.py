@@ -93,6 +93,16 @@ def test_scales_of_scores(deq1: float, scale_value: float, masked: bool) -> None
     assert bool(out[:, :, 33].any()) != masked
 
 
+def test_the_upper_19_bits_of_a_scale_of_uint64_count() -> None:
+    whole = scales(deq1=3e-4, deq2=1e-4)
+    bits = {name: whole[name].view(torch.int32).long() for name in ("deq_scale1", "deq_scale2")}
+    upper, filled = (
+        whole | {name: (x & ~0x1FFF | below).to(torch.uint64) for name, x in bits.items()}
+        for below in (0, 0x1FFF)
+    )
+    assert torch.equal(check(qkv(), filled), check(qkv(), upper))
+
+
 def test_scores_that_fp16_cannot_represent_are_not_hidden() -> None:
     """Infinite in fp16, and inf - inf is not a number: no plausible output comes of them."""
     tensors = qkv()

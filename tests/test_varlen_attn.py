@@ -123,6 +123,17 @@ def test_return_aux_and_scale(varlen_attn: Callable[..., Any], behind: int) -> N
 
 
 @needs_registry
+def test_gradients_with_a_scale(varlen_attn: Callable[..., Any]) -> None:
+    needs("scale")
+    leaves = [x.requires_grad_() for x in tensors()]
+    out = varlen_attn(*leaves, *LENGTHS, scale=0.4)
+    expected, _ = attend_packed(*leaves, CU_Q, CU_K, softmax_scale=0.4)
+    d_out = torch.randn_like(out)
+    actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@needs_registry
 @pytest.mark.parametrize("paged", [False, True])
 def test_seqused_k_and_block_table(varlen_attn: Callable[..., Any], paged: bool) -> None:
     needs("block_table")

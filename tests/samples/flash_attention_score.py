@@ -141,6 +141,7 @@ CASES = [
     replace(_TND, mode=1, mask="max", heads=(2, 1)),
     replace(_TND, mode=0, mask="sum", tail=(2, 0)),
     replace(_TND, mode=1, mask="sum", heads=(2, 2), keep_prob=0.5, closed=True, tail=(1, 2)),
+    replace(_TND, mode=0, mask="sum", lengths=((0, 5), (4, 5))),  # longest Sq = sum Sq
     replace(_TND, mode=0, mask="BN", pre=2, next=3),
     replace(_TND, mode=1, mask="B1", heads=(4, 2), closed=True),
     replace(_TND, mode=0, mask="11", pattern="rows"),

@@ -32,7 +32,7 @@ PSE = FlashCase(s=(6, 9), pse="full", heads=(2, 2), d=(8, 8))
 LONG_PREFIX = FlashCase(s=(9, 6), mode=6, prefix=(4, 5), heads=(2, 2), d=(8, 8))
 SLOPES = FlashCase(s=(6, 6), pse="N", pse_type=2, heads=(2, 2), d=(8, 8))
 DROP = FlashCase(s=(6, 9), keep_prob=0.5, heads=(2, 2), d=(8, 8))
-
+ODD_DROP = FlashCase(b=1, s=(5, 9), keep_prob=0.5, heads=(2, 2), d=(8, 8))  # 90 bits
 
 CAUSAL_PSE = FlashCase(
     b=1, s=(1030, 1030), heads=(1, 1), pse="rows", mode=0, mask="", pattern="causal"
@@ -136,6 +136,7 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         wrong(TND, {LENGTHS[0]: [3, 0, 0], LENGTHS[1]: [5, 11, 0]}, LENGTHS[0], "never decrease"),
         wrong(BAND, {"pre_tokens": -4, "next_tokens": -4}, "pre_tokens", "both"),
         wrong(BAND, {"pre_tokens": -20, "next_tokens": 30}, "pre_tokens", "Skv = 9"),
+        wrong(BAND, {"pre_tokens": -6, "next_tokens": 30}, "pre_tokens", "smaller than Skv = 9"),
         wrong(BAND, {"pre_tokens": -5, "next_tokens": 0}, "pre_tokens", "next_tokens"),
         wrong(BAND, {"pre_tokens": 8, "next_tokens": -9}, "next_tokens", "Sq = 6"),
         wrong(MASKED, {"pre_tokens": -1, "next_tokens": -1}, "pre_tokens", "both"),
@@ -218,6 +219,7 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         wrong(DROP, {"keep_prob": 1.0}, "drop_mask", "expected None for keep_prob 1"),
         wrong(DROP, {"drop_mask": bools(27)}, "drop_mask", "uint8", TypeError),
         wrong(DROP, {"drop_mask": bools(26).byte()}, "drop_mask", "at least 27 bytes"),
+        wrong(ODD_DROP, {"drop_mask": bools(11).byte()}, "drop_mask", "at least 12 bytes"),
     )
     # A mode that needs a mask, and none.
     for case in (ROWS, replace(ROWS, mode=2), CAUSAL, BAND, FULL_PREFIX, PREFIX, *TND_MASKED):
