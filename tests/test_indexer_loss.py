@@ -72,6 +72,13 @@ def test_weight_is_that_of_the_reference(case: SparseCase, weight_dtype: torch.d
         assert_close(name, x, y, TOLERANCES[torch.float64])
 
 
+def test_probabilities_below_the_smallest_count_as_it() -> None:
+    """Those that the indexer gives to keys which the attention reads."""
+    sample = sample_of(BSND)
+    far = sample.replace(weights=1000 * sample.tensors["weights"])
+    KL_LOSS.assert_matches_reference(far, far.call(torch.ops.ascend))
+
+
 @each_case
 def test_weights_are_linear(case: SparseCase) -> None:
     """A sum over groups of tokens, each group's loss times its factor."""
@@ -114,7 +121,8 @@ def test_mean(case: SparseCase) -> None:
     total, mean = gradients(sample), gradients(sample, reduction="mean")
     for x, y in zip(mean, total, strict=True):
         torch.testing.assert_close(x, y / valid.sum())
-    # The padding's weights do not count.
+    # The padding's weights do not count, whatever they are.
+    weight[~valid] = torch.nan
     total, mean = (
         gradients(sample, weight=weight),
         gradients(sample, weight=weight, reduction="mean"),

@@ -90,6 +90,16 @@ def test_equal_scores_go_to_the_lower_index(recipe: Recipe, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_derivative_of_relu_at_0_is_0(dtype: torch.dtype) -> None:
+    query, key = torch.eye(2, dtype=dtype).view(2, 1, 1, 1, 2)
+    one = torch.ones(1, 1, 1, dtype=dtype)
+    for x in torch.ops.ascend.lightning_indexer_grad(
+        query, key, one[None], torch.zeros(1, 1, 1, 1, dtype=torch.int32), one, sparse_mode=0
+    ):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_empty_unless_asked_for(dtype: torch.dtype) -> None:
     sample = LIGHTNING_INDEXER.recipes[0].make(dtype).replace(return_values=False)
     indices, values = sample.call(torch.ops.ascend)

@@ -43,3 +43,16 @@ def test_two_runs_are_bitwise_equal(recipe: Recipe, dtype: torch.dtype) -> None:
 def test_device_shapes_are_within_the_limits(recipe: Recipe, dtype: torch.dtype) -> None:
     """Without lifting them: these samples must run on the device in force by default."""
     recipe.make(dtype).call(torch.ops.ascend)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_value_may_be_key_in_another_order() -> None:
+    """In the memory of key, from the same address and with the same sizes."""
+    query, key = torch.randn(2, 1, 6, 1, 6)
+    value = key.transpose(1, 3)
+    indices = torch.arange(6, dtype=torch.int32).expand(1, 6, 1, 6).contiguous()
+    expected = torch.ops.ascend.sparse_flash_attention(
+        query, key, value.clone(memory_format=torch.contiguous_format), indices, scale_value=1.0
+    )
+    actual = torch.ops.ascend.sparse_flash_attention(query, key, value, indices, scale_value=1.0)
+    assert all(map(torch.equal, actual, expected))
