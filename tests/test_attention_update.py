@@ -48,12 +48,12 @@ def test_one_part_is_copied() -> None:
 def test_nan_counts_as_arithmetic_has_it() -> None:
     """Unless no part has a key for the row: then nothing of the parts is read."""
     nan, inf = torch.nan, torch.inf
-    lse = [torch.tensor([0.0, -inf, nan, -inf]), torch.tensor([-inf, 0.0, 0.0, -inf])]
-    local_out = [torch.tensor([[1.0], [nan], [1.0], [nan]]), torch.ones(4, 1)]
+    lse = [torch.tensor([0, -inf, nan, -inf, -inf]), torch.tensor([-inf, 0, 0, nan, -inf])]
+    local_out = [torch.tensor([[1.0], [nan], [1.0], [1.0], [nan]]), torch.ones(5, 1)]
     out, lse_out = attention_update(lse, local_out)
-    expected = torch.tensor([[1.0], [nan], [nan], [0.0]])
+    expected = torch.tensor([[1.0], [nan], [nan], [nan], [0.0]])
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=0, atol=0)
-    expected_lse = torch.tensor([0.0, 0.0, nan, -inf])
+    expected_lse = torch.tensor([0.0, 0.0, nan, nan, -inf])
     torch.testing.assert_close(lse_out, expected_lse, equal_nan=True, rtol=0, atol=0)
 
 

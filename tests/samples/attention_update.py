@@ -131,6 +131,8 @@ WRONG_CALLS = [
     wrong("no lse", {"lse": []}, "lse", "expected at least one tensor, got an empty list"),
     wrong("fewer results", put("local_out", lambda x: x[:2]), "local_out",
           "expected 3 tensors, as many as lse has, got 2"),
+    wrong("more results", put("local_out", lambda x: [*x, x[0]]), "local_out",
+          "as many as lse has, got 4"),
     wrong("no axis", without_axes, r"local_out\[0\]", r"expected shape \(\.\.\., D\), got \[\]"),
     wrong("integers", put("local_out", lambda x: [y.int() for y in x]), r"local_out\[0\]",
           "expected dtype float16, .*, got int32", exception=TypeError),
