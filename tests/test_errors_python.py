@@ -30,6 +30,15 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
+def beyond(x: Tensor) -> Tensor:
+    """Behind the end of a storage that would hold as much at its beginning."""
+    pair = torch.stack((x, x))
+    storage = pair.untyped_storage()
+    second = pair[1]
+    storage.resize_(storage.nbytes() // 2)
+    return second
+
+
 FREED, FREED_TABLE, FREED_TWO = freed(torch.randn(2, 2, 4, 8)), freed(TABLE), freed(TWO)
 NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
 TND = {
@@ -143,6 +152,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"dropout_p": None}, TYPE, "dropout_p: expected a number, got None"),
         ({"dropout_p": torch.ones(2)}, TYPE, "dropout_p: expected a number, got a tensor"),
         ({"dropout_p": np.ones(2)}, TYPE, "dropout_p: expected a number"),
+        ({"dropout_p": torch.tensor(1j)}, TYPE, "dropout_p: expected a number, got a tensor of co"),
         ({"dropout_p": float("nan")}, VALUE, r"dropout_p: expected a probability in \[0, 1\)"),
         ({"dropout_p": 0.5, "keep_prob": None}, TYPE, "keep_prob: expected a number"),
         ({"dropout_p": 0.5, "generator": 3}, TYPE, "generator: expected a torch.Generator or"),
@@ -186,6 +196,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
          "query: expected elements to read"),
         ({"value": K.to_sparse()}, NOT_IMPLEMENTED, "value: expected a dense tensor"),
         ({"key": FREED}, VALUE, "key: expected a storage that holds every element"),
+        ({"key": beyond(K)}, VALUE, "key: expected a storage that .* got one of 768 bytes .* 192;"),
         ({"scale_dtype": []}, TYPE, r"scale_dtype: expected .* got \[\]"),
         ({"scale_dtype": "float32"}, TYPE, "scale_dtype: expected .* got 'float32'"),
     ]),
@@ -285,6 +296,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"scale": None}, TYPE, "scale: expected a number, got None"),
         ({"scale": 10**400}, TYPE, "scale: expected a number, got 1000"),
         ({"scale": TWO}, VALUE, "scale: expected one element"),
+        ({"scale": torch.tensor([1j])}, TYPE, "scale: expected a number, got a tensor of complex"),
     ]),
     module: ("LightningIndexer", [
         ({"hidden_size": -1}, VALUE, r"hidden_size: expected 1\.\..* got -1"),

@@ -37,6 +37,13 @@ def test_projections_fit_the_operators(
     assert query.dtype == key.dtype == weights.dtype == dtype
 
 
+def test_weights_include_the_scale() -> None:
+    """1 / sqrt(Didx) of the products, and 1 / sqrt(Nidx) of their sum over the heads."""
+    indexer, hidden = make(), torch.randn(2, 7, HIDDEN)
+    expected = hidden @ indexer.weights.weight.T / (HEADS * DIM) ** 0.5
+    torch.testing.assert_close(indexer(hidden).weights, expected)
+
+
 def test_autocast_sets_every_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         projections = make()(torch.randn(1, 5, HIDDEN))

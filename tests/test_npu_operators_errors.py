@@ -50,6 +50,7 @@ RING = {
     for x, shape in (("attn_out", (5, 2, 32)), ("softmax_max", (2, 4, 5, 8)),
                      ("softmax_sum", (2, 4, 5, 8)))
 }  # fmt: skip
+PACKED_RING = {name: torch.ones(5, 4, 8) for name in RING}
 CACHE = {
     "key": bf16(3, 2, 32), "value": bf16(3, 2, 32), "key_cache": bf16(4, 16, 2, 32),
     "value_cache": bf16(4, 16, 2, 32), "slot_mapping": torch.arange(3, dtype=torch.int32),
@@ -174,6 +175,9 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      "input_layout: expected SBH or TND"),
     ("npu_ring_attention_update", RING, {"cur_attn_out": torch.ones(5, 2, 16)}, ValueError,
      "cur_attn_out: expected"),
+    ("npu_ring_attention_update", {**PACKED_RING, "input_layout": "TND"},
+     {"actual_seq_qlen": torch.tensor([0, 4])}, ValueError,
+     r"actual_seq_qlen: expected prefix sums from 0 to T = 5, got \[0, 4\]"),
     ("npu_rotary_mul", ROTARY, {"rotary_mode": "quarter"}, NotImplementedError,
      "rotary_mode: expected"),
 ]  # fmt: skip
