@@ -44,9 +44,9 @@ def wrong_order(group: ProcessGroup) -> str:
         ([[4, 3], [4, 3], [4, 2]],
          r"ValueError: SequenceShards: lengths: expected the same on all ranks, "
          r"got \(4, 3\) on rank 0 and \(4, 2\) on rank 2"),
-        ([[4], [-4], [4]],
+        ([[4], [-1], [4]],
          r"ValueError: SequenceShards: lengths: expected no negative length, "
-         r"got \[-4\] \(on rank 1\)"),
+         r"got \[-1\] \(on rank 1\)"),
         ([[4], [4.0], [4]], r"TypeError: SequenceShards: lengths: expected a list of integers"),
         ([[4], None, [4]], r"TypeError: SequenceShards: lengths: .* got None \(on rank 1\)"),
     ],

@@ -12,7 +12,9 @@ import registered
 import torch
 from ascend_attn_ops.distributed import enable_dtensor
 from ascend_attn_ops.distributed._axes import LINES
+from ascend_attn_ops.distributed._placements import Part
 from ascend_attn_ops.distributed._plan import EXPLICIT
+from ascend_attn_ops.distributed._tokens import packed_lengths
 from dtensor_cases import LARGEST_ERROR
 from processes import on_ranks
 from samples import OPERATORS
@@ -138,6 +140,14 @@ def test_scatter_refuses_what_it_cannot_write(
 ) -> None:
     for message in on_four(dtensor_rules.refused_write, "2", key_cache, value_cache, mode):
         assert message.startswith(f"ValueError: ascend::scatter_pa_kv_cache_: {expected}")
+
+
+def test_keys_of_a_part_whose_queries_see_none() -> None:
+    """The second sequence has ten queries, of which the last three see keys, and the part two."""
+    ends = torch.tensor([4, 14]), torch.tensor([5, 8])
+    queries, keys = packed_lengths(*ends, Part(begin=3, size=3), sparse_mode=3)
+    assert queries.tolist() == [1, 3]
+    assert keys.tolist() == [5, 5]
 
 
 def test_limits_are_those_of_a_part() -> None:

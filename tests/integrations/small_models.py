@@ -62,9 +62,13 @@ def padding(side: str, batch: int = 2, length: int = 40) -> dict[str, Tensor]:
     return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
-def packing(batch: int = 2, lengths: tuple[int, ...] = (15, 1, 24)) -> dict[str, Any]:
-    """transformers looks for packed sequences when it makes no cache."""
+def packing(batch: int = 2, lengths: tuple[int, ...] = (15, 1, 24), gap: int = 3) -> dict[str, Any]:
+    """transformers looks for packed sequences when it makes no cache.
+
+    A sequence ends where positions do not go on: the last begins with position `gap`.
+    """
     positions = torch.cat([torch.arange(length) for length in lengths])
+    positions[-lengths[-1] :] += gap
     return {"position_ids": positions.expand(batch, -1), "use_cache": False}
 
 
