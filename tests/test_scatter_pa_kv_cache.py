@@ -405,6 +405,21 @@ def test_a_cache_may_lie_between_the_rows() -> None:
 
 
 @no_limits
+@pytest.mark.parametrize("size", [1024, 1021])
+def test_more_rows_than_stay_in_a_processors_cache(size: int) -> None:
+    """33 MiB, in rows of whole vectors and in others."""
+    blocks, block_size, count = 300, 128, 33_792
+    key = torch.randint(-128, 128, (count, 1, size), dtype=torch.int8)
+    slots = torch.randperm(blocks * block_size)[:count].to(torch.int32)
+    slots[7] = -1
+    cache = torch.full((blocks, block_size, 1, size), 5, dtype=torch.int8)
+    expected = cache.view(-1, 1, size).clone()
+    expected[slots[slots >= 0]] = key[slots >= 0]
+    torch.ops.ascend.scatter_pa_kv_cache_(key, cache, slots)
+    assert torch.equal(cache.view(-1, 1, size), expected)
+
+
+@no_limits
 def test_indices_and_other_storages_are_not_in_a_cache() -> None:
     numbers = torch.ones(1, 4, 1, 8, dtype=torch.int32)
     indices = numbers.view(-1)[:2]
