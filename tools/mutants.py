@@ -43,7 +43,7 @@ KERNELS: Table = {
     ],
     "csrc/cpu/common/partial_attention.h": [
         ("«factor» * merged.sum[h] + next_factor", "T(1)"),
-        ("from.keys > 0 && from.sum[h] == 0", "false"),
+        ("const bool none = «from.sum[h] == 0»", "false"),
     ],
     "csrc/cpu/common/indexer.h": [
         ("x < 0 ? T(0) : x", "x > 0 ? x : T(0)"),

@@ -10,7 +10,7 @@
 
 namespace ascend_attn::cpu {
 
-// `out` is not yet divided by `sum`.
+// `out` is not yet divided by `sum`. Without keys, the pointers may be null.
 template <typename T>
 struct Partial {
   int64_t keys;
@@ -64,18 +64,20 @@ struct TokenOutputs {
 
   void store(const Partial<T>& from, int64_t begin, int64_t end, int64_t size) const {
     for (int64_t h = begin; h < end; ++h) {
-      // Where every score is -inf, the softmax is none.
-      const bool none = from.keys > 0 && from.sum[h] == 0;
-      const T max = none ? -std::numeric_limits<T>::infinity() : from.max[h];
-      const T sum = none ? std::numeric_limits<T>::quiet_NaN() : from.sum[h];
+      T max = 0;
+      T sum = 0;
       if (from.keys > 0) {
+        // Where every score is -inf, the softmax is none.
+        const bool none = from.sum[h] == 0;
+        max = none ? -std::numeric_limits<T>::infinity() : from.max[h];
+        sum = none ? std::numeric_limits<T>::quiet_NaN() : from.sum[h];
         scale(from.out + h * size, T(1) / sum, out + h * size, size);
       } else {
         std::fill_n(out + h * size, size, Input(0));
       }
       if (softmax_max) {
-        softmax_max[h] = from.keys > 0 ? max : T(0);
-        softmax_sum[h] = from.keys > 0 ? sum : T(0);
+        softmax_max[h] = max;
+        softmax_sum[h] = sum;
       }
     }
   }
