@@ -68,7 +68,10 @@ def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
     expected = trained(name, "cpu", BATCHES[batch])
     with simulate.recorded_calls() as calls:
         actual = trained(name, "npu", BATCHES[batch])
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for x, y in zip(actual, expected, strict=True):
+        # The kernel of the indexer's loss has no weights. Padding gets inputs whose loss is 0 but
+        # for the rounding of probabilities, of up to half a step at 1 for each token.
+        torch.testing.assert_close(x, y, rtol=0, atol=0 if x.dim() else 2.0**-23)
     functions = attention_functions(calls).keys()
     assert functions == (SPARSE_TRAINING if name in SPARSE else PACKED_TRAINING)
 
