@@ -377,7 +377,7 @@ def test_numbers_in_other_types() -> None:
     causal = flash(sparse_mode=3)[0]
     for mode in (np.int64(3), torch.tensor(3)):
         assert torch.equal(flash(sparse_mode=mode)[0], causal)
-    for zero in (0, np.float32(0), torch.tensor(0.0)):
+    for zero in (0, np.float32(0), torch.tensor(0.0), torch.tensor(0, dtype=torch.uint64)):
         assert torch.equal(flash(dropout_p=zero)[0], flash()[0])
     assert torch.equal(mask(sq=np.int64(3), band=np.True_), mask())
     assert torch.equal(slots(block_size=np.int64(16)), slots())

@@ -80,6 +80,9 @@ def given_or_drawn_mask(
     """`drop_mask`, or with `dropout_p` one bit for each score."""
     if not isinstance(dropout_p, float):
         check_number(_NAME, "dropout_p", dropout_p)
+        if isinstance(dropout_p, Tensor):
+            # torch does not compare every dtype.
+            dropout_p = float(dropout_p)
     if dropout_p == 0:
         return drop_mask
     if not 0 <= dropout_p < 1:

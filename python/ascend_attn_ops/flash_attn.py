@@ -354,7 +354,7 @@ def _check(
         function, softmax_scale, softcap, dropout_p=dropout_p,
         deterministic=deterministic, return_attn_probs=return_attn_probs,
     )  # fmt: skip
-    if return_attn_probs and dropout_p > 0:
+    if return_attn_probs and float(dropout_p) > 0:
         conventions.refuse(
             function, "return_attn_probs",
             "False beside dropout_p, as no operator keeps its probabilities",
