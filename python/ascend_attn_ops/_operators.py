@@ -196,6 +196,9 @@ def lengths_of(
             raise _not_in_graph(where, "a list", got)
         check_memory(*where, lengths)
         return cast("list[int]", lengths.tolist())
+    if lengths is not None and getattr(lengths, "ndim", 0) == 1:
+        # An array, which is neither true nor false.
+        lengths = list(lengths)
     if isinstance(lengths, (list, tuple)):
         # Whole numbers may be symbols here.
         if any(type(x) is not int and whole(x) is None for x in lengths):

@@ -257,9 +257,7 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
     if not hasattr(lengths, "__iter__"):
         expected = "whole numbers, as a list or a tensor"
         raise wrong(TypeError, _GATHER, "lengths", expected, shown(lengths))
-    # Not `or ()`: an array of several lengths is neither true nor false.
-    read = lengths_of(lengths, where=(_GATHER, "lengths"))
-    counts = [] if read is None else list(read)
+    counts = list(lengths_of(lengths, where=(_GATHER, "lengths")) or ())
     if block_table.dim() != 2 or len(block_table) != len(counts):
         expected = f"shape ({len(counts)}, M), for as many sequences as lengths"
         raise wrong(ValueError, _GATHER, "block_table", expected, str(list(block_table.shape)))

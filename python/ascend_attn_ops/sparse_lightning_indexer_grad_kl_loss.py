@@ -208,8 +208,7 @@ def _tokens(
 ) -> Tensor | int:
     """The number of query tokens that belong to a sequence, or the sum of their weights."""
     if layout == "TND":
-        # Not `if lengths`: an array of numpy is neither true nor false.
-        count = 0 if lengths is None or len(lengths) == 0 else lengths[-1]
+        count = lengths[-1] if lengths else 0
         tokens = None if weight is None else weight[:count]
     elif lengths is None:
         count, tokens = query.shape[0] * query.shape[1], weight
