@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from ascend_attn_ops._arguments import tensors_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _MOST_ELEMENTS = 2**24
 # Of a copy in every case.
 _MOST_BYTES = 2**20
-
-
-def tensors_in(x: object) -> Iterator[Tensor]:
-    """Of an argument, of a list of them, or of all by name."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, dict):
-        for item in x.values():
-            yield from tensors_in(item)
-    elif isinstance(x, (list, tuple)):
-        for item in x:
-            yield from tensors_in(item)
 
 
 def has_memory(x: Tensor) -> bool:
