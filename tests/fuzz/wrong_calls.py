@@ -223,6 +223,10 @@ class WrongCalls:
         """What torch.ops accepts, the public function does; and with the same result or error."""
         if not self._torch_can_refuse(copy):
             return
+        flags = [x.name for x in self.operator.overload._schema.arguments if str(x.type) == "bool"]
+        if any(copy.get(name, False) is None for name in flags):
+            # False for torch.ops; the public function chooses.
+            return
         function = self.of_ops if self.public else self.of_library
         other = run(function, (), copy)
         public, through_torch = (outcome, other) if self.public else (other, outcome)
