@@ -195,6 +195,9 @@ def lengths_of(
             got = "a tensor, which the host cannot read before it runs"
             raise _not_in_graph(where, "a list", got)
         check_memory(*where, lengths)
+        if lengths._is_zerotensor():
+            # torch's zeros without memory, as forward-mode derivatives have them.
+            lengths = lengths.clone()
         return cast("list[int]", lengths.tolist())
     if lengths is not None and getattr(lengths, "ndim", 0) == 1:
         # An array, which is neither true nor false.
