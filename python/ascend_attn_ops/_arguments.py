@@ -74,7 +74,9 @@ def is_number(x: object) -> bool:
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         return True
     if isinstance(x, Tensor):
-        return x.numel() == 1 and not x.is_complex()
+        # That torch can read it, whoever compares it.
+        dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
+        return dense and x.numel() == 1 and not x.is_complex()
     # Numbers of numpy, but not its arrays.
     return hasattr(x, "__float__") and not hasattr(x, "__len__")
 
@@ -82,6 +84,8 @@ def is_number(x: object) -> bool:
 def check_number(function: str, argument: str, x: object) -> None:
     if not is_number(x):
         raise wrong(TypeError, function, argument, "a number", shown(x))
+    if isinstance(x, Tensor):
+        check_memory(function, argument, x)
 
 
 def check_flag(function: str, argument: str, x: object) -> None:

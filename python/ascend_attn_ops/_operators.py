@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import check_memory, dtype_name, shown, tensors_in, whole, wrong
+from ascend_attn_ops._arguments import check_memory, shown, tensors_in, whole, wrong
 from ascend_attn_ops._npu_graphs import captures
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
@@ -252,11 +252,7 @@ def _in_order(lengths: Any) -> bool:
 
 
 def _not_lengths(where: Where, got: Any) -> TypeError:
-    if isinstance(got, Tensor):
-        got = f"{dtype_name(got.dtype)} of shape {list(got.shape)}"
-    else:
-        got = shown(got)
-    return wrong(TypeError, *where, "whole numbers, as a list or as a tensor", got)
+    return wrong(TypeError, *where, "whole numbers, as a list or as a tensor", shown(got))
 
 
 def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
