@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.reference.flash_attention_score import to_heads
-from ascend_attn_ops.reference.prompt_flash_attention import read_scale
+from ascend_attn_ops.reference.flash_attention_score import from_heads, to_heads
+from ascend_attn_ops.reference.prompt_flash_attention import quantized, read_scale
 from bounds import OF_TERMS, Expected, half_ulp, largest_score, magnitude, within
 from torch import Tensor
 
@@ -224,10 +224,19 @@ class ExpectedOfInt8(Expected):
     of_rows: bool
     # By how many standard deviations a random sample may exceed the share.
     deviations: float = 0.0
+    # The lowest and the highest of each element, if they are known.
+    limits: tuple[Tensor, Tensor] | None = None
 
     def check(self, actual: Tensor) -> None:
         x, y = actual.double(), self.exact.double()
         assert x.shape == y.shape, f"{self.name}: {list(x.shape)} against {list(y.shape)}"
+        if self.limits is not None:
+            lowest, highest = self.limits
+            outside = (actual < lowest) | (actual > highest)
+            assert not outside.any(), f"{self.name}: {int(outside.sum())} of {x.numel()} are wrong"
+            if self.deviations:
+                # Elements of expanded random inputs are off together: their share says nothing.
+                return
         off = ~((x - y).abs() <= self.allowed)
         farthest = float((x - y).abs().max()) if x.numel() else 0.0
         if self.of_rows:
@@ -244,7 +253,9 @@ def expected(sample: Sample) -> list[Expected]:
     exact, dtype = sample.double(), sample.inputs["query"].dtype
     (out,) = exact.call(reference)
     if out.dtype == torch.int8:
-        return [ExpectedOfInt8("out", out, torch.zeros(()), step=1, share=0.03, of_rows=False)]
+        limits = None if dtype == torch.int8 else limits_of_int8(sample)
+        zero = torch.zeros(())
+        return [ExpectedOfInt8("out", out, zero, 1, share=0.03, of_rows=False, limits=limits)]
     if dtype == torch.int8:
         # Sums of integers, divided by one of float32, and rounded here and in the reference.
         rounded = out.double()
@@ -259,6 +270,25 @@ def expected(sample: Sample) -> list[Expected]:
     key = to_heads(a.key, a.num_key_value_heads or a.num_heads, layout)
     largest = largest_score(query, key, a.scale_value)
     return [within("out", out, terms, dtype, largest)]
+
+
+def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
+    """An int8 output of the ends of what the output may be before it is quantised."""
+    options = sample.options
+    scale, offset = options["quant_scale2"], options.get("quant_offset2")
+    not_quantized = dict.fromkeys(options.keys() & {"quant_scale2", "quant_offset2"})
+    sample = sample.replace(**not_quantized)
+    (before,) = expected(sample)
+    ones = torch.ones_like(sample.inputs["value"], dtype=torch.float64)
+    (weights,) = sample.double().replace(value=ones).call(reference)
+    layout = "BSND" if options["layout"] == "BNSD_BSND" else options["layout"]
+
+    def int8(out: Tensor) -> Tensor:
+        heads = to_heads(out, options["num_heads"], layout)
+        # Rows without keys are 0, whatever the offset is.
+        return from_heads(quantized(heads, scale, offset), layout).masked_fill(weights == 0, 0)
+
+    return int8(before.exact - before.allowed), int8(before.exact + before.allowed)
 
 
 def torch_npu(x: dict[str, Any]) -> None:
