@@ -98,6 +98,7 @@ def given_or_drawn_mask(
     # What returns None here is refused by the operator, before it looks for a mask.
     if not _have_scores(query, key, num_heads, layout):
         return None
+    num_heads = whole(num_heads)
     ends: list[Lengths] = [None, None]
     if layout == "TND":
         for i, (side, given) in enumerate(
