@@ -52,7 +52,7 @@ _NO_STORAGE = ("setStorage: sizes", "The tensor has a non-zero number of element
 # Of so many elements that no argument is wrong in itself.
 _NO_MEMORY = re.compile(
     r".*DefaultCPUAllocator: can't allocate memory|(Storage size|Stride) calculation overflowed|"
-    r"numel: integer multiplication overflow"
+    r"numel: integer multiplication overflow|IntArrayRef contains an int that cannot be represented"
 )
 
 
