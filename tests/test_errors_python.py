@@ -252,6 +252,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"block_table": TABLE - 9}, VALUE, r"block_table: expected blocks in \[0, 9\), got -\d"),
         ({"lengths": None}, TYPE, "lengths: expected whole numbers, as a list or a tensor"),
         ({"lengths": [1.5, 2]}, TYPE, "lengths: expected whole numbers"),
+        ({"lengths": np.array(2)}, TYPE, r"lengths: expected whole numbers, .* got array\(2\)"),
         ({"lengths": [17]}, VALUE, r"block_table: expected shape \(1, M\)"),
         ({"lengths": [33, 3]}, VALUE, r"lengths: expected 0\.\.32, got 33"),
         ({"lengths": torch.tensor([3, -1])}, VALUE, r"lengths: expected 0\.\.32, got -1"),
@@ -283,6 +284,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"cann": 9.0}, TYPE, "cann: expected a string or None, got 9.0"),
         ({"product": "A2\n"}, VALUE, r"product: expected None or one of .*, got 'A2\\x0a'"),
         ({"cann": "9.0\ud800"}, VALUE, r"cann: expected a known name, got '9\.0\\ud800'"),
+        ({"product": 99 * "a" + "\ud800"}, VALUE, r"product: expected .*, got 'a+\.\.\. \["),
     ]),
     loss: ("lightning_indexer_kl_loss", [
         ({"reduction": "a\n" * 10_000}, VALUE, "reduction: expected 'sum' or 'mean', got 'a"),

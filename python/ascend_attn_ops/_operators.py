@@ -248,7 +248,9 @@ def _in_order(lengths: Any) -> bool:
     """False of text, and of what has no order, as a set, or is read once, as a generator."""
     if isinstance(lengths, Sequence):
         return not isinstance(lengths, (str, bytes))
-    return hasattr(lengths, "__array__") or not hasattr(lengths, "__iter__")
+    if hasattr(lengths, "__array__"):
+        return getattr(lengths, "ndim", 0) > 0
+    return not hasattr(lengths, "__iter__")
 
 
 def _not_lengths(where: Where, got: Any) -> TypeError:

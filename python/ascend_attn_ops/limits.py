@@ -64,7 +64,7 @@ def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
             raise wrong(TypeError, "ascend::limits", name, "a string or None", shown(x))
         if x is not None and any("\ud800" <= character <= "\udfff" for character in x):
             # No text to C++.
-            raise wrong(ValueError, "ascend::limits", name, "a known name", ascii(x))
+            raise wrong(ValueError, "ascend::limits", name, "a known name", shown(x))
     before = _C.enter_limits(product, cann)
     try:
         yield
