@@ -9,14 +9,12 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from samples import OPERATORS, Recipe, Sample, as_tuple
-from samples.sparse import SparseCase
+from samples import OPERATORS, Operator, Recipe, Sample, as_tuple
+from samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
-
-LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
 def has_lengths(recipe: Recipe) -> bool:
@@ -69,6 +67,18 @@ def test_every_operator_with_lengths_is_here() -> None:
 def test_lists_and_tensors(recipe: Recipe, convert: Callable[[Any], Any]) -> None:
     sample = recipe.make(torch.bfloat16)
     assert_same_bits(converted(sample, convert).call(ops), sample.call(torch.ops.ascend))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [x for x in OPERATORS.values() if isinstance(x.cases[0], SparseCase)],
+    ids=lambda x: x.name,
+)
+@pytest.mark.parametrize("left_out", LENGTHS)
+def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
+    sample = operator.make(ALL_TOKENS[left_out], torch.bfloat16)
+    one_side = sample.replace(**{left_out: None})
+    assert_same_bits(one_side.call(torch.ops.ascend), sample.call(torch.ops.ascend))
 
 
 def test_attention_passes_over_keys_behind_the_length() -> None:

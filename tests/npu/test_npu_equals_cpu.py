@@ -12,6 +12,7 @@ import torch
 from ascend_attn_ops.simulate import computing
 from gradients import gradients
 from samples import DIFFERENTIABLE_RECIPES, OPERATORS, RECIPES, Operator, Recipe, Sample
+from samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from tolerance import assert_same_bits
 from torch import Tensor
 
@@ -51,6 +52,19 @@ def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
     expected = sample.call(torch.ops.ascend)
     for place in (on_npu, strided_on_npu):
         assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [x for x in OPERATORS.values() if isinstance(x.cases[0], SparseCase)],
+    ids=lambda x: x.name,
+)
+@pytest.mark.parametrize("left_out", LENGTHS)
+def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
+    """Which the launch may have to read."""
+    sample = operator.make(ALL_TOKENS[left_out], torch.bfloat16).replace(**{left_out: None})
+    expected = sample.call(torch.ops.ascend)
+    assert_same_bits(cpu(on_npu(sample).call(torch.ops.ascend)), expected)
 
 
 @pytest.mark.parametrize(

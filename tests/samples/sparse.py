@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .randomness import Random
 
+LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+
 
 @dataclass(frozen=True)
 class SparseCase:
@@ -85,11 +87,10 @@ class SparseCase:
         return list(lengths) if counts else list(accumulate(lengths))
 
     def length_options(self) -> dict[str, Tensor | None]:
-        names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
         lists = [self.length_list(side) for side in (0, 1)]
         return {
             name: None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-            for name, lengths in zip(names, lists, strict=True)
+            for name, lengths in zip(LENGTHS, lists, strict=True)
         }
 
     def resized(self) -> SparseCase:
@@ -97,6 +98,13 @@ class SparseCase:
             return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
         b = self.b if self.lengths else self.b + 1
         return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
+
+
+# By lengths that may be left out, as they are all tokens in BSND.
+ALL_TOKENS = {
+    LENGTHS[0]: SparseCase(lengths=((5, 5), (7, 4))),
+    LENGTHS[1]: SparseCase(lengths=((5, 3), (7, 7))),
+}
 
 
 @dataclass(frozen=True)

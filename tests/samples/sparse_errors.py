@@ -11,10 +11,9 @@ from torch import Tensor
 
 from .record import Operator
 from .sample import Sample
-from .sparse import SparseCase
+from .sparse import LENGTHS, SparseCase
 from .wrong_call import WrongCall, elsewhere, longer, put
 
-LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 BSND = SparseCase(rope=8, heads=8, index_heads=8)
 TND = SparseCase(layout="TND", lengths=((3, 2, 4), (5, 3, 4)), tail=(1, 2), rope=8)
 COUNTS = SparseCase(lengths=((5, 3), (7, 4)), rope=8)
