@@ -58,10 +58,10 @@ def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> No
     assert [len(curve) for curve in found["history"].values()] == [12, 12]
     assert all(math.isfinite(x) for curve in found["history"].values() for x in curve)
     assert found["pretraining"][-1] < found["pretraining"][0]
-    assert found["history"]["kl"][5] < found["history"]["kl"][0]
     mass = found["held_out"]["attention_mass"]
     assert mass["dense"] == pytest.approx(1, abs=1e-3)
-    assert mass["random"] < mass["ideal"] < 1
+    # What the indexer has learnt; a loss is that of its batch, and rises and falls with it.
+    assert mass["random"] < mass["indexer"] < mass["ideal"] < 1
 
     with subprocess.Popen(
         command(killed), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
