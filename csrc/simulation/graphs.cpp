@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "stream_order.h"
 #include "streams.h"
 
 using namespace cann_sim;
@@ -24,6 +25,9 @@ aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode mode) {
   origin.capture->streams.insert(&origin);
   state().captures.insert(origin.capture.get());
   ++recordings();
+  // torch_npu writes the seed of random numbers here just before, and some releases again on the
+  // stream of each replay, without waiting: that the capture lies between is all that orders them.
+  host_waits_for(recorded(stream));
   return ACL_SUCCESS;
 }
 aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status,
