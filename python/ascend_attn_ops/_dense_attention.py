@@ -126,14 +126,14 @@ def _have_scores(query: Tensor, key: Tensor, num_heads: int, layout: str) -> boo
         return False
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         return False
-    heads = whole(num_heads)
+    heads: int | None = whole(num_heads)
     # A layout has a letter for each axis.
     if heads is None or heads <= 0 or not query.dim() == key.dim() == len(layout):
         return False
     axis = _AXES[layout][2]
     # In BSH and SBH, the heads share their axis.
     merged = axis == query.dim() - 1
-    return bool(query.shape[axis] % heads == 0 if merged else query.shape[axis] == heads)
+    return query.shape[axis] % heads == 0 if merged else query.shape[axis] == heads
 
 
 def number_of_scores(
