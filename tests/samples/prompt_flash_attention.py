@@ -288,7 +288,9 @@ def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
         # Rows without keys are 0, whatever the offset is.
         return from_heads(quantized(heads, scale, offset), layout).masked_fill(weights == 0, 0)
 
-    return int8(before.exact - before.allowed), int8(before.exact + before.allowed)
+    ends = int8(before.exact - before.allowed), int8(before.exact + before.allowed)
+    # A scale may be negative.
+    return torch.minimum(*ends), torch.maximum(*ends)
 
 
 def torch_npu(x: dict[str, Any]) -> None:
