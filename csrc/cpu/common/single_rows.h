@@ -22,6 +22,9 @@ struct NextRows {
     prefetch(rows.row(std::min(index, count - 1)), size);
   }
 };
+// Clang 16 deduces none of an aggregate.
+template <typename Rows>
+NextRows(Rows, int64_t) -> NextRows<Rows>;
 
 // scores[j] = query . row j of `key`, for j < count.
 template <typename T, typename Operand, typename Rows>
