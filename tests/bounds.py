@@ -115,5 +115,7 @@ def counted_signs(scores: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
     That is 0 or 1, where rounding does not decide which: there a term may be missing, or one too
     many, and counts as often as the bound on it, c * A, is one whole term.
     """
-    undecided = (scores != 0) & (scores.abs() < UNDECIDED[dtype] * terms)
+    # Processors may take the smallest numbers for 0.
+    rounding = UNDECIDED[dtype] * terms + VANISHING
+    undecided = (scores != 0) & (scores.abs() < rounding)
     return torch.where(undecided, 1 / OF_TERMS[dtype], (scores > 0).double())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
 
 INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
 _LONGEST = 100  # characters of a value in a message
@@ -74,15 +73,16 @@ def is_number(x: object) -> bool:
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         return True
     if isinstance(x, Tensor):
-        # That torch can read it, whoever compares it.
-        dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
+        # Whoever compares it needs a dense one.
+        dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         return dense and x.numel() == 1 and not x.is_complex()
     # Numbers of numpy, but not its arrays.
     return hasattr(x, "__float__") and not hasattr(x, "__len__")
 
 
-def check_number(function: str, argument: str, x: object) -> None:
-    if not is_number(x):
+def check_number(function: str, argument: str, x: object, read: bool = True) -> None:
+    """`read`: here, whereas autograd and devices may take a tensor on the device meta."""
+    if not is_number(x) or (read and isinstance(x, Tensor) and x.is_meta):
         raise wrong(TypeError, function, argument, "a number", shown(x))
     if isinstance(x, Tensor):
         check_memory(function, argument, x)
@@ -119,8 +119,10 @@ def check_tensor(
 
 def check_memory(function: str, argument: str, x: Tensor) -> None:
     """What is read with torch's own functions, which crash where a storage was freed."""
-    # Other classes may have no storage, or none with their elements, and so do other layouts.
-    if type(x) not in (Tensor, Parameter) or not readable(x) or is_functorch_wrapped_tensor(x):
+    # Classes with a dispatch of their own may have no storage, or none with their elements, and so
+    # do other layouts.
+    wraps = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if wraps or not readable(x) or is_functorch_wrapped_tensor(x):
         return
     if x.layout != torch.strided or x.is_nested or x.is_quantized or x._is_zerotensor():
         return

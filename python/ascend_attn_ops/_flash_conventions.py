@@ -51,7 +51,8 @@ _EVERYTHING, _CAUSAL = Mask(0), Mask(3)
 
 def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
     try:
-        left, right = window_size
+        # A tensor may have more rows than memory has room for.
+        left, right = window_size if len(window_size) == 2 else ()
     except (TypeError, ValueError):
         raise wrong(
             ValueError, function, "window_size", "(left, right)", shown(window_size)

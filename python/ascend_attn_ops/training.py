@@ -84,7 +84,7 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
     if isinstance(scale, Tensor) and scale.numel() != 1:
         got = f"shape {tuple(scale.shape)}"
         raise wrong(ValueError, _ATTACH_LOSS, "scale", "one element", got)
-    check_number(_ATTACH_LOSS, "scale", scale)
+    check_number(_ATTACH_LOSS, "scale", scale, read=False)
     return cast("Tensor", _AttachLoss.apply(output, loss, scale))
 
 
