@@ -19,6 +19,7 @@ from ascend_attn_ops._arguments import (
     dtype_name,
     readable,
     shown,
+    tensors_in,
     whole,
     wrong,
 )
@@ -50,10 +51,12 @@ _EVERYTHING, _CAUSAL = Mask(0), Mask(3)
 
 
 def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
+    for tensor in tensors_in(window_size):
+        check_memory(function, "window_size", tensor)
     try:
         # A tensor may have more rows than memory has room for.
         left, right = window_size if len(window_size) == 2 else ()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise wrong(
             ValueError, function, "window_size", "(left, right)", shown(window_size)
         ) from None
