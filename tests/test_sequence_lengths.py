@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from samples import OPERATORS, Operator, Recipe, Sample, as_tuple
+from samples import OPERATORS, SPARSE_OPERATORS, Operator, Recipe, Sample, as_tuple
 from samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from tolerance import assert_same_bits
 from torch import Tensor
@@ -69,11 +69,7 @@ def test_lists_and_tensors(recipe: Recipe, convert: Callable[[Any], Any]) -> Non
     assert_same_bits(converted(sample, convert).call(ops), sample.call(torch.ops.ascend))
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [x for x in OPERATORS.values() if isinstance(x.cases[0], SparseCase)],
-    ids=lambda x: x.name,
-)
+@pytest.mark.parametrize("operator", SPARSE_OPERATORS, ids=lambda x: x.name)
 @pytest.mark.parametrize("left_out", LENGTHS)
 def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
     sample = operator.make(ALL_TOKENS[left_out], torch.bfloat16)

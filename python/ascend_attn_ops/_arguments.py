@@ -81,7 +81,7 @@ def is_number(x: object) -> bool:
 
 
 def check_number(function: str, argument: str, x: object, read: bool = True) -> None:
-    """`read`: here, whereas autograd and devices may take a tensor on the device meta."""
+    """`read`: whether its value is needed here. If not, it may be a tensor on the device meta."""
     if not is_number(x) or (read and isinstance(x, Tensor) and x.is_meta):
         raise wrong(TypeError, function, argument, "a number", shown(x))
     if isinstance(x, Tensor):

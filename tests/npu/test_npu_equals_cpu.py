@@ -11,8 +11,16 @@ import pytest
 import torch
 from ascend_attn_ops.simulate import computing
 from gradients import gradients
-from samples import DIFFERENTIABLE_RECIPES, OPERATORS, RECIPES, Operator, Recipe, Sample
-from samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
+from samples import (
+    DIFFERENTIABLE_RECIPES,
+    OPERATORS,
+    RECIPES,
+    SPARSE_OPERATORS,
+    Operator,
+    Recipe,
+    Sample,
+)
+from samples.sparse import ALL_TOKENS, LENGTHS
 from tolerance import assert_same_bits
 from torch import Tensor
 
@@ -54,11 +62,7 @@ def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
         assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [x for x in OPERATORS.values() if isinstance(x.cases[0], SparseCase)],
-    ids=lambda x: x.name,
-)
+@pytest.mark.parametrize("operator", SPARSE_OPERATORS, ids=lambda x: x.name)
 @pytest.mark.parametrize("left_out", LENGTHS)
 def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
     """Which the launch may have to read."""

@@ -11,6 +11,7 @@ import pkgutil
 
 from .record import Gradient, Operator, Recipe
 from .sample import Sample, as_tuple, bytes_of, named_tensors
+from .sparse import SparseCase
 from .wrong_call import WrongCall
 
 _MODULES = [
@@ -34,6 +35,8 @@ RECIPES: list[Recipe] = [
     for recipe in operator.recipes
 ]
 
+SPARSE_OPERATORS = [x for x in OPERATORS.values() if isinstance(x.cases[0], SparseCase)]
+
 # What autograd differentiates, and the first of each operator.
 DIFFERENTIABLE_RECIPES = [recipe for recipe in RECIPES if recipe.differentiable]
 FIRST_DIFFERENTIABLE = list(
@@ -45,6 +48,7 @@ __all__ = [
     "FIRST_DIFFERENTIABLE",
     "OPERATORS",
     "RECIPES",
+    "SPARSE_OPERATORS",
     "WRONG_CALLS",
     "Gradient",
     "Operator",
