@@ -268,11 +268,9 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   for (const auto& output : {out, softmax_max, softmax_sum}) {
     zero_unused_queries(output, tokens, inputs.sequences);
   }
-  if (out.numel() > 0) {
-    dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {
-      attend<Input, Operand>(inputs, op.options.scale_value, outputs);
-    });
-  }
+  dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {
+    attend<Input, Operand>(inputs, op.options.scale_value, outputs);
+  });
 }
 
 TORCH_LIBRARY_IMPL(ascend, CPU, m) {

@@ -117,6 +117,9 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
   }
   rules.check_sparse_mode(sparse_mode, {3});
   check_scale_value(name, scale_value);
+  // The target is the mean of their attention.
+  check_value(rules.heads().maybe_as_int() != 0, name, "query",
+              "expected at least one head, got shape ", query.sym_sizes());
 
   if (const auto& on_device = rules.limits()) {
     on_device.size("query", "N1", rules.heads());

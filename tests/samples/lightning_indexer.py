@@ -41,6 +41,8 @@ CASES = [
     SparseCase(s=(0, 7)),
     SparseCase(s=(5, 0)),
     SparseCase(s=(5, 0), mode=0),
+    SparseCase(heads=0),
+    SparseCase(d=0),
     SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 0))),
     SparseCase(b=2, s=(6, 20), lengths=((5, 6), (17, 9)), mode=0, k=14),
     SparseCase(b=2, s=(6, 9), lengths=((6, 6), (9, 9))),

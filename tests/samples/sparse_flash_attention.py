@@ -58,6 +58,8 @@ CASES = [
     SparseCase(b=2, s=(5, 9), lengths=((5, 5), (9, 9)), absorbed=True),
     SparseCase(b=3, s=(6, 9), lengths=((6, 3, 4), (9, 5, 4)), rope=8, absorbed=True),
     SparseCase(s=(9, 9), pattern="padded", k=5, rope=8, selection_heads=False),
+    SparseCase(heads=0, rope=8),
+    SparseCase(d=0, rope=8),
     SparseCase(s=(6, 9), lengths=((6, 3), (9, 5)), selection_heads=False),
     replace(_TND, tail=(2, 3), k=6, selection_heads=False),
     replace(_TND, rope=8),
@@ -116,7 +118,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
     if case.absorbed:
         inputs["value"] = inputs["key"]
     options = {
-        "scale_value": (case.d + case.rope) ** -0.5,
+        "scale_value": max(case.d + case.rope, 1) ** -0.5,
         **case.length_options(),
         **{name: x if case.rope else None for name, x in rope.items()},
         "sparse_block_size": case.block,

@@ -50,6 +50,9 @@ CASES = [
     SparseCase(b=0, rope=8),
     SparseCase(s=(0, 7), rope=8),
     SparseCase(s=(5, 0), rope=8),
+    SparseCase(d=0, rope=8),
+    SparseCase(index_heads=0),
+    SparseCase(index_d=0, rope=5),
     _TND,
     replace(_TND, tail=(2, 3), k=6, pattern="padded"),
     replace(_TND, heads=8, k=12, rope=0, index_heads=8),
@@ -83,7 +86,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "query_index": sharpness * random.normal(*case.tokens(0), case.index_heads, case.index_d),
         "key_index": random.normal(*case.tokens(1), 1, case.index_d),
         "weights": random.normal(*case.tokens(0), case.index_heads)
-        * (case.index_heads * case.index_d) ** -0.5,
+        * max(case.index_heads * case.index_d, 1) ** -0.5,
         "sparse_indices": attention.inputs["sparse_indices"],
         "softmax_max": softmax_max,
         "softmax_sum": softmax_sum,

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import sparse_errors as shared
+from .sample import Sample
 from .sparse_lightning_indexer_grad_kl_loss import KL_LOSS
+from .wrong_call import WrongCall
+
+
+def without_heads(sample: Sample) -> Sample:
+    by_head = {"query": -2, "query_rope": -2, "softmax_max": -1, "softmax_sum": -1}
+    given = sample.tensors
+    return sample.given(**{name: given[name].narrow(at, 0, 0) for name, at in by_head.items()})
+
 
 WRONG_CALLS = [
+    WrongCall("no heads", KL_LOSS, shared.BSND, without_heads, "query", expected="one head"),
     *shared.tensor_rules(KL_LOSS),
     *shared.option_rules(KL_LOSS, modes=(3,)),
     *shared.length_rules(KL_LOSS),

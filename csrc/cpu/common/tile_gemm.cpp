@@ -14,6 +14,20 @@
 namespace ascend_attn::cpu {
 namespace {
 
+// torch's brgemm, which raises std::bad_alloc for empty matrices of 16-bit numbers.
+template <typename A, typename B, typename C>
+void multiply_with_brgemm(const Product<A, B, C>& p) {
+  if (p.k == 0 && !p.accumulate) {
+    for (int64_t i = 0; i < p.m; ++i) {
+      std::fill_n(p.c + i * p.c_stride, p.n, C(0));
+    }
+  }
+  if (p.m > 0 && p.n > 0 && p.k > 0) {
+    at::native::cpublas::brgemm(p.m, p.n, p.k, p.a_stride, p.b_stride, p.c_stride, p.accumulate,
+                                p.a, p.b, p.c, /*is_vnni=*/sizeof(A) < 4);
+  }
+}
+
 bool multiply_bfloat16() {
   constexpr int64_t size = 16;
   std::array<at::BFloat16, size * size> a;
@@ -156,16 +170,16 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a
   if (has_bfmmla()) {
     multiply_with_bfmmla({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   } else {
-    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
-                                /*is_vnni=*/true);
+    multiply_with_brgemm<at::BFloat16, at::BFloat16, float>(
+        {m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   }
 }
 
 void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
                int64_t b_stride, float* c, int64_t c_stride, bool accumulate) {
   if (has_float_brgemm()) {
-    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
-                                /*is_vnni=*/false);
+    multiply_with_brgemm<float, float, float>(
+        {m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   } else {
     multiply<float>({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   }
@@ -180,8 +194,8 @@ void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_strid
 void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
                int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate) {
   if (has_int8_brgemm()) {
-    at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, accumulate, a, b, c,
-                                /*is_vnni=*/true);
+    multiply_with_brgemm<uint8_t, int8_t, int32_t>(
+        {m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   } else if (has_usmmla()) {
     multiply_with_usmmla({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
   } else {
