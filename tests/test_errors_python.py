@@ -289,9 +289,10 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
     loss: ("lightning_indexer_kl_loss", [
         ({"reduction": "a\n" * 10_000}, VALUE, "reduction: expected 'sum' or 'mean', got 'a"),
         ({"reduction": TWO}, VALUE, "reduction: expected 'sum' or 'mean', got a tensor"),
-        ({"normalizer": "a"}, TYPE, "normalizer: expected a number or a tensor, got str"),
-        ({"normalizer": 10**400}, TYPE, "normalizer: expected a number or a tensor, got int"),
+        ({"normalizer": "a"}, TYPE, "normalizer: expected a number, got 'a'"),
+        ({"normalizer": 10**400}, TYPE, "normalizer: expected a number, got 1000"),
         ({"normalizer": TWO}, VALUE, "normalizer: expected one element"),
+        ({"normalizer": freed(torch.ones(()))}, VALUE, "normalizer: expected a storage that holds"),
         ({"actual_seq_lengths_query": [1.5]}, TYPE, "actual_seq_lengths_query: expected whole"),
     ]),
     attach: ("attach_loss", [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ascend_attn_ops as ops
+import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
@@ -121,9 +122,14 @@ def test_what_is_no_list_of_lengths(lengths: Any, error: type[Exception], messag
 
 @pytest.mark.parametrize(
     "lengths",
-    [[2.0, 4], torch.tensor([2.0, 4.0]), torch.tensor([[2, 4]]), torch.tensor(4)],
-    ids=["floats in a list", "floats in a tensor", "two axes", "no axis"],
-)
+    [
+        [2.0, 4], torch.tensor([2.0, 4.0]), torch.tensor([[2, 4]]), torch.tensor(4),
+        np.array([[2, 4]]),
+        torch.quantize_per_tensor(torch.tensor([2.0, 4.0]), 1.0, 0, torch.qint8),
+    ],
+    ids=["floats in a list", "floats in a tensor", "two axes", "no axis", "array",
+         "quantized"],
+)  # fmt: skip
 def test_what_is_no_list_of_lengths_on_the_host(lengths: Any) -> None:
     x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
     wrong = "ascend::flash_attention_score: actual_seq_lengths_query: expected whole numbers"

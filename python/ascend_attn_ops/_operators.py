@@ -186,7 +186,8 @@ def lengths_of(
 ) -> Sequence[int] | None:
     """As a list. Waits for the device if they are a tensor on it."""
     if isinstance(lengths, Tensor):
-        if lengths.dim() != 1 or lengths.is_floating_point() or lengths.is_complex():
+        no_numbers = lengths.is_floating_point() or lengths.is_complex() or lengths.is_quantized
+        if lengths.dim() != 1 or no_numbers:
             raise _not_lengths(where, lengths)
         if lengths.is_meta and type(lengths) is Tensor:
             got = "a tensor on the device meta"
@@ -245,11 +246,11 @@ def between(ends: Sequence[int]) -> list[int]:
 
 
 def _in_order(lengths: Any) -> bool:
-    """False of text, and of what has no order, as a set, or is read once, as a generator."""
+    """False of text, of arrays with several axes, and of what has no order or is read once."""
     if isinstance(lengths, Sequence):
         return not isinstance(lengths, (str, bytes))
     if hasattr(lengths, "__array__"):
-        return getattr(lengths, "ndim", 0) > 0
+        return getattr(lengths, "ndim", 0) == 1
     return not hasattr(lengths, "__iter__")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import dtype_name, is_number, shown, wrong
+from ascend_attn_ops._arguments import check_number, dtype_name, shown, wrong
 from ascend_attn_ops._operators import Lengths, lengths_of, lengths_on, operator
 
 _NAME = "ascend::lightning_indexer_kl_loss"
@@ -171,9 +171,7 @@ def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
     if isinstance(normalizer, Tensor) and normalizer.numel() != 1:
         got = f"shape {tuple(normalizer.shape)}"
         raise wrong(ValueError, _NAME, "normalizer", "one element", got)
-    if not is_number(normalizer):
-        expected = "a number or a tensor"
-        raise wrong(TypeError, _NAME, "normalizer", expected, type(normalizer).__name__)
+    check_number(_NAME, "normalizer", normalizer, read=False)
 
 
 def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
