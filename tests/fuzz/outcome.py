@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from samples import as_tuple
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from .case import Finding
 from .copies import can_be_read, has_memory, tensors_in
@@ -34,6 +34,8 @@ _SCHEMA = re.compile(
     r"takes \d+ positional|expected at most)|Unknown keyword argument '\w+' for operator 'ascend::|"
     r"Argument '\w+' specified both as positional and keyword argument)"
 )
+# What it says of a tensor of bool in the place of lengths.
+_BOOL_FOR_LENGTH = re.compile(r"scalar\.isIntegral\( ?false\) ?INTERNAL ASSERT FAILED")
 # What Python says of them.
 _SIGNATURE = re.compile(
     r"[\w.]+\(\) (missing \d+ required|got an unexpected keyword argument|takes \d+ positional|"
@@ -42,11 +44,11 @@ _SIGNATURE = re.compile(
 )
 # What its dispatcher says of tensors for which no operator of ours is called.
 _BACKEND = re.compile(
-    r"Could not run 'ascend::\w+' with arguments from the "
+    r"Could not run 'ascend::[\w.]+' with arguments from the "
     r"'(Sparse|SparseCsr|Mkldnn|NestedTensor|Quantized)\w*' backend"
 )
 # What a subclass of torch says that has no rule for them.
-_JAGGED = re.compile(r"'?ascend\.\w+\.default'?")
+_JAGGED = re.compile(r"'?ascend\.\w+\.\w+'?")
 # What it says of memory that was freed, where a subclass is an argument of its own functions.
 _NO_STORAGE = ("setStorage: sizes", "The tensor has a non-zero number of elements, but its data is")
 # Of so many elements that no argument is wrong in itself.
@@ -105,6 +107,8 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     kind = type(error)
     if through_torch and kind is RuntimeError and _SCHEMA.match(text):
         return True
+    if through_torch and kind is RuntimeError and _BOOL_FOR_LENGTH.match(text):
+        return any(x.dtype == torch.bool for x in tensors_in(given))
     if not through_torch and kind is TypeError and _SIGNATURE.match(text):
         return True
     tensors = list(tensors_in(given))
@@ -115,7 +119,9 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     if any(isinstance(x, FakeTensor) for x in tensors):
         # Those of a mode that is not on refuse everything, in texts of their own.
         known = (_BACKEND.match(text), _JAGGED.fullmatch(text))
-        return "fake" in text.lower() or "meta" in text or any(known)
+        # As lengths that the host reads.
+        reads = isinstance(error, DataDependentOutputException)
+        return "fake" in text.lower() or "meta" in text or reads or any(known)
     if through_torch and any(x.is_nested for x in tensors) and "NestedTensorImpl doesn't" in text:
         return kind is RuntimeError
     if any(type(x) is not Tensor for x in tensors) and text.startswith(_NO_STORAGE):
@@ -134,7 +140,9 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
 
 
 def is_out_of_memory(outcome: Outcome) -> bool:
-    return _NO_MEMORY.match(outcome.text) is not None or isinstance(outcome.error, MemoryError)
+    # Python's has no text, of a list that is too long. Our C++ has no reason to raise its own.
+    pythons = isinstance(outcome.error, MemoryError) and not outcome.text
+    return pythons or _NO_MEMORY.match(outcome.text) is not None
 
 
 def cannot_be_shown(given: object) -> bool:

@@ -67,7 +67,9 @@ def sparse_case(
         fields["s"] = fields.get("s", (0, 0))[0], max(fields["lengths"][1], default=0)
         fields["page"] = random.choice((1, 2, 3, 7, 16, 16, 128))
     fields["heads"] = random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33) if not large else (1, 2, 3))
-    fields["d"] = draw.head_size(random)
+    if not loss and random.random() < 0.03:
+        fields["heads"] = 0
+    fields["d"] = draw.size(random)
     fields["rope"] = random.choice((0, 0, 1, 5, 8, 16, 64))
     fields["k"] = max(1, draw.size(random, most))
     fields["mode"] = 3 if loss else random.choice((0, 3))
@@ -78,8 +80,8 @@ def sparse_case(
         patterns = tuple(x for x in patterns if x not in _BEHIND)
     fields["pattern"] = random.choice(patterns)
     fields["selection_heads"] = random.random() < 0.8
-    fields["index_heads"] = random.choice((1, 2, 3, 4, 8, 9, 16))
-    fields["index_d"] = draw.head_size(random)
+    fields["index_heads"] = random.choice((0, 1, 2, 3, 4, 8, 9, 16))
+    fields["index_d"] = draw.size(random)
     return Fuzzed(**fields)
 
 
