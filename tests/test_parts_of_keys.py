@@ -1,26 +1,56 @@
-"""The parts into which sparse_flash_attention divides the keys of a token show in no bit."""
+"""The parts into which attention divides the keys of a row do not show, whoever computes them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fuzz.calls import threads
-from samples import OPERATORS, Recipe
+from fuzz.calls import check, threads
+from samples import OPERATORS, Recipe, Sample, as_tuple
+from samples.flash_attention_score import FlashCase
+from samples.prompt_flash_attention import PromptCase
 
 PARTED = [x for x in OPERATORS["sparse_flash_attention"].recipes if x.case.k * x.case.block > 512]
 
+# Of more keys than the dense operators have in a part.
+DENSE = [
+    FlashCase("BSND", b=1, s=(1, 9000), heads=(3, 3)),
+    FlashCase("BSND", b=1, s=(1, 9000), heads=(8, 1)),
+    FlashCase("BSND", b=2, s=(3, 8300), heads=(2, 1), mode=3),
+    # Rows that keep one part, rows that keep both, and rows that keep none of the first.
+    FlashCase("BNSD", b=1, s=(4200, 4200), heads=(1, 1), mode=3),
+    FlashCase("BNSD", b=1, s=(600, 9000), heads=(1, 1), mode=4, pre=5000, next=-100),
+    FlashCase("TND", lengths=((1, 0, 2), (8200, 0, 4097)), heads=(2, 2)),
+    PromptCase("BNSD", b=1, s=(1, 9000), heads=(8, 2)),
+    PromptCase("BNSD", b=1, s=(700, 9000), heads=(1, 1), mode=4, pre=5000, next=-100),
+    PromptCase(
+        "BNSD", b=1, s=(700, 9000), heads=(1, 1), mode=4, pre=5000, next=-100, inputs="int8"
+    ),
+]
+
 pytestmark = pytest.mark.usefixtures("no_limits")
+
+
+def same_for_any_number_of_threads(sample: Sample) -> tuple[torch.Tensor, ...]:
+    with threads(1):
+        expected = as_tuple(sample.call(torch.ops.ascend))
+    for count in (2, 3, 7):
+        with threads(count):
+            assert all(map(torch.equal, as_tuple(sample.call(torch.ops.ascend)), expected))
+    return expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("recipe", PARTED, ids=lambda x: x.id)
 def test_any_number_of_threads(recipe: Recipe, dtype: torch.dtype) -> None:
-    sample = recipe.make(dtype)
-    with threads(1):
-        expected = sample.call(torch.ops.ascend)
-    for count in (2, 3, 7):
-        with threads(count):
-            assert all(map(torch.equal, sample.call(torch.ops.ascend), expected))
+    same_for_any_number_of_threads(recipe.make(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", DENSE, ids=lambda x: x.id)
+def test_dense_attention(case: FlashCase | PromptCase, dtype: torch.dtype) -> None:
+    name = "flash_attention_score" if isinstance(case, FlashCase) else "prompt_flash_attention"
+    sample = OPERATORS[name].make(case, dtype)
+    check(sample, same_for_any_number_of_threads(sample))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -16,7 +16,7 @@ KERNELS: Table = {
     ],
     "csrc/cpu/common/attention_rows.h": [
         ("exponential(max[r] - largest)", "T(1)"),
-        ("kept.end(«(task.first_row + task.rows - 1)» / group)", "task.first_row"),
+        ("kept.end(«token(count - 1)»)", "token(0)"),
     ],
     "csrc/cpu/common/attention_scores.h": [
         ("begin - query + attention_.distance_shift", "begin - query"),
@@ -42,7 +42,8 @@ KERNELS: Table = {
         ("score == kExcluded", "false"),
     ],
     "csrc/cpu/common/partial_attention.h": [
-        ("«factor» * merged.sum[h] + next_factor", "T(1)"),
+        ("«factor» * merged.sum[r] + next_factor", "T(1)"),
+        ("part < first_parts[task + 1]", "part < first_parts[task + 1] - 1"),
         ("const bool none = «from.sum[h] == 0»", "false"),
     ],
     "csrc/cpu/common/indexer.h": [
@@ -109,15 +110,12 @@ KERNELS: Table = {
     "csrc/cpu/prompt_flash_attention_int8.cpp": [
         ("(deq_scale < 0) != (scale < 0)", "deq_scale < 0"),
         ("«scales_.quant_scale1 < 0» ? 128.0f", "false"),
-        ("added + count > kExactKeys", "false"),
+        ("begin % kExactKeys == 0", "false"),
     ],
     "csrc/cpu/scatter_pa_kv_cache.cpp": [
         ("return «slot >= capacity»;", "slot > capacity"),
         ("(flat || target_head_stride == head_bytes)", "true"),
         ("std::nearbyint(value)", "value"),
-    ],
-    "csrc/cpu/sparse_flash_attention.cpp": [
-        ("part < first_parts[token + 1]", "part < first_parts[token + 1] - 1"),
     ],
     "csrc/cpu/sparse_flash_attention_grad.cpp": [
         ("scale(sum + 2 * size, «factor»,", "T(1)"),

@@ -26,8 +26,9 @@ namespace {
 constexpr int64_t kKeptTiles = (int64_t{16} << 20) / (kRowBlock * kKeyBlock * 4);
 // Makes query unsigned, as tile_gemm requires of A.
 constexpr int32_t kQueryOffset = 128;
-// The number of products of exponential and value, each at most 128 * 128, that an int32 can sum.
-constexpr int64_t kExactKeys = (int64_t{1} << 31) / (128 * 128) - 1;
+// The number of products of exponential and value, each at most 128 * 128, that an int32 can sum:
+// of whole blocks of keys.
+constexpr int64_t kExactKeys = (int64_t{1} << 31) / (128 * 128) - kKeyBlock;
 
 constexpr int32_t kNoScore = std::numeric_limits<int32_t>::min();
 constexpr float kLargestHalf = 65504.0f;
@@ -64,7 +65,7 @@ struct Score {
 struct Capacity {
   explicit Capacity(const std::vector<RowsTask>& tasks) {
     for (const auto& task : tasks) {
-      rows = std::max(rows, round_up(task.rows, kRowBlock));
+      rows = std::max(rows, round_up(task.rows(), kRowBlock));
       keys = std::max(keys, round_up(task.sequence->keys, kKeyBlock));
     }
     tiles = std::clamp<int64_t>(rows / kRowBlock * (keys / kKeyBlock), 1, kKeptTiles);
@@ -104,34 +105,31 @@ class QuantizedAttention {
     const auto& sequence = *task.sequence;
     const int64_t group = attention_.group();
     load_query(task);
-    std::fill_n(largest_.data(), task.rows, kNoScore);
-    std::fill_n(sum(), task.rows, 0.0f);
-    zero_rows(out_, 0, task.rows);
-    zero_rows(sums_, 0, task.rows);
+    std::fill_n(largest_.data(), task.rows(), kNoScore);
+    std::fill_n(sum(), task.rows(), 0.0f);
+    zero_rows(out_, 0, task.rows());
+    zero_rows(sums_, 0, task.rows());
 
     const auto key = key_rows<int8_t>(attention_.key, sequence, task.key_head);
     const auto value = key_rows<int8_t>(attention_.value, sequence, task.key_head);
-    const auto& kept = sequence.kept;
-    const int64_t first = kept.begin(task.first_row / group);
-    const int64_t last = kept.end((task.first_row + task.rows - 1) / group);
-    const int64_t row_blocks = (task.rows + kRowBlock - 1) / kRowBlock;
-    const bool keeps = row_blocks * ((last - first + kKeyBlock - 1) / kKeyBlock) <= tiles_;
+    const int64_t row_blocks = at::divup(task.rows(), kRowBlock);
+    const int64_t key_blocks = at::divup(task.end, kKeyBlock) - task.begin / kKeyBlock;
+    const bool keeps = row_blocks * key_blocks <= tiles_;
     const auto for_each_tile = [&](const auto& load, const auto& function) {
       int64_t tile = 0;
       int64_t block = 0;
-      for (int64_t begin = first; begin < last; begin += kKeyBlock) {
-        const int64_t count = std::min(kKeyBlock, last - begin);
+      for_each_key_block(task.begin, task.end, [&](int64_t begin, int64_t count) {
         int32_t* terms = key_terms_.row(keeps ? block++ : 0);
         load(begin, count, terms);
-        for (int64_t row = 0; row < task.rows; row += kRowBlock) {
-          const int64_t rows = std::min(kRowBlock, task.rows - row);
+        for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
+          const int64_t rows = std::min(kRowBlock, task.rows() - row);
           const TileColumns columns(sequence, group, task.first_row + row, rows, begin, count);
           if (!columns.empty()) {
             function(row, rows, begin, columns, terms,
                      products_.row(keeps ? kRowBlock * tile++ : 0));
           }
         }
-      }
+      });
     };
     for_each_tile(
         [&](int64_t begin, int64_t count, int32_t* terms) { load_keys(key, begin, count, terms); },
@@ -140,22 +138,19 @@ class QuantizedAttention {
           multiply(row, rows, columns, products);
           update_largest(task, row, rows, begin, columns, terms, products);
         });
-    for (int64_t r = 0; r < task.rows; ++r) {
+    for (int64_t r = 0; r < task.rows(); ++r) {
       const int32_t largest = largest_.data()[r];
       max()[r] = largest == kNoScore ? 0.0f : score_(score_.falls() ? ~largest : largest);
     }
-    int64_t added = 0;
     for_each_tile(
         [&](int64_t begin, int64_t count, int32_t* terms) {
           if (!keeps) {
             load_keys(key, begin, count, terms);
           }
           values_.load(value, begin, count);
-          if (added + count > kExactKeys) {
-            add_up(task.rows);
-            added = 0;
+          if (begin > task.begin && begin % kExactKeys == 0) {
+            add_up(task.rows());
           }
-          added += count;
         },
         [&](int64_t row, int64_t rows, int64_t begin, const TileColumns& columns,
             const int32_t* terms, int32_t* products) {
@@ -168,8 +163,8 @@ class QuantizedAttention {
                     exponentials_.data() + columns.begin, exponentials_.stride(), values.data,
                     values.stride, sums_.row(row), sums_.stride(), /*accumulate=*/true);
         });
-    add_up(task.rows);
-    for (int64_t r = 0; r < task.rows; ++r) {
+    add_up(task.rows());
+    for (int64_t r = 0; r < task.rows(); ++r) {
       const int64_t row = task.first_row + r;
       store(task.key_head * group + row % group, row / group, finished(r));
     }
@@ -179,7 +174,7 @@ class QuantizedAttention {
   void load_query(const RowsTask& task) {
     const int64_t group = attention_.group();
     const auto rows = query_rows<int8_t>(attention_.query, *task.sequence, task.key_head * group);
-    for (int64_t r = 0; r < task.rows; ++r) {
+    for (int64_t r = 0; r < task.rows(); ++r) {
       const int64_t at = task.first_row + r;
       vectorized(
           [from = rows.row(at / group, at % group), to = query_.row(r), size = attention_.size] {
@@ -188,7 +183,7 @@ class QuantizedAttention {
             }
           });
     }
-    zero_rows(query_, task.rows, round_up(task.rows, kRowStep));
+    zero_rows(query_, task.rows(), round_up(task.rows(), kRowStep));
   }
 
   void load_keys(const HeadRows<const int8_t>& rows, int64_t begin, int64_t count, int32_t* terms) {

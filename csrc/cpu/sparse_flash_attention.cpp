@@ -7,10 +7,10 @@
 #include <array>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/operator.h"
-#include "cpu/common/parallel_tasks.h"
 #include "cpu/common/partial_attention.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_attention_inputs.h"
@@ -21,10 +21,21 @@
 namespace ascend_attn::cpu {
 namespace {
 
-constexpr int64_t kMaxKeys = 128;  // per tile, so that keys and values stay in the L2 cache
-// The keys of a token are divided into parts of this many, whose results are merged in order:
-// also where one thread computes them all, so that results do not depend on who computes what.
-constexpr int64_t kPartKeys = 512;
+constexpr int64_t kMaxKeys = 128;   // per tile, so that keys and values stay in the L2 cache
+constexpr int64_t kPartKeys = 512;  // see attend_to_parts
+
+// A task of attend_to_parts.
+template <typename Input>
+struct Token {
+  const SequenceInputs<Input>* sequence;
+  int64_t token;
+  int64_t heads;
+  int64_t cost;  // in blocks of keys
+
+  int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
+  int64_t rows() const { return heads; }
+  int64_t first_row() const { return (sequence->sequence.query_begin + token) * heads; }
+};
 
 template <typename Input, typename Operand>
 class Attention {
@@ -44,19 +55,19 @@ class Attention {
         probabilities_(padded_heads_, kMaxKeys),
         factor_(1, padded_heads_) {}
 
-  void load_token(const SequenceInputs<Input>& inputs, int64_t token) {
-    product_.load_query(inputs.query, inputs.query_rope, token, heads_);
+  void load(const Token<Input>& token) {
+    product_.load_query(token.sequence->query, token.sequence->query_rope, token.token, heads_);
   }
 
   // Computes a part of the token that was loaded, and sets the number of its keys.
-  void part(const SequenceInputs<Input>& inputs, int64_t token, int64_t index, Partial<T>& result) {
-    auto selected = inputs.selected(token).part(index, kPartKeys);
+  void part(const Token<Input>& token, int64_t index, Partial<T>& result) {
+    auto selected = token.sequence->selected(token.token).part(index, kPartKeys);
     // Not -inf, which would make NaN of tiles whose scores are all -inf.
     std::fill_n(result.max, padded_heads_, std::numeric_limits<T>::lowest());
     std::fill_n(result.sum, padded_heads_, T(0));
     std::array<int64_t, kMaxKeys> positions;
     while (const int64_t count = selected.next(positions.data(), kMaxKeys)) {
-      add_keys(inputs, positions.data(), count, result);
+      add_keys(*token.sequence, positions.data(), count, result);
       result.keys += count;
     }
   }
@@ -136,100 +147,6 @@ class Attention {
   Tile<T> factor_;               // (heads)
 };
 
-template <typename Input>
-struct Token {
-  const SequenceInputs<Input>* sequence;
-  int64_t token;
-  int64_t cost;  // in blocks of keys
-
-  int64_t row() const { return sequence->sequence.query_begin + token; }
-  int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
-};
-
-// Calls outputs_of(token) for the places to write to.
-template <typename Input, typename Operand, typename OutputsOf>
-void attend_by_tokens(const SparseAttentionInputs& inputs, double scale,
-                      std::vector<Token<Input>> tokens, const OutputsOf& outputs_of) {
-  using T = Accumulator<Operand>;
-  struct Worker {
-    Attention<Input, Operand> attention;
-    Partials<T> partials;
-  };
-  const int64_t heads = Attention<Input, Operand>::padded_heads(inputs);
-  const auto make_worker = [&] {
-    return std::make_unique<Worker>(Worker{{inputs, scale}, {2, heads, inputs.size}});
-  };
-  for_each_task(std::move(tokens), make_worker, [&](Worker& worker, const Token<Input>& token) {
-    auto merged = worker.partials[0];
-    worker.attention.load_token(*token.sequence, token.token);
-    const int64_t parts = token.parts();
-    for (int64_t part = 0; part < parts; ++part) {
-      if (merged.keys == 0) {
-        worker.attention.part(*token.sequence, token.token, part, merged);
-        continue;
-      }
-      auto next = worker.partials[1];
-      worker.attention.part(*token.sequence, token.token, part, next);
-      if (next.keys > 0) {
-        merge(merged, next, 0, inputs.heads, inputs.size);
-      }
-    }
-    outputs_of(token).store(merged, 0, inputs.heads, inputs.size);
-  });
-}
-
-// For a few tokens, as when decoding: threads share the parts of each.
-template <typename Input, typename Operand, typename OutputsOf>
-void attend_by_parts(const SparseAttentionInputs& inputs, double scale,
-                     const std::vector<Token<Input>>& tokens, const OutputsOf& outputs_of) {
-  using T = Accumulator<Operand>;
-  using Worker = Attention<Input, Operand>;
-  struct Part {
-    int64_t token;
-    int64_t index;
-    int64_t result;
-    int64_t cost;
-  };
-  std::vector<Part> parts;
-  std::vector<int64_t> first_parts{0};
-  for (const auto& token : tokens) {
-    const int64_t count = token.parts();
-    for (int64_t index = 0; index < count; ++index) {
-      parts.push_back({static_cast<int64_t>(first_parts.size()) - 1, index,
-                       static_cast<int64_t>(parts.size()), token.cost});
-    }
-    first_parts.push_back(static_cast<int64_t>(parts.size()));
-  }
-  const Partials<T> partials(first_parts.back(), Worker::padded_heads(inputs), inputs.size);
-  std::vector<Partial<T>> results;
-  for (int64_t result = 0; result < first_parts.back(); ++result) {
-    results.push_back(partials[result]);
-  }
-  const auto make_worker = [&] { return std::make_unique<Worker>(inputs, scale); };
-  for_each_task(std::move(parts), make_worker, [&](Worker& worker, const Part& part) {
-    const auto& token = tokens[part.token];
-    worker.load_token(*token.sequence, token.token);
-    worker.part(*token.sequence, token.token, part.index, results[part.result]);
-  });
-  constexpr int64_t grain = 8;  // heads
-  const auto rows = static_cast<int64_t>(tokens.size()) * inputs.heads;
-  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t token = row / inputs.heads;
-      const int64_t head = row % inputs.heads;
-      Partial<T> merged{};
-      for (int64_t part = first_parts[token]; part < first_parts[token + 1]; ++part) {
-        if (merged.keys == 0) {
-          merged = results[part];
-        } else if (results[part].keys > 0) {
-          merge(merged, results[part], head, head + 1, inputs.size);
-        }
-      }
-      outputs_of(tokens[token]).store(merged, head, head + 1, inputs.size);
-    }
-  });
-}
-
 template <typename Input, typename Operand>
 void attend(const SparseAttentionInputs& inputs, double scale,
             const SparseFlashAttention::Outputs& outputs) {
@@ -241,23 +158,24 @@ void attend(const SparseAttentionInputs& inputs, double scale,
     const auto& sequence = sequences.emplace_back(inputs, each);
     for (int64_t token = 0; token < each.queries; ++token) {
       const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
-      tokens.push_back({&sequence, token, std::min(sequence.count, blocks)});
+      tokens.push_back({&sequence, token, inputs.heads, std::min(sequence.count, blocks)});
     }
   }
   auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
   const auto statistics_of = [](const at::Tensor& statistics, int64_t row) {
     return statistics.numel() > 0 ? statistics.mutable_data_ptr<T>() + row : nullptr;
   };
-  const auto outputs_of = [&](const Token<Input>& token) {
-    const int64_t row = token.row() * inputs.heads;
-    return TokenOutputs<Input, T>{out + row * inputs.size, statistics_of(std::get<1>(outputs), row),
-                                  statistics_of(std::get<2>(outputs), row)};
-  };
-  if (enough_tasks(static_cast<int64_t>(tokens.size()))) {
-    attend_by_tokens<Input, Operand>(inputs, scale, std::move(tokens), outputs_of);
-  } else {
-    attend_by_parts<Input, Operand>(inputs, scale, tokens, outputs_of);
-  }
+  using Worker = Attention<Input, Operand>;
+  attend_to_parts<T>(
+      std::move(tokens), {Worker::padded_heads(inputs), inputs.size},
+      [&] { return std::make_unique<Worker>(inputs, scale); },
+      [&](const Token<Input>& token, const Partial<T>& result, int64_t begin, int64_t end) {
+        const int64_t row = token.first_row();
+        const TokenOutputs<Input, T> to{out + row * inputs.size,
+                                        statistics_of(std::get<1>(outputs), row),
+                                        statistics_of(std::get<2>(outputs), row)};
+        to.store(result, begin, end, inputs.size);
+      });
 }
 
 void sparse_flash_attention(const SparseFlashAttention& op,

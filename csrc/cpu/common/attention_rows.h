@@ -6,12 +6,13 @@
 #include <limits>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/common/attention_scores.h"
 #include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
-#include "cpu/common/parallel_tasks.h"
+#include "cpu/common/partial_attention.h"
 #include "cpu/common/single_rows.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/vectorized.h"
@@ -20,6 +21,8 @@ namespace ascend_attn::cpu {
 
 // The number of rows that share one packed block of keys.
 inline constexpr int64_t kMaxRows = 8 * kRowBlock;
+
+inline constexpr int64_t kPartKeys = 8 * kKeyBlock;  // see attend_to_parts
 
 // The maximum of a row without keys: any score is larger, and its exponential is finite.
 template <typename T>
@@ -33,14 +36,31 @@ struct RowResult {
   T sum;
 };
 
-// Rows of one key head, or all rows of neighbouring key heads.
+// A task of attend_to_parts: rows of one key head, or all rows of neighbouring key heads.
 struct RowsTask {
   const DenseSequence* sequence;
   int64_t key_head;
   int64_t key_heads;
   int64_t first_row;
-  int64_t rows;
+  int64_t rows_of_head;
+  int64_t begin;  // of the keys that any of the rows keeps
+  int64_t end;
   int64_t cost;
+
+  int64_t parts() const { return begin < end ? at::divup(end, kPartKeys) - begin / kPartKeys : 1; }
+  int64_t rows() const { return key_heads * rows_of_head; }
+};
+
+// The keys of a part. Parts end at multiples of kPartKeys, whichever rows a task has.
+struct KeyRange {
+  KeyRange(const RowsTask& task, int64_t part) {
+    const int64_t first = (task.begin / kPartKeys + part) * kPartKeys;
+    begin = std::max(task.begin, first);
+    end = std::min(task.end, first + kPartKeys);
+  }
+
+  int64_t begin;
+  int64_t end;
 };
 
 // Returns whether the rows of a sequence read their keys in place: a single one for each key head.
@@ -63,34 +83,41 @@ class AttentionRows {
         keys_(attention.size, /*by_rows=*/false, /*transposed=*/true),
         values_(attention.value_size, /*by_rows=*/true, /*transposed=*/false),
         query_(kMaxRows, keys_.size()),
-        out_(kMaxRows, values_.size()),
         scores_(kRowBlock, kKeyBlock),
         probabilities_(std::is_same_v<Operand, T> ? 0 : kRowBlock, kKeyBlock),
-        statistics_(3, kMaxRows) {}
+        factor_(1, kMaxRows) {}
 
-  // Calls store(head, query, RowResult<T>) for every row of the task.
-  template <typename Store>
-  void run(const RowsTask& task, const Store& store) {
+  // Of the tile for the results of any of these tasks.
+  static ResultSize result_size(const DenseAttention& attention,
+                                const std::vector<RowsTask>& tasks) {
+    int64_t rows = 0;
+    for (const auto& task : tasks) {
+      rows = std::max(rows, round_up(task.rows(), kRowStep));
+    }
+    return {rows, round_up(attention.value_size, depth_step<Operand>)};
+  }
+
+  void load(const RowsTask& task) {
     const int64_t group = attention_.group();
     for (int64_t h = 0; h < task.key_heads; ++h) {
       load_rows(query_rows<Input>(attention_.query, *task.sequence, (task.key_head + h) * group),
-                group, task.first_row, task.rows, attention_.size, query_, h * task.rows);
+                group, task.first_row, task.rows_of_head, attention_.size, query_,
+                h * task.rows_of_head);
     }
-    std::fill_n(max(), kMaxRows, kLowest<T>);
-    std::fill_n(sum(), kMaxRows, T(0));
-    if (in_place<Input>(*task.sequence, group)) {
-      attend_in_place(task);
+  }
+
+  // Computes a part of the task that was loaded, and sets the number of its keys.
+  void part(const RowsTask& task, int64_t index, Partial<T>& result) {
+    const KeyRange keys(task, index);
+    result_ = result;
+    std::fill_n(result_.max, task.rows(), kLowest<T>);
+    std::fill_n(result_.sum, task.rows(), T(0));
+    if (in_place<Input>(*task.sequence, attention_.group())) {
+      attend_in_place(task, keys);
     } else {
-      attend_to_tiles(task);
+      attend_to_tiles(task, keys);
     }
-    for (int64_t h = 0; h < task.key_heads; ++h) {
-      for (int64_t r = 0; r < task.rows; ++r) {
-        const int64_t row = task.first_row + r;
-        const int64_t at = h * task.rows + r;
-        store((task.key_head + h) * group + row % group, row / group,
-              RowResult<T>{out_.row(at), max()[at], sum()[at]});
-      }
-    }
+    result.keys = keys.end - keys.begin;
   }
 
  private:
@@ -103,20 +130,17 @@ class AttentionRows {
     int64_t row;
   };
 
-  void attend_to_tiles(const RowsTask& task) {
+  void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
     const int64_t group = attention_.group();
     const auto key = key_rows<Input>(attention_.key, sequence, task.key_head);
     const auto value = key_rows<Input>(attention_.value, sequence, task.key_head);
-    const auto& kept = sequence.kept;
-    const int64_t last = kept.end((task.first_row + task.rows - 1) / group);
     std::array<bool, kMaxRows / kRowBlock> started{};
-    for (int64_t begin = kept.begin(task.first_row / group); begin < last; begin += kKeyBlock) {
-      const int64_t count = std::min(kKeyBlock, last - begin);
+    for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {
       keys_.load(key, begin, count);
       values_.load(value, begin, count);
-      for (int64_t row = 0; row < task.rows; row += kRowBlock) {
-        const int64_t height = std::min(kRowBlock, task.rows - row);
+      for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
+        const int64_t height = std::min(kRowBlock, task.rows() - row);
         const Rows rows{sequence, task.key_head, task.first_row + row, height, row};
         const TileColumns columns(sequence, group, rows.first, rows.count, begin, count);
         if (!columns.empty()) {
@@ -126,16 +150,22 @@ class AttentionRows {
           started[row / kRowBlock] = true;
         }
       }
+    });
+    // Rows that keep other parts alone are merged with those.
+    for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
+      if (!started[row / kRowBlock]) {
+        std::fill_n(out(row), std::min(kRowBlock, task.rows() - row) * values_.size(), T(0));
+      }
     }
   }
 
   // The key heads, each with a single row, take turns after a few keys: where those of a token are
   // adjacent, memory is read in its order.
-  void attend_in_place(const RowsTask& task) {
+  void attend_in_place(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
-    const int64_t last = sequence.kept.end(0);
-    zero_rows(out_, 0, task.key_heads);
-    for (int64_t begin = sequence.kept.begin(0); begin < last; begin += kKeysInPlace) {
+    const int64_t last = part.end;
+    std::fill_n(out(0), task.rows() * values_.size(), T(0));
+    for (int64_t begin = part.begin; begin < last; begin += kKeysInPlace) {
       const int64_t count = std::min(kKeysInPlace, last - begin);
       const TileColumns columns(sequence, /*group=*/1, 0, 1, begin, count);
       for (int64_t h = 0; h < task.key_heads; ++h) {
@@ -154,7 +184,7 @@ class AttentionRows {
                    next(attention_.key), scores_.data());
         update_softmax(rows, begin, columns, /*started=*/true);
         add_rows(rounded(1, columns).data, attention_.value_size, keys_of(attention_.value), count,
-                 next(attention_.value), out_.row(h));
+                 next(attention_.value), out(h));
       }
     }
   }
@@ -170,7 +200,7 @@ class AttentionRows {
     const auto probabilities = rounded(product_rows(rows.count), columns);
     const auto values = values_.by_rows(columns.begin);
     tile_gemm(product_rows(rows.count), values_.size(), columns.width(), probabilities.data,
-              probabilities.stride, values.data, values.stride, out_.row(rows.row), out_.stride(),
+              probabilities.stride, values.data, values.stride, out(rows.row), values_.size(),
               /*accumulate=*/started);
   }
 
@@ -194,17 +224,17 @@ class AttentionRows {
       for_each_kept([&](const auto&... arguments) { scores_of_.drop(arguments...); });
     }
     for (int64_t r = rows.row; started && r < rows.row + rows.count; ++r) {
-      if (factor()[r] != T(1)) {
-        scale(out_.row(r), factor()[r], out_.row(r), attention_.value_size);
+      if (factor_.data()[r] != T(1)) {
+        scale(out(r), factor_.data()[r], out(r), attention_.value_size);
       }
     }
   }
 
   // Turns scores into exp(score - max) with the running maximum, and into 0 where a row does not
-  // keep the key. Earlier results must be rescaled by factor().
+  // keep the key. Earlier results must be rescaled by factor_.
   void exponentiate(int64_t row, int64_t rows, const TileColumns& columns) {
     vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
-                max = max() + row, sum = sum() + row, factor = factor() + row] {
+                max = result_.max + row, sum = result_.sum + row, factor = factor_.data() + row] {
       for (int64_t r = 0; r < rows; ++r) {
         T* s = scores + r * kKeyBlock;
         const int64_t begin = columns.row_begin[r];
@@ -248,19 +278,17 @@ class AttentionRows {
     }
   }
 
-  T* max() const { return statistics_.row(0); }
-  T* sum() const { return statistics_.row(1); }
-  T* factor() const { return statistics_.row(2); }
+  T* out(int64_t row) const { return result_.out + row * values_.size(); }
 
   const DenseAttention& attention_;
   AttentionScores<Input, T> scores_of_;
   KeyTile<Operand> keys_;
   KeyTile<Operand> values_;
   Tile<Operand> query_;
-  Tile<T> out_;
+  Partial<T> result_{};
   Tile<T> scores_;
   Tile<Operand> probabilities_;
-  Tile<T> statistics_;
+  Tile<T> factor_;
 };
 
 // Returns how many key heads of a sequence that reads its keys in place share a task.
@@ -290,10 +318,11 @@ std::vector<RowsTask> divide(const DenseAttention& attention) {
       const int64_t heads = std::min(most_heads, attention.key_heads - head);
       for (int64_t row = 0; row < rows; row += block) {
         const int64_t count = std::min(block, rows - row);
-        const int64_t middle = (row + count / 2) / attention.group();
+        const auto token = [&](int64_t at) { return (row + at) / attention.group(); };
         const auto& kept = sequence.kept;
-        const int64_t keys = kept.end(middle) - kept.begin(middle);
-        tasks.push_back({&sequence, head, heads, row, count, heads * count * keys});
+        const int64_t usual = kept.end(token(count / 2)) - kept.begin(token(count / 2));
+        tasks.push_back({&sequence, head, heads, row, count, kept.begin(token(0)),
+                         kept.end(token(count - 1)), heads * count * usual});
       }
     }
   }
@@ -304,12 +333,21 @@ std::vector<RowsTask> divide(const DenseAttention& attention) {
 template <typename Input, typename Operand, typename Store>
 void attend_rows(const DenseAttention& attention, const Store& store) {
   using Worker = AttentionRows<Input, Operand>;
-  for_each_task(
-      divide<Input>(attention), [&] { return std::make_unique<Worker>(attention); },
-      [&](Worker& worker, const RowsTask& task) {
-        worker.run(task, [&](int64_t head, int64_t query, const auto& result) {
-          store(*task.sequence, head, query, result);
-        });
+  using T = Accumulator<Operand>;
+  const int64_t group = attention.group();
+  auto tasks = divide<Input>(attention);
+  const auto size = Worker::result_size(attention, tasks);
+  attend_to_parts<T>(
+      std::move(tasks), size, [&] { return std::make_unique<Worker>(attention); },
+      [&](const RowsTask& task, const Partial<T>& result, int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; ++at) {
+          const int64_t head = task.key_head + at / task.rows_of_head;
+          const int64_t row = task.first_row + at % task.rows_of_head;
+          const auto of_row = result.keys > 0 ? RowResult<T>{result.out + at * size.columns,
+                                                             result.max[at], result.sum[at]}
+                                              : RowResult<T>{nullptr, kLowest<T>, T(0)};
+          store(*task.sequence, head * group + row % group, row / group, of_row);
+        }
       });
 }
 

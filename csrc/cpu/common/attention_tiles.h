@@ -56,6 +56,18 @@ struct TileColumns {
   std::array<int32_t, kRowBlock> row_end;
 };
 
+// Calls function(begin, count) for the blocks of keys [first, last): cut at multiples of kKeyBlock,
+// and begun at one of kKeyStep. So the tiles of a row, and its bits, do not depend on the rows that
+// share the blocks.
+template <typename Function>
+void for_each_key_block(int64_t first, int64_t last, const Function& function) {
+  for (int64_t begin = first / kKeyStep * kKeyStep; begin < last;) {
+    const int64_t end = std::min(last, round_up(begin + 1, kKeyBlock));
+    function(begin, end - begin);
+    begin = end;
+  }
+}
+
 // Copies rows of `columns` elements into `tile` and zeroes the rows after them, up to a multiple of
 // kRowStep. The remaining columns of the tile are zero already.
 template <typename Operand, typename Input>
