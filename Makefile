@@ -4,7 +4,8 @@
 #              of the docs. ROUNDS=1: faster, and less exact
 # make bench-check   what of ours is slower than in OLD=results.json; without, than what is committed
 # make fuzz    random calls until SECONDS=600 are over, from SEED=123; without, from the commit's
-# make sanitize   tests and random calls with C++ that checks itself: AddressSanitizer and UBSan
+# make sanitize   tests and random calls with C++ that checks itself: AddressSanitizer and UBSan;
+#              with SANITIZE_ARGS=--threads, ThreadSanitizer and the tests of several threads
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make mutants how many of 100 small errors in C++ and Python the tests notice
 # make lint    ruff, clang-format, mypy
@@ -56,7 +57,7 @@ sanitize: .venv/ready .venv-npu/ready
 	$(CPU) tools/sanitize.py --seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(SANITIZE_ARGS)
 
 coverage: .venv/ready .venv-npu/ready
-	$(CPU) $(PIP_INSTALL) -q 'coverage>=7,<8'
+	for python in $(CPU) $(NPU); do $$python $(PIP_INSTALL) -q 'coverage[toml]>=7.10,<8'; done
 	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
 
 mutants: .venv/ready

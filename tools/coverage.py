@@ -103,13 +103,13 @@ def main() -> int:
     build(folder, FLAGS, cpu, npu)
     for old in (*folder.glob("build-*/**/*.gcda"), *folder.glob(".coverage*")):
         old.unlink()
-    measured = ["-m", "coverage", "run", "-p", "--source", "python/ascend_attn_ops"]
+    measured = ["-m", "coverage", "run"]
     # The task queue's levels differ in torch_npu alone.
     environment = {**os.environ, "PYTHONPATH": str(folder / "python"), "NPU_LEVELS": "1"}
     tests = arguments.pytest or ["tests", "--ignore=tests/npu"]
     runs = [[cpu, *measured, "-m", "pytest", *tests]]
     if npu is not None and not arguments.pytest:
-        runs.append([npu, "tests/npu/run.py"])
+        runs.append([npu, *measured, "tests/npu/run.py"])
     failed = [
         subprocess.run(run, cwd=folder, env=environment, check=False).returncode for run in runs
     ]
