@@ -37,12 +37,22 @@ def has_sanitizer() -> bool:
     return hasattr(ctypes.CDLL(None), "__asan_init")
 
 
-def protect(memory: int = 8 * 2**30) -> None:
+def protect() -> None:
     """Of a process that runs cases: a crash says where, and no case takes all memory there is."""
-    # A sanitizer says more of a crash, and maps terabytes of addresses for what it knows of memory.
+    # A sanitizer says more of a crash.
     if not has_sanitizer():
         faulthandler.enable()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (memory, most))
+    limit_memory()
     # A core of every crash would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def limit_memory(memory: int = 6 * 2**30) -> None:
+    """Let the process take so much more. torch keeps the code of products of every size: the
+    addresses of a long run would reach a limit that stays where it is."""
+    # A sanitizer maps terabytes of addresses for what it knows of memory.
+    if has_sanitizer():
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, most))

@@ -39,7 +39,7 @@ import ascend_attn_ops  # noqa: E402
 
 from fuzz.calls import threads  # noqa: E402
 from fuzz.case import Case, Finding  # noqa: E402
-from fuzz.crash import Journal, protect, remembered  # noqa: E402
+from fuzz.crash import Journal, limit_memory, protect, remembered  # noqa: E402
 
 CORPUS = FOLDER / "corpus.txt"
 OPEN = "open "  # before a line of the corpus whose finding is not mended
@@ -111,6 +111,8 @@ def campaign(
             if before - reported >= PROGRESS_SECONDS:
                 reported = before
                 print(progress(counts, before - start), flush=True)
+                if journal is not None:
+                    limit_memory()
             own = case_seed(seed, name, number)
             if journal is not None:
                 journal.remember(f"{name}:{own}")
