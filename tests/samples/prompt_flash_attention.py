@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.flash_attention_score import from_heads, to_heads
-from ascend_attn_ops.reference.prompt_flash_attention import quantized, read_scale
+from ascend_attn_ops.reference.prompt_flash_attention import quantized, read_scale, saturated
 from bounds import OF_TERMS, Expected, half_ulp, largest_score, magnitude, within
 from torch import Tensor
 
@@ -283,14 +283,24 @@ def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
     (weights,) = sample.double().replace(value=ones).call(reference)
     layout = "BSND" if options["layout"] == "BNSD_BSND" else options["layout"]
 
-    def int8(out: Tensor) -> Tensor:
-        heads = to_heads(out, options["num_heads"], layout)
-        # Rows without keys are 0, whatever the offset is.
-        return from_heads(quantized(heads, scale, offset), layout).masked_fill(weights == 0, 0)
+    def at_once(heads: Tensor) -> Tensor:
+        """As `quantized`, with the offset added before the product is rounded."""
+        n, d = heads.shape[1], heads.shape[3]
+        scales, offsets = (
+            x.double().flatten().expand(n * d).view(n, 1, d)
+            for x in (scale, torch.zeros(1) if offset is None else offset)
+        )
+        return saturated((heads.half() * scales + offsets).float()).to(torch.int8)
 
-    ends = int8(before.exact - before.allowed), int8(before.exact + before.allowed)
+    ends = []
+    for end in (before.exact - before.allowed, before.exact + before.allowed):
+        heads = to_heads(end, options["num_heads"], layout)
+        for int8 in (quantized(heads, scale, offset), at_once(heads)):
+            # Rows without keys are 0, whatever the offset is.
+            ends.append(from_heads(int8, layout).masked_fill(weights == 0, 0))
     # A scale may be negative.
-    return torch.minimum(*ends), torch.maximum(*ends)
+    both = torch.stack(ends)
+    return both.amin(0), both.amax(0)
 
 
 def torch_npu(x: dict[str, Any]) -> None:
