@@ -8,7 +8,8 @@ c10::OperatorHandle find_operator(const char* op, const char* overload) {
 }
 
 const std::string& argument_name(const char* op, size_t position) {
-  const auto& arguments = find_operator(op).schema().arguments();
+  const auto handle = find_operator(op);
+  const auto& arguments = handle.schema().arguments();
   return position < arguments.size() ? arguments[position].name()
                                      : output_name(op, position - arguments.size());
 }

@@ -156,7 +156,7 @@ void SparseRules::check_sparse_indices(NamedTensor argument) const {
 
 void SparseRules::check_values(NamedTensor argument, const at::Tensor& sparse_indices) const {
   check_same_device(argument);
-  const auto& count = sparse_indices.sym_sizes().back();
+  const auto count = sparse_indices.sym_sizes().back();
   if (argument.tensor.dim() == query_.tensor.dim() - 1) {
     check_shape(op_, argument, query_tokens_and({count}),
                 layout_ == Layout::TND ? "(T1, K)" : "(B, S1, K)");

@@ -40,7 +40,7 @@ SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   limits.size("query", "N1", rules.heads());
   limits.size("query", "D", rules.head_size());
   limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
-  const auto& count = op.sparse_indices.sym_sizes().back();
+  const auto count = op.sparse_indices.sym_sizes().back();
   limits.rule(kSelection, count.maybe_as_int() != 0, count);
   return rules;
 }
