@@ -57,7 +57,7 @@ sanitize: .venv/ready .venv-npu/ready
 	$(CPU) tools/sanitize.py --seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(SANITIZE_ARGS)
 
 coverage: .venv/ready .venv-npu/ready
-	for python in $(CPU) $(NPU); do $$python $(PIP_INSTALL) -q 'coverage[toml]>=7.10,<8'; done
+	set -e; for python in $(CPU) $(NPU); do $$python $(PIP_INSTALL) -q 'coverage[toml]>=7.10,<8'; done
 	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
 
 mutants: .venv/ready
