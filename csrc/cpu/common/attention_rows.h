@@ -234,18 +234,13 @@ class AttentionRows {
   // keep the key. Earlier results must be rescaled by factor_.
   void exponentiate(int64_t row, int64_t rows, const TileColumns& columns) {
     vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
-                max = result_.max + row, sum = result_.sum + row, factor = factor_.data() + row] {
+                max = result_.max + row, sum = result_.sum + row,
+                factor = factor_.data() + row](auto bytes) {
       for (int64_t r = 0; r < rows; ++r) {
         T* s = scores + r * kKeyBlock;
         const int64_t begin = columns.row_begin[r];
         const int64_t end = columns.row_end[r];
-        T largest = kLowest<T>;
-#pragma omp simd reduction(max : largest)
-        for (int64_t j = begin; j < end; ++j) {
-          const T scaled = s[j] * scale;
-          largest = scaled > largest ? scaled : largest;
-        }
-        largest = largest > max[r] ? largest : max[r];
+        const T largest = largest_of<bytes>(max[r], s + begin, scale, end - begin);
         factor[r] = exponential(max[r] - largest);
         max[r] = largest;
         for (int64_t j = columns.begin; j < begin; ++j) {

@@ -186,6 +186,31 @@ template <typename T, typename Term>
   return total + sum_of_lanes<lanes>(sums);
 }
 
+// Returns the largest of `least` and of factor * numbers[i], without the NaN among them, for use in
+// a body of vectorized that takes the size of vectors.
+template <int64_t bytes, typename T>
+[[gnu::always_inline]] inline T largest_of(T least, const T* numbers, T factor, int64_t count) {
+  // Vectors by hand: Clang does not vectorise the maximum of floating-point numbers.
+  typedef T Vector [[gnu::vector_size(bytes)]];
+  constexpr int64_t lanes = bytes / sizeof(T);
+  Vector vector = Vector{} + least;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    Vector products;
+    __builtin_memcpy(&products, numbers + i, bytes);
+    products *= factor;
+    vector = products > vector ? products : vector;
+  }
+  T largest = least;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    largest = vector[lane] > largest ? vector[lane] : largest;
+  }
+  for (; i < count; ++i) {
+    largest = numbers[i] * factor > largest ? numbers[i] * factor : largest;
+  }
+  return largest;
+}
+
 // Returns the sum of a[i] * b[i], accumulated in float, or in double for double.
 template <typename T>
 auto dot(const T* a, const T* b, int64_t count) {
