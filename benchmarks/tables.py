@@ -208,8 +208,8 @@ def crossover(results: Results) -> str:
     if tokens == points[0][0]:
         return f"With {selected}, sparse is the faster one at every length that was measured."
     return (
-        f"With {selected}, sparse is the faster one from about {tokens:.0f} tokens on. Below that, "
-        "choosing\nthe keys costs more than the attention to the others would."
+        f"With {selected}, sparse is the faster one from about {round(tokens, -2):.0f} tokens on. "
+        "Below that,\nchoosing the keys costs more than the attention to the others would."
     )
 
 
