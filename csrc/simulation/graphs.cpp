@@ -141,7 +141,7 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream) {
   put_back(updating.saved);
   recordings() -= group ? 1 : 0;
   if (!group || group->size() != update.size()) {
-    return failed(ACL_ERROR_RT_MODEL_UPDATE_FAILED,
+    return failed(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED,
                   "an update launches what the group of tasks has: expected " +
                       std::to_string(group ? group->size() : 0) + " tasks, got " +
                       std::to_string(update.size()));
