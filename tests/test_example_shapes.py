@@ -67,6 +67,8 @@ def skip_where_it_is_missing(error: Exception, device: Device) -> None:
     for function, what in MISSING_IN_TORCH.items():
         if function in str(error):
             pytest.skip(f"torch {torch.__version__} has no {what}")
+    if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+        pytest.skip("transformers is not installed")
     missing = re.match(r"ascend::(\w+): product: expected a product that has", str(error))
     if missing is None:
         raise error
@@ -98,7 +100,7 @@ def test_the_examples_of_a_page(
         try:
             for block in python_blocks(PAGES[name]):
                 exec(compile(block, name, "exec"), names)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ModuleNotFoundError) as error:
             skip_where_it_is_missing(error, device)
 
 
