@@ -113,6 +113,11 @@ def test_native_holds_nothing_back() -> None:
     assert implementations("native") == [*_C.cpu_implementations().values()]
 
 
+@pytest.mark.skipif(platform.machine() == "x86_64", reason="torch has products for x86-64")
+def test_products_are_not_those_of_a_blas_with_threads() -> None:
+    assert _C.cpu_implementations()["float32 products"] == "vector blocks"
+
+
 def test_an_unknown_capability() -> None:
     last = run("-c", "import ascend_attn_ops", capability="sse9").stderr.splitlines()[-1]
     known = " or ".join([*CAPABILITIES, "native"])

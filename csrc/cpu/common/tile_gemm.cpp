@@ -61,8 +61,10 @@ bool multiply_bfloat16() {
   return true;
 }
 
-// brgemm exists on x86-64 only; elsewhere it raises.
+// brgemm of float exists on x86-64 only. Elsewhere torch calls its BLAS instead, which has threads
+// of its own, and may sum a row in another order where there are more rows.
 bool multiply_float() {
+#if defined(__x86_64__)
   const float one = 1;
   float product = 0;
   try {
@@ -72,6 +74,9 @@ bool multiply_float() {
     return false;
   }
   return product == one;
+#else
+  return false;
+#endif
 }
 
 // brgemm requires AVX512 with VNNI. With an unsigned A it is exact; with a signed A it would need,
