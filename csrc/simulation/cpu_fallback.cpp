@@ -389,7 +389,12 @@ void install() {
         name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     const bool torch_npus = op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
     const bool cpus = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
-    if (op->hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
+    // Where only a backend has a kernel of its own, torch's derivative is that of nested tensors.
+    const bool nested_derivative =
+        torch_npus && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    if (nested_derivative || op->hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
       autograd->impl(full.c_str(),
                      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DerivativeElsewhere>(
                          kernel_of(*op, c10::DispatchKey::AutogradXPU))));
