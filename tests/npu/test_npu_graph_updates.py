@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -226,7 +227,9 @@ def test_strided_tensors() -> None:
 def test_calls_without_lengths_have_nothing_to_update() -> None:
     tensors = dense()
     graph, outputs = capture(lambda: prompt(tensors), auto_dispatch_capture=True)
-    with pytest.raises(RuntimeError, match="0 operators"):
+    # torch_npu that does not ask a handler takes every call of its operator to have lengths.
+    count = 0 if "should_handle" in inspect.getsource(torch_npu.npu.graphs) else 1
+    with pytest.raises(RuntimeError, match=f"{count} operators"):
         graph.update(cpu_update_input=[{KEY: [3, 5]}, {KEY: [3, 5]}])
     graph.replay()
     assert same_bytes(outputs, prompt(tensors))

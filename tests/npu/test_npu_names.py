@@ -66,6 +66,8 @@ def test_the_schema_is_that_of_torch_npu(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_kernels_of_torch_npu_stay(name: str) -> None:
     found = kernels(name)
+    if not found and name in NEWER_OPERATORS:
+        pytest.skip(f"torch_npu {torch_npu.__version__} has no {name}")
     assert OF_TORCH_NPU[name].items() <= found.items()
     assert {"CPU"} <= found.keys() - OF_TORCH_NPU[name] <= {"CPU", "Meta", "AutogradCPU"}
     assert {"PrivateUse1", "Meta"} <= found.keys()

@@ -269,7 +269,8 @@ def test_saving_and_loading() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert loaded["x"].device == torch.device("npu:0")
-    assert loaded["x"].stride() == (1, 4)
+    # torch_npu 2.8 saves rows one after another.
+    assert loaded["x"].stride() == ((3, 1) if torch.__version__[:4] == "2.8." else (1, 4))
     assert torch.equal(loaded["x"].cpu(), numbers(3, 4).t())
     file.seek(0)
     assert torch.load(file, map_location="cpu", weights_only=True)["x"].is_cpu
