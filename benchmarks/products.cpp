@@ -62,12 +62,12 @@ double peak() {
 void multiply_plainly(const Product<float>& product) {
   vectorized([p = product] {
     for (int64_t i = 0; i < p.m; ++i) {
-      float* out = p.c + i * p.c_stride;
+      float* out = p.c.row(i);
       std::fill_n(out, p.n, 0.0f);
       for (int64_t l = 0; l < p.k; ++l) {
-        const float factor = p.a[i * p.a_stride + l];
+        const float factor = p.a.row(i)[l];
         for (int64_t j = 0; j < p.n; ++j) {
-          out[j] += factor * p.b[l * p.b_stride + j];
+          out[j] += factor * p.b.row(l)[j];
         }
       }
     }

@@ -16,21 +16,6 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Transposes `from` (rows, columns) into `to` (columns, kRowBlock), with rows rounded up to
-// kRowStep.
-template <typename T>
-void transpose_tile(const Tile<T>& from, int64_t rows, int64_t columns, T* to) {
-  vectorized([=, source = from.data(), stride = from.stride()] {
-    for (int64_t i = 0; i < rows; i += kRowStep) {
-      for (int64_t j = 0; j < columns; ++j) {
-        for (int64_t k = i; k < i + kRowStep; ++k) {
-          to[j * kRowBlock + k] = source[k * stride + j];
-        }
-      }
-    }
-  });
-}
-
 // Key heads are split into parts if there are fewer of them than threads: a part takes every
 // parts-th block of keys.
 struct KeysTask {
@@ -55,15 +40,11 @@ class FlashAttentionGrad {
 
   FlashAttentionGrad(const DenseAttentionGrad& attention,
                      const FlashAttentionScoreGrad::Outputs& outputs)
-      : attention_(attention.forward),
+      : tile_(attention),
+        attention_(attention.forward),
         dq_tensor_(attention_.by_head(std::get<0>(outputs), attention_.heads)),
         dk_tensor_(attention_.by_head(std::get<1>(outputs), attention_.key_heads)),
-        dv_tensor_(attention_.by_head(std::get<2>(outputs), attention_.key_heads)),
-        tile_(attention),
-        packed_(kRowBlock, kKeyBlock),
-        rounded_(kRowBlock, kKeyBlock),
-        dk_(tile_.keys().size(), kKeyBlock),
-        dv_(tile_.values().size(), kKeyBlock) {}
+        dv_tensor_(attention_.by_head(std::get<2>(outputs), attention_.key_heads)) {}
 
   void run(const KeysTask& task, QueryGradients<T>& dq) {
     const auto& sequence = *task.sequence;
@@ -85,73 +66,47 @@ class FlashAttentionGrad {
   // Transposes all rows at once, because every block of keys needs them: one (size, kRowBlock)
   // matrix per block of rows.
   void transpose_queries(int64_t all_rows) {
-    const int64_t blocks = (all_rows + kRowBlock - 1) / kRowBlock;
+    const int64_t blocks = at::divup(all_rows, kRowBlock);
     query_transposed_ = Tile<Operand>(blocks * tile_.keys().size(), kRowBlock);
     d_out_transposed_ = Tile<Operand>(blocks * tile_.values().size(), kRowBlock);
     for (int64_t row = 0; row < all_rows; row += kRowBlock) {
       const int64_t rows = std::min(kRowBlock, all_rows - row);
-      const int64_t block = row / kRowBlock;
       tile_.load_queries(row, rows);
-      transpose_tile(tile_.query(), rows, tile_.keys().size(),
-                     query_transposed_.row(block * tile_.keys().size()));
-      transpose_tile(tile_.d_out(), rows, tile_.values().size(),
-                     d_out_transposed_.row(block * tile_.values().size()));
+      const auto transpose_rows = [&](const Tile<Operand>& from, int64_t size,
+                                      const Tile<Operand>& to) {
+        transpose(from, round_up(rows, kRowStep), size, to.from(row / kRowBlock * size));
+      };
+      transpose_rows(tile_.query(), tile_.keys().size(), query_transposed_);
+      transpose_rows(tile_.d_out(), tile_.values().size(), d_out_transposed_);
     }
   }
 
   void add_keys(const KeysTask& task, int64_t begin, int64_t count, const Tile<T>& dq) {
-    const auto& sequence = *task.sequence;
-    const int64_t all_rows = sequence.queries * attention_.group();
-    tile_.load_keys(begin, count);
     zero_rows(dk_, 0, tile_.keys().size());
     zero_rows(dv_, 0, tile_.values().size());
-    for (int64_t row = 0; row < all_rows; row += kRowBlock) {
-      const int64_t rows = std::min(kRowBlock, all_rows - row);
-      const TileColumns columns(sequence, attention_.group(), row, rows, begin, count);
-      if (!columns.empty()) {
-        tile_.run(row, rows, columns);
-        add_products(row, round_up(rows, kRowStep), columns, dq);
-      }
-    }
+    tile_.for_each_tile(begin, count, [&](const ScoreTile& tile) { add_products(tile, dq); });
     store_keys(dv_, T(1), dv_tensor_, task, begin, count, attention_.value_size);
     store_keys(dk_, static_cast<T>(attention_.scale), dk_tensor_, task, begin, count,
                attention_.size);
   }
 
   // dv^T += dy^T * P, dk^T += q^T * dS, dq += dS * k
-  void add_products(int64_t row, int64_t rows, const TileColumns& columns, const Tile<T>& dq) {
-    const int64_t width = columns.width();
-    const auto probabilities = round(tile_.probabilities(), rows, columns);
-    multiply_rows(d_out_transposed_, row, tile_.values().size(), probabilities, rows, columns, dv_);
-
-    const auto d_scores = round(tile_.d_scores(), rows, columns);
-    multiply_rows(query_transposed_, row, tile_.keys().size(), d_scores, rows, columns, dk_);
-
-    const auto keys = tile_.keys().by_rows(columns.begin);
-    tile_gemm(rows, tile_.keys().size(), width, d_scores.data, d_scores.stride, keys.data,
-              keys.stride, dq.row(row), dq.stride(), /*accumulate=*/true);
+  void add_products(const ScoreTile& tile, const Tile<T>& dq) {
+    const int64_t rows = round_up(tile.rows, kRowStep);
+    multiply_rows(d_out_transposed_, tile_.values().size(),
+                  as_operand(tile_.probabilities(), rows, tile, rounded_), tile, dv_);
+    const auto d_scores = as_operand(tile_.d_scores(), rows, tile, rounded_);
+    multiply_rows(query_transposed_, tile_.keys().size(), d_scores, tile, dk_);
+    tile_gemm({rows, tile_.keys().size(), tile.width(), d_scores, tile_.keys().by_rows(tile.begin),
+               dq.from(tile.first_row), true});
   }
 
-  void multiply_rows(const Tile<Operand>& transposed, int64_t row, int64_t size,
-                     const OperandB<Operand>& operand, int64_t rows, const TileColumns& columns,
+  void multiply_rows(const Tile<Operand>& transposed, int64_t size,
+                     const Matrix<const Operand>& operand, const ScoreTile& tile,
                      const Tile<T>& sum) {
-    const auto packed =
-        operand_b(rows, columns.width(), operand.data, operand.stride, packed_.data());
-    const Operand* of_rows = transposed.row(row / kRowBlock * size);
-    tile_gemm(size, columns.width(), rows, of_rows, transposed.stride(), packed.data, packed.stride,
-              sum.data() + columns.begin, sum.stride(), /*accumulate=*/true);
-  }
-
-  // Returns the columns of a tile, converted to the operand type.
-  OperandB<Operand> round(const Tile<T>& tile, int64_t rows, const TileColumns& columns) {
-    if constexpr (std::is_same_v<Operand, T>) {
-      return {tile.data() + columns.begin, tile.stride()};
-    } else {
-      for (int64_t r = 0; r < rows; ++r) {
-        convert(tile.row(r) + columns.begin, rounded_.row(r), columns.width());
-      }
-      return {rounded_.data(), rounded_.stride()};
-    }
+    const int64_t rows = round_up(tile.rows, kRowStep);
+    tile_gemm({size, tile.width(), rows, transposed.from(tile.first_row / kRowBlock * size),
+               operand_b(rows, tile.width(), operand, packed_), sum.from(0, tile.begin), true});
   }
 
   void store_keys(const Tile<T>& transposed, T factor, const at::Tensor& gradient,
@@ -189,15 +144,15 @@ class FlashAttentionGrad {
     dq.parts.clear();
   }
 
+  ScoreGradient<Input, Operand> tile_;
   const DenseAttention& attention_;
   at::Tensor dq_tensor_, dk_tensor_, dv_tensor_;
-  ScoreGradient<Input, Operand> tile_;
   Tile<Operand> query_transposed_;
   Tile<Operand> d_out_transposed_;
-  Tile<Operand> packed_;
-  Tile<Operand> rounded_;
-  Tile<T> dk_;  // (size, keys)
-  Tile<T> dv_;  // (value size, keys)
+  Tile<Operand> packed_{kRowBlock, kKeyBlock};
+  Tile<Operand> rounded_{kRowBlock, kKeyBlock};
+  Tile<T> dk_{tile_.keys().size(), kKeyBlock};    // (size, keys)
+  Tile<T> dv_{tile_.values().size(), kKeyBlock};  // (value size, keys)
 };
 
 template <typename Input, typename Operand>
@@ -210,11 +165,11 @@ void differentiate(const DenseAttentionGrad& attention,
   if (heads == 0) {
     return;
   }
-  const int64_t wanted = (2 * at::get_num_threads() + heads - 1) / heads;
+  const int64_t wanted = at::divup(2 * at::get_num_threads(), heads);
   std::vector<QueryGradients<T>> dq(heads);
   std::vector<KeysTask> tasks;
   for (const auto& sequence : forward.sequences) {
-    const int64_t blocks = std::max<int64_t>((sequence.keys + kKeyBlock - 1) / kKeyBlock, 1);
+    const int64_t blocks = std::max<int64_t>(at::divup(sequence.keys, kKeyBlock), 1);
     const int64_t parts = std::min(wanted, blocks);
     for (int64_t head = 0; head < forward.key_heads; ++head) {
       const int64_t index = sequence.index * forward.key_heads + head;

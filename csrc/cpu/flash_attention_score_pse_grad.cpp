@@ -34,29 +34,20 @@ class PseGrad {
   void run(const HeadTask& task) {
     for (const auto& sequence : attention_.sequences) {
       tile_.start(sequence, task.key_head);
-      const int64_t all_rows = sequence.queries * attention_.group();
       for (int64_t begin = 0; begin < sequence.keys; begin += kKeyBlock) {
-        const int64_t count = std::min(kKeyBlock, sequence.keys - begin);
-        tile_.load_keys(begin, count);
-        for (int64_t row = 0; row < all_rows; row += kRowBlock) {
-          const int64_t rows = std::min(kRowBlock, all_rows - row);
-          const TileColumns columns(sequence, attention_.group(), row, rows, begin, count);
-          if (!columns.empty()) {
-            tile_.run(row, rows, columns);
-            add_rows(sequence, begin, row, rows, columns);
-          }
-        }
+        tile_.for_each_tile(begin, std::min(kKeyBlock, sequence.keys - begin),
+                            [&](const ScoreTile& tile) { add_rows(tile); });
       }
     }
   }
 
  private:
-  void add_rows(const DenseSequence& sequence, int64_t key_begin, int64_t row, int64_t rows,
-                const TileColumns& columns) {
-    tile_.for_each_row(row, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
-      T* to = sum_ + address_.row(sequence, head, query) + key_begin;
-      add(tile_.d_scores().row(r) + columns.row_begin[r], to + columns.row_begin[r],
-          columns.row_end[r] - columns.row_begin[r]);
+  void add_rows(const ScoreTile& tile) {
+    tile.for_each_kept_row(tile_.first_head(), [&](int64_t head, int64_t query, int64_t r) {
+      const int64_t begin = tile.row_begin[r];
+      add(tile_.d_scores().row(r) + begin,
+          sum_ + address_.row(tile.sequence, head, query) + tile.key_begin + begin,
+          tile.row_end[r] - begin);
     });
   }
 

@@ -71,14 +71,7 @@ class Scorer {
 
   // Of blocks of up to `tokens`.
   Scorer(int64_t tokens, int64_t heads, int64_t size)
-      : heads_(heads),
-        size_(size),
-        depth_(round_up(size, depth_step<Operand>)),
-        query_(tokens * heads, depth_),
-        weights_(tokens, heads),
-        rows_(kKeyTile, depth_),
-        packed_(kKeyTile, depth_),
-        logits_(heads, kKeyTile) {}
+      : tokens_(tokens), heads_(heads), size_(size) {}
 
   void load(const TokenBlock<Input>& block, const HeadWeights<Input>& weights) {
     for (int64_t slot = 0; slot < block.tokens; ++slot) {
@@ -96,25 +89,23 @@ class Scorer {
       load_row(block.key.row(key + i), rows_.row(i), size_);
     }
     zero_rows(rows_, count, kKeyTile);
-    pack_transposed(depth_, kKeyTile, rows_.data(), rows_.stride(), packed_.data());
+    pack_transposed(depth_, kKeyTile, rows_, packed_.data());
     for (int64_t slot = 0; slot < block.tokens; ++slot) {
       if (key < block.visible.end(block.begin + slot)) {
-        tile_gemm(heads_, kKeyTile, depth_, query_.row(slot * heads_), query_.stride(),
-                  packed_.data(), kKeyTile, logits_.data(), kKeyTile, false);
+        tile_gemm({heads_, kKeyTile, depth_, query_.from(slot * heads_), packed_, logits_, false});
         weighted_relu(logits_, weights_.row(slot), heads_, scores.row(slot) + key);
       }
     }
   }
 
  private:
-  int64_t heads_;
-  int64_t size_;
-  int64_t depth_;
-  Tile<Operand> query_;
-  Tile<Sum> weights_;
-  Tile<Operand> rows_;
-  Tile<Operand> packed_;
-  Tile<Sum> logits_;
+  int64_t tokens_, heads_, size_;
+  int64_t depth_ = round_up(size_, depth_step<Operand>);
+  Tile<Operand> query_{tokens_ * heads_, depth_};
+  Tile<Sum> weights_{tokens_, heads_};
+  Tile<Operand> rows_{kKeyTile, depth_};
+  Tile<Operand> packed_{depth_, kKeyTile};
+  Tile<Sum> logits_{heads_, kKeyTile};
 };
 
 // Writes the best keys of a token of a block.

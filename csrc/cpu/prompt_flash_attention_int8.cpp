@@ -82,21 +82,8 @@ class QuantizedAttention {
                      const Capacity& capacity)
       : attention_(attention),
         scales_(scales),
-        score_{scales.deq_scale1, static_cast<at::Half>(static_cast<float>(attention.scale))},
-        mask_(attention.mask.defined()
-                  ? static_cast<const uint8_t*>(attention.mask.const_data_ptr())
-                  : nullptr),
-        tiles_(capacity.tiles),
-        keys_(attention.size, /*by_rows=*/false, /*transposed=*/true),
-        values_(attention.value_size, /*by_rows=*/true, /*transposed=*/false),
-        query_(capacity.rows, keys_.size()),
-        key_terms_(tiles_, kKeyBlock),
-        products_(tiles_ * kRowBlock, kKeyBlock),
-        exponentials_(kRowBlock, kKeyBlock),
-        sums_(capacity.rows, values_.size()),
-        out_(capacity.rows, values_.size()),
-        largest_(1, capacity.rows),
-        statistics_(2, capacity.rows) {}
+        capacity_(capacity),
+        score_{scales.deq_scale1, static_cast<at::Half>(static_cast<float>(attention.scale))} {}
 
   // Calls store(head, query, row of the output) for every row of the task, with nullptr for a row
   // that keeps no key.
@@ -114,35 +101,32 @@ class QuantizedAttention {
     const auto value = key_rows<int8_t>(attention_.value, sequence, task.key_head);
     const int64_t row_blocks = at::divup(task.rows(), kRowBlock);
     const int64_t key_blocks = at::divup(task.end, kKeyBlock) - task.begin / kKeyBlock;
-    const bool keeps = row_blocks * key_blocks <= tiles_;
-    const auto for_each_tile = [&](const auto& load, const auto& function) {
-      int64_t tile = 0;
+    const bool keeps = row_blocks * key_blocks <= capacity_.tiles;
+    const auto for_each_block = [&](const auto& load, const auto& function) {
+      int64_t index = 0;
       int64_t block = 0;
       for_each_key_block(task.begin, task.end, [&](int64_t begin, int64_t count) {
         int32_t* terms = key_terms_.row(keeps ? block++ : 0);
         load(begin, count, terms);
-        for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
-          const int64_t rows = std::min(kRowBlock, task.rows() - row);
-          const TileColumns columns(sequence, group, task.first_row + row, rows, begin, count);
-          if (!columns.empty()) {
-            function(row, rows, begin, columns, terms,
-                     products_.row(keeps ? kRowBlock * tile++ : 0));
-          }
-        }
+        for_each_tile(sequence, group, task.first_row, task.rows(), begin, count,
+                      [&](const ScoreTile& tile) {
+                        function(tile, tile.first_row - task.first_row, terms,
+                                 products_.from(keeps ? kRowBlock * index++ : 0));
+                      });
       });
     };
-    for_each_tile(
+    for_each_block(
         [&](int64_t begin, int64_t count, int32_t* terms) { load_keys(key, begin, count, terms); },
-        [&](int64_t row, int64_t rows, int64_t begin, const TileColumns& columns,
-            const int32_t* terms, int32_t* products) {
-          multiply(row, rows, columns, products);
-          update_largest(task, row, rows, begin, columns, terms, products);
+        [&](const ScoreTile& tile, int64_t row, const int32_t* terms,
+            const Matrix<int32_t>& products) {
+          multiply(tile, row, products);
+          update_largest(task, tile, row, terms, products.data());
         });
     for (int64_t r = 0; r < task.rows(); ++r) {
       const int32_t largest = largest_.data()[r];
       max()[r] = largest == kNoScore ? 0.0f : score_(score_.falls() ? ~largest : largest);
     }
-    for_each_tile(
+    for_each_block(
         [&](int64_t begin, int64_t count, int32_t* terms) {
           if (!keeps) {
             load_keys(key, begin, count, terms);
@@ -152,16 +136,15 @@ class QuantizedAttention {
             add_up(task.rows());
           }
         },
-        [&](int64_t row, int64_t rows, int64_t begin, const TileColumns& columns,
-            const int32_t* terms, int32_t* products) {
+        [&](const ScoreTile& tile, int64_t row, const int32_t* terms,
+            const Matrix<int32_t>& products) {
           if (!keeps) {
-            multiply(row, rows, columns, products);
+            multiply(tile, row, products);
           }
-          exponentiate(task, row, rows, begin, columns, terms, products);
-          const auto values = values_.by_rows(columns.begin);
-          tile_gemm(product_rows(rows), values_.size(), columns.width(),
-                    exponentials_.data() + columns.begin, exponentials_.stride(), values.data,
-                    values.stride, sums_.row(row), sums_.stride(), /*accumulate=*/true);
+          exponentiate(task, tile, row, terms, products.data());
+          tile_gemm({product_rows(tile.rows), values_.size(), tile.width(),
+                     exponentials_.from(0, tile.begin), values_.by_rows(tile.begin),
+                     sums_.from(row), true});
         });
     add_up(task.rows());
     for (int64_t r = 0; r < task.rows(); ++r) {
@@ -200,30 +183,27 @@ class QuantizedAttention {
     }
   }
 
-  void multiply(int64_t row, int64_t rows, const TileColumns& columns, int32_t* products) {
-    const auto keys = keys_.transposed(columns.begin);
-    const int64_t padded_rows = product_rows(rows);
-    tile_gemm(padded_rows, columns.width(), keys_.size(), query_.row(row), query_.stride(),
-              keys.data, keys.stride, products + columns.begin, kKeyBlock, /*accumulate=*/false);
+  void multiply(const ScoreTile& tile, int64_t row, const Matrix<int32_t>& products) {
+    tile_gemm({product_rows(tile.rows), tile.width(), keys_.size(), query_.from(row),
+               keys_.transposed(tile.begin), products.from(0, tile.begin), false});
   }
 
   // Returns the mask rows of a tile, or null pointers without a mask.
-  const std::array<const uint8_t*, kRowBlock>& mask_rows(const RowsTask& task, int64_t row,
-                                                         int64_t rows, int64_t key_begin) {
+  const std::array<const uint8_t*, kRowBlock>& mask_rows(const RowsTask& task,
+                                                         const ScoreTile& tile) {
     const int64_t group = attention_.group();
-    for (int64_t r = 0; mask_ != nullptr && r < rows; ++r) {
-      const int64_t at = task.first_row + row + r;
-      const auto& mask = attention_.mask;
-      mask_rows_[r] = mask_ + task.sequence->index * mask.stride(0) +
-                      (task.key_head * group + at % group) * mask.stride(1) +
-                      at / group * mask.stride(2) + key_begin;
+    for (int64_t r = 0; has_mask_ && r < tile.rows; ++r) {
+      const int64_t at = tile.first_row + r;
+      mask_rows_[r] =
+          bytes_of(attention_.mask) + tile.key_begin +
+          attention_.mask_row(tile.sequence, task.key_head * group + at % group, at / group);
     }
     return mask_rows_;
   }
 
-  void update_largest(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
-                      const TileColumns& columns, const int32_t* terms, const int32_t* products) {
-    vectorized([&columns, &masks = mask_rows(task, row, rows, key_begin), rows, terms, products,
+  void update_largest(const RowsTask& task, const ScoreTile& columns, int64_t row,
+                      const int32_t* terms, const int32_t* products) {
+    vectorized([&columns, &masks = mask_rows(task, columns), rows = columns.rows, terms, products,
                 flip = score_.falls() ? -1 : 0, result = largest_.data() + row] {
       for (int64_t r = 0; r < rows; ++r) {
         const int32_t* p = products + r * kKeyBlock;
@@ -248,11 +228,11 @@ class QuantizedAttention {
 
   // Turns products into exp(score - max) rounded to 8 bits, without the sign of quant_scale1.
   // Masked keys become 0, to which exp(-65504 - max) rounds in fp32.
-  void exponentiate(const RowsTask& task, int64_t row, int64_t rows, int64_t key_begin,
-                    const TileColumns& columns, const int32_t* terms, const int32_t* products) {
+  void exponentiate(const RowsTask& task, const ScoreTile& columns, int64_t row,
+                    const int32_t* terms, const int32_t* products) {
     const float quant = std::abs(scales_.quant_scale1);
     const float limit = scales_.quant_scale1 < 0 ? 128.0f : 127.0f;
-    vectorized([=, &columns, &masks = mask_rows(task, row, rows, key_begin), score = score_,
+    vectorized([=, &columns, &masks = mask_rows(task, columns), rows = columns.rows, score = score_,
                 max = max() + row, sum = sum() + row, exponentials = exponentials_.data()] {
       for (int64_t r = 0; r < rows; ++r) {
         const int32_t* p = products + r * kKeyBlock;
@@ -325,19 +305,19 @@ class QuantizedAttention {
 
   const DenseAttention& attention_;
   const Int8Scales& scales_;
+  Capacity capacity_;
   Score score_;
-  const uint8_t* mask_;
-  int64_t tiles_;
-  KeyTile<int8_t> keys_;
-  KeyTile<int8_t> values_;
-  Tile<uint8_t> query_;
-  Tile<int32_t> key_terms_;
-  Tile<int32_t> products_;
-  Tile<uint8_t> exponentials_;
-  Tile<int32_t> sums_;
-  Tile<float> out_;
-  Tile<int32_t> largest_;
-  Tile<float> statistics_;
+  bool has_mask_ = attention_.mask.defined();
+  KeyTile<int8_t> keys_{attention_.size, /*by_rows=*/false, /*transposed=*/true};
+  KeyTile<int8_t> values_{attention_.value_size, /*by_rows=*/true, /*transposed=*/false};
+  Tile<uint8_t> query_{capacity_.rows, keys_.size()};
+  Tile<int32_t> key_terms_{capacity_.tiles, kKeyBlock};
+  Tile<int32_t> products_{capacity_.tiles * kRowBlock, kKeyBlock};
+  Tile<uint8_t> exponentials_{kRowBlock, kKeyBlock};
+  Tile<int32_t> sums_{capacity_.rows, values_.size()};
+  Tile<float> out_{capacity_.rows, values_.size()};
+  Tile<int32_t> largest_{1, capacity_.rows};
+  Tile<float> statistics_{2, capacity_.rows};
   std::array<const uint8_t*, kRowBlock> mask_rows_{};
 };
 

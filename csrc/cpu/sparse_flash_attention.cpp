@@ -44,16 +44,10 @@ class Attention {
 
   Attention(const SparseAttentionInputs& inputs, double scale)
       : heads_(inputs.heads),
-        padded_heads_(padded_heads(inputs)),
         size_(inputs.size),
+        rope_size_(inputs.rope_size),
         scale_(static_cast<T>(scale)),
-        product_(padded_heads_, {inputs.size, inputs.rope_size}, kMaxKeys),
-        value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size),
-        packed_values_(kMaxKeys, inputs.size),
-        scores_(kMaxKeys, padded_heads_),
-        by_key_(kMaxKeys, padded_heads_),
-        probabilities_(padded_heads_, kMaxKeys),
-        factor_(1, padded_heads_) {}
+        value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
 
   void load(const Token<Input>& token) {
     product_.load_query(token.sequence->query, token.sequence->query_rope, token.token, heads_);
@@ -91,12 +85,15 @@ class Attention {
     }
     const auto& values =
         value_tile_.load(inputs.value, product_.keys(), positions, count, tile_rows);
-    const auto packed =
-        operand_b(tile_rows, size_, values.data(), values.stride(), packed_values_.data());
     zero_rows(by_key_, count, tile_rows);
     transpose(by_key_, tile_rows, padded_heads_, probabilities_);
-    tile_gemm(padded_heads_, size_, tile_rows, probabilities_.data(), probabilities_.stride(),
-              packed.data, packed.stride, result.out, size_, /*accumulate=*/!first);
+    tile_gemm({padded_heads_,
+               size_,
+               tile_rows,
+               probabilities_,
+               operand_b(tile_rows, size_, values, packed_values_),
+               {result.out, size_},
+               !first});
   }
 
   // Computes exp(scores - max) with the running maximum. Returns whether the maximum rose for some
@@ -134,17 +131,16 @@ class Attention {
     return rose;
   }
 
-  int64_t heads_;
-  int64_t padded_heads_;
-  int64_t size_;
+  int64_t heads_, size_, rope_size_;
+  int64_t padded_heads_ = round_up(heads_, depth_step<Operand>);
   T scale_;
-  QueryKeyProduct<Input, Operand> product_;
+  QueryKeyProduct<Input, Operand> product_{padded_heads_, {size_, rope_size_}, kMaxKeys};
   ValueTile<Input, Operand> value_tile_;
-  Tile<Operand> packed_values_;
-  Tile<T> scores_;               // (keys, heads)
-  Tile<Operand> by_key_;         // (keys, heads), exp(score - max)
-  Tile<Operand> probabilities_;  // (heads, keys), the same
-  Tile<T> factor_;               // (heads)
+  Tile<Operand> packed_values_{kMaxKeys, size_};
+  Tile<T> scores_{kMaxKeys, padded_heads_};
+  Tile<Operand> by_key_{kMaxKeys, padded_heads_};         // exp(score - max)
+  Tile<Operand> probabilities_{padded_heads_, kMaxKeys};  // the same, transposed
+  Tile<T> factor_{1, padded_heads_};
 };
 
 template <typename Input, typename Operand>

@@ -35,26 +35,11 @@ class AttentionGrad {
 
   AttentionGrad(const SparseAttentionInputs& inputs, double scale, Sums& sums, int64_t worker)
       : heads_(inputs.heads),
-        padded_heads_(round_up(inputs.heads, depth_step<Operand>)),
         columns_{inputs.size, inputs.rope_size},
         scale_(static_cast<T>(scale)),
         sums_(sums),
         worker_(worker),
-        product_(padded_heads_, columns_, kMaxKeys),
-        packed_query_(padded_heads_, columns_.width()),
-        packed_keys_(kMaxKeys, columns_.width()),
-        value_tile_(inputs.value_is_key(), kMaxKeys, columns_.nope),
-        d_out_(padded_heads_, columns_.rope_begin()),
-        packed_d_out_(padded_heads_, columns_.rope_begin()),
-        packed_d_out_transposed_(columns_.rope_begin(), padded_heads_),
-        scores_(kMaxKeys, padded_heads_),
-        d_probabilities_(kMaxKeys, padded_heads_),
-        probabilities_(kMaxKeys, padded_heads_),
-        d_scores_(kMaxKeys, padded_heads_),
-        d_scores_by_head_(padded_heads_, kMaxKeys),
-        d_keys_(kMaxKeys, columns_.width()),
-        d_query_(padded_heads_, columns_.width()),
-        statistics_(3, padded_heads_) {}
+        value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
 
   // Computes d_query (heads, D) and d_query_rope (heads, Dr) of one token, and adds its
   // contribution to the sums over tokens.
@@ -85,12 +70,9 @@ class AttentionGrad {
                   int64_t token) {
     product_.load_query(inputs.query, inputs.query_rope, token, heads_);
     load_heads(d_out, token, heads_, columns_.nope, d_out_);
-    pack_transposed(columns_.rope_begin(), padded_heads_, d_out_.data(), d_out_.stride(),
-                    packed_d_out_transposed_.data());
-    d_out_operand_ = operand_b(padded_heads_, columns_.nope, d_out_.data(), d_out_.stride(),
-                               packed_d_out_.data());
-    query_operand_ = operand_b(padded_heads_, columns_.width(), product_.query().data(),
-                               product_.query().stride(), packed_query_.data());
+    pack_transposed(columns_.rope_begin(), padded_heads_, d_out_, packed_d_out_transposed_.data());
+    d_out_operand_ = operand_b(padded_heads_, columns_.nope, d_out_, packed_d_out_);
+    query_operand_ = operand_b(padded_heads_, columns_.width(), product_.query(), packed_query_);
     for (int64_t h = 0; h < heads_; ++h) {
       max()[h] = softmax_max[h];
       inverse_sum()[h] = T(1) / softmax_sum[h];
@@ -104,9 +86,8 @@ class AttentionGrad {
     const auto& keys = product_.keys();
     const auto& values = value_tile_.load(inputs.value, keys, positions, count, rows);
     product_.multiply(rows, scores_);
-    tile_gemm(rows, padded_heads_, columns_.rope_begin(), values.data(), values.stride(),
-              packed_d_out_transposed_.data(), padded_heads_, d_probabilities_.data(),
-              d_probabilities_.stride(), /*accumulate=*/false);
+    tile_gemm({rows, padded_heads_, columns_.rope_begin(), values, packed_d_out_transposed_,
+               d_probabilities_, false});
     differentiate_softmax(count);
 
     multiply_heads(probabilities_, rows, d_out_operand_, columns_.nope);
@@ -117,20 +98,16 @@ class AttentionGrad {
     sums_.add(worker_, positions, count, d_keys_.data() + columns_.rope_begin(), d_keys_.stride(),
               columns_.rope, 2 * columns_.nope);
 
-    const auto packed =
-        operand_b(rows, columns_.width(), keys.data(), keys.stride(), packed_keys_.data());
     zero_rows(d_scores_, count, rows);
     transpose(d_scores_, rows, padded_heads_, d_scores_by_head_);
-    tile_gemm(padded_heads_, columns_.width(), rows, d_scores_by_head_.data(),
-              d_scores_by_head_.stride(), packed.data, packed.stride, d_query_.data(),
-              d_query_.stride(), /*accumulate=*/!first);
+    tile_gemm({padded_heads_, columns_.width(), rows, d_scores_by_head_,
+               operand_b(rows, columns_.width(), keys, packed_keys_), d_query_, !first});
   }
 
   // d_keys (rows, n) = by_key (rows, heads) * operand (heads, n)
-  void multiply_heads(const Tile<Operand>& by_key, int64_t rows, OperandB<Operand> operand,
+  void multiply_heads(const Tile<Operand>& by_key, int64_t rows, Matrix<const Operand> operand,
                       int64_t n) {
-    tile_gemm(rows, n, padded_heads_, by_key.data(), by_key.stride(), operand.data, operand.stride,
-              d_keys_.data(), d_keys_.stride(), /*accumulate=*/false);
+    tile_gemm({rows, n, padded_heads_, by_key, operand, d_keys_, false});
   }
 
   // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both as operands. They stay 0
@@ -158,28 +135,28 @@ class AttentionGrad {
   T* delta() const { return statistics_.row(2); }
 
   int64_t heads_;
-  int64_t padded_heads_;
+  int64_t padded_heads_ = round_up(heads_, depth_step<Operand>);
   HeadColumns<Operand> columns_;
   T scale_;
   Sums& sums_;
   int64_t worker_;
-  QueryKeyProduct<Input, Operand> product_;
-  Tile<Operand> packed_query_;
-  Tile<Operand> packed_keys_;
+  QueryKeyProduct<Input, Operand> product_{padded_heads_, columns_, kMaxKeys};
+  Tile<Operand> packed_query_{padded_heads_, columns_.width()};
+  Tile<Operand> packed_keys_{kMaxKeys, columns_.width()};
   ValueTile<Input, Operand> value_tile_;
-  Tile<Operand> d_out_;
-  Tile<Operand> packed_d_out_;
-  Tile<Operand> packed_d_out_transposed_;
-  OperandB<Operand> d_out_operand_{};
-  OperandB<Operand> query_operand_{};
-  Tile<T> scores_;                  // (keys, heads)
-  Tile<T> d_probabilities_;         // (keys, heads)
-  Tile<Operand> probabilities_;     // (keys, heads)
-  Tile<Operand> d_scores_;          // (keys, heads)
-  Tile<Operand> d_scores_by_head_;  // (heads, keys)
-  Tile<T> d_keys_;
-  Tile<T> d_query_;
-  Tile<T> statistics_;
+  Tile<Operand> d_out_{padded_heads_, columns_.rope_begin()};
+  Tile<Operand> packed_d_out_{padded_heads_, columns_.rope_begin()};
+  Tile<Operand> packed_d_out_transposed_{columns_.rope_begin(), padded_heads_};
+  Matrix<const Operand> d_out_operand_;
+  Matrix<const Operand> query_operand_;
+  Tile<T> scores_{kMaxKeys, padded_heads_};
+  Tile<T> d_probabilities_{kMaxKeys, padded_heads_};
+  Tile<Operand> probabilities_{kMaxKeys, padded_heads_};
+  Tile<Operand> d_scores_{kMaxKeys, padded_heads_};
+  Tile<Operand> d_scores_by_head_{padded_heads_, kMaxKeys};
+  Tile<T> d_keys_{kMaxKeys, columns_.width()};
+  Tile<T> d_query_{padded_heads_, columns_.width()};
+  Tile<T> statistics_{3, padded_heads_};
 };
 
 template <typename Input, typename Operand>

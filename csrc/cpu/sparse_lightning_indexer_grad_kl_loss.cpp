@@ -105,12 +105,8 @@ class TokenLoss {
 
   TokenLoss(const Inputs& inputs, double scale, int64_t max_selected)
       : heads_(inputs.query.size(-2)),
-        padded_heads_(round_up(heads_, kTileStep)),
         scale_(static_cast<T>(scale)),
         product_(padded_heads_, {inputs.query.size(-1), inputs.rope_size()}, kMaxKeys),
-        attention_(kMaxKeys, padded_heads_),
-        max_(1, padded_heads_),
-        factor_(1, padded_heads_),
         gradient_(inputs.query_index.size(-2), inputs.query_index.size(-1)),
         target_(1, max_selected),
         scores_(1, max_selected) {
@@ -189,12 +185,12 @@ class TokenLoss {
   }
 
   int64_t heads_;
-  int64_t padded_heads_;
+  int64_t padded_heads_ = round_up(heads_, kTileStep);
   T scale_;
   QueryKeyProduct<Input, Operand> product_;
-  Tile<T> attention_;  // scores of a tile, (keys, heads)
-  Tile<T> max_;
-  Tile<T> factor_;
+  Tile<T> attention_{kMaxKeys, padded_heads_};  // scores of a tile, (keys, heads)
+  Tile<T> max_{1, padded_heads_};
+  Tile<T> factor_{1, padded_heads_};
   IndexerGradient<Input, Operand> gradient_;
   std::vector<int32_t> positions_;
   std::vector<Tile<T>> logits_;

@@ -77,7 +77,7 @@ void FlashAttentionRules::check_full_mask() const {
   }
   const bool per_batch = has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
                          has_shape(mask, {{batch_, 1, queries_, keys_}});
-  if (options_.sparse_mode == static_cast<int64_t>(SparseMode::prefix)) {
+  if (mode == static_cast<int64_t>(SparseMode::prefix)) {
     check_value(per_batch, op_, "atten_mask",
                 "expected shape (B, N, Sq, Skv) or (B, 1, Sq, Skv) for sparse_mode 5, with B, N, "
                 "Sq, Skv = ",
@@ -98,9 +98,9 @@ void FlashAttentionRules::check_compressed_mask() const {
   const bool with_prefix =
       options_.sparse_mode == static_cast<int64_t>(SparseMode::prefix_compressed);
   constexpr int64_t size = kCompressedMaskSize;
-  check_value(has_shape(mask, {{with_prefix ? size + kCompressedMaskPrefixRows : size, size}}), op_,
-              "atten_mask", "expected the compressed mask of shape (",
-              with_prefix ? size + kCompressedMaskPrefixRows : size, ", ", size,
+  const int64_t rows = with_prefix ? size + kCompressedMaskPrefixRows : size;
+  check_value(has_shape(mask, {{rows, size}}), op_, "atten_mask",
+              "expected the compressed mask of shape (", rows, ", ", size,
               ") for sparse_mode ", options_.sparse_mode, ", whatever Sq and Skv are, got ",
               mask.sym_sizes(),
               "; ascend_attn_ops.flash_attention_score builds it when atten_mask is None");

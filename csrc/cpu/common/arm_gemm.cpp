@@ -80,7 +80,7 @@ template <size_t bytes, typename Sums>
 template <typename Vector, typename C>
 [[ASCEND_ATTN_MATRIX_INSTRUCTIONS]] void multiply_block(const uint8_t* const* a, int64_t groups,
                                                         const Panel& panel, int64_t rows,
-                                                        int64_t columns, C* c, int64_t c_stride,
+                                                        int64_t columns, const Matrix<C>& c,
                                                         bool accumulate) {
   Vector sums[kRows / 2][kColumns / 2] = {};
   int64_t g = 0;
@@ -99,10 +99,10 @@ template <typename Vector, typename C>
     }
   }
   for (int64_t i = 0; i < rows; ++i) {
+    C* to = c.row(i);
     for (int64_t j = 0; j < columns; ++j) {
-      C& to = c[i * c_stride + j];
       const C sum = block[i / 2][j / 2][i % 2][j % 2];
-      to = accumulate ? to + sum : sum;
+      to[j] = accumulate ? to[j] + sum : sum;
     }
   }
 }
@@ -110,25 +110,26 @@ template <typename Vector, typename C>
 template <typename Vector, typename A, typename B, typename C>
 void multiply(const Product<A, B, C>& p) {
   constexpr int64_t step = kGroupBytes / sizeof(A);  // elements of a group
-  const auto* all_a = reinterpret_cast<const uint8_t*>(p.a);
-  const auto* all_b = reinterpret_cast<const uint8_t*>(p.b);
+  const auto* all_a = reinterpret_cast<const uint8_t*>(p.a.data());
+  const auto* all_b = reinterpret_cast<const uint8_t*>(p.b.data());
   const int64_t all_groups = p.k / step;
   Panel panel;
   for (int64_t j = 0; j < p.n; j += kColumns) {
     const int64_t columns = std::min(kColumns, p.n - j);
     for (int64_t first = 0; first == 0 || first < all_groups; first += kGroups) {
       const int64_t groups = std::min(kGroups, all_groups - first);
-      pack(all_b + (first * p.b_stride + j) * kGroupBytes, p.b_stride * kGroupBytes, groups,
+      pack(all_b + (first * p.b.stride() + j) * kGroupBytes, p.b.stride() * kGroupBytes, groups,
            columns, panel);
       for (int64_t i = 0; i < p.m; i += kRows) {
         const int64_t rows = std::min(kRows, p.m - i);
         const uint8_t* a[kRows];
         for (int64_t r = 0; r < kRows; ++r) {
           // Rows beyond the last repeat it, and their products are dropped.
-          a[r] = all_a + (i + std::min(r, rows - 1)) * p.a_stride * sizeof(A) + first * kGroupBytes;
+          a[r] =
+              all_a + (i + std::min(r, rows - 1)) * p.a.stride() * sizeof(A) + first * kGroupBytes;
         }
-        multiply_block<Vector>(a, groups, panel, rows, columns, p.c + i * p.c_stride + j,
-                               p.c_stride, p.accumulate || first > 0);
+        multiply_block<Vector>(a, groups, panel, rows, columns, p.c.from(i, j),
+                               p.accumulate || first > 0);
       }
     }
   }

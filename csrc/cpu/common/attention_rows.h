@@ -77,15 +77,7 @@ class AttentionRows {
  public:
   using T = Accumulator<Operand>;
 
-  explicit AttentionRows(const DenseAttention& attention)
-      : attention_(attention),
-        scores_of_(attention),
-        keys_(attention.size, /*by_rows=*/false, /*transposed=*/true),
-        values_(attention.value_size, /*by_rows=*/true, /*transposed=*/false),
-        query_(kMaxRows, keys_.size()),
-        scores_(kRowBlock, kKeyBlock),
-        probabilities_(std::is_same_v<Operand, T> ? 0 : kRowBlock, kKeyBlock),
-        factor_(1, kMaxRows) {}
+  explicit AttentionRows(const DenseAttention& attention) : attention_(attention) {}
 
   // Of the tile for the results of any of these tasks.
   static ResultSize result_size(const DenseAttention& attention,
@@ -121,40 +113,32 @@ class AttentionRows {
   }
 
  private:
-  // Rows of one key head, from `row` on in the tiles.
-  struct Rows {
-    const DenseSequence& sequence;
-    int64_t key_head;
-    int64_t first;
-    int64_t count;
-    int64_t row;
-  };
-
   void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
-    const int64_t group = attention_.group();
     const auto key = key_rows<Input>(attention_.key, sequence, task.key_head);
     const auto value = key_rows<Input>(attention_.value, sequence, task.key_head);
     std::array<bool, kMaxRows / kRowBlock> started{};
     for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {
       keys_.load(key, begin, count);
       values_.load(value, begin, count);
-      for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
-        const int64_t height = std::min(kRowBlock, task.rows() - row);
-        const Rows rows{sequence, task.key_head, task.first_row + row, height, row};
-        const TileColumns columns(sequence, group, rows.first, rows.count, begin, count);
-        if (!columns.empty()) {
-          multiply_keys(rows, columns);
-          update_softmax(rows, begin, columns, started[row / kRowBlock]);
-          add_values(rows, columns, started[row / kRowBlock]);
-          started[row / kRowBlock] = true;
-        }
-      }
+      for_each_tile(sequence, attention_.group(), task.first_row, task.rows(), begin, count,
+                    [&](const ScoreTile& tile) {
+                      const int64_t row = tile.first_row - task.first_row;
+                      bool& has_started = started[row / kRowBlock];
+                      const int64_t rows = product_rows(tile.rows);
+                      tile_gemm({rows, tile.width(), keys_.size(), query_.from(row),
+                                 keys_.transposed(tile.begin), scores_.from(0, tile.begin), false});
+                      update_softmax(tile, task.key_head, row, has_started);
+                      tile_gemm({rows, values_.size(), tile.width(),
+                                 as_operand(scores_, rows, tile, probabilities_),
+                                 values_.by_rows(tile.begin), out(row), has_started});
+                      has_started = true;
+                    });
     });
     // Rows that keep other parts alone are merged with those.
     for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
       if (!started[row / kRowBlock]) {
-        std::fill_n(out(row), std::min(kRowBlock, task.rows() - row) * values_.size(), T(0));
+        std::fill_n(out(row).data(), std::min(kRowBlock, task.rows() - row) * values_.size(), T(0));
       }
     }
   }
@@ -164,17 +148,17 @@ class AttentionRows {
   void attend_in_place(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
     const int64_t last = part.end;
-    std::fill_n(out(0), task.rows() * values_.size(), T(0));
+    std::fill_n(out(0).data(), task.rows() * values_.size(), T(0));
     for (int64_t begin = part.begin; begin < last; begin += kKeysInPlace) {
       const int64_t count = std::min(kKeysInPlace, last - begin);
-      const TileColumns columns(sequence, /*group=*/1, 0, 1, begin, count);
+      const ScoreTile tile(sequence, /*group=*/1, 0, 1, begin, count);
       for (int64_t h = 0; h < task.key_heads; ++h) {
-        const Rows rows{sequence, task.key_head + h, 0, 1, h};
+        const int64_t head = task.key_head + h;
         const bool last_head = h + 1 == task.key_heads;
-        const int64_t next_head = last_head ? task.key_head : rows.key_head + 1;
+        const int64_t next_head = last_head ? task.key_head : head + 1;
         const int64_t next_begin = last_head ? std::min(begin + count, last - 1) : begin;
         const auto keys_of = [&](const at::Tensor& tensor) {
-          return key_rows<Input>(tensor, sequence, rows.key_head, begin);
+          return key_rows<Input>(tensor, sequence, head, begin);
         };
         const auto next = [&](const at::Tensor& tensor) {
           return NextRows{key_rows<Input>(tensor, sequence, next_head, next_begin),
@@ -182,58 +166,31 @@ class AttentionRows {
         };
         score_rows(query_.row(h), attention_.size, keys_of(attention_.key), count,
                    next(attention_.key), scores_.data());
-        update_softmax(rows, begin, columns, /*started=*/true);
-        add_rows(rounded(1, columns).data, attention_.value_size, keys_of(attention_.value), count,
-                 next(attention_.value), out(h));
+        update_softmax(tile, head, h, /*started=*/true);
+        add_rows(as_operand(scores_, 1, tile, probabilities_).data(), attention_.value_size,
+                 keys_of(attention_.value), count, next(attention_.value), out(h).data());
       }
     }
   }
 
-  void multiply_keys(const Rows& rows, const TileColumns& columns) {
-    const auto keys = keys_.transposed(columns.begin);
-    tile_gemm(product_rows(rows.count), columns.width(), keys_.size(), query_.row(rows.row),
-              query_.stride(), keys.data, keys.stride, scores_.data() + columns.begin,
-              scores_.stride(), /*accumulate=*/false);
-  }
-
-  void add_values(const Rows& rows, const TileColumns& columns, bool started) {
-    const auto probabilities = rounded(product_rows(rows.count), columns);
-    const auto values = values_.by_rows(columns.begin);
-    tile_gemm(product_rows(rows.count), values_.size(), columns.width(), probabilities.data,
-              probabilities.stride, values.data, values.stride, out(rows.row), values_.size(),
-              /*accumulate=*/started);
-  }
-
-  // Turns products into the weights of their values, and rescales the outputs that have `started`.
-  void update_softmax(const Rows& rows, int64_t key_begin, const TileColumns& columns,
-                      bool started) {
-    const auto for_each_kept = [&](const auto& change) {
-      const int64_t group = attention_.group();
-      for_each_kept_row(columns, rows.first, rows.count, rows.key_head * group, group,
-                        [&](int64_t head, int64_t query, int64_t r) {
-                          change(rows.sequence, head, query, key_begin + columns.row_begin[r],
-                                 key_begin + columns.row_end[r],
-                                 scores_.row(r) + columns.row_begin[r]);
-                        });
-    };
-    if (scores_of_.has_terms()) {
-      for_each_kept([&](const auto&... arguments) { scores_of_.finish(arguments...); });
-    }
-    exponentiate(rows.row, rows.count, columns);
-    if (scores_of_.has_dropout()) {
-      for_each_kept([&](const auto&... arguments) { scores_of_.drop(arguments...); });
-    }
-    for (int64_t r = rows.row; started && r < rows.row + rows.count; ++r) {
+  // Turns products into the weights of their values, and rescales the outputs, from `row` on, that
+  // have `started`.
+  void update_softmax(const ScoreTile& tile, int64_t key_head, int64_t row, bool started) {
+    const int64_t first_head = key_head * attention_.group();
+    scores_of_.finish(tile, first_head, scores_);
+    exponentiate(tile, row);
+    scores_of_.drop(tile, first_head, scores_);
+    for (int64_t r = row; started && r < row + tile.rows; ++r) {
       if (factor_.data()[r] != T(1)) {
-        scale(out(r), factor_.data()[r], out(r), attention_.value_size);
+        scale(out(r).data(), factor_.data()[r], out(r).data(), attention_.value_size);
       }
     }
   }
 
   // Turns scores into exp(score - max) with the running maximum, and into 0 where a row does not
   // keep the key. Earlier results must be rescaled by factor_.
-  void exponentiate(int64_t row, int64_t rows, const TileColumns& columns) {
-    vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
+  void exponentiate(const ScoreTile& columns, int64_t row) {
+    vectorized([rows = columns.rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
                 max = result_.max + row, sum = result_.sum + row,
                 factor = factor_.data() + row](auto bytes) {
       for (int64_t r = 0; r < rows; ++r) {
@@ -260,30 +217,17 @@ class AttentionRows {
     });
   }
 
-  // Returns the tile of scores as operand A.
-  OperandB<Operand> rounded(int64_t rows, const TileColumns& columns) {
-    if constexpr (std::is_same_v<Operand, T>) {
-      return {scores_.data() + columns.begin, scores_.stride()};
-    } else {
-      for (int64_t r = 0; r < rows; ++r) {
-        convert(scores_.row(r) + columns.begin, probabilities_.row(r) + columns.begin,
-                columns.width());
-      }
-      return {probabilities_.data() + columns.begin, probabilities_.stride()};
-    }
-  }
-
-  T* out(int64_t row) const { return result_.out + row * values_.size(); }
+  Matrix<T> out(int64_t row) const { return {result_.out + row * values_.size(), values_.size()}; }
 
   const DenseAttention& attention_;
-  AttentionScores<Input, T> scores_of_;
-  KeyTile<Operand> keys_;
-  KeyTile<Operand> values_;
-  Tile<Operand> query_;
+  AttentionScores<Input, T> scores_of_{attention_};
+  KeyTile<Operand> keys_{attention_.size, /*by_rows=*/false, /*transposed=*/true};
+  KeyTile<Operand> values_{attention_.value_size, /*by_rows=*/true, /*transposed=*/false};
+  Tile<Operand> query_{kMaxRows, keys_.size()};
   Partial<T> result_{};
-  Tile<T> scores_;
-  Tile<Operand> probabilities_;
-  Tile<T> factor_;
+  Tile<T> scores_{kRowBlock, kKeyBlock};
+  Tile<Operand> probabilities_{std::is_same_v<Operand, T> ? 0 : kRowBlock, kKeyBlock};
+  Tile<T> factor_{1, kMaxRows};
 };
 
 // Returns how many key heads of a sequence that reads its keys in place share a task.

@@ -1,4 +1,4 @@
-// Elementwise operations on a row of scores between the two products: scale, pse, full mask,
+// Elementwise operations on a tile of scores between the two products: scale, pse, full mask,
 // dropout.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
 #include "cpu/common/vectorized.h"
 
@@ -15,33 +16,48 @@ namespace ascend_attn::cpu {
 template <typename Input, typename T>
 class AttentionScores {
  public:
-  explicit AttentionScores(const DenseAttention& attention)
-      : attention_(attention),
-        scale_(static_cast<T>(attention.scale)),
-        has_tensor_(attention.pse.defined() && attention.pse_type <= 1),
-        has_slopes_(attention.pse.defined() && attention.pse_type >= 2),
-        pse_(has_tensor_ ? attention.pse.const_data_ptr<Input>() : nullptr),
-        slopes_(has_slopes_ ? attention.pse.const_data_ptr<float>() : nullptr),
-        mask_(attention.mask.defined()
-                  ? static_cast<const uint8_t*>(attention.mask.const_data_ptr())
-                  : nullptr),
-        drop_(attention.drop_mask.defined() ? attention.drop_mask.const_data_ptr<uint8_t>()
-                                            : nullptr),
-        drop_bytes_(drop_ ? attention.drop_mask.numel() : 0) {}
+  explicit AttentionScores(const DenseAttention& attention) : attention_(attention) {}
 
-  // Whether scores need more than factor(). If so, finish() applies the scale as well.
-  bool has_terms() const { return pse_ || slopes_ || mask_; }
-  bool has_dropout() const { return drop_; }
+  // What scores are still to be multiplied by.
   T factor() const { return has_terms() ? T(1) : scale_; }
+  bool has_dropout() const { return drop_; }
 
-  // Turns the products q * k of keys [begin, end) of a row into scores, -inf where the mask
-  // excludes the key.
-  void finish(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
-              int64_t end, T* scores) const {
-    if (has_tensor_) {
+  // Turns the products q * k of a tile into scores, up to factor(); -inf where the mask excludes
+  // the key.
+  void finish(const ScoreTile& tile, int64_t first_head, const Matrix<T>& scores) const {
+    if (has_terms()) {
+      for_each_row(tile, first_head, scores, &AttentionScores::finish_row);
+    }
+  }
+
+  // Applies dropout to a tile: values *= keep / keep_prob.
+  void drop(const ScoreTile& tile, int64_t first_head, const Matrix<T>& values) const {
+    if (has_dropout()) {
+      for_each_row(tile, first_head, values, &AttentionScores::drop_row);
+    }
+  }
+
+ private:
+  using ChangeRow = void (AttentionScores::*)(const DenseSequence&, int64_t, int64_t, int64_t,
+                                              int64_t, T*) const;
+
+  // Changes the keys that each row keeps.
+  void for_each_row(const ScoreTile& tile, int64_t first_head, const Matrix<T>& values,
+                    ChangeRow change) const {
+    tile.for_each_kept_row(first_head, [&](int64_t head, int64_t query, int64_t r) {
+      (this->*change)(tile.sequence, head, query, tile.key_begin + tile.row_begin[r],
+                      tile.key_begin + tile.row_end[r], values.row(r) + tile.row_begin[r]);
+    });
+  }
+
+  bool has_terms() const { return pse_ || slopes_ || mask_; }
+
+  void finish_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
+                  int64_t end, T* scores) const {
+    if (pse_) {
       add_tensor(pse_ + attention_.pse_address.row(sequence, head, query) + begin, end - begin,
                  scores);
-    } else if (has_slopes_) {
+    } else if (slopes_) {
       const T slope = slopes_[attention_.pse_address.row(sequence, head, 0)];
       add_slope(slope, begin - query + attention_.distance_shift, end - begin, scores);
     } else {
@@ -52,9 +68,8 @@ class AttentionScores {
     }
   }
 
-  // Applies dropout to keys [begin, end) of a row: values *= keep / keep_prob.
-  void drop(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin, int64_t end,
-            T* values) const {
+  void drop_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
+                int64_t end, T* values) const {
     const int64_t first = attention_.heads * sequence.pairs_before +
                           (head * sequence.queries + query) * sequence.keys + begin;
     const T kept = T(1) / static_cast<T>(attention_.keep_prob);
@@ -74,7 +89,6 @@ class AttentionScores {
     }
   }
 
- private:
   void add_tensor(const Input* pse, int64_t count, T* scores) const {
     vectorized([pse, count, scores, factor = scale_, inside = attention_.pse_type == 1] {
       if (inside) {
@@ -115,14 +129,16 @@ class AttentionScores {
   }
 
   const DenseAttention& attention_;
-  T scale_;
-  bool has_tensor_;
-  bool has_slopes_;
-  const Input* pse_;
-  const float* slopes_;
-  const uint8_t* mask_;
-  const uint8_t* drop_;
-  int64_t drop_bytes_;
+  T scale_ = static_cast<T>(attention_.scale);
+  const Input* pse_ = attention_.pse.defined() && attention_.pse_type <= 1
+                          ? attention_.pse.const_data_ptr<Input>()
+                          : nullptr;
+  const float* slopes_ = attention_.pse.defined() && attention_.pse_type >= 2
+                             ? attention_.pse.const_data_ptr<float>()
+                             : nullptr;
+  const uint8_t* mask_ = bytes_of(attention_.mask);
+  const uint8_t* drop_ = bytes_of(attention_.drop_mask);
+  int64_t drop_bytes_ = drop_ ? attention_.drop_mask.numel() : 0;
 };
 
 }  // namespace ascend_attn::cpu

@@ -28,11 +28,13 @@ constexpr int64_t product_rows(int64_t rows) {
                          : round_up(rows, kRowStep);
 }
 
-// The columns of a tile: [begin, end) covers the keys that any row keeps, [row_begin, row_end)
-// those that each row keeps. Columns are counted from the first key of the block.
-struct TileColumns {
-  TileColumns(const DenseSequence& sequence, int64_t group, int64_t first_row, int64_t rows,
-              int64_t key_begin, int64_t keys) {
+// A tile: `rows` rows of a sequence from `first_row` on, and a block of keys from `key_begin` on.
+// Columns are counted from there: [begin, end) covers the keys that any row keeps, [row_begin,
+// row_end) those that each row keeps.
+struct ScoreTile {
+  ScoreTile(const DenseSequence& sequence, int64_t group, int64_t first_row, int64_t rows,
+            int64_t key_begin, int64_t keys)
+      : sequence(sequence), group(group), first_row(first_row), rows(rows), key_begin(key_begin) {
     const auto column = [&](int64_t key) { return std::clamp<int64_t>(key - key_begin, 0, keys); };
     const auto& kept = sequence.kept;
     begin = column(kept.begin(first_row / group)) / kKeyStep * kKeyStep;
@@ -50,11 +52,51 @@ struct TileColumns {
   bool empty() const { return begin >= end; }
   int64_t width() const { return end - begin; }
 
-  int64_t begin;
-  int64_t end;
-  std::array<int32_t, kRowBlock> row_begin;
-  std::array<int32_t, kRowBlock> row_end;
+  // Calls function(head, query, row of the tile) for each row that keeps a key of the tile. Rows
+  // are numbered query * group + head within the group, whose first head is `first_head`.
+  template <typename Function>
+  void for_each_kept_row(int64_t first_head, const Function& function) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (row_begin[r] < row_end[r]) {
+        function(first_head + (first_row + r) % group, (first_row + r) / group, r);
+      }
+    }
+  }
+
+  const DenseSequence& sequence;
+  int64_t group, first_row, rows, key_begin;
+  int64_t begin, end;
+  std::array<int32_t, kRowBlock> row_begin, row_end;
 };
+
+// Calls function(tile) for the tiles of rows [first_row, first_row + rows) and a block of keys in
+// which some row keeps some key.
+template <typename Function>
+void for_each_tile(const DenseSequence& sequence, int64_t group, int64_t first_row, int64_t rows,
+                   int64_t key_begin, int64_t keys, const Function& function) {
+  for (int64_t row = 0; row < rows; row += kRowBlock) {
+    const ScoreTile tile(sequence, group, first_row + row, std::min(kRowBlock, rows - row),
+                         key_begin, keys);
+    if (!tile.empty()) {
+      function(tile);
+    }
+  }
+}
+
+// Returns columns [begin, end) of the first `rows` rows of a tile as operand A, in `rounded` where
+// they need rounding.
+template <typename T, typename Operand>
+Matrix<const Operand> as_operand(const Tile<T>& tile, int64_t rows, const ScoreTile& columns,
+                                 const Tile<Operand>& rounded) {
+  if constexpr (std::is_same_v<Operand, T>) {
+    return tile.from(0, columns.begin);
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      convert(tile.row(r) + columns.begin, rounded.row(r) + columns.begin, columns.width());
+    }
+    return rounded.from(0, columns.begin);
+  }
+}
 
 // Calls function(begin, count) for the blocks of keys [first, last): cut at multiples of kKeyBlock,
 // and begun at one of kKeyStep. So the tiles of a row, and its bits, do not depend on the rows that
@@ -93,23 +135,17 @@ class KeyTile {
   template <typename Input>
   void load(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
     const auto source = dense_rows(rows, first, count);
-    const int64_t padded = round_up(count, kKeyStep);
-    by_rows_ = source;
-    if (packed_.data() != nullptr) {
-      by_rows_ = operand_b(padded, size_, source.data, source.stride, packed_.data());
-    }
+    width_ = round_up(count, kKeyStep);
+    by_rows_ = packed_.data() != nullptr ? operand_b(width_, size_, source, packed_) : source;
     if (transposed_.data() != nullptr) {
-      width_ = padded;
-      pack_transposed(size_, width_, source.data, source.stride, transposed_.data());
+      pack_transposed(size_, width_, source, transposed_.data());
     }
   }
 
   // Returns operand B (keys, size), starting at key `begin`, a multiple of depth_step.
-  OperandB<Operand> by_rows(int64_t begin) const {
-    return {by_rows_.data + begin * by_rows_.stride, by_rows_.stride};
-  }
+  Matrix<const Operand> by_rows(int64_t begin) const { return by_rows_.from(begin); }
   // Returns operand B (size, keys), starting at key `begin`.
-  OperandB<Operand> transposed(int64_t begin) const {
+  Matrix<const Operand> transposed(int64_t begin) const {
     return {transposed_.data() + begin * depth_step<Operand>, width_};
   }
   // A multiple of depth_step, as every product requires of its depth.
@@ -117,7 +153,8 @@ class KeyTile {
 
  private:
   template <typename Input>
-  OperandB<Operand> dense_rows(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
+  Matrix<const Operand> dense_rows(const HeadRows<const Input>& rows, int64_t first,
+                                   int64_t count) const {
     if constexpr (std::is_same_v<Operand, Input> && depth_step<Operand> > 1) {
       // Packed rows are read in place, unless they need zero padding.
       if (count % kKeyStep == 0 && size_ == columns_) {
@@ -128,28 +165,13 @@ class KeyTile {
       load_row(rows.row(first + r), rows_.row(r), columns_);
     }
     zero_rows(rows_, count, round_up(count, kKeyStep));
-    return {rows_.data(), rows_.stride()};
+    return rows_;
   }
 
-  int64_t size_;
-  int64_t columns_;
+  int64_t size_, columns_;
   int64_t width_ = 0;
-  Tile<Operand> rows_;
-  Tile<Operand> packed_;
-  Tile<Operand> transposed_;
-  OperandB<Operand> by_rows_{};
+  Tile<Operand> rows_, packed_, transposed_;
+  Matrix<const Operand> by_rows_;
 };
-
-// Calls function(head, query, row of the tile) for each of `rows` rows that keeps a key of the
-// tile. Rows are numbered query * group + head within the group.
-template <typename Function>
-void for_each_kept_row(const TileColumns& columns, int64_t first_row, int64_t rows,
-                       int64_t first_head, int64_t group, const Function& function) {
-  for (int64_t r = 0; r < rows; ++r) {
-    if (columns.row_begin[r] < columns.row_end[r]) {
-      function(first_head + (first_row + r) % group, (first_row + r) / group, r);
-    }
-  }
-}
 
 }  // namespace ascend_attn::cpu

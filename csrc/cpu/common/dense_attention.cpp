@@ -25,10 +25,6 @@ int64_t start_distance(const FlashAttentionOptions& options) {
   return key_start ? *key_start - first(options.q_start_idx).value_or(0) : 0;
 }
 
-const uint8_t* bytes_of(const at::Tensor& mask) {
-  return static_cast<const uint8_t*>(mask.const_data_ptr());
-}
-
 // Returns the number of columns in [begin, end) that the mask keeps, that is, whose byte is zero.
 int64_t kept_in(const uint8_t* row, int64_t begin, int64_t end) {
   int64_t kept = 0;

@@ -95,6 +95,11 @@ struct DenseAttention {
   void use_full_mask(const at::Tensor& given);
 };
 
+// Returns null for an undefined tensor.
+inline const uint8_t* bytes_of(const at::Tensor& mask) {
+  return mask.defined() ? static_cast<const uint8_t*>(mask.const_data_ptr()) : nullptr;
+}
+
 // The rows of one head of one sequence in a (B, N, S, D) tensor.
 template <typename T>
 class HeadRows {

@@ -35,16 +35,7 @@ class ScoreGradient {
  public:
   using T = Accumulator<Operand>;
 
-  explicit ScoreGradient(const DenseAttentionGrad& attention)
-      : grad_(attention),
-        attention_(attention.forward),
-        scores_of_(attention_),
-        keys_(attention_.size, /*by_rows=*/true, /*transposed=*/true),
-        values_(attention_.value_size, /*by_rows=*/false, /*transposed=*/true),
-        query_(kRowBlock, keys_.size()),
-        d_out_(kRowBlock, values_.size()),
-        scores_(kRowBlock, kKeyBlock),
-        d_scores_(kRowBlock, kKeyBlock) {}
+  explicit ScoreGradient(const DenseAttentionGrad& attention) : grad_(attention) {}
 
   // Selects the head and reads its statistics.
   void start(const DenseSequence& sequence, int64_t key_head) {
@@ -66,12 +57,6 @@ class ScoreGradient {
     }
   }
 
-  void load_keys(int64_t begin, int64_t count) {
-    key_begin_ = begin;
-    keys_.load(key_rows<Input>(attention_.key, *sequence_, key_head_), begin, count);
-    values_.load(key_rows<Input>(attention_.value, *sequence_, key_head_), begin, count);
-  }
-
   // Loads rows [first, first + rows) into query() and d_out().
   void load_queries(int64_t first, int64_t rows) {
     const int64_t group = attention_.group();
@@ -81,38 +66,21 @@ class ScoreGradient {
               attention_.value_size, d_out_);
   }
 
-  // Computes P after dropout in probabilities() and the gradient of the scores in d_scores(), for
-  // rows [first, first + rows) and the loaded keys. Both are 0 where a row does not keep the key.
-  void run(int64_t first, int64_t rows, const TileColumns& columns) {
-    load_queries(first, rows);
-    multiply(query_, keys_, rows, columns, scores_);
-    multiply(d_out_, values_, rows, columns, d_scores_);
-    for_each_row(first, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
-      if (scores_of_.has_terms()) {
-        scores_of_.finish(*sequence_, head, query, key_begin_ + columns.row_begin[r],
-                          key_begin_ + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
-      }
-      if (scores_of_.has_dropout()) {
-        scores_of_.drop(*sequence_, head, query, key_begin_ + columns.row_begin[r],
-                        key_begin_ + columns.row_end[r], d_scores_.row(r) + columns.row_begin[r]);
-      }
-    });
-    differentiate_softmax(first, rows, columns);
-    if (scores_of_.has_dropout()) {
-      for_each_row(first, rows, columns, [&](int64_t head, int64_t query, int64_t r) {
-        scores_of_.drop(*sequence_, head, query, key_begin_ + columns.row_begin[r],
-                        key_begin_ + columns.row_end[r], scores_.row(r) + columns.row_begin[r]);
-      });
-    }
-  }
-
-  // Calls function(head, query, row of the tile) for the rows that keep some key of the tile.
+  // Calls function(tile) for the tiles of keys [begin, begin + count), with P after dropout in
+  // probabilities() and the gradient of the scores in d_scores(). Both are 0 where a row does not
+  // keep the key.
   template <typename Function>
-  void for_each_row(int64_t first, int64_t rows, const TileColumns& columns,
-                    const Function& function) const {
-    for_each_kept_row(columns, first, rows, first_head(), attention_.group(), function);
+  void for_each_tile(int64_t begin, int64_t count, const Function& function) {
+    keys_.load(key_rows<Input>(attention_.key, *sequence_, key_head_), begin, count);
+    values_.load(key_rows<Input>(attention_.value, *sequence_, key_head_), begin, count);
+    cpu::for_each_tile(*sequence_, attention_.group(), 0, sequence_->queries * attention_.group(),
+                       begin, count, [&](const ScoreTile& tile) {
+                         differentiate(tile);
+                         function(tile);
+                       });
   }
 
+  int64_t first_head() const { return key_head_ * attention_.group(); }
   const Tile<Operand>& query() const { return query_; }
   const Tile<Operand>& d_out() const { return d_out_; }
   const Tile<T>& probabilities() const { return scores_; }
@@ -121,19 +89,26 @@ class ScoreGradient {
   const KeyTile<Operand>& values() const { return values_; }
 
  private:
-  int64_t first_head() const { return key_head_ * attention_.group(); }
+  void differentiate(const ScoreTile& tile) {
+    load_queries(tile.first_row, tile.rows);
+    multiply(query_, keys_, tile, scores_);
+    multiply(d_out_, values_, tile, d_scores_);
+    scores_of_.finish(tile, first_head(), scores_);
+    scores_of_.drop(tile, first_head(), d_scores_);
+    differentiate_softmax(tile);
+    scores_of_.drop(tile, first_head(), scores_);
+  }
 
-  static void multiply(const Tile<Operand>& rows, const KeyTile<Operand>& keys, int64_t count,
-                       const TileColumns& columns, const Tile<T>& products) {
-    const auto operand = keys.transposed(columns.begin);
-    tile_gemm(round_up(count, kRowStep), columns.width(), keys.size(), rows.data(), rows.stride(),
-              operand.data, operand.stride, products.data() + columns.begin, products.stride(),
-              /*accumulate=*/false);
+  static void multiply(const Tile<Operand>& rows, const KeyTile<Operand>& keys,
+                       const ScoreTile& tile, const Tile<T>& products) {
+    tile_gemm({round_up(tile.rows, kRowStep), tile.width(), keys.size(), rows,
+               keys.transposed(tile.begin), products.from(0, tile.begin), false});
   }
 
   // P = exp(scores - max) / sum and dS = P * (dP - delta), in place.
-  void differentiate_softmax(int64_t first, int64_t rows, const TileColumns& columns) {
-    vectorized([rows, scale = scores_of_.factor(), scores = scores_.data(),
+  void differentiate_softmax(const ScoreTile& columns) {
+    const int64_t first = columns.first_row;
+    vectorized([rows = columns.rows, scale = scores_of_.factor(), scores = scores_.data(),
                 d_scores = d_scores_.data(), &columns, max = max() + first,
                 inverse_sum = inverse_sum() + first, delta = delta() + first] {
       constexpr T kExcluded = -std::numeric_limits<T>::infinity();
@@ -173,17 +148,16 @@ class ScoreGradient {
   T* delta() const { return statistics_.row(2); }
 
   const DenseAttentionGrad& grad_;
-  const DenseAttention& attention_;
-  AttentionScores<Input, T> scores_of_;
+  const DenseAttention& attention_ = grad_.forward;
+  AttentionScores<Input, T> scores_of_{attention_};
   const DenseSequence* sequence_ = nullptr;
   int64_t key_head_ = 0;
-  int64_t key_begin_ = 0;
-  KeyTile<Operand> keys_;
-  KeyTile<Operand> values_;
-  Tile<Operand> query_;
-  Tile<Operand> d_out_;
-  Tile<T> scores_;
-  Tile<T> d_scores_;
+  KeyTile<Operand> keys_{attention_.size, /*by_rows=*/true, /*transposed=*/true};
+  KeyTile<Operand> values_{attention_.value_size, /*by_rows=*/false, /*transposed=*/true};
+  Tile<Operand> query_{kRowBlock, keys_.size()};
+  Tile<Operand> d_out_{kRowBlock, values_.size()};
+  Tile<T> scores_{kRowBlock, kKeyBlock};
+  Tile<T> d_scores_{kRowBlock, kKeyBlock};
   Tile<T> statistics_;
 };
 

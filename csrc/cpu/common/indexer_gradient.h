@@ -23,19 +23,7 @@ class IndexerGradient {
   using T = Accumulator<Operand>;
   static constexpr int64_t kMaxKeys = 128;  // in a tile
 
-  IndexerGradient(int64_t heads, int64_t size)
-      : heads_(heads),
-        padded_heads_(round_up(heads, kTileStep)),
-        size_(size),
-        product_(padded_heads_, {size, 0}, kMaxKeys),
-        packed_query_(padded_heads_, size),
-        packed_keys_(kMaxKeys, size),
-        d_logits_(kMaxKeys, padded_heads_),
-        d_logits_transposed_(padded_heads_, kMaxKeys),
-        d_query_(padded_heads_, size),
-        d_key_(kMaxKeys, size),
-        weights_(1, padded_heads_),
-        d_weights_(1, padded_heads_) {}
+  IndexerGradient(int64_t heads, int64_t size) : heads_(heads), size_(size) {}
 
   // Allocates room for the logits S of a tile, (keys, heads).
   Tile<T> new_logits() const { return {kMaxKeys, padded_heads_}; }
@@ -44,8 +32,7 @@ class IndexerGradient {
   void load_query(const TokenRows<Input>& query, const HeadWeights<Input>& weights, int64_t token,
                   int64_t row) {
     product_.load_query(query, {}, token, heads_);
-    query_operand_ = operand_b(padded_heads_, size_, product_.query().data(),
-                               product_.query().stride(), packed_query_.data());
+    query_operand_ = operand_b(padded_heads_, size_, product_.query(), packed_query_);
     weights.load(row, weights_.data());
     zero_rows(d_weights_, 0, 1);
     zero_rows(d_query_, 0, padded_heads_);
@@ -75,18 +62,12 @@ class IndexerGradient {
            const int32_t* positions) {
     differentiate(logits, d_scores);
     zero_rows(d_logits_, count_, rows_);
-    tile_gemm(rows_, size_, padded_heads_, d_logits_.data(), d_logits_.stride(),
-              query_operand_.data, query_operand_.stride, d_key_.data(), d_key_.stride(),
-              /*accumulate=*/false);
+    tile_gemm({rows_, size_, padded_heads_, d_logits_, query_operand_, d_key_, false});
     d_keys.add(worker, positions, count_, d_key_.data(), d_key_.stride(), size_, 0);
 
     transpose(d_logits_, rows_, padded_heads_, d_logits_transposed_);
-    const auto& keys = product_.keys();
-    const auto keys_operand =
-        operand_b(rows_, size_, keys.data(), keys.stride(), packed_keys_.data());
-    tile_gemm(padded_heads_, size_, rows_, d_logits_transposed_.data(),
-              d_logits_transposed_.stride(), keys_operand.data, keys_operand.stride,
-              d_query_.data(), d_query_.stride(), /*accumulate=*/true);
+    tile_gemm({padded_heads_, size_, rows_, d_logits_transposed_,
+               operand_b(rows_, size_, product_.keys(), packed_keys_), d_query_, true});
   }
 
   // Stores the gradients of the token in row `row` of the dense outputs.
@@ -122,20 +103,20 @@ class IndexerGradient {
   }
 
   int64_t heads_;
-  int64_t padded_heads_;
+  int64_t padded_heads_ = round_up(heads_, kTileStep);
   int64_t size_;
   int64_t count_ = 0;  // keys in the tile
   int64_t rows_ = 0;   // the same, rounded up
-  QueryKeyProduct<Input, Operand> product_;
-  OperandB<Operand> query_operand_{};
-  Tile<Operand> packed_query_;
-  Tile<Operand> packed_keys_;
-  Tile<Operand> d_logits_;             // (keys, heads)
-  Tile<Operand> d_logits_transposed_;  // (heads, keys)
-  Tile<T> d_query_;                    // (heads, size)
-  Tile<T> d_key_;
-  Tile<T> weights_;
-  Tile<T> d_weights_;
+  QueryKeyProduct<Input, Operand> product_{padded_heads_, {size_, 0}, kMaxKeys};
+  Matrix<const Operand> query_operand_;
+  Tile<Operand> packed_query_{padded_heads_, size_};
+  Tile<Operand> packed_keys_{kMaxKeys, size_};
+  Tile<Operand> d_logits_{kMaxKeys, padded_heads_};             // (keys, heads)
+  Tile<Operand> d_logits_transposed_{padded_heads_, kMaxKeys};  // (heads, keys)
+  Tile<T> d_query_{padded_heads_, size_};
+  Tile<T> d_key_{kMaxKeys, size_};
+  Tile<T> weights_{1, padded_heads_};
+  Tile<T> d_weights_{1, padded_heads_};
 };
 
 // Calls function(worker, token) for every token of the sequence, divided among threads. Then stores

@@ -15,16 +15,16 @@ template <int64_t rows, int64_t columns, typename T>
   for (int64_t l = 0; l < p.k; ++l) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < rows; ++i) {
-      const T factor = p.a[i * p.a_stride + l];
+      const T factor = p.a.row(i)[l];
 #pragma omp simd
       for (int64_t j = 0; j < columns; ++j) {
-        sums[i][j] += factor * p.b[l * p.b_stride + j];
+        sums[i][j] += factor * p.b.row(l)[j];
       }
     }
   }
 #pragma GCC unroll 8
   for (int64_t i = 0; i < rows; ++i) {
-    T* out = p.c + i * p.c_stride;
+    T* out = p.c.row(i);
 #pragma omp simd
     for (int64_t j = 0; j < columns; ++j) {
       out[j] = p.accumulate ? out[j] + sums[i][j] : sums[i][j];
@@ -37,8 +37,8 @@ template <int64_t rows, int64_t columns, typename T>
 [[gnu::always_inline]] inline void multiply_rows(Product<T> p) {
   for (; p.m >= rows; p.m -= rows) {
     multiply_block<rows, columns>(p);
-    p.a += rows * p.a_stride;
-    p.c += rows * p.c_stride;
+    p.a = p.a.from(rows);
+    p.c = p.c.from(rows);
   }
   if constexpr (rows > 1) {
     multiply_rows<rows / 2, columns>(p);
@@ -50,18 +50,17 @@ template <int64_t rows, int64_t columns, typename T>
   // Many rows of A share a copy of B that is adjacent in the L1 cache, whatever the stride of B is.
   constexpr int64_t depth = 128;
   alignas(64) T panel[depth * columns];
-  if (p.m <= 2 * rows || p.b_stride == columns) {
+  if (p.m <= 2 * rows || p.b.stride() == columns) {
     return multiply_rows<rows, columns>(p);
   }
   auto part = p;
-  part.b = panel;
-  part.b_stride = columns;
+  part.b = {panel, columns};
   for (int64_t first = 0; first == 0 || first < p.k; first += depth) {
     part.k = std::min(depth, p.k - first);
     for (int64_t l = 0; l < part.k; ++l) {
-      std::copy_n(p.b + (first + l) * p.b_stride, columns, panel + l * columns);
+      std::copy_n(p.b.row(first + l), columns, panel + l * columns);
     }
-    part.a = p.a + first;
+    part.a = p.a.from(0, first);
     multiply_rows<rows, columns>(part);
     part.accumulate = true;
   }
@@ -71,8 +70,8 @@ template <int64_t rows, int64_t columns, typename T>
 [[gnu::always_inline]] inline void multiply_columns(Product<T> p) {
   for (; p.n >= columns; p.n -= columns) {
     multiply_panel<rows, columns>(p);
-    p.b += columns;
-    p.c += columns;
+    p.b = p.b.from(0, columns);
+    p.c = p.c.from(0, columns);
   }
   if constexpr (columns > 1) {
     multiply_columns<rows, columns / 2>(p);

@@ -6,16 +6,32 @@
 
 namespace ascend_attn::cpu {
 
-// C (m, n) = A (m, k) * B (k, n), or C += A * B. Row-major, with the distance of rows as stride.
+// A row-major matrix in somebody else's memory, with the distance of rows as stride.
+template <typename T>
+class Matrix {
+ public:
+  Matrix() = default;
+  Matrix(T* data, int64_t stride) : data_(data), stride_(stride) {}
+  operator Matrix<const T>() const { return {data_, stride_}; }
+
+  T* data() const { return data_; }
+  int64_t stride() const { return stride_; }
+  T* row(int64_t index) const { return data_ + index * stride_; }
+  // Returns what begins at this element.
+  Matrix from(int64_t row, int64_t column = 0) const { return {this->row(row) + column, stride_}; }
+
+ private:
+  T* data_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+// C (m, n) = A (m, k) * B (k, n), or C += A * B.
 template <typename A, typename B = A, typename C = A>
 struct Product {
   int64_t m, n, k;
-  const A* a;
-  int64_t a_stride;
-  const B* b;
-  int64_t b_stride;
-  C* c;
-  int64_t c_stride;
+  Matrix<const A> a;
+  Matrix<const B> b;
+  Matrix<C> c;
   bool accumulate;
 };
 

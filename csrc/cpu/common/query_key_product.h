@@ -28,11 +28,7 @@ class QueryKeyProduct {
  public:
   // `heads` is a multiple of depth_step; heads that the query does not have stay zero.
   QueryKeyProduct(int64_t heads, HeadColumns<Operand> columns, int64_t max_keys)
-      : heads_(heads),
-        columns_(columns),
-        query_(heads, columns.width()),
-        packed_query_(columns.width(), heads),
-        keys_(max_keys, columns.width()) {}
+      : heads_(heads), columns_(columns), max_keys_(max_keys) {}
 
   void load_query(const TokenRows<Input>& query, const TokenRows<Input>& rope, int64_t token,
                   int64_t heads) {
@@ -40,7 +36,7 @@ class QueryKeyProduct {
     if (columns_.rope > 0) {
       load_heads(rope, token, heads, columns_.rope, query_, columns_.rope_begin());
     }
-    pack_transposed(columns_.width(), heads_, query_.data(), query_.stride(), packed_query_.data());
+    pack_transposed(columns_.width(), heads_, query_, packed_query_.data());
   }
 
   // Returns the number of rows in the tile: `count` and the zero rows after them.
@@ -57,8 +53,7 @@ class QueryKeyProduct {
 
   // scores (rows, heads) = keys * query^T
   void multiply(int64_t rows, const Tile<Accumulator<Operand>>& scores) const {
-    tile_gemm(rows, heads_, columns_.width(), keys_.data(), keys_.stride(), packed_query_.data(),
-              heads_, scores.data(), scores.stride(), /*accumulate=*/false);
+    tile_gemm({rows, heads_, columns_.width(), keys_, packed_query_, scores, false});
   }
 
   const Tile<Operand>& query() const { return query_; }
@@ -67,17 +62,10 @@ class QueryKeyProduct {
  private:
   int64_t heads_;
   HeadColumns<Operand> columns_;
-  Tile<Operand> query_;
-  Tile<Operand> packed_query_;
-  Tile<Operand> keys_;
+  int64_t max_keys_;
+  Tile<Operand> query_{heads_, columns_.width()};
+  Tile<Operand> packed_query_{columns_.width(), heads_};
+  Tile<Operand> keys_{max_keys_, columns_.width()};
 };
-
-// Transposes `from` (rows, columns) into `to` (columns, rows).
-template <typename T>
-void transpose(const Tile<T>& from, int64_t rows, int64_t columns, const Tile<T>& to) {
-  constexpr int64_t size = sizeof(T);
-  transpose_bytes<BitsOf<size>>(rows, columns, from.data(), from.stride() * size, to.data(),
-                                to.stride() * size);
-}
 
 }  // namespace ascend_attn::cpu

@@ -19,12 +19,13 @@ template <typename A, typename B, typename C>
 void multiply_with_brgemm(const Product<A, B, C>& p) {
   if (p.k == 0 && !p.accumulate) {
     for (int64_t i = 0; i < p.m; ++i) {
-      std::fill_n(p.c + i * p.c_stride, p.n, C(0));
+      std::fill_n(p.c.row(i), p.n, C(0));
     }
   }
   if (p.m > 0 && p.n > 0 && p.k > 0) {
-    at::native::cpublas::brgemm(p.m, p.n, p.k, p.a_stride, p.b_stride, p.c_stride, p.accumulate,
-                                p.a, p.b, p.c, /*is_vnni=*/sizeof(A) < 4);
+    at::native::cpublas::brgemm(p.m, p.n, p.k, p.a.stride(), p.b.stride(), p.c.stride(),
+                                p.accumulate, p.a.data(), p.b.data(), p.c.data(),
+                                /*is_vnni=*/sizeof(A) < 4);
   }
 }
 
@@ -38,11 +39,12 @@ bool multiply_bfloat16() {
     a[i] = static_cast<float>(i % 7 - 3);
     b[i] = static_cast<float>(i % 5 - 2);
   }
-  pack_rows(size, size, b.data(), size, packed.data());
+  pack_rows(size, size, {b.data(), size}, packed.data());
   std::array<float, size * size> c{};
   try {
     const TileGemmScope scope;
-    tile_gemm(size, size, size, a.data(), size, packed.data(), size, c.data(), size, false);
+    tile_gemm(Product<at::BFloat16, at::BFloat16, float>{
+        size, size, size, {a.data(), size}, {packed.data(), size}, {c.data(), size}, false});
   } catch (const std::exception&) {
     // Raised by torch, or by oneDNN if the processor has AVX512 but no bfloat16 products.
     return false;
@@ -102,56 +104,50 @@ bool multiply_int8() {
 
 // torch's brgemm refuses what torch.backends.mkldnn.flags(enabled=False) switches off. That is
 // asked for in every call, and the processor only once.
-bool brgemm_is_on() { return at::globalContext().userEnabledMkldnn(); }
-
-bool has_float_brgemm() {
-  if (!brgemm_is_on()) {
+template <bool multiply_one()>
+bool has_brgemm() {
+  if (!at::globalContext().userEnabledMkldnn()) {
     return false;
   }
-  static const bool has = kNative && multiply_float();
+  static const bool has = kNative && multiply_one();
   return has;
 }
 
-bool has_int8_brgemm() {
-  if (!brgemm_is_on()) {
-    return false;
-  }
-  static const bool has = kNative && multiply_int8();
-  return has;
-}
+bool has_float_brgemm() { return has_brgemm<multiply_float>(); }
+bool has_int8_brgemm() { return has_brgemm<multiply_int8>(); }
 
 // Floats sum integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
-void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride,
-                        const int8_t* b, int64_t b_stride, int32_t* c, int64_t c_stride,
-                        bool accumulate) {
+void multiply_as_floats(const Product<uint8_t, int8_t, int32_t>& p) {
   constexpr int64_t exact_depth = 512;
   constexpr int64_t step = depth_step<int8_t>;
-  const Tile<float> left(m, std::min(k, exact_depth));
-  const Tile<float> right(std::min(k, exact_depth), n);
-  const Tile<float> product(m, n);
-  for (int64_t first = 0; first < k; first += exact_depth) {
-    const int64_t depth = std::min(exact_depth, k - first);
-    for (int64_t i = 0; i < m; ++i) {
-      convert(a + i * a_stride + first, left.row(i), depth);
+  const Tile<float> left(p.m, std::min(p.k, exact_depth));
+  const Tile<float> right(std::min(p.k, exact_depth), p.n);
+  const Tile<float> product(p.m, p.n);
+  for (int64_t first = 0; first < p.k; first += exact_depth) {
+    const int64_t depth = std::min(exact_depth, p.k - first);
+    for (int64_t i = 0; i < p.m; ++i) {
+      convert(p.a.row(i) + first, left.row(i), depth);
     }
-    vectorized([=, from = b + first * b_stride, to = right.data()] {
+    vectorized([=, n = p.n, from = p.b.from(first), to = right.data()] {
       for (int64_t l = 0; l < depth; l += step) {
         for (int64_t j = 0; j < n; ++j) {
           for (int64_t x = 0; x < step; ++x) {
-            to[(l + x) * n + j] = from[l * b_stride + step * j + x];
+            to[(l + x) * n + j] = from.row(l)[step * j + x];
           }
         }
       }
     });
-    tile_gemm(m, n, depth, left.data(), left.stride(), right.data(), n, product.data(), n, false);
-    vectorized([=, keep = accumulate || first > 0, from = product.data()] {
-      for (int64_t i = 0; i < m; ++i) {
-        for (int64_t j = 0; j < n; ++j) {
-          const int32_t before = keep ? c[i * c_stride + j] : 0;
-          c[i * c_stride + j] = before + static_cast<int32_t>(from[i * n + j]);
-        }
-      }
-    });
+    tile_gemm(Product<float>{p.m, p.n, depth, left, right, product, false});
+    vectorized(
+        [m = p.m, n = p.n, c = p.c, keep = p.accumulate || first > 0, from = product.data()] {
+          for (int64_t i = 0; i < m; ++i) {
+            int32_t* row = c.row(i);
+            for (int64_t j = 0; j < n; ++j) {
+              const int32_t before = keep ? row[j] : 0;
+              row[j] = before + static_cast<int32_t>(from[i * n + j]);
+            }
+          }
+        });
   }
 }
 
@@ -159,53 +155,25 @@ void multiply_as_floats(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64
 
 // Not cpublas::could_pack(kBFloat16), which requires AMX: brgemm also supports AVX512 with
 // bfloat16.
-bool has_bfloat16_products() {
-  if (!brgemm_is_on()) {
-    return false;
-  }
-  static const bool has = kNative && multiply_bfloat16();
-  return has;
-}
+bool has_bfloat16_products() { return has_brgemm<multiply_bfloat16>(); }
 
 TileGemmScope::~TileGemmScope() { at::native::cpublas::brgemm_release(); }
 
-void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a_stride,
-               const at::BFloat16* b, int64_t b_stride, float* c, int64_t c_stride,
-               bool accumulate) {
-  if (has_bfmmla()) {
-    multiply_with_bfmmla({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-  } else {
-    multiply_with_brgemm<at::BFloat16, at::BFloat16, float>(
-        {m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-  }
+void tile_gemm(const Product<at::BFloat16, at::BFloat16, float>& product) {
+  has_bfmmla() ? multiply_with_bfmmla(product) : multiply_with_brgemm(product);
 }
 
-void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
-               int64_t b_stride, float* c, int64_t c_stride, bool accumulate) {
-  if (has_float_brgemm()) {
-    multiply_with_brgemm<float, float, float>(
-        {m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-  } else {
-    multiply<float>({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-  }
+void tile_gemm(const Product<float>& product) {
+  has_float_brgemm() ? multiply_with_brgemm(product) : multiply(product);
 }
 
 // ATen exports no double matrix product below the tensor level.
-void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
-               int64_t b_stride, double* c, int64_t c_stride, bool accumulate) {
-  multiply<double>({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-}
+void tile_gemm(const Product<double>& product) { multiply(product); }
 
-void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
-               int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate) {
-  if (has_int8_brgemm()) {
-    multiply_with_brgemm<uint8_t, int8_t, int32_t>(
-        {m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-  } else if (has_usmmla()) {
-    multiply_with_usmmla({m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate});
-  } else {
-    multiply_as_floats(m, n, k, a, a_stride, b, b_stride, c, c_stride, accumulate);
-  }
+void tile_gemm(const Product<uint8_t, int8_t, int32_t>& product) {
+  has_int8_brgemm() ? multiply_with_brgemm(product)
+  : has_usmmla()    ? multiply_with_usmmla(product)
+                    : multiply_as_floats(product);
 }
 
 std::vector<Implementation> implementations() {

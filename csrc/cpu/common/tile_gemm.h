@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/common/portable_gemm.h"
 #include "cpu/common/transposition.h"
 #include "cpu/common/vectorized.h"
 
@@ -38,27 +39,25 @@ inline constexpr int64_t depth_step = sizeof(Operand) < 4 ? 4 / sizeof(Operand) 
 // Zero-initialised scratch memory of one thread: a row-major matrix, or an operand B of as many
 // elements. Rows are aligned for vector loads if `columns` is a multiple of 32.
 template <typename T>
-class Tile {
+class Tile : public Matrix<T> {
  public:
   Tile() = default;
-  Tile(int64_t rows, int64_t columns)
-      : stride_(columns), data_(c10::GetCPUAllocator()->allocate(bytes(rows, columns))) {
-    if (data_) {
-      std::memset(data_.get(), 0, bytes(rows, columns));
-    }
-  }
-
-  T* data() const { return static_cast<T*>(data_.get()); }
-  T* row(int64_t index) const { return data() + index * stride_; }
-  int64_t stride() const { return stride_; }
+  Tile(int64_t rows, int64_t columns) : Tile(zeros(rows * columns), columns) {}
 
  private:
-  static size_t bytes(int64_t rows, int64_t columns) {
-    return static_cast<size_t>(rows * columns) * sizeof(T);
+  Tile(at::DataPtr memory, int64_t stride)
+      : Matrix<T>(static_cast<T*>(memory.get()), stride), memory_(std::move(memory)) {}
+
+  static at::DataPtr zeros(int64_t count) {
+    const auto bytes = static_cast<size_t>(count) * sizeof(T);
+    auto memory = c10::GetCPUAllocator()->allocate(bytes);
+    if (memory) {
+      std::memset(memory.get(), 0, bytes);
+    }
+    return memory;
   }
 
-  int64_t stride_ = 0;
-  at::DataPtr data_;
+  at::DataPtr memory_;
 };
 
 // Returns whether the processor multiplies bfloat16 matrices. Tested once, by multiplying two.
@@ -67,15 +66,10 @@ bool has_bfloat16_products();
 // C (m, n) = A (m, k) * B (k, n), or C += A * B. B is packed by pack_rows or pack_transposed, and k
 // is a multiple of depth_step. Code is generated for every new combination of sizes and strides, so
 // keep their number small.
-void tile_gemm(int64_t m, int64_t n, int64_t k, const at::BFloat16* a, int64_t a_stride,
-               const at::BFloat16* b, int64_t b_stride, float* c, int64_t c_stride,
-               bool accumulate);
-void tile_gemm(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride, const float* b,
-               int64_t b_stride, float* c, int64_t c_stride, bool accumulate);
-void tile_gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t a_stride, const double* b,
-               int64_t b_stride, double* c, int64_t c_stride, bool accumulate);
-void tile_gemm(int64_t m, int64_t n, int64_t k, const uint8_t* a, int64_t a_stride, const int8_t* b,
-               int64_t b_stride, int32_t* c, int64_t c_stride, bool accumulate);
+void tile_gemm(const Product<at::BFloat16, at::BFloat16, float>& product);
+void tile_gemm(const Product<float>& product);
+void tile_gemm(const Product<double>& product);
+void tile_gemm(const Product<uint8_t, int8_t, int32_t>& product);
 
 // Must be in scope on every thread that calls tile_gemm with 8- or 16-bit operands: tile registers
 // are configured per thread and must be released.
@@ -95,13 +89,13 @@ inline int8_t bits_of(const int8_t& operand) { return operand; }
 
 // B (k, n) = rows (k, n). `packed` has room for round_up(k, depth_step) * n elements.
 template <typename T>
-void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+void pack_rows(int64_t k, int64_t n, std::type_identity_t<Matrix<const T>> rows, T* packed) {
   constexpr int64_t step = depth_step<T>;
   static_assert(step > 1);
-  vectorized([=] {
+  vectorized([=, stride = rows.stride()] {
     const int64_t whole = k / step * step;
     for (int64_t i = 0; i < whole; i += step) {
-      const T* from = rows + i * stride;
+      const T* from = rows.row(i);
       T* to = packed + i * n;
       for (int64_t j = 0; j < n; ++j) {
         for (int64_t l = 0; l < step; ++l) {
@@ -112,36 +106,40 @@ void pack_rows(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
     for (int64_t j = 0; whole < k && j < n; ++j) {
       for (int64_t l = 0; l < step; ++l) {
         bits_of(packed[whole * n + step * j + l]) =
-            whole + l < k ? bits_of(rows[(whole + l) * stride + j]) : 0;
+            whole + l < k ? bits_of(rows.row(whole + l)[j]) : 0;
       }
     }
   });
 }
 
+// to (columns, rows) = transpose of from (rows, columns)
+template <typename T>
+void transpose(const Tile<T>& from, int64_t rows, int64_t columns, const Matrix<T>& to) {
+  constexpr int64_t size = sizeof(T);
+  transpose_bytes<BitsOf<size>>(rows, columns, from.data(), from.stride() * size, to.data(),
+                                to.stride() * size);
+}
+
 // B (k, n) = transpose of rows (n, k), k a multiple of depth_step. `packed` has room for k * n
 // elements.
 template <typename T>
-void pack_transposed(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+void pack_transposed(int64_t k, int64_t n, std::type_identity_t<Matrix<const T>> rows, T* packed) {
   // The elements of a row of `rows` that are adjacent in B.
   constexpr int64_t step = depth_step<T>;
   constexpr int64_t size = sizeof(T);
-  transpose_bytes<BitsOf<step * size>>(n, k / step, rows, stride * size, packed, n * step * size);
+  transpose_bytes<BitsOf<step * size>>(n, k / step, rows.data(), rows.stride() * size, packed,
+                                       n * step * size);
 }
 
-// The location of B (k, n) = rows (k, n): `rows` itself if no packing is needed, otherwise
-// `packed`.
+// Returns B (k, n) = rows (k, n): `rows` itself if no packing is needed, otherwise `packed`.
 template <typename T>
-struct OperandB {
-  const T* data;
-  int64_t stride;
-};
-template <typename T>
-OperandB<T> operand_b(int64_t k, int64_t n, const T* rows, int64_t stride, T* packed) {
+Matrix<const T> operand_b(int64_t k, int64_t n, std::type_identity_t<Matrix<const T>> rows,
+                          const Tile<T>& packed) {
   if constexpr (depth_step<T> == 1) {
-    return {rows, stride};
+    return rows;
   } else {
-    pack_rows(k, n, rows, stride, packed);
-    return {packed, n};
+    pack_rows(k, n, rows, packed.data());
+    return {packed.data(), n};
   }
 }
 
