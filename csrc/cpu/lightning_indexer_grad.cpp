@@ -28,7 +28,7 @@ class Gradient {
 
   // Adds the gradients of the keys named by the first `slots` indices, up to the first -1.
   void add_keys(const TokenRows<Input>& key, const int32_t* indices, const Input* d_values,
-                int64_t slots, ParallelScatterAdd<T>& d_keys, int64_t worker) {
+                int64_t slots, RowSums<T>& d_keys) {
     constexpr int64_t max_keys = IndexerGradient<Input, Operand>::kMaxKeys;
     std::array<T, max_keys> d_scores;
     const int64_t count = std::find(indices, indices + slots, -1) - indices;
@@ -37,7 +37,7 @@ class Gradient {
       convert(d_values + begin, d_scores.data(), keys);
       gradient_.load_keys(key, indices + begin, keys);
       gradient_.logits(logits_);
-      gradient_.add(logits_, d_scores.data(), d_keys, worker, indices + begin);
+      gradient_.add(logits_, d_scores.data(), d_keys, indices + begin);
     }
   }
 
@@ -60,26 +60,24 @@ void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequen
   const auto indices = with_dense_rows(with_head_axis(op.sparse_indices, op.query));
   const HeadWeights<Input> weights(op.weights);
 
-  const int64_t max_workers = worker_count(longest(sequences, &Sequence::queries));
-  ParallelScatterAdd<T> d_keys(max_workers, longest(sequences, &Sequence::keys), key.size(-1));
-  std::vector<std::unique_ptr<Gradient<Input, Operand>>> gradients(max_workers);
+  KeySums<T, Gradient<Input, Operand>> add_tokens(sequences, key.size(-1));
   for (const auto& sequence : sequences) {
     const TokenRows<Input> queries(query, sequence.query_begin);
     const TokenRows<Input> keys(key, sequence.key_begin);
     const TokenRows<Input> d_value_rows(d_values, sequence.query_begin);
     const TokenRows<int32_t> index_rows(indices, sequence.query_begin);
     const auto visible = visible_keys_of(op, sequence);
-    accumulate_key_gradient<Input>(sequence, d_keys, d_key, [&](int64_t worker, int64_t token) {
-      auto& own = gradients[worker];
-      if (!own) {
-        own = std::make_unique<Gradient<Input, Operand>>(query.size(-2), query.size(-1));
-      }
-      const int64_t row = sequence.query_begin + token;
-      own->of_token().load_query(queries, weights, token, row);
-      own->add_keys(keys, index_rows.row(token), d_value_rows.row(token),
-                    std::min(indices.size(-1), visible.end(token)), d_keys, worker);
-      own->of_token().store(row, d_query, d_weights);
-    });
+    add_tokens(
+        sequence,
+        [&] { return std::make_unique<Gradient<Input, Operand>>(query.size(-2), query.size(-1)); },
+        [&](Gradient<Input, Operand>& gradient, RowSums<T>& d_keys, int64_t token) {
+          const int64_t row = sequence.query_begin + token;
+          gradient.of_token().load_query(queries, weights, token, row);
+          gradient.add_keys(keys, index_rows.row(token), d_value_rows.row(token),
+                            std::min(indices.size(-1), visible.end(token)), d_keys);
+          gradient.of_token().store(row, d_query, d_weights);
+        },
+        key_gradient<Input>(sequence, d_key));
   }
 }
 

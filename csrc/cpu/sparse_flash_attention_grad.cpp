@@ -31,21 +31,18 @@ template <typename Input, typename Operand>
 class AttentionGrad {
  public:
   using T = Accumulator<Operand>;
-  using Sums = ParallelScatterAdd<T>;
 
-  AttentionGrad(const SparseAttentionInputs& inputs, double scale, Sums& sums, int64_t worker)
+  AttentionGrad(const SparseAttentionInputs& inputs, double scale)
       : heads_(inputs.heads),
         columns_{inputs.size, inputs.rope_size},
         scale_(static_cast<T>(scale)),
-        sums_(sums),
-        worker_(worker),
         value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
 
   // Computes d_query (heads, D) and d_query_rope (heads, Dr) of one token, and adds its
   // contribution to the sums over tokens.
   void token(const SequenceInputs<Input>& inputs, const TokenRows<Input>& d_out,
              const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum, int64_t token,
-             Input* d_query, Input* d_query_rope) {
+             Input* d_query, Input* d_query_rope, RowSums<T>& sums) {
     auto selected = inputs.selected(token);
     std::array<int64_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
@@ -56,7 +53,7 @@ class AttentionGrad {
     }
     load_token(inputs, d_out, out, softmax_max, softmax_sum, token);
     for (bool first = true; count > 0; first = false) {
-      add_keys(inputs, positions.data(), count, first);
+      add_keys(inputs, positions.data(), count, first, sums);
       count = selected.next(positions.data(), kMaxKeys);
     }
     const auto factor = [this](int64_t) { return scale_; };
@@ -81,7 +78,7 @@ class AttentionGrad {
   }
 
   void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
-                bool first) {
+                bool first, RowSums<T>& sums) {
     const int64_t rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
     const auto& keys = product_.keys();
     const auto& values = value_tile_.load(inputs.value, keys, positions, count, rows);
@@ -91,12 +88,11 @@ class AttentionGrad {
     differentiate_softmax(count);
 
     multiply_heads(probabilities_, rows, d_out_operand_, columns_.nope);
-    sums_.add(worker_, positions, count, d_keys_.data(), d_keys_.stride(), columns_.nope, 0);
+    sums.add(positions, count, d_keys_, columns_.nope, 0);
     multiply_heads(d_scores_, rows, query_operand_, columns_.width());
-    sums_.add(worker_, positions, count, d_keys_.data(), d_keys_.stride(), columns_.nope,
-              columns_.nope);
-    sums_.add(worker_, positions, count, d_keys_.data() + columns_.rope_begin(), d_keys_.stride(),
-              columns_.rope, 2 * columns_.nope);
+    sums.add(positions, count, d_keys_, columns_.nope, columns_.nope);
+    sums.add(positions, count, d_keys_.from(0, columns_.rope_begin()), columns_.rope,
+             2 * columns_.nope);
 
     zero_rows(d_scores_, count, rows);
     transpose(d_scores_, rows, padded_heads_, d_scores_by_head_);
@@ -138,8 +134,6 @@ class AttentionGrad {
   int64_t padded_heads_ = round_up(heads_, depth_step<Operand>);
   HeadColumns<Operand> columns_;
   T scale_;
-  Sums& sums_;
-  int64_t worker_;
   QueryKeyProduct<Input, Operand> product_{padded_heads_, columns_, kMaxKeys};
   Tile<Operand> packed_query_{padded_heads_, columns_.width()};
   Tile<Operand> packed_keys_{kMaxKeys, columns_.width()};
@@ -167,10 +161,7 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
   const int64_t heads = inputs.heads;
   const int64_t size = inputs.size;
   const int64_t rope_size = inputs.rope_size;
-  const int64_t max_workers = worker_count(longest(inputs.sequences, &Sequence::queries));
-  ParallelScatterAdd<T> sums(max_workers, longest(inputs.sequences, &Sequence::keys),
-                             2 * size + rope_size);
-  std::vector<std::unique_ptr<Worker>> grads(max_workers);
+  KeySums<T, Worker> add_tokens(inputs.sequences, 2 * size + rope_size);
   const auto data = [](const at::Tensor& tensor) {
     return tensor.template mutable_data_ptr<Input>();
   };
@@ -186,26 +177,20 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
     const SequenceInputs<Input> rows(inputs, sequence);
     const TokenRows<Input> d_out(forward.d_out, sequence.query_begin);
     const TokenRows<Input> out(forward.out, sequence.query_begin);
-    const int64_t workers = worker_count(sequence.queries);
-    for_each_worker(workers, [&](int64_t worker) {
-      auto& own = grads[worker];
-      if (!own) {
-        own = std::make_unique<Worker>(inputs, scale, sums, worker);
-      }
-      sums.clear(worker, sequence.keys);
-      for (int64_t token = worker; token < sequence.queries; token += workers) {
-        const int64_t row = (sequence.query_begin + token) * heads;
-        own->token(rows, d_out, out, softmax_max + row, softmax_sum + row, token,
-                   d_query + row * size, d_query_rope + row * rope_size);
-      }
-    });
     const auto factor = static_cast<T>(scale);
-    sums.reduce(workers, sequence.keys, [&](int64_t position, const T* sum) {
-      const int64_t row = sequence.key_begin + position;
-      cpu::scale(sum, T(1), d_value + row * size, size);
-      cpu::scale(sum + size, factor, d_key + row * size, size);
-      cpu::scale(sum + 2 * size, factor, d_key_rope + row * rope_size, rope_size);
-    });
+    add_tokens(
+        sequence, [&] { return std::make_unique<Worker>(inputs, scale); },
+        [&](Worker& worker, RowSums<T>& sums, int64_t token) {
+          const int64_t row = (sequence.query_begin + token) * heads;
+          worker.token(rows, d_out, out, softmax_max + row, softmax_sum + row, token,
+                       d_query + row * size, d_query_rope + row * rope_size, sums);
+        },
+        [&](int64_t key, const T* sum) {
+          const int64_t row = sequence.key_begin + key;
+          cpu::scale(sum, T(1), d_value + row * size, size);
+          cpu::scale(sum + size, factor, d_key + row * size, size);
+          cpu::scale(sum + 2 * size, factor, d_key_rope + row * rope_size, rope_size);
+        });
   }
 }
 

@@ -119,8 +119,8 @@ class TokenLoss {
   // Returns `factor` times the loss of one token. Its gradients go to row `row` of the outputs and
   // to `d_keys`. A token whose factor is 0 is not read.
   double operator()(const SequenceRows<Input, T>& rows, const HeadWeights<Input>& weights, T factor,
-                    int64_t token, int64_t row, int64_t slots, ParallelScatterAdd<T>& d_keys,
-                    int64_t worker, const Op::Outputs& outputs) {
+                    int64_t token, int64_t row, int64_t slots, RowSums<T>& d_keys,
+                    const Op::Outputs& outputs) {
     positions_.clear();
     const auto* indices = rows.sparse_indices.row(token);
     std::copy_if(indices, indices + slots, std::back_inserter(positions_),
@@ -144,7 +144,7 @@ class TokenLoss {
       for_each_tile([&](int64_t begin, int64_t count, const Tile<T>& logits) {
         const auto* positions = positions_.data() + begin;
         gradient_.load_keys(rows.key_index, positions, count);
-        gradient_.add(logits, scores_.data() + begin, d_keys, worker, positions);
+        gradient_.add(logits, scores_.data() + begin, d_keys, positions);
       });
     }
     gradient_.store(row, std::get<0>(outputs), std::get<2>(outputs));
@@ -208,29 +208,26 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
   const T* factor = op.weight ? factors.template const_data_ptr<T>() : nullptr;
   const int64_t slots = inputs.sparse_indices.size(-1);
   const int64_t max_keys = longest(sequences, &Sequence::keys);
-  const int64_t max_tokens = longest(sequences, &Sequence::queries);
-  const int64_t max_workers = worker_count(max_tokens);
-
-  ParallelScatterAdd<T> d_keys(max_workers, max_keys, inputs.key_index.size(-1));
-  std::vector<std::unique_ptr<TokenLoss<Input, Operand>>> token_loss(max_workers);
+  KeySums<T, TokenLoss<Input, Operand>> add_tokens(sequences, inputs.key_index.size(-1));
   // One loss per token, summed in token order, so that the sum does not depend on the number of
   // threads.
-  std::vector<double> losses(max_tokens);
+  std::vector<double> losses(longest(sequences, &Sequence::queries));
   double loss = 0;
   for (const auto& sequence : sequences) {
     const SequenceRows<Input, T> rows(inputs, sequence);
     const auto visible = visible_keys_of(op, sequence);
-    accumulate_key_gradient<Input>(
-        sequence, d_keys, std::get<1>(outputs), [&](int64_t worker, int64_t token) {
-          auto& own = token_loss[worker];
-          if (!own) {
-            own = std::make_unique<TokenLoss<Input, Operand>>(inputs, op.scale_value,
-                                                              std::min(slots, max_keys));
-          }
+    add_tokens(
+        sequence,
+        [&] {
+          return std::make_unique<TokenLoss<Input, Operand>>(inputs, op.scale_value,
+                                                             std::min(slots, max_keys));
+        },
+        [&](TokenLoss<Input, Operand>& token_loss, RowSums<T>& d_keys, int64_t token) {
           const int64_t row = sequence.query_begin + token;
-          losses[token] = (*own)(rows, weights, factor ? factor[row] : T(1), token, row,
-                                 std::min(slots, visible.end(token)), d_keys, worker, outputs);
-        });
+          losses[token] = token_loss(rows, weights, factor ? factor[row] : T(1), token, row,
+                                     std::min(slots, visible.end(token)), d_keys, outputs);
+        },
+        key_gradient<Input>(sequence, std::get<1>(outputs)));
     loss = std::accumulate(losses.begin(), losses.begin() + sequence.queries, loss);
   }
   return loss;

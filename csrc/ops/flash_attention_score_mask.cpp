@@ -100,9 +100,8 @@ void FlashAttentionRules::check_compressed_mask() const {
   constexpr int64_t size = kCompressedMaskSize;
   const int64_t rows = with_prefix ? size + kCompressedMaskPrefixRows : size;
   check_value(has_shape(mask, {{rows, size}}), op_, "atten_mask",
-              "expected the compressed mask of shape (", rows, ", ", size,
-              ") for sparse_mode ", options_.sparse_mode, ", whatever Sq and Skv are, got ",
-              mask.sym_sizes(),
+              "expected the compressed mask of shape (", rows, ", ", size, ") for sparse_mode ",
+              options_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
               "; ascend_attn_ops.flash_attention_score builds it when atten_mask is None");
 }
 

@@ -58,12 +58,11 @@ class IndexerGradient {
   }
 
   // Adds the gradients of the tile to those of the token and to rows of `d_keys`.
-  void add(const Tile<T>& logits, const T* d_scores, ParallelScatterAdd<T>& d_keys, int64_t worker,
-           const int32_t* positions) {
+  void add(const Tile<T>& logits, const T* d_scores, RowSums<T>& d_keys, const int32_t* positions) {
     differentiate(logits, d_scores);
     zero_rows(d_logits_, count_, rows_);
     tile_gemm({rows_, size_, padded_heads_, d_logits_, query_operand_, d_key_, false});
-    d_keys.add(worker, positions, count_, d_key_.data(), d_key_.stride(), size_, 0);
+    d_keys.add(positions, count_, d_key_, size_, 0);
 
     transpose(d_logits_, rows_, padded_heads_, d_logits_transposed_);
     tile_gemm({padded_heads_, size_, rows_, d_logits_transposed_,
@@ -119,22 +118,12 @@ class IndexerGradient {
   Tile<T> d_weights_{1, padded_heads_};
 };
 
-// Calls function(worker, token) for every token of the sequence, divided among threads. Then stores
-// what the calls have added to `d_keys` as the gradient of the sequence's keys.
-template <typename Input, typename T, typename Function>
-void accumulate_key_gradient(const Sequence& sequence, ParallelScatterAdd<T>& d_keys,
-                             const at::Tensor& d_key, const Function& function) {
-  const int64_t workers = worker_count(sequence.queries);
-  for_each_worker(workers, [&](int64_t worker) {
-    d_keys.clear(worker, sequence.keys);
-    for (int64_t token = worker; token < sequence.queries; token += workers) {
-      function(worker, token);
-    }
-  });
+// Returns what stores the gradients of the sequence's keys.
+template <typename Input>
+auto key_gradient(const Sequence& sequence, const at::Tensor& d_key) {
   const int64_t size = d_key.size(-1);
   auto* rows = d_key.mutable_data_ptr<Input>() + sequence.key_begin * size;
-  d_keys.reduce(workers, sequence.keys,
-                [=](int64_t index, const T* sum) { convert(sum, rows + index * size, size); });
+  return [=](int64_t key, const auto* sum) { convert(sum, rows + key * size, size); };
 }
 
 // Zeroes the gradients of tokens that belong to no sequence. `outputs` begin with d_query, d_key
