@@ -78,7 +78,7 @@ void measure(int64_t m, int64_t n, int64_t k) {
   const std::vector<float> a(m * k, 1.0f);
   const std::vector<float> b(k * n, 1.0f);
   std::vector<float> c(m * n);
-  const Product<float> product{m, n, k, a.data(), k, b.data(), n, c.data(), n, false};
+  const Product<float> product{m, n, k, {a.data(), k}, {b.data(), n}, {c.data(), n}, false};
   const double flops = 2.0 * m * n * k;
   const double plain = flops / fastest([&] { multiply_plainly(product); });
   const double ours = flops / fastest([&] { multiply(product); });
