@@ -23,7 +23,15 @@ from typing import Any
 from instrumented import ROOT, build, copied
 
 FLAGS = ["-O1", "--coverage", "-fprofile-update=prefer-atomic"]
-FOLDERS = ["csrc/ops", "csrc/cpu", "csrc/autograd", "csrc/core", "csrc/npu", "csrc/python"]
+FOLDERS = [
+    "csrc/ops",
+    "csrc/cpu",
+    "csrc/autograd",
+    "csrc/core",
+    "csrc/dispatch",
+    "csrc/npu",
+    "csrc/python",
+]
 FOLDERS += ["csrc/simulation", "csrc", "python"]
 
 # Counts of executions, by line, by file.

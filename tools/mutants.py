@@ -136,7 +136,7 @@ RULES: Table = {
     "csrc/autograd/lightning_indexer.cpp": [
         (".sparse_mode = «op.sparse_mode»", "int64_t{3}"),
     ],
-    "csrc/autograd/operator_function.h": [
+    "csrc/dispatch/operator_function.h": [
         ('context->saved_data["limits"].toInt()', "limits_override()"),
     ],
     "csrc/autograd/sparse_lightning_indexer_grad_kl_loss.cpp": [
@@ -149,7 +149,7 @@ RULES: Table = {
         ("first.begin + block * stride < span.end", "first.begin + block * stride <= span.end"),
         ("from >= bytes() && «from + other.bytes() <= stride»", "true"),
     ],
-    "csrc/core/outputs.cpp": [
+    "csrc/dispatch/outputs.cpp": [
         ("!tensor.is_contiguous()", "false"),
     ],
     "csrc/core/sequence_lengths.cpp": [
@@ -159,7 +159,7 @@ RULES: Table = {
     "csrc/core/sparse_mode.h": [
         ("std::clamp(tokens, -kUnbounded, kUnbounded)", "tokens"),
     ],
-    "csrc/core/sparse_rules.cpp": [
+    "csrc/ops/sparse_rules.cpp": [
         ("check_present(«query_rope.tensor || !key_rope.tensor», op_", "true"),
         (
             "dtype == query_.tensor.scalar_type() || «dtype == at::kFloat», op_",

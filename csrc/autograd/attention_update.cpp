@@ -6,8 +6,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include "autograd/operator_function.h"
-#include "core/operator.h"
+#include "dispatch/operator.h"
+#include "dispatch/operator_function.h"
 
 namespace ascend_attn {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <torch/library.h>
 
-#include "autograd/operator_function.h"
+#include "dispatch/operator_function.h"
 
 namespace ascend_attn {
 namespace {

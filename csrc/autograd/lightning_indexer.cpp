@@ -2,8 +2,8 @@
 
 #include <torch/library.h>
 
-#include "autograd/operator_function.h"
 #include "core/determinism.h"
+#include "dispatch/operator_function.h"
 
 namespace ascend_attn {
 namespace {

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "autograd/operator_function.h"
+#include "dispatch/operator_function.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {

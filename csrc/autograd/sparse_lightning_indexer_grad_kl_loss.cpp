@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "autograd/operator_function.h"
+#include "dispatch/operator_function.h"
 
 namespace ascend_attn {
 namespace {

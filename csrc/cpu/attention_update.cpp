@@ -11,10 +11,10 @@
 #include <tuple>
 #include <vector>
 
-#include "core/operator.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "core/operator.h"
 #include "cpu/common/attention_rows.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

@@ -10,8 +10,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/operator.h"
 #include "cpu/common/parallel_tasks.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

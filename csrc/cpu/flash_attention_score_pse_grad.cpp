@@ -8,10 +8,10 @@
 #include <memory>
 #include <vector>
 
-#include "core/operator.h"
 #include "core/tensor_checks.h"
 #include "cpu/common/dense_attention_grad.h"
 #include "cpu/common/parallel_tasks.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/operator.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer.h"
@@ -21,6 +20,7 @@
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/top_k.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

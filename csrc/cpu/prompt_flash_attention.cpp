@@ -9,10 +9,10 @@
 #include <optional>
 
 #include "core/error.h"
-#include "core/operator.h"
 #include "cpu/common/attention_rows.h"
 #include "cpu/common/int8.h"
 #include "cpu/prompt_flash_attention_int8.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

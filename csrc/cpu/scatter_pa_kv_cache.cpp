@@ -21,7 +21,7 @@
 #endif
 
 #include "core/error.h"
-#include "core/operator.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

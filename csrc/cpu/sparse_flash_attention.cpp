@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/operator.h"
 #include "cpu/common/partial_attention.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_attention_inputs.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
 namespace {

@@ -10,12 +10,12 @@
 #include <numeric>
 #include <vector>
 
-#include "core/operator.h"
 #include "core/sparse_mode.h"
-#include "core/sparse_rules.h"
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
+#include "dispatch/operator.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn::cpu {
 namespace {

@@ -13,8 +13,8 @@
 #include "core/determinism.h"
 #include "core/error.h"
 #include "core/limits.h"
-#include "core/operator.h"
 #include "core/tensor_checks.h"
+#include "dispatch/operator.h"
 #include "npu/aclnn/launcher.h"
 #include "npu/capture.h"
 

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/tensor.h>
 
-#include "core/sparse_rules.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn::aclnn {
 namespace {

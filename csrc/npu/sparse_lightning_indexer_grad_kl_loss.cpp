@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "core/sparse_mode.h"
-#include "core/sparse_rules.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn::aclnn {
 namespace {

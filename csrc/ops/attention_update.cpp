@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/operator.h"
 #include "core/tensor_checks.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
 namespace {

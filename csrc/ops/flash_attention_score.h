@@ -4,9 +4,9 @@
 #include <array>
 #include <tuple>
 
-#include "core/arguments.h"
 #include "core/limits.h"
 #include "core/text.h"
+#include "dispatch/arguments.h"
 
 namespace ascend_attn {
 

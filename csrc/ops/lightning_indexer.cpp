@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "core/error.h"
-#include "core/sparse_rules.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn {
 namespace {

@@ -6,11 +6,11 @@
 #include <tuple>
 #include <vector>
 
-#include "core/arguments.h"
-#include "core/key_pages.h"
 #include "core/limits.h"
-#include "core/outputs.h"
 #include "core/sequence_lengths.h"
+#include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
+#include "ops/key_pages.h"
 
 namespace ascend_attn {
 

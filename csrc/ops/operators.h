@@ -2,7 +2,7 @@
 // and a row in the table of limits.
 #pragma once
 
-#include "core/operator.h"
+#include "dispatch/operator.h"
 #include "ops/attention_update.h"
 #include "ops/flash_attention_score.h"
 #include "ops/lightning_indexer.h"

@@ -5,9 +5,9 @@
 #include <array>
 #include <tuple>
 
-#include "core/arguments.h"
 #include "core/limits.h"
-#include "core/outputs.h"
+#include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
 
 namespace ascend_attn {
 

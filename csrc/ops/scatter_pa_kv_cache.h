@@ -4,8 +4,8 @@
 #include <array>
 #include <tuple>
 
-#include "core/arguments.h"
 #include "core/limits.h"
+#include "dispatch/arguments.h"
 
 namespace ascend_attn {
 

@@ -2,7 +2,7 @@
 
 #include "core/determinism.h"
 #include "core/error.h"
-#include "core/sparse_rules.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn {
 namespace {

@@ -5,10 +5,10 @@
 #include <array>
 #include <tuple>
 
-#include "core/arguments.h"
-#include "core/key_pages.h"
 #include "core/limits.h"
-#include "core/outputs.h"
+#include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
+#include "ops/key_pages.h"
 
 namespace ascend_attn {
 

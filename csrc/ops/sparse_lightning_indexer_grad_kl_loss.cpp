@@ -2,7 +2,7 @@
 
 #include "core/error.h"
 #include "core/sequence_lengths.h"
-#include "core/sparse_rules.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn {
 namespace {

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/operator.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
 

@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/key_pages.h"
 #include "core/sequence_lengths.h"
 #include "cpu/common/token_rows.h"
+#include "ops/key_pages.h"
 
 namespace ascend_attn::cpu {
 

@@ -6,15 +6,15 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/key_pages.h"
 #include "core/layout.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
-#include "core/sparse_rules.h"
 #include "cpu/common/key_rows.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
 #include "cpu/common/token_rows.h"
+#include "ops/key_pages.h"
+#include "ops/sparse_rules.h"
 
 namespace ascend_attn::cpu {
 

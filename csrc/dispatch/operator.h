@@ -23,10 +23,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/arguments.h"
 #include "core/error.h"
-#include "core/outputs.h"
 #include "core/tensor_checks.h"
+#include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
 
 namespace ascend_attn {
 

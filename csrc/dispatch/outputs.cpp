@@ -1,7 +1,7 @@
-#include "core/outputs.h"
+#include "dispatch/outputs.h"
 
 #include "core/error.h"
-#include "core/operator.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
 namespace {

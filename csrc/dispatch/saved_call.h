@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/arguments.h"
-#include "core/key_pages.h"
+#include "dispatch/arguments.h"
+#include "ops/key_pages.h"
 
 namespace ascend_attn {
 

@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/saved_call.h"
 #include "core/error.h"
 #include "core/limits.h"
-#include "core/operator.h"
+#include "dispatch/operator.h"
+#include "dispatch/saved_call.h"
 
 namespace ascend_attn {
 

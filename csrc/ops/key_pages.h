@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "core/arguments.h"
+#include "dispatch/arguments.h"
 
 namespace ascend_attn {
 

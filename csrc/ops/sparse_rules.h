@@ -13,10 +13,10 @@
 #include <string_view>
 #include <vector>
 
-#include "core/key_pages.h"
 #include "core/layout.h"
 #include "core/limits.h"
 #include "core/tensor_checks.h"
+#include "ops/key_pages.h"
 
 namespace ascend_attn {
 

@@ -1,4 +1,4 @@
-#include "core/sparse_rules.h"
+#include "ops/sparse_rules.h"
 
 #include "core/error.h"
 #include "core/sequence_lengths.h"

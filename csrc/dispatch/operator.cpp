@@ -1,4 +1,4 @@
-#include "core/operator.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
 
