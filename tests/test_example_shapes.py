@@ -15,8 +15,8 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_ops.device_limits import Device, table
 from ascend_attn_ops.distributed._plan import EXPLICIT
-from ascend_attn_ops.limits import Device, table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import normalized
+from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import normalized
 from samples import OPERATORS, Sample
 from samples.sparse import SparseCase
 from tolerance import TOLERANCES, assert_close, assert_same_bits

@@ -8,7 +8,7 @@ import sys
 
 import ascend_attn_ops
 import pytest
-from ascend_attn_ops.limits import Device, device_in_force, parse, table
+from ascend_attn_ops.device_limits import Device, device_in_force, parse, table
 
 NEWEST = "9.1"
 
@@ -63,7 +63,7 @@ def test_texts() -> None:
             parse(text)
 
 
-PRINT = "from ascend_attn_ops.limits import device_in_force as device; print(device())"
+PRINT = "from ascend_attn_ops.device_limits import device_in_force as device; print(device())"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.limits import Device, device_in_force
+from ascend_attn_ops.device_limits import Device, device_in_force
 from torch import Tensor
 
 DEFAULT = Device("A2", "9.1")

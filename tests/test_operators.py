@@ -13,7 +13,7 @@ import pytest
 import registered
 import torch
 from ascend_attn_ops import _C, reference
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from samples import OPERATORS, RECIPES, WRONG_CALLS
 
 REGISTERED = sorted(name for name in registered.OPERATORS if not name.startswith("_"))

@@ -11,7 +11,7 @@ import ascend_attn_ops
 import pytest
 import registered
 import torch
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
 from samples import WRONG_CALLS, Operator, Recipe, WrongCall, as_tuple, bytes_of
 from torch import Tensor

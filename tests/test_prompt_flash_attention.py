@@ -9,7 +9,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import prompt_flash_attention, sparse_mode_mask
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from ascend_attn_ops.masks import compressed_mask
 from samples.prompt_flash_attention import PromptCase, build
 from samples.prompt_flash_attention_errors import (

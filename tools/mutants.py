@@ -249,18 +249,18 @@ PACKAGE: Table = {
     "npu_operators/merging.py": [
         ("not ends or ends[0] != 0 or ends[-1] != tokens", "not ends or ends[0] != 0"),
     ],
-    "quantization.py": [
-        ("_to_int8(value, «deq_scale2 * _LARGEST»)", "s_value"),
-    ],
-    "scatter_pa_kv_cache.py": [
+    "operators/scatter_pa_kv_cache.py": [
         ("masked_fill(«(at < 0) | (blocks < 0)», -1)", "blocks < 0"),
         ("(used < 0) | (used >= num_blocks)", "used >= num_blocks"),
     ],
-    "sparse_lightning_indexer_grad_kl_loss.py": [
+    "operators/sparse_lightning_indexer_grad_kl_loss.py": [
         (
             "torch.where(positions < on_device[:, None], weight, 0)",
             "weight * (positions < on_device[:, None])",
         ),
+    ],
+    "quantization.py": [
+        ("_to_int8(value, «deq_scale2 * _LARGEST»)", "s_value"),
     ],
     "training.py": [
         ("op.namespace in _OPERATORS and not op._schema.is_mutable", "op.namespace in _OPERATORS"),

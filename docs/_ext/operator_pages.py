@@ -20,12 +20,12 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.typing import ExtensionMetadata
 
-Row = dict[str, Any]  # of ascend_attn_ops.limits.table()
+Row = dict[str, Any]  # of ascend_attn_ops.device_limits.table()
 
 
 def specification_of(operator: str, folder: Path) -> Path:

@@ -7,15 +7,17 @@ with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and
 # The first imports torch; the second says why `_C` cannot be loaded here, which all others need.
 from ascend_attn_ops import _torch  # noqa: F401, I001
 from ascend_attn_ops import _built_with, _flops, _library, _transforms  # noqa: F401
-from ascend_attn_ops.attention_update import attention_update
-from ascend_attn_ops.flash_attention_score import flash_attention_score, flash_attention_score_grad
-from ascend_attn_ops.lightning_indexer import lightning_indexer, lightning_indexer_grad
-from ascend_attn_ops.limits import limits
+from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
-from ascend_attn_ops.prompt_flash_attention import prompt_flash_attention
-from ascend_attn_ops.quantization import quantize_attention_inputs
-from ascend_attn_ops.scatter_pa_kv_cache import (
+from ascend_attn_ops.operators.attention_update import attention_update
+from ascend_attn_ops.operators.flash_attention_score import (
+    flash_attention_score,
+    flash_attention_score_grad,
+)
+from ascend_attn_ops.operators.lightning_indexer import lightning_indexer, lightning_indexer_grad
+from ascend_attn_ops.operators.prompt_flash_attention import prompt_flash_attention
+from ascend_attn_ops.operators.scatter_pa_kv_cache import (
     gather_paged_kv,
     nd_to_nz,
     nz_cache_shape,
@@ -23,14 +25,15 @@ from ascend_attn_ops.scatter_pa_kv_cache import (
     scatter_pa_kv_cache_,
     slot_mapping,
 )
-from ascend_attn_ops.sparse_flash_attention import (
+from ascend_attn_ops.operators.sparse_flash_attention import (
     sparse_flash_attention,
     sparse_flash_attention_grad,
 )
-from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
+from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
     lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
 )
+from ascend_attn_ops.quantization import quantize_attention_inputs
 from ascend_attn_ops.training import attach_loss, save_attention_policy
 
 _library.load()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ascend_attn_ops import masks, report
 from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops.limits import Device, device_in_force, parse
+from ascend_attn_ops.device_limits import Device, device_in_force, parse
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import readable, shown, wrong
 from ascend_attn_ops._operators import lengths_on
-from ascend_attn_ops.scatter_pa_kv_cache import scatter_pa_kv_cache_, slot_mapping
+from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_, slot_mapping
 
 
 def append(

@@ -24,7 +24,7 @@ from ascend_attn_ops._arguments import (
     wrong,
 )
 from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops.flash_attention_score import flash_attention_score
+from ascend_attn_ops.operators.flash_attention_score import flash_attention_score
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _LANES = 8  # how often each statistic is given

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ascend_attn_ops import _C, _built_with, _npu_graphs
-from ascend_attn_ops.limits import apply_environment
+from ascend_attn_ops.device_limits import apply_environment
 
 # Stands in for the NPU kernels while they cannot be loaded.
 _without_npu: torch.library.Library | None = None

@@ -24,7 +24,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ascend_attn_ops import _C
-from ascend_attn_ops.limits import LimitsOfCall
+from ascend_attn_ops.device_limits import LimitsOfCall
 
 _library = torch.library.Library("ascend", "IMPL")
 

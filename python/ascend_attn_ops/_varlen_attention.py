@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._dense_attention import default_mask
-from ascend_attn_ops.flash_attention_score import flash_attention_score_grad
+from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
 
 _FORWARD = "_flash_attention_forward"
 _BACKWARD = "_flash_attention_backward"

@@ -16,7 +16,7 @@ from ascend_attn_ops._arguments import (
     shown,
     wrong,
 )
-from ascend_attn_ops.lightning_indexer import lightning_indexer
+from ascend_attn_ops.operators.lightning_indexer import lightning_indexer
 
 _NAME = "ascend::LightningIndexer"
 _LARGEST_SIZE = 2**31 - 1

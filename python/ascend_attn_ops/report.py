@@ -12,7 +12,7 @@ import torch
 
 import ascend_attn_ops
 from ascend_attn_ops import _C, _built_with, _library, simulate
-from ascend_attn_ops.limits import Device, device_in_force, table
+from ascend_attn_ops.device_limits import Device, device_in_force, table
 
 
 def print_report() -> int:

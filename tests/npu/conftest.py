@@ -18,7 +18,7 @@ if "CANN_SIM_SOC" not in os.environ:
     pytest.exit("the NPU tests are started by `python tests/npu/run.py`", returncode=2)
 
 import torch
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from ascend_attn_ops.simulate._products import product_of
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import torch
 from ascend_attn_ops import simulate
-from ascend_attn_ops.limits import limits, table
+from ascend_attn_ops.device_limits import limits, table
 from device_samples import to_npu
 from samples import OPERATORS, Recipe, Sample, bytes_of
 from torch import Tensor

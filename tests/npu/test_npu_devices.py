@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch_npu
 from ascend_attn_ops import simulate
-from ascend_attn_ops.limits import device_in_force
+from ascend_attn_ops.device_limits import device_in_force
 from ascend_attn_ops.simulate._products import SOCS, missing_functions
 from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from device_samples import first

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_npu
 from ascend_attn_ops import simulate
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from ascend_attn_ops.simulate._products import SOCS
 from conftest import (
     TASK_QUEUE,
@@ -139,7 +139,7 @@ def test_product(product: str) -> None:
     text, _ = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
-        from ascend_attn_ops.limits import device_in_force
+        from ascend_attn_ops.device_limits import device_in_force
         from device_samples import first
         print(device_in_force())
         sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")

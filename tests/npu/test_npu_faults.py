@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascend_attn_ops.limits import table
+from ascend_attn_ops.device_limits import table
 from conftest import DEVICE, TASK_QUEUE
 from faulty_calls import FAULTS, MESSAGE, Fault
 from samples import OPERATORS

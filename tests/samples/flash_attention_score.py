@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.flash_attention_score import by_head, from_heads, to_heads
+from ascend_attn_ops.reference.operators.flash_attention_score import by_head, from_heads, to_heads
 from bounds import Expected, largest_score, magnitude, of_statistics, within
 from torch import Tensor
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.reference.flash_attention_score import from_heads, to_heads
-from ascend_attn_ops.reference.prompt_flash_attention import quantized, read_scale, saturated
+from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
+from ascend_attn_ops.reference.operators.prompt_flash_attention import (
+    quantized,
+    read_scale,
+    saturated,
+)
 from bounds import OF_TERMS, Expected, half_ulp, largest_score, magnitude, within
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
 from ascend_attn_ops.reference.sequences import with_dense_keys
-from ascend_attn_ops.reference.sparse_flash_attention import join_rope
 from bounds import Expected, largest_score, magnitude, of_statistics, within
 from torch import Tensor
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
 from ascend_attn_ops.reference.sequences import (
     index_lists,
     rows,
     statistics_to_tokens,
     to_tokens,
 )
-from ascend_attn_ops.reference.sparse_flash_attention import join_rope
 from bounds import Expected, counted_signs, largest_score, magnitude, within
 from torch import Tensor
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import shown
+from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._agreement import agree
 from ascend_attn_ops.distributed._collectives import gather, reduce_scatter, sum_dtype
-from ascend_attn_ops.limits import LimitsOfCall
 
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards

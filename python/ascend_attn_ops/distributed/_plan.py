@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.distributed import _tokens
 from ascend_attn_ops.distributed._axes import PER_SEQUENCE, axes_of
 from ascend_attn_ops.distributed._placements import (
@@ -36,7 +37,6 @@ from ascend_attn_ops.distributed._signature import (
     sizes_of,
     tensors_of,
 )
-from ascend_attn_ops.limits import limits
 
 # The context in which nothing is redistributed unasked. torch 2.9 and earlier have none.
 EXPLICIT: Any = getattr(_utils, "ExplicitRedistributionContext", None)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._collectives import pad, sum_dtype
 from ascend_attn_ops.distributed._dense_operation import DenseAttention
 from ascend_attn_ops.distributed._parts import Rows, limits_in_force, local_rows
-from ascend_attn_ops.limits import LimitsOfCall
 
 if TYPE_CHECKING:
     from ascend_attn_ops.distributed.shards import SequenceShards

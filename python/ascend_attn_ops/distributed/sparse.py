@@ -31,7 +31,7 @@ from ascend_attn_ops.distributed._sparse_operations import (
     SparseAttention,
 )
 from ascend_attn_ops.distributed.shards import SequenceShards
-from ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss import (
+from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
     check_divisor,
     normalized,
     one_for_zero,

@@ -8,9 +8,9 @@ and in fp32 otherwise. They take the arguments of torch.ops.ascend.<name>.
 import importlib
 import pkgutil
 
+from . import operators
 from .declaration import REFERENCES
 
-for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
     importlib.import_module(module.name)
-# A module may have the name of its operator: here the name is that of the function.
 globals().update(REFERENCES)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops._operators import Lengths, lengths_on
-from ascend_attn_ops.limits import device_in_force
+from ascend_attn_ops.device_limits import device_in_force
 
 
 class Sequences(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .declaration import Arguments, reference
-from .sequences import (
+from ..declaration import Arguments, reference
+from ..sequences import (
     compute_dtype,
     index_lists,
     leading_indices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .declaration import Arguments, reference
+from ..declaration import Arguments, reference
 
 
 @reference

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .declaration import Arguments, reference
+from ..declaration import Arguments, reference
+from ..sequences import compute_dtype
 from .flash_attention_score import from_heads, to_heads
-from .sequences import compute_dtype
 
 HALF_MAX = 65504.0
 # Larger than any length.

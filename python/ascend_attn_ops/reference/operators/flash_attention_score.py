@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .declaration import Arguments, reference
-from .sequences import compute_dtype
+from ..declaration import Arguments, reference
+from ..sequences import compute_dtype
 
 FLT_MAX = torch.finfo(torch.float32).max
 LANES = 8  # how often each statistic is given
