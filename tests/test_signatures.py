@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,7 +12,7 @@ import ascend_attn_ops
 import pytest
 import registered
 import torch
-from ascend_attn_ops import _C
+from ascend_attn_ops import _C, reference
 from ascend_attn_ops.reference import REFERENCES
 
 HEADERS = Path(__file__).parents[1] / "csrc" / "ops"
@@ -147,3 +148,10 @@ def test_the_loss_takes_the_arguments_of_its_operator() -> None:
     # The mode ignores both.
     del operator["pre_tokens"], operator["next_tokens"]
     assert loss == operator
+
+
+def test_no_module_hides_a_public_function() -> None:
+    """Importing a submodule sets an attribute of its package."""
+    modules = {x.name for x in pkgutil.iter_modules(ascend_attn_ops.__path__)}
+    assert not modules & {name.rstrip("_") for name in ascend_attn_ops.__all__}
+    assert not {x.name for x in pkgutil.iter_modules(reference.__path__)} & REFERENCES.keys()
