@@ -10,9 +10,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from gradients import outputs_and_gradients
-from samples import FIRST_DIFFERENTIABLE, Recipe, Sample, as_tuple
-from tolerance import assert_same_bits
+from support.gradients import outputs_and_gradients
+from support.samples import FIRST_DIFFERENTIABLE, Recipe, Sample, as_tuple
+from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ascend_attn_ops import flash_attn
 from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attention_in_torch import attend, attend_packed, visible
+from support.flash_attention_in_torch import attend, attend_packed, visible
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -8,7 +8,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import flash_attn_with_kvcache
-from flash_attention_in_torch import attend
+from support.flash_attention_in_torch import attend
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

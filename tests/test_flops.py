@@ -6,12 +6,12 @@ from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
-import registered
 import torch
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import rows, with_dense_keys
-from gradients import outputs_and_gradients
-from samples import OPERATORS, RECIPES, Recipe
+from support import registered
+from support.gradients import outputs_and_gradients
+from support.samples import OPERATORS, RECIPES, Recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import flash_attn_varlen_func, register_flash_attention_impl
-from flash_attention_in_torch import attend_packed
+from support.flash_attention_in_torch import attend_packed
 from torch import Tensor
 
 HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")

@@ -43,8 +43,10 @@ PROCESSORS = ["neoverse-n1", "max"]
 NPU_SMOKE = "test_public_functions or test_the_caches_are_those_of_the_cpu"
 # What is left out by default: programs that train for minutes, ranks (QEMU's fork can hang in a
 # process with several threads), and what is the same on every processor.
-LEFT_OUT = ["npu", "distributed", "device_rules", "test_example.py", "test_paged_decode.py"]
-LEFT_OUT += ["test_packaging.py", "test_limits.py"]
+LEFT_OUT = [
+    "npu", "distributed", "device_rules", "examples/test_example.py",
+    "examples/test_paged_decode.py", "repository/test_packaging.py", "test_limits.py",
+]  # fmt: skip
 
 
 def apt(folder: Path, *arguments: str) -> None:

@@ -39,3 +39,9 @@ def build(folder: Path, flags: Iterable[str], cpu: Path, npu: Path | None = None
                  "--build-temp", f"build-{part}"],
                 cwd=folder, env={**environment, "ASCEND_ATTN_OPS_BUILD": part}, check=True,
             )  # fmt: skip
+
+
+def test_file(name: str) -> str:
+    """The path in the checkout of `test_<name>.py`, which is in one of the folders of tests."""
+    (path,) = ROOT.glob(f"tests/**/test_{name}.py")
+    return str(path.relative_to(ROOT))

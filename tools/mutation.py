@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from instrumented import ROOT, build, copied
+from instrumented import ROOT, build, copied, test_file
 from mutants import KERNELS, PACKAGE, RULES
 
 CPU = ROOT / ".venv/bin/python"
@@ -38,11 +38,10 @@ FIRST = {
     "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
     "flash_attention_score sequence_lengths threads autocast limits_of_tasks out_forms "
-    "cache_layouts prompt_flash_attention_int8 memory_and_sizes device_rules/verdicts",
-    "/distributed/": "distributed/dense_context_parallel distributed/agreement "
-    "distributed/sparse_context_parallel distributed/communication distributed/dtensor "
-    "distributed/training",
-    "/integrations/": "integrations/dense_models integrations/sparse_models",
+    "cache_layouts prompt_flash_attention_int8 memory_and_sizes verdicts",
+    "/distributed/": "dense_context_parallel agreement sparse_context_parallel communication "
+    "dtensor training",
+    "/integrations/": "dense_models sparse_models",
     "/npu_operators/": "npu_operators_inference npu_operators_others npu_operators_errors "
     "npu_operators_fusion_attention npu_operators_sparse",
     "_arguments.py": "errors_python memory_and_sizes",
@@ -127,7 +126,7 @@ def test_files() -> list[str]:
 def concerned(file: str) -> list[str]:
     """The test files to run first, in this order."""
     names = next(names.split() for part, names in FIRST.items() if part in file)
-    return [str(Path("tests", name).with_name(f"test_{Path(name).name}.py")) for name in names]
+    return [test_file(name) for name in names]
 
 
 def failure(tests: list[str], mutant: Mutant | None) -> str | None:

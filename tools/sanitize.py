@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from instrumented import ROOT, build, copied
+from instrumented import ROOT, build, copied, test_file
 
 # GCC, which has its sanitizers in libraries that can be loaded early.
 COMPILER = os.environ.get("CXX", "c++")
@@ -148,7 +148,7 @@ def main() -> int:
     shutil.rmtree(plan.folder / "reports", ignore_errors=True)
     (plan.folder / "reports").mkdir()
     given = arguments.pytest
-    files = [f"tests/test_{name}.py" for name in plan.cpu_tests]
+    files = [test_file(name) for name in plan.cpu_tests]
     runs = [[str(cpu), "-m", "pytest", *files, *given]]
     if npu is not None:
         modules = " or ".join(f"test_npu_{name}" for name in plan.npu_tests)

@@ -13,7 +13,7 @@ import torch
 from ascend_attn_ops.distributed import enable_dtensor
 from ascend_attn_ops.distributed._axes import axes_of
 from ascend_attn_ops.distributed._placements import HeadsOfSequences
-from samples import OPERATORS, Recipe, Sample
+from support.samples import OPERATORS, Recipe, Sample
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from processes import skip_unless_gloo_averages
+from support.checkout import EXAMPLES
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
 )
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_lightning_indexer.py"
+SCRIPT = EXAMPLES / "train_lightning_indexer.py"
 STEPS = 12
 OPTIONS = {
     "hidden-size": 64, "heads": 4, "head-dim": 32, "latent-dim": 64, "rope-dim": 16,

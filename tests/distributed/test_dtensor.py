@@ -8,7 +8,6 @@ from typing import Any
 import dtensor_cases
 import dtensor_rules
 import pytest
-import registered
 import torch
 from ascend_attn_ops.distributed import enable_dtensor
 from ascend_attn_ops.distributed._axes import LINES
@@ -17,7 +16,8 @@ from ascend_attn_ops.distributed._plan import EXPLICIT
 from ascend_attn_ops.distributed._tokens import packed_lengths
 from dtensor_cases import LARGEST_ERROR
 from processes import on_ranks
-from samples import OPERATORS
+from support import registered
+from support.samples import OPERATORS
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -16,6 +15,7 @@ from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
 from processes import on_ranks, skip_unless_gloo_averages
 from sparse_layer import KEYS, QUERIES, SCALE, Sizes, inputs, relative_error
+from support.checkout import EXAMPLES
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
@@ -266,7 +266,7 @@ def test_limits_hold_in_the_backward() -> None:
 
 
 def example_model() -> tuple[Any, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    sys.path.insert(0, str(EXAMPLES))
     import sparse_lm
 
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops._arguments import is_number
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
-from samples import Operator, Sample, bytes_of
+from support.samples import Operator, Sample, bytes_of
 from torch import Tensor
 
 from .calls import check

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 import torch
-from samples import Sample
+from support.samples import Sample
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

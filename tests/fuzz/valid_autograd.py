@@ -6,9 +6,9 @@ from collections.abc import Callable
 from random import Random
 
 import torch
-from gradients import differentiable_names, incoming_gradients, outputs_and_gradients
-from samples import OPERATORS, Sample, bytes_of, lightning_indexer, named_tensors
-from samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from support.gradients import differentiable_names, incoming_gradients, outputs_and_gradients
+from support.samples import OPERATORS, Sample, bytes_of, lightning_indexer, named_tensors
+from support.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
 
 from . import draw
 from .calls import poisoned_memory

@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 import torch
-from samples import Sample, flash_attention_score, prompt_flash_attention, randomness
-from samples.flash_attention_score import FlashCase
-from samples.prompt_flash_attention import PromptCase
+from support.samples import Sample, flash_attention_score, prompt_flash_attention, randomness
+from support.samples.flash_attention_score import FlashCase
+from support.samples.prompt_flash_attention import PromptCase
 
 from . import draw
 from .calls import check, run

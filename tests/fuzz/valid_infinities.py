@@ -13,7 +13,7 @@ from dataclasses import replace
 from random import Random
 
 import torch
-from samples import (
+from support.samples import (
     OPERATORS,
     Sample,
     flash_attention_score,
@@ -22,7 +22,7 @@ from samples import (
     randomness,
     sparse_flash_attention,
 )
-from samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from support.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
 
 from . import draw
 from .calls import Outputs, check, run

@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 import torch
-from samples import Sample, lightning_indexer, randomness, sparse_flash_attention
-from samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
-from samples.sparse import SparseCase
+from support.samples import Sample, lightning_indexer, randomness, sparse_flash_attention
+from support.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from support.samples.sparse import SparseCase
 
 from . import draw
 from .calls import check, run

@@ -9,9 +9,9 @@ from typing import Any
 import ascend_attn_ops
 import torch
 from ascend_attn_ops import reference
-from samples import Sample, attention_update, bytes_of, scatter_pa_kv_cache
-from samples.attention_update import UpdateCase
-from samples.scatter_pa_kv_cache import CacheCase
+from support.samples import Sample, attention_update, bytes_of, scatter_pa_kv_cache
+from support.samples.attention_update import UpdateCase
+from support.samples.scatter_pa_kv_cache import CacheCase
 from torch import Tensor
 
 from . import draw

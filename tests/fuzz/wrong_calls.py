@@ -17,8 +17,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import torch
 from ascend_attn_ops.device_limits import device_in_force, limits
-from samples import OPERATORS, Operator, Sample
-from samples.wrong_call import Product
+from support.samples import OPERATORS, Operator, Sample
+from support.samples.wrong_call import Product
 from torch import Tensor
 
 from .case import Case, Finding

@@ -12,7 +12,7 @@ import ascend_attn_ops as ops
 import torch
 from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
-from samples import OPERATORS
+from support.samples import OPERATORS
 from torch import Tensor
 
 from .case import Case, Finding

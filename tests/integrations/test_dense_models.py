@@ -13,7 +13,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import _dense, register  # noqa: E402
-from integrations.small_models import (  # noqa: E402
+from support.small_models import (  # noqa: E402
     make,
     packing,
     padding,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
-from integrations.small_models import SPARSE, make, tokens  # noqa: E402
+from support.small_models import SPARSE, make, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 

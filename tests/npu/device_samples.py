@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samples import RECIPES, Recipe, Sample
+from support.samples import RECIPES, Recipe, Sample
 from torch import Tensor
 
 # Not too many: all of them are in test_npu_equals_cpu.py and test_npu_conformance.py.

@@ -24,7 +24,7 @@ import torch
 from ascend_attn_ops import simulate
 from ascend_attn_ops.device_limits import limits, table
 from device_samples import to_npu
-from samples import OPERATORS, Recipe, Sample, bytes_of
+from support.samples import OPERATORS, Recipe, Sample, bytes_of
 from torch import Tensor
 
 MESSAGE = "EZ9999: planted"

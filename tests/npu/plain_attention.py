@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_npu
-from tolerance import Tolerance
+from support.tolerance import Tolerance
 from torch import Tensor
 
 # Half types round the probabilities, which the sums then carry.

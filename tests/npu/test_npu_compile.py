@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from device_samples import DEVICE_RECIPES
-from gradients import outputs_and_gradients
-from samples import OPERATORS, Operator, Recipe, Sample
-from tolerance import assert_same_bits
+from support.gradients import outputs_and_gradients
+from support.samples import OPERATORS, Operator, Recipe, Sample
+from support.tolerance import assert_same_bits
 
 
 @pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)

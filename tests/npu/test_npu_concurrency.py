@@ -9,8 +9,8 @@ import pytest
 import torch
 from ascend_attn_ops import simulate
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
-from samples import RECIPES, Recipe, named_tensors
-from tolerance import assert_same_bits
+from support.samples import RECIPES, Recipe, named_tensors
+from support.tolerance import assert_same_bits
 
 
 def elements(recipe: Recipe) -> list[int]:

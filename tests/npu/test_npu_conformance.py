@@ -13,7 +13,7 @@ import torch
 from ascend_attn_ops import simulate
 from conftest import TASK_QUEUE
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
-from samples import OPERATORS, RECIPES, Recipe, Sample
+from support.samples import OPERATORS, RECIPES, Recipe, Sample
 
 ND, NCL, NCHW = 2, 47, 0
 

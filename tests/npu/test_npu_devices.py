@@ -20,10 +20,10 @@ from ascend_attn_ops.device_limits import device_in_force
 from ascend_attn_ops.simulate._products import SOCS, missing_functions
 from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from device_samples import first
-from samples import Sample, flash_attention_score, lightning_indexer, sparse_flash_attention
-from samples.flash_attention_score import FlashCase
-from samples.sparse import SparseCase
-from tolerance import assert_same_bits
+from support.samples import Sample, flash_attention_score, lightning_indexer, sparse_flash_attention
+from support.samples.flash_attention_score import FlashCase
+from support.samples.sparse import SparseCase
+from support.tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
@@ -127,7 +127,7 @@ def test_rows_behind_the_last_sequence(operator: Any, case: SparseCase) -> None:
 # In a process of its own, whose memory nobody has used: it holds what the simulation fills it with.
 ROWS_BEHIND = """
     import torch, ascend_attn_ops
-    from samples import lightning_indexer
+    from support.samples import lightning_indexer
     from test_npu_devices import PACKS
     x = lightning_indexer.build(PACKS[0], torch.bfloat16).to("npu").arguments
     indices, _ = torch.ops.npu.npu_lightning_indexer(

@@ -10,8 +10,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.simulate import computing
-from gradients import gradients
-from samples import (
+from support.gradients import gradients
+from support.samples import (
     DIFFERENTIABLE_RECIPES,
     OPERATORS,
     RECIPES,
@@ -20,8 +20,8 @@ from samples import (
     Recipe,
     Sample,
 )
-from samples.sparse import ALL_TOKENS, LENGTHS
-from tolerance import assert_same_bits
+from support.samples.sparse import ALL_TOKENS, LENGTHS
+from support.tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

@@ -22,8 +22,8 @@ from conftest import (
     run_in_new_process,
 )
 from device_samples import DEVICE_RECIPES, first
-from samples import OPERATORS, Recipe
-from samples.flash_attention_score import FlashCase, build
+from support.samples import OPERATORS, Recipe
+from support.samples.flash_attention_score import FlashCase, build
 
 each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 ATTENTION = "sparse_flash_attention"

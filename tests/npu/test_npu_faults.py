@@ -15,7 +15,7 @@ import pytest
 from ascend_attn_ops.device_limits import table
 from conftest import DEVICE, TASK_QUEUE
 from faulty_calls import FAULTS, MESSAGE, Fault
-from samples import OPERATORS
+from support.samples import OPERATORS
 
 FUNCTIONS = [(row["operator"], function) for row in table() for function in row["aclnn"]]
 # What the thread of the task queue does, at each of its levels.

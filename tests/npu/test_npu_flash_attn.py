@@ -13,7 +13,7 @@ from ascend_attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     register_flash_attention_impl,
 )
-from tolerance import assert_same_bits
+from support.tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_leak")

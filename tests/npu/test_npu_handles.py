@@ -18,7 +18,7 @@ from conftest import (
     run_in_new_process,
 )
 from device_samples import DEVICE_RECIPES, first
-from samples import Recipe, Sample
+from support.samples import Recipe, Sample
 
 each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 

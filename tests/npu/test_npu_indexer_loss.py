@@ -7,9 +7,9 @@ from dataclasses import replace
 import ascend_attn_ops as ops
 import pytest
 import torch
-from samples import OPERATORS
-from samples.sparse import SparseCase
-from tolerance import assert_same_bits
+from support.samples import OPERATORS
+from support.samples.sparse import SparseCase
+from support.tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

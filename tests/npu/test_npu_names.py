@@ -14,7 +14,7 @@ import torch
 import torch_npu
 from ascend_attn_ops.npu_operators import enable
 from ascend_attn_ops.npu_operators.schemas import RELEASE, SCHEMAS
-from tolerance import assert_same_bits
+from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 

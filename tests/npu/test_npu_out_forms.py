@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, rubbish_like
-from samples import Operator, Recipe, bytes_of
+from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, rubbish_like
+from support.samples import Operator, Recipe, bytes_of
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

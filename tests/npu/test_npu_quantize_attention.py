@@ -6,7 +6,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import simulate
-from tolerance import assert_same_bits
+from support.tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")

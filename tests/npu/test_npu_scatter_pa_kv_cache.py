@@ -9,8 +9,8 @@ import pytest
 import torch
 from ascend_attn_ops import simulate
 from device_samples import to_npu
-from samples.sample import Sample
-from samples.scatter_pa_kv_cache import CASES, CacheCase, build
+from support.samples.sample import Sample
+from support.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from test_npu_conformance import attention_calls, comparable
 from torch import Tensor
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ascend_attn_ops as ops
 import pytest
 import torch
-from samples import OPERATORS
-from samples.sparse import SparseCase
-from tolerance import assert_same_bits
+from support.samples import OPERATORS
+from support.samples.sparse import SparseCase
+from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch.func import grad, vmap
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import enable_dsa, register
-from integrations.small_models import SPARSE, make, packing, padding, targets, tokens
+from support.small_models import SPARSE, make, packing, padding, targets, tokens
 
 pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 

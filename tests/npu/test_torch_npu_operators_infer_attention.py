@@ -19,7 +19,7 @@ from plain_attention import (
     to_layout,
     values,
 )
-from tolerance import assert_close
+from support.tolerance import assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_leak")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_npu
 from plain_attention import TOLERANCES, attention, kept_by_mode, statistics, takes, values
-from tolerance import assert_close
+from support.tolerance import assert_close
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_leak")

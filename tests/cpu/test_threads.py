@@ -1,0 +1,69 @@
+"""Several threads call operators at a time, with tensors that nobody writes to, or share a call."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import ascend_attn_ops
+import pytest
+import torch
+from support.gradients import outputs_and_gradients
+from support.samples import OPERATORS, Operator, Recipe
+from support.tolerance import assert_same_bits
+from torch import Tensor
+
+THREADS = 4
+# Of an operator: its other cases run the same code.
+CASES = 6
+
+RETURNING = [operator for operator in OPERATORS.values() if not operator.in_place]
+
+
+def results(recipe: Recipe) -> tuple[Tensor, ...]:
+    """As torch.ops calls the operator, as Python does, and with its gradient."""
+    sample = recipe.make(torch.float32)
+    found = [*sample.call(torch.ops.ascend), *sample.call(ascend_attn_ops)]
+    if recipe.differentiable:
+        outputs, gradients = outputs_and_gradients(sample)
+        found += [*outputs, *gradients]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("threads_of_a_call", [1, 2])
+@pytest.mark.parametrize("operator", RETURNING, ids=lambda operator: operator.name)
+def test_the_bits_are_those_of_one_thread(operator: Operator, threads_of_a_call: int) -> None:
+    recipes = operator.recipes[:: -(-len(operator.recipes) // CASES)]
+
+    def work(first: int, together: Barrier) -> list[tuple[Tensor, ...]]:
+        """Once with the recipe that the other threads have as well, once with another."""
+        torch.set_num_threads(threads_of_a_call)  # of this thread
+        together.wait()
+        with ascend_attn_ops.limits(None):
+            for number in range(len(recipes)):
+                results(recipes[(first + number) % len(recipes)])
+            return [results(recipe) for recipe in recipes]
+
+    def all_of(threads: int) -> list[list[tuple[Tensor, ...]]]:
+        together = Barrier(threads)
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(work, range(threads), [together] * threads))
+
+    (expected,) = all_of(1)
+    for found in all_of(THREADS):
+        for x, y in zip(found, expected, strict=True):
+            assert_same_bits(x, y)
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("operator", RETURNING, ids=lambda operator: operator.name)
+def test_threads_that_share_a_call(operator: Operator) -> None:
+    """However many threads this process has otherwise."""
+    sample = operator.make(operator.cases[0], torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        outputs = sample.call(torch.ops.ascend)
+    finally:
+        torch.set_num_threads(before)
+    operator.assert_matches_reference(sample, outputs)

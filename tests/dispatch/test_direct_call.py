@@ -1,0 +1,245 @@
+"""Public functions reach the dispatcher without torch.ops: a clock can tell the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ascend_attn_ops
+import numpy as np
+import pytest
+import torch
+from ascend_attn_ops import _C
+from support.gradients import gradients
+from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of
+from support.tolerance import assert_same_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+ATTENTION = OPERATORS["sparse_flash_attention"]
+SCATTER = "scatter_pa_kv_cache_"
+
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
+each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda x: x.name)
+
+
+def values(sample: Sample) -> list[Any]:
+    """Every argument of the schema, in its order."""
+    given = sample.arguments
+    return [
+        given.get(argument.name, argument.default_value)
+        for argument in OPERATORS[sample.operator].overload._schema.arguments
+    ]
+
+
+def direct(operator: str) -> Callable[..., Any]:
+    """Where it is left to torch.ops, NotImplemented."""
+    return _C.direct_calls[operator](lambda *arguments: NotImplemented, __name__)
+
+
+def is_left_to_torch(operator: str, arguments: list[Any]) -> bool:
+    return direct(operator)(*arguments) is NotImplemented
+
+
+@each_recipe
+def test_results_are_those_of_torch_ops(recipe: Recipe) -> None:
+    sample = recipe.make(torch.bfloat16)
+    results = direct(sample.operator)(*values(sample))
+    assert type(results) is type(recipe.operator.overload(*sample.args, **sample.options))
+    assert_same_bits(as_tuple(results), sample.call(torch.ops.ascend))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipe for operator in OPERATORS.values() if operator.in_place for recipe in operator.recipes],
+    ids=lambda recipe: recipe.id,
+)
+def test_tensors_are_written_as_by_torch_ops(recipe: Recipe) -> None:
+    sample, through_torch = (recipe.make(torch.float16) for _ in range(2))
+    assert direct(sample.operator)(*values(sample)) is None
+    through_torch.call(torch.ops.ascend)
+    for x, y in zip(sample.tensors.values(), through_torch.tensors.values(), strict=True):
+        assert torch.equal(bytes_of(x), bytes_of(y))
+
+
+@pytest.mark.parametrize(
+    "operator", [x for x in OPERATORS.values() if x.gradient], ids=lambda x: x.name
+)
+def test_gradients_are_those_of_torch_ops(operator: Operator) -> None:
+    sample = operator.small_sample()
+    ours = gradients(sample, call=lambda leaves: direct(operator.name)(*values(leaves)))
+    assert_same_bits(ours, gradients(sample))
+
+
+class Received(TorchFunctionMode):
+    """The arguments of the operator, by name; it does not run."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
+        names = [argument.name for argument in func._schema.arguments]
+        self.arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+
+
+@each_operator
+def test_public_functions_pass_every_argument_in_its_place(operator: Operator) -> None:
+    # Anything will do: a public function computes only what is not given.
+    given = {argument.name: object() for argument in operator.overload._schema.arguments}
+    with Received() as mode:
+        getattr(ascend_attn_ops, operator.name)(**given)
+    assert mode.arguments == given
+
+
+@each_operator
+def test_every_wrong_type_is_left_to_torch_ops(operator: Operator) -> None:
+    """Which has an error for it, or a conversion."""
+    arguments = values(operator.small_sample())
+    types = [str(a.type) for a in operator.overload._schema.arguments]
+    wrong: dict[str, list[Any]] = {
+        "Tensor": [None, 1, "a", np.zeros(3)],
+        "Optional[Tensor]": [1, "a", np.zeros(3)],
+        "List[Tensor]": [None, 1, "a", [None], [1], torch.ones(2)],
+        "int": [None, 1.0, True, "1", np.int64(1), 2**63, -(2**63) - 1],
+        "SymInt": [None, 1.0, True, "1", np.int64(1), 2**63],
+        "float": [None, 1, True, "1.0", np.float64(1.0)],
+        "bool": [None, 0, 1, "True", np.True_],
+        "str": [None, b"Norm", 1, "\ud800"],
+        "Optional[str]": [b"TND", 1, "\ud800"],
+        "List[int]": [None, 1, [1.0, 1.0], [True, True], "11", [2**63, 1]],
+        "Optional[List[int]]": [1, [1.0], [None], torch.ones(1, dtype=torch.int64), "1"],
+    }
+    for position, name in enumerate(types):
+        for value in wrong[name]:
+            changed = [*arguments[:position], value, *arguments[position + 1 :]]
+            assert is_left_to_torch(operator.name, changed), f"argument {position}: {value!r}"
+    assert is_left_to_torch(operator.name, arguments[:-1])
+    assert is_left_to_torch(operator.name, [*arguments, None])
+    assert is_left_to_torch(operator.name, [])
+
+
+def test_conversions_of_torch_ops_stay() -> None:
+    """An integer for a float, numpy's numbers."""
+    sample = ATTENTION.small_sample().replace(scale_value=1.0)
+    expected = sample.call(torch.ops.ascend)
+    for scale in (1, np.float32(1.0), np.float64(1.0), torch.tensor(1.0)):
+        assert_same_bits(sample.replace(scale_value=scale).call(ascend_attn_ops), expected)
+
+
+@pytest.mark.parametrize(
+    ("operator", "change", "kind"),
+    [
+        ("sparse_flash_attention", {"layout": "BNSD"}, ValueError),
+        ("sparse_flash_attention", {"key": torch.ones(3)}, ValueError),
+        ("sparse_flash_attention", {"key": None}, ValueError),
+        ("lightning_indexer", {"key": torch.ones(1, 1, 1, 1, dtype=torch.int32)}, TypeError),
+        (
+            "scatter_pa_kv_cache_",
+            {"slot_mapping": torch.full((7,), 10**6, dtype=torch.int32)},
+            ValueError,
+        ),
+        (SCATTER, {"strides": [1]}, ValueError),
+        (SCATTER, {"value": None, "cache_mode": "PA_NZ"}, ValueError),
+    ],
+)
+def test_errors_are_those_of_torch_ops(
+    operator: str, change: dict[str, Any], kind: type[Exception]
+) -> None:
+    sample = OPERATORS[operator].small_sample().replace(**change)
+    messages = []
+    for namespace in (torch.ops.ascend, ascend_attn_ops):
+        with pytest.raises(kind) as caught:
+            sample.call(namespace)
+        assert caught.type is kind
+        messages.append(str(caught.value).splitlines()[0])
+    assert messages[0] == messages[1]
+
+
+class Recording:
+    """What both kinds of modes do here: write down the operator, and run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def record(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(Recording, TorchFunctionMode):
+    __torch_function__ = Recording.record
+
+
+class Dispatched(Recording, TorchDispatchMode):
+    __torch_dispatch__ = Recording.record
+
+
+@each_operator
+def test_modes_see_the_operator(operator: Operator) -> None:
+    sample = operator.small_sample()
+    for mode in (Seen(), Dispatched()):
+        with mode:
+            sample.call(ascend_attn_ops)
+        assert operator.overload in mode.operators
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("namespace", [torch.ops.ascend, ascend_attn_ops])
+def test_a_mode_that_returns_something_else(namespace: Any) -> None:
+    sample = ATTENTION.small_sample()
+    with Nothing(), pytest.raises(TypeError, match="sequence"):
+        sample.call(namespace)
+
+
+@each_operator
+def test_torch_compile_sees_the_operator(operator: Operator) -> None:
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    function = getattr(ascend_attn_ops, operator.name)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    compiled(**operator.small_sample().clone().arguments)
+    assert operator.overload in seen
+
+
+def test_subclasses_are_asked() -> None:
+    class Asked(Tensor):
+        operators: list[Any] = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            cls.operators.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    sample = ATTENTION.small_sample()
+    subclass = sample.replace(query=sample.inputs["query"].as_subclass(Asked))
+    assert_same_bits(subclass.call(ascend_attn_ops), sample.call(torch.ops.ascend))
+    assert ATTENTION.overload in Asked.operators
+
+
+def test_parameters_and_fake_tensors() -> None:
+    sample = ATTENTION.small_sample()
+    parameter = torch.nn.Parameter(sample.inputs["query"])
+    out, *_ = sample.replace(query=parameter).call(ascend_attn_ops)
+    assert out.requires_grad
+    shapes = [x.shape for x in sample.call(torch.ops.ascend)]
+    with FakeTensorMode() as mode:
+        fake = sample.map(mode.from_tensor)
+        assert [x.shape for x in fake.call(ascend_attn_ops)] == shapes

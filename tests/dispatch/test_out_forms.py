@@ -1,0 +1,425 @@
+"""The forms `out`: they write to the caller's tensors what the operators return, or nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops.device_limits import table
+from support import registered
+from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
+from support.samples import WRONG_CALLS, Operator, Recipe, WrongCall, as_tuple, bytes_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
+each_device = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+def good(operator: Operator, device: str = "cpu") -> OutCall:
+    """A call whose outputs all have elements."""
+    recipes = (recipe for recipe in OUT_RECIPES if recipe.operator is operator)
+    calls = (out_call(recipe) for recipe in recipes)
+    call = next(x for x in calls if all(output.numel() > 8 for output in x.outputs))
+    return OutCall(operator, call.sample.to(device), tuple(x.to(device) for x in call.outputs))
+
+
+def assert_refused(call: OutCall, kind: type[Exception], argument: str, expected: str) -> None:
+    before = call.bytes()
+    with pytest.raises(kind) as raised:
+        call.run()
+    assert raised.type is kind, raised.value
+    form = rf"ascend::{call.operator.name}: {re.escape(argument)}: expected .+, got .+ \[ACLNN_.+\]"
+    assert re.fullmatch(form, str(raised.value)), raised.value
+    assert re.search(expected, str(raised.value)), raised.value
+    for x, y in zip(call.bytes(), before, strict=True):
+        assert torch.equal(x, y)
+
+
+def names(call: OutCall) -> list[str]:
+    return call.operator.output_names
+
+
+def test_the_schema_is_the_operators_and_its_outputs() -> None:
+    """Of these operators alone: all that is registered with the name of an overload."""
+    forms = {name: found - {""} for name, found in registered.overloads().items()}
+    assert {name: found for name, found in forms.items() if found} == {
+        operator.name: {"out"} for operator in FORMS
+    }
+    for operator in FORMS:
+        schema, functional = overload(operator)._schema, operator.overload._schema
+        count = len(functional.arguments)
+        for x, y in zip(schema.arguments[:count], functional.arguments, strict=True):
+            assert (x.name, str(x.type), x.kwarg_only) == (y.name, str(y.type), y.kwarg_only)
+            assert (x.has_default_value(), x.default_value, x.is_write) == (
+                y.has_default_value(), y.default_value, False,
+            )  # fmt: skip
+        outputs = schema.arguments[count:]
+        assert [x.name for x in outputs] == [x.name for x in functional.returns]
+        assert all(x.kwarg_only and x.is_write and str(x.type) == "Tensor" for x in outputs)
+        aliases = [x.alias_info.before_set for x in outputs]
+        assert [x.alias_info.before_set for x in schema.returns] == aliases
+        assert len({frozenset(x) for x in aliases}) == len(outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", OUT_RECIPES, ids=lambda recipe: recipe.id)
+@pytest.mark.usefixtures("no_limits")
+def test_the_bytes_are_those_of_the_operator(recipe: Recipe, dtype: torch.dtype) -> None:
+    call = out_call(recipe, dtype)
+    addresses = [x.data_ptr() for x in call.outputs]
+    inputs = {name: bytes_of(x).clone() for name, x in call.sample.tensors.items()}
+    written = call.run()
+    for x, y, expected in zip(
+        written, call.outputs, call.sample.call(torch.ops.ascend), strict=True
+    ):
+        assert x is y
+        assert torch.equal(bytes_of(x), bytes_of(expected))
+    assert [x.data_ptr() for x in call.outputs] == addresses
+    for name, x in call.sample.tensors.items():
+        assert torch.equal(bytes_of(x), inputs[name]), name
+
+
+@pytest.mark.parametrize("recipe", OUT_RECIPES[::5], ids=lambda recipe: recipe.id)
+@pytest.mark.usefixtures("no_limits")
+def test_inputs_may_have_gaps(recipe: Recipe) -> None:
+    call = out_call(recipe)
+    for sample in (call.sample.strided(), call.sample.transposed()):
+        for x, y in zip(
+            OutCall(call.operator, sample, rubbish_like(call.outputs)).run(),
+            call.run(),
+            strict=True,
+        ):
+            assert torch.equal(bytes_of(x), bytes_of(y))
+
+
+@pytest.mark.parametrize("recipe", OUT_RECIPES[::3], ids=lambda recipe: recipe.id)
+@pytest.mark.usefixtures("no_limits")
+def test_fake_tensors(recipe: Recipe) -> None:
+    call = out_call(recipe)
+    with FakeTensorMode() as mode:
+        sample = call.sample.map(mode.from_tensor)
+        outputs = tuple(mode.from_tensor(x) for x in call.outputs)
+        assert all(
+            x is y
+            for x, y in zip(OutCall(call.operator, sample, outputs).run(), outputs, strict=True)
+        )
+
+
+def allocations(function: Callable[[], Any]) -> tuple[int, int]:
+    """How many tensors torch allocates in a call, and their bytes."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = function()
+    del kept
+    events = seen.events() or []
+    count = sum(event.name.startswith("aten::empty") for event in events)
+    return count, sum(max(event.self_cpu_memory_usage, 0) for event in events)
+
+
+@each_device
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_no_output_is_allocated(operator: Operator, device: str) -> None:
+    call = good(operator, device)
+    count, size = allocations(lambda: call.sample.call(torch.ops.ascend))
+    count_out, size_out = allocations(call.run)
+    assert count - count_out == len(call.outputs)
+    if device == "meta":
+        assert count_out == 0
+    else:
+        assert size - size_out >= sum(x.nbytes for x in call.outputs)
+
+
+@each_device
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_wrong_outputs(operator: Operator, device: str) -> None:
+    call = good(operator, device)
+    for index, (name, x) in enumerate(zip(names(call), call.outputs, strict=True)):
+        shape = re.escape(str(list(x.shape)))
+        other = torch.float64 if x.dtype == torch.int32 else torch.int32
+        elsewhere = torch.empty_like(x, device="cpu" if device == "meta" else "meta")
+        gaps = torch.stack((x, x), -1)[..., 0]
+        null = r"expected a tensor, got None \[ACLNN_ERR_PARAM_NULLPTR 161001\]"
+        for output, kind, expected in (
+            (x.to(other), TypeError, "expected dtype .*, got (float64|int32)"),
+            (elsewhere, ValueError, f"expected device {device}, got {elsewhere.device}"),
+            (x[None], ValueError, rf"expected shape {shape}, got \[1, "),
+            (x.flatten()[1:], ValueError, rf"expected shape {shape}, got \[\d+\]"),
+            (x.new_empty(0), ValueError, rf"expected shape {shape}, got \[0\]"),
+            (gaps, ValueError, "expected a contiguous tensor, got strides"),
+            (None, ValueError, null),
+        ):
+            assert_refused(call.with_output(index, output), kind, name, expected)
+    call.run()
+
+
+@each_device
+@pytest.mark.usefixtures("no_limits")
+def test_outputs_that_a_call_leaves_empty(device: str) -> None:
+    """They have no elements; the tensors for them neither."""
+    options = {"lightning_indexer": "return_values", "sparse_flash_attention": "return_softmax_lse"}
+    for operator in FORMS:
+        if operator.name not in options:
+            continue
+        call = good(operator, device)
+        option = {options[operator.name]: False}
+        call = OutCall(operator, call.sample.given(**option), call.outputs)
+        empty = names(call)[1:]
+        assert_refused(call, ValueError, empty[0], r"expected shape \[0\], got")
+        for index in range(1, len(call.outputs)):
+            call = call.with_output(index, call.outputs[index].new_empty(0))
+        call.run()
+        if device == "cpu":
+            assert torch.equal(call.outputs[0], call.sample.call(torch.ops.ascend)[0])
+
+
+def in_one_buffer(first: Tensor, second: Tensor, apart: bool) -> tuple[Tensor, Tensor]:
+    """Copies, the second behind the first, or from its last byte on."""
+    step = 8  # of addresses, which suits every dtype
+    end = first.nbytes - (0 if apart else 1)
+    at = -(-end // step) * step if apart else end // step * step
+    storage = torch.UntypedStorage(at + max(second.nbytes, step), device=first.device)
+    copies = []
+    for x, offset in ((first, 0), (second, at)):
+        copy = torch.empty(0, dtype=x.dtype, device=x.device)
+        copy.set_(storage, offset // x.itemsize, x.shape)
+        copies.append(copy)
+    if not first.is_meta:
+        # The input last, for it needs its values.
+        fill(copies[1])
+        copies[0].copy_(first)
+    return copies[0], copies[1]
+
+
+@each_device
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_overlaps(operator: Operator, device: str) -> None:
+    """Of every output with every tensor that is read, and with every other output."""
+    for call in with_every_tensor(operator, device):
+        checked = 0
+        for name, read in call.sample.tensors.items():
+            if read.numel() == 0:
+                continue
+            for index, output in with_elements(call):
+                x, y = in_one_buffer(read.contiguous(), output, apart=False)
+                wrong = call.with_inputs(**{name: x}).with_output(index, y)
+                message = re.escape(f"expected memory of its own, got some of {name}'s")
+                assert_refused(wrong, ValueError, names(call)[index], message)
+                x, y = in_one_buffer(read.contiguous(), output, apart=True)
+                right = call.with_inputs(**{name: x}).with_output(index, y)
+                assert_writes(right, call)
+                checked += 1
+        assert checked
+        for (other, first), (index, output) in combinations(with_elements(call), 2):
+            x, y = in_one_buffer(first, output, apart=False)
+            wrong = call.with_output(other, x).with_output(index, y)
+            message = f"expected memory of its own, got some of {names(call)[other]}'s"
+            assert_refused(wrong, ValueError, names(call)[index], message)
+            x, y = in_one_buffer(first, output, apart=True)
+            assert_writes(call.with_output(other, x).with_output(index, y), call)
+
+
+def with_elements(call: OutCall) -> list[tuple[int, Tensor]]:
+    """The outputs that can overlap something."""
+    return [(index, x) for index, x in enumerate(call.outputs) if x.numel()]
+
+
+def with_every_tensor(operator: Operator, device: str) -> list[OutCall]:
+    """Calls which, together, have every tensor that an operator reads."""
+    calls, missing = (
+        [],
+        {x.name for x in operator.overload._schema.arguments if "Tensor" in str(x.type)},
+    )
+    for recipe in OUT_RECIPES:
+        if recipe.operator is not operator or not missing:
+            continue
+        sample = recipe.make(torch.bfloat16)
+        found = {name.partition("[")[0] for name, x in sample.tensors.items() if x.numel()}
+        outputs = sample.call(torch.ops.ascend)
+        if found & missing and outputs[0].numel():
+            missing -= found
+            calls.append(out_call(recipe, device=device))
+    assert not missing
+    return calls
+
+
+def assert_writes(call: OutCall, like: OutCall) -> None:
+    """What another call writes."""
+    written = call.run()
+    if not written[0].is_meta:
+        for x, y in zip(written, like.sample.call(torch.ops.ascend), strict=True):
+            assert torch.equal(bytes_of(x), bytes_of(y))
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_an_output_between_the_rows_of_an_input() -> None:
+    """The input's bytes are on both sides of it, and none is in it."""
+    buffer = torch.randn(4, 3, 16)
+    parts = [buffer[::3], torch.randn(2, 3, 16)]
+    lse = [torch.randn(2, 3), torch.randn(2, 3)]
+    expected = ascend_attn_ops.attention_update(lse, [x.clone() for x in parts])
+    out = buffer[1:3]
+    torch.ops.ascend.attention_update.out(lse, parts, out=out, lse_out=torch.empty(2, 3))
+    assert torch.equal(out, expected[0])
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_memory_that_was_freed(operator: Operator) -> None:
+    call = good(operator)
+    for index, output in enumerate(call.outputs):
+        freed = output.clone()
+        freed.untyped_storage().resize_(0)
+        expected = "expected a storage that holds every element, got one of 0 bytes"
+        assert_refused(call.with_output(index, freed), ValueError, names(call)[index], expected)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in WRONG_CALLS if row.operator in FORMS],
+    ids=lambda row: f"{row.operator.name}-{row.id}",
+)
+def test_a_wrong_call_writes_nothing(row: WrongCall) -> None:
+    """Its arguments are refused as the operator refuses them."""
+    with ascend_attn_ops.limits(row.limits_of_good):
+        outputs = rubbish_like(row.good().call(torch.ops.ascend))
+    call = OutCall(row.operator, row.wrong(), outputs)
+    before = call.bytes()
+    with ascend_attn_ops.limits(row.limits), pytest.raises(row.exception) as raised:
+        call.run()
+    row.check_message(str(raised.value))
+    for x, y in zip(call.bytes(), before, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_limits_are_those_of_the_operator() -> None:
+    assert {operator.name for operator in FORMS} < {row["operator"] for row in table()}
+    call = good(FORMS[0])
+    with ascend_attn_ops.limits("310P"), pytest.raises(NotImplementedError, match="310P"):
+        call.run()
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_tensors_that_require_grad(operator: Operator) -> None:
+    call = good(operator)
+    differentiable = operator.differentiable or ("query", "key", "value")
+    for name in call.sample.tensor_names(differentiable):
+        wrong = OutCall(operator, call.sample.requires_grad([name]), call.outputs)
+        argument = name.partition("[")[0]
+        assert_refused(
+            wrong, NotImplementedError, argument, "without gradient.*got one that requires"
+        )
+        with torch.no_grad():
+            assert_writes(wrong, call)
+    for index, output in enumerate(call.outputs):
+        if not output.is_floating_point():
+            continue
+        leaf = output.clone().requires_grad_()
+        wrong = call.with_output(index, leaf)
+        expected = "without gradient.*got one that requires"
+        assert_refused(wrong, NotImplementedError, names(call)[index], expected)
+        with torch.no_grad():
+            assert_writes(wrong, call)
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_autograd_knows_of_the_write(operator: Operator) -> None:
+    call = good(operator)
+    versions = [x._version for x in call.outputs]
+    call.run()
+    assert [x._version - y for x, y in zip(call.outputs, versions, strict=True)] == [1] * len(
+        versions
+    )
+    with torch.inference_mode():
+        call.run()
+    assert [x._version - y for x, y in zip(call.outputs, versions, strict=True)] == [2] * len(
+        versions
+    )
+    if call.outputs[0].is_floating_point():
+        factor = torch.ones_like(call.outputs[0], requires_grad=True)
+        product = (factor * call.outputs[0]).sum()
+        call.run()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_tensors_of_inference_mode(operator: Operator) -> None:
+    call = good(operator)
+    with torch.inference_mode():
+        outputs, sample = rubbish_like(call.outputs), call.sample.clone()
+    # With inputs of both kinds: without any tensor of autograd its check does not run.
+    for inputs in (call.sample, sample):
+        inside = OutCall(operator, inputs, outputs)
+        assert_refused(inside, ValueError, names(call)[0], "got one made in inference mode")
+        with torch.inference_mode():
+            assert_writes(inside, call)
+            for x in outputs:
+                fill(x)
+    assert_writes(OutCall(operator, sample, call.outputs), call)
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_negated_views(operator: Operator) -> None:
+    def negated(x: Tensor) -> Tensor:
+        """A view of other memory, which shows the same values."""
+        return torch._neg_view(-x) if x.is_floating_point() else x
+
+    call = good(operator)
+    assert_writes(OutCall(operator, call.sample.map(negated), call.outputs), call)
+    for index, x in enumerate(call.outputs):
+        if x.is_floating_point():
+            wrong, expected = call.with_output(index, torch._neg_view(x)), "that negates them"
+            assert_refused(wrong, ValueError, names(call)[index], expected)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_no_dense_output() -> None:
+    call = good(FORMS[0])
+    sparse = torch.zeros_like(call.outputs[0]).to_sparse()
+    expected = "expected a dense tensor, got one of layout Sparse"
+    assert_refused(call.with_output(0, sparse), NotImplementedError, "out", expected)
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_autocast_casts_nothing(operator: Operator) -> None:
+    """The caller's tensors have a dtype: what disagrees with it is an error."""
+    recipe = next(x for x in OUT_RECIPES if x.operator is operator)
+    call = out_call(recipe, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        written = call.run()
+    for x, y in zip(written, call.sample.call(torch.ops.ascend), strict=True):
+        assert torch.equal(bytes_of(x), bytes_of(y))
+    floats = [i for i, x in enumerate(call.outputs) if x.is_floating_point() and x.numel()]
+    for index in floats:
+        wrong = call.with_output(index, call.outputs[index].bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_refused(wrong, TypeError, names(call)[index], "expected dtype float32")
+
+
+@each_form
+@pytest.mark.usefixtures("no_limits")
+def test_flops_are_counted(operator: Operator) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    call = good(operator)
+    counts = []
+    for function in (call.run, lambda: call.sample.call(torch.ops.ascend)):
+        with FlopCounterMode(display=False) as counter:
+            as_tuple(function())
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]

@@ -1,0 +1,234 @@
+"""The forms `out` under torch.compile, torch.export and functionalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
+from support.samples import Operator, Recipe, Sample, as_tuple, bytes_of
+from support.torch_defects import skip_unless_dynamo_traces_out
+from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
+# The first of each operator in each layout, and of these one per operator.
+BY_LAYOUT = list({(x.operator.name, x.layout): x for x in reversed(OUT_RECIPES)}.values())
+FIRST = list({x.operator.name: x for x in reversed(OUT_RECIPES)}.values())
+
+
+def name_of(recipe: Recipe) -> str:
+    return recipe.id
+
+
+def write(operator: Operator, sample: Sample, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return OutCall(operator, sample, outputs).run()
+
+
+def assert_same_bytes(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(bytes_of(x), bytes_of(y))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("recipe", BY_LAYOUT, ids=name_of)
+def test_aot_eager(recipe: Recipe, dynamic: bool) -> None:
+    check_compiled(recipe, "aot_eager", dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("recipe", FIRST, ids=name_of)
+def test_inductor(recipe: Recipe, dynamic: bool) -> None:
+    check_compiled(recipe, "inductor", dynamic)
+
+
+def check_compiled(recipe: Recipe, backend: str, dynamic: bool) -> None:
+    """The caller's tensors are written to, and what reads them later reads the results."""
+    form = overload(recipe.operator)
+    names = recipe.operator.output_names
+    skip_unless_dynamo_traces_out(names)
+
+    def function(args: Any, options: Any, outputs: Any) -> Any:
+        before = [x + 1 for x in outputs]
+        written = form(*args, **options, **dict(zip(names, outputs, strict=True)))
+        return before, [x + 1 for x in as_tuple(written)], [x + 2 for x in outputs]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=dynamic):
+        for variant in (recipe, recipe.resized()) if dynamic else (recipe,):
+            sample = variant.make(torch.bfloat16)
+            expected = sample.call(torch.ops.ascend)
+            rubbish = rubbish_like(expected)
+            outputs = rubbish_like(expected)
+            addresses = [x.data_ptr() for x in outputs]
+            before, written, after = compiled(sample.args, sample.options, outputs)
+            assert_same_bytes(outputs, expected)
+            assert [x.data_ptr() for x in outputs] == addresses
+            assert_same_bytes(before, tuple(x + 1 for x in rubbish))
+            assert_same_bytes(written, tuple(x + 1 for x in expected))
+            assert_same_bytes(after, tuple(x + 2 for x in expected))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@each_form
+def test_outputs_made_in_the_graph(operator: Operator, backend: str) -> None:
+    """And parts of a larger tensor, whose other elements stay."""
+    call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
+    names = operator.output_names
+    skip_unless_dynamo_traces_out(names)
+
+    def function(args: Any, options: Any, buffers: Any) -> Any:
+        made = [torch.empty_like(x[0]) for x in buffers]
+        first = overload(operator)(*args, **options, **dict(zip(names, made, strict=True)))
+        parts = [x[1] for x in buffers]
+        overload(operator)(*args, **options, **dict(zip(names, parts, strict=True)))
+        return as_tuple(first)
+
+    expected = call.sample.call(torch.ops.ascend)
+    buffers = [fill(x.new_empty(3, *x.shape)) for x in expected]
+    rubbish = [x.clone() for x in buffers]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    first = compiled(call.sample.args, call.sample.options, buffers)
+    assert_same_bytes(first, expected)
+    for buffer, before, result in zip(buffers, rubbish, expected, strict=True):
+        assert_same_bytes((buffer[0], buffer[1], buffer[2]), (before[0], result, before[2]))
+
+
+@each_form
+def test_wrong_outputs_do_not_compile(operator: Operator) -> None:
+    call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
+    first = call.outputs[0]
+    wrong = {
+        "expected dtype": first.to(torch.float64),
+        "expected shape": fill(first.new_empty(2, *first.shape)),
+        "expected a contiguous tensor": torch.stack((first, first), -1)[..., 0],
+    }
+    for message, output in wrong.items():
+        before = bytes_of(output).clone()
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda args, options, given: overload(operator)(*args, **options, **given),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        given = dict(zip(operator.output_names, call.with_output(0, output).outputs, strict=True))
+        with pytest.raises(RuntimeError, match=message):
+            compiled(call.sample.args, call.sample.options, given)
+        assert torch.equal(bytes_of(output), before)
+
+
+def test_an_input_as_output_does_not_compile() -> None:
+    torch._dynamo.reset()
+    parts = [torch.randn(2, 8), torch.randn(2, 8)]
+    lse = [torch.randn(2), torch.randn(2)]
+
+    def function() -> Any:
+        return torch.ops.ascend.attention_update.out(
+            lse, parts, out=parts[1], lse_out=torch.empty(2)
+        )
+
+    for dynamic in (False, True):
+        before = parts[1].clone()
+        with pytest.raises(RuntimeError, match=r"got some of local_out\[1\]'s"):
+            torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)()
+        assert torch.equal(parts[1], before)
+
+
+@pytest.mark.parametrize("recipe", FIRST, ids=name_of)
+def test_functionalize(recipe: Recipe) -> None:
+    """torch.func's: the graph writes to nothing but, at its end, to the given tensors."""
+    call = out_call(recipe)
+
+    def function(*outputs: Tensor) -> tuple[Tensor, ...]:
+        return write(call.operator, call.sample, outputs)
+
+    outputs = rubbish_like(call.outputs)
+    written = torch.func.functionalize(function)(*outputs)
+    expected = call.sample.call(torch.ops.ascend)
+    assert_same_bytes(written, expected)
+    assert_same_bytes(outputs, expected)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(torch.func.functionalize(function))(
+        *rubbish_like(call.outputs)
+    )
+    targets = [node.target for node in graph.graph.nodes]
+    assert call.operator.overload in targets
+    assert overload(call.operator) not in targets
+    assert auto_functionalized not in targets
+
+
+@each_form
+def test_functionalize_checks(operator: Operator) -> None:
+    call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
+
+    def function(*outputs: Tensor) -> tuple[Tensor, ...]:
+        return write(operator, call.sample, outputs)
+
+    first = call.outputs[0]
+    for kind, message, output in (
+        (TypeError, "expected dtype", first.to(torch.float64)),
+        (ValueError, "expected shape", first[None]),
+        (ValueError, "contiguous", torch.stack((first, first), -1)[..., 0]),
+    ):
+        with pytest.raises(kind, match=f"^ascend::{operator.name}: .*{message}"):
+            torch.func.functionalize(function)(output, *call.outputs[1:])
+    if len(call.outputs) > 1:
+
+        def half(output: Tensor) -> tuple[Tensor, ...]:
+            return write(operator, call.sample, (output, *call.outputs[1:]))
+
+        with pytest.raises(NotImplementedError, match="to be traced by functionalization"):
+            torch.func.functionalize(half)(first)
+
+
+@pytest.mark.parametrize("recipe", FIRST, ids=name_of)
+def test_export(recipe: Recipe) -> None:
+    call = out_call(recipe)
+    inputs = call.sample.tensors
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+            sample = call.sample.replace(**dict(zip(inputs, tensors, strict=False)))
+            outputs = tensors[len(inputs) :]
+            write(call.operator, sample, outputs)
+            return tuple(x + 1 for x in outputs)
+
+    program = torch.export.export(Module(), (*inputs.values(), *call.outputs), strict=False)
+    program = program.run_decompositions({})
+    outputs = rubbish_like(call.outputs)
+    after = program.module()(*inputs.values(), *outputs)
+    expected = call.sample.call(torch.ops.ascend)
+    assert_same_bytes(outputs, expected)
+    assert_same_bytes(after, tuple(x + 1 for x in expected))
+
+
+@pytest.mark.parametrize("recipe", BY_LAYOUT, ids=name_of)
+def test_opcheck(recipe: Recipe) -> None:
+    call = out_call(recipe, torch.float32)
+    given = dict(zip(call.operator.output_names, call.outputs, strict=True))
+    torch.library.opcheck(
+        overload(call.operator), call.sample.args, {**call.sample.options, **given}
+    )
+
+
+@each_form
+def test_transforms_refuse(operator: Operator) -> None:
+    """Those of torch.func that would differentiate, or run the call for each example."""
+    call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
+    name = call.sample.tensor_names(operator.differentiable or ("query",))[0]
+    x = call.sample.tensors[name]
+
+    def function(x: Tensor) -> Tensor:
+        return write(operator, call.sample.replace(**{name: x}), call.outputs)[-1].sum()
+
+    before = call.bytes()
+    with pytest.raises(NotImplementedError, match="without gradient"):
+        torch.func.grad(function)(x)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.func.vmap(function)(torch.stack((x, x)))
+    assert all(torch.equal(a, b) for a, b in zip(call.bytes(), before, strict=True))

@@ -1,0 +1,130 @@
+"""The example, run as a user runs it, at a size that takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkout import EXAMPLES
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
+)
+
+SCRIPT = EXAMPLES / "train_lightning_indexer.py"
+STEPS = 40
+OPTIONS = {
+    "hidden-size": 64, "heads": 4, "head-dim": 32, "latent-dim": 64, "rope-dim": 16,
+    "index-heads": 4, "index-dim": 32, "top-k": 16, "sequence-length": 96, "eval-windows": 4,
+    "warmup-steps": STEPS // 2, "sparse-steps": STEPS // 2, "checkpoint-every": 7, "log-every": 1,
+}  # fmt: skip
+
+
+def command(out: Path, **changes: object) -> list[str]:
+    options = {**OPTIONS, "out": out, **changes}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    # A lone small run is fastest, and disturbs the others least, on one thread.
+    return [sys.executable, "-u", str(SCRIPT), *arguments]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: str) -> str:
+    result = subprocess.run(
+        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def load(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metrics without the timings, and the checkpoint."""
+    metrics = json.loads((out / "metrics.json").read_text())
+    del metrics["seconds"]
+    return metrics, torch.load(out / "checkpoint.pt", weights_only=True)
+
+
+def assert_same(first: Path, second: Path) -> None:
+    (metrics, state), (other_metrics, other_state) = load(first), load(second)
+    assert metrics == other_metrics
+    torch.testing.assert_close(
+        (state["model"], state["optimizer"]["state"]),
+        (other_state["model"], other_state["optimizer"]["state"]),
+        rtol=0,
+        atol=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("finished")
+    return out, run(*command(out))
+
+
+def test_both_losses_are_finite_and_fall(finished: tuple[Path, str]) -> None:
+    history = load(finished[0])[0]["history"]
+    assert [len(curve) for curve in history.values()] == [STEPS, STEPS]
+    assert all(math.isfinite(value) for curve in history.values() for value in curve)
+    bits = history["bits_per_byte"]
+    assert sum(bits[-5:]) < 0.8 * sum(bits[:5])
+
+
+def test_metrics_compare_the_selections(finished: tuple[Path, str]) -> None:
+    metrics, _ = load(finished[0])
+    assert metrics["top_k"] == OPTIONS["top-k"]
+    mass, bits = metrics["held_out"]["attention_mass"], metrics["held_out"]["bits_per_byte"]
+    assert set(mass) == set(bits) == {"dense", "ideal", "indexer", "recent", "random"}
+    assert mass["dense"] == pytest.approx(1, abs=1e-5)
+    assert 0 < mass["random"] < mass["indexer"] < mass["ideal"] < 1
+    assert all(0 < value < 8 for value in bits.values())
+
+
+def test_picture_and_table_are_there(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "lightning indexer" in printed
+    assert f"step {STEPS}/{STEPS}" in printed
+
+
+def test_two_runs_are_equal(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run(*command(tmp_path))
+    assert_same(finished[0], tmp_path)
+
+
+def test_killed_run_resumes_as_if_nothing_happened(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        command(tmp_path), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 10/"):
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "metrics.json").exists()
+    printed = run(*command(tmp_path), "--resume")
+    resumed = re.search(r"resumed at step (\d+)", printed)
+    assert resumed is not None
+    assert 7 <= int(resumed[1]) < STEPS
+    assert_same(finished[0], tmp_path)
+
+
+def test_checkpoint_of_another_recipe_is_refused(finished: tuple[Path, str]) -> None:
+    result = subprocess.run(
+        [*command(finished[0], **{"learning-rate": 0.5}), "--resume"],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "--learning-rate 0.0015, not 0.5" in result.stderr

@@ -1,0 +1,142 @@
+"""What the README, the docs and the demo show runs on every device that has the operators."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops.device_limits import Device, table
+from ascend_attn_ops.distributed._plan import EXPLICIT
+from support.checkout import EXAMPLES, ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+DEVICES = [Device("A2", "9.1"), Device("A2", "8.5"), Device("A3", "9.1")]
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The blocks that sphinx runs; a ```py block is not run."""
+    text = page.read_text(encoding="utf-8")
+    return [textwrap.dedent(x) for x in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
+
+
+# Lifts the limits for all that it computes, which takes long; the build of the docs runs it.
+WITHOUT_LIMITS = ROOT / "docs" / "tutorials" / "train_an_indexer.md"
+
+PAGES = {
+    str(page.relative_to(ROOT)): page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if python_blocks(page) and page != WITHOUT_LIMITS
+}
+
+
+def varlen_attn_has_windows() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+# What this torch lacks, by the function that an error then names.
+MISSING_IN_TORCH = {
+    function: what
+    for function, there, what in (
+        ("enable_dtensor", EXPLICIT is not None, "context that forbids implicit redistribution"),
+        (
+            "register_flash_attention_impl",
+            hasattr(torch.nn.attention, "register_flash_attention_impl"),
+            "registry of flash attention",
+        ),
+        ("varlen_attn", varlen_attn_has_windows(), "varlen_attn with windows"),
+    )
+    if not there
+}
+
+
+def skip_where_it_is_missing(error: Exception, device: Device) -> None:
+    for function, what in MISSING_IN_TORCH.items():
+        if function in str(error):
+            pytest.skip(f"torch {torch.__version__} has no {what}")
+    if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+        pytest.skip("transformers is not installed")
+    missing = re.match(r"ascend::(\w+): product: expected a product that has", str(error))
+    if missing is None:
+        raise error
+    rows = {row["operator"]: row for row in table()}
+    assert tuple(device) not in rows[missing[1]]["devices"]
+    pytest.skip(f"{device} has no {missing[1]}")
+
+
+@pytest.fixture
+def torch_npu_as_before() -> Iterator[None]:
+    """Examples may put a stand-in in its place, and other tests look for it."""
+    there = "torch_npu" in sys.modules
+    yield
+    if not there:
+        sys.modules.pop("torch_npu", None)
+
+
+@pytest.mark.usefixtures("torch_npu_as_before")
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("name", PAGES)
+def test_the_examples_of_a_page(
+    name: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks share their names, and those with limits of their own keep them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"torch": torch, "ops": ascend_attn_ops}
+    torch.manual_seed(0)
+    with ascend_attn_ops.limits(*device):  # type: ignore[arg-type]
+        try:
+            for block in python_blocks(PAGES[name]):
+                exec(compile(block, name, "exec"), names)
+        except (RuntimeError, TypeError, ModuleNotFoundError) as error:
+            skip_where_it_is_missing(error, device)
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The demo's module, with the process as the demo sets it up."""
+    pytest.importorskip("matplotlib", reason="the example draws with matplotlib")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("train_lightning_indexer")
+    module.set_up_device("cpu")
+    yield module
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("phase", ["dense", "sparse"])
+def test_device_shapes_of_the_demo(demo: Any, phase: str, device: Device) -> None:
+    """A training step of each phase, forward and backward, without the memory of its tensors."""
+    shapes = dict(demo.DEVICE_SHAPES)
+    length = shapes.pop("sequence_length")
+    config = replace(demo.ModelConfig(layers=1, hidden_size=64, head_dim=32), **shapes)
+    select = demo.select_all if phase == "dense" else demo.select_by_indexer
+    with FakeTensorMode(), ascend_attn_ops.limits(*device):  # type: ignore[arg-type]
+
+        def step() -> None:
+            model = demo.SparseLM(config)
+            text = torch.zeros(2, length + 1, dtype=torch.long)
+            with torch.autocast("cpu", torch.bfloat16):
+                lm_loss, kl_loss = model(text, select)
+            (lm_loss + kl_loss).backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+
+        if (phase, device) == ("dense", Device("A2", "8.5")):
+            # Dense is K = 4096, all keys. CANN 8.5 trains with K = 2048 only, and as many tokens
+            # would leave nothing sparse.
+            with pytest.raises(ValueError, match=r"K \(.*\) to be 2048 on Ascend A2 with CANN 8.5"):
+                step()
+        else:
+            step()

@@ -1,0 +1,78 @@
+"""The example of transformers.Trainer, run as a user runs it, at a size that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkout import EXAMPLES
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+pytest.importorskip("matplotlib", reason="the example draws with matplotlib")
+
+SCRIPT = EXAMPLES / "train_transformers.py"
+OPTIONS = {
+    "layers": 2, "hidden-size": 32, "heads": 2, "head-dim": 16, "latent-dim": 32, "rope-dim": 16,
+    "index-heads": 4, "index-dim": 32, "top-k": 12, "sequence-length": 48, "eval-windows": 2,
+    "pretrain-steps": 12, "warmup-steps": 6, "sparse-steps": 6, "checkpoint-every": 2,
+    "log-every": 1,
+}  # fmt: skip
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def command(out: Path) -> list[str]:
+    arguments = [f"--{name}={value}" for name, value in {**OPTIONS, "out": out}.items()]
+    return [sys.executable, "-u", str(SCRIPT), *arguments]
+
+
+def run(*arguments: str) -> str:
+    result = subprocess.run(
+        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def metrics(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "metrics.json").read_text())
+    del found["seconds"]
+    return found
+
+
+def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    printed = run(*command(whole))
+    assert "step 12/12  pretrain" in printed
+    assert "step 6/6  dense" in printed
+    assert "lightning indexer" in printed
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    found = metrics(whole)
+    assert [len(curve) for curve in found["history"].values()] == [12, 12]
+    assert all(math.isfinite(x) for curve in found["history"].values() for x in curve)
+    assert found["pretraining"][-1] < found["pretraining"][0]
+    mass = found["held_out"]["attention_mass"]
+    assert mass["dense"] == pytest.approx(1, abs=1e-3)
+    # What the indexer has learnt; a loss is that of its batch, and rises and falls with it.
+    assert mass["random"] < mass["indexer"] < mass["ideal"] < 1
+
+    with subprocess.Popen(
+        command(killed), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 5/6  sparse"):
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
+    printed = run(*command(killed), "--resume")
+    assert "sparse: resumed from" in printed
+    assert "pretrain" not in printed
+    assert metrics(killed) == found

@@ -1,0 +1,207 @@
+"""What is not computed is an error that names operator and argument; nothing is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ascend_attn_ops.npu_operators.kernels import KERNELS
+from ascend_attn_ops.npu_operators.schemas import SCHEMAS
+from support.npu_names import SQUARE, torch_npu
+from torch import Tensor
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+QUERY, KEY = bf16(2, 5, 4, 64), bf16(2, 7, 2, 64)
+DENSE = {"query": QUERY, "key": KEY, "value": KEY}
+FUSION = {**DENSE, "head_num": 4, "input_layout": "BSND"}
+STATISTICS = {"softmax_max": torch.zeros(2, 4, 5, 8), "softmax_sum": torch.ones(2, 4, 5, 8)}
+FUSION_GRAD = {**FUSION, "dy": QUERY, **STATISTICS, "attention_in": QUERY}
+INFERENCE = {**DENSE, "num_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND"}
+STEP = {**INFERENCE, "query": QUERY[:, :1]}
+INFERENCE_2 = {**DENSE, "num_query_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND"}
+SPARSE = {
+    "query": bf16(1, 3, 16, 512), "key": bf16(1, 3, 1, 512), "value": bf16(1, 3, 1, 512),
+    "sparse_indices": torch.zeros(1, 3, 1, 2048, dtype=torch.int32), "scale_value": 0.1,
+    "query_rope": bf16(1, 3, 16, 64), "key_rope": bf16(1, 3, 1, 64), "attention_mode": 2,
+}  # fmt: skip
+SPARSE_GRAD = {
+    **SPARSE, "d_out": SPARSE["query"], "out": SPARSE["query"], "sparse_block_size": 1,
+    "softmax_max": torch.zeros(1, 1, 3, 16), "softmax_sum": torch.ones(1, 1, 3, 16),
+}  # fmt: skip
+INDEXER = {"query": bf16(1, 3, 8, 128), "key": bf16(1, 3, 1, 128), "weights": bf16(1, 3, 8)}
+INDEXER_GRAD = {
+    **INDEXER, "dy": bf16(1, 3, 1, 4), "sparse_indices": torch.zeros(1, 3, 1, 4, dtype=torch.int32)
+}  # fmt: skip
+LOSS = {
+    **{x: SPARSE[x] for x in SPARSE if x not in ("value", "attention_mode")},
+    **{x: SPARSE_GRAD[x] for x in ("softmax_max", "softmax_sum")},
+    "query_index": bf16(1, 3, 8, 128), "key_index": bf16(1, 3, 1, 128), "weights": bf16(1, 3, 8),
+}  # fmt: skip
+ROTARY = {"input": bf16(1, 3, 4, 64), "r1": bf16(1, 3, 1, 64), "r2": bf16(1, 3, 1, 64)}
+LSE = {"lse": [torch.zeros(4)] * 2, "local_out": [torch.ones(4, 8)] * 2}
+RING = {
+    f"{part}_{x}": torch.ones(shape)
+    for part in ("prev", "cur")
+    for x, shape in (("attn_out", (5, 2, 32)), ("softmax_max", (2, 4, 5, 8)),
+                     ("softmax_sum", (2, 4, 5, 8)))
+}  # fmt: skip
+PACKED_RING = {name: torch.ones(5, 4, 8) for name in RING}
+CACHE = {
+    "key": bf16(3, 2, 32), "value": bf16(3, 2, 32), "key_cache": bf16(4, 16, 2, 32),
+    "value_cache": bf16(4, 16, 2, 32), "slot_mapping": torch.arange(3, dtype=torch.int32),
+}  # fmt: skip
+
+# A call of every operator that takes more than it follows.
+CALLS: dict[str, dict[str, Any]] = {
+    "npu_fusion_attention": FUSION,
+    "npu_fusion_attention_v2": FUSION,
+    "npu_fusion_attention_v3": FUSION,
+    "npu_fusion_attention_grad": FUSION_GRAD,
+    "npu_fusion_attention_grad_v2": FUSION_GRAD,
+    "npu_fusion_attention_grad_v3": FUSION_GRAD,
+    "npu_prompt_flash_attention": INFERENCE,
+    "npu_incre_flash_attention": STEP,
+    "npu_fused_infer_attention_score": INFERENCE,
+    "npu_fused_infer_attention_score_v2": INFERENCE_2,
+    "npu_sparse_flash_attention": SPARSE,
+    "npu_sparse_lightning_indexer_grad_kl_loss": LOSS,
+    "npu_rotary_mul": ROTARY,
+}
+# Arguments of these types, with a value that is not the default.
+ANOTHER: dict[str, Any] = {
+    "Optional[Tensor]": torch.ones(1),
+    "int": 3,
+    "Optional[int]": 3,
+    "bool": True,
+    "str": "TND",
+    "Optional[List[int]]": [1],
+}
+
+
+def not_followed(name: str) -> list[tuple[str, str]]:
+    """The arguments that the kernel does not take, and their types."""
+    kernel = KERNELS[f"npu::{name}"]
+    arguments = getattr(torch.ops.npu, name).default._schema.arguments
+    left_out = [x for x in arguments if x.name not in {*kernel.followed, *kernel.without_effect}]
+    return [(x.name, str(x.type)) for x in left_out]
+
+
+CASES = [(name, argument, kind) for name in CALLS for argument, kind in not_followed(name)]
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), CASES)
+def test_arguments_that_are_not_computed(name: str, argument: str, kind: str) -> None:
+    call = {**CALLS[name], argument: ANOTHER[kind]}
+    with pytest.raises(NotImplementedError, match=f"^npu::{name}: {argument}: expected "):
+        getattr(torch_npu, name)(**call)
+
+
+def test_every_operator_is_among_them_or_follows_all() -> None:
+    names = [name.partition("::")[2] for name in SCHEMAS if name.startswith("npu::")]
+    assert {name for name in names if not_followed(name)} == set(CALLS)
+
+
+# Values of arguments that are followed.
+PAGES = {"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 16}
+WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ("npu_fusion_attention", FUSION, {"sparse_mode": 3}, ValueError, "atten_mask: expected"),
+    ("npu_fusion_attention", FUSION, {"seed": 4}, NotImplementedError, "seed: expected 0"),
+    ("npu_fusion_attention", FUSION, {"keep_prob": 0.0}, ValueError, "keep_prob: expected"),
+    ("npu_fusion_attention_v2", FUSION, {"query_rope": QUERY}, ValueError, "key_rope: expected"),
+    ("npu_fusion_attention_grad", FUSION_GRAD, {"softmax_in": QUERY}, NotImplementedError,
+     "softmax_in: expected"),
+    ("npu_fusion_attention_grad", FUSION_GRAD, {"softmax_max": None}, ValueError, "softmax_max"),
+    ("npu_fusion_attention_grad", FUSION_GRAD, {"keep_prob": 0.5}, ValueError, "seed: expected"),
+    ("npu_fusion_attention_grad_v3", FUSION_GRAD, {"keep_prob": 0.5}, ValueError, "seed: expected"),
+    ("npu_prompt_flash_attention", INFERENCE, {"input_layout": "TND"}, NotImplementedError,
+     "input_layout: expected one of BSH"),
+    ("npu_incre_flash_attention", STEP, {"query": QUERY}, ValueError, "query: expected one token"),
+    ("npu_incre_flash_attention", STEP, {"input_layout": "TND"}, NotImplementedError,
+     "input_layout: expected"),
+    ("npu_incre_flash_attention", STEP, {"key": KEY.char()}, NotImplementedError, "key: expected"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"query": QUERY.char()}, NotImplementedError,
+     "query: expected float16 or bfloat16, got a tensor of int8"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"input_layout": "SBH"}, NotImplementedError,
+     "input_layout: expected one of"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 5}, NotImplementedError,
+     "sparse_mode: expected 0 to 4, got 5"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 1}, ValueError,
+     "atten_mask: expected in sparse_mode 1"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 3}, ValueError,
+     "atten_mask: expected"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"num_key_value_heads": 4}, ValueError,
+     "key: expected 4 heads"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"query": QUERY[0]}, ValueError,
+     "query: expected the 4 axes of BSND"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"atten_mask": SQUARE[:4]}, ValueError,
+     "atten_mask: expected"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"actual_seq_lengths_kv": [8, 1]}, ValueError,
+     r"lengths of the key: expected one or 2 numbers in 0..7, got \[8, 1\]"),
+    ("npu_fused_infer_attention_score", INFERENCE, {"query_rope": QUERY}, ValueError,
+     "key_rope: expected"),
+    ("npu_fused_infer_attention_score", INFERENCE, PAGES, ValueError, "lengths of the key"),
+    ("npu_fused_infer_attention_score", INFERENCE, {**PAGES, "actual_seq_lengths_kv": [3, 4]},
+     ValueError, "key: expected blocks of 2 heads"),
+    ("npu_sparse_flash_attention", SPARSE, {"attention_mode": 0}, NotImplementedError,
+     "attention_mode: expected 2, got 0"),
+    ("npu_sparse_flash_attention", SPARSE, {"value": None}, NotImplementedError, "value: expected"),
+    ("npu_sparse_flash_attention", SPARSE, {"layout_kv": "TND"}, NotImplementedError,
+     "layout_kv: expected PA_BSND or layout_query, BSND, got 'TND'"),
+    ("npu_sparse_flash_attention", SPARSE, {"layout_kv": "PA_BSND"}, ValueError,
+     "block_table: expected"),
+    ("npu_sparse_flash_attention", SPARSE, {"block_table": PAGES["block_table"]}, ValueError,
+     "block_table: expected None"),
+    ("npu_sparse_flash_attention", SPARSE, {"query": bf16(1, 3, 16, 512).requires_grad_()},
+     ValueError, "return_softmax_lse: expected True"),
+    ("npu_sparse_flash_attention", SPARSE, {"pre_tokens": 3}, ValueError, "pre_tokens"),
+    ("npu_sparse_flash_attention_grad", SPARSE_GRAD, {"attention_mode": 0}, NotImplementedError,
+     "attention_mode"),
+    ("npu_sparse_lightning_indexer_grad_kl_loss", LOSS, {"next_tokens": 3}, NotImplementedError,
+     "next_tokens: expected"),
+    ("npu_lightning_indexer", INDEXER, {"layout_key": "PA_BSND", "return_value": True},
+     NotImplementedError, "return_value: expected False"),
+    ("npu_lightning_indexer_grad", INDEXER_GRAD, {"pre_tokens": 3}, NotImplementedError,
+     "pre_tokens: expected"),
+    ("npu_scatter_pa_kv_cache", CACHE, {"cache_mode": "ND"}, ValueError, "cache_mode: expected"),
+    ("npu_scatter_pa_kv_cache", {**CACHE, "cache_mode": "Norm"},
+     {"compress_lens": torch.ones(3).int()}, ValueError, "compress_lens: expected"),
+    ("npu_attention_update", LSE, {"update_type": 2}, ValueError, "update_type: expected 0"),
+    ("npu_ring_attention_update", RING, {"input_layout": "BSH"}, NotImplementedError,
+     "input_layout: expected SBH or TND"),
+    ("npu_ring_attention_update", RING, {"cur_attn_out": torch.ones(5, 2, 16)}, ValueError,
+     "cur_attn_out: expected"),
+    ("npu_ring_attention_update", {**PACKED_RING, "input_layout": "TND"},
+     {"actual_seq_qlen": torch.tensor([0, 4])}, ValueError,
+     r"actual_seq_qlen: expected prefix sums from 0 to T = 5, got \[0, 4\]"),
+    ("npu_rotary_mul", ROTARY, {"rotary_mode": "quarter"}, NotImplementedError,
+     "rotary_mode: expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "changed", "error", "message"), WRONG)
+def test_values_that_are_not_computed(
+    name: str, call: dict[str, Any], changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^(npu::{name}|ascend::[a-z_]+): .*{message}"):
+        getattr(torch_npu, name)(**{**call, **changed})
+
+
+def test_blocks_that_are_none() -> None:
+    cache = bf16(4, 16, 128)
+    table = torch.tensor([[1, 2], [3, -1]], dtype=torch.int32)
+    call = {**INFERENCE, "key": cache, "value": cache, "block_table": table, "block_size": 16}
+    torch_npu.npu_fused_infer_attention_score(**call, actual_seq_lengths_kv=[20, 16])
+    for lengths, wrong in (([20, 17], table), ([20, 16], table + 2)):
+        with pytest.raises(ValueError, match=r"block_table: expected blocks 0..3, got (-1|4) at"):
+            torch_npu.npu_fused_infer_attention_score(
+                **{**call, "block_table": wrong}, actual_seq_lengths_kv=lengths
+            )
+    with pytest.raises(ValueError, match="block_size: expected 16, that of key, got 32"):
+        torch_npu.npu_fused_infer_attention_score(
+            **{**call, "block_size": 32}, actual_seq_lengths_kv=[20, 16]
+        )

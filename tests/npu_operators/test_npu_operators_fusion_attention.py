@@ -1,0 +1,207 @@
+"""npu_fusion_attention on the CPU against attention in plain torch, with gradients and dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.npu_names import SQUARE, attention, causal, from_layout, to_layout, torch_npu
+from torch import Tensor
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+B, N, NK, SQ, SKV, D, DV = 2, 4, 2, 5, 7, 8, 6
+each_layout = pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD"])
+each_version = pytest.mark.parametrize(
+    "name", ["npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3"]
+)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def inputs() -> list[Tensor]:
+    """query, key and value as (B, N, S, D)."""
+    torch.manual_seed(0)
+    return [drawn(B, N, SQ, D), drawn(B, NK, SKV, D), drawn(B, NK, SKV, DV)]
+
+
+def gradients_of(out: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad((out * weight).sum(), tensors)
+
+
+def assert_as_stated(out: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
+    assert_close(out, expected)
+    assert_close(gradients_of(out, tensors), gradients_of(expected, tensors))
+
+
+@each_version
+@each_layout
+def test_forward_and_gradients(name: str, layout: str) -> None:
+    tensors = inputs()
+    given = [to_layout(x, layout) for x in tensors]
+    out, maximum, total, *_ = getattr(torch_npu, name)(*given, N, layout, scale=0.3)
+    expected, lse = attention(*tensors, scale=0.3)
+    assert_as_stated(from_layout(out, layout, N), expected, tensors)
+    assert maximum.shape == (B, N, SQ, 8)
+    assert_close(maximum[..., 0] + total[..., 0].log(), lse)
+
+
+def test_the_scale_is_one_unless_given() -> None:
+    tensors = inputs()
+    out = torch_npu.npu_fusion_attention(*tensors, N, "BNSD")[0]
+    assert_close(out, attention(*tensors)[0])
+
+
+def pre_and_next(name: str, before: int, after: int) -> dict[str, int]:
+    tokens = "tokens" if name.endswith("v2") else "tockens"
+    return {f"pre_{tokens}": before, f"next_{tokens}": after}
+
+
+@each_version
+def test_masks(name: str) -> None:
+    tensors = inputs()
+    function = getattr(torch_npu, name)
+    out = function(*tensors, N, "BNSD", atten_mask=SQUARE, sparse_mode=3)[0]
+    assert_as_stated(out, attention(*tensors, causal(SQ, SKV))[0], tensors)
+    mask = torch.rand(B, 1, SQ, SKV) < 0.3
+    i, j = torch.arange(SQ)[:, None], torch.arange(SKV)
+    keep = ~mask & (j >= i - 2) & (j <= i + 1)
+    for dtype in (torch.bool, torch.uint8):
+        limits = pre_and_next(name, 2, 1)
+        out = function(*tensors, N, "BNSD", atten_mask=mask.to(dtype), **limits)[0]
+        assert_as_stated(out, attention(*tensors, keep)[0], tensors)
+
+
+@each_version
+def test_packed_sequences(name: str) -> None:
+    torch.manual_seed(0)
+    q_ends, k_ends = [3, 3, 8], [4, 6, 11]
+    tensors = [drawn(8, N, D), drawn(11, NK, D), drawn(11, NK, DV)]
+    lengths: Any = (q_ends, k_ends)
+    if name.endswith("v3"):
+        lengths = map(torch.tensor, lengths)
+    out = getattr(torch_npu, name)(
+        *tensors, N, "TND", atten_mask=SQUARE, sparse_mode=3,
+        **dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), lengths, strict=True)),
+    )[0]  # fmt: skip
+    parts = []
+    for q0, q1, k0, k1 in ((0, 3, 0, 4), (3, 3, 4, 6), (3, 8, 6, 11)):
+        q, k, v = tensors[0][q0:q1], tensors[1][k0:k1], tensors[2][k0:k1]
+        batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        parts.append(attention(*batch, causal(q1 - q0, k1 - k0))[0][0].transpose(0, 1))
+    assert_as_stated(out, torch.cat(parts), tensors)
+
+
+@each_version
+def test_a_bias_before_the_scale(name: str) -> None:
+    pse = drawn(B, N, SQ, SKV)
+    tensors = [*inputs(), pse]
+    out = getattr(torch_npu, name)(*tensors[:3], N, "BNSD", pse=pse, scale=0.5)[0]
+    assert_as_stated(out, attention(*tensors[:3], scale=0.5, bias=pse * 0.5)[0], tensors)
+
+
+def test_a_bias_behind_the_scale() -> None:
+    pse = drawn(B, N, SQ, SKV)
+    tensors = [*inputs(), pse]
+    call = {"pse": pse, "pse_type": 0, "scale": 0.5}
+    out = torch_npu.npu_fusion_attention_v2(*tensors[:3], N, "BNSD", **call)[0]
+    assert_as_stated(out, attention(*tensors[:3], scale=0.5, bias=pse)[0], tensors)
+
+
+@each_layout
+def test_ropes_are_further_channels(layout: str) -> None:
+    tensors = [*inputs(), drawn(B, N, SQ, 4), drawn(B, NK, SKV, 4)]
+    q, k, v, q_rope, k_rope = (to_layout(x, layout) for x in tensors)
+    out, maximum, total, *_ = torch_npu.npu_fusion_attention_v2(
+        q, k, v, N, layout, query_rope=q_rope, key_rope=k_rope, scale=0.3
+    )
+    wide = [torch.cat((tensors[i], tensors[3 + i]), -1) for i in (0, 1)]
+    expected = attention(*wide, tensors[2], scale=0.3)[0]
+    expected_gradients = torch.autograd.grad(expected.sum(), tensors, retain_graph=True)
+    assert_as_stated(from_layout(out, layout, N), expected, tensors)
+    by_operator = torch_npu.npu_fusion_attention_grad_v2(
+        q.detach(), k.detach(), v.detach(), torch.ones_like(out), N, layout,
+        query_rope=q_rope.detach(), key_rope=k_rope.detach(), scale_value=0.3,
+        softmax_max=maximum, softmax_sum=total, attention_in=out.detach(),
+    )  # fmt: skip
+    dq, dk, dv, _, dq_rope, dk_rope, _ = by_operator
+    for gradient, wanted in zip((dq, dk, dv, dq_rope, dk_rope), expected_gradients, strict=True):
+        assert_close(gradient, to_layout(wanted, layout))
+
+
+def bits(mask: Tensor, scores: int) -> Tensor:
+    """Of (B, N, Sq, Skv), the lowest of a byte first."""
+    unpacked = (mask[:, None] >> torch.arange(8)) & 1
+    return unpacked.flatten()[:scores].view(B, N, SQ, SKV).bool()
+
+
+def test_a_dropout_mask() -> None:
+    tensors = inputs()
+    scores = B * N * SQ * SKV
+    mask = torch.randint(256, (-(-scores // 128) * 16,), dtype=torch.uint8)
+    results = torch_npu.npu_fusion_attention(
+        *tensors, N, "BNSD", keep_prob=0.5, dropout_mask=mask, seed=5, offset=7
+    )
+    assert results[4:] == (5, 7, scores)
+    expected = attention(*tensors, weight=bits(mask, scores) / 0.5)[0]
+    assert_as_stated(results[0], expected, tensors)
+
+
+def test_without_dropout_there_is_no_seed() -> None:
+    *_, softmax, seed, offset, numels = torch_npu.npu_fusion_attention(*inputs(), N, "BNSD")
+    assert softmax.shape == (0,)
+    assert (seed, offset, numels) == (0, 0, B * N * SQ * SKV)
+
+
+@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+def test_the_gradient_draws_the_mask_again(version: str) -> None:
+    tensors = inputs()
+    forward = getattr(torch_npu, f"npu_fusion_attention{version}")
+    backward = getattr(torch_npu, f"npu_fusion_attention_grad{version}")
+    torch.manual_seed(3)
+    out, maximum, total, softmax, *drawn_by = forward(*tensors, N, "BNSD", keep_prob=0.7)
+    names = ("seed", "offset", "numels")[: len(drawn_by)]
+    again = backward(
+        *(x.detach() for x in tensors), torch.ones_like(out), N, "BNSD", keep_prob=0.7,
+        softmax_max=maximum, softmax_sum=total, softmax_in=softmax, attention_in=out.detach(),
+        **dict(zip(names, drawn_by, strict=True)),
+    )  # fmt: skip
+    assert_close(again[:3], torch.autograd.grad(out.sum(), tensors), rtol=0, atol=0)
+    torch.manual_seed(3)
+    assert torch.equal(forward(*tensors, N, "BNSD", keep_prob=0.7)[0], out)
+    assert not torch.equal(forward(*tensors, N, "BNSD", keep_prob=0.7)[0], out)
+
+
+def test_the_masks_are_random() -> None:
+    """The weights of equal scores show the mask: each is 0 or 1 / (Skv * keep_prob)."""
+    query, keys = torch.zeros(1, 8, 256, 16), torch.zeros(1, 8, 256, 16)
+    value = torch.eye(256).expand(1, 8, 256, 256)[..., :16].contiguous()
+    torch.manual_seed(0)
+    first, second = (
+        torch_npu.npu_fusion_attention(query, keys, value, 8, "BNSD", keep_prob=0.75)[0] > 0
+        for _ in range(2)
+    )
+    # Standard deviation of the mean of 32768 bits: 0.0024.
+    for share, expected in (
+        (first, 0.75), (second, 0.75), (first & second, 0.75**2),
+        (first[..., 1:] & first[..., :-1], 0.75**2),
+        (first[:, :, 1:] & first[:, :, :-1], 0.75**2),
+    ):  # fmt: skip
+        assert abs(share.float().mean() - expected) < 0.012
+
+
+def test_the_gradient_of_the_bias_by_its_operator() -> None:
+    pse = drawn(B, N, SQ, SKV)
+    tensors = [*inputs(), pse]
+    out, maximum, total, *_ = torch_npu.npu_fusion_attention(*tensors[:3], N, "BNSD", pse=pse)
+    results = torch_npu.npu_fusion_attention_grad(
+        *(x.detach() for x in tensors[:3]), torch.ones_like(out), N, "BNSD", pse=pse.detach(),
+        softmax_max=maximum, softmax_sum=total, attention_in=out.detach(),
+    )  # fmt: skip
+    assert_close(results[:4], torch.autograd.grad(out.sum(), tensors))
+    assert results[4].shape == (0,)

@@ -1,0 +1,171 @@
+"""torch_npu's sparse attention and indexer on the CPU against plain torch, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.npu_names import torch_npu
+from torch import Tensor
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+B, S1, S2, N, D, DR, K = 2, 3, 6, 4, 8, 4, 3
+ABSORBED = {"attention_mode": 2, "return_softmax_lse": True}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def inputs() -> list[Tensor]:
+    """query, latent, query_rope, key_rope."""
+    torch.manual_seed(0)
+    return [drawn(B, S1, N, D), drawn(B, S2, 1, D), drawn(B, S1, N, DR), drawn(B, S2, 1, DR)]
+
+
+def selected() -> Tensor:
+    """Of the keys that each query sees in sparse_mode 3, some; -1 where a row has fewer."""
+    rows = [torch.randperm(S2 - S1 + 1 + i)[:K].sort().values for i in range(S1)]
+    return torch.stack([torch.stack(rows)] * B)[:, :, None].int()
+
+
+def stated(tensors: list[Tensor], indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out, and the log-sum-exp (B, 1, S1, N)."""
+    query, latent, query_rope, key_rope = tensors
+    keep = torch.zeros(B, S1, S2, dtype=torch.bool).scatter(2, indices[:, :, 0].long(), True)
+    keys = latent[:, :, 0], key_rope[:, :, 0]
+    scores = sum(
+        torch.einsum("bind,bjd->bnij", x, y) for x, y in zip((query, query_rope), keys, strict=True)
+    )
+    scores = (scores * scale).masked_fill(~keep[:, None], -torch.inf)
+    out = torch.einsum("bnij,bjd->bind", scores.softmax(-1), latent[:, :, 0])
+    return out, scores.logsumexp(-1).transpose(1, 2)[:, None]
+
+
+def test_attention_and_its_gradients() -> None:
+    tensors, indices = inputs(), selected()
+    query, latent, query_rope, key_rope = tensors
+    ropes = {"query_rope": query_rope, "key_rope": key_rope}
+    out, maximum, total = torch_npu.npu_sparse_flash_attention(
+        query, latent, latent, indices, 0.3, **ropes, **ABSORBED
+    )
+    expected, lse = stated(tensors, indices, 0.3)
+    assert_close(out, expected)
+    assert_close(maximum + total.log(), lse)
+    gradients = torch.autograd.grad(out.square().sum(), tensors)
+    assert_close(gradients, torch.autograd.grad(expected.square().sum(), tensors))
+    by_operator = torch_npu.npu_sparse_flash_attention_grad(
+        query.detach(), latent.detach(), latent.detach(), indices, 2 * out.detach(), out.detach(),
+        maximum, total, 0.3, 1, query_rope.detach(), key_rope.detach(), attention_mode=2,
+    )  # fmt: skip
+    d_query, d_key, d_value, d_query_rope, d_key_rope = by_operator
+    assert_close((d_query, d_key + d_value, d_query_rope, d_key_rope), gradients)
+
+
+def test_without_statistics() -> None:
+    query, latent, query_rope, key_rope = (x.detach() for x in inputs())
+    results = torch_npu.npu_sparse_flash_attention(
+        query, latent, latent, selected(), 0.3, query_rope=query_rope, key_rope=key_rope,
+        attention_mode=2,
+    )  # fmt: skip
+    assert [x.shape for x in results[1:]] == [(0,), (0,)]
+
+
+BLOCK = 2
+TABLE = torch.tensor([[3, 0, 4], [1, 6, -1]], dtype=torch.int32)
+LENGTHS = torch.tensor([6, 4], dtype=torch.int32)
+PAGED = {"block_table": TABLE, "actual_seq_lengths_query": None}
+
+
+def paged(x: Tensor) -> Tensor:
+    """(B, S2, 1, D) spread over the blocks of TABLE."""
+    cache = torch.full((7, BLOCK, 1, x.shape[-1]), 1e3, dtype=x.dtype)
+    for b, length in enumerate(LENGTHS.tolist()):
+        for j in range(length):
+            cache[TABLE[b, j // BLOCK], j % BLOCK] = x[b, j]
+    return cache
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_pages(layout: str) -> None:
+    """As with keys side by side."""
+    query, latent, query_rope, key_rope = (x.detach() for x in inputs())
+    index_query, weights, index_key = drawn(B, S1, 2, D), drawn(B, S1, 2), drawn(B, S2, 1, D)
+    index = [x.detach() for x in (index_query, index_key, weights)]
+    indices, _ = torch_npu.npu_lightning_indexer(
+        *index, actual_seq_lengths_key=LENGTHS, sparse_count=K
+    )
+    expected, *_ = torch_npu.npu_sparse_flash_attention(
+        query, latent, latent, indices, 0.3, query_rope=query_rope, key_rope=key_rope,
+        actual_seq_lengths_kv=LENGTHS, attention_mode=2,
+    )  # fmt: skip
+
+    def packed(x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if layout == "TND" else x
+
+    ends = torch.tensor([S1, 2 * S1], dtype=torch.int32) if layout == "TND" else None
+    options: dict[str, Any] = {
+        "block_table": TABLE, "actual_seq_lengths_query": ends, "layout_query": layout,
+    }  # fmt: skip
+    paged_indices, _ = torch_npu.npu_lightning_indexer(
+        packed(index[0]), paged(index[1]), packed(index[2]), layout_key="PA_BSND", sparse_count=K,
+        actual_seq_lengths_key=LENGTHS, **options,
+    )  # fmt: skip
+    assert torch.equal(paged_indices, packed(indices))
+    cache = paged(latent)
+    out, *_ = torch_npu.npu_sparse_flash_attention(
+        packed(query), cache, cache, paged_indices, 0.3, query_rope=packed(query_rope),
+        key_rope=paged(key_rope), layout_kv="PA_BSND", actual_seq_lengths_kv=LENGTHS,
+        attention_mode=2, **options,
+    )  # fmt: skip
+    assert_close(out, packed(expected))
+
+
+def test_indexer_and_its_gradients() -> None:
+    torch.manual_seed(0)
+    # No product is negative, which relu would make equal to others.
+    query, key = torch.rand(B, S1, 2, D).double(), torch.rand(B, S2, 1, D).double()
+    tensors = [query.requires_grad_(), key.requires_grad_(), drawn(B, S1, 2)]
+    weights = tensors[2]
+    indices, values = torch_npu.npu_lightning_indexer(
+        *tensors, sparse_count=K, sparse_mode=0, return_value=True
+    )
+    products = torch.einsum("bihd,bjd->bhij", query, key[:, :, 0]).relu()
+    scores = (products * weights.transpose(1, 2)[..., None]).sum(1)
+    expected, order = scores.topk(K)
+    assert torch.equal(indices[:, :, 0], order.int())
+    assert_close(values[:, :, 0], expected)
+    gradients = torch.autograd.grad(values.square().sum(), tensors)
+    assert_close(gradients, torch.autograd.grad(expected.square().sum(), tensors))
+    by_operator = torch_npu.npu_lightning_indexer_grad(
+        query.detach(), key.detach(), 2 * values.detach(), indices, weights.detach(), sparse_mode=0
+    )
+    assert_close(by_operator, gradients)
+    assert torch_npu.npu_lightning_indexer(*tensors, sparse_count=K)[1].shape == (0,)
+
+
+def test_loss_of_the_indexer() -> None:
+    query, latent, query_rope, key_rope = (x.detach() for x in inputs())
+    index = [drawn(B, S1, 2, D), drawn(B, S2, 1, D), drawn(B, S1, 2)]
+    indices, ropes = selected(), {"query_rope": query_rope, "key_rope": key_rope}
+    _, maximum, total = torch_npu.npu_sparse_flash_attention(
+        query, latent, latent, indices, 0.3, **ropes, **ABSORBED
+    )
+    *gradients, loss = torch_npu.npu_sparse_lightning_indexer_grad_kl_loss(
+        query, latent, *(x.detach() for x in index), indices, maximum, total, 0.3, **ropes
+    )
+    at = indices[:, :, 0].long()
+    main = sum(
+        torch.einsum("bind,bjd->bnij", x, y[:, :, 0])
+        for x, y in ((query, latent), (query_rope, key_rope))
+    )
+    chosen = (main * 0.3).gather(-1, at[:, None].expand(-1, N, -1, -1))
+    target = chosen.softmax(-1).mean(1)
+    products = torch.einsum("bihd,bjd->bhij", index[0], index[1][:, :, 0]).relu()
+    scores = (products * index[2].transpose(1, 2)[..., None]).sum(1).gather(-1, at)
+    expected = (target * (target.log() - scores.log_softmax(-1))).sum()
+    assert_close(loss, expected[None])
+    assert_close(gradients, list(torch.autograd.grad(expected, index)))

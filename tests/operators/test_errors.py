@@ -1,0 +1,115 @@
+"""Every rule of every operator has a call that violates it and nothing else."""
+
+from __future__ import annotations
+
+import ascend_attn_ops
+import pytest
+import torch
+from support.samples import OPERATORS, WRONG_CALLS, Operator, Sample, WrongCall, bytes_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def row_id(row: WrongCall) -> str:
+    return f"{row.operator.name}-{row.id}"
+
+
+def good_id(row: WrongCall) -> str:
+    return f"{row.operator.name}-{row.case.id}-{row.limits_of_good}"
+
+
+def check_error(row: WrongCall, sample: Sample) -> None:
+    errors = (TypeError, ValueError, RuntimeError)
+    with ascend_attn_ops.limits(row.limits), pytest.raises(errors) as raised:
+        sample.call(torch.ops.ascend)
+    assert raised.type is row.exception, raised.value
+    row.check_message(str(raised.value))
+
+
+@pytest.mark.parametrize("row", WRONG_CALLS, ids=row_id)
+def test_a_wrong_call_is_refused_before_anything_is_written(row: WrongCall) -> None:
+    sample = row.wrong()
+    before = {n: bytes_of(x).clone() for n, x in sample.tensors.items() if not x.is_meta}
+    check_error(row, sample)
+    for name, bytes_before in before.items():
+        assert torch.equal(bytes_of(sample.tensors[name]), bytes_before), name
+
+
+@pytest.mark.parametrize("row", [row for row in WRONG_CALLS if row.on_meta], ids=row_id)
+def test_a_wrong_call_is_refused_on_fake_tensors(row: WrongCall) -> None:
+    sample = row.wrong()
+    if row.exception is NotImplementedError:
+        # Of which fake tensors make an error of their own, without our line.
+        check_error(row, sample.to("meta"))
+        return
+    with FakeTensorMode() as mode:
+        check_error(row, sample.map(mode.from_tensor))
+
+
+@pytest.mark.parametrize(
+    "row",
+    list({(r.operator, r.case, r.dtype, r.limits_of_good): r for r in WRONG_CALLS}.values()),
+    ids=good_id,
+)
+def test_the_call_that_was_changed_is_good(row: WrongCall) -> None:
+    """Or else the row would prove nothing."""
+    with ascend_attn_ops.limits(row.limits_of_good):
+        row.good().call(torch.ops.ascend)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda operator: operator.name)
+@pytest.mark.usefixtures("no_limits")
+def test_none_where_a_tensor_must_be(operator: Operator, device: str) -> None:
+    sample = operator.small_sample().to(device).requires_grad(operator.differentiable)
+    for name in (a.name for a in operator.overload._schema.arguments if str(a.type) == "Tensor"):
+        expected = (
+            rf"ascend::{operator.name}: {name}: expected a tensor, got None \[.*NULLPTR 161001\]"
+        )
+        with pytest.raises(ValueError, match=expected):
+            sample.replace(**{name: None}).call(torch.ops.ascend)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("B\nS\x00D", r"'B\x0aS\x00D'"),
+        ("x" * 300, f"'{'x' * 100}'..."),
+        ("é" * 70, f"'{'é' * 50}'..."),
+    ],
+    ids=["lines", "long", "characters of two bytes"],
+)
+@pytest.mark.usefixtures("no_limits")
+def test_text_of_the_caller_is_quoted_on_one_line(text: str, shown: str) -> None:
+    x = torch.ones(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="layout: expected one of") as raised:
+        ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout=text)
+    assert f"got {shown} [" in str(raised.value)
+    with pytest.raises(ValueError, match="cache_mode: expected one of") as raised:
+        ascend_attn_ops.scatter_pa_kv_cache_(
+            x[0], x, torch.tensor([0, 1]), x[0], x.clone(), cache_mode=text
+        )
+    assert f"got {shown} [" in str(raised.value)
+    with pytest.raises(ValueError, match="product: expected None or one of") as raised:
+        ascend_attn_ops.limits(text).__enter__()
+    assert f"got {shown} [" in str(raised.value)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_tensors_without_one_shape_or_dense_memory() -> None:
+    x = torch.ones(1, 2, 1, 8, requires_grad=True)
+    nested = torch.nested.nested_tensor([torch.ones(2, 8)])
+    indices = torch.zeros(1, 2, 1, 1, dtype=torch.int32)
+    with pytest.raises(
+        NotImplementedError, match="key: expected a tensor of one shape, got a nest"
+    ):
+        torch.ops.ascend.sparse_flash_attention(x, nested, x, indices, scale_value=1.0)
+    parts = [torch.ones(2, 8)] * 2
+    with pytest.raises(
+        NotImplementedError, match=r"lse\[1\]: expected a dense tensor, got .*Sparse"
+    ):
+        torch.ops.ascend.attention_update([torch.ones(2), torch.ones(2).to_sparse()], parts)
+
+
+def test_unknown_product() -> None:
+    with pytest.raises(ValueError, match=r"A2.*A3.*950.*310P"), ascend_attn_ops.limits("A9"):
+        pass

@@ -1,0 +1,414 @@
+"""flash_attention_score: its decisions, and what its function adds."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops import reference, sparse_mode_mask
+from ascend_attn_ops.__main__ import main
+from ascend_attn_ops._dense_attention import draw_drop_mask
+from ascend_attn_ops.masks import _new_mask, compressed_mask
+from support.bounds import within
+from support.samples import OPERATORS
+from support.samples.flash_attention_score import CASES, FlashCase, build
+from support.samples.masks import compressed_mask as sample_mask
+from support.tolerance import assert_same_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.functional import scaled_dot_product_attention
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+FLT_MAX = torch.finfo(torch.float32).max
+B, N, D = 2, 4, 16
+
+
+def qkv(sq: int, skv: int, heads: int = N, key_heads: int = N) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, heads, sq, D), (B, key_heads, skv, D), (B, key_heads, skv, D)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return ascend_attn_ops.flash_attention_score(
+        q, k, v, num_heads=q.shape[1], layout="BNSD", **options
+    )[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_without_keys(dtype: torch.dtype) -> None:
+    """DECISION: always zero, with the statistics that inner_precise = 2 gives on the device."""
+    for case in (
+        FlashCase(s=(9, 4), mode=3),
+        FlashCase(s=(9, 4), mode=1, pattern="rows"),
+        FlashCase(s=(20, 40), mode=4, pre=-5, next=30),
+    ):
+        sample = build(case, dtype)
+        out, softmax_max, softmax_sum = sample.call(torch.ops.ascend)
+        empty = softmax_sum[..., 0] == FLT_MAX
+        assert empty.any()
+        assert not out[empty].any()
+        assert (softmax_max[empty] == -FLT_MAX).all()
+        leaf = sample.requires_grad(("query",))
+        out = leaf.call(torch.ops.ascend)[0]
+        (d_query,) = torch.autograd.grad(out.sum(), [leaf.inputs["query"]])
+        assert not d_query[empty].any()
+        assert d_query.isfinite().all()
+
+
+@pytest.mark.parametrize(("sq", "skv", "mode"), [(9, 12, 0), (32, 32, 2), (64, 128, 3)])
+def test_rows_of_few_keys(sq: int, skv: int, mode: int) -> None:
+    """Where no sum over many keys hides that their weights are rounded to bfloat16."""
+    batch = 600
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, 4, s, D, generator=generator).bfloat16() for s in (sq, skv, skv))
+    actual = attend(q, k, v, sparse_mode=mode)
+    kept = sparse_mode_mask(mode, sq, skv)
+    q, k, v = q.double(), k.double(), v.double()
+    expected, terms = (scaled_dot_product_attention(q, k, x, attn_mask=kept) for x in (v, v.abs()))
+    within("out", expected, terms, torch.bfloat16).check(actual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_half_way_are_rounded_to_even(dtype: torch.dtype) -> None:
+    """The mean of two neighbours, of which each that follows is the other way from the even one."""
+    q, k = torch.zeros(1, 1, 1, D, dtype=dtype), torch.zeros(1, 1, 2, D, dtype=dtype)
+    steps = 1 + torch.arange(D + 1, dtype=torch.float64) * torch.finfo(dtype).eps
+    v = torch.stack((steps[:-1], steps[1:])).to(dtype)
+    assert torch.equal(attend(q, k, v[None, None]).flatten(), v.double().mean(0).to(dtype))
+
+
+@pytest.mark.parametrize("mode", [0, 4])
+@pytest.mark.parametrize("most", [2**31 - 1, 2**63 - 1])
+def test_tokens_that_bound_nothing(mode: int, most: int) -> None:
+    """Also where sums with them are more than an integer holds."""
+    q, k, v = qkv(5, 9)
+    mask = torch.zeros(5, 9, dtype=torch.bool) if mode == 0 else None
+    bounds = {"pre_tokens": most, "next_tokens": most}
+    out = attend(q, k, v, sparse_mode=mode, atten_mask=mask, **bounds)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # The first row that is stored serves queries 0, 1024 and 1028.
+        FlashCase(b=1, s=(2052, 2052), heads=(1, 1), d=(4, 4), mode=2, pse="rows"),
+        # All rows are stored, and any mask will do.
+        FlashCase(b=1, s=(1024, 1024), heads=(1, 1), d=(4, 4), mode=1, mask="", pse="rows"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_bias_of_1024_rows(case: FlashCase) -> None:
+    sample = build(case, torch.float32)
+    record = OPERATORS["flash_attention_score"]
+    record.assert_matches_reference(sample, sample.call(torch.ops.ascend))
+
+
+def test_without_keys_everything_is_zero() -> None:
+    for x in build(FlashCase(s=(5, 0)), torch.float32).call(torch.ops.ascend):
+        assert x.numel()
+        assert not x.any()
+
+
+def test_statistics_of_packed_sequences_are_stored_by_sequence() -> None:
+    """DECISION: the device's order of bytes, (N, Sq, 8) of one sequence after another."""
+    lengths = ((3, 4), (5, 6))
+    case = FlashCase(layout="TND", lengths=lengths, tail=(2, 1), heads=(3, 3), mode=3)
+    sample = build(case, torch.float32)
+    _, softmax_max, _ = sample.call(torch.ops.ascend)
+    rows = softmax_max.view(-1, 8)
+    begin_q, begin_k = 0, 0
+    for sq, skv in zip(*lengths, strict=True):
+        q = sample.inputs["query"][begin_q : begin_q + sq].transpose(0, 1)[None]
+        k, v = (
+            sample.inputs[name][begin_k : begin_k + skv].transpose(0, 1)[None]
+            for name in ("key", "value")
+        )
+        _, expected, _ = ascend_attn_ops.flash_attention_score(
+            q, k, v, num_heads=3, layout="BNSD", sparse_mode=3, scale_value=case.d[0] ** -0.5
+        )
+        torch.testing.assert_close(
+            rows[3 * begin_q : 3 * (begin_q + sq)].view(3, sq, 8), expected[0]
+        )
+        begin_q, begin_k = begin_q + sq, begin_k + skv
+    assert not rows[3 * begin_q :].any()
+
+
+def test_without_a_mask_mode_0_keeps_every_key() -> None:
+    """Whatever the tokens say, as in aclnn; modes that need a mask are refused without one."""
+    q, k, v = qkv(5, 5)
+    options = {"num_heads": N, "layout": "BNSD", "scale_value": 0.3, "sparse_mode": 0}
+    expected = torch.ops.ascend.flash_attention_score(q, k, v, **options)
+    band = torch.ops.ascend.flash_attention_score(q, k, v, **options, pre_tokens=1, next_tokens=0)
+    assert_same_bits(band, expected)
+    dense = scaled_dot_product_attention(q, k, v, scale=0.3)
+    torch.testing.assert_close(expected[0], dense)
+
+
+def test_a_symbolic_length_beside_real_tensors_is_an_error() -> None:
+    length = ShapeEnv().create_unbacked_symint()
+    q = torch.randn(5, 2, 8, dtype=torch.float64)
+    lengths = {f"actual_seq_lengths_{name}": [2, length] for name in ("query", "key")}
+    with pytest.raises(RuntimeError, match="expected int"):
+        ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout="TND", **lengths)
+
+
+@pytest.mark.parametrize("layout", [["BSND"], None])
+def test_a_layout_that_is_no_name_is_an_error_of_the_operator(layout: Any) -> None:
+    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    with pytest.raises(TypeError, match="ascend::flash_attention_score: layout: expected a str"):
+        ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout=layout)
+
+
+def test_refused_masks_draw_no_random_numbers() -> None:
+    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError, match="attn_mask: expected dtype bool"):
+        ascend_attn_ops.flash_attention_score(
+            q, q, q, num_heads=2, layout="BSND", attn_mask=torch.ones(2, 2), dropout_p=0.5
+        )
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("pse_type", [0, 1])
+@pytest.mark.parametrize("case", [c for c in CASES if c.pse and c.pse_type < 2], ids=lambda c: c.id)
+def test_gradient_of_pse(case: FlashCase, pse_type: int) -> None:
+    """DECISION: on the CPU there is one, of the pse_shift that is a tensor of values."""
+    sample = build(case, torch.float64).replace(pse_type=pse_type).requires_grad(("pse_shift",))
+    pse = sample.options["pse_shift"]
+    out = sample.call(torch.ops.ascend)[0]
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    (actual,) = torch.autograd.grad(out, [pse], d_out)
+    (expected,) = torch.autograd.grad(sample.call(reference)[0], [pse], d_out)
+    torch.testing.assert_close(actual, expected)
+    inputs = [x.detach().requires_grad_() for x in (*sample.args, pse)]
+
+    def function(*inputs: Tensor) -> Tensor:
+        names = (*sample.inputs, "pse_shift")
+        return sample.replace(**dict(zip(names, inputs, strict=True))).call(torch.ops.ascend)[0]
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True, atol=1e-6)
+
+
+def test_only_the_first_start_indices_count_and_only_with_that_of_the_keys() -> None:
+    sample = build(FlashCase(s=(6, 6), pse="N", pse_type=2), torch.float64)
+    expected = sample.call(torch.ops.ascend)
+    options = {"q_start_idx": None, "kv_start_idx": None, **sample.options}
+
+    def call(q_start: list[int] | None, kv_start: list[int] | None) -> tuple[Tensor, ...]:
+        starts = {"q_start_idx": q_start, "kv_start_idx": kv_start}
+        return replace(sample, options={**options, **starts}).call(torch.ops.ascend)
+
+    assert_same_bits(call([9], None), expected)
+    assert_same_bits(call([9], []), expected)
+    assert_same_bits(call(None, [4]), call([0], [4]))
+    assert_same_bits(call([1, 9], [4, 7]), call([0], [3]))
+    assert not torch.equal(call([9], [4])[0], expected[0])
+
+
+def test_packed_pse_of_either_size_is_the_full_one() -> None:
+    """DECISION: sum(Sq * Skv) may be T2, and then the two forms have as many elements."""
+    case = FlashCase(layout="TND", lengths=((2, 0), (3, 3)), pse="full", heads=(1, 1))
+    sample = build(case, torch.float64)
+    pse = sample.options["pse_shift"]
+    assert pse.shape == (6,)
+    q, k, v = (x.transpose(0, 1)[None] for x in sample.args)
+    bias = pse.view(1, 1, 2, 3) * sample.options["scale_value"]
+    expected = scaled_dot_product_attention(q, k[:, :, :3], v[:, :, :3], attn_mask=bias)
+    torch.testing.assert_close(sample.call(torch.ops.ascend)[0], expected[0].transpose(0, 1))
+    torch.testing.assert_close(sample.call(reference), sample.call(torch.ops.ascend))
+
+
+@pytest.mark.parametrize("case", [FlashCase(s=(9, 4), mode=3), FlashCase(s=(9, 12))], ids=str)
+def test_inner_precise_changes_nothing_on_the_cpu(case: FlashCase) -> None:
+    sample = build(case, torch.float32)
+    expected = sample.call(torch.ops.ascend)
+    for inner_precise in (1, 2, -1, 4):
+        options = {**sample.options, "inner_precise": inner_precise}
+        assert_same_bits(replace(sample, options=options).call(torch.ops.ascend), expected)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_scores_are_selected_and_not_added(dtype: torch.dtype, mode: int) -> None:
+    """What stands there does not matter, in either direction."""
+    sample = build(FlashCase(s=(9, 12), mode=mode, pse="full", pse_type=0), dtype)
+    mask, pse = sample.options["atten_mask"], sample.options["pse_shift"]
+    results = []
+    for noise in (0.0, torch.nan, torch.inf, -torch.inf):
+        leaf = sample.replace(pse_shift=pse.masked_fill(mask, noise)).requires_grad(
+            ("query", "key")
+        )
+        out = leaf.call(torch.ops.ascend)[0]
+        leaves = [leaf.inputs["query"], leaf.inputs["key"]]
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        assert_same_bits(results[-1], results[0])
+
+
+def test_slopes_have_no_gradient() -> None:
+    q, k, v = qkv(5, 5)
+    slopes = torch.ones(N, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"pse_shift: expected no gradient .* detach"):
+        attend(q, k, v, pse_shift=slopes, pse_type=2)
+
+
+@pytest.mark.parametrize("mode", [2, 3, 4, 6, 7, 8])
+def test_new_masks_are_made_once(mode: int) -> None:
+    cpu = torch.device("cpu")
+    assert torch.equal(compressed_mask(mode, cpu), sample_mask(mode, torch.bool))
+    assert compressed_mask(mode, cpu) is compressed_mask(mode, cpu)
+    assert compressed_mask(2, cpu) is compressed_mask(4, cpu)
+
+
+@pytest.mark.parametrize("options", [{"sparse_mode": 4}, {"sparse_mode": 6, "prefix": [3, 4]}])
+def test_new_masks_outlive_the_mode_they_are_made_in(options: dict[str, Any]) -> None:
+    tensors = [x.float().requires_grad_() for x in qkv(5, 5)]
+    _new_mask.cache_clear()
+    with torch.inference_mode():
+        expected = attend(*tensors, **options)
+    attend(*tensors, **options).sum().backward()
+    for cached in (True, False):
+        if not cached:
+            _new_mask.cache_clear()
+        with FakeTensorMode() as mode:
+            attend(*(mode.from_tensor(x) for x in tensors), **options)
+        assert_same_bits((attend(*tensors, **options),), (expected,))
+
+
+@pytest.mark.parametrize(
+    "options", [{"sparse_mode": 3}, {"sparse_mode": 0, "dropout_p": 0.3}], ids=str
+)
+def test_the_public_function_compiles_once_for_all_sizes(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        partial(attend, **options), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+        warnings.simplefilter("error", UserWarning)
+        for sq, skv in ((6, 9), (8, 12), (9, 13)):
+            tensors = qkv(sq, skv)
+            results = []
+            for function in (compiled, partial(attend, **options)):
+                torch.manual_seed(0)
+                leaves = [x.requires_grad_() for x in tensors]
+                out = function(*leaves)
+                results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+            assert_same_bits(*results)
+
+
+def test_attn_mask_has_the_polarity_of_scaled_dot_product_attention() -> None:
+    q, k, v = qkv(6, 9)
+    mask = torch.rand(6, 9) < 0.7
+    mask[:, 0] = True
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(attend(q, k, v, attn_mask=mask), expected)
+    torch.testing.assert_close(attend(q, k, v, atten_mask=~mask), expected)
+
+
+def test_default_scale() -> None:
+    q, k, v = qkv(5, 7)
+    assert torch.equal(attend(q, k, v), attend(q, k, v, scale_value=D**-0.5))
+    merged = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
+    out, *_ = ascend_attn_ops.flash_attention_score(*merged, num_heads=N, layout="BSH")
+    torch.testing.assert_close(out.unflatten(2, (N, D)).transpose(1, 2), attend(q, k, v))
+
+
+def test_dropout_is_drawn_from_the_generator() -> None:
+    q, k, v = (x.float().requires_grad_() for x in qkv(40, 50))
+    outs = []
+    for seed in (3, 3, 4):
+        generator = torch.Generator().manual_seed(seed)
+        outs.append(attend(q, k, v, dropout_p=0.25, generator=generator))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    # As many bytes as torch_npu allocates.
+    assert draw_drop_mask(B * N * 40 * 51, 0.5, q.device).shape == (
+        -(-B * N * 40 * 51 // 128) * 16,
+    )
+    # The rows of an identity show the weights themselves.
+    eye = torch.eye(50)[:, :D].expand(B, N, 50, D).contiguous()
+    weights = attend(q, k, eye, dropout_p=0.25, generator=torch.Generator().manual_seed(3))
+    share = (weights == 0).float().mean()
+    assert abs(float(share) - 0.25) < 0.02
+    # The backward uses the same mask: the gradient of value sums the weights that were used.
+    (d_value,) = torch.autograd.grad(outs[0].sum(), [v])
+    ones = torch.ones_like(v)
+    row_sums = attend(q, k, ones, dropout_p=0.25, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(d_value.sum(2), row_sums.sum(2))
+
+
+def test_mask_drawings() -> None:
+    assert ascend_attn_ops.masks.draw(sparse_mode_mask(3, 2, 4)).splitlines() == [
+        "   0 1 2 3",
+        " 0 ■ ■ ■ ·",
+        " 1 ■ ■ ■ ■",
+    ]
+
+
+def test_mask_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["mask", "--mode", "4", "--sq", "3", "--skv", "4", "--pre", "1", "--next", "0"]
+    assert main(options) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        " 0 ■ ■ · ·",
+        " 1 · ■ ■ ·",
+        " 2 · · ■ ■",
+    ]
+    picture = tmp_path / "mask.png"
+    assert main([*options, "--out", str(picture)]) == 0
+    data = picture.read_bytes()
+    size = tuple(int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert size == (4 * 16, 3 * 16)
+    pixels = zlib.decompress(data[data.index(b"IDAT") + 4 :])
+    stride = 1 + 3 * size[0]
+    dark = [[pixels[16 * i * stride + 1 + 48 * j] < 128 for j in range(4)] for i in range(3)]
+    kept = sparse_mode_mask(4, 3, 4, pre_tokens=1, next_tokens=0)
+    assert dark == kept.tolist()
+
+
+NOTHING = torch.zeros(6, 9, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "exception", "words"),
+    [
+        ({"attn_mask": torch.zeros(6, 9)}, TypeError, "attn_mask: .* pse_shift takes"),
+        ({"attn_mask": NOTHING.byte()}, TypeError, "attn_mask: expected dtype bool"),
+        (
+            {"attn_mask": NOTHING, "atten_mask": NOTHING},
+            ValueError,
+            "attn_mask: .* both",
+        ),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p: expected a probability"),
+        ({"dropout_p": 0.5, "keep_prob": 0.5}, ValueError, "dropout_p: expected 0 beside"),
+    ],
+    ids=["float", "uint8", "both", "one", "twice"],
+)
+def test_what_the_public_function_refuses(
+    options: dict[str, Any], exception: type[Exception], words: str
+) -> None:
+    q, k, v = build(FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8)), torch.bfloat16).args
+    with pytest.raises(exception, match=rf"^ascend::flash_attention_score: {words}"):
+        attend(q, k, v, **options)
+
+
+def test_the_public_function_and_a_query_without_axes() -> None:
+    """Its scale comes from the head size, which is not there."""
+    x = torch.tensor(1.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="ascend::flash_attention_score: query: expected rank 4"):
+        ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout="BNSD")
+
+
+def test_the_largest_sizes_within_the_limits() -> None:
+    x = torch.zeros(1, 256, 1, 512)
+    with ascend_attn_ops.limits("A2"):
+        assert attend(x, x, x).shape == x.shape

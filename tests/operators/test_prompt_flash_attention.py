@@ -1,0 +1,284 @@
+"""prompt_flash_attention: torch's own attention agrees, decisions, and what its function adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ascend_attn_ops
+import pytest
+import torch
+from ascend_attn_ops import prompt_flash_attention, sparse_mode_mask
+from ascend_attn_ops.device_limits import table
+from ascend_attn_ops.masks import compressed_mask
+from support.samples.prompt_flash_attention import PromptCase, build
+from support.samples.prompt_flash_attention_errors import (
+    CAUSAL,
+    EQUAL,
+    LENGTHS,
+    MASKED,
+    OFFSET,
+    THREE,
+    TO_INT8,
+    zeros,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+B, N, D = 3, 4, 32
+ALL = 2147483647
+
+
+def qkv(sq: int, skv: int, dtype: torch.dtype = torch.float64, nk: int = N) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, N, sq, D), (B, nk, skv, D), (B, nk, skv, D)
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    return prompt_flash_attention(
+        q, k, v, num_heads=N, num_key_value_heads=k.shape[1], layout="BNSD", **options
+    )
+
+
+def test_no_mask() -> None:
+    tensors = qkv(40, 300)
+    torch.testing.assert_close(attend(*tensors), scaled_dot_product_attention(*tensors))
+
+
+def test_is_causal() -> None:
+    """Mode 2, top left, as SDPA has it."""
+    tensors = qkv(150, 90)
+    torch.testing.assert_close(
+        attend(*tensors, sparse_mode=2), scaled_dot_product_attention(*tensors, is_causal=True)
+    )
+
+
+@pytest.mark.parametrize("nk", [1, 2, 4])
+@pytest.mark.parametrize("mode", [2, 3, 4])
+def test_right_padded_batches(mode: int, nk: int) -> None:
+    """As if each batch were a call of its own, of its valid tokens."""
+    q, k, v = qkv(90, 280, nk=nk)
+    query_lengths, key_lengths = [90, 7, 50], [280, 130, 61]
+    options = {"sparse_mode": mode, "pre_tokens": 40, "next_tokens": 6}
+    out = attend(
+        q,
+        k,
+        v,
+        actual_seq_lengths_query=query_lengths,
+        actual_seq_lengths_key=key_lengths,
+        **options,
+    )
+    for b, (sq, skv) in enumerate(zip(query_lengths, key_lengths, strict=True)):
+        kept = sparse_mode_mask(mode, sq, skv, pre_tokens=40, next_tokens=6)
+        expected = scaled_dot_product_attention(
+            q[b, :, :sq], k[b, :, :skv], v[b, :, :skv], attn_mask=kept, enable_gqa=True
+        )
+        expected = torch.where(kept.any(-1, keepdim=True), expected, 0)
+        torch.testing.assert_close(out[b, :, :sq], expected)
+        assert not out[b, :, sq:].any()
+
+
+def test_a_mask_of_mode_0_is_causal_as_well() -> None:
+    """The trap that the documentation names: next_tokens is 0 unless given."""
+    tensors = qkv(6, 9)
+    nothing = torch.zeros(6, 9, dtype=torch.bool)
+    causal = scaled_dot_product_attention(*tensors, is_causal=True)
+    full = scaled_dot_product_attention(*tensors)
+    torch.testing.assert_close(attend(*tensors, atten_mask=nothing), causal)
+    torch.testing.assert_close(attend(*tensors, atten_mask=nothing, next_tokens=ALL), full)
+    torch.testing.assert_close(attend(*tensors, atten_mask=nothing, sparse_mode=1), full)
+    torch.testing.assert_close(attend(*tensors), full)
+
+
+def test_more_than_the_scores_does_not_count() -> None:
+    tensors = qkv(10, 13)
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(B, 1, 16, 32, generator=generator) < 0.3
+    out = attend(*tensors, atten_mask=mask, sparse_mode=1)
+    other = mask.clone()
+    other[:, :, 10:] = ~other[:, :, 10:]
+    other[..., 13:] = ~other[..., 13:]
+    assert torch.equal(attend(*tensors, atten_mask=other, sparse_mode=1), out)
+    expected = scaled_dot_product_attention(*tensors, attn_mask=~mask[:, :, :10, :13])
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("value", [2, 255])
+def test_any_number_but_zero_masks(value: int) -> None:
+    tensors = qkv(6, 9)
+    mask = torch.ones(6, 9, dtype=torch.uint8).triu(2) * value
+    out = attend(*tensors, atten_mask=mask, sparse_mode=1)
+    expected = scaled_dot_product_attention(*tensors, attn_mask=mask == 0)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_padding_is_not_read(dtype: torch.dtype) -> None:
+    """NaN behind the valid tokens reaches no output."""
+    q, k, v = qkv(20, 70, dtype)
+    lengths = {"actual_seq_lengths_query": [20, 3, 0], "actual_seq_lengths_key": [70, 33, 9]}
+    expected = attend(q, k, v, **lengths)
+    for b in range(B):
+        q[b, :, lengths["actual_seq_lengths_query"][b] :] = torch.nan
+        for x in (k, v):
+            x[b, :, lengths["actual_seq_lengths_key"][b] :] = torch.nan
+    assert torch.equal(attend(q, k, v, **lengths), expected)
+
+
+@pytest.mark.parametrize("offset", [None, torch.tensor([7.0])], ids=["scale", "offset"])
+def test_rows_without_keys_are_zero_in_int8(offset: Tensor | None) -> None:
+    """And not their offset: as the device leaves them, whatever took their keys away."""
+    tensors = qkv(8, 8, torch.float16)
+    mask = torch.zeros(B, 8, 8, dtype=torch.bool)
+    mask[:, 2] = True
+    out = attend(
+        *tensors,
+        atten_mask=mask,
+        sparse_mode=1,
+        quant_scale2=torch.tensor([1e-4]),
+        quant_offset2=offset,
+        actual_seq_lengths_query=[8, 8, 5],
+        actual_seq_lengths_key=[8, 0, 8],
+    )
+    empty = torch.zeros(B, 8, dtype=torch.bool)
+    empty[:, 2] = empty[1] = empty[2, 5:] = True
+    expected = torch.where(empty, 0, 0 if offset is None else 7)
+    assert torch.equal(out, expected[:, None, :, None].expand(out.shape).to(torch.int8))
+
+
+def test_int8_output_saturates_and_rounds_half_to_even() -> None:
+    q = torch.zeros(1, 1, 1, 32, dtype=torch.float16)
+    v = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 200.0, -200.0, 126.5]).half()
+    v = torch.cat((v, torch.zeros(24).half())).view(1, 1, 1, 32)
+    out = prompt_flash_attention(
+        q, q, v, num_heads=1, layout="BNSD", quant_scale2=torch.tensor([1.0])
+    )
+    assert out.flatten()[:8].tolist() == [0, 2, 2, 0, -2, 127, -128, 126]
+
+
+def test_an_offset_where_the_last_row_keeps_one_key() -> None:
+    """The fewest for which rows without keys cannot be."""
+    tensors = qkv(6, 4, torch.float16)
+    options = {"atten_mask": torch.zeros(6, 4, dtype=torch.bool), "pre_tokens": 2}
+    scale, offset = torch.tensor([30.0]), torch.tensor([3.0])
+    expected = (attend(*tensors, **options).float() * scale + offset).round().clamp(-128, 127)
+    out = attend(*tensors, **options, quant_scale2=scale, quant_offset2=offset)
+    assert torch.equal(out, expected.to(torch.int8))
+
+
+def test_int8_output_is_of_the_result_in_half() -> None:
+    """The mean, 1 + 2^-11, is 1 in half."""
+    k = torch.zeros(1, 1, 2, 32, dtype=torch.float16)
+    v = torch.tensor([1, 1 + 2**-10], dtype=torch.float16).view(1, 1, 2, 1).expand(k.shape)
+    scale = torch.tensor([100.49])
+    out = prompt_flash_attention(k[:, :, :1], k, v, num_heads=1, layout="BNSD", quant_scale2=scale)
+    assert (out == 100).all()
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    tensors = qkv(5, 6, torch.float16)
+    options = {"quant_scale2": torch.tensor([30.0]), "scale_value": 0.25}
+    expected = attend(*tensors, **options)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(attend(*tensors, **options), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [2, 3, 4])
+def test_the_function_builds_the_compressed_mask(mode: int) -> None:
+    tensors = qkv(9, 14)
+    options = {"sparse_mode": mode, "pre_tokens": 3, "next_tokens": 2}
+    mask = compressed_mask(mode, torch.device("cpu"))
+    assert compressed_mask(mode, torch.device("cpu")) is mask
+    assert torch.equal(attend(*tensors, **options), attend(*tensors, atten_mask=mask, **options))
+
+
+def test_the_scale_of_the_function() -> None:
+    q, k, v = qkv(5, 6)
+    expected = attend(q, k, v, scale_value=D**-0.5)
+    assert torch.equal(attend(q, k, v), expected)
+    merged = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
+    out = prompt_flash_attention(*merged, num_heads=N)
+    assert torch.equal(out.unflatten(2, (N, D)).transpose(1, 2), expected)
+
+
+def test_the_products_of_the_table() -> None:
+    (row,) = (row for row in table() if row["operator"] == "prompt_flash_attention")
+    assert {product: v["dtypes"] for (product, cann), v in row["devices"].items()} == {
+        "A2": ["float16", "bfloat16", "int8"],
+        "A3": ["float16", "bfloat16", "int8"],
+        "310P": ["float16"],
+    }
+
+
+# What looks like a violation and is none.
+LEGAL = [
+    (EQUAL, {"pre_tokens": -3, "next_tokens": -3}),  # without a mask they do not count
+    (CAUSAL, {"pre_tokens": -3, "next_tokens": -3}),
+    (THREE, {LENGTHS[0]: [6, 2, 0, 77]}),
+    (replace(MASKED, lengths=((6, 0), None)), {"next_tokens": -5}),  # nothing to skip in batch 1
+    (replace(OFFSET, s=(9, 6)), {"pre_tokens": 2, "next_tokens": -1}),  # no mask, no band
+    (replace(OFFSET, s=(9, 6), mode=2), {}),
+    (replace(TO_INT8, s=(9, 6), mode=3), {}),  # rows without keys, and no offset
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), LEGAL, ids=str)
+def test_legal(case: PromptCase, changes: dict[str, Any]) -> None:
+    build(case, torch.bfloat16).given(**changes).call(torch.ops.ascend)
+
+
+NOTHING_MASKED = torch.zeros(128, 128, dtype=torch.bool, device="meta")
+
+# The largest sizes, and what else is just within the limits of a product.
+WITHIN_LIMITS: list[tuple[str, PromptCase, dict[str, Any]]] = [
+    ("A2", PromptCase(b=65536, d=16), {}),
+    ("A2", PromptCase(b=128, d=15), {}),
+    ("A2", PromptCase(heads=(256, 256), d=16), {}),
+    ("A2", PromptCase(s=(2**26, 2**26), d=16), {}),
+    ("A3", PromptCase(b=65536, d=16), {}),
+    ("A3", PromptCase(b=129, d=32, inputs="int8"), {}),
+    ("A2", PromptCase(d=512), {}),
+    ("A2", PromptCase(layout="BSH", heads=(255, 255), d=257), {}),
+    ("A2", PromptCase(layout="BSND", heads=(128, 128), d=512), {}),
+    ("A2", PromptCase(layout="BNSD", heads=(128, 128), d=512), {}),
+    ("310P", PromptCase(d=17), {}),
+    ("310P", PromptCase(b=128, heads=(256, 256), d=512, s=(65535, 3)), {}),
+    ("310P", PromptCase(layout="BSH", heads=(128, 128), d=512), {}),
+    ("310P", PromptCase(), {LENGTHS[1]: []}),
+    ("310P", PromptCase(), {"next_tokens": 2147483647}),
+    ("310P", PromptCase(s=(5, 7)), {"next_tokens": 7, "pre_tokens": 5}),
+    ("310P", PromptCase(b=300, layout="BSH", d=16), {}),
+    ("310P", PromptCase(heads=(4, 4)), {"num_key_value_heads": 4}),
+    ("310P", PromptCase(s=(128, 128)), {"atten_mask": NOTHING_MASKED}),
+    ("A2", PromptCase(b=129, d=32, inputs="int8"), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("product", "case", "changes"),
+    WITHIN_LIMITS,
+    ids=[f"{p}-{c.id}-{'-'.join(x)}" for p, c, x in WITHIN_LIMITS],
+)
+def test_within_the_limits(product: Any, case: PromptCase, changes: dict[str, Any]) -> None:
+    with ascend_attn_ops.limits(product):
+        zeros(case, torch.float16).given(**changes).call(torch.ops.ascend)
+
+
+def test_a_query_without_axes() -> None:
+    """The function's scale comes from the head size, which is not there."""
+    x = torch.tensor(1.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="ascend::prompt_flash_attention: query: expected rank 4"):
+        prompt_flash_attention(x, x, x, num_heads=1, layout="BNSD")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_gradient_that_nobody_wants(mode: Any) -> None:
+    sample = build(EQUAL, torch.bfloat16).requires_grad(("query", "key", "value"))
+    with mode():
+        sample.call(torch.ops.ascend)

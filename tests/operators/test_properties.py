@@ -1,0 +1,58 @@
+"""What holds for every call: strides and repetition change nothing, and inputs are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.samples import RECIPES, Recipe, bytes_of
+from support.tolerance import assert_same_bits
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
+
+
+@each_dtype
+@each_recipe
+@pytest.mark.usefixtures("no_limits")
+def test_strides_change_nothing(recipe: Recipe, dtype: torch.dtype) -> None:
+    sample = recipe.make(dtype)
+    expected = sample.call(torch.ops.ascend)
+    for variant in (sample.strided(), sample.transposed()):
+        outputs = variant.call(torch.ops.ascend)
+        assert_same_bits(outputs, expected)
+        assert all(x.is_contiguous() for x in outputs)
+
+
+@each_dtype
+@each_recipe
+@pytest.mark.usefixtures("no_limits")
+def test_two_runs_are_bitwise_equal(recipe: Recipe, dtype: torch.dtype) -> None:
+    sample = recipe.make(dtype)
+    # As bytes: rows of a cache that nobody reads are NaN.
+    before = tuple(bytes_of(x) for x in sample.clone().tensors.values())
+    assert_same_bits(sample.call(torch.ops.ascend), sample.call(torch.ops.ascend))
+    assert_same_bits(tuple(map(bytes_of, sample.tensors.values())), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [r for r in RECIPES if r.on_device], ids=lambda recipe: recipe.id
+)
+def test_device_shapes_are_within_the_limits(recipe: Recipe, dtype: torch.dtype) -> None:
+    """Without lifting them: these samples must run on the device in force by default."""
+    recipe.make(dtype).call(torch.ops.ascend)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_value_may_be_key_in_another_order() -> None:
+    """In the memory of key, from the same address and with the same sizes."""
+    query, key = torch.randn(2, 1, 6, 1, 6)
+    value = key.transpose(1, 3)
+    indices = torch.arange(6, dtype=torch.int32).expand(1, 6, 1, 6).contiguous()
+    expected = torch.ops.ascend.sparse_flash_attention(
+        query, key, value.clone(memory_format=torch.contiguous_format), indices, scale_value=1.0
+    )
+    actual = torch.ops.ascend.sparse_flash_attention(query, key, value, indices, scale_value=1.0)
+    assert all(map(torch.equal, actual, expected))

@@ -1,0 +1,187 @@
+"""What the benchmarks' figures go through: the file, the tables of the docs, the comparison."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkout import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+
+
+def record(path: Path, **seconds: float) -> None:
+    """Write a run with one row of ours, one of torch's and one of another operator."""
+    from results import Recorder
+
+    recorder = Recorder("sparse_flash_attention", path, threads=2)
+    figures = {"seconds": 0.2, "gflops": 40.0, "peak_gflops": 80.0}
+    case = "sparse_flash_attention S=8"
+    recorder.add(case, "ours", **figures | {"seconds": seconds.get("ours", 0.1)})
+    recorder.add(case, "torch, gathering", **figures | {"seconds": seconds.get("theirs", 0.25)})
+    recorder.add("sparse_flash_attention_grad S=8", "ours", **figures)
+    Recorder("lightning_indexer", path, threads=1).add("lightning_indexer S=8", "ours", **figures)
+
+
+def test_a_row_that_is_measured_again_replaces_the_first(tmp_path: Path) -> None:
+    from results import Results
+
+    path = tmp_path / "folder" / "results.json"
+    record(path)
+    record(path, ours=0.123456789)
+    results = Results.load(path)
+    assert results.about["machine"]["threads"] == 2
+    version = results.about["versions"]["torch"]
+    assert version.partition("+")[0] == torch.__version__.partition("+")[0]
+    row = results.cases("sparse_flash_attention")["sparse_flash_attention S=8"]["ours"]
+    assert row == {"seconds": 0.12346, "gflops": 40, "peak_gflops": 80}
+    # A row a line.
+    assert len(results.rows) == 4 == path.read_text().count('\n{"benchmark": ')
+    with pytest.raises(SystemExit, match=r"no results of benchmarks/sparse_decode\.py"):
+        results.cases("sparse_decode")
+
+
+def compare(old: Path, new: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), str(old), str(new)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_is_slower_is_named(tmp_path: Path) -> None:
+    old, same, slower = (tmp_path / f"{name}.json" for name in ("old", "same", "slower"))
+    record(old)
+    # Ours within the bound, and torch, which is not ours to watch, beyond it.
+    record(same, ours=0.109, theirs=0.5)
+    record(slower, ours=0.112)
+    passed = compare(old, same)
+    assert passed.returncode == 0, passed.stderr
+    assert passed.stdout == (
+        "0 of 3 slower by more than 10%; on average ours takes 1.03 times as long, everything else "
+        "2.00 times\n"
+    )
+    failed = compare(old, slower)
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines()[0] == (
+        "1.12 times as long: sparse_flash_attention, sparse_flash_attention S=8, ours, "
+        "100 to 112 ms"
+    )
+    assert compare(slower, old).returncode == 0
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    old, other, empty = (tmp_path / f"{name}.json" for name in ("old", "other", "empty"))
+    record(old)
+    content = json.loads(old.read_text())
+    other.write_text(json.dumps(content | {"machine": {"cpu": "another", "threads": 2}}))
+    empty.write_text(json.dumps(content | {"rows": []}))
+    for new, message in ((other, "two machines: "), (empty, "nothing of ours in common")):
+        failed = compare(old, new)
+        assert failed.returncode == 1
+        assert message in failed.stderr
+    partial = tmp_path / "partial.json"
+    partial.write_text(json.dumps(content | {"rows": content["rows"][:2]}))
+    assert compare(old, partial).stdout.count("not measured again: ") == 2
+
+
+def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
+    from results import Results
+    from write_tables import with_tables
+
+    path = tmp_path / "results.json"
+    record(path)
+    page = "before\n<!-- bench: readme -->\nold\n<!-- bench end -->\nafter\n"
+    table = "\n".join(
+        [
+            "| | ours, ms | share of the matmul peak | torch takes, all pairs and a mask | torch "
+            "takes, gathering the keys |",
+            "|---|---:|---:|---:|---:|",
+            "| `sparse_flash_attention` | 100 | 50% | \N{EN DASH} | 2.5x |",
+        ]
+    )
+    written = with_tables(page, Results.load(path))
+    assert written == page.replace("old", table)
+    assert with_tables(written, Results.load(path)) == written
+    with pytest.raises(ValueError, match="a table without an end"):
+        with_tables("<!-- bench: readme -->\n", Results.load(path))
+
+
+def test_the_table_of_threads(tmp_path: Path) -> None:
+    from results import Recorder, Results
+    from tables import threads
+
+    path = tmp_path / "results.json"
+    for count, seconds in ((1, 0.3), (2, 0.16), (3, 0.1)):
+        for name in ("f, decoding", "torch, matmul"):
+            Recorder("threads", path).add(name, str(count), seconds=seconds, threads=count)
+    assert threads(Results.load(path)).splitlines() == [
+        "| | 1 thread, ms | with 2 threads | with 3 threads |",
+        "|---|---:|---:|---:|",
+        "| `f`, decoding | 300 | 1.88x | 3.00x |",
+        "| torch, matmul | 300 | 1.88x | 3.00x |",
+    ]
+
+
+def test_the_docs_are_those_of_the_committed_results() -> None:
+    """Nobody has edited a table by hand, and every table has a place."""
+    from results import Results
+    from tables import TABLES
+    from write_tables import PLACE, RESULTS, pages, with_tables
+
+    results = Results.load(RESULTS)
+    used = set()
+    for path, page in pages().items():
+        assert with_tables(page, results) == page, f"{path}: python benchmarks/write_tables.py"
+        used |= {name for _, name, _ in PLACE.findall(page)}
+    assert used == set(TABLES)
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(1024, 0.5), (4096, 2.0)], 2048),
+        ([(512, 0.25), (1024, 0.5), (4096, 2.0)], 2048),
+        # Faster from the first length on, and never.
+        ([(1024, 1.5), (4096, 2.0)], 1024),
+        ([(1024, 1.5), (4096, 0.9)], None),
+    ],
+)
+def test_where_one_becomes_faster(
+    points: list[tuple[float, float]], expected: float | None
+) -> None:
+    from tables import crossing
+
+    assert crossing(points) == (expected and pytest.approx(expected))
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("selected", [8, 32])
+def test_the_training_steps_that_are_compared_compute_the_same(selected: int) -> None:
+    """In float32: the eager layer is the sparse one, and with all keys selected the dense one."""
+    from sparse_lm import ModelConfig
+    from training_step import model_of
+
+    config = ModelConfig(
+        layers=1, hidden_size=32, heads=2, head_dim=16, latent_dim=32, rope_dim=8, index_heads=16,
+        index_dim=16, top_k=selected,
+    )  # fmt: skip
+    text = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for way in ("sparse", "eager", "dense"):
+        model, select = model_of(way, config)
+        losses = model(text, select)
+        sum(losses).backward()
+        found[way] = (losses, {name: x.grad for name, x in model.named_parameters()})
+    torch.testing.assert_close(found["eager"], found["sparse"], rtol=1e-4, atol=1e-6)
+    if selected == 32:
+        torch.testing.assert_close(found["dense"], found["sparse"], rtol=1e-4, atol=1e-6)
+    else:
+        assert abs(found["dense"][0][1] - found["sparse"][0][1]) > 1e-3

@@ -1,0 +1,221 @@
+"""What is distributed is complete, and whoever lacks something reads which, in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from ascend_attn_ops import _built_with, _library
+from support.checkout import ROOT
+from torch.utils.cpp_extension import include_paths
+
+# Of use in a checkout alone.
+NOT_DISTRIBUTED = re.compile(r"\.")
+REMEDY = "install it again in this environment: pip install --no-build-isolation --no-deps ."
+
+in_a_checkout = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="not in a git checkout: no list of files to compare with"
+)
+
+
+def run_python(
+    *arguments: str, folder: Path = ROOT, path: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter with the packages in `path` before those that are installed."""
+    places = [str(path)] if path else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked archive."""
+    folder = tmp_path_factory.mktemp("sdist")
+    egg_info = ["egg_info", f"--egg-base={folder}"]
+    made = run_python("setup.py", "-q", *egg_info, "sdist", f"--dist-dir={folder}")
+    assert made.returncode == 0, made.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@in_a_checkout
+def test_the_source_distribution_has_every_file(source_distribution: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    wanted = {name for name in listed if not NOT_DISTRIBUTED.match(name)}
+    found = files_below(source_distribution)
+    assert wanted - found == set()
+    generated = re.compile(r"PKG-INFO|setup\.cfg|.*\.egg-info/")
+    untracked = {name for name in found - set(listed) if not generated.match(name)}
+    assert not {name for name in untracked if name.endswith((".so", ".pyc", ".json"))}
+
+
+@in_a_checkout
+def test_the_source_distribution_compiles(source_distribution: Path) -> None:
+    """Its headers are there for all files; of the files, one is compiled."""
+    csrc = source_distribution / "csrc"
+    for source in [*csrc.rglob("*.cpp"), *csrc.rglob("*.h")]:
+        for header in re.findall(r'^#include "(.+)"', source.read_text(), re.M):
+            folders = (csrc, source.parent)
+            assert any((x / header).is_file() for x in folders), f"{source}: {header}"
+    folders = [*include_paths(), sysconfig.get_paths()["include"]]
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", f"-I{csrc}"]
+    command += [f"-isystem{folder}" for folder in folders]
+    subprocess.run([*command, str(csrc / "core/tensor_checks.cpp")], check=True)
+
+
+def write_package(folder: Path, name: str, code: str, version: str = "") -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(code)
+    if version:
+        information = folder / f"{name}-{version}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+
+
+def build_failure(path: Path) -> str:
+    """What a build ends with: before that, a torch for GPUs says that there are none."""
+    built = run_python("setup.py", "-q", "bdist_wheel", path=path)
+    assert built.returncode == 1
+    assert "Traceback" not in built.stderr
+    return built.stderr.splitlines()[-1]
+
+
+def test_building_without_torch(tmp_path: Path) -> None:
+    write_package(tmp_path, "torch", 'raise ModuleNotFoundError("No module named torch")')
+    assert build_failure(tmp_path) == (
+        "ascend_attn_ops cannot be built: torch is not installed here; install torch (for the "
+        "NPU kernels torch_npu too) first, and then this package with pip install "
+        "--no-build-isolation"
+    )
+
+
+def test_building_with_a_torch_that_is_too_old(tmp_path: Path) -> None:
+    write_package(tmp_path, "torch", '__version__ = "2.6.0+cpu"')
+    assert build_failure(tmp_path) == (
+        "ascend_attn_ops cannot be built: it needs torch 2.7.1 or later, and torch 2.6.0+cpu is "
+        "installed"
+    )
+
+
+def test_building_with_the_torch_npu_of_another_torch(tmp_path: Path) -> None:
+    write_package(tmp_path, "torch_npu", "", version="2.6.0.post1")
+    here = torch.__version__
+    minor = ".".join(here.split(".")[:2])
+    assert build_failure(tmp_path) == (
+        f"ascend_attn_ops cannot be built: torch {here} and torch_npu 2.6.0.post1 do not belong "
+        f"together; install the torch_npu of torch {minor}, or none"
+    )
+
+
+def test_building_with_a_torch_npu_without_headers(tmp_path: Path) -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    write_package(tmp_path, "torch_npu", "", version=f"{minor}.0")
+    assert build_failure(tmp_path).startswith(
+        f"ascend_attn_ops cannot be built: torch_npu {minor}.0 has no headers of op-plugin; "
+    )
+
+
+def import_failure(code: str, path: Path = ROOT / "python") -> str:
+    """The last line of what an import says, without the traceback."""
+    failed = run_python("-c", code, path=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert failed.returncode == 1
+    return failed.stderr.splitlines()[-1]
+
+
+def test_importing_under_another_torch() -> None:
+    built = _built_with.versions("_C")["torch"]
+    code = "import torch; torch.__version__ = '2.99.0'; import ascend_attn_ops"
+    assert import_failure(code) == (
+        f"ImportError: ascend_attn_ops._C was built with torch {built}, and torch 2.99.0 is "
+        f"installed; {REMEDY}"
+    )
+
+
+def test_importing_what_is_not_built(tmp_path: Path) -> None:
+    target = tmp_path / "ascend_attn_ops"
+    target.mkdir()
+    for source in (ROOT / "python/ascend_attn_ops").glob("*.py"):
+        (target / source.name).write_text(source.read_text())
+    python = ".".join(map(str, sys.version_info[:2]))
+    assert import_failure("import ascend_attn_ops", tmp_path) == (
+        f"ImportError: ascend_attn_ops._C is not built (for Python {python}); {REMEDY}"
+    )
+
+
+def test_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another minor version is refused; another post release, where it cannot be loaded."""
+    built = {"torch": torch.__version__, "torch_npu": "2.10.0.post4"}
+    monkeypatch.setattr(_built_with, "versions", lambda module: built)
+    for here, other_minor in [("2.9.0.post1", True), ("2.10.0.post7", False)]:
+        installed = {**built, "torch_npu": here}
+        monkeypatch.setattr(_built_with, "installed", installed.get)
+        expected = (
+            f"ascend_attn_ops._npu was built with torch_npu 2.10.0.post4, and torch_npu {here} is "
+            f"installed; {REMEDY}"
+        )
+        assert _built_with.difference("_npu") == expected
+        by_minor = _built_with.difference("_npu", _built_with.minor)
+        assert by_minor == (expected if other_minor else None)
+
+
+FAILURES = [OSError, AttributeError, KeyError, AssertionError]
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        *(("torch_npu", error) for error in [*FAILURES, SystemExit]),
+        *(("ascend_attn_ops._npu", error) for error in FAILURES),
+    ],
+)
+def test_what_fails_beside_the_cpu_is_told(
+    module: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        if name == module:
+            raise error("first line\nsecond line")
+
+    monkeypatch.setattr(_library.importlib, "import_module", load)
+    monkeypatch.setattr(_library.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(_library.ctypes, "CDLL", lambda name: name)
+    monkeypatch.setattr(_built_with, "mismatch", lambda module: None)
+    monkeypatch.setattr(_built_with, "difference", lambda module: None)
+    told = _library._load_npu()
+    assert told is not None
+    name = module.removeprefix("ascend_attn_ops.")
+    assert told.startswith(f"{name} cannot be loaded: ")
+    assert "first line" in told
+    assert "second" not in told or error is KeyError  # whose text is a repr
+
+
+def test_the_report_names_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    from ascend_attn_ops import _C, report
+
+    assert report.print_report() == 0
+    printed = capsys.readouterr().out
+    assert f"built with torch {_built_with.versions('_C')['torch']}, {_C.compiler}" in printed
+    for implementation in _C.cpu_implementations().values():
+        assert implementation in printed
+    assert _library.npu_unavailable is None or _library.npu_unavailable in printed

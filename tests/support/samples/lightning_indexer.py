@@ -1,0 +1,269 @@
+"""Samples of lightning_indexer and its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ascend_attn_ops import reference
+from ascend_attn_ops.reference.sequences import (
+    index_lists,
+    leading_indices,
+    rows,
+    selection_to_tokens,
+    to_tokens,
+    until_padding,
+)
+from torch import Tensor
+
+from support.bounds import OF_TERMS, VANISHING, Expected, counted_signs, magnitude, within
+
+from .randomness import Random
+from .record import Gradient, Operator, Outputs
+from .sample import Sample
+from .sparse import Pages, SparseCase, indices, on_device
+
+_TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
+
+CASES = [
+    SparseCase(),
+    SparseCase(b=1, s=(63, 77), heads=4, k=16),
+    SparseCase(s=(33, 33), heads=3, d=24, k=7),
+    SparseCase(s=(7, 19), heads=8, k=1),
+    SparseCase(s=(1, 13), heads=64, d=32, k=8),
+    SparseCase(b=3, s=(5, 9), heads=1, d=17, k=9),  # many scores are zero: ties
+    SparseCase(s=(6, 6), heads=2, k=20, mode=0),
+    SparseCase(s=(9, 40), k=12, mode=0),
+    SparseCase(b=1, s=(3, 300), heads=8, d=16, k=130),
+    SparseCase(s=(11, 5)),  # rows without keys
+    SparseCase(s=(11, 5), mode=0),
+    SparseCase(b=0),
+    SparseCase(s=(0, 7)),
+    SparseCase(s=(5, 0)),
+    SparseCase(s=(5, 0), mode=0),
+    SparseCase(heads=0),
+    SparseCase(d=0),
+    SparseCase(b=4, s=(6, 9), lengths=((6, 3, 0, 4), (9, 5, 4, 0))),
+    SparseCase(b=2, s=(6, 20), lengths=((5, 6), (17, 9)), mode=0, k=14),
+    SparseCase(b=2, s=(6, 9), lengths=((6, 6), (9, 9))),
+    SparseCase(b=3, s=(5, 9), lengths=((0, 0, 0), (3, 9, 0))),
+    _TND,
+    replace(_TND, tail=(2, 3), k=6),
+    replace(_TND, mode=0, heads=8, k=12),
+    replace(_TND, lengths=((7, 4, 4), (3, 4, 9)), heads=3),  # rows without keys
+    replace(_TND, lengths=((0, 0), (0, 0)), tail=(3, 4)),
+    replace(_TND, lengths=((), ())),
+    SparseCase(s=(3, 5), heads=8, d=128, k=1024),
+    replace(_TND, heads=16, d=128, k=2048),
+]
+
+PAGED_CASES = [
+    SparseCase(lengths=((5, 3), (7, 6)), page=16),
+    SparseCase(b=3, s=(4, 40), lengths=((4, 0, 3), (40, 17, 0)), heads=8, d=32, k=9, page=16),
+    SparseCase(b=2, s=(1, 300), lengths=((1, 1), (300, 129)), heads=3, d=24, k=130, page=32),
+    SparseCase(b=2, s=(6, 20), lengths=((6, 6), (17, 3)), mode=0, k=14, page=5),
+    SparseCase(b=0, lengths=((), ()), page=16),
+    replace(_TND, page=16),
+    replace(_TND, tail=(2, 3), k=6, page=16),
+    replace(_TND, lengths=((1, 1, 1), (64, 5, 33)), mode=0, heads=8, k=12, page=7),
+    replace(_TND, lengths=((), ()), page=16),
+    replace(_TND, heads=16, d=128, k=2048, page=16),
+    SparseCase(b=2, s=(1, 48), lengths=((1, 1), (48, 33)), heads=8, d=128, k=1024, page=32),
+]
+
+# Selections that the operator itself does not make, but that its gradient takes.
+GRAD_CASES = [
+    SparseCase(s=(9, 9), pattern="padded", k=5),
+    SparseCase(s=(9, 9), pattern="first", k=5),
+    SparseCase(s=(9, 17), pattern="duplicates", k=8),
+    SparseCase(s=(9, 9), pattern="unread", k=8),
+    SparseCase(s=(9, 9), pattern="padded", k=5, selection_heads=False),
+    replace(_TND, tail=(2, 3), k=6, selection_heads=False),
+    SparseCase(s=(3, 5), heads=8, d=128, k=1024, selection_heads=False),
+]
+
+
+def build(case: SparseCase, dtype: torch.dtype) -> Sample:
+    random = Random(case.id, dtype)
+    inputs = {
+        "query": random.normal(*case.tokens(0), case.heads, case.d),
+        "key": random.normal(*case.tokens(1), 1, case.d),
+        "weights": random.normal(*case.tokens(0), case.heads),
+    }
+    pages = Pages.draw(case, random) if case.page else None
+    if pages:
+        inputs["key"] = pages.cache(case, inputs["key"])
+    options = {
+        **case.length_options(),
+        "layout": case.layout,
+        "sparse_count": case.k,
+        "sparse_mode": case.mode,
+        "return_values": not case.page,
+        **(pages.options if pages else {}),
+    }
+    return Sample("lightning_indexer", f"{case.id}-{dtype}", inputs, options)
+
+
+def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
+    forward, random = build(case, dtype), Random(case.id, dtype)
+    chosen = forward.call(reference)[0] if case in CASES else indices(case, random)
+    inputs = {
+        "query": forward.inputs["query"],
+        "key": forward.inputs["key"],
+        "d_values": random.normal(*chosen.shape),
+        "sparse_indices": chosen,
+        "weights": forward.inputs["weights"],
+    }
+    options = {
+        name: x
+        for name, x in forward.options.items()
+        if name not in ("sparse_count", "return_values")
+    }
+    return Sample("lightning_indexer_grad", forward.id, inputs, options)
+
+
+def backward(sample: Sample, outputs: Outputs, d_values: Tensor) -> Outputs:
+    options = dict(sample.options)
+    del options["sparse_count"], options["return_values"]
+    query, key, weights = sample.args
+    return torch.ops.ascend.lightning_indexer_grad(
+        query, key, d_values, outputs[0], weights, **options
+    )
+
+
+def gradient_by_key(sample: Sample, outputs: Outputs, values: Tensor) -> Tensor:
+    """The same for a key in whatever slot it stands: rounding may exchange two of them."""
+    generator = torch.Generator().manual_seed(0)
+    keys = max(1, sample.inputs["key"].shape[-3])
+    of_key = torch.randn((*values.shape[:-1], keys), generator=generator)
+    d_values = of_key.gather(-1, outputs[0].cpu().clamp(min=0).long())
+    return d_values.to(values.device, values.dtype)
+
+
+def expected_gradient(sample: Sample) -> list[Expected]:
+    names, dtype = ("d_query", "d_key", "d_weights"), sample.inputs["query"].dtype
+    exact = sample.double().call(reference)
+    return [
+        within(name, x, terms, dtype)
+        for name, x, terms in zip(names, exact, gradient_terms(sample), strict=True)
+    ]
+
+
+def gradient_terms(sample: Sample) -> Outputs:
+    """A of the three gradients."""
+    dtype, a = sample.inputs["query"].dtype, sample.exact_arguments()
+    q, k, w = (to_tokens(x, a.layout) for x in (a.query, a.key.squeeze(-2), a.weights))
+    d_y = magnitude(selection_to_tokens(a.d_values, a.layout))
+    selected = index_lists(a.sparse_indices, a.layout)
+    d_q, d_k, d_w = (torch.zeros_like(x) for x in (q, k, w))
+    for row in rows(a):
+        i = row.token
+        leading = until_padding(leading_indices(selected[i], row, row.keys))
+        j = row.first_key + torch.tensor(leading, dtype=torch.long)
+        d = d_y[i, : len(j)]
+        r = magnitude(q[i]) @ magnitude(k[j]).T
+        d_s = d * magnitude(w[i])[:, None] * counted_signs(q[i] @ k[j].T, r, dtype)
+        d_w[i] = (r * d).sum(-1)
+        d_q[i] = d_s @ magnitude(k[j])
+        d_k.index_add_(0, j, d_s.T @ magnitude(q[i]))
+    return d_q.view(a.query.shape), d_k.view(a.key.shape), d_w.view(a.weights.shape)
+
+
+def all_scores(sample: Sample) -> Tensor:
+    """(..., 1, keys): the fp64 score of every key, -inf where the query may not see it."""
+    exact = sample.double()
+    keys = sample.inputs["key"].shape[-3]
+    if (table := sample.options.get("block_table")) is not None:
+        keys *= table.shape[-1]
+    indices, values = exact.replace(sparse_count=keys, return_values=True).call(reference)
+    # One column more takes the padding.
+    scores = values.new_full((*values.shape[:-1], keys + 1), -torch.inf)
+    columns = torch.where(indices < 0, keys, indices).long()
+    return scores.scatter(-1, columns, values)[..., :keys]
+
+
+def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
+    """Sets of keys are compared, since rounding may exchange keys of nearly the same score."""
+    indices, values = outputs
+    scores = all_scores(sample)
+    k, keys = indices.shape[-1], scores.shape[-1]
+    counts = scores.isfinite().sum(-1, keepdim=True).clamp(max=k)
+    slots = torch.arange(k).expand(indices.shape)
+    assert torch.equal(indices >= 0, slots < counts), "the padding is not where it belongs"
+    columns = torch.where(indices < 0, keys, indices).long()
+    times = torch.zeros(*scores.shape[:-1], keys + 1).scatter_add(
+        -1, columns, torch.ones(columns.shape)
+    )[..., :keys]
+    assert times.amax() <= 1 if times.numel() else True, "a key is selected twice"
+    chosen = times > 0
+    assert scores[chosen].isfinite().all(), "a key is selected that the query may not see"
+
+    # The scores are accumulated in fp32 for the half-precision dtypes too.
+    exact = sample.inputs["query"].dtype == torch.float64
+    terms = all_scores(sample.map(lambda x: x.abs() if x.is_floating_point() else x))
+    allowed = OF_TERMS[torch.float64 if exact else torch.float32] * magnitude(terms) + VANISHING
+    lowest = torch.where(chosen, scores + allowed, torch.inf)
+    highest = torch.where(chosen, -torch.inf, scores - allowed)
+    if keys > 0:
+        assert (highest.amax(-1) <= lowest.amin(-1)).all(), "a higher score is left out"
+
+    if not sample.options["return_values"]:
+        assert values.shape == (0,)
+        return
+    assert (values[indices < 0] == -torch.inf).all()
+
+    def chosen_of(x: Tensor, padding: float) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 1), value=padding).gather(-1, columns)
+
+    Expected("values", chosen_of(scores, -torch.inf), chosen_of(allowed, 0)).check(values)
+    assert not (values[..., 1:] > values[..., :-1]).any(), "the values are not descending"
+
+
+def torch_npu(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_lightning_indexer(
+        x["query"], x["key"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        block_table=x.get("block_table"),
+        layout_query=x["layout"], layout_key=x.get("layout_key") or x["layout"],
+        sparse_count=x["sparse_count"],
+        sparse_mode=x["sparse_mode"], return_value=x["return_values"],
+    )  # fmt: skip
+
+
+def torch_npu_grad(x: dict[str, Any]) -> None:
+    torch.ops.npu.npu_lightning_indexer_grad(
+        x["query"], x["key"], x["d_values"], x["sparse_indices"], x["weights"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        layout=x["layout"], sparse_mode=x["sparse_mode"],
+    )  # fmt: skip
+
+
+LIGHTNING_INDEXER = Operator(
+    "lightning_indexer",
+    CASES + PAGED_CASES,
+    build,
+    Gradient(
+        ("query", "key", "weights"),
+        ("sparse_values",),
+        backward,
+        incoming=gradient_by_key,
+        takes=lambda case: not case.page,
+    ),
+    compare=assert_same_selection,
+    on_device=on_device,
+    torch_npu=torch_npu,
+)
+
+LIGHTNING_INDEXER_GRAD = Operator(
+    "lightning_indexer_grad",
+    CASES + GRAD_CASES,
+    build_grad,
+    expected=expected_gradient,
+    on_device=on_device,
+    torch_npu=torch_npu_grad,
+)
+
+OPERATORS = [LIGHTNING_INDEXER, LIGHTNING_INDEXER_GRAD]

@@ -1,0 +1,337 @@
+"""Samples of prompt_flash_attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+from ascend_attn_ops import reference
+from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
+from ascend_attn_ops.reference.operators.prompt_flash_attention import (
+    quantized,
+    read_scale,
+    saturated,
+)
+from torch import Tensor
+
+from support.bounds import OF_TERMS, Expected, half_ulp, largest_score, magnitude, within
+
+from .masks import compressed_mask
+from .randomness import Random
+from .record import Operator
+from .sample import Sample
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PromptCase:
+    layout: str = "BNSD"
+    b: int = 2
+    s: tuple[int, int] = (5, 7)  # Sq, Skv
+    lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+    heads: tuple[int, int] = (4, 4)  # N, Nk
+    d: int = 12
+    mode: int = 0
+    mask: str = ""  # of a full mask, its leading axes: "S", "BS", "1S", "B1S" or "11S"
+    larger: tuple[int, int] = (0, 0)  # rows and columns more than there are scores
+    mask_dtype: torch.dtype = torch.bool
+    pre: int = INT32_MAX
+    next: int = INT32_MAX
+    inputs: str = "float"  # or "int8"
+    output: str = "float"  # or "int8"
+    deq_dtype: torch.dtype = torch.float32
+    scale2: str = "tensor"  # or "channel"
+    scale2_as_query: bool = False  # in a half type, that of the inputs
+    offset: bool = False
+
+    @property
+    def id(self) -> str:
+        n, nk = self.heads
+        parts = [f"{self.layout}-B{self.b}-S{self.s[0]}x{self.s[1]}"]
+        parts += [f"H{n}" + (f"x{nk}" if n != nk else ""), f"D{self.d}"]
+        for side, lengths in zip("qk", self.lengths, strict=True):
+            parts += [f"L{side}{'+'.join(map(str, lengths))}"] if lengths is not None else []
+        parts += [f"mode{self.mode}"] if self.mode else []
+        parts += [f"mask{self.mask}"] if self.mask else []
+        parts += [f"larger{self.larger[0]}x{self.larger[1]}"] if any(self.larger) else []
+        parts += [str(self.mask_dtype).removeprefix("torch.")] if self.has_mask else []
+        parts += [f"pre{self.pre}"] if self.pre < INT32_MAX else []
+        parts += [f"next{self.next}"] if self.next < INT32_MAX else []
+        parts += [f"{self.inputs}-to-{self.output}"] if "int8" in (self.inputs, self.output) else []
+        parts += ["uint64"] if self.deq_dtype == torch.uint64 else []
+        parts += [f"per-{self.scale2}"] if self.output == "int8" else []
+        parts += ["scale-as-query"] if self.scale2_as_query else []
+        parts += ["offset"] if self.offset else []
+        return "-".join(parts)
+
+    @property
+    def has_mask(self) -> bool:
+        return bool(self.mask) or self.mode >= 2
+
+    def shape(self, side: int) -> tuple[int, ...]:
+        b, s, heads, d = self.b, self.s[side], self.heads[side], self.d
+        return {"BSH": (b, s, heads * d), "BSND": (b, s, heads, d)}.get(
+            self.layout, (b, heads, s, d)
+        )
+
+    def resized(self) -> PromptCase:
+        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
+
+
+_TO_INT8 = PromptCase(s=(20, 40), heads=(2, 2), d=32, output="int8")
+_FROM_INT8 = PromptCase(s=(20, 40), heads=(2, 2), d=32, inputs="int8")
+_BOTH = replace(_FROM_INT8, output="int8")
+
+CASES = [
+    PromptCase(),
+    PromptCase(layout="BSH", heads=(4, 2), mask="11S", next=1),
+    PromptCase(layout="BSND", s=(7, 5), heads=(3, 1), mask="BS"),
+    PromptCase(layout="BNSD_BSND", s=(9, 11), heads=(6, 3), mode=3),
+    # Sizes on both sides of the blocks of rows and keys.
+    PromptCase(b=1, s=(130, 700), heads=(6, 2), d=40, mode=3),
+    PromptCase(layout="BSND", b=1, s=(300, 130), heads=(2, 1), d=17, mode=2),
+    PromptCase(layout="BSH", b=1, s=(65, 257), heads=(3, 3), d=33),
+    PromptCase(b=1, s=(3, 70), heads=(64, 1), d=16, mode=3),
+    PromptCase(layout="BSH", b=1, s=(2, 9), heads=(128, 2), d=8, mode=2),
+    PromptCase(layout="BNSD_BSND", b=1, s=(1, 600), heads=(8, 1), d=32, mode=3),
+    PromptCase(b=1, s=(20, 30), heads=(2, 1), d=200),
+    # Lengths.
+    PromptCase(s=(9, 12), lengths=((4,), None), mask="S"),
+    PromptCase(layout="BSH", b=3, s=(9, 12), lengths=((9, 0, 4), (12, 7, 0))),
+    PromptCase(layout="BSND", b=3, s=(9, 12), lengths=(None, (5, 12, 0, 99, -1)), mode=3),
+    PromptCase(layout="BNSD_BSND", b=3, s=(90, 610), lengths=((90, 33, 1), (591, 610, 2)), mode=3),
+    PromptCase(b=3, s=(600, 590), heads=(4, 1), lengths=((580, 33, 64), (571, 512, 20)), mode=2),
+    PromptCase(layout="BSH", b=2, s=(70, 600), lengths=((70, 50), (540, 61)), mode=4,
+               pre=30, next=9),
+    PromptCase(s=(9, 12), lengths=((), ()), mask="B1S", next=0),
+    # Masks.
+    PromptCase(s=(9, 12), mask="S", next=0),
+    PromptCase(s=(9, 12), mask="BS", mask_dtype=torch.int8, pre=3, next=4),
+    PromptCase(s=(9, 12), mask="1S", mask_dtype=torch.uint8, mode=1, pre=0, next=0),
+    PromptCase(layout="BSND", s=(9, 12), mask="B1S", larger=(3, 20), mode=1),
+    PromptCase(layout="BSH", s=(9, 27), mask="11S", larger=(0, 5), lengths=((7,), (21,))),
+    PromptCase(b=1, s=(100, 590), mask="S", larger=(28, 50), pre=60, next=480),
+    PromptCase(b=1, s=(10, 12), mask="BS", mode=0, pre=20, next=-4),
+    PromptCase(b=1, s=(10, 12), mask="BS", mode=0, pre=-4, next=20),
+    PromptCase(layout="BSND", s=(200, 90), heads=(3, 3), mode=4, pre=150, next=-20),
+    PromptCase(s=(33, 80), heads=(2, 1), mode=4, pre=-5, next=20, mask_dtype=torch.int8),
+    PromptCase(layout="BSH", s=(40, 25), mode=3, mask_dtype=torch.uint8),  # rows without keys
+    # Nothing to do.
+    PromptCase(b=0),
+    PromptCase(s=(0, 7), mode=3),
+    PromptCase(layout="BSND", s=(5, 0)),
+    PromptCase(layout="BSH", s=(5, 0), heads=(2, 2), d=32, output="int8", offset=True),
+    # Every row of the quantisation table.
+    _TO_INT8,
+    replace(_TO_INT8, layout="BSH", heads=(4, 2), offset=True, mask="B1S"),
+    replace(_TO_INT8, layout="BSND", scale2="channel", mode=3),
+    replace(_TO_INT8, layout="BNSD_BSND", scale2="channel", offset=True, mode=2,
+            scale2_as_query=True),
+    replace(_TO_INT8, scale2_as_query=True, lengths=((9, 20), (40, 11)), d=20, b=2),
+    _FROM_INT8,
+    replace(_FROM_INT8, layout="BSH", heads=(4, 1), deq_dtype=torch.uint64, mode=3),
+    replace(_FROM_INT8, layout="BSND", s=(130, 620), mode=4, pre=400, next=5, b=1),
+    replace(_FROM_INT8, layout="BNSD_BSND", mask="B1S", larger=(12, 8), next=30, d=33,
+            lengths=((3, 20), (33, 9))),
+    _BOTH,
+    replace(_BOTH, layout="BSH", scale2="channel", offset=True, deq_dtype=torch.uint64),
+    replace(_BOTH, layout="BSND", scale2="channel", heads=(4, 2), mode=3, b=1, s=(70, 590)),
+    replace(_BOTH, layout="BNSD_BSND", offset=True, mask="S", mode=1, d=17, lengths=((9,), (30,))),
+]  # fmt: skip
+
+
+def full_mask(case: PromptCase, random: Random) -> Tensor:
+    """Every third row is masked out, and what is larger than the scores."""
+    (sq, skv), (rows, columns) = case.s, case.larger
+    leading: tuple[int, ...] = {"S": (), "BS": (case.b,), "1S": (1,), "B1S": (case.b, 1)}.get(
+        case.mask, (1, 1)
+    )
+    mask = torch.rand((*leading, sq + rows, skv + columns), generator=random.generator) < 0.3
+    mask[..., ::3, :] = True
+    mask[..., sq:, :] = True
+    mask[..., skv:] = True
+    return mask.to(case.mask_dtype)
+
+
+def deq_scale(value: float, dtype: torch.dtype) -> Tensor:
+    """A scale of one value; the half of a uint64 that does not count is set."""
+    scale = torch.tensor([value])
+    if dtype == torch.float32:
+        return scale
+    bits = int(scale.view(torch.int32).item()) & 0xFFFFFFFF
+    return torch.tensor([bits | 5 << 32], dtype=torch.uint64)
+
+
+def quantization(case: PromptCase, dtype: torch.dtype, random: Random) -> dict[str, Tensor]:
+    """Scales for inputs and outputs of about unit scale."""
+    options: dict[str, Tensor] = {}
+    if case.inputs == "int8":
+        options["deq_scale1"] = deq_scale(1 / 32**2, case.deq_dtype)
+        options["quant_scale1"] = torch.tensor([127.0])
+        options["deq_scale2"] = deq_scale(1 / (32 * 127), case.deq_dtype)
+    if case.output == "int8":
+        n, d = case.heads[0], case.d
+        shape = {"tensor": (1,), "channel": (1, n, d)}[case.scale2]
+        scale_dtype = dtype if case.scale2_as_query and dtype.itemsize == 2 else torch.float32
+
+        def draw(low: float, high: float) -> Tensor:
+            values = torch.rand(shape, generator=random.generator) * (high - low) + low
+            return values.to(scale_dtype)
+
+        options["quant_scale2"] = draw(20, 60)
+        if case.offset:
+            options["quant_offset2"] = draw(-9, 9)
+    return options
+
+
+def build(case: PromptCase, dtype: torch.dtype) -> Sample:
+    random = Random(case.id, dtype)
+    inputs = {
+        name: random.normal(*case.shape(side))
+        for name, side in (("query", 0), ("key", 1), ("value", 1))
+    }
+    if case.inputs == "int8":
+        inputs = {
+            name: (x.float() * 32).round().clamp(-128, 127).to(torch.int8)
+            for name, x in inputs.items()
+        }
+    options: dict[str, Any] = {
+        "num_heads": case.heads[0],
+        "scale_value": case.d**-0.5,
+        "pre_tokens": case.pre,
+        "next_tokens": case.next,
+        "layout": case.layout,
+        "num_key_value_heads": case.heads[1] if case.heads[0] != case.heads[1] else 0,
+        "sparse_mode": case.mode,
+    }
+    if case.mask:
+        options["atten_mask"] = full_mask(case, random)
+    elif case.mode >= 2:
+        leading = {0: (2048, 2048), 1: (1, 2048, 2048), 2: (1, 1, 2048, 2048)}[case.mode - 2]
+        options["atten_mask"] = compressed_mask(case.mode, case.mask_dtype).view(leading)
+    for name, lengths in zip(("query", "key"), case.lengths, strict=True):
+        if lengths is not None:
+            options[f"actual_seq_lengths_{name}"] = list(lengths)
+    options.update(quantization(case, dtype, random))
+    return Sample("prompt_flash_attention", f"{case.id}-{dtype}", inputs, options)
+
+
+@dataclass(frozen=True)
+class ExpectedOfInt8(Expected):
+    """A weight or an output that is rounded the other way is one step: a share of the elements, or
+    of the rows, may be farther off than `allowed`, but by no more than `step`."""
+
+    step: float
+    share: float
+    of_rows: bool
+    # By how many standard deviations a random sample may exceed the share.
+    deviations: float = 0.0
+    # The lowest and the highest of each element, if they are known.
+    limits: tuple[Tensor, Tensor] | None = None
+
+    def check(self, actual: Tensor) -> None:
+        x, y = actual.double(), self.exact.double()
+        assert x.shape == y.shape, f"{self.name}: {list(x.shape)} against {list(y.shape)}"
+        if self.limits is not None:
+            lowest, highest = self.limits
+            outside = (actual < lowest) | (actual > highest)
+            assert not outside.any(), f"{self.name}: {int(outside.sum())} of {x.numel()} are wrong"
+            if self.deviations:
+                # Elements of expanded random inputs are off together: their share says nothing.
+                return
+        off = ~((x - y).abs() <= self.allowed)
+        farthest = float((x - y).abs().max()) if x.numel() else 0.0
+        if self.of_rows:
+            off = off.any(-1)
+        most = self.share * off.numel()
+        most += self.deviations * sqrt(most) + (1 if self.deviations else 0)
+        assert not off.any() or (int(off.sum()) <= most and farthest <= self.step), (
+            f"{self.name}: {int(off.sum())} of {off.numel()} are off, by at most {farthest:.3g}, "
+            f"one step is {self.step:.3g}"
+        )
+
+
+def expected(sample: Sample) -> list[Expected]:
+    exact, dtype = sample.double(), sample.inputs["query"].dtype
+    (out,) = exact.call(reference)
+    if out.dtype == torch.int8:
+        limits = None if dtype == torch.int8 else limits_of_int8(sample)
+        zero = torch.zeros(())
+        return [ExpectedOfInt8("out", out, zero, 1, share=0.03, of_rows=False, limits=limits)]
+    if dtype == torch.int8:
+        # Sums of integers, divided by one of float32, and rounded here and in the reference.
+        rounded = out.double()
+        allowed = OF_TERMS[torch.float32] * rounded.abs() + 2 * half_ulp(rounded, out.dtype)
+        # What one step of one weight makes of an output at most: the weights sum to at least one.
+        step = 1.01 * 128 * abs(read_scale(sample.options["deq_scale2"])) + 1e-3
+        return [ExpectedOfInt8("out", out, allowed, step, share=0.02, of_rows=True)]
+    (terms,) = exact.replace(value=magnitude(exact.inputs["value"])).call(reference)
+    a = sample.exact_arguments()
+    layout = "BNSD" if a.layout == "BNSD_BSND" else a.layout
+    query = to_heads(a.query, a.num_heads, layout)
+    key = to_heads(a.key, a.num_key_value_heads or a.num_heads, layout)
+    largest = largest_score(query, key, a.scale_value)
+    return [within("out", out, terms, dtype, largest)]
+
+
+def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
+    """An int8 output of the ends of what the output may be before it is quantised."""
+    options = sample.options
+    scale, offset = options["quant_scale2"], options.get("quant_offset2")
+    not_quantized = dict.fromkeys(options.keys() & {"quant_scale2", "quant_offset2"})
+    sample = sample.replace(**not_quantized)
+    (before,) = expected(sample)
+    ones = torch.ones_like(sample.inputs["value"], dtype=torch.float64)
+    (weights,) = sample.double().replace(value=ones).call(reference)
+    layout = "BSND" if options["layout"] == "BNSD_BSND" else options["layout"]
+
+    def at_once(heads: Tensor) -> Tensor:
+        """As `quantized`, with the offset added before the product is rounded."""
+        n, d = heads.shape[1], heads.shape[3]
+        scales, offsets = (
+            x.double().flatten().expand(n * d).view(n, 1, d)
+            for x in (scale, torch.zeros(1) if offset is None else offset)
+        )
+        return saturated((heads.half() * scales + offsets).float()).to(torch.int8)
+
+    ends = []
+    for end in (before.exact - before.allowed, before.exact + before.allowed):
+        heads = to_heads(end, options["num_heads"], layout)
+        for int8 in (quantized(heads, scale, offset), at_once(heads)):
+            # Rows without keys are 0, whatever the offset is.
+            ends.append(from_heads(int8, layout).masked_fill(weights == 0, 0))
+    # A scale may be negative.
+    both = torch.stack(ends)
+    return both.amin(0), both.amax(0)
+
+
+def torch_npu(x: dict[str, Any]) -> None:
+    scales = ("deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2", "quant_offset2")
+    torch.ops.npu.npu_prompt_flash_attention(
+        x["query"], x["key"], x["value"], atten_mask=x.get("atten_mask"),
+        actual_seq_lengths=x["actual_seq_lengths_query"],
+        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
+        **{name: x.get(name) for name in scales}, num_heads=x["num_heads"],
+        scale_value=x["scale_value"], pre_tokens=x["pre_tokens"], next_tokens=x["next_tokens"],
+        input_layout=x["layout"], num_key_value_heads=x["num_key_value_heads"],
+        sparse_mode=x["sparse_mode"],
+    )  # fmt: skip
+
+
+# One call in each layout and one of each form.
+DEVICE_CASES = [case for case in CASES if case.b > 0 and all(case.s) and max(case.s) < 300][::2]
+
+PROMPT_FLASH_ATTENTION = Operator(
+    "prompt_flash_attention",
+    CASES,
+    build,
+    inference_only=True,
+    expected=expected,
+    on_device=DEVICE_CASES.__contains__,
+    torch_npu=torch_npu,
+)
+
+OPERATORS = [PROMPT_FLASH_ATTENTION]

@@ -1,0 +1,159 @@
+"""All that the generic tests know about an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from support.bounds import Expected
+
+from .sample import Sample
+
+Outputs = tuple[Tensor, ...]
+
+
+class Case(Protocol):
+    """The sizes and options of a sample: all that distinguishes it, without its tensors.
+
+    One with a `layout` is compiled in each layout; all others, once.
+    """
+
+    @property
+    def id(self) -> str: ...
+
+    def resized(self) -> Case:
+        """Other sizes along the dimensions that torch.compile may treat as dynamic."""
+        ...
+
+
+def every_case(case: Any) -> bool:
+    return True
+
+
+def random_gradient(sample: Sample, outputs: Outputs, output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How an operator is differentiated."""
+
+    # The arguments, and the outputs that carry the gradient; the others carry none.
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    # The gradient operator's call, from sample, outputs and incoming gradients: one result per
+    # argument of `inputs`, a list for a list. None where there is no such operator.
+    backward: Callable[..., Sequence[Any]] | None = None
+    # An incoming gradient, from sample, outputs and an output that carries it.
+    incoming: Callable[[Sample, Outputs, Tensor], Tensor] = random_gradient
+    # As `backward`, where the reference states its gradients; None: autograd differentiates it.
+    stated: Callable[..., Sequence[Any]] | None = None
+    # The cases that can be differentiated; the operator refuses the others.
+    takes: Callable[[Any], bool] = every_case
+    # The cases whose gradient is what finite differences give.
+    has_differences: Callable[[Any], bool] = every_case
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One record per operator: a test that needs to know something of one asks here."""
+
+    name: str
+    cases: Sequence[Any]
+    build: Callable[[Any, torch.dtype], Sample]
+    gradient: Gradient | None = None
+    # Autograd refuses it: its outputs are no constants, and nobody computes their gradient.
+    inference_only: bool = False
+    # It writes to its arguments and returns nothing.
+    in_place: bool = False
+    # Of every output that a sample's call returns, by the reference.
+    expected: Callable[[Sample], Sequence[Expected]] | None = None
+    # In place of it, where it takes more than each element alone.
+    compare: Callable[[Sample, Outputs], None] | None = None
+    # The cases within the limits of the device, a few of each form.
+    on_device: Callable[[Any], bool] = every_case
+    # torch_npu's own operator for the same call; None where it has none.
+    torch_npu: Callable[[dict[str, Any]], Any] | None = None
+    # The cases whose aclnn calls are compared with torch_npu's; None: those of `on_device`.
+    torch_npu_takes: Callable[[Any], bool] | None = None
+    # CANN keeps the executor of a call for later calls that are alike.
+    keeps_executors: bool = False
+    recipes: list[Recipe] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipes", [Recipe(self, case) for case in self.cases])
+
+    @property
+    def overload(self) -> Any:
+        return getattr(torch.ops.ascend, self.name).default
+
+    @property
+    def output_names(self) -> list[str]:
+        return [returned.name for returned in self.overload._schema.returns]
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return self.gradient.inputs if self.gradient else ()
+
+    def gradient_outputs(self, outputs: Outputs) -> Outputs:
+        """Those that carry the gradient."""
+        assert self.gradient is not None
+        return tuple(outputs[self.output_names.index(name)] for name in self.gradient.outputs)
+
+    def make(self, case: Any, dtype: torch.dtype) -> Sample:
+        """Made once, unless calls write to it: tests leave a sample as it is, which one checks."""
+        return self.build(case, dtype) if self.in_place else _make(self.build, case, dtype)
+
+    def small_sample(self) -> Sample:
+        """A call in bfloat16."""
+        return self.make(self.cases[0], torch.bfloat16)
+
+    def assert_matches_reference(self, sample: Sample, outputs: Outputs) -> None:
+        if self.compare is not None:
+            self.compare(sample, outputs)
+            return
+        assert self.expected is not None, f"the record of {self.name} has nothing to compare with"
+        for expected, x in zip(self.expected(sample), outputs, strict=True):
+            expected.check(x)
+
+
+@cache
+def _make(build: Callable[[Any, torch.dtype], Sample], case: Any, dtype: torch.dtype) -> Sample:
+    return build(case, dtype)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make the sample of a case, in any dtype, when a test asks for it."""
+
+    operator: Operator
+    case: Any
+
+    @property
+    def id(self) -> str:
+        return f"{self.operator.name}-{self.case.id}"
+
+    @property
+    def layout(self) -> str:
+        return getattr(self.case, "layout", "")
+
+    @property
+    def differentiable(self) -> bool:
+        gradient = self.operator.gradient
+        return gradient is not None and gradient.takes(self.case)
+
+    @property
+    def on_device(self) -> bool:
+        return self.operator.on_device(self.case)
+
+    def make(self, dtype: torch.dtype) -> Sample:
+        return self.operator.make(self.case, dtype)
+
+    def resized(self) -> Recipe:
+        return replace(self, case=self.case.resized())
