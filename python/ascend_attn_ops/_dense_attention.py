@@ -61,10 +61,6 @@ def mask_of_either_polarity(
     return ~attn_mask
 
 
-def keep_prob_of(keep_prob: float, dropout_p: float) -> float:
-    return 1 - dropout_p if dropout_p != 0 else keep_prob
-
-
 def given_or_drawn_mask(
     drop_mask: Tensor | None,
     keep_prob: float,

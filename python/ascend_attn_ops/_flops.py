@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._operators import Lengths, between, schema_parameters
+from ascend_attn_ops._operators import Lengths, between, signature_of
 
 
 def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], None]:
@@ -23,7 +23,7 @@ def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], No
 
     def register(formula: Callable[[SimpleNamespace], int]) -> None:
         for operator in operators:
-            signature = inspect.Signature(list(schema_parameters(operator).values()))
+            signature = signature_of(operator)
 
             @wraps(formula)
             def count(

@@ -1,21 +1,13 @@
-"""The public function of an operator, made from its declaration.
-
-Matching arguments with a schema takes torch.ops longer than a small operator runs. The public
-functions therefore pass every argument, in the order of the schema, straight to the dispatcher
-(csrc/python/direct_call.h), which leaves calls with anything but plain tensors and numbers to
-torch.ops. What torch.compile traces goes through torch.ops as well.
-"""
+"""What the public function of an operator calls, and the sequence lengths that it takes."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import linecache
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import index
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,21 +21,7 @@ from ascend_attn_ops._npu_graphs import captures
 ALL_TOKENS = 2**31 - 1
 ALL_TOKENS_SPARSE = 2**63 - 1
 
-# Annotations for the types of a schema.
-_ANNOTATIONS = {
-    "Tensor": "Tensor",
-    "Optional[Tensor]": "Tensor | None",
-    "List[Tensor]": "Sequence[Tensor]",
-    "int": "int",
-    "float": "float",
-    "bool": "bool",
-    "str": "str",
-    "Optional[str]": "str | None",
-    "List[int]": "Sequence[int]",
-    "Optional[List[int]]": "Sequence[int] | None",
-}
-
-# What torch.ops says of an argument that has another type than the schema, in its first line.
+# The first line of torch.ops' error about an argument that has another type than the schema.
 _WRONG_TYPE = re.compile(r"Expected a value of type '.*' for argument '(\w+)'")
 _EXPECTED = {
     "Tensor": "a tensor",
@@ -65,120 +43,70 @@ Lengths = Tensor | Sequence[int] | None
 Where = tuple[str, str]
 _LENGTHS_OF_NONE = ("ascend", "lengths")  # those that a function has read before
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def operator(**computed: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn a declaration (signature and docstring, no body) into the operator of its name.
-
-    Each argument of the schema is the parameter of its name. `computed` has functions of parameters
-    for some of them, called in their order: one that reads the argument itself gives its value, any
-    other gives the value of an argument that is None. ``*tensors`` and ``**options`` in a
-    declaration stand for all arguments of the schema that it does not list.
-    """
-
-    def make(declaration: Callable[P, R]) -> Callable[P, R]:
-        name, module = declaration.__name__, declaration.__module__
-        schema = schema_parameters(name)
-        signature = _with_options(inspect.signature(declaration), schema)
-        through_torch = _through_torch(name, schema)
-        names = {
-            "_direct": _C.direct_calls[name](through_torch, module),
-            "_through_torch": through_torch,
-            "_is_dynamo_compiling": is_dynamo_compiling,
-            **{f"_{argument}": function for argument, function in computed.items()},
-        }
-        body = [_assignment(argument, function) for argument, function in computed.items()]
-        body += [
-            "call = _through_torch if _is_dynamo_compiling() else _direct",
-            f"return call({', '.join(schema)})",
+def signature_of(name: str) -> inspect.Signature:
+    """Return the signature that torch.ops.ascend.<name> has."""
+    parameter = inspect.Parameter
+    return inspect.Signature(
+        [
+            parameter(
+                x.name,
+                parameter.KEYWORD_ONLY if x.kwarg_only else parameter.POSITIONAL_OR_KEYWORD,
+                default=x.default_value if x.has_default_value() else parameter.empty,
+            )
+            for x in getattr(torch.ops.ascend, name).default._schema.arguments
         ]
-        function = _function(declaration, signature, names, body)
-        return cast("Callable[P, R]", function)
-
-    return make
-
-
-def schema_parameters(name: str) -> dict[str, inspect.Parameter]:
-    """The arguments of an operator, as torch.ops takes them."""
-    kinds = {
-        False: inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        True: inspect.Parameter.KEYWORD_ONLY,
-    }
-    return {
-        x.name: inspect.Parameter(
-            x.name,
-            kinds[x.kwarg_only],
-            default=x.default_value if x.has_default_value() else inspect.Parameter.empty,
-            annotation="Lengths" if x.name in _LENGTHS else _ANNOTATIONS[str(x.type)],
-        )
-        for x in getattr(torch.ops.ascend, name).default._schema.arguments
-    }
-
-
-def _with_options(
-    signature: inspect.Signature, schema: dict[str, inspect.Parameter]
-) -> inspect.Signature:
-    listed = dict(signature.parameters)
-    listed.pop("tensors", None)
-    if listed.pop("options", None):
-        listed |= {name: schema[name] for name in schema if name not in listed}
-    return signature.replace(parameters=list(listed.values()))
-
-
-def _assignment(argument: str, compute: Callable[..., Any]) -> str:
-    read = inspect.signature(compute).parameters
-    call = f"_{argument}({', '.join(read)})"
-    return f"{argument} = " + (
-        call if argument in read else f"{call} if {argument} is None else {argument}"
     )
 
 
-def _through_torch(name: str, schema: dict[str, inspect.Parameter]) -> Callable[..., Any]:
-    overload = getattr(torch.ops.ascend, name).default
-    types = {x.name: str(x.type) for x in overload._schema.arguments}
-    convert = lengths_on if types.get(_LENGTHS[0]) == "Optional[Tensor]" else lengths_of
-    lengths = [
-        (position, (f"ascend::{name}", argument))
-        for position, argument in enumerate(schema)
-        if argument in _LENGTHS
-    ]
-    tensor_types = ("Tensor", "Optional[Tensor]")
-    keywords = [x.name for x in schema.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
-    positional = len(schema) - len(keywords)
+class Operator:
+    """Two ways to call an operator with all its arguments, in the order of the schema.
 
-    # The direct call comes here with what is not plain, as lengths in the other form are.
-    def call(*given: Any) -> Any:
+    Matching arguments with a schema takes torch.ops longer than a small operator runs. `direct`
+    therefore passes them straight to the dispatcher (csrc/python/direct_call.h), and leaves calls
+    with anything but plain tensors and numbers to `through_torch`, as does torch.compile, which
+    traces torch.ops only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.overload = getattr(torch.ops.ascend, name).default
+        self.name = f"ascend::{name}"
+        arguments = self.overload._schema.arguments
+        self.types = {x.name: str(x.type) for x in arguments}
+        self.keywords = [x.name for x in arguments if x.kwarg_only]
+        self.lengths = [(i, x) for i, x in enumerate(self.types) if x in _LENGTHS]
+        on_device = self.types.get(_LENGTHS[0]) == "Optional[Tensor]"
+        self.convert = lengths_on if on_device else lengths_of
+        self.direct = _C.direct_calls[name](self.through_torch, __name__)
+
+    def through_torch(self, *given: Any) -> Any:
         values = list(given)
-        for position, where in lengths:
-            values[position] = convert(values[position], values[0], where)
-        keyword_values = dict(zip(keywords, values[positional:], strict=True))
+        for position, argument in self.lengths:
+            values[position] = self.convert(values[position], values[0], (self.name, argument))
+        positional = len(values) - len(self.keywords)
+        keywords = dict(zip(self.keywords, values[positional:], strict=True))
         if is_dynamo_compiling():
-            return overload(*values[:positional], **keyword_values)
-        for argument, x in zip(schema, values, strict=True):
-            if isinstance(x, Tensor) and types[argument] in tensor_types:
+            return self.overload(*values[:positional], **keywords)
+        for (argument, kind), x in zip(self.types.items(), values, strict=True):
+            if isinstance(x, Tensor) and kind in ("Tensor", "Optional[Tensor]"):
                 continue
             # torch's refusal of a tensor there prints it, and a nested one is printed as no list.
             for tensor in tensors_in(x):
-                check_memory(f"ascend::{name}", argument, tensor)
+                check_memory(self.name, argument, tensor)
             if isinstance(x, Tensor) and x.is_nested:
-                expected = _EXPECTED[types[argument]]
-                raise wrong(TypeError, f"ascend::{name}", argument, expected, shown(x))
+                raise wrong(TypeError, self.name, argument, _EXPECTED[kind], shown(x))
         try:
-            return overload(*values[:positional], **keyword_values)
+            return self.overload(*values[:positional], **keywords)
         except RuntimeError as error:
             found = _WRONG_TYPE.search(str(error))
-            if found is None or found[1] not in types:
+            if found is None or found[1] not in self.types:
                 raise
             argument = found[1]
-            got = given[list(schema).index(argument)]
+            got = given[list(self.types).index(argument)]
             if argument in _LENGTHS:
-                raise _not_lengths((f"ascend::{name}", argument), got) from None
-            expected = _EXPECTED[types[argument]]
-            raise wrong(TypeError, f"ascend::{name}", argument, expected, shown(got)) from None
-
-    return call
+                raise _not_lengths((self.name, argument), got) from None
+            expected = _EXPECTED[self.types[argument]]
+            raise wrong(TypeError, self.name, argument, expected, shown(got)) from None
 
 
 def lengths_of(
@@ -262,39 +190,3 @@ def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
     function, argument = where
     text = f"{function}: {argument}: expected {expected}, in a graph's call, got {got}"
     return NotImplementedError(text)
-
-
-def _function(
-    declaration: Callable[..., Any],
-    signature: inspect.Signature,
-    names: dict[str, Any],
-    body: list[str],
-) -> Callable[..., Any]:
-    """Generate the function, as dataclasses generates __init__: it has the parameters of
-    `signature`, and its body sees `names`."""
-    name = declaration.__name__
-    parameters = signature.parameters.values()
-    bare = [x.replace(default=x.empty, annotation=x.empty) for x in parameters]
-    source = (
-        f"def make({', '.join(names)}):\n"
-        f"    def {name}{inspect.Signature(bare)}:\n"
-        + "".join(f"        {statement}\n" for statement in body)
-        + f"    return {name}\n"
-    )
-    # For tracebacks.
-    file = f"<{declaration.__module__}.{name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {}
-    exec(compile(source, file, "exec"), declaration.__globals__, namespace)
-    function = namespace["make"](**names)
-    functools.update_wrapper(function, declaration)
-    function.__signature__ = signature
-    function.__annotations__ = {
-        **{x.name: x.annotation for x in parameters},
-        "return": signature.return_annotation,
-    }
-    with_default = [x for x in parameters if x.default is not x.empty]
-    function.__kwdefaults__ = {x.name: x.default for x in with_default if x.kind is x.KEYWORD_ONLY}
-    positional = [x.default for x in with_default if x.kind is not x.KEYWORD_ONLY]
-    function.__defaults__ = tuple(positional) or None
-    return cast("Callable[..., Any]", function)

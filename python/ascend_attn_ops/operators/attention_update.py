@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._operators import operator
+from ascend_attn_ops._operators import Operator
+
+_OPERATOR = Operator("attention_update")
 
 
-@operator()
 def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention results over disjoint sets of keys into the result over all of them.
 
@@ -49,3 +51,5 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
 
     Source: docs/specification/attention_update.md; CANN's document of aclnnAttentionUpdate.
     """
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(lse, local_out)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._dense_attention import (
     default_scale,
     given_or_drawn_mask,
-    keep_prob_of,
     mask_of_either_polarity,
 )
-from ascend_attn_ops._operators import ALL_TOKENS, Lengths, operator
+from ascend_attn_ops._operators import ALL_TOKENS, Lengths, Operator
+
+_OPERATOR = Operator("flash_attention_score")
+_GRADIENT = Operator("flash_attention_score_grad")
 
 
-@operator(
-    atten_mask=mask_of_either_polarity,
-    scale_value=default_scale,
-    drop_mask=given_or_drawn_mask,
-    keep_prob=keep_prob_of,
-)
 def flash_attention_score(
     query: Tensor,
     key: Tensor,
@@ -135,9 +131,23 @@ def flash_attention_score(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.
     """
+    atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
+    if scale_value is None:
+        scale_value = default_scale(query, num_heads, layout)
+    drop_mask = given_or_drawn_mask(
+        drop_mask, keep_prob, dropout_p, generator, query, key, num_heads, layout,
+        actual_seq_lengths_query, actual_seq_lengths_key,
+    )  # fmt: skip
+    if dropout_p != 0:
+        keep_prob = 1 - dropout_p
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
+        actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx, scale_value,
+        keep_prob, pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type,
+    )  # fmt: skip
 
 
-@operator()
 def flash_attention_score_grad(
     query: Tensor,
     key: Tensor,
@@ -146,7 +156,24 @@ def flash_attention_score_grad(
     softmax_max: Tensor,
     softmax_sum: Tensor,
     attention_in: Tensor,
-    **options: Any,
+    *,
+    num_heads: int,
+    layout: str,
+    pse_shift: Tensor | None = None,
+    drop_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    prefix: Sequence[int] | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
+    q_start_idx: Sequence[int] | None = None,
+    kv_start_idx: Sequence[int] | None = None,
+    scale_value: float,
+    keep_prob: float = 1.0,
+    pre_tokens: int = ALL_TOKENS,
+    next_tokens: int = ALL_TOKENS,
+    inner_precise: int = 0,
+    sparse_mode: int = 0,
+    pse_type: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`flash_attention_score`, which autograd calls by itself.
 
@@ -157,15 +184,14 @@ def flash_attention_score_grad(
         dQ = scale_value * dS @ key;   dK = scale_value * dS^T @ query
 
     Where query is bfloat16, P and dS are rounded to it before the products. Sums are float32
-    (float64 for float64 inputs).
+    (float64 for float64 inputs). The keywords are the forward's, with the values that it had:
+    scale_value is required, and no mask is built.
 
     Args:
         query, key, value: as in the forward.
         dy: gradient of out; out's shape and dtype.
         softmax_max, softmax_sum: statistics from the forward.
         attention_in: out from the forward.
-        options: the keywords of torch.ops.ascend.flash_attention_score, with the values that the
-            forward had: num_heads, layout and scale_value are required, and no mask is built.
 
     Returns:
         dq, dk, dv, each with the shape and dtype of its tensor.
@@ -176,3 +202,10 @@ def flash_attention_score_grad(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
+    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
+    return call(
+        query, key, value, dy, softmax_max, softmax_sum, attention_in, num_heads, layout, pse_shift,
+        drop_mask, atten_mask, prefix, actual_seq_lengths_query, actual_seq_lengths_key,
+        q_start_idx, kv_start_idx, scale_value, keep_prob, pre_tokens, next_tokens, inner_precise,
+        sparse_mode, pse_type,
+    )  # fmt: skip

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, operator
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, Operator
+
+_OPERATOR = Operator("lightning_indexer")
+_GRADIENT = Operator("lightning_indexer_grad")
 
 
-@operator()
 def lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -80,16 +81,27 @@ def lightning_indexer(
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexer.
     """
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, layout, sparse_count,
+        sparse_mode, pre_tokens, next_tokens, return_values, layout_key, block_table,
+    )  # fmt: skip
 
 
-@operator()
 def lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
     d_values: Tensor,
     sparse_indices: Tensor,
     weights: Tensor,
-    **options: Any,
+    *,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = ALL_TOKENS_SPARSE,
+    next_tokens: int = ALL_TOKENS_SPARSE,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`lightning_indexer` through its values; autograd calls this by itself.
 
@@ -99,14 +111,14 @@ def lightning_indexer_grad(
         dS = d_values * weights * (S > 0)
         d_query = dS @ key[pos];   d_key[pos] += dS^T @ query
 
+    The other keywords are the forward's, with the same values.
+
     Args:
         query, key, weights: as in the forward; the NPU wants weights in query's dtype.
         d_values: gradient of sparse_values; shaped as sparse_indices, query's dtype.
         sparse_indices: from the forward, (B, S1, 1, K) or (T1, 1, K); as d_values also without the
             axis of heads, (B, S1, K) or (T1, K). The first min(K, visible keys) slots are read.
-        options: the keywords of the forward that select keys (layout, sparse_mode and the sequence
-            lengths), with the same values; and `deterministic`, as in
-            :func:`sparse_flash_attention`.
+        deterministic: as in :func:`sparse_flash_attention`.
 
     Returns:
         d_query, d_key, d_weights, each with the shape and dtype of its tensor.
@@ -116,3 +128,8 @@ def lightning_indexer_grad(
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """
+    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
+    return call(
+        query, key, d_values, sparse_indices, weights, actual_seq_lengths_query,
+        actual_seq_lengths_key, layout, sparse_mode, pre_tokens, next_tokens, deterministic,
+    )  # fmt: skip

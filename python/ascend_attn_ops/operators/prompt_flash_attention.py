@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._dense_attention import default_mask, default_scale
-from ascend_attn_ops._operators import ALL_TOKENS, Lengths, operator
+from ascend_attn_ops._operators import ALL_TOKENS, Lengths, Operator
+
+_OPERATOR = Operator("prompt_flash_attention")
 
 
-@operator(atten_mask=default_mask, scale_value=default_scale)
 def prompt_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -106,3 +108,13 @@ def prompt_flash_attention(
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV2 and V3.
     """
+    if atten_mask is None:
+        atten_mask = default_mask(sparse_mode, query)
+    if scale_value is None:
+        scale_value = default_scale(query, num_heads, layout)
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        query, key, value, num_heads, atten_mask, actual_seq_lengths_query, actual_seq_lengths_key,
+        deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
+        next_tokens, layout, num_key_value_heads, sparse_mode,
+    )  # fmt: skip

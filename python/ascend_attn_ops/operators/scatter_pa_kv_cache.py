@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._arguments import (
     check_count,
@@ -16,7 +17,9 @@ from ascend_attn_ops._arguments import (
     shown,
     wrong,
 )
-from ascend_attn_ops._operators import Lengths, lengths_of, operator
+from ascend_attn_ops._operators import Lengths, Operator, lengths_of
+
+_OPERATOR = Operator("scatter_pa_kv_cache_")
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
@@ -26,7 +29,6 @@ _GATHER = "ascend::gather_paged_kv"
 _WHOLE_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-@operator()
 def scatter_pa_kv_cache_(
     key: Tensor,
     key_cache: Tensor,
@@ -123,6 +125,11 @@ def scatter_pa_kv_cache_(
 
     Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        key, key_cache, slot_mapping, value, value_cache, compress_lens, compress_seq_offset,
+        seq_lens, cache_mode, scatter_mode, strides, offsets,
+    )  # fmt: skip
 
 
 def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Tensor:

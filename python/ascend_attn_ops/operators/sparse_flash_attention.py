@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, operator
+from ascend_attn_ops._operators import ALL_TOKENS, ALL_TOKENS_SPARSE, Lengths, Operator
+
+_OPERATOR = Operator("sparse_flash_attention")
+_GRADIENT = Operator("sparse_flash_attention_grad")
 
 
 def _statistics_unless_paged(layout_key: str | None) -> bool:
     return layout_key != "PA_BSND"
 
 
-@operator(return_softmax_lse=_statistics_unless_paged)
 def sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -108,9 +109,16 @@ def sparse_flash_attention(
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttention.
     """
+    if return_softmax_lse is None:
+        return_softmax_lse = layout_key != "PA_BSND"
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        query, key, value, sparse_indices, scale_value, actual_seq_lengths_query,
+        actual_seq_lengths_key, query_rope, key_rope, sparse_block_size, layout, sparse_mode,
+        pre_tokens, next_tokens, deterministic, layout_key, block_table, return_softmax_lse,
+    )  # fmt: skip
 
 
-@operator()
 def sparse_flash_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -120,7 +128,18 @@ def sparse_flash_attention_grad(
     out: Tensor,
     softmax_max: Tensor,
     softmax_sum: Tensor,
-    **options: Any,
+    *,
+    scale_value: float,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = ALL_TOKENS,
+    next_tokens: int = ALL_TOKENS,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`sparse_flash_attention`, which autograd calls by itself.
 
@@ -131,7 +150,8 @@ def sparse_flash_attention_grad(
         d_query = scale_value * dS @ key[pos];   d_key[pos] += scale_value * dS^T @ query
 
     and likewise for the ropes. P and dS are rounded to query's dtype before the products, which
-    accumulate in float32 (float64 for float64 inputs).
+    accumulate in float32 (float64 for float64 inputs). The keywords are the forward's, with the
+    same values; pre_tokens and next_tokens stay at their defaults.
 
     Args:
         query, key, value, sparse_indices: as in the forward. On the NPU, the slots that are read
@@ -139,8 +159,6 @@ def sparse_flash_attention_grad(
             block of the diagonal.
         d_out: gradient of out; out's shape and dtype.
         out, softmax_max, softmax_sum: results of the forward.
-        options: the forward's keywords, with the same values; scale_value is required, and
-            pre_tokens and next_tokens stay at their defaults.
 
     Returns:
         d_query, d_key, d_value, d_query_rope, d_key_rope, each with the shape and dtype of its
@@ -153,3 +171,9 @@ def sparse_flash_attention_grad(
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.
     """
+    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
+    return call(
+        query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum, scale_value,
+        actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope, sparse_block_size,
+        layout, sparse_mode, pre_tokens, next_tokens, deterministic,
+    )  # fmt: skip

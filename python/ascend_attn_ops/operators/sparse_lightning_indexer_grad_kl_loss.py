@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._arguments import check_number, dtype_name, shown, wrong
-from ascend_attn_ops._operators import Lengths, lengths_of, lengths_on, operator
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, Operator, lengths_of, lengths_on
+
+_OPERATOR = Operator("sparse_lightning_indexer_grad_kl_loss")
 
 _NAME = "ascend::lightning_indexer_kl_loss"
 
 
-@operator()
 def sparse_lightning_indexer_grad_kl_loss(
-    *tensors: Tensor, **options: Any
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    *,
+    scale_value: float,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = ALL_TOKENS_SPARSE,
+    next_tokens: int = ALL_TOKENS_SPARSE,
+    deterministic: bool = False,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The KL loss that trains the indexer and its gradients, in one pass.
 
     To autograd this is a loss: ``loss`` is differentiable with respect to query_index, key_index
     and weights; the three gradient outputs are not differentiable. Most users want
-    :func:`lightning_indexer_kl_loss`, which returns only the loss.
+    :func:`lightning_indexer_kl_loss`, which returns only the loss and documents the arguments.
 
     Args:
-        tensors, options: the arguments of :func:`lightning_indexer_kl_loss` except `reduction` and
-            `normalizer`, and pre_tokens and next_tokens, which mode 3 ignores.
+        pre_tokens, next_tokens: ignored in mode 3.
 
     Returns:
         d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor; and
@@ -38,6 +58,12 @@ def sparse_lightning_indexer_grad_kl_loss(
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
     aclnnSparseLightningIndexerGradKLLoss.
     """
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
+        scale_value, query_rope, key_rope, actual_seq_lengths_query, actual_seq_lengths_key, layout,
+        sparse_mode, pre_tokens, next_tokens, deterministic, weight,
+    )  # fmt: skip
 
 
 def lightning_indexer_kl_loss(

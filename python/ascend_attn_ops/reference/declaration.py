@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from ascend_attn_ops._operators import schema_parameters
+from ascend_attn_ops._operators import signature_of
 
 Result = TypeVar("Result")
 
@@ -22,7 +21,7 @@ class Arguments(SimpleNamespace):
 
 def reference(compute: Callable[[Arguments], Result]) -> Callable[..., Result]:
     """Make a function of `Arguments` the reference of the operator of its name."""
-    signature = inspect.Signature(list(schema_parameters(compute.__name__).values()))
+    signature = signature_of(compute.__name__)
 
     @functools.wraps(compute)
     def call(*args: Any, **kwargs: Any) -> Result:
