@@ -14,9 +14,13 @@ KERNELS: Table = {
         ("max + std::log(sum)", "max - std::log(sum)"),
         ("lse[i] > max || std::isnan(lse[i])", "lse[i] > max"),
     ],
-    "csrc/cpu/common/attention_rows.h": [
+    "csrc/cpu/common/attention_rows.cpp": [
         ("exponential(max[r] - largest)", "T(1)"),
         ("kept.end(«token(count - 1)»)", "token(0)"),
+    ],
+    "csrc/cpu/common/attention_rows.h": [
+        ("sequence.keys > 0 ? kLowest<T> : T(0)", "kLowest<T>"),
+        ("static_cast<float>(rounded)", "static_cast<float>(factor * from[i])"),
     ],
     "csrc/cpu/common/attention_scores.h": [
         ("begin - query + attention_.distance_shift", "begin - query"),
@@ -52,10 +56,6 @@ KERNELS: Table = {
     "csrc/cpu/common/indexer_gradient.h": [
         ("row[h] > 0", "row[h] >= 0"),
     ],
-    "csrc/cpu/common/int8.h": [
-        ("bits & 0xFFFFE000u", "bits"),
-        ("static_cast<float>(rounded)", "static_cast<float>(factor * from[i])"),
-    ],
     "csrc/cpu/common/key_rows.cpp": [
         ("check_value(«block >= 0 && block < num_blocks_»", "block < num_blocks_"),
     ],
@@ -89,9 +89,6 @@ KERNELS: Table = {
         ("tensor.size(-1) <= 1 || «tensor.stride(-1) == 1»", "tensor.stride(-1) >= 1"),
         ("zero(«end», tokens);", "tokens"),
     ],
-    "csrc/cpu/flash_attention_score.cpp": [
-        ("sequence.keys > 0 ? kLowest<T> : T(0)", "kLowest<T>"),
-    ],
     "csrc/cpu/flash_attention_score_grad.cpp": [
         ("begin < sequence.keys; begin += «parts * kKeyBlock»", "kKeyBlock"),
     ],
@@ -105,6 +102,7 @@ KERNELS: Table = {
         ("d_values + begin", "d_values"),
     ],
     "csrc/cpu/prompt_flash_attention.cpp": [
+        ("bits & 0xFFFFE000u", "bits"),
         ("std::isnormal(value)", "std::isfinite(value)"),
     ],
     "csrc/cpu/prompt_flash_attention_int8.cpp": [

@@ -1,17 +1,11 @@
 #include "ops/prompt_flash_attention.h"
 
-#include <torch/library.h>
-
 #include <ATen/ops/isfinite.h>
 
-#include <algorithm>
-#include <cmath>
-#include <optional>
+#include <bit>
 
 #include "core/error.h"
 #include "cpu/common/attention_rows.h"
-#include "cpu/common/int8.h"
-#include "cpu/prompt_flash_attention_int8.h"
 #include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
@@ -27,19 +21,14 @@ void zero_padding(const DenseAttention& attention, const at::Tensor& out) {
   }
 }
 
-template <typename Input, typename Operand, typename Output, typename Convert>
-void attend(const DenseAttention& attention, const at::Tensor& out, const Convert& convert) {
-  using T = Accumulator<Operand>;
-  auto* data = out.mutable_data_ptr<Output>();
-  attend_rows<Input, Operand>(attention, [&](const DenseSequence& sequence, int64_t head,
-                                             int64_t query, const RowResult<T>& result) {
-    auto* row = HeadRows<Output>(data, out, sequence.batch, head, 0).row(query);
-    if (result.sum == 0) {
-      std::fill_n(row, attention.size, Output(0));
-    } else {
-      convert(result.out, T(1) / result.sum, head, row);
-    }
-  });
+// Reads a scalar scale: float32, or uint64, whose low half is a float32 of which the upper 19 bits
+// count.
+float read_scale(const at::Tensor& scale) {
+  if (scale.scalar_type() == at::kUInt64) {
+    const auto bits = static_cast<uint32_t>(*scale.const_data_ptr<uint64_t>());
+    return std::bit_cast<float>(bits & 0xFFFFE000u);
+  }
+  return *scale.const_data_ptr<float>();
 }
 
 // Rejects scales that are not finite, because saturation would turn them into plausible outputs. It
@@ -78,32 +67,14 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   check_finite("quant_offset2", op.quant_offset2);
   const DenseAttention attention(op);
   const auto& output = std::get<0>(outputs);
-  const auto out = op.layout == layout_name(Layout::BNSD_BSND)
-                       ? output.transpose(1, 2)
-                       : attention.by_head(output, attention.heads);
-  zero_padding(attention, out);
-  std::optional<OutputQuantization> quantization;
+  DenseOutputs to;
+  to.out = op.layout == layout_name(Layout::BNSD_BSND) ? output.transpose(1, 2)
+                                                       : attention.by_head(output, attention.heads);
   if (op.quant_scale2) {
-    quantization.emplace(*op.quant_scale2, op.quant_offset2, attention.heads * attention.size);
+    to.quantization.emplace(*op.quant_scale2, op.quant_offset2, attention.heads * attention.size);
   }
-  if (scales) {
-    quantized_attention(attention, *scales, quantization, out);
-    return;
-  }
-  dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    using T = Accumulator<Operand>;
-    if (quantization) {
-      attend<Input, Operand, int8_t>(attention, out,
-                                     [&](const T* from, T factor, int64_t head, int8_t* to) {
-                                       quantization->store(from, factor, head, attention.size, to);
-                                     });
-    } else {
-      attend<Input, Operand, Input>(attention, out,
-                                    [&](const T* from, T factor, int64_t, Input* to) {
-                                      scale(from, factor, to, attention.size);
-                                    });
-    }
-  });
+  zero_padding(attention, to.out);
+  scales ? attend_int8(attention, *scales, to) : attend(attention, to);
 }
 
 TORCH_LIBRARY_IMPL(ascend, CPU, m) {

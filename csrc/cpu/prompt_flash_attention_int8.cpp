@@ -1,22 +1,11 @@
 // Makes two passes over the keys, because the exponentials are rounded to 8 bits relative to the
 // maximum of the WHOLE row; an online softmax would round them relative to a running maximum. The
 // first pass finds the maximum, the second rounds and multiplies.
-#include "cpu/prompt_flash_attention_int8.h"
-
-#include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
-#include <limits>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "cpu/common/attention_rows.h"
-#include "cpu/common/attention_tiles.h"
-#include "cpu/common/parallel_tasks.h"
-#include "cpu/common/tile_gemm.h"
-#include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -85,10 +74,7 @@ class QuantizedAttention {
         capacity_(capacity),
         score_{scales.deq_scale1, static_cast<at::Half>(static_cast<float>(attention.scale))} {}
 
-  // Calls store(head, query, row of the output) for every row of the task, with nullptr for a row
-  // that keeps no key.
-  template <typename Store>
-  void run(const RowsTask& task, const Store& store) {
+  void run(const RowsTask& task, const OutputRows<at::Half, float>& outputs) {
     const auto& sequence = *task.sequence;
     const int64_t group = attention_.group();
     load_query(task);
@@ -149,7 +135,7 @@ class QuantizedAttention {
     add_up(task.rows());
     for (int64_t r = 0; r < task.rows(); ++r) {
       const int64_t row = task.first_row + r;
-      store(task.key_head * group + row % group, row / group, finished(r));
+      outputs.store(sequence, task.key_head * group + row % group, row / group, finished(r));
     }
   }
 
@@ -283,9 +269,9 @@ class QuantizedAttention {
     });
   }
 
-  const float* finished(int64_t r) {
+  RowResult<float> finished(int64_t r) {
     if (largest_.data()[r] == kNoScore) {
-      return nullptr;
+      return {};
     }
     // A score beyond the range of fp16 is infinite, and inf - inf is NaN.
     const bool overflows = !(std::abs(max()[r]) <= kLargestHalf);
@@ -297,7 +283,7 @@ class QuantizedAttention {
         out[d] = out[d] * deq / total;
       }
     });
-    return out_.row(r);
+    return {.out = out_.row(r), .sum = 1};
   }
 
   float* max() const { return statistics_.row(0); }
@@ -323,35 +309,14 @@ class QuantizedAttention {
 
 }  // namespace
 
-void quantized_attention(const DenseAttention& attention, const Int8Scales& scales,
-                         const std::optional<OutputQuantization>& quantization,
-                         const at::Tensor& out) {
-  const auto tasks = divide<int8_t>(attention);
+void attend_int8(const DenseAttention& attention, const Int8Scales& scales,
+                 const DenseOutputs& outputs) {
+  const auto tasks = divide(attention);
   const Capacity capacity(tasks);
-  const auto attend = [&]<typename Output>(const auto& convert) {
-    auto* data = out.mutable_data_ptr<Output>();
-    for_each_task(
-        tasks, [&] { return std::make_unique<QuantizedAttention>(attention, scales, capacity); },
-        [&](QuantizedAttention& worker, const RowsTask& task) {
-          worker.run(task, [&](int64_t head, int64_t query, const float* from) {
-            auto* row = HeadRows<Output>(data, out, task.sequence->batch, head, 0).row(query);
-            if (from == nullptr) {
-              std::fill_n(row, attention.value_size, Output(0));
-            } else {
-              convert(from, head, row);
-            }
-          });
-        });
-  };
-  if (quantization) {
-    attend.template operator()<int8_t>([&](const float* from, int64_t head, int8_t* to) {
-      quantization->store(from, 1.0f, head, attention.value_size, to);
-    });
-  } else {
-    attend.template operator()<at::Half>([&](const float* from, int64_t, at::Half* to) {
-      ascend_attn::cpu::convert(from, to, attention.value_size);
-    });
-  }
+  const OutputRows<at::Half, float> rows(attention, outputs);
+  for_each_task(
+      tasks, [&] { return std::make_unique<QuantizedAttention>(attention, scales, capacity); },
+      [&](QuantizedAttention& worker, const RowsTask& task) { worker.run(task, rows); });
 }
 
 }  // namespace ascend_attn::cpu

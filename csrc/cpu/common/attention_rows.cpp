@@ -1,0 +1,257 @@
+#include "cpu/common/attention_rows.h"
+
+#include <array>
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include "cpu/common/attention_scores.h"
+#include "cpu/common/partial_attention.h"
+#include "cpu/common/single_rows.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// The keys of a part. Parts end at multiples of kPartKeys, whichever rows a task has.
+struct KeyRange {
+  KeyRange(const RowsTask& task, int64_t part) {
+    const int64_t first = (task.begin / kPartKeys + part) * kPartKeys;
+    begin = std::max(task.begin, first);
+    end = std::min(task.end, first + kPartKeys);
+  }
+
+  int64_t begin;
+  int64_t end;
+};
+
+// Returns whether the rows of a sequence read their keys in place: a single one for each key head.
+// Not in float32 and float64, where the bits of a row do not depend on how many there are.
+bool in_place(const DenseAttention& attention, const DenseSequence& sequence) {
+  return attention.query.element_size() == 2 && sequence.queries * attention.group() == 1;
+}
+
+// Computes attention for blocks of rows, by online softmax over blocks of keys: a thread holds one
+// tile of scores at a time.
+template <typename Input, typename Operand>
+class AttentionRows {
+ public:
+  using T = Accumulator<Operand>;
+
+  explicit AttentionRows(const DenseAttention& attention) : attention_(attention) {}
+
+  // Of the tile for the results of any of these tasks.
+  static ResultSize result_size(const DenseAttention& attention,
+                                const std::vector<RowsTask>& tasks) {
+    int64_t rows = 0;
+    for (const auto& task : tasks) {
+      rows = std::max(rows, round_up(task.rows(), kRowStep));
+    }
+    return {rows, round_up(attention.value_size, depth_step<Operand>)};
+  }
+
+  void load(const RowsTask& task) {
+    const int64_t group = attention_.group();
+    for (int64_t h = 0; h < task.key_heads; ++h) {
+      load_rows(query_rows<Input>(attention_.query, *task.sequence, (task.key_head + h) * group),
+                group, task.first_row, task.rows_of_head, attention_.size, query_,
+                h * task.rows_of_head);
+    }
+  }
+
+  // Computes a part of the task that was loaded, and sets the number of its keys.
+  void part(const RowsTask& task, int64_t index, Partial<T>& result) {
+    const KeyRange keys(task, index);
+    result_ = result;
+    std::fill_n(result_.max, task.rows(), kLowest<T>);
+    std::fill_n(result_.sum, task.rows(), T(0));
+    if (in_place(attention_, *task.sequence)) {
+      attend_in_place(task, keys);
+    } else {
+      attend_to_tiles(task, keys);
+    }
+    result.keys = keys.end - keys.begin;
+  }
+
+ private:
+  void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
+    const auto& sequence = *task.sequence;
+    const auto key = key_rows<Input>(attention_.key, sequence, task.key_head);
+    const auto value = key_rows<Input>(attention_.value, sequence, task.key_head);
+    std::array<bool, kMaxRows / kRowBlock> started{};
+    for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {
+      keys_.load(key, begin, count);
+      values_.load(value, begin, count);
+      for_each_tile(sequence, attention_.group(), task.first_row, task.rows(), begin, count,
+                    [&](const ScoreTile& tile) {
+                      const int64_t row = tile.first_row - task.first_row;
+                      bool& has_started = started[row / kRowBlock];
+                      const int64_t rows = product_rows(tile.rows);
+                      tile_gemm({rows, tile.width(), keys_.size(), query_.from(row),
+                                 keys_.transposed(tile.begin), scores_.from(0, tile.begin), false});
+                      update_softmax(tile, task.key_head, row, has_started);
+                      tile_gemm({rows, values_.size(), tile.width(),
+                                 as_operand(scores_, rows, tile, probabilities_),
+                                 values_.by_rows(tile.begin), out(row), has_started});
+                      has_started = true;
+                    });
+    });
+    // Rows that keep other parts alone are merged with those.
+    for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
+      if (!started[row / kRowBlock]) {
+        std::fill_n(out(row).data(), std::min(kRowBlock, task.rows() - row) * values_.size(), T(0));
+      }
+    }
+  }
+
+  // The key heads, each with a single row, take turns after a few keys: where those of a token are
+  // adjacent, memory is read in its order.
+  void attend_in_place(const RowsTask& task, const KeyRange& part) {
+    const auto& sequence = *task.sequence;
+    const int64_t last = part.end;
+    std::fill_n(out(0).data(), task.rows() * values_.size(), T(0));
+    for (int64_t begin = part.begin; begin < last; begin += kKeysInPlace) {
+      const int64_t count = std::min(kKeysInPlace, last - begin);
+      const ScoreTile tile(sequence, /*group=*/1, 0, 1, begin, count);
+      for (int64_t h = 0; h < task.key_heads; ++h) {
+        const int64_t head = task.key_head + h;
+        const bool last_head = h + 1 == task.key_heads;
+        const int64_t next_head = last_head ? task.key_head : head + 1;
+        const int64_t next_begin = last_head ? std::min(begin + count, last - 1) : begin;
+        const auto keys_of = [&](const at::Tensor& tensor) {
+          return key_rows<Input>(tensor, sequence, head, begin);
+        };
+        const auto next = [&](const at::Tensor& tensor) {
+          return NextRows{key_rows<Input>(tensor, sequence, next_head, next_begin),
+                          std::min(kKeysInPlace, last - next_begin)};
+        };
+        score_rows(query_.row(h), attention_.size, keys_of(attention_.key), count,
+                   next(attention_.key), scores_.data());
+        update_softmax(tile, head, h, /*started=*/true);
+        add_rows(as_operand(scores_, 1, tile, probabilities_).data(), attention_.value_size,
+                 keys_of(attention_.value), count, next(attention_.value), out(h).data());
+      }
+    }
+  }
+
+  // Turns products into the weights of their values, and rescales the outputs, from `row` on, that
+  // have `started`.
+  void update_softmax(const ScoreTile& tile, int64_t key_head, int64_t row, bool started) {
+    const int64_t first_head = key_head * attention_.group();
+    scores_of_.finish(tile, first_head, scores_);
+    exponentiate(tile, row);
+    scores_of_.drop(tile, first_head, scores_);
+    for (int64_t r = row; started && r < row + tile.rows; ++r) {
+      if (factor_.data()[r] != T(1)) {
+        scale(out(r).data(), factor_.data()[r], out(r).data(), attention_.value_size);
+      }
+    }
+  }
+
+  // Turns scores into exp(score - max) with the running maximum, and into 0 where a row does not
+  // keep the key. Earlier results must be rescaled by factor_.
+  void exponentiate(const ScoreTile& columns, int64_t row) {
+    vectorized([rows = columns.rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
+                max = result_.max + row, sum = result_.sum + row,
+                factor = factor_.data() + row](auto bytes) {
+      for (int64_t r = 0; r < rows; ++r) {
+        T* s = scores + r * kKeyBlock;
+        const int64_t begin = columns.row_begin[r];
+        const int64_t end = columns.row_end[r];
+        const T largest = largest_of<bytes>(max[r], s + begin, scale, end - begin);
+        factor[r] = exponential(max[r] - largest);
+        max[r] = largest;
+        for (int64_t j = columns.begin; j < begin; ++j) {
+          s[j] = 0;
+        }
+        T total = 0;
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = begin; j < end; ++j) {
+          s[j] = exponential(s[j] * scale - largest);
+          total += s[j];
+        }
+        for (int64_t j = end; j < columns.end; ++j) {
+          s[j] = 0;
+        }
+        sum[r] = sum[r] * factor[r] + total;
+      }
+    });
+  }
+
+  Matrix<T> out(int64_t row) const { return {result_.out + row * values_.size(), values_.size()}; }
+
+  const DenseAttention& attention_;
+  AttentionScores<Input, T> scores_of_{attention_};
+  KeyTile<Operand> keys_{attention_.size, /*by_rows=*/false, /*transposed=*/true};
+  KeyTile<Operand> values_{attention_.value_size, /*by_rows=*/true, /*transposed=*/false};
+  Tile<Operand> query_{kMaxRows, keys_.size()};
+  Partial<T> result_{};
+  Tile<T> scores_{kRowBlock, kKeyBlock};
+  Tile<Operand> probabilities_{std::is_same_v<Operand, T> ? 0 : kRowBlock, kKeyBlock};
+  Tile<T> factor_{1, kMaxRows};
+};
+
+// Returns how many key heads of a sequence that reads its keys in place share a task.
+int64_t heads_in_turn(const DenseAttention& attention) {
+  const auto sequences = static_cast<int64_t>(attention.sequences.size());
+  const int64_t share = at::divup(attention.key_heads * sequences, at::get_num_threads());
+  return std::clamp<int64_t>(share, 1, kMaxRows / kRowStep);
+}
+
+template <typename Input, typename Operand>
+void attend_rows(const DenseAttention& attention, const DenseOutputs& outputs) {
+  using Worker = AttentionRows<Input, Operand>;
+  using T = Accumulator<Operand>;
+  const OutputRows<Input, T> rows(attention, outputs);
+  const int64_t group = attention.group();
+  auto tasks = divide(attention);
+  const auto size = Worker::result_size(attention, tasks);
+  attend_to_parts<T>(
+      std::move(tasks), size, [&] { return std::make_unique<Worker>(attention); },
+      [&](const RowsTask& task, const Partial<T>& result, int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; ++at) {
+          const int64_t head = task.key_head + at / task.rows_of_head;
+          const int64_t row = task.first_row + at % task.rows_of_head;
+          const auto of_row = result.keys > 0 ? RowResult<T>{result.out + at * size.columns,
+                                                             result.max[at], result.sum[at]}
+                                              : RowResult<T>{};
+          rows.store(*task.sequence, head * group + row % group, row / group, of_row);
+        }
+      });
+}
+
+}  // namespace
+
+std::vector<RowsTask> divide(const DenseAttention& attention) {
+  int64_t all_rows = 0;
+  for (const auto& sequence : attention.sequences) {
+    all_rows += sequence.queries * attention.heads;
+  }
+  constexpr int64_t kTasksPerThread = 8;
+  const int64_t share = all_rows / (kTasksPerThread * at::get_num_threads());
+  const int64_t block = std::clamp(round_up(share, kRowBlock), kRowBlock, kMaxRows);
+  std::vector<RowsTask> tasks;
+  for (const auto& sequence : attention.sequences) {
+    const int64_t rows = sequence.queries * attention.group();
+    const int64_t most_heads = in_place(attention, sequence) ? heads_in_turn(attention) : 1;
+    for (int64_t head = 0; head < attention.key_heads; head += most_heads) {
+      const int64_t heads = std::min(most_heads, attention.key_heads - head);
+      for (int64_t row = 0; row < rows; row += block) {
+        const int64_t count = std::min(block, rows - row);
+        const auto token = [&](int64_t at) { return (row + at) / attention.group(); };
+        const auto& kept = sequence.kept;
+        const int64_t usual = kept.end(token(count / 2)) - kept.begin(token(count / 2));
+        tasks.push_back({&sequence, head, heads, row, count, kept.begin(token(0)),
+                         kept.end(token(count - 1)), heads * count * usual});
+      }
+    }
+  }
+  return tasks;
+}
+
+void attend(const DenseAttention& attention, const DenseOutputs& outputs) {
+  dispatch_operand(attention.query.scalar_type(), [&]<typename Input, typename Operand>() {
+    attend_rows<Input, Operand>(attention, outputs);
+  });
+}
+
+}  // namespace ascend_attn::cpu
