@@ -223,7 +223,7 @@ PACKAGE: Table = {
     "distributed/_ring.py": [
         ("sum_y * (max_y - maximum).exp()", "sum_y"),
     ],
-    "distributed/_tokens.py": [
+    "distributed/dtensor/_tokens.py": [
         ("torch.maximum(key - later, before(key))", "key - later"),
         ("(key - (query - part.end).clamp(min=0))«.clamp(min=0)»", ""),
     ],

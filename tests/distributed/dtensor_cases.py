@@ -11,8 +11,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.distributed import enable_dtensor
-from ascend_attn_ops.distributed._axes import axes_of
-from ascend_attn_ops.distributed._placements import HeadsOfSequences
+from ascend_attn_ops.distributed.dtensor._axes import axes_of
+from ascend_attn_ops.distributed.dtensor._placements import HeadsOfSequences
 from support.samples import OPERATORS, Recipe, Sample
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -8,7 +8,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import torch
 from ascend_attn_ops.distributed import dtensor, enable_dtensor
-from ascend_attn_ops.distributed._plan import EXPLICIT
+from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from dtensor_cases import distribute, error, mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh

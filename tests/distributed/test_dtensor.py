@@ -10,10 +10,10 @@ import dtensor_rules
 import pytest
 import torch
 from ascend_attn_ops.distributed import enable_dtensor
-from ascend_attn_ops.distributed._axes import LINES
-from ascend_attn_ops.distributed._placements import Part
-from ascend_attn_ops.distributed._plan import EXPLICIT
-from ascend_attn_ops.distributed._tokens import packed_lengths
+from ascend_attn_ops.distributed.dtensor._axes import LINES
+from ascend_attn_ops.distributed.dtensor._placements import Part
+from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
+from ascend_attn_ops.distributed.dtensor._tokens import packed_lengths
 from dtensor_cases import LARGEST_ERROR
 from processes import on_ranks
 from support import registered

@@ -16,7 +16,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.device_limits import Device, table
-from ascend_attn_ops.distributed._plan import EXPLICIT
+from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from support.checkout import EXAMPLES, ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.distributed._placements import Part
+from ascend_attn_ops.distributed.dtensor._placements import Part
 
 _CAUSAL = 3
 

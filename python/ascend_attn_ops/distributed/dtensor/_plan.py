@@ -20,16 +20,16 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ascend_attn_ops.device_limits import limits
-from ascend_attn_ops.distributed import _tokens
-from ascend_attn_ops.distributed._axes import PER_SEQUENCE, axes_of
-from ascend_attn_ops.distributed._placements import (
+from ascend_attn_ops.distributed.dtensor import _tokens
+from ascend_attn_ops.distributed.dtensor._axes import PER_SEQUENCE, axes_of
+from ascend_attn_ops.distributed.dtensor._placements import (
     Choice,
     HeadsOfSequences,
     Part,
     Tensors,
     Unshardable,
 )
-from ascend_attn_ops.distributed._signature import (
+from ascend_attn_ops.distributed.dtensor._signature import (
     Signature,
     as_list,
     map_tensors,

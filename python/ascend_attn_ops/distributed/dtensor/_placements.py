@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from ascend_attn_ops.distributed._axes import ABSENT, PER_SEQUENCE, Axes
+from ascend_attn_ops.distributed.dtensor._axes import ABSENT, PER_SEQUENCE, Axes
 
 
 class HeadsOfSequences(Placement):

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ascend_attn_ops.device_limits import device_in_force
-from ascend_attn_ops.distributed._axes import LINES
-from ascend_attn_ops.distributed._plan import EXPLICIT, Plan
-from ascend_attn_ops.distributed._signature import Signature, sizes_of
+from ascend_attn_ops.distributed.dtensor._axes import LINES
+from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT, Plan
+from ascend_attn_ops.distributed.dtensor._signature import Signature, sizes_of
 
 _signatures: dict[Any, Signature] = {}
 # Lengths are part of the key, and may be others in every step: the oldest plan goes first.
