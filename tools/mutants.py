@@ -56,8 +56,10 @@ KERNELS: Table = {
     "csrc/cpu/common/indexer_gradient.h": [
         ("row[h] > 0", "row[h] >= 0"),
     ],
-    "csrc/cpu/common/key_rows.cpp": [
+    "csrc/cpu/common/sparse_inputs.cpp": [
         ("check_value(«block >= 0 && block < num_blocks_»", "block < num_blocks_"),
+        ("lowest >= -1 && highest < blocks", "highest < blocks"),
+        ("bsnd && selectable == Selectable::all_keys", "bsnd"),
     ],
     "csrc/cpu/common/parallel_scatter_add.h": [
         ("worker = 1; «worker < workers»", "worker < workers - 1"),
@@ -65,12 +67,8 @@ KERNELS: Table = {
     "csrc/cpu/common/portable_gemm.cpp": [
         ("part.accumulate = «true»", "p.accumulate"),
     ],
-    "csrc/cpu/common/sparse_attention_inputs.h": [
+    "csrc/cpu/common/sparse_inputs.h": [
         ("a.strides() == b.strides()", "true"),
-    ],
-    "csrc/cpu/common/sparse_indices.cpp": [
-        ("lowest >= -1 && highest < blocks", "highest < blocks"),
-        ("bsnd && selectable == Selectable::all_keys", "bsnd"),
     ],
     "csrc/cpu/common/sparse_indices.h": [
         ("keys / block_size + (keys % block_size != 0)", "keys / block_size + 1"),

@@ -14,9 +14,8 @@
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer.h"
-#include "cpu/common/key_rows.h"
 #include "cpu/common/parallel_tasks.h"
-#include "cpu/common/sparse_indices.h"
+#include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/top_k.h"
@@ -33,18 +32,16 @@ constexpr int64_t kScoreBytes = 1 << 24;
 // A few query tokens of one sequence.
 template <typename Input>
 struct TokenBlock {
-  const Sequence* sequence;
-  TokenRows<Input> query;
-  KeyRows<Input> key;
-  KeptKeys visible;
+  const SequenceInputs<Input>* inputs;
   int64_t begin;
   int64_t tokens;
-  int64_t cost;
+  int64_t cost = 0;
 
+  int64_t visible(int64_t slot) const { return inputs->visible.end(begin + slot); }
   // The keys that some token sees: in both modes the last one sees the most.
-  int64_t keys() const { return visible.end(begin + tokens - 1); }
+  int64_t keys() const { return visible(tokens - 1); }
   // Its first row in the outputs.
-  int64_t row() const { return sequence->query_begin + begin; }
+  int64_t row() const { return inputs->row(begin); }
 };
 
 // scores[s] = sum over heads of weights[h] * relu(logits[h][s])
@@ -76,7 +73,8 @@ class Scorer {
   void load(const TokenBlock<Input>& block, const HeadWeights<Input>& weights) {
     for (int64_t slot = 0; slot < block.tokens; ++slot) {
       for (int64_t h = 0; h < heads_; ++h) {
-        load_row(block.query.row(block.begin + slot, h), query_.row(slot * heads_ + h), size_);
+        load_row(block.inputs->query.row(block.begin + slot, h), query_.row(slot * heads_ + h),
+                 size_);
       }
       weights.load(block.row() + slot, weights_.row(slot));
     }
@@ -86,12 +84,12 @@ class Scorer {
   void score(const TokenBlock<Input>& block, int64_t key, const Tile<Sum>& scores) {
     const int64_t count = std::min(kKeyTile, block.keys() - key);
     for (int64_t i = 0; i < count; ++i) {
-      load_row(block.key.row(key + i), rows_.row(i), size_);
+      load_row(block.inputs->key.row(key + i), rows_.row(i), size_);
     }
     zero_rows(rows_, count, kKeyTile);
     pack_transposed(depth_, kKeyTile, rows_, packed_.data());
     for (int64_t slot = 0; slot < block.tokens; ++slot) {
-      if (key < block.visible.end(block.begin + slot)) {
+      if (key < block.visible(slot)) {
         tile_gemm({heads_, kKeyTile, depth_, query_.from(slot * heads_), packed_, logits_, false});
         weighted_relu(logits_, weights_.row(slot), heads_, scores.row(slot) + key);
       }
@@ -116,7 +114,7 @@ void select(const TokenBlock<Input>& block, int64_t slot, const Tile<Sum>& score
   const int64_t count = indices.size(-1);
   const int64_t row = (block.row() + slot) * count;
   auto* best = indices.mutable_data_ptr<int32_t>() + row;
-  const int64_t kept = top_k(scores.row(slot), block.visible.end(block.begin + slot), count, best);
+  const int64_t kept = top_k(scores.row(slot), block.visible(slot), count, best);
   if (values.numel() > 0) {
     auto* value = values.mutable_data_ptr<Input>() + row;
     for (int64_t i = 0; i < kept; ++i) {
@@ -126,29 +124,24 @@ void select(const TokenBlock<Input>& block, int64_t slot, const Tile<Sum>& score
 }
 
 template <typename Input, typename Operand>
-void compute(const LightningIndexer& op, const std::vector<Sequence>& sequences,
-             const BlockTable& table, const LightningIndexer::Outputs& outputs) {
+void compute(const LightningIndexer& op, const SparseInputs& inputs,
+             const LightningIndexer::Outputs& outputs) {
   using Sum = Accumulator<Operand>;
-  const auto query = with_dense_rows(op.query);
-  const auto key = with_dense_rows(op.key);
-  const int64_t heads = query.size(-2);
-  const int64_t size = query.size(-1);
+  const int64_t heads = inputs.heads;
+  const int64_t size = inputs.size;
   const HeadWeights<Input> weights(op.weights);
-  const int64_t max_keys = round_up(longest(sequences, &Sequence::keys), kKeyTile);
+  const int64_t max_keys = round_up(longest(inputs.sequences, &Sequence::keys), kKeyTile);
   const int64_t most_tokens = std::clamp<int64_t>(
       kScoreBytes / static_cast<int64_t>(sizeof(Sum)) / std::max<int64_t>(max_keys, 1), 1,
-      std::min(kTokens, std::max<int64_t>(longest(sequences, &Sequence::queries), 1)));
+      std::min(kTokens, std::max<int64_t>(longest(inputs.sequences, &Sequence::queries), 1)));
 
+  const std::vector<SequenceInputs<Input>> sequences = inputs.by_sequence<Input>();
   std::vector<TokenBlock<Input>> blocks;
   for (const auto& sequence : sequences) {
-    const TokenRows<Input> queries(query, sequence.query_begin);
-    const KeyRows<Input> keys(key, table, sequence);
-    const auto visible = visible_keys_of(op, sequence);
-    for (int64_t begin = 0; begin < sequence.queries; begin += most_tokens) {
-      const int64_t tokens = std::min(most_tokens, sequence.queries - begin);
-      const TokenBlock<Input> block{&sequence, queries, keys, visible, begin, tokens, 0};
-      blocks.push_back(block);
-      blocks.back().cost = block.keys() * tokens;
+    const int64_t queries = sequence.sequence.queries;
+    for (int64_t begin = 0; begin < queries; begin += most_tokens) {
+      auto& block = blocks.emplace_back(&sequence, begin, std::min(most_tokens, queries - begin));
+      block.cost = block.keys() * block.tokens;
     }
   }
 
@@ -196,16 +189,11 @@ void compute(const LightningIndexer& op, const std::vector<Sequence>& sequences,
 }
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
-  const BlockTable table(op.pages, op.key);
-  const auto sequences = read_sequences(op.name, op.layout.value(), op.query, op.key, op.pages,
-                                        op.actual_seq_lengths_query, op.actual_seq_lengths_key);
-  if (table.given()) {
-    table.check_blocks(op.name, sequences);
-  }
+  const SparseInputs inputs(op);
   std::get<0>(outputs).fill_(-1);
   std::get<1>(outputs).fill_(-std::numeric_limits<double>::infinity());
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    compute<Input, Operand>(op, sequences, table, outputs);
+    compute<Input, Operand>(op, inputs, outputs);
   });
 }
 

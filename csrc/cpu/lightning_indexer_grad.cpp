@@ -10,7 +10,6 @@
 
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
-#include "cpu/common/sparse_indices.h"
 #include "dispatch/operator.h"
 #include "ops/sparse_rules.h"
 
@@ -27,7 +26,7 @@ class Gradient {
   IndexerGradient<Input, Operand>& of_token() { return gradient_; }
 
   // Adds the gradients of the keys named by the first `slots` indices, up to the first -1.
-  void add_keys(const TokenRows<Input>& key, const int32_t* indices, const Input* d_values,
+  void add_keys(const KeyRows<Input>& key, const int32_t* indices, const Input* d_values,
                 int64_t slots, RowSums<T>& d_keys) {
     constexpr int64_t max_keys = IndexerGradient<Input, Operand>::kMaxKeys;
     std::array<T, max_keys> d_scores;
@@ -47,49 +46,35 @@ class Gradient {
 };
 
 template <typename Input, typename Operand>
-void compute(const LightningIndexerGrad& op, const std::vector<Sequence>& sequences,
+void compute(const LightningIndexerGrad& op, const SparseInputs& inputs,
              const LightningIndexerGrad::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  // Not structured bindings: Clang 16 cannot capture those where OpenMP is enabled.
-  const auto& d_query = std::get<0>(outputs);
-  const auto& d_key = std::get<1>(outputs);
-  const auto& d_weights = std::get<2>(outputs);
-  const auto query = with_dense_rows(op.query);
-  const auto key = with_dense_rows(op.key);
+  using Worker = Gradient<Input, Operand>;
   const auto d_values = with_dense_rows(with_head_axis(op.d_values, op.query));
-  const auto indices = with_dense_rows(with_head_axis(op.sparse_indices, op.query));
   const HeadWeights<Input> weights(op.weights);
-
-  KeySums<T, Gradient<Input, Operand>> add_tokens(sequences, key.size(-1));
-  for (const auto& sequence : sequences) {
-    const TokenRows<Input> queries(query, sequence.query_begin);
-    const TokenRows<Input> keys(key, sequence.key_begin);
+  KeySums<T, Worker> add_tokens(inputs.sequences, inputs.size);
+  for (const auto& sequence : inputs.sequences) {
+    const SequenceInputs<Input> rows(inputs, sequence);
     const TokenRows<Input> d_value_rows(d_values, sequence.query_begin);
-    const TokenRows<int32_t> index_rows(indices, sequence.query_begin);
-    const auto visible = visible_keys_of(op, sequence);
     add_tokens(
-        sequence,
-        [&] { return std::make_unique<Gradient<Input, Operand>>(query.size(-2), query.size(-1)); },
-        [&](Gradient<Input, Operand>& gradient, RowSums<T>& d_keys, int64_t token) {
-          const int64_t row = sequence.query_begin + token;
-          gradient.of_token().load_query(queries, weights, token, row);
-          gradient.add_keys(keys, index_rows.row(token), d_value_rows.row(token),
-                            std::min(indices.size(-1), visible.end(token)), d_keys);
-          gradient.of_token().store(row, d_query, d_weights);
+        sequence, [&] { return std::make_unique<Worker>(inputs.heads, inputs.size); },
+        [&](Worker& gradient, RowSums<T>& d_keys, int64_t token) {
+          gradient.of_token().load_query(rows.query, weights, token, rows.row(token));
+          gradient.add_keys(rows.key, rows.sparse_indices.row(token), d_value_rows.row(token),
+                            rows.slots(token), d_keys);
+          gradient.of_token().store(rows.row(token), std::get<0>(outputs), std::get<2>(outputs));
         },
-        key_gradient<Input>(sequence, d_key));
+        key_gradient<Input>(sequence, std::get<1>(outputs)));
   }
 }
 
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
-  const auto sequences = sequences_of(op);
-  op.check_key_lengths(sequences);
-  check_sparse_indices(op.name, op.layout.value(), with_head_axis(op.sparse_indices, op.query),
-                       op.key.size(-3), sequences, Selectable::keys_of_sequence);
-  zero_unused_gradients(outputs, sequences);
+  const SparseInputs inputs(op);
+  const auto& [d_query, d_key, d_weights] = outputs;
+  inputs.zero_unused({d_query, d_weights}, {d_key});
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    compute<Input, Operand>(op, sequences, outputs);
+    compute<Input, Operand>(op, inputs, outputs);
   });
 }
 

@@ -12,7 +12,7 @@
 
 #include "cpu/common/partial_attention.h"
 #include "cpu/common/query_key_product.h"
-#include "cpu/common/sparse_attention_inputs.h"
+#include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
@@ -34,7 +34,7 @@ struct Token {
 
   int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
   int64_t rows() const { return heads; }
-  int64_t first_row() const { return (sequence->sequence.query_begin + token) * heads; }
+  int64_t first_row() const { return sequence->row(token) * heads; }
 };
 
 template <typename Input, typename Operand>
@@ -42,7 +42,7 @@ class Attention {
  public:
   using T = Accumulator<Operand>;
 
-  Attention(const SparseAttentionInputs& inputs, double scale)
+  Attention(const SparseInputs& inputs, double scale)
       : heads_(inputs.heads),
         size_(inputs.size),
         rope_size_(inputs.rope_size),
@@ -67,7 +67,7 @@ class Attention {
   }
 
   // As many as a product needs of its depth.
-  static int64_t padded_heads(const SparseAttentionInputs& inputs) {
+  static int64_t padded_heads(const SparseInputs& inputs) {
     return round_up(inputs.heads, depth_step<Operand>);
   }
 
@@ -144,15 +144,13 @@ class Attention {
 };
 
 template <typename Input, typename Operand>
-void attend(const SparseAttentionInputs& inputs, double scale,
+void attend(const SparseInputs& inputs, double scale,
             const SparseFlashAttention::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  std::vector<SequenceInputs<Input>> sequences;
-  sequences.reserve(inputs.sequences.size());
+  const auto sequences = inputs.by_sequence<Input>();
   std::vector<Token<Input>> tokens;
-  for (const auto& each : inputs.sequences) {
-    const auto& sequence = sequences.emplace_back(inputs, each);
-    for (int64_t token = 0; token < each.queries; ++token) {
+  for (const auto& sequence : sequences) {
+    for (int64_t token = 0; token < sequence.sequence.queries; ++token) {
       const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
       tokens.push_back({&sequence, token, inputs.heads, std::min(sequence.count, blocks)});
     }
@@ -176,12 +174,9 @@ void attend(const SparseAttentionInputs& inputs, double scale,
 
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
-  const SparseAttentionInputs inputs(op, Selectable::all_keys);
-  const int64_t tokens = token_count(inputs.query);
+  const SparseInputs inputs(op, Selectable::all_keys);
   const auto& [out, softmax_max, softmax_sum] = outputs;
-  for (const auto& output : {out, softmax_max, softmax_sum}) {
-    zero_unused_queries(output, tokens, inputs.sequences);
-  }
+  inputs.zero_unused({out, softmax_max, softmax_sum});
   dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {
     attend<Input, Operand>(inputs, op.options.scale_value, outputs);
   });

@@ -10,7 +10,7 @@
 
 #include "cpu/common/parallel_scatter_add.h"
 #include "cpu/common/query_key_product.h"
-#include "cpu/common/sparse_attention_inputs.h"
+#include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
@@ -21,10 +21,13 @@ namespace {
 
 constexpr int64_t kMaxKeys = 64;  // per tile, so that its products stay in the L2 cache
 
-// What the gradient reads besides the inputs of the forward operator.
-struct ForwardResults {
-  at::Tensor d_out, out;
-  at::Tensor softmax_max, softmax_sum;  // dense
+// The rows of one sequence.
+template <typename Input, typename T>
+struct GradRows {
+  SequenceInputs<Input> inputs;
+  TokenRows<Input> d_out, out;
+  const T *softmax_max, *softmax_sum;  // (tokens, heads)
+  Input *d_query, *d_query_rope;       // (tokens, heads, D) and (tokens, heads, Dr)
 };
 
 template <typename Input, typename Operand>
@@ -32,18 +35,18 @@ class AttentionGrad {
  public:
   using T = Accumulator<Operand>;
 
-  AttentionGrad(const SparseAttentionInputs& inputs, double scale)
+  AttentionGrad(const SparseInputs& inputs, T scale)
       : heads_(inputs.heads),
         columns_{inputs.size, inputs.rope_size},
-        scale_(static_cast<T>(scale)),
+        scale_(scale),
         value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
 
-  // Computes d_query (heads, D) and d_query_rope (heads, Dr) of one token, and adds its
-  // contribution to the sums over tokens.
-  void token(const SequenceInputs<Input>& inputs, const TokenRows<Input>& d_out,
-             const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum, int64_t token,
-             Input* d_query, Input* d_query_rope, RowSums<T>& sums) {
-    auto selected = inputs.selected(token);
+  // Computes the gradients of the query of one token, and adds its contribution to the sums over
+  // tokens.
+  void token(const GradRows<Input, T>& rows, int64_t token, RowSums<T>& sums) {
+    auto selected = rows.inputs.selected(token);
+    Input* d_query = rows.d_query + token * heads_ * columns_.nope;
+    Input* d_query_rope = rows.d_query_rope + token * heads_ * columns_.rope;
     std::array<int64_t, kMaxKeys> positions;
     int64_t count = selected.next(positions.data(), kMaxKeys);
     if (count == 0) {
@@ -51,29 +54,27 @@ class AttentionGrad {
       std::fill_n(d_query_rope, heads_ * columns_.rope, Input(0));
       return;
     }
-    load_token(inputs, d_out, out, softmax_max, softmax_sum, token);
+    load_token(rows, token);
     for (bool first = true; count > 0; first = false) {
-      add_keys(inputs, positions.data(), count, first, sums);
+      add_keys(rows.inputs, positions.data(), count, first, sums);
       count = selected.next(positions.data(), kMaxKeys);
     }
-    const auto factor = [this](int64_t) { return scale_; };
-    store_heads(d_query_, 0, heads_, columns_.nope, factor, d_query);
-    store_heads(d_query_, columns_.rope_begin(), heads_, columns_.rope, factor, d_query_rope);
+    store_heads(d_query_, 0, heads_, columns_.nope, scale_, d_query);
+    store_heads(d_query_, columns_.rope_begin(), heads_, columns_.rope, scale_, d_query_rope);
   }
 
  private:
-  void load_token(const SequenceInputs<Input>& inputs, const TokenRows<Input>& d_out,
-                  const TokenRows<Input>& out, const T* softmax_max, const T* softmax_sum,
-                  int64_t token) {
+  void load_token(const GradRows<Input, T>& rows, int64_t token) {
+    const auto& inputs = rows.inputs;
     product_.load_query(inputs.query, inputs.query_rope, token, heads_);
-    load_heads(d_out, token, heads_, columns_.nope, d_out_);
+    load_heads(rows.d_out, token, heads_, columns_.nope, d_out_);
     pack_transposed(columns_.rope_begin(), padded_heads_, d_out_, packed_d_out_transposed_.data());
     d_out_operand_ = operand_b(padded_heads_, columns_.nope, d_out_, packed_d_out_);
     query_operand_ = operand_b(padded_heads_, columns_.width(), product_.query(), packed_query_);
     for (int64_t h = 0; h < heads_; ++h) {
-      max()[h] = softmax_max[h];
-      inverse_sum()[h] = T(1) / softmax_sum[h];
-      delta()[h] = dot(d_out.row(token, h), out.row(token, h), columns_.nope);
+      max()[h] = rows.softmax_max[token * heads_ + h];
+      inverse_sum()[h] = T(1) / rows.softmax_sum[token * heads_ + h];
+      delta()[h] = dot(rows.d_out.row(token, h), rows.out.row(token, h), columns_.nope);
     }
   }
 
@@ -154,37 +155,35 @@ class AttentionGrad {
 };
 
 template <typename Input, typename Operand>
-void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& forward, double scale,
+void differentiate(const SparseFlashAttentionGrad& op, const SparseInputs& inputs,
                    const SparseFlashAttentionGrad::Outputs& outputs) {
   using T = Accumulator<Operand>;
   using Worker = AttentionGrad<Input, Operand>;
-  const int64_t heads = inputs.heads;
+  const auto d_out = with_dense_rows(op.d_out);
+  const auto out = with_dense_rows(op.out);
+  const auto softmax_max = op.softmax_max.contiguous();
+  const auto softmax_sum = op.softmax_sum.contiguous();
   const int64_t size = inputs.size;
   const int64_t rope_size = inputs.rope_size;
   KeySums<T, Worker> add_tokens(inputs.sequences, 2 * size + rope_size);
-  const auto data = [](const at::Tensor& tensor) {
-    return tensor.template mutable_data_ptr<Input>();
-  };
-  Input* d_query = data(std::get<0>(outputs));
-  Input* d_key = data(std::get<1>(outputs));
-  Input* d_value = data(std::get<2>(outputs));
-  Input* d_query_rope = data(std::get<3>(outputs));
-  Input* d_key_rope = data(std::get<4>(outputs));
-  const T* softmax_max = forward.softmax_max.const_data_ptr<T>();
-  const T* softmax_sum = forward.softmax_sum.const_data_ptr<T>();
-
+  const auto [d_query, d_key, d_value, d_query_rope, d_key_rope] = std::apply(
+      [](const auto&... tensors) {
+        return std::array{tensors.template mutable_data_ptr<Input>()...};
+      },
+      outputs);
+  const auto factor = static_cast<T>(op.options.scale_value);
   for (const auto& sequence : inputs.sequences) {
-    const SequenceInputs<Input> rows(inputs, sequence);
-    const TokenRows<Input> d_out(forward.d_out, sequence.query_begin);
-    const TokenRows<Input> out(forward.out, sequence.query_begin);
-    const auto factor = static_cast<T>(scale);
+    const int64_t token_begin = sequence.query_begin * inputs.heads;
+    const GradRows<Input, T> rows{{inputs, sequence},
+                                  {d_out, sequence.query_begin},
+                                  {out, sequence.query_begin},
+                                  softmax_max.template const_data_ptr<T>() + token_begin,
+                                  softmax_sum.template const_data_ptr<T>() + token_begin,
+                                  d_query + token_begin * size,
+                                  d_query_rope + token_begin * rope_size};
     add_tokens(
-        sequence, [&] { return std::make_unique<Worker>(inputs, scale); },
-        [&](Worker& worker, RowSums<T>& sums, int64_t token) {
-          const int64_t row = (sequence.query_begin + token) * heads;
-          worker.token(rows, d_out, out, softmax_max + row, softmax_sum + row, token,
-                       d_query + row * size, d_query_rope + row * rope_size, sums);
-        },
+        sequence, [&] { return std::make_unique<Worker>(inputs, factor); },
+        [&](Worker& worker, RowSums<T>& sums, int64_t token) { worker.token(rows, token, sums); },
         [&](int64_t key, const T* sum) {
           const int64_t row = sequence.key_begin + key;
           cpu::scale(sum, T(1), d_value + row * size, size);
@@ -196,18 +195,11 @@ void differentiate(const SparseAttentionInputs& inputs, const ForwardResults& fo
 
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
-  const SparseAttentionInputs inputs(op, Selectable::keys_of_sequence);
-  const ForwardResults forward{with_dense_rows(op.d_out), with_dense_rows(op.out),
-                               op.softmax_max.contiguous(), op.softmax_sum.contiguous()};
+  const SparseInputs inputs(op);
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
-  for (const auto& output : {d_query, d_query_rope}) {
-    zero_unused_queries(output, token_count(inputs.query), inputs.sequences);
-  }
-  for (const auto& output : {d_key, d_value, d_key_rope}) {
-    zero_unused_keys(output, token_count(inputs.key), inputs.sequences);
-  }
+  inputs.zero_unused({d_query, d_query_rope}, {d_key, d_value, d_key_rope});
   dispatch_operand(d_query.scalar_type(), [&]<typename Input, typename Operand>() {
-    differentiate<Input, Operand>(inputs, forward, op.options.scale_value, outputs);
+    differentiate<Input, Operand>(op, inputs, outputs);
   });
 }
 

@@ -13,7 +13,6 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/query_key_product.h"
-#include "cpu/common/sparse_indices.h"
 #include "dispatch/operator.h"
 #include "ops/sparse_rules.h"
 
@@ -27,54 +26,12 @@ at::Tensor by_token(const at::Tensor& statistics) {
   return with_dense_rows(statistics.squeeze(-3).unsqueeze(-2));
 }
 
-// The inputs, with dense rows.
-struct Inputs {
-  explicit Inputs(const Op& op)
-      : query(with_dense_rows(op.query)),
-        key(with_dense_rows(op.key)),
-        query_rope(op.query_rope ? with_dense_rows(*op.query_rope) : at::Tensor()),
-        key_rope(op.key_rope ? with_dense_rows(*op.key_rope) : at::Tensor()),
-        query_index(with_dense_rows(op.query_index)),
-        key_index(with_dense_rows(op.key_index)),
-        sparse_indices(with_dense_rows(with_head_axis(op.sparse_indices, op.query))),
-        softmax_max(by_token(op.softmax_max)),
-        softmax_sum(by_token(op.softmax_sum)) {}
-
-  int64_t rope_size() const { return query_rope.defined() ? query_rope.size(-1) : 0; }
-
-  at::Tensor query;
-  at::Tensor key;
-  at::Tensor query_rope;
-  at::Tensor key_rope;
-  at::Tensor query_index;
-  at::Tensor key_index;
-  at::Tensor sparse_indices;
-  at::Tensor softmax_max;
-  at::Tensor softmax_sum;
-};
-
-template <typename T>
-TokenRows<T> optional_rows(const at::Tensor& tensor, int64_t begin) {
-  return tensor.defined() ? TokenRows<T>(tensor, begin) : TokenRows<T>();
-}
-
 // The rows of one sequence.
 template <typename Input, typename T>
-struct SequenceRows {
-  SequenceRows(const Inputs& inputs, const Sequence& sequence)
-      : query(inputs.query, sequence.query_begin),
-        query_rope(optional_rows<Input>(inputs.query_rope, sequence.query_begin)),
-        query_index(inputs.query_index, sequence.query_begin),
-        key(inputs.key, sequence.key_begin),
-        key_rope(optional_rows<Input>(inputs.key_rope, sequence.key_begin)),
-        key_index(inputs.key_index, sequence.key_begin),
-        sparse_indices(inputs.sparse_indices, sequence.query_begin),
-        softmax_max(inputs.softmax_max, sequence.query_begin),
-        softmax_sum(inputs.softmax_sum, sequence.query_begin) {}
-
-  TokenRows<Input> query, query_rope, query_index;
-  TokenRows<Input> key, key_rope, key_index;
-  TokenRows<int32_t> sparse_indices;
+struct LossRows {
+  SequenceInputs<Input> attention;
+  TokenRows<Input> query_index;
+  KeyRows<Input> key_index;
   TokenRows<T> softmax_max, softmax_sum;
 };
 
@@ -103,11 +60,11 @@ class TokenLoss {
  public:
   using T = Accumulator<Operand>;
 
-  TokenLoss(const Inputs& inputs, double scale, int64_t max_selected)
-      : heads_(inputs.query.size(-2)),
-        scale_(static_cast<T>(scale)),
-        product_(padded_heads_, {inputs.query.size(-1), inputs.rope_size()}, kMaxKeys),
-        gradient_(inputs.query_index.size(-2), inputs.query_index.size(-1)),
+  TokenLoss(const SparseInputs& inputs, const Op& op, int64_t max_selected)
+      : heads_(inputs.heads),
+        scale_(static_cast<T>(op.scale_value)),
+        product_(padded_heads_, {inputs.size, inputs.rope_size}, kMaxKeys),
+        gradient_(op.query_index.size(-2), op.query_index.size(-1)),
         target_(1, max_selected),
         scores_(1, max_selected) {
     positions_.reserve(max_selected);
@@ -116,14 +73,15 @@ class TokenLoss {
     }
   }
 
-  // Returns `factor` times the loss of one token. Its gradients go to row `row` of the outputs and
-  // to `d_keys`. A token whose factor is 0 is not read.
-  double operator()(const SequenceRows<Input, T>& rows, const HeadWeights<Input>& weights, T factor,
-                    int64_t token, int64_t row, int64_t slots, RowSums<T>& d_keys,
-                    const Op::Outputs& outputs) {
+  // Returns `factor` times the loss of one token. Its gradients go to `outputs` and to `d_keys`. A
+  // token whose factor is 0 is not read.
+  double operator()(const LossRows<Input, T>& rows, const HeadWeights<Input>& weights, T factor,
+                    int64_t token, RowSums<T>& d_keys, const Op::Outputs& outputs) {
+    const auto& attention = rows.attention;
+    const int64_t row = attention.row(token);
+    const auto* indices = attention.sparse_indices.row(token);
     positions_.clear();
-    const auto* indices = rows.sparse_indices.row(token);
-    std::copy_if(indices, indices + slots, std::back_inserter(positions_),
+    std::copy_if(indices, indices + attention.slots(token), std::back_inserter(positions_),
                  [](int32_t index) { return index != -1; });
     gradient_.load_query(rows.query_index, weights, token, row);
     double loss = 0;
@@ -131,7 +89,7 @@ class TokenLoss {
       load_attention(rows, token);
       for_each_tile([&](int64_t begin, int64_t count, const Tile<T>& logits) {
         const auto* positions = positions_.data() + begin;
-        product_.multiply(product_.load_keys(rows.key, rows.key_rope, positions, count),
+        product_.multiply(product_.load_keys(attention.key, attention.key_rope, positions, count),
                           attention_);
         mean_of_heads(count, target_.data() + begin);
         gradient_.load_keys(rows.key_index, positions, count);
@@ -162,8 +120,8 @@ class TokenLoss {
     }
   }
 
-  void load_attention(const SequenceRows<Input, T>& rows, int64_t token) {
-    product_.load_query(rows.query, rows.query_rope, token, heads_);
+  void load_attention(const LossRows<Input, T>& rows, int64_t token) {
+    product_.load_query(rows.attention.query, rows.attention.query_rope, token, heads_);
     const T* sum = rows.softmax_sum.row(token);
     std::copy_n(rows.softmax_max.row(token), heads_, max_.data());
     for (int64_t h = 0; h < heads_; ++h) {
@@ -199,33 +157,37 @@ class TokenLoss {
 };
 
 template <typename Input, typename Operand>
-double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::Outputs& outputs) {
+double compute(const Op& op, const SparseInputs& inputs, const Op::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  const Inputs inputs(op);
+  using Worker = TokenLoss<Input, Operand>;
+  const auto& sequences = inputs.sequences;
+  const auto query_index = with_dense_rows(op.query_index);
+  const auto key_index = with_dense_rows(op.key_index);
+  const auto softmax_max = by_token(op.softmax_max);
+  const auto softmax_sum = by_token(op.softmax_sum);
   const HeadWeights<Input> weights(op.weights);
   const auto factors =
       op.weight ? op.weight->to(at::CppTypeToScalarType<T>::value).contiguous() : at::Tensor();
   const T* factor = op.weight ? factors.template const_data_ptr<T>() : nullptr;
-  const int64_t slots = inputs.sparse_indices.size(-1);
-  const int64_t max_keys = longest(sequences, &Sequence::keys);
-  KeySums<T, TokenLoss<Input, Operand>> add_tokens(sequences, inputs.key_index.size(-1));
+  const int64_t max_selected =
+      std::min(inputs.sparse_indices.size(-1), longest(sequences, &Sequence::keys));
+  KeySums<T, Worker> add_tokens(sequences, key_index.size(-1));
   // One loss per token, summed in token order, so that the sum does not depend on the number of
   // threads.
   std::vector<double> losses(longest(sequences, &Sequence::queries));
   double loss = 0;
   for (const auto& sequence : sequences) {
-    const SequenceRows<Input, T> rows(inputs, sequence);
-    const auto visible = visible_keys_of(op, sequence);
+    const int64_t first = sequence.query_begin;
+    const LossRows<Input, T> rows{{inputs, sequence},
+                                  {query_index, first},
+                                  {key_index, inputs.block_table, sequence},
+                                  {softmax_max, first},
+                                  {softmax_sum, first}};
     add_tokens(
-        sequence,
-        [&] {
-          return std::make_unique<TokenLoss<Input, Operand>>(inputs, op.scale_value,
-                                                             std::min(slots, max_keys));
-        },
-        [&](TokenLoss<Input, Operand>& token_loss, RowSums<T>& d_keys, int64_t token) {
-          const int64_t row = sequence.query_begin + token;
-          losses[token] = token_loss(rows, weights, factor ? factor[row] : T(1), token, row,
-                                     std::min(slots, visible.end(token)), d_keys, outputs);
+        sequence, [&] { return std::make_unique<Worker>(inputs, op, max_selected); },
+        [&](Worker& worker, RowSums<T>& d_keys, int64_t token) {
+          losses[token] =
+              worker(rows, weights, factor ? factor[first + token] : T(1), token, d_keys, outputs);
         },
         key_gradient<Input>(sequence, std::get<1>(outputs)));
     loss = std::accumulate(losses.begin(), losses.begin() + sequence.queries, loss);
@@ -234,12 +196,11 @@ double compute(const Op& op, const std::vector<Sequence>& sequences, const Op::O
 }
 
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
-  const auto sequences = sequences_of(op);
-  check_sparse_indices(op.name, op.layout.value(), with_head_axis(op.sparse_indices, op.query),
-                       op.key.size(-3), sequences, Selectable::keys_of_sequence);
-  zero_unused_gradients(outputs, sequences);
+  const SparseInputs inputs(op);
+  const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
+  inputs.zero_unused({d_query_index, d_weights}, {d_key_index});
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    std::get<3>(outputs).fill_(compute<Input, Operand>(op, sequences, outputs));
+    std::get<3>(outputs).fill_(compute<Input, Operand>(op, inputs, outputs));
   });
 }
 

@@ -3,12 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <vector>
 
-#include "core/layout.h"
-#include "core/sequence_lengths.h"
 #include "cpu/common/token_rows.h"
 
 namespace ascend_attn::cpu {
@@ -17,12 +13,6 @@ namespace ascend_attn::cpu {
 template <typename T>
 T relu(T x) {
   return x < 0 ? T(0) : x;
-}
-
-template <typename Op>
-std::vector<Sequence> sequences_of(const Op& op) {
-  return read_sequences(Op::name, op.layout.value(), op.query, op.key, op.actual_seq_lengths_query,
-                        op.actual_seq_lengths_key);
 }
 
 // The head weights, (B, S, heads) or (T, heads), in the dtype of query or in fp32.

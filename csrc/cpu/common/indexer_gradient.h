@@ -6,13 +6,10 @@
 #pragma once
 
 #include <cstdint>
-#include <tuple>
-#include <vector>
 
 #include "cpu/common/indexer.h"
 #include "cpu/common/parallel_scatter_add.h"
-#include "cpu/common/query_key_product.h"
-#include "cpu/common/tile_gemm.h"
+#include "cpu/common/sparse_inputs.h"
 
 namespace ascend_attn::cpu {
 
@@ -38,7 +35,7 @@ class IndexerGradient {
     zero_rows(d_query_, 0, padded_heads_);
   }
 
-  void load_keys(const TokenRows<Input>& key, const int32_t* positions, int64_t count) {
+  void load_keys(const KeyRows<Input>& key, const int32_t* positions, int64_t count) {
     count_ = count;
     rows_ = product_.load_keys(key, {}, positions, count);
   }
@@ -124,18 +121,6 @@ auto key_gradient(const Sequence& sequence, const at::Tensor& d_key) {
   const int64_t size = d_key.size(-1);
   auto* rows = d_key.mutable_data_ptr<Input>() + sequence.key_begin * size;
   return [=](int64_t key, const auto* sum) { convert(sum, rows + key * size, size); };
-}
-
-// Zeroes the gradients of tokens that belong to no sequence. `outputs` begin with d_query, d_key
-// and d_weights.
-template <typename Outputs>
-void zero_unused_gradients(const Outputs& outputs, const std::vector<Sequence>& sequences) {
-  const auto& d_query = std::get<0>(outputs);
-  const auto& d_key = std::get<1>(outputs);
-  const auto& d_weights = std::get<2>(outputs);
-  zero_unused_queries(d_query, token_count(d_query), sequences);
-  zero_unused_queries(d_weights, token_count(d_query), sequences);
-  zero_unused_keys(d_key, token_count(d_key), sequences);
 }
 
 }  // namespace ascend_attn::cpu

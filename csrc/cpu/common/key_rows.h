@@ -17,6 +17,7 @@ namespace ascend_attn::cpu {
 // The block table of a call whose keys are paged; empty otherwise.
 class BlockTable {
  public:
+  BlockTable() = default;
   BlockTable(const KeyPages& pages, const at::Tensor& key);
 
   bool given() const { return table_.defined(); }
@@ -29,8 +30,6 @@ class BlockTable {
   bool complete(const Sequence& sequence) const;
   // Raises unless the cache has the block of this key.
   void check_block(std::string_view op, const Sequence& sequence, int64_t key) const;
-  // The same for all keys of the sequences that have queries.
-  void check_blocks(std::string_view op, const std::vector<Sequence>& sequences) const;
 
  private:
   at::Tensor table_;
@@ -55,7 +54,7 @@ class KeyRows {
   KeyRows() = default;
   KeyRows(const at::Tensor& keys, const BlockTable& table, const Sequence& sequence)
       : rows_(keys, table.given() ? 0 : sequence.key_begin) {
-    if (table.given()) {
+    if (table.given() && keys.defined()) {
       blocks_ = table.blocks(sequence);
       block_size_ = static_cast<uint32_t>(keys.size(1));
       block_stride_ = keys.stride(0);

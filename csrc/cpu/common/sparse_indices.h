@@ -1,24 +1,13 @@
 // The keys that sparse_indices selects.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
-#include "core/layout.h"
 #include "core/sequence_lengths.h"
-#include "core/sparse_mode.h"
 
 namespace ascend_attn::cpu {
-
-// Returns the keys that the tokens of a sequence see.
-template <typename Op>
-KeptKeys visible_keys_of(const Op& op, const Sequence& sequence) {
-  return visible_keys(static_cast<SparseMode>(op.sparse_mode), sequence.queries, sequence.keys);
-}
 
 // Returns the largest number of queries, or of keys, of any sequence.
 inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* count) {
@@ -39,12 +28,6 @@ enum class Selectable {
 inline int64_t blocks_of(int64_t keys, int64_t block_size) {
   return keys / block_size + (keys % block_size != 0);
 }
-
-// Checks that every index is in [-1, number of key blocks). In BSND a batch has room for `capacity`
-// keys.
-void check_sparse_indices(std::string_view op, Layout layout, const at::Tensor& sparse_indices,
-                          int64_t capacity, const std::vector<Sequence>& sequences,
-                          Selectable selectable, int64_t block_size = 1);
 
 // Iterates over the keys that one row of sparse_indices selects, in order and with repetitions, a
 // chunk at a time.

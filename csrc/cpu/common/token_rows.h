@@ -29,10 +29,14 @@ template <typename T>
 class TokenRows {
  public:
   TokenRows() = default;
-  TokenRows(const at::Tensor& tensor, int64_t begin)
-      : data_(tensor.const_data_ptr<T>()),
-        token_stride_(tensor.stride(-3)),
-        head_stride_(tensor.stride(-2)) {
+  // An undefined tensor has no rows.
+  TokenRows(const at::Tensor& tensor, int64_t begin) {
+    if (!tensor.defined()) {
+      return;
+    }
+    data_ = tensor.const_data_ptr<T>();
+    token_stride_ = tensor.stride(-3);
+    head_stride_ = tensor.stride(-2);
     if (tensor.dim() == 4 && tensor.size(1) > 0) {
       data_ += begin / tensor.size(1) * tensor.stride(0);
       begin %= tensor.size(1);
@@ -80,13 +84,12 @@ void gather_rows(const Rows& rows, const Position* positions, int64_t count, int
   }
 }
 
-// The inverse of load_heads, into a dense (tokens, heads, width) tensor: stores factor(h) times row
-// h.
-template <typename T, typename Output, typename Factor>
-void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t width,
-                 const Factor& factor, Output* to) {
+// The inverse of load_heads, into a dense (tokens, heads, width) tensor: stores factor times rows.
+template <typename T, typename Output>
+void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t width, T factor,
+                 Output* to) {
   for (int64_t head = 0; head < heads; ++head) {
-    scale(tile.row(head) + column, factor(head), to + head * width, width);
+    scale(tile.row(head) + column, factor, to + head * width, width);
   }
 }
 

@@ -1,0 +1,114 @@
+#include "cpu/common/sparse_inputs.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "core/symbolic.h"
+#include "cpu/common/vectorized.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+bool all_in_range(const int32_t* indices, int64_t count, int64_t blocks) {
+  int32_t lowest = -1;
+  int32_t highest = -1;
+  vectorized([&lowest, &highest, indices, count] {
+    int32_t low = -1;
+    int32_t high = -1;
+    for (int64_t i = 0; i < count; ++i) {
+      low = std::min(low, indices[i]);
+      high = std::max(high, indices[i]);
+    }
+    lowest = low;
+    highest = high;
+  });
+  return lowest >= -1 && highest < blocks;
+}
+
+}  // namespace
+
+BlockTable::BlockTable(const KeyPages& pages, const at::Tensor& key) {
+  if (pages.given()) {
+    table_ = pages.block_table->contiguous();
+    num_blocks_ = key.size(0);
+    block_size_ = key.size(1);
+  }
+}
+
+int64_t BlockTable::capacity() const { return saturated_product(table_.size(1), block_size_); }
+
+bool BlockTable::complete(const Sequence& sequence) const {
+  const auto* begin = blocks(sequence);
+  return std::all_of(begin, begin + blocks_of(sequence.keys, block_size_),
+                     [this](int32_t block) { return block >= 0 && block < num_blocks_; });
+}
+
+void BlockTable::check_block(std::string_view op, const Sequence& sequence, int64_t key) const {
+  const auto entry = key / block_size_;
+  const auto block = blocks(sequence)[entry];
+  check_value(block >= 0 && block < num_blocks_, op, "block_table", "expected blocks in [0, ",
+              num_blocks_, "), got ", block, " at (", sequence.batch, ", ", entry, ")");
+}
+
+void SparseInputs::check_indices(std::string_view op, Layout layout, Selectable selectable) const {
+  const auto& indices = sparse_indices;
+  const int64_t count = indices.size(-1);
+  const int64_t capacity = block_table.given() ? block_table.capacity() : key.size(-3);
+  const bool bsnd = layout == Layout::BSND;
+  const bool whole_batch = bsnd && selectable == Selectable::all_keys;
+  for (const auto& sequence : sequences) {
+    const int64_t keys = whole_batch ? capacity : sequence.keys;
+    const int64_t blocks = blocks_of(keys, block_size);
+    const int64_t tokens = whole_batch ? indices.size(1) : sequence.queries;
+    const TokenRows<int32_t> rows(indices, sequence.query_begin);
+    for (int64_t token = 0; token < tokens; ++token) {
+      const int32_t* row = rows.row(token);
+      if (all_in_range(row, count, blocks)) [[likely]] {
+        continue;
+      }
+      const auto* wrong = std::find_if(
+          row, row + count, [blocks](int32_t index) { return index < -1 || index >= blocks; });
+      const auto place =
+          bsnd ? c10::str("(", sequence.query_begin / indices.size(1), ", ", token, ", 0, ",
+                          wrong - row, ")")
+               : c10::str("(", sequence.query_begin + token, ", 0, ", wrong - row, ")");
+      check_value(false, op, "sparse_indices", "expected values in [-1, ", blocks, "), got ",
+                  *wrong, " at ", place);
+    }
+  }
+}
+
+void SparseInputs::check_blocks(std::string_view op) const {
+  for (const auto& sequence : sequences) {
+    if (!block_table.given() || sequence.queries == 0 || block_table.complete(sequence)) {
+      continue;
+    }
+    if (!sparse_indices.defined()) {
+      for (int64_t at = 0; at < sequence.keys; at += key.size(1)) {
+        block_table.check_block(op, sequence, at);
+      }
+      continue;
+    }
+    const TokenRows<int32_t> indices(sparse_indices, sequence.query_begin);
+    const auto visible = visible_keys(mode, sequence.queries, sequence.keys);
+    for (int64_t token = 0; token < sequence.queries; ++token) {
+      SelectedKeys selected(indices.row(token), sparse_indices.size(-1), block_size,
+                            visible.end(token));
+      for (int64_t at = 0; selected.next(&at, 1) > 0;) {
+        block_table.check_block(op, sequence, at);
+      }
+    }
+  }
+}
+
+void SparseInputs::zero_unused(std::initializer_list<at::Tensor> of_query,
+                               std::initializer_list<at::Tensor> of_key) const {
+  for (const auto& tensor : of_query) {
+    zero_unused_queries(tensor, token_count(query), sequences);
+  }
+  for (const auto& tensor : of_key) {
+    zero_unused_keys(tensor, token_count(key), sequences);
+  }
+}
+
+}  // namespace ascend_attn::cpu

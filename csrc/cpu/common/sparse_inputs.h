@@ -1,0 +1,168 @@
+// Inputs of the CPU kernels of the sparse operators.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <string_view>
+#include <vector>
+
+#include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
+#include "cpu/common/key_rows.h"
+#include "cpu/common/query_key_product.h"
+#include "cpu/common/sparse_indices.h"
+#include "cpu/common/token_rows.h"
+#include "ops/sparse_rules.h"
+
+namespace ascend_attn::cpu {
+
+template <typename Input>
+struct SequenceInputs;
+
+// The arguments of one call, with dense rows and validated values. What the operator or the call
+// lacks is undefined; without a value of its own, the operator takes key.
+class SparseInputs {
+ public:
+  template <typename Op>
+  explicit SparseInputs(const Op& op, Selectable selectable = Selectable::keys_of_sequence)
+      : SparseInputs(op, options_of(op), selectable) {}
+
+  // Zeroes the tokens that belong to no sequence, in dense outputs with the tokens of query or key.
+  void zero_unused(std::initializer_list<at::Tensor> of_query,
+                   std::initializer_list<at::Tensor> of_key = {}) const;
+  bool value_is_key() const { return value.is_same(key); }
+  // The rows of every sequence.
+  template <typename Input>
+  std::vector<SequenceInputs<Input>> by_sequence() const {
+    std::vector<SequenceInputs<Input>> result;
+    for (const auto& sequence : sequences) {
+      result.emplace_back(*this, sequence);
+    }
+    return result;
+  }
+
+  std::vector<Sequence> sequences;
+  BlockTable block_table;
+  at::Tensor query, key, value, query_rope, key_rope, sparse_indices;
+  int64_t heads, size;
+  int64_t rope_size = 0;
+  int64_t block_size = 1;
+  SparseMode mode;
+
+ private:
+  template <typename Op>
+  static const auto& options_of(const Op& op) {
+    if constexpr (requires { op.options; }) {
+      return op.options;
+    } else {
+      return op;
+    }
+  }
+
+  template <typename Op, typename Options>
+  SparseInputs(const Op& op, const Options& options, Selectable selectable)
+      : query(with_dense_rows(op.query)),
+        key(with_dense_rows(op.key)),
+        value(key),
+        heads(query.size(-2)),
+        size(query.size(-1)),
+        mode(static_cast<SparseMode>(options.sparse_mode)) {
+    const auto layout = options.layout.value();
+    if constexpr (requires { op.pages; }) {
+      block_table = BlockTable(op.pages, op.key);
+      sequences = read_sequences(op.name, layout, op.query, op.key, op.pages,
+                                 options.actual_seq_lengths_query, options.actual_seq_lengths_key);
+    } else {
+      sequences = read_sequences(op.name, layout, op.query, op.key,
+                                 options.actual_seq_lengths_query, options.actual_seq_lengths_key);
+    }
+    if constexpr (requires { op.value; }) {
+      value = same_rows(op.key, op.value) ? key : with_dense_rows(op.value);
+    }
+    if constexpr (requires { options.query_rope; }) {
+      if (options.query_rope) {
+        query_rope = with_dense_rows(*options.query_rope);
+        key_rope = with_dense_rows(*options.key_rope);
+        rope_size = query_rope.size(-1);
+      }
+    }
+    if constexpr (requires { options.sparse_block_size; }) {
+      block_size = options.sparse_block_size;
+    }
+    if constexpr (requires { op.check_key_lengths(sequences); }) {
+      op.check_key_lengths(sequences);
+    }
+    if constexpr (requires { op.sparse_indices; }) {
+      sparse_indices = with_dense_rows(with_head_axis(op.sparse_indices, op.query));
+      check_indices(op.name, layout, selectable);
+    }
+    check_blocks(op.name);
+  }
+
+  // Checks that every index is in [-1, number of key blocks).
+  void check_indices(std::string_view op, Layout layout, Selectable selectable) const;
+  // Checks that a paged cache has every block that a query selects keys of.
+  void check_blocks(std::string_view op) const;
+
+  // Absorbed multi-head latent attention passes one tensor as both key and value.
+  static bool same_rows(const at::Tensor& a, const at::Tensor& b) {
+    return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
+           a.strides() == b.strides();
+  }
+};
+
+// The same for one sequence, with tokens counted from its first.
+template <typename Input>
+struct SequenceInputs {
+  SequenceInputs(const SparseInputs& inputs, const Sequence& of)
+      : sequence(of),
+        query(inputs.query, of.query_begin),
+        query_rope(inputs.query_rope, of.query_begin),
+        key(inputs.key, inputs.block_table, of),
+        key_rope(inputs.key_rope, inputs.block_table, of),
+        value(inputs.value, inputs.block_table, of),
+        sparse_indices(inputs.sparse_indices, of.query_begin),
+        count(inputs.sparse_indices.defined() ? inputs.sparse_indices.size(-1) : 0),
+        block_size(inputs.block_size),
+        visible(visible_keys(inputs.mode, of.queries, of.keys)) {}
+
+  // The row of a token in outputs.
+  int64_t row(int64_t token) const { return sequence.query_begin + token; }
+  SelectedKeys selected(int64_t token) const {
+    return {sparse_indices.row(token), count, block_size, visible.end(token)};
+  }
+  // The number of indices that a token reads: it sees no more keys.
+  int64_t slots(int64_t token) const { return std::min(count, visible.end(token)); }
+
+  Sequence sequence;
+  TokenRows<Input> query, query_rope;
+  KeyRows<Input> key, key_rope, value;
+  TokenRows<int32_t> sparse_indices;
+  int64_t count, block_size;
+  KeptKeys visible;
+};
+
+// The tile of values that belongs to a tile of keys; the same tile if value is key.
+template <typename Input, typename Operand>
+class ValueTile {
+ public:
+  ValueTile(bool value_is_key, int64_t max_keys, int64_t size)
+      : size_(size), values_(value_is_key ? 0 : max_keys, round_up(size, depth_step<Operand>)) {}
+
+  const Tile<Operand>& load(const KeyRows<Input>& value, const Tile<Operand>& keys,
+                            const int64_t* positions, int64_t count, int64_t tile_rows) const {
+    if (values_.data() == nullptr) {
+      return keys;
+    }
+    gather_rows(value, positions, count, size_, values_);
+    zero_rows(values_, count, tile_rows);
+    return values_;
+  }
+
+ private:
+  int64_t size_;
+  Tile<Operand> values_;
+};
+
+}  // namespace ascend_attn::cpu
