@@ -4,63 +4,36 @@ Importing this package registers ``torch.ops.ascend.*``. The functions below are
 with documentation; they run on the CPU, on an NPU (with torch_npu and CANN) and on fake tensors.
 """
 
-# The first imports torch; the second says why `_C` cannot be loaded here, which all others need.
-from ascend_attn_ops import _torch  # noqa: F401, I001
-from ascend_attn_ops import _built_with, _flops, _library, _transforms  # noqa: F401
-from ascend_attn_ops.device_limits import limits
-from ascend_attn_ops.masks import sparse_mode_mask
-from ascend_attn_ops.modules import LightningIndexer
-from ascend_attn_ops.operators.attention_update import attention_update
-from ascend_attn_ops.operators.flash_attention_score import (
-    flash_attention_score,
-    flash_attention_score_grad,
-)
-from ascend_attn_ops.operators.lightning_indexer import lightning_indexer, lightning_indexer_grad
-from ascend_attn_ops.operators.prompt_flash_attention import prompt_flash_attention
-from ascend_attn_ops.operators.scatter_pa_kv_cache import (
-    gather_paged_kv,
-    nd_to_nz,
-    nz_cache_shape,
-    nz_to_nd,
-    scatter_pa_kv_cache_,
-    slot_mapping,
-)
-from ascend_attn_ops.operators.sparse_flash_attention import (
-    sparse_flash_attention,
-    sparse_flash_attention_grad,
-)
-from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
-    lightning_indexer_kl_loss,
-    sparse_lightning_indexer_grad_kl_loss,
-)
-from ascend_attn_ops.quantization import quantize_attention_inputs
-from ascend_attn_ops.training import attach_loss, save_attention_policy
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
-_library.load()
+# Imports torch, and says why `_C` cannot be loaded here, which all others need.
+from ascend_attn_ops import _built_with  # noqa: F401
+
+# isort: split
+from ascend_attn_ops import _flops, _library, _transforms  # noqa: F401
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LightningIndexer",
-    "attach_loss",
-    "attention_update",
-    "flash_attention_score",
-    "flash_attention_score_grad",
-    "gather_paged_kv",
-    "lightning_indexer",
-    "lightning_indexer_grad",
-    "lightning_indexer_kl_loss",
-    "limits",
-    "nd_to_nz",
-    "nz_cache_shape",
-    "nz_to_nd",
-    "prompt_flash_attention",
-    "quantize_attention_inputs",
-    "save_attention_policy",
-    "scatter_pa_kv_cache_",
-    "slot_mapping",
-    "sparse_flash_attention",
-    "sparse_flash_attention_grad",
-    "sparse_lightning_indexer_grad_kl_loss",
-    "sparse_mode_mask",
-]
+_library.load()
+
+if TYPE_CHECKING:
+    from ascend_attn_ops._public import *  # noqa: F403
+    from ascend_attn_ops._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, or a module of the package, when it is used."""
+        if name in {module.name for module in pkgutil.iter_modules(__path__)} - {"_npu"}:  # noqa: F405
+            return importlib.import_module(f"{__name__}.{name}")
+        from ascend_attn_ops import _public
+
+        if name not in ("__all__", *_public.__all__):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, getattr(_public, name))
+
+    def __dir__() -> list[str]:
+        from ascend_attn_ops import _public
+
+        return sorted({*globals(), *_public.__all__})

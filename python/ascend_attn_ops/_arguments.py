@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ascend_attn_ops._torch import FakeTensor, is_functorch_wrapped_tensor
 
 INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
 _LONGEST = 100  # characters of a value in a message

@@ -1,18 +1,31 @@
-"""What the extension modules were compiled with, checked before they are loaded.
+"""Imports torch, and checks what the extension modules were compiled with before they are loaded.
 
 Another torch lacks some of the symbols that they need, and the loader would name one of them.
+
+Where torch_npu is installed, `import torch` would import it, which fails where there is no CANN.
+`_library` loads torch_npu later and says why it cannot, and `simulate` loads it on a CANN that it
+brings along.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-import torch
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_given = os.environ.get(_AUTOLOAD)
+os.environ[_AUTOLOAD] = "0"
+try:
+    import torch
+finally:
+    del os.environ[_AUTOLOAD]
+    if _given is not None:
+        os.environ[_AUTOLOAD] = _given
 
 _REMEDY = "install it again in this environment: pip install --no-build-isolation --no-deps ."
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._operators import Lengths, between, signature_of
+from ascend_attn_ops._torch import FakeTensor
 
 
 def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], None]:

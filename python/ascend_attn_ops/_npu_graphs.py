@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from ascend_attn_ops._torch import tree_map_only
 
 # Those whose lengths are lists, which are a part of what is launched.
 _OPERATORS = ("flash_attention_score", "flash_attention_score_grad", "prompt_flash_attention")

@@ -15,15 +15,17 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import (
-    FunctionalizeInterpreter,
-    retrieve_current_functorch_interpreter,
-)
-from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.amp.autocast_mode import is_autocast_available
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._torch import (
+    FunctionalizeInterpreter,
+    FunctorchFunctionalizeAPI,
+    TreeSpec,
+    retrieve_current_functorch_interpreter,
+    tree_flatten,
+    tree_unflatten,
+)
 from ascend_attn_ops.device_limits import LimitsOfCall
 
 _library = torch.library.Library("ascend", "IMPL")

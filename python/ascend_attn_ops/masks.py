@@ -15,6 +15,7 @@ from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INT64_MAX, check_count, check_flag, wrong
 from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops._torch import assume_constant_result
 
 # What each sparse_mode keeps; i is the query and j the key, both counted from 0.
 MODES: dict[int, str] = {
@@ -106,7 +107,7 @@ def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
 
 
 # Otherwise, compiled code would build it in every call.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
     # Under FakeTensorMode all tensors are fake, and none may be cached. What a graph captures is
     # computed when it is replayed, and lives in its memory.

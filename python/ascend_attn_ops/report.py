@@ -12,6 +12,7 @@ import torch
 
 import ascend_attn_ops
 from ascend_attn_ops import _C, _built_with, _library, simulate
+from ascend_attn_ops._torch import has_kernel
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 
 
@@ -118,7 +119,7 @@ def _built_with_text(module: str) -> str:
 
 def _registered(operator: str, dispatch_key: str) -> str:
     name = f"ascend::{operator}"
-    return "yes" if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key) else "no"
+    return "yes" if has_kernel(name, dispatch_key) else "no"
 
 
 def _npu_state(npu: ModuleType | None, operator: str, function: str) -> str:

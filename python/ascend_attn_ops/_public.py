@@ -1,0 +1,55 @@
+"""The public names of the package, which imports this module when one of them is used."""
+
+from ascend_attn_ops.device_limits import limits
+from ascend_attn_ops.masks import sparse_mode_mask
+from ascend_attn_ops.modules import LightningIndexer
+from ascend_attn_ops.operators.attention_update import attention_update
+from ascend_attn_ops.operators.flash_attention_score import (
+    flash_attention_score,
+    flash_attention_score_grad,
+)
+from ascend_attn_ops.operators.lightning_indexer import lightning_indexer, lightning_indexer_grad
+from ascend_attn_ops.operators.prompt_flash_attention import prompt_flash_attention
+from ascend_attn_ops.operators.scatter_pa_kv_cache import (
+    gather_paged_kv,
+    nd_to_nz,
+    nz_cache_shape,
+    nz_to_nd,
+    scatter_pa_kv_cache_,
+    slot_mapping,
+)
+from ascend_attn_ops.operators.sparse_flash_attention import (
+    sparse_flash_attention,
+    sparse_flash_attention_grad,
+)
+from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
+    lightning_indexer_kl_loss,
+    sparse_lightning_indexer_grad_kl_loss,
+)
+from ascend_attn_ops.quantization import quantize_attention_inputs
+from ascend_attn_ops.training import attach_loss, save_attention_policy
+
+__all__ = [
+    "LightningIndexer",
+    "attach_loss",
+    "attention_update",
+    "flash_attention_score",
+    "flash_attention_score_grad",
+    "gather_paged_kv",
+    "lightning_indexer",
+    "lightning_indexer_grad",
+    "lightning_indexer_kl_loss",
+    "limits",
+    "nd_to_nz",
+    "nz_cache_shape",
+    "nz_to_nd",
+    "prompt_flash_attention",
+    "quantize_attention_inputs",
+    "save_attention_policy",
+    "scatter_pa_kv_cache_",
+    "slot_mapping",
+    "sparse_flash_attention",
+    "sparse_flash_attention_grad",
+    "sparse_lightning_indexer_grad_kl_loss",
+    "sparse_mode_mask",
+]

@@ -1,0 +1,63 @@
+"""What `import ascend_attn_ops` loads, and what works with nothing else imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ascend_attn_ops
+import pytest
+
+PACKAGE = Path(ascend_attn_ops.__file__).parent
+# Each takes longer to import than the package may.
+FORBIDDEN = ("numpy", "sympy", "torch._dynamo", "torch._inductor", "transformers")
+
+
+def output_of(code: str) -> list[str]:
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split()
+
+
+def test_the_import_loads_few_modules() -> None:
+    code = "import sys, torch; before = set(sys.modules); import ascend_attn_ops; "
+    loaded = output_of(code + "print(*set(sys.modules) - before)")
+    assert not [name for name in loaded if name.startswith(FORBIDDEN)]
+    # Ours, and torch.utils.flop_counter with what it imports.
+    assert len(loaded) <= 20, sorted(loaded)
+    assert sum(not name.startswith("ascend_attn_ops") for name in loaded) <= 4, sorted(loaded)
+
+
+def test_public_names_and_modules_are_there_when_used() -> None:
+    assert set(ascend_attn_ops.__all__) <= set(dir(ascend_attn_ops))
+    for name in ascend_attn_ops.__all__:
+        assert getattr(ascend_attn_ops, name).__name__ == name
+    code = "import ascend_attn_ops as ops; print(ops.flash_attn.__name__, ops.limits.__name__)"
+    assert output_of(code) == ["ascend_attn_ops.flash_attn", "limits"]
+    with pytest.raises(AttributeError, match="'ascend_attn_ops' has no attribute 'flash_attntion'"):
+        ascend_attn_ops.flash_attntion  # type: ignore[attr-defined]  # noqa: B018
+
+
+USES = {
+    "flops": "with torch.utils.flop_counter.FlopCounterMode(display=False) as mode: f(x)\n"
+    "print(mode.get_total_flops() > 0)",
+    "vmap": "print(torch.func.vmap(torch.func.grad(f))(x[None]).shape == x[None].shape)",
+    "compile": "print(torch.equal(torch.compile(f, backend='eager', fullgraph=True)(x), f(x)))",
+    "export": "class M(torch.nn.Module):\n"
+    "    def forward(self, x): return f(x)\n"
+    "print(torch.equal(torch.export.export(M(), (x,)).module()(x), f(x)))",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_torch_finds_what_it_needs_of_operators(use: str) -> None:
+    """With the package imported, and none of its functions used."""
+    code = (
+        "import torch, torch.utils.flop_counter, ascend_attn_ops\n"
+        "def f(x):\n"
+        "    attention = torch.ops.ascend.flash_attention_score\n"
+        "    return attention(x, x, x, num_heads=2, layout='BSND', scale_value=0.5)[0].sum()\n"
+        "x = torch.randn(1, 4, 2, 16, dtype=torch.bfloat16)\n"
+    )
+    assert output_of(code + USES[use]) == ["True"]
