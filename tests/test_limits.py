@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -96,7 +97,7 @@ def test_a_device_has_one_limit_of_a_quantity() -> None:
 
 
 def test_the_printed_limits() -> None:
-    result = run("-m", "ascend_attn_ops", "--limits", "A2:8.5")
+    result = run("-m", "ascend_attn_ops", "limits", "A2:8.5")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Limits of Ascend A2 with CANN 8.5")
     for row in table():
@@ -104,6 +105,25 @@ def test_the_printed_limits() -> None:
 
 
 def test_printing_the_limits_of_an_unknown_device() -> None:
-    result = run("-m", "ascend_attn_ops", "--limits", "A9")
+    result = run("-m", "ascend_attn_ops", "limits", "A9")
     assert result.returncode == 2
     assert "one of 'A2', 'A3', '950', '310P', got 'A9'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "limits", "mask"])
+def test_every_command_has_its_help(command: str) -> None:
+    result = run("-m", "ascend_attn_ops", command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: python -m ascend_attn_ops {command}")
+
+
+def test_a_reader_that_leaves_early() -> None:
+    """As `head` does, which takes one line of many."""
+    command = [sys.executable, "-m", "ascend_attn_ops", "mask", "--mode=0", "--sq=999", "--skv=999"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        assert program.stdout.readline().startswith(b"sparse_mode 0")
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == -signal.SIGPIPE

@@ -1,9 +1,9 @@
-"""`python -m ascend_attn_ops`: what is installed and what works; with `--limits A3:9.0`: what that
-device accepts; `python -m ascend_attn_ops mask`: which keys a sparse_mode keeps."""
+"""Tells what is installed here and what works, what a device accepts, and what a mask keeps."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -14,32 +14,40 @@ from ascend_attn_ops.device_limits import Device, device_in_force, parse
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
-    parser.add_argument(
-        "--limits", type=_device, nargs="?", const=device_in_force() or parse("A2"),
-        metavar="PRODUCT:CANN", help="what a device accepts, as A3 or A3:9.0; without a name, the "
-        "device that calls are checked for",
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command")
-    commands.add_parser("report", help="what is installed, what works here, and why not (default)")
-    _add_mask(commands.add_parser("mask", help="draw the keys that a sparse_mode keeps"))
+    commands = parser.add_subparsers(metavar="{report,limits,mask}")
+    parser.set_defaults(run=lambda options: report.print_report())
+    text = "report what is installed, what works here, and why not (default)"
+    commands.add_parser("report", help=text, description=text)
+    _add_limits(commands)
+    _add_mask(commands)
     options = parser.parse_args(arguments)
-    if options.command == "mask":
-        return _draw(parser, options)
-    return report.print_limits(options.limits) if options.limits else report.print_report()
+    status: int = options.run(options)
+    return status
 
 
-def _add_mask(parser: argparse.ArgumentParser) -> None:
+def _add_limits(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "print the sizes, dtypes and rules that a device accepts"
+    parser = commands.add_parser("limits", help=text, description=text)
+    parser.add_argument(
+        "device", type=_device, nargs="?", default=device_in_force() or parse("A2"),
+        metavar="PRODUCT:CANN", help="A3 or A3:9.0; default: the device that calls are checked for",
+    )  # fmt: skip
+    parser.set_defaults(run=lambda options: report.print_limits(options.device))
+
+
+def _add_mask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "draw the keys (columns) that each query (row) keeps in a sparse_mode"
     modes = "; ".join(f"{mode} {meaning}" for mode, meaning in masks.MODES.items())
-    parser.description = "Draws which keys (columns) each query (row) keeps."
-    parser.epilog = modes
+    parser = commands.add_parser("mask", help=text, description=text, epilog=modes)
     parser.add_argument("--mode", type=int, required=True, choices=masks.MODES, metavar="0..8")
-    parser.add_argument("--sq", type=_lengths, required=True, help="queries; in the modes 7 and 8 "
-                        "of every sequence, as 4,6")  # fmt: skip
+    parser.add_argument("--sq", type=_lengths, required=True, help="queries; in modes 7 and 8 of "
+                        "every sequence, as 4,6")  # fmt: skip
     parser.add_argument("--skv", type=_lengths, required=True, help="keys, as --sq")
     parser.add_argument("--pre", type=int, default=ALL_TOKENS, help="pre_tokens")
     parser.add_argument("--next", type=int, default=ALL_TOKENS, help="next_tokens")
-    parser.add_argument("--prefix", type=int, default=0, help="for the modes 5 and 6")
+    parser.add_argument("--prefix", type=int, default=0, help="for modes 5 and 6")
     parser.add_argument("--out", type=Path, help="write a PNG instead of text")
+    parser.set_defaults(run=lambda options: _draw(parser, options))
 
 
 def _device(text: str) -> Device:
@@ -59,20 +67,16 @@ def _lengths(text: str) -> list[int]:
 def _draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if len(options.sq) != len(options.skv):
         parser.error(f"--sq has {len(options.sq)} sequences, --skv has {len(options.skv)}")
-    filled = [i for i, pair in enumerate(zip(options.sq, options.skv, strict=True)) if all(pair)]
+    sequences = list(zip(options.sq, options.skv, strict=True))
+    filled = [i for i, sizes in enumerate(sequences) if all(sizes)]
     band = (filled or [0])[0 if options.mode == 8 else -1]
     drawn = [
         masks.sparse_mode_mask(
-            options.mode,
-            sq,
-            skv,
-            pre_tokens=options.pre,
-            next_tokens=options.next,
-            prefix=options.prefix,
-            band=index == band,
+            options.mode, sq, skv, pre_tokens=options.pre, next_tokens=options.next,
+            prefix=options.prefix, band=index == band,
         )
-        for index, (sq, skv) in enumerate(zip(options.sq, options.skv, strict=True))
-    ]
+        for index, (sq, skv) in enumerate(sequences)
+    ]  # fmt: skip
     if options.out:
         masks.write_png(drawn, options.out)
         print(options.out)
@@ -85,4 +89,6 @@ def _draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    # `... | head` closes the pipe early, which ends this process as it ends other programs.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -33,7 +33,7 @@ def print_report() -> int:
     failure = _cpu_failure()
     device = device_in_force()
     checked = f"limits checked for {device}" if device else "limits off"
-    print(f"\nOperators ({checked}; --limits shows them)")
+    print(f"\nOperators ({checked}; `limits` shows them)")
     rows = [("torch.ops.ascend.", "CPU", "Meta", "autograd", "NPU", "needs")]
     for row in table():
         name = row["operator"]
