@@ -208,18 +208,23 @@ PACKAGE: Table = {
         ("0 <= length <= slots - new", "0 <= length <= slots"),
     ],
     "_flash_conventions.py": [
-        ("lse <= -_FLT_MAX", "lse < -_FLT_MAX"),
-        ("-(-longest // size) if size", "longest // size + 1 if size"),
         ("lead = «max»(leads, default=0)", "min"),
     ],
     "_flops.py": [
         ("_up_to(«max(keys - queries, 0)», limit)", "keys - queries"),
     ],
+    "_pages.py": [
+        ("-(-longest // size) if size", "longest // size + 1 if size"),
+        ("masked_fill(«(at < 0) | (blocks < 0)», -1)", "blocks < 0"),
+        ("(table < 0) | (table >= num_blocks)", "table >= num_blocks"),
+        ("read = first < torch", "read = first <= torch"),
+    ],
+    "_statistics.py": [
+        ("«(total == 0) |» (maximum == -_FLT_MAX)", ""),
+        ("sum_y * (max_y - maximum).exp()", "sum_y"),
+    ],
     "_varlen_attention.py": [
         ("query.shape[-1] ** -0.5 if scale is None else scale", "query.shape[-1] ** -0.5"),
-    ],
-    "distributed/_ring.py": [
-        ("sum_y * (max_y - maximum).exp()", "sum_y"),
     ],
     "distributed/dtensor/_tokens.py": [
         ("torch.maximum(key - later, before(key))", "key - later"),
@@ -239,15 +244,8 @@ PACKAGE: Table = {
         ("(self.num_heads * self.head_dim) ** -0.5", "self.head_dim**-0.5"),
         ("rope_dim % 2 or not 0 <= rope_dim <= head_dim", "not 0 <= rope_dim <= head_dim"),
     ],
-    "npu_operators/layouts.py": [
-        ("(lengths + block_size - 1)", "lengths"),
-    ],
     "npu_operators/merging.py": [
         ("not ends or ends[0] != 0 or ends[-1] != tokens", "not ends or ends[0] != 0"),
-    ],
-    "operators/scatter_pa_kv_cache.py": [
-        ("masked_fill(«(at < 0) | (blocks < 0)», -1)", "blocks < 0"),
-        ("(used < 0) | (used >= num_blocks)", "used >= num_blocks"),
     ],
     "operators/sparse_lightning_indexer_grad_kl_loss.py": [
         (

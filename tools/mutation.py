@@ -48,12 +48,13 @@ FIRST = {
     "_dense_attention.py": "errors_python flash_attention_score",
     "_flash_": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
     "_flops.py": "flops",
+    "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
+    "_statistics.py": "statistics flash_attn distributed/dense_context_parallel varlen_attn",
     "_varlen_attention.py": "varlen_attn",
     "kl_loss.py": "indexer_loss errors_python",
     "masks.py": "errors_python flash_attention_score prompt_flash_attention",
     "modules.py": "modules errors_python",
     "quantization.py": "quantize_attention",
-    "scatter_pa_kv_cache.py": "paged_keys errors_python scatter_pa_kv_cache",
     "training.py": "checkpointing attach_loss errors_python",
 }
 # They start processes, which run what other files test as well.

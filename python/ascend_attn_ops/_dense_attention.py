@@ -15,7 +15,7 @@ from ascend_attn_ops._arguments import (
     whole,
     wrong,
 )
-from ascend_attn_ops._operators import Lengths, between, lengths_of
+from ascend_attn_ops._packing import Lengths, lengths_between, lengths_of
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
 _NAME = "ascend::flash_attention_score"
@@ -143,7 +143,7 @@ def number_of_scores(
     """The elements of (B, N, Sq, Skv), in TND of (N, Sq, Skv) of all sequences."""
     if layout == "TND":
         ends = [lengths_of(x) for x in (actual_seq_lengths_query, actual_seq_lengths_key)]
-        lengths = [between(x or []) for x in ends]
+        lengths = [lengths_between(x or [], closed=True) for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))
     else:
         # Another name is an error of the operator.

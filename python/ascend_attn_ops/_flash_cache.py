@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import readable, shown, wrong
-from ascend_attn_ops._operators import lengths_on
-from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_, slot_mapping
+from ascend_attn_ops._packing import counts, equal_ends, lengths_on
+from ascend_attn_ops._pages import check_indices, gather_blocks, slot_mapping
+from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
 
 
 def append(
@@ -63,7 +64,7 @@ def attend(
     """
     batch = len(lengths)
     if table is not None:
-        k, v = conventions.from_blocks(function, k, v, table, lengths)
+        k, v = gather_blocks(function, k, v, table, lengths)
     slots = k.size(1)
     if k.size(0) != batch:
         k, v = k[:batch], v[:batch]
@@ -75,7 +76,7 @@ def attend(
     queries = q.shape[1]
     out, lse = conventions.attend_packed(
         function, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
-        conventions.multiples(queries, batch), conventions.multiples(slots, batch),
+        equal_ends(queries, batch), equal_ends(slots, batch),
         mask, slopes, scale, 0.0, return_lse, lengths,
     )  # fmt: skip
     return out.unflatten(0, (batch, queries)), conventions.by_batch(lse, batch)
@@ -91,12 +92,12 @@ def table_of(
     """The blocks of each sequence: without block_table, one row of the cache."""
     if cache_batch_idx is None:
         assert block_table is not None
-        conventions.check_indices(function, "block_table", block_table, 2)
+        check_indices(function, "block_table", block_table, 2)
         return block_table
     if block_table is not None:
         expected = "None beside block_table"
         raise wrong(ValueError, function, "cache_batch_idx", expected, "a tensor")
-    conventions.check_indices(function, "cache_batch_idx", cache_batch_idx, 1)
+    check_indices(function, "cache_batch_idx", cache_batch_idx, 1)
     if list(cache_batch_idx.shape) != [batch]:
         expected = f"shape ({batch},), one row of the cache for each sequence"
         got = str(list(cache_batch_idx.shape))
@@ -125,7 +126,7 @@ def lengths_with_new(
             raise wrong(ValueError, function, "cache_seqlens", "where k and v are written", "None")
         return [slots] * batch
     if isinstance(cache_seqlens, Tensor):
-        lengths = conventions.counts(function, "cache_seqlens", cache_seqlens, batch)
+        lengths = counts(function, "cache_seqlens", cache_seqlens, batch)
     elif isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         lengths = [cache_seqlens] * batch
     else:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._operators import Lengths, between, signature_of
+from ascend_attn_ops._operators import signature_of
+from ascend_attn_ops._packing import Lengths, lengths_between
 from ascend_attn_ops._torch import FakeTensor
 
 
@@ -52,7 +53,7 @@ def _values(lengths: Lengths, tokens: int, packed: bool) -> Sequence[int]:
             count = lengths.shape[0]
             return [tokens // count if packed else tokens] * count
         lengths = lengths.tolist()
-    return between(lengths) if packed else lengths
+    return lengths_between(lengths, closed=True) if packed else lengths
 
 
 def _sequences(a: SimpleNamespace, tokens: int, packed: bool) -> list[tuple[int, int]]:

@@ -1,21 +1,18 @@
-"""What the public function of an operator calls, and the sequence lengths that it takes."""
+"""What the public function of an operator calls."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from operator import index
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import check_memory, shown, tensors_in, whole, wrong
-from ascend_attn_ops._npu_graphs import captures
+from ascend_attn_ops._arguments import check_memory, shown, tensors_in, wrong
+from ascend_attn_ops._packing import lengths_of, lengths_on, not_lengths
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
 ALL_TOKENS = 2**31 - 1
@@ -36,12 +33,7 @@ _EXPECTED = {
     "Optional[List[int]]": "a list of whole numbers of 64 bits or None",
 }
 
-# The public functions take sequence lengths as a tensor or as a list, whatever the schema wants.
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
-Lengths = Tensor | Sequence[int] | None
-# The function and the argument that an error names.
-Where = tuple[str, str]
-_LENGTHS_OF_NONE = ("ascend", "lengths")  # those that a function has read before
 
 
 def signature_of(name: str) -> inspect.Signature:
@@ -104,89 +96,6 @@ class Operator:
             argument = found[1]
             got = given[list(self.types).index(argument)]
             if argument in _LENGTHS:
-                raise _not_lengths((self.name, argument), got) from None
+                raise not_lengths((self.name, argument), got) from None
             expected = _EXPECTED[self.types[argument]]
             raise wrong(TypeError, self.name, argument, expected, shown(got)) from None
-
-
-def lengths_of(
-    lengths: Lengths, query: Tensor | None = None, where: Where = _LENGTHS_OF_NONE
-) -> Sequence[int] | None:
-    """As a list. Waits for the device if they are a tensor on it."""
-    if isinstance(lengths, Tensor):
-        no_numbers = lengths.is_floating_point() or lengths.is_complex() or lengths.is_quantized
-        if lengths.dim() != 1 or no_numbers:
-            raise _not_lengths(where, lengths)
-        if lengths.is_meta and type(lengths) is Tensor:
-            got = "a tensor on the device meta"
-            raise wrong(ValueError, *where, "lengths to read", got)
-        if captures(lengths.device):
-            got = "a tensor, which the host cannot read before it runs"
-            raise _not_in_graph(where, "a list", got)
-        check_memory(*where, lengths)
-        if lengths._is_zerotensor():
-            # torch's zeros without memory, as forward-mode derivatives have them.
-            lengths = lengths.clone()
-        return cast("list[int]", lengths.tolist())
-    if lengths is not None and getattr(lengths, "ndim", 0) == 1:
-        # An array, which is neither true nor false.
-        lengths = list(lengths)
-    if isinstance(lengths, (list, tuple)):
-        # Whole numbers may be symbols here.
-        if any(type(x) is not int and whole(x) is None for x in lengths):
-            raise _not_lengths(where, lengths)
-    elif not _in_order(lengths):
-        raise _not_lengths(where, lengths)
-    return lengths
-
-
-def lengths_on(lengths: Lengths, query: Tensor, where: Where = _LENGTHS_OF_NONE) -> Tensor | None:
-    """As a tensor on the device of `query`, without waiting for it."""
-    # Of a wrong type, they are the operator's to refuse.
-    if lengths is None or isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
-        return cast("Tensor | None", lengths)
-    # And so is the query.
-    if not isinstance(query, Tensor):
-        return None
-    if is_dynamo_compiling():
-        return torch.tensor(lengths, dtype=torch.int32, device=query.device)
-    if not _in_order(lengths):
-        raise _not_lengths(where, lengths)
-    try:
-        numbers = [index(length) for length in lengths]
-    except TypeError:
-        raise _not_lengths(where, lengths) from None
-    limit = torch.iinfo(torch.int32).max
-    if max(map(abs, numbers), default=0) > limit:
-        raise wrong(ValueError, *where, f"lengths of at most {limit}", shown(numbers))
-    on_host = torch.tensor(numbers, dtype=torch.int32)
-    if query.device.type in ("cpu", "meta"):
-        return on_host.to(query.device)
-    if captures(query.device):
-        got = f"{shown(numbers)}, which a replay cannot change"
-        raise _not_in_graph(where, f"a tensor on {query.device}", got)
-    return on_host.pin_memory().to(query.device, non_blocking=True)
-
-
-def between(ends: Sequence[int]) -> list[int]:
-    """The lengths of sequences, from their prefix sums. A 0 that closes a list is an empty one."""
-    return [end - begin for begin, end in pairwise([0, *accumulate(ends, max)])]
-
-
-def _in_order(lengths: Any) -> bool:
-    """False of text, of arrays with several axes, and of what has no order or is read once."""
-    if isinstance(lengths, Sequence):
-        return not isinstance(lengths, (str, bytes))
-    if hasattr(lengths, "__array__"):
-        return getattr(lengths, "ndim", 0) == 1
-    return not hasattr(lengths, "__iter__")
-
-
-def _not_lengths(where: Where, got: Any) -> TypeError:
-    return wrong(TypeError, *where, "whole numbers, as a list or as a tensor", shown(got))
-
-
-def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
-    function, argument = where
-    text = f"{function}: {argument}: expected {expected}, in a graph's call, got {got}"
-    return NotImplementedError(text)

@@ -1,5 +1,12 @@
 """The public names of the package, which imports this module when one of them is used."""
 
+from ascend_attn_ops._pages import (
+    gather_paged_kv,
+    nd_to_nz,
+    nz_cache_shape,
+    nz_to_nd,
+    slot_mapping,
+)
 from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
@@ -10,14 +17,7 @@ from ascend_attn_ops.operators.flash_attention_score import (
 )
 from ascend_attn_ops.operators.lightning_indexer import lightning_indexer, lightning_indexer_grad
 from ascend_attn_ops.operators.prompt_flash_attention import prompt_flash_attention
-from ascend_attn_ops.operators.scatter_pa_kv_cache import (
-    gather_paged_kv,
-    nd_to_nz,
-    nz_cache_shape,
-    nz_to_nd,
-    scatter_pa_kv_cache_,
-    slot_mapping,
-)
+from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
 from ascend_attn_ops.operators.sparse_flash_attention import (
     sparse_flash_attention,
     sparse_flash_attention_grad,

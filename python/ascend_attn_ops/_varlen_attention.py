@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._dense_attention import default_mask
+from ascend_attn_ops._packing import closed, counts, ends_of, equal_ends, lengths_between
+from ascend_attn_ops._pages import gather_blocks
+from ascend_attn_ops._statistics import LANES, by_sequence, statistics_of
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
 
 _FORWARD = "_flash_attention_forward"
@@ -62,16 +65,16 @@ def forward(
     _refuse_unless_zero(
         name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, num_splits=num_splits
     )
-    q_ends = conventions.ends_of(name, "cum_seq_q", cum_seq_q)
+    q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
     # With both, cum_seq_k may be None: they say where the keys are.
     in_blocks = block_table is not None and seqused_k is not None
-    k_ends = q_ends if in_blocks else conventions.ends_of(name, "cum_seq_k", cum_seq_k)
+    k_ends = q_ends if in_blocks else ends_of(name, "cum_seq_k", cum_seq_k)
     batch = len(q_ends)
-    used = None if seqused_k is None else conventions.counts(name, "seqused_k", seqused_k, batch)
+    used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, batch)
     if block_table is not None:
-        used = used or conventions.lengths_of(k_ends)
-        key, value = conventions.from_blocks(name, key, value, block_table, used)
-        k_ends = conventions.multiples(key.shape[1], batch)
+        used = used or lengths_between(k_ends)
+        key, value = gather_blocks(name, key, value, block_table, used)
+        k_ends = equal_ends(key.shape[1], batch)
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     # The operator would cast, after torch has fixed the dtypes of this call and of its backward.
     with torch.autocast(query.device.type, enabled=False):
@@ -114,12 +117,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = f"aten::{_BACKWARD}"
     _refuse_unless_zero(name, dropout_p=dropout_p)
-    q_ends = conventions.ends_of(name, "cum_seq_q", cum_seq_q)
-    k_ends = conventions.ends_of(name, "cum_seq_k", cum_seq_k)
+    q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
+    k_ends = ends_of(name, "cum_seq_k", cum_seq_k)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
     statistics = logsumexp.double() if query.dtype == torch.float64 else logsumexp
-    maximum, total = conventions.packed_statistics(statistics, q_ends)
-    q_list, k_list = conventions.closed(query, key, q_ends, k_ends)
+    maximum, total = (
+        by_sequence(x, q_ends)[..., None].expand(-1, -1, LANES).contiguous()
+        for x in statistics_of(statistics, conventions.WITHOUT_KEYS)
+    )
+    q_list, k_list = closed(query, key, q_ends, k_ends)
     return flash_attention_score_grad(
         query, key, value, grad_out, maximum, total, out, num_heads=query.shape[1], layout="TND",
         atten_mask=default_mask(mask.sparse_mode, query), **mask._asdict(),

@@ -15,6 +15,8 @@ from torch import Tensor
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._flash_cache import append, attend, check_new, lengths_with_new, table_of
+from ascend_attn_ops._packing import ends_of, equal_ends, lengths_between
+from ascend_attn_ops._pages import gather_blocks
 from ascend_attn_ops._varlen_attention import Kernels
 
 __all__ = [
@@ -165,13 +167,13 @@ def flash_attn_varlen_func(
     _check(name, q, softmax_scale, softcap, deterministic, dropout_p, return_attn_probs)
     conventions.check_slopes(name, alibi_slopes)
     mask = conventions.mask_of(name, causal, window_size)
-    q_ends = conventions.ends_of(name, "cu_seqlens_q", cu_seqlens_q)
-    k_ends = conventions.ends_of(name, "cu_seqlens_k", cu_seqlens_k)
+    q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
+    k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
     used = None
     if block_table is not None:
-        used = conventions.lengths_of(k_ends)
-        k, v = conventions.from_blocks(name, k, v, block_table, used)
-        k_ends = conventions.multiples(k.shape[1], len(used))
+        used = lengths_between(k_ends)
+        k, v = gather_blocks(name, k, v, block_table, used)
+        k_ends = equal_ends(k.shape[1], len(used))
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     out, lse = conventions.attend_packed(
         name, q, k, v, q_ends, k_ends, mask, alibi_slopes, softmax_scale, dropout_p,

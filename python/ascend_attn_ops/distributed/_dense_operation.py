@@ -10,11 +10,9 @@ from torch import Tensor
 import ascend_attn_ops as ops
 from ascend_attn_ops._dense_attention import default_mask
 from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops._statistics import LANES
 from ascend_attn_ops.distributed._collectives import sum_dtype
 from ascend_attn_ops.distributed._parts import DifferentiableOperation, Gradients, Rows, Tensors
-
-# Each softmax statistic stands in this many lanes.
-LANES = 8
 
 
 @dataclass(frozen=True)

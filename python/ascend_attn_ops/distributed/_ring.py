@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ascend_attn_ops._statistics import merge as merge_statistics
 from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._collectives import pad, sum_dtype
 from ascend_attn_ops.distributed._dense_operation import DenseAttention
@@ -26,11 +27,8 @@ Result = tuple[Tensor, Tensor, Tensor]
 def merge(x: Result, y: Result) -> Result:
     """Attention over disjoint sets of keys -> over both."""
     (out_x, max_x, sum_x), (out_y, max_y, sum_y) = x, y
-    maximum = torch.maximum(max_x, max_y)
-    weight_x, weight_y = sum_x * (max_x - maximum).exp(), sum_y * (max_y - maximum).exp()
-    total = weight_x + weight_y
-    share_x, share_y = (weight_x / total)[..., :1], (weight_y / total)[..., :1]
-    return out_x * share_x + out_y * share_y, maximum, total
+    maximum, total, (share_x, share_y) = merge_statistics((max_x, sum_x), (max_y, sum_y))
+    return out_x * share_x[..., :1] + out_y * share_y[..., :1], maximum, total
 
 
 class _Exchange:

@@ -13,8 +13,9 @@ from torch.compiler import is_compiling
 import ascend_attn_ops as ops
 from ascend_attn_ops._arguments import shown
 from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops._statistics import LANES, by_head
 from ascend_attn_ops.distributed._collectives import ExchangeHeads, heads_to_tokens
-from ascend_attn_ops.distributed._dense_operation import LANES, DenseAttention
+from ascend_attn_ops.distributed._dense_operation import DenseAttention
 from ascend_attn_ops.distributed._parts import RunParts, as_tokens, batch_first, check, distinct
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
@@ -172,12 +173,6 @@ def _ulysses(
     )  # fmt: skip
     with torch.no_grad():
         # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
-        lanes = [
-            torch.cat([
-                rows.reshape(rows.shape[1], rows.shape[0], LANES)[..., :1].transpose(0, 1)
-                for rows in x.split(shards.lengths)
-            ])
-            for x in statistics
-        ]  # fmt: skip
+        lanes = [by_head(x[..., :1], ends).transpose(0, 1) for x in statistics]
         statistics = [heads_to_tokens(shards, x).expand(-1, -1, LANES).contiguous() for x in lanes]
     return ExchangeHeads.apply(out, shards, False), *statistics

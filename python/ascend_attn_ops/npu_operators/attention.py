@@ -7,14 +7,15 @@ a sequence of its own, without keys or without queries, so that nothing is copie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._flash_conventions import WITHOUT_KEYS, packed_log_sum_exp
 from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops._packing import closed, lengths_between, with_gaps
+from ascend_attn_ops._statistics import log_sum_exp_or
 from ascend_attn_ops.npu_operators.kernels import unsupported
 from ascend_attn_ops.npu_operators.layouts import Layout, gathered, in_layout, tokens_first
 
@@ -89,7 +90,7 @@ def _batch(inputs: Inputs) -> Batch:
     query_ends = None
     if layout.packed:
         query_ends = _required(name, "query", inputs.query_lengths)
-        query_lengths = conventions.lengths_of(query_ends)
+        query_lengths = lengths_between(query_ends)
     else:
         query_lengths = _counts(name, "query", inputs.query_lengths, query)
     key, value, key_lengths, key_ends = _keys(inputs, len(query_lengths))
@@ -116,7 +117,7 @@ def _keys(inputs: Inputs, batch: int) -> tuple[Tensor, Tensor, list[int], list[i
         }
         if layout.packed:
             key_ends = _required(name, "key", inputs.key_lengths)
-            lengths = conventions.lengths_of(key_ends)
+            lengths = lengths_between(key_ends)
         else:
             lengths = _counts(name, "key", inputs.key_lengths, read["key"])
     if len(lengths) != batch:
@@ -154,10 +155,13 @@ def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
     if dense:
         query = query.flatten(0, 1)
     if key_ends is None:
-        query_ends, key_ends = _with_gaps(batch)
+        # A padded query has room for Sq tokens, a packed one for those that it has.
+        rooms = [batch.query.shape[1]] * len(batch.query_lengths) if dense else batch.query_lengths
+        queries = list(zip(batch.query_lengths, rooms, strict=True))
+        query_ends, key_ends = with_gaps(queries, [(n, key.shape[1]) for n in batch.key_lengths])
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     assert query_ends is not None
-    query_list, key_list = conventions.closed(query, key, query_ends, key_ends)
+    query_list, key_list = closed(query, key, query_ends, key_ends)
     band: dict[str, int] = {}
     if inputs.sparse_mode == _BAND:
         band = {"pre_tokens": inputs.pre_tokens, "next_tokens": inputs.next_tokens}
@@ -166,26 +170,11 @@ def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
         actual_seq_lengths_query=query_list, actual_seq_lengths_key=key_list,
         scale_value=inputs.scale, inner_precise=2, sparse_mode=inputs.sparse_mode, **band,
     )  # fmt: skip
-    lse = conventions.packed_log_sum_exp(maximum, total, query_ends)
+    lse = packed_log_sum_exp(maximum, total, query_ends)
     if not dense:
         return out, lse.transpose(0, 1).contiguous()
     sizes = batch.query.shape[:2]
     return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
-
-
-def _with_gaps(batch: Batch) -> tuple[list[int], list[int]]:
-    """Prefix sums of (queries, keys) that lie side by side, and behind them of what is left."""
-    slots = batch.key.shape[1]
-    parts = []
-    for queries, keys in zip(batch.query_lengths, batch.key_lengths, strict=True):
-        parts.append((queries, keys))
-        tokens = queries if batch.query_ends is not None else batch.query.shape[1]
-        if queries < tokens:
-            parts.append((tokens - queries, 0))
-        if keys < slots:
-            parts.append((0, slots - keys))
-    query_lengths, key_lengths = zip(*parts, strict=True) if parts else ((), ())
-    return list(accumulate(query_lengths)), list(accumulate(key_lengths))
 
 
 def _square(mask: Tensor | None) -> Tensor | None:
@@ -212,7 +201,7 @@ def _with_full_mask(inputs: Inputs, batch: Batch, mask: Tensor) -> tuple[Tensor,
         atten_mask=masked.expand(sizes, 1, queries, keys), scale_value=inputs.scale,
         inner_precise=2, sparse_mode=1,
     )  # fmt: skip
-    return out, conventions.log_sum_exp(maximum, total)
+    return out, log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])
 
 
 def _full_mask(name: str, mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:

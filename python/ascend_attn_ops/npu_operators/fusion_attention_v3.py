@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._operators import lengths_of
+from ascend_attn_ops._packing import lengths_of
 from ascend_attn_ops.npu_operators.dropout import drop_mask
 from ascend_attn_ops.npu_operators.fusion_attention import (
     HOW_MASKS_ARE_MADE,

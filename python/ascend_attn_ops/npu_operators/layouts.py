@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._pages import gather_blocks, unknown_block
 from ascend_attn_ops.npu_operators.kernels import has_values, unsupported
 
 
@@ -122,22 +121,11 @@ def gathered(
         raise ValueError(
             f"{name}: block_size: expected {blocks.shape[1]}, that of {argument}, got {block_size}"
         )
-    check_blocks(name, block_table, blocks.shape[0], blocks.shape[1], torch.tensor(lengths))
-    return conventions.from_blocks(name, blocks, blocks, block_table, lengths)[0]
-
-
-def check_blocks(
-    name: str, block_table: Tensor, blocks: int, block_size: int, lengths: Tensor
-) -> None:
-    """A block that is read must be one: the device would read elsewhere."""
-    if not (has_values(block_table) and has_values(lengths)) or block_table.dim() != 2:
-        return
-    used = (lengths + block_size - 1).div(max(block_size, 1), rounding_mode="floor")
-    read = torch.arange(block_table.shape[1]) < used.to("cpu")[:, None]
-    wrong = read & ((block_table < 0) | (block_table >= blocks)).to("cpu")
-    if wrong.any():
-        sequence, entry = (int(x) for x in wrong.nonzero()[0])
-        raise ValueError(
-            f"{name}: block_table: expected blocks 0..{blocks - 1}, "
-            f"got {int(block_table[sequence, entry])} at [{sequence}, {entry}]"
-        )
+    if has_values(block_table) and block_table.dim() == 2:
+        found = unknown_block(block_table, lengths, blocks.shape[1], blocks.shape[0])
+        if found is not None:
+            raise ValueError(
+                f"{name}: block_table: expected blocks 0..{blocks.shape[0] - 1}, "
+                f"got {found[0]} at {list(found[1:])}"
+            )
+    return gather_blocks(name, blocks, blocks, block_table, lengths)[0]

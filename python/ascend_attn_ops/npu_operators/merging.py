@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._flash_conventions import lengths_of
+from ascend_attn_ops._statistics import by_head, merge
 from ascend_attn_ops.npu_operators.kernels import computes, has_values, unsupported
 
 _RING = "npu::npu_ring_attention_update"
@@ -45,17 +45,12 @@ def npu_ring_attention_update(
             f"{list(prev_attn_out.shape)} {prev_attn_out.dtype}, "
             f"got {list(cur_attn_out.shape)} {cur_attn_out.dtype}"
         )
-    maximum = torch.maximum(prev_softmax_max, cur_softmax_max)
-    sums = [
-        total * (part - maximum).exp()
-        for part, total in (
-            (prev_softmax_max, prev_softmax_sum), (cur_softmax_max, cur_softmax_sum),
-        )
-    ]  # fmt: skip
-    total = sums[0] + sums[1]
+    maximum, total, shares = merge(
+        (prev_softmax_max, prev_softmax_sum), (cur_softmax_max, cur_softmax_sum)
+    )
     merged = torch.zeros_like(prev_attn_out, dtype=maximum.dtype)
-    for out, part in zip((prev_attn_out, cur_attn_out), sums, strict=True):
-        share = (part / total)[..., 0]
+    for out, repeated in zip((prev_attn_out, cur_attn_out), shares, strict=True):
+        share = repeated[..., 0]
         if input_layout == "SBH":
             share = share.permute(2, 0, 1)  # (S, B, N)
         elif input_layout == "TND":
@@ -76,14 +71,11 @@ def _by_token(share: Tensor, actual_seq_qlen: Tensor | None, layout: str) -> Ten
         raise unsupported(_RING, "input_softmax_layout", "TND or none", layout)
     if actual_seq_qlen is None:
         raise ValueError(f"{_RING}: actual_seq_qlen: expected in layout TND, got None")
-    tokens, heads = share.shape
+    tokens = len(share)
     # It counts from 0. Without values, one sequence stands for all: shapes are the same.
     ends = actual_seq_qlen.tolist() if has_values(actual_seq_qlen) else [0, tokens]
     if not ends or ends[0] != 0 or ends[-1] != tokens:
         raise ValueError(
             f"{_RING}: actual_seq_qlen: expected prefix sums from 0 to T = {tokens}, got {ends}"
         )
-    lengths = lengths_of(ends[1:])
-    parts = share.flatten().split([heads * length for length in lengths])
-    rows = [part.view(heads, length) for part, length in zip(parts, lengths, strict=True)]
-    return torch.cat(rows, 1).transpose(0, 1)
+    return by_head(share, ends[1:]).transpose(0, 1)

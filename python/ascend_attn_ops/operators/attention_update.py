@@ -27,8 +27,8 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
 
     Args:
         lse: one tensor (...) per part, float32 (float64 beside float64): the log of the sum of
-            exp(score), ``softmax_max + softmax_sum.log()`` of this library's statistics. -inf where
-            the part has no key for the row.
+            exp(score), which :func:`ascend_attn_ops.log_sum_exp` computes from the statistics of an
+            operator. -inf where the part has no key for the row.
         local_out: one tensor (..., D) per part, all float16, bfloat16 or float32 (or float64 when
             the device limits are off): attention over the part's keys.
 

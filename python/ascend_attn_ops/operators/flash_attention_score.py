@@ -13,7 +13,8 @@ from ascend_attn_ops._dense_attention import (
     given_or_drawn_mask,
     mask_of_either_polarity,
 )
-from ascend_attn_ops._operators import ALL_TOKENS, Lengths, Operator
+from ascend_attn_ops._operators import ALL_TOKENS, Operator
+from ascend_attn_ops._packing import Lengths
 
 _OPERATOR = Operator("flash_attention_score")
 _GRADIENT = Operator("flash_attention_score_grad")

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._dense_attention import default_mask, default_scale
-from ascend_attn_ops._operators import ALL_TOKENS, Lengths, Operator
+from ascend_attn_ops._operators import ALL_TOKENS, Operator
+from ascend_attn_ops._packing import Lengths
 
 _OPERATOR = Operator("prompt_flash_attention")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._operators import ALL_TOKENS, ALL_TOKENS_SPARSE, Lengths, Operator
+from ascend_attn_ops._operators import ALL_TOKENS, ALL_TOKENS_SPARSE, Operator
+from ascend_attn_ops._packing import Lengths
 
 _OPERATOR = Operator("sparse_flash_attention")
 _GRADIENT = Operator("sparse_flash_attention_grad")

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._arguments import check_number, dtype_name, shown, wrong
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Lengths, Operator, lengths_of, lengths_on
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Operator
+from ascend_attn_ops._packing import Lengths, lengths_of, lengths_on
 
 _OPERATOR = Operator("sparse_lightning_indexer_grad_kl_loss")
 

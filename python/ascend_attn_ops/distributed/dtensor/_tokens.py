@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._statistics import by_head, by_sequence
 from ascend_attn_ops.distributed.dtensor._placements import Part
 
 _CAUSAL = 3
@@ -49,14 +50,4 @@ def visible_keys(queries: int, keys: int, part: Part, sparse_mode: int) -> int:
 
 def heads_of_sequences(statistic: Tensor, ends: list[int], part: Part) -> Tensor:
     """The heads of `part`, of statistics stored as (N, Sq, 8) of one sequence after another."""
-    tokens, heads, lanes = statistic.shape
-    rows = statistic.reshape(tokens * heads, lanes)
-    pieces = []
-    begin = 0
-    # What follows the last sequence is never read.
-    for end in [*ends, tokens]:
-        end = max(begin, end)  # a list may be closed by a 0
-        sequence = rows[heads * begin : heads * end].view(heads, end - begin, lanes)
-        pieces.append(sequence[part.begin : part.end].reshape(-1, lanes))
-        begin = end
-    return torch.cat(pieces).view(tokens, part.size, lanes)
+    return by_sequence(by_head(statistic, ends)[part.begin : part.end], ends)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ascend_attn_ops._operators import Lengths, lengths_on
+from ascend_attn_ops._packing import Lengths, lengths_on
 from ascend_attn_ops.device_limits import device_in_force
 
 
