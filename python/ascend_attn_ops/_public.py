@@ -7,6 +7,7 @@ from ascend_attn_ops._pages import (
     nz_to_nd,
     slot_mapping,
 )
+from ascend_attn_ops._statistics import log_sum_exp
 from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
@@ -40,6 +41,7 @@ __all__ = [
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",
     "limits",
+    "log_sum_exp",
     "nd_to_nz",
     "nz_cache_shape",
     "nz_to_nd",

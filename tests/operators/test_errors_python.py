@@ -72,6 +72,10 @@ def mask(**options: Any) -> Tensor:
     return ops.sparse_mode_mask(**{"sparse_mode": 3, "sq": 3, "skv": 4} | options)
 
 
+def log_sum_exp(**options: Any) -> Tensor:
+    return ops.log_sum_exp(**{"softmax_max": Q, "softmax_sum": Q} | options)
+
+
 def slots(**options: Any) -> Tensor:
     given = {"block_table": TABLE, "positions": torch.tensor([[3], [17]]), "block_size": 16}
     return ops.slot_mapping(**given | options)
@@ -217,6 +221,15 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"sparse_mode": 5, "prefix": -5}, VALUE, r"prefix: expected 0\.\.4, got -5"),
         ({"sparse_mode": 6, "prefix": 2**62}, VALUE, r"prefix: expected 0\.\.4, got"),
         ({"band": "no"}, TYPE, "band: expected a bool, got 'no'"),
+    ]),
+    log_sum_exp: ("log_sum_exp", [
+        ({"softmax_max": None}, TYPE, "softmax_max: expected a tensor, got NoneType"),
+        ({"softmax_sum": 1.0}, TYPE, "softmax_sum: expected a tensor, got float"),
+        ({"softmax_max": Q.int()}, TYPE, "softmax_max: expected a floating point dtype, got int32"),
+        ({"softmax_sum": Q.double()}, TYPE, r"softmax_sum: expected dtype float32 \(softmax_max's"),
+        ({"softmax_sum": Q[0]}, VALUE, r"softmax_sum: expected shape .* \(softmax_max's\), got"),
+        ({"softmax_sum": Q.to("meta")}, VALUE, "softmax_sum: expected device cpu .*, got meta"),
+        ({"softmax_max": FREED}, VALUE, "softmax_max: expected a storage that holds every element"),
     ]),
     slots: ("slot_mapping", [
         ({"block_table": None}, TYPE, "block_table: expected a tensor, got NoneType"),
