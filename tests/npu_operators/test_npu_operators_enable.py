@@ -84,6 +84,28 @@ def test_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sys.modules.pop("torch_npu") is torch_npu
 
 
+@without_torch_npu
+def test_disable_undoes_enable() -> None:
+    code = """
+        import importlib.util
+        import sys
+        import torch
+        import ascend_attn_ops.npu_operators as npu_operators
+
+        x = torch.randn(3, 8)
+        for _ in range(2):
+            npu_operators.enable(stand_in=True)
+            npu_operators.enable(stand_in=True)
+            import torch_npu
+            print(torch_npu.npu_swiglu(x).shape == torch.ops.npu.npu_swiglu(x).shape)
+            for _ in range(2):
+                npu_operators.disable()
+            print(hasattr(torch_npu, "npu_swiglu"), hasattr(torch.ops.npu, "npu_swiglu"))
+            print("torch_npu" in sys.modules, importlib.util.find_spec("torch_npu"))
+    """
+    assert run(code).splitlines() == ["True", "False False", "False None"] * 2
+
+
 def bf16(*shape: int, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device=device)
 

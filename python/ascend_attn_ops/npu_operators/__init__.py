@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,10 +25,12 @@ from ascend_attn_ops.npu_operators import stand_in as stand_ins
 from ascend_attn_ops.npu_operators.kernels import KERNELS, Kernel, register
 from ascend_attn_ops.npu_operators.schemas import SCHEMAS
 
-__all__ = ["enable"]
+__all__ = ["disable", "enable"]
 
 # Kernels live as long as the libraries that registered them: one for each namespace.
 _libraries: dict[str, torch.library.Library] = {}
+# Attributes of torch_npu that `enable` set, with what they were before.
+_replaced: list[tuple[ModuleType, str, Any]] = []
 
 
 def enable(*, stand_in: bool = False) -> None:
@@ -37,7 +40,7 @@ def enable(*, stand_in: bool = False) -> None:
     for fake tensors, with gradients where torch_npu has them. Their kernels for the NPU stay as
     they are. An argument that is not computed here is an error that names it.
 
-    Calling it again has no effect.
+    Calling it again has no effect; :func:`disable` undoes it.
 
     Args:
         stand_in: where torch_npu cannot be imported, define the schemas of these operators, and a
@@ -64,6 +67,24 @@ def enable(*, stand_in: bool = False) -> None:
         if library is None:
             library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
         _add(torch_npu, library, kernel, namespace, operator)
+
+
+def disable() -> None:
+    """Undo :func:`enable`: remove the kernels and, where it made one, the module ``torch_npu``.
+
+    Operators of the stand-in that were kept in variables must not be called any more. Calling it
+    again has no effect.
+    """
+    for module, operator, before in _replaced:
+        if before is None:
+            delattr(module, operator)
+        else:
+            setattr(module, operator, before)
+    for library in _libraries.values():
+        library._destroy()
+    _replaced.clear()
+    _libraries.clear()
+    stand_ins.uninstall()
 
 
 def _torch_npu(stand_in: bool) -> ModuleType:
@@ -95,6 +116,7 @@ def _add(
             return  # this release of torch_npu does not have it
         library.define(operator + SCHEMAS[kernel.name])
         of_torch_npu = getattr(torch_npu, operator, None)
+        _replaced.append((torch_npu, operator, of_torch_npu))
         setattr(torch_npu, operator, getattr(operators, operator))
         if of_torch_npu is not None:
             # It says why torch.ops.atb cannot be loaded.

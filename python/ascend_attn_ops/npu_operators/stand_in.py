@@ -36,3 +36,9 @@ def install() -> StandIn:
     """Make `import torch_npu` give the stand-in, at first without operators."""
     sys.modules[_NAME] = _module
     return _module
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    if sys.modules.get(_NAME) is _module:
+        del sys.modules[_NAME]
