@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from ascend_attn_ops.integrations.transformers import _dense, register  # noqa: E402
+from ascend_attn_ops.integrations.transformers import _dense, register, unregister  # noqa: E402
 from support.small_models import (  # noqa: E402
     make,
     packing,
@@ -251,3 +251,15 @@ def test_lengths_are_read_once_for_all_layers() -> None:
         ours(tokens(), **padding("left"))
     # Two sequences in the first row, one in the second: two ends before the last.
     assert read.call_count == 2
+
+
+def test_registering_can_be_undone() -> None:
+    interfaces = (transformers.AttentionInterface(), transformers.AttentionMaskInterface())
+    try:
+        for _ in range(2):
+            unregister()
+        assert not any("ascend" in interface for interface in interfaces)
+    finally:
+        for _ in range(2):
+            register()
+    assert all("ascend" in interface for interface in interfaces)

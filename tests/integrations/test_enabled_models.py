@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,18 @@ def test_a_prompt_beside_a_static_cache_has_no_mask_of_all_pairs(ours: nn.Module
         ours.generate(tokens(), cache_implementation="static", **options)
     assert shapes
     assert not [x for x in shapes if len(x) == 4 and x[:2] == (2, 1) and min(x[2:]) >= 40]
+
+
+def test_only_the_module_of_the_model_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from ascend_attn_ops.integrations.transformers import enable_dsa\n"
+        "from support.small_models import make\n"
+        "enable_dsa(make('DeepSeek-V3.2'))\n"
+        "print([name for name in sys.modules if 'modeling_glm_moe_dsa' in name])\n"
+    )
+    tests = Path(__file__).parents[1]
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tests, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.strip() == "[]", ran.stderr

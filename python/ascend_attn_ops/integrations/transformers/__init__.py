@@ -9,7 +9,7 @@ except ImportError as error:
         f"pip install 'transformers>=5.23,<5.24' ({error})"
     ) from error
 
-from ascend_attn_ops.integrations.transformers._dense import register
+from ascend_attn_ops.integrations.transformers._dense import register, unregister
 from ascend_attn_ops.integrations.transformers._dsa import disable_dsa, enable_dsa
 
-__all__ = ["disable_dsa", "enable_dsa", "register"]
+__all__ = ["disable_dsa", "enable_dsa", "register", "unregister"]

@@ -46,6 +46,8 @@ def register() -> None:
     position biases, paged caches, output_attentions, models that compute their attention
     themselves, and models with an indexer, which are for :func:`enable_dsa`.
 
+    Calling it again has no effect; :func:`unregister` undoes it.
+
     Example:
         >>> import torch, transformers
         >>> from ascend_attn_ops.integrations.transformers import register
@@ -59,6 +61,12 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention)
     masking_utils.AttentionMaskInterface.register(NAME, mask)
+
+
+def unregister() -> None:
+    """Undo :func:`register`. Models that use ``"ascend"`` raise an error in their next forward."""
+    for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
 
 
 class _Pattern(NamedTuple):

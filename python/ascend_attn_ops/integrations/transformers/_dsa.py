@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,14 +14,19 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ascend_attn_ops.integrations.transformers import _sequences
 from ascend_attn_ops.integrations.transformers._sparse_attention import (
-    MODELS,
-    SPARSE_CLASSES,
     Options,
     SparseAttention,
     Tokens,
     plain_projection,
 )
 
+# For each class of layers, the class here that it becomes, whose module is imported only then.
+_DEEPSEEK = "transformers.models.deepseek_v32.modeling_deepseek_v32"
+_GLM = "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa"
+_LAYERS = {
+    (_DEEPSEEK, "DeepseekV32Attention"): ("_deepseek_v32", "DeepseekV32SparseAttention"),
+    (_GLM, "GlmMoeDsaAttention"): ("_glm_moe_dsa", "GlmMoeDsaSparseAttention"),
+}
 _MASK = "indexed_attention"
 _ARGUMENTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
@@ -97,10 +103,10 @@ def enable_dsa(
     layers: list[Any] = [
         module
         for module in model.modules()
-        if type(module) in SPARSE_CLASSES or isinstance(module, SparseAttention)
+        if _name_of(module) in _LAYERS or isinstance(module, SparseAttention)
     ]
     if not layers:
-        kinds = ", ".join(kind.__name__ for kind in SPARSE_CLASSES)
+        kinds = ", ".join(name for _, name in _LAYERS)
         raise ValueError(
             f"enable_dsa: model: expected attention layers of {kinds}, and {type(model).__name__} "
             'has none; for dense models call register() and use attn_implementation="ascend"'
@@ -112,10 +118,12 @@ def enable_dsa(
     enabled = _Enabled()
     options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
     for layer in layers:
-        layer.__class__ = SPARSE_CLASSES[type(layer)]
+        module, kind = _LAYERS[_name_of(layer)]
+        layer.__class__ = getattr(import_module(f"{__package__}.{module}"), kind)
         layer.dsa_options, layer.indexer_loss = options, None
+    models = tuple({type(layer).model for layer in layers})
     for base in model.modules():
-        if isinstance(base, MODELS):
+        if isinstance(base, models):
             hook = base.register_forward_pre_hook(
                 _describe_tokens_densely if dense_warmup else _describe_tokens, with_kwargs=True
             )
@@ -137,7 +145,6 @@ def enable_dsa(
 
 def disable_dsa(model: nn.Module) -> None:
     """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it."""
-    original: dict[type, Any] = {sparse: kind for kind, sparse in SPARSE_CLASSES.items()}
     # What it was called with, or a wrapper: torch.compile's keeps our attributes in the model.
     for enabled_model in [x for x in model.modules() if "_ascend_dsa" in x.__dict__]:
         enabled = enabled_model.__dict__.pop("_ascend_dsa")
@@ -150,12 +157,16 @@ def disable_dsa(model: nn.Module) -> None:
         for layer in enabled_model.modules():
             if isinstance(layer, SparseAttention):
                 del layer.dsa_options, layer.indexer_loss
-                layer.__class__ = original[type(layer)]
+                layer.__class__ = type(layer).original
     if any(isinstance(layer, SparseAttention) for layer in model.modules()):
         raise ValueError(
             f"disable_dsa: model: {type(model).__name__} is a part of what is enabled already; "
             "call disable_dsa with what enable_dsa was called with"
         )
+
+
+def _name_of(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
 
 
 def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:

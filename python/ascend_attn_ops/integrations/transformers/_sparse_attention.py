@@ -1,4 +1,4 @@
-"""The attention of DeepSeek-V3.2 and GLM-MoE-DSA over this library's operators."""
+"""The attention layers of models with an indexer, over this library's operators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
-from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 import ascend_attn_ops as ops
 from ascend_attn_ops.integrations.transformers._sequences import Sequences
@@ -72,8 +70,14 @@ class SparseAttention(nn.Module):
     never exist.
     """
 
+    model: ClassVar[type[nn.Module]]
+    """What calls the layers, and tells them of the tokens."""
+    original: ClassVar[type[Any]]
+    """The layers' own class."""
+    rotate: ClassVar[Rotate]
+    """The rotary embedding, of (B, S, heads, size) with unsqueeze_dim=2."""
     rotate_indexer: ClassVar[Rotate]
-    """The rotary embedding of the indexer, (B, S, heads, size) with unsqueeze_dim=2."""
+    """That of the indexer."""
 
     dsa_options: Options
     indexer_loss: Tensor | None
@@ -195,8 +199,7 @@ class SparseAttention(nn.Module):
 
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        # Both models interleave the elements of the attention's ropes.
-        query_rope, key_rope = deepseek.apply_rotary_pos_emb_interleave(
+        query_rope, key_rope = type(self).rotate(
             query_rope, key_rope.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
         )
         return query, query_rope, self.kv_a_layernorm(latent).unsqueeze(1), key_rope.transpose(1, 2)
@@ -286,22 +289,3 @@ class SparseAttention(nn.Module):
             weight=None if tokens.sequences is None else tokens.sequences.valid,
             reduction="mean",
         )
-
-
-class DeepseekV32SparseAttention(SparseAttention, deepseek.DeepseekV32Attention):  # type: ignore[misc]
-    rotate_indexer = staticmethod(deepseek.apply_rotary_pos_emb)
-
-
-class GlmMoeDsaSparseAttention(SparseAttention, glm.GlmMoeDsaAttention):  # type: ignore[misc]
-    rotate_indexer = staticmethod(glm.apply_rotary_pos_emb_interleave)
-
-    def _results(self, output: Tensor, indices: Tensor) -> tuple[Tensor | None, ...]:
-        return output, None, indices
-
-
-# What enable_dsa makes of which class, and the models that tell their layers of the tokens.
-SPARSE_CLASSES: dict[type[nn.Module], type[SparseAttention]] = {
-    deepseek.DeepseekV32Attention: DeepseekV32SparseAttention,
-    glm.GlmMoeDsaAttention: GlmMoeDsaSparseAttention,
-}
-MODELS = (deepseek.DeepseekV32Model, glm.GlmMoeDsaModel)
