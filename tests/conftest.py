@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import ascend_attn_ops
 import pytest
+
+NPU_TESTS = Path(__file__).with_name("npu")
 
 
 @pytest.fixture
@@ -14,6 +18,19 @@ def no_limits() -> Iterator[None]:
     """The samples are far smaller than what the device's tables allow."""
     with ascend_attn_ops.limits(None):
         yield
+
+
+class NotOnThisDevice(pytest.File):
+    """The NPU tests, in a process without the simulated NPU: their conftest.py is not loaded."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip("run by `python tests/npu/run.py`, on a simulated NPU")
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if path == NPU_TESTS and "CANN_SIM_SOC" not in os.environ:
+        return NotOnThisDevice.from_parent(parent, path=path)
+    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

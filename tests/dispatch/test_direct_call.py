@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import ascend_attn_ops
-import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import _C
@@ -17,6 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 

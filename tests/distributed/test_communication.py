@@ -13,13 +13,14 @@ from processes import on_ranks
 from sparse_layer import SCALE, Sizes, inputs, of_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor.debug import CommDebugMode
+
+debug = pytest.importorskip("torch.distributed.tensor.debug", reason="numpy is not installed")
 
 # Latent, rope and indexer key as on the device: 1408 bytes per token in bfloat16.
 SIZES = Sizes(heads=2, latent=512, rope=64, index_heads=2, index=128, count=16)
 
 
-class Traffic(CommDebugMode):
+class Traffic(debug.CommDebugMode):
     """Also the bytes that a rank receives, by collective, and the order of all operators."""
 
     def __init__(self, ranks: int) -> None:

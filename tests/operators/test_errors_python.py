@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import ascend_attn_ops as ops
-import numpy as np
 import pytest
 import torch
 from ascend_attn_ops._arguments import shown
 from torch import Tensor
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 

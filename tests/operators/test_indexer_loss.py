@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import ascend_attn_ops as ops
-import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
@@ -15,6 +14,8 @@ from support.samples import OPERATORS, Sample
 from support.samples.sparse import SparseCase
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
 from torch import Tensor
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 

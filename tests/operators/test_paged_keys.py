@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import ascend_attn_ops as ops
-import numpy as np
 import pytest
 import torch
 from fuzz.calls import threads
 from support.samples import OPERATORS, Sample, bytes_of
 from support.samples.record import Recipe
 from torch import Tensor
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 INDEXER, ATTENTION = OPERATORS["lightning_indexer"], OPERATORS["sparse_flash_attention"]
 PAGED = [x for x in (*INDEXER.recipes, *ATTENTION.recipes) if x.case.page]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import ascend_attn_ops as ops
-import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
@@ -16,6 +15,8 @@ from support.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 DTYPES = [
     torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.uint8, torch.int16,

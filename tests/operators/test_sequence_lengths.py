@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import ascend_attn_ops as ops
-import numpy as np
 import pytest
 import torch
 from ascend_attn_ops import reference
@@ -14,6 +13,8 @@ from support.samples import OPERATORS, SPARSE_OPERATORS, Operator, Recipe, Sampl
 from support.samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from support.tolerance import assert_same_bits
 from torch import Tensor
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
