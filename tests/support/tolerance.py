@@ -29,12 +29,23 @@ TOLERANCES = {
 }
 
 
-def assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -> None:
-    """Says where the results differ, by how much, and how alike they are on the whole."""
+def assert_close(
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: Tolerance,
+    floor: Tensor | float = 0.0,
+) -> None:
+    """Says where the results differ, by how much, and how alike they are on the whole.
+
+    Sums that nearly cancel keep the rounding of their summands: `floor` is the bound on that, from
+    bounds.py, and takes the place of a tolerance that is smaller.
+    """
     assert actual.shape == expected.shape, f"{name}: {actual.shape} against {expected.shape}"
     x, y = actual.detach().double(), expected.detach().double()
     finite = y.isfinite()
-    inside = torch.where(finite, (x - y).abs() <= tolerance.allowed(y), x == y)
+    allowed = tolerance.allowed(y).clamp(min=torch.as_tensor(floor, dtype=torch.float64))
+    inside = torch.where(finite, (x - y).abs() <= allowed, x == y)
     outside = int((~inside).sum())
     worst = torch.where(inside, 0, (x - y).abs()).nan_to_num(torch.inf, torch.inf)
     if outside == 0:

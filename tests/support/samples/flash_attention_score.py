@@ -273,18 +273,23 @@ def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
 
 
 def gradient_of(forward: Sample, random: Random) -> Sample:
-    out, softmax_max, softmax_sum = forward.call(reference)
-    dy = random.normal(*out.shape)
+    outputs = forward.call(reference)
+    return gradient_call(forward, outputs, random.normal(*outputs[0].shape))
+
+
+def gradient_call(forward: Sample, outputs: Outputs, d_out: Tensor) -> Sample:
+    out, softmax_max, softmax_sum = outputs
     return forward.of_gradient(
-        dy=dy, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out
+        dy=d_out, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out
     )
 
 
 def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
-    out, softmax_max, softmax_sum = outputs
-    return torch.ops.ascend.flash_attention_score_grad(
-        *sample.args, d_out, softmax_max, softmax_sum, out, **sample.options
-    )
+    return gradient_call(sample, outputs, d_out).call(torch.ops.ascend)
+
+
+def floors(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[Tensor]:
+    return [x.allowed for x in expected_gradient(gradient_call(sample, outputs, d_out))]
 
 
 def score_size(a: Arguments) -> float:
@@ -406,7 +411,7 @@ FLASH_ATTENTION_SCORE = Operator(
     "flash_attention_score",
     CASES,
     build,
-    Gradient(("query", "key", "value"), ("out",), backward),
+    Gradient(("query", "key", "value"), ("out",), backward, floors=floors),
     expected=expected,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,21 +136,32 @@ def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
 
 
 def gradient_of(forward: Sample, random: Random) -> Sample:
-    out, softmax_max, softmax_sum = forward.call(reference)
-    d_out = random.normal(*out.shape)
+    outputs = forward.call(reference)
+    return gradient_call(forward, outputs, random.normal(*outputs[0].shape))
+
+
+def gradient_call(forward: Sample, outputs: Outputs, d_out: Tensor) -> Sample:
+    out, softmax_max, softmax_sum = outputs
     return forward.of_gradient(
         d_out=d_out, out=out, softmax_max=softmax_max, softmax_sum=softmax_sum
     )
 
 
-def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
-    gradients = torch.ops.ascend.sparse_flash_attention_grad(
-        *sample.args, d_out, *outputs, **sample.options
-    )
+def of_arguments(sample: Sample, gradients: Sequence[Tensor]) -> Outputs:
+    """One tensor that is key and value has the sum of both gradients."""
     d_query, d_key, d_value, *d_ropes = gradients
     if sample.inputs["value"] is sample.inputs["key"]:
         d_key = d_value = d_key + d_value
     return d_query, d_key, d_value, *d_ropes
+
+
+def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
+    return of_arguments(sample, gradient_call(sample, outputs, d_out).call(torch.ops.ascend))
+
+
+def floors(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
+    bounds = expected_gradient(gradient_call(sample, outputs, d_out))
+    return of_arguments(sample, [x.allowed for x in bounds])
 
 
 def score_size(a: Arguments) -> float:
@@ -238,6 +250,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         ("query", "key", "value", "query_rope", "key_rope"),
         ("out",),
         backward,
+        floors=floors,
         takes=lambda case: not case.page,
     ),
     expected=expected,
