@@ -7,6 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops import _flops
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import rows, with_dense_keys
 from support import registered
@@ -211,3 +212,13 @@ def test_differentiation_is_counted_once() -> None:
     for name in ("flash_attention_score", "sparse_flash_attention", "lightning_indexer"):
         sample = OPERATORS[name].small_sample()
         assert counted(outputs_and_gradients, sample).keys() == {name, f"{name}_grad"}
+
+
+def test_the_formulas_can_be_taken_back() -> None:
+    packet = torch.ops.ascend.attention_update
+    for _ in range(2):
+        _flops.unregister()
+        assert packet not in flop_registry
+    for _ in range(2):
+        _flops.register()
+        assert packet in flop_registry

@@ -1,5 +1,8 @@
 """What the operators compute, for torch.utils.flop_counter: two operations per multiply-add of a
-matrix product, over the keys that each query really reads."""
+matrix product, over the keys that each query really reads.
+
+`register` is called when the package is imported; `unregister` undoes it.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._operators import signature_of
 from ascend_attn_ops._packing import Lengths, lengths_between
 from ascend_attn_ops._torch import FakeTensor
 
+# By the names of their operators.
+_FORMULAS: dict[str, Callable[..., int]] = {}
+
+
+def register() -> None:
+    """Let torch.utils.flop_counter count the operators. Calling it again has no effect."""
+    unregister()
+    for operator, count in _FORMULAS.items():
+        register_flop_formula(getattr(torch.ops.ascend, operator), get_raw=True)(count)
+
+
+def unregister() -> None:
+    """Undo `register`."""
+    for operator in _FORMULAS:
+        flop_registry.pop(getattr(torch.ops.ascend, operator), None)
+
 
 def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], None]:
-    """Register a formula of the arguments of a call, by name."""
+    """Name the operators that a formula, of the arguments of a call by name, is for."""
 
-    def register(formula: Callable[[SimpleNamespace], int]) -> None:
+    def add(formula: Callable[[SimpleNamespace], int]) -> None:
         for operator in operators:
             signature = signature_of(operator)
 
@@ -39,9 +58,9 @@ def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], No
                 call.apply_defaults()
                 return formula(SimpleNamespace(**call.arguments))
 
-            register_flop_formula(getattr(torch.ops.ascend, operator), get_raw=True)(count)
+            _FORMULAS[operator] = count
 
-    return register
+    return add
 
 
 def _values(lengths: Lengths, tokens: int, packed: bool) -> Sequence[int]:
@@ -203,3 +222,6 @@ def _(a: SimpleNamespace) -> int:
 def _(a: SimpleNamespace) -> int:
     # A sum over the parts, weighted in each row; in the gradient, as many products of rows.
     return 2 * sum(part.numel() for part in a.local_out)
+
+
+register()

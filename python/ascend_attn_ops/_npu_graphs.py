@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops._torch import tree_map_only
+from ascend_attn_ops._torch_npu import graph_handlers
 
 # Those whose lengths are lists, which are a part of what is launched.
 _OPERATORS = ("flash_attention_score", "flash_attention_score_grad", "prompt_flash_attention")
+_HANDLED = [f"{x}.{overload}" for x in _OPERATORS for overload in ("default", "relaunch")]
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
@@ -27,8 +29,10 @@ def captures(device: torch.device) -> bool:
 def register_handlers() -> None:
     """Let `NPUGraph.update` change the lengths of our operators, as it does those of torch_npu's.
 
-    torch_npu launches the call again, with the outputs that the handler has made for it.
+    torch_npu launches the call again, with the outputs that the handler has made for it. Calling
+    this again has no effect; `unregister_handlers` undoes it.
     """
+    unregister_handlers()
     npu: Any = getattr(torch, "npu", None)
     register = getattr(npu, "register_npu_graph_handler", None)
     base: Any = getattr(npu, "NpuGraphOpHandler", None)
@@ -68,6 +72,9 @@ def register_handlers() -> None:
             outputs = kwargs["out"]
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    register([f"{x}.{overload}" for x in _OPERATORS for overload in ("default", "relaunch")])(
-        LengthsHandler
-    )
+    register(_HANDLED)(LengthsHandler)
+
+
+def unregister_handlers() -> None:
+    for name in _HANDLED:
+        graph_handlers().pop(name, None)

@@ -11,6 +11,8 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 import torch_npu
+from ascend_attn_ops import _npu_graphs
+from ascend_attn_ops._torch_npu import graph_handlers
 from conftest import TASK_QUEUE, run_in_new_process
 from test_npu_graphs import capture, dense, packed, poison, same_bytes
 from torch import Tensor
@@ -299,3 +301,18 @@ def test_a_captured_stream_cannot_wait_for_what_is_outside() -> None:
                 error = error.__context__
     """)
     assert "is captured and waits for an event that was recorded outside" in output
+
+
+def test_the_handlers_can_be_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+    handlers = graph_handlers()
+    ours = set(_npu_graphs._HANDLED)
+    assert ours <= handlers.keys()
+    try:
+        for _ in range(2):
+            _npu_graphs.unregister_handlers()
+            assert not ours & handlers.keys()
+    finally:
+        for _ in range(2):
+            _npu_graphs.register_handlers()
+    assert ours <= handlers.keys()
+    assert not caplog.records
