@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops.npu_operators.kernels import KERNELS
 from ascend_attn_ops.npu_operators.schemas import SCHEMAS
+from ascend_attn_ops.npu_operators.table import TABLE
 from support.npu_names import SQUARE, torch_npu
 from torch import Tensor
 
@@ -84,10 +84,12 @@ ANOTHER: dict[str, Any] = {
 
 
 def not_followed(name: str) -> list[tuple[str, str]]:
-    """The arguments that the kernel does not take, and their types."""
-    kernel = KERNELS[f"npu::{name}"]
+    """The arguments that the row does not follow, and their types."""
+    row = next(x for x in TABLE if x.name == f"npu::{name}")
     arguments = getattr(torch.ops.npu, name).default._schema.arguments
-    left_out = [x for x in arguments if x.name not in {*kernel.followed, *kernel.without_effect}]
+    left_out = [
+        x for x in arguments if not row.follows(x.name) and x.name not in row.without_effect
+    ]
     return [(x.name, str(x.type)) for x in left_out]
 
 

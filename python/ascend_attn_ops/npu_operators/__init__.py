@@ -11,19 +11,10 @@ from typing import Any
 
 import torch
 
-# Each of the modules up to `sparse` names the operators that it computes.
-from ascend_attn_ops.npu_operators import (  # noqa: F401
-    cache,
-    fusion_attention,
-    fusion_attention_v3,
-    inference,
-    layers,
-    merging,
-    sparse,
-)
 from ascend_attn_ops.npu_operators import stand_in as stand_ins
-from ascend_attn_ops.npu_operators.kernels import KERNELS, Kernel, register
 from ascend_attn_ops.npu_operators.schemas import SCHEMAS
+from ascend_attn_ops.npu_operators.table import TABLE
+from ascend_attn_ops.npu_operators.translation import Translation, register
 
 __all__ = ["disable", "enable"]
 
@@ -61,12 +52,11 @@ def enable(*, stand_in: bool = False) -> None:
     torch_npu = _torch_npu(stand_in)
     if _libraries:
         return
-    for kernel in KERNELS.values():
-        namespace, _, operator = kernel.name.partition("::")
-        library = _libraries.get(namespace)
-        if library is None:
-            library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-        _add(torch_npu, library, kernel, namespace, operator)
+    for translation in TABLE:
+        namespace = translation.name.partition("::")[0]
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        _add(torch_npu, _libraries[namespace], translation)
 
 
 def disable() -> None:
@@ -103,22 +93,17 @@ def _torch_npu(stand_in: bool) -> ModuleType:
         ) from error
 
 
-def _add(
-    torch_npu: ModuleType,
-    library: torch.library.Library,
-    kernel: Kernel,
-    namespace: str,
-    operator: str,
-) -> None:
+def _add(torch_npu: ModuleType, library: torch.library.Library, translation: Translation) -> None:
+    namespace, _, operator = translation.name.partition("::")
     operators = getattr(torch.ops, namespace)
     if not hasattr(operators, operator):
         if namespace == "npu" and not isinstance(torch_npu, stand_ins.StandIn):
             return  # this release of torch_npu does not have it
-        library.define(operator + SCHEMAS[kernel.name])
+        library.define(operator + SCHEMAS[translation.name])
         of_torch_npu = getattr(torch_npu, operator, None)
         _replaced.append((torch_npu, operator, of_torch_npu))
         setattr(torch_npu, operator, getattr(operators, operator))
         if of_torch_npu is not None:
             # It says why torch.ops.atb cannot be loaded.
             library.impl(operator, of_torch_npu, "PrivateUse1")
-    register(library, kernel, getattr(operators, operator).default._schema)
+    register(library, translation, getattr(operators, operator).default._schema)

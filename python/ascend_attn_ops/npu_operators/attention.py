@@ -16,40 +16,35 @@ from ascend_attn_ops._flash_conventions import WITHOUT_KEYS, packed_log_sum_exp
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, lengths_between, with_gaps
 from ascend_attn_ops._statistics import log_sum_exp_or
-from ascend_attn_ops.npu_operators.kernels import unsupported
-from ascend_attn_ops.npu_operators.layouts import Layout, gathered, in_layout, tokens_first
+from ascend_attn_ops.npu_operators.layouts import LAYOUTS, gathered, in_layout, tokens_first
+from ascend_attn_ops.npu_operators.translation import unsupported
 
 _BAND = 4
 _MASKED_BY_MODE = (2, 3, _BAND)
 
 
-class Keys(NamedTuple):
-    """The arguments about keys and values; `key_rope` has further channels of key."""
-
-    key: Tensor
-    value: Tensor
-    key_rope: Tensor | None
-    heads: int
-    block_table: Tensor | None = None
-    block_size: int = 0
-
-
 class Inputs(NamedTuple):
-    """The arguments of an operator; lengths are counts, in a packed layout prefix sums."""
+    """The arguments of an operator; lengths are counts, in a packed layout cumulative."""
 
     name: str
     query: Tensor
-    query_rope: Tensor | None
-    keys: Keys
-    heads: int
-    layout: Layout
-    scale: float
-    mask: Tensor | None
-    query_lengths: Sequence[int] | None
-    key_lengths: Sequence[int] | None
+    key: Tensor
+    value: Tensor
+    layout: str
+    num_heads: int
+    num_key_value_heads: int
+    scale_value: float
+    atten_mask: Tensor | None
+    actual_seq_lengths_query: Sequence[int] | None = None
+    actual_seq_lengths_key: Sequence[int] | None = None
+    query_rope: Tensor | None = None
+    key_rope: Tensor | None = None  # further channels of key
+    block_table: Tensor | None = None
+    block_size: int = 0
     sparse_mode: int = 0
     pre_tokens: int = ALL_TOKENS
     next_tokens: int = ALL_TOKENS
+    return_softmax_lse: bool = False
 
 
 class Batch(NamedTuple):
@@ -69,61 +64,59 @@ def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if inputs.sparse_mode not in range(5):
         raise unsupported(inputs.name, "sparse_mode", "0 to 4", inputs.sparse_mode)
     batch = _batch(inputs)
-    if inputs.mask is not None and inputs.sparse_mode not in _MASKED_BY_MODE:
-        out, lse = _with_full_mask(inputs, batch, inputs.mask)
+    if inputs.atten_mask is not None and inputs.sparse_mode not in _MASKED_BY_MODE:
+        out, lse = _with_full_mask(inputs, batch, inputs.atten_mask)
     else:
         if inputs.sparse_mode == 1:
             raise ValueError(f"{inputs.name}: atten_mask: expected in sparse_mode 1, got None")
         out, lse = _packed(inputs, batch)
-    return in_layout(out, inputs.layout.out), lse[..., None]
+    return in_layout(out, LAYOUTS[inputs.layout].out), lse[..., None]
 
 
 def _batch(inputs: Inputs) -> Batch:
-    name, layout = inputs.name, inputs.layout
-    query = tokens_first(name, "query", inputs.query, layout.inputs, inputs.heads)
-    if (inputs.query_rope is None) != (inputs.keys.key_rope is None):
+    name, layout, lengths = inputs.name, inputs.layout, inputs.actual_seq_lengths_query
+    if (inputs.query_rope is None) != (inputs.key_rope is None):
         missing = "query_rope" if inputs.query_rope is None else "key_rope"
         raise ValueError(f"{name}: {missing}: expected beside the other rope, got None")
+    query = tokens_first(name, "query", inputs.query, layout, inputs.num_heads)
     if inputs.query_rope is not None:
-        rope = tokens_first(name, "query_rope", inputs.query_rope, layout.inputs, inputs.heads)
+        rope = tokens_first(name, "query_rope", inputs.query_rope, layout, inputs.num_heads)
         query = torch.cat((query, rope), -1)
-    query_ends = None
-    if layout.packed:
-        query_ends = _required(name, "query", inputs.query_lengths)
-        query_lengths = lengths_between(query_ends)
+    query_ends = _required(name, "query", lengths) if LAYOUTS[layout].packed else None
+    if query_ends is None:
+        query_lengths = _counts(name, "query", lengths, query)
     else:
-        query_lengths = _counts(name, "query", inputs.query_lengths, query)
+        query_lengths = lengths_between(query_ends)
     key, value, key_lengths, key_ends = _keys(inputs, len(query_lengths))
     return Batch(query, key, value, query_lengths, key_lengths, query_ends, key_ends)
 
 
 def _keys(inputs: Inputs, batch: int) -> tuple[Tensor, Tensor, list[int], list[int] | None]:
-    name, (key, value, rope, heads, table, block_size) = inputs.name, inputs.keys
-    tensors = {"key": key, "value": value} | ({} if rope is None else {"key_rope": rope})
-    key_ends = None
+    name, layout, given = inputs.name, inputs.layout, inputs.actual_seq_lengths_key
+    heads = inputs.num_key_value_heads or inputs.num_heads
+    tensors = {"key": inputs.key, "value": inputs.value}
+    if inputs.key_rope is not None:
+        tensors["key_rope"] = inputs.key_rope
+    table, key_ends = inputs.block_table, None
     if table is not None:
-        lengths = _required(name, "key", inputs.key_lengths)
-        if len(lengths) == 1:
-            lengths = lengths * batch
-        read = {
-            argument: gathered(name, argument, x, heads, table, block_size, lengths)
+        lengths = _required(name, "key", given)
+        lengths = lengths * batch if len(lengths) == 1 else lengths
+        size = inputs.block_size
+        key, value, *rope = (
+            gathered(name, argument, x, heads, table, size, lengths)
             for argument, x in tensors.items()
-        }
+        )
     else:
-        layout = inputs.layout
-        read = {
-            argument: tokens_first(name, argument, x, layout.inputs, heads)
-            for argument, x in tensors.items()
-        }
-        if layout.packed:
-            key_ends = _required(name, "key", inputs.key_lengths)
-            lengths = lengths_between(key_ends)
-        else:
-            lengths = _counts(name, "key", inputs.key_lengths, read["key"])
+        key, value, *rope = (
+            tokens_first(name, argument, x, layout, heads) for argument, x in tensors.items()
+        )
+        key_ends = _required(name, "key", given) if LAYOUTS[layout].packed else None
+        lengths = (
+            _counts(name, "key", given, key) if key_ends is None else lengths_between(key_ends)
+        )
     if len(lengths) != batch:
         raise ValueError(f"{name}: lengths of the keys: expected {batch}, got {len(lengths)}")
-    key = read["key"] if rope is None else torch.cat((read["key"], read["key_rope"]), -1)
-    return key, read["value"], lengths, key_ends
+    return torch.cat((key, *rope), -1) if rope else key, value, lengths, key_ends
 
 
 def _required(name: str, of: str, lengths: Sequence[int] | None) -> list[int]:
@@ -166,9 +159,10 @@ def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
     if inputs.sparse_mode == _BAND:
         band = {"pre_tokens": inputs.pre_tokens, "next_tokens": inputs.next_tokens}
     out, maximum, total = torch.ops.ascend.flash_attention_score(
-        query, key, value, num_heads=inputs.heads, layout="TND", atten_mask=_square(inputs.mask),
+        query, key, value, num_heads=inputs.num_heads, layout="TND",
+        atten_mask=_square(inputs.atten_mask),
         actual_seq_lengths_query=query_list, actual_seq_lengths_key=key_list,
-        scale_value=inputs.scale, inner_precise=2, sparse_mode=inputs.sparse_mode, **band,
+        scale_value=inputs.scale_value, inner_precise=2, sparse_mode=inputs.sparse_mode, **band,
     )  # fmt: skip
     lse = packed_log_sum_exp(maximum, total, query_ends)
     if not dense:
@@ -197,8 +191,8 @@ def _with_full_mask(inputs: Inputs, batch: Batch, mask: Tensor) -> tuple[Tensor,
         behind = position >= torch.tensor(lengths).view(-1, 1, 1, 1)
         masked = masked | behind.to(mask.device)
     out, maximum, total = torch.ops.ascend.flash_attention_score(
-        batch.query, batch.key, batch.value, num_heads=inputs.heads, layout="BSND",
-        atten_mask=masked.expand(sizes, 1, queries, keys), scale_value=inputs.scale,
+        batch.query, batch.key, batch.value, num_heads=inputs.num_heads, layout="BSND",
+        atten_mask=masked.expand(sizes, 1, queries, keys), scale_value=inputs.scale_value,
         inner_precise=2, sparse_mode=1,
     )  # fmt: skip
     return out, log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])

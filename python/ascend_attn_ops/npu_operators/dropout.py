@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.npu_operators.kernels import has_values
+from ascend_attn_ops.npu_operators.translation import has_values
 
 # What stays in a cache.
 _CHUNK = 1 << 16

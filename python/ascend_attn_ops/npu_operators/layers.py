@@ -8,20 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.npu_operators.kernels import computes, unsupported
+from ascend_attn_ops.npu_operators.translation import unsupported
 
 
-@computes("npu_rms_norm", differentiable=True)
-def npu_rms_norm(*, input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     x = _wide(input)
     axes = tuple(range(-gamma.dim(), 0))
     rstd = (x.square().mean(axes, keepdim=True) + epsilon).rsqrt()
     return (x * rstd * gamma).to(input.dtype), rstd
 
 
-@computes("npu_rms_norm_backward")
-def npu_rms_norm_backward(
-    *, dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
+def rms_norm_backward(
+    dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     axes = tuple(range(-gamma.dim(), 0))
     normal, scaled = _wide(input) * rstd, _wide(dy) * gamma
@@ -31,26 +29,22 @@ def npu_rms_norm_backward(
     return d_input.to(input.dtype), d_gamma.sum(leading) if leading else d_gamma
 
 
-@computes("npu_add_rms_norm", differentiable=True)
-def npu_add_rms_norm(
-    *, x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float
+def add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x1 + x2
-    out, rstd = npu_rms_norm(input=x, gamma=gamma, epsilon=epsilon)
+    out, rstd = rms_norm(input=x, gamma=gamma, epsilon=epsilon)
     return out, rstd, x
 
 
-@computes("npu_rotary_mul", differentiable=True)
-def npu_rotary_mul(*, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> Tensor:
+def rotary_mul(name: str, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> Tensor:
     x = _wide(input)
-    return (x * r1 + _rotated("npu::npu_rotary_mul", x, rotary_mode) * r2).to(input.dtype)
+    return (x * r1 + _rotated(name, x, rotary_mode) * r2).to(input.dtype)
 
 
-@computes("npu_rotary_mul_backward")
-def npu_rotary_mul_backward(
-    *, grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
+def rotary_mul_backward(
+    name: str, grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = "npu::npu_rotary_mul_backward"
     x, dy = _wide(input), _wide(grad)
     # The rotation by a quarter is orthogonal: its transpose is its negative.
     d_input = dy * r1 - _rotated(name, dy * r2, rotary_mode)
@@ -61,14 +55,12 @@ def npu_rotary_mul_backward(
     return d_input.to(input.dtype), d_r1, d_r2
 
 
-@computes("npu_swiglu", differentiable=True)
-def npu_swiglu(*, input: Tensor, dim: int) -> Tensor:
+def swiglu(input: Tensor, dim: int) -> Tensor:
     gate, x = _wide(input).chunk(2, dim)
     return (torch.nn.functional.silu(gate) * x).to(input.dtype)
 
 
-@computes("npu_swiglu_backward")
-def npu_swiglu_backward(*, grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
+def swiglu_backward(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
     gate, x = _wide(input).chunk(2, dim)
     dy, sigmoid = _wide(grad_output), gate.sigmoid()
     silu = gate * sigmoid

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ascend_attn_ops._pages import gather_blocks, unknown_block
-from ascend_attn_ops.npu_operators.kernels import has_values, unsupported
+from ascend_attn_ops.npu_operators.translation import has_values
 
 
 class Layout(NamedTuple):
@@ -49,14 +49,9 @@ _TO: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def layout_of(name: str, input_layout: str, supported: Sequence[str]) -> Layout:
-    if input_layout not in supported:
-        raise unsupported(name, "input_layout", f"one of {', '.join(supported)}", input_layout)
-    return LAYOUTS[input_layout]
-
-
 def tokens_first(name: str, argument: str, tensor: Tensor, layout: str, heads: int) -> Tensor:
     """As (B, S, N, D), packed sequences as (T, N, D)."""
+    layout = LAYOUTS[layout].inputs
     if tensor.dim() != _RANKS[layout]:
         raise ValueError(
             f"{name}: {argument}: expected the {_RANKS[layout]} axes of {layout}, "

@@ -8,40 +8,34 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops._statistics import by_head, merge
-from ascend_attn_ops.npu_operators.kernels import computes, has_values, unsupported
-
-_RING = "npu::npu_ring_attention_update"
+from ascend_attn_ops.npu_operators.translation import has_values, unsupported
 
 
-@computes("npu_attention_update")
-def npu_attention_update(
-    *, lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
+def attention_update(
+    name: str, lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
 ) -> tuple[Tensor, Tensor | None]:
     if update_type not in (0, 1):
-        raise ValueError(
-            "npu::npu_attention_update: update_type: expected 0, or 1 for lse_out as well, "
-            f"got {update_type}"
-        )
+        expected = "0, or 1 for lse_out as well"
+        raise ValueError(f"{name}: update_type: expected {expected}, got {update_type}")
     out, lse_out = torch.ops.ascend.attention_update(lse, local_out)
     return out, lse_out if update_type == 1 else None
 
 
-@computes("npu_ring_attention_update")
-def npu_ring_attention_update(
-    *,
+def ring_attention_update(
+    name: str,
     prev_attn_out: Tensor,
     prev_softmax_max: Tensor,
     prev_softmax_sum: Tensor,
     cur_attn_out: Tensor,
     cur_softmax_max: Tensor,
     cur_softmax_sum: Tensor,
-    actual_seq_qlen: Tensor | None,
-    input_layout: str,
+    actual_seq_lengths_query: Tensor | None,
+    layout: str,
     input_softmax_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if prev_attn_out.shape != cur_attn_out.shape or prev_attn_out.dtype != cur_attn_out.dtype:
         raise ValueError(
-            f"{_RING}: cur_attn_out: expected shape and dtype of prev_attn_out, "
+            f"{name}: cur_attn_out: expected shape and dtype of prev_attn_out, "
             f"{list(prev_attn_out.shape)} {prev_attn_out.dtype}, "
             f"got {list(cur_attn_out.shape)} {cur_attn_out.dtype}"
         )
@@ -51,31 +45,31 @@ def npu_ring_attention_update(
     merged = torch.zeros_like(prev_attn_out, dtype=maximum.dtype)
     for out, repeated in zip((prev_attn_out, cur_attn_out), shares, strict=True):
         share = repeated[..., 0]
-        if input_layout == "SBH":
+        if layout == "SBH":
             share = share.permute(2, 0, 1)  # (S, B, N)
-        elif input_layout == "TND":
-            share = _by_token(share, actual_seq_qlen, input_softmax_layout)
+        elif layout == "TND":
+            share = _by_token(name, share, actual_seq_lengths_query, input_softmax_layout)
         else:
-            raise unsupported(_RING, "input_layout", "SBH or TND", input_layout)
-        heads = out.unflatten(2, (share.shape[2], -1)) if input_layout == "SBH" else out
+            raise unsupported(name, "input_layout", "SBH or TND", layout)
+        heads = out.unflatten(2, (share.shape[2], -1)) if layout == "SBH" else out
         merged += (heads * share[..., None]).view_as(merged)
     return merged.to(prev_attn_out.dtype), maximum, total
 
 
-def _by_token(share: Tensor, actual_seq_qlen: Tensor | None, layout: str) -> Tensor:
+def _by_token(name: str, share: Tensor, cu_seqlens: Tensor | None, layout: str) -> Tensor:
     """(T, N), from statistics that hold (N, length) of one sequence after another unless their
     layout is TND as well."""
     if layout == "TND":
         return share
     if layout:
-        raise unsupported(_RING, "input_softmax_layout", "TND or none", layout)
-    if actual_seq_qlen is None:
-        raise ValueError(f"{_RING}: actual_seq_qlen: expected in layout TND, got None")
+        raise unsupported(name, "input_softmax_layout", "TND or none", layout)
+    if cu_seqlens is None:
+        raise ValueError(f"{name}: actual_seq_qlen: expected in layout TND, got None")
     tokens = len(share)
     # It counts from 0. Without values, one sequence stands for all: shapes are the same.
-    ends = actual_seq_qlen.tolist() if has_values(actual_seq_qlen) else [0, tokens]
+    ends = cu_seqlens.tolist() if has_values(cu_seqlens) else [0, tokens]
     if not ends or ends[0] != 0 or ends[-1] != tokens:
         raise ValueError(
-            f"{_RING}: actual_seq_qlen: expected prefix sums from 0 to T = {tokens}, got {ends}"
+            f"{name}: actual_seq_qlen: expected prefix sums from 0 to T = {tokens}, got {ends}"
         )
     return by_head(share, ends[1:]).transpose(0, 1)

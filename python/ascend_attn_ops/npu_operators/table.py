@@ -1,0 +1,71 @@
+"""Which of torch_npu's operators are computed, each with what computes it.
+
+A row names the operator of this library, and beside it only what differs: other names of arguments
+than in `NAMES`, values that alone are computed, and the function where there is more to do.
+"""
+
+from __future__ import annotations
+
+from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
+from ascend_attn_ops.npu_operators import fusion_attention as fusion
+from ascend_attn_ops.npu_operators import inference, layers, merging, sparse
+from ascend_attn_ops.npu_operators.attention import Inputs
+from ascend_attn_ops.npu_operators.layouts import LAYOUTS
+from ascend_attn_ops.npu_operators.translation import Translation
+
+# How the device makes the mask of dropout, which does not change it.
+_MASKS = ("gen_mask_parallel", "sync")
+# The CPU always computes in the higher precision.
+_PRECISION = ("inner_precise",)
+# Absorbed latent attention, the mode that has ropes and one head of keys.
+_ABSORBED = {"attention_mode": [2]}
+_NO_BAND = {"pre_tokens": [ALL_TOKENS_SPARSE], "next_tokens": [ALL_TOKENS_SPARSE]}
+
+TABLE = [
+    # Dense attention.
+    Translation("npu::npu_fusion_attention", "flash_attention_score", fusion.forward,
+                without_effect=_MASKS, differentiable=True),
+    Translation("npu::npu_fusion_attention_v2", "flash_attention_score", fusion.forward_v2,
+                without_effect=_MASKS, differentiable=True),
+    Translation("npu::npu_fusion_attention_v3", "flash_attention_score", fusion.forward_v3,
+                without_effect=_MASKS, autograd=fusion.autograd_v3),
+    Translation("npu::npu_fusion_attention_grad", "flash_attention_score_grad", fusion.grad,
+                without_effect=_MASKS),
+    Translation("npu::npu_fusion_attention_grad_v2", "flash_attention_score_grad", fusion.grad_v2,
+                without_effect=_MASKS),
+    Translation("npu::npu_fusion_attention_grad_v3", "flash_attention_score_grad", fusion.grad_v3,
+                without_effect=_MASKS),
+    # For inference.
+    Translation("npu::npu_prompt_flash_attention", "prompt_flash_attention", inference.prompt,
+                only={"input_layout": ["BSH", "BSND", "BNSD", "BNSD_BSND", "NSD"]}),
+    Translation("npu::npu_incre_flash_attention", Inputs, inference.one_token,
+                names={"actual_seq_lengths": "actual_seq_lengths_key"},
+                only={"input_layout": ["BSH", "BSND", "BNSD"]}, without_effect=_PRECISION),
+    Translation("npu::npu_fused_infer_attention_score", Inputs, inference.fused,
+                only={"input_layout": [*LAYOUTS]}, without_effect=_PRECISION),
+    Translation("npu::npu_fused_infer_attention_score_v2", Inputs, inference.fused,
+                only={"input_layout": [*LAYOUTS]}, without_effect=_PRECISION),
+    # Sparse attention and the indexer.
+    Translation("npu::npu_sparse_flash_attention", "sparse_flash_attention", sparse.attention,
+                only=_ABSORBED, differentiable=True),
+    Translation("npu::npu_sparse_flash_attention_grad", "sparse_flash_attention_grad",
+                sparse.attention_grad, only=_ABSORBED),
+    Translation("npu::npu_lightning_indexer", "lightning_indexer", sparse.indexer,
+                differentiable=True),
+    Translation("npu::npu_lightning_indexer_grad", "lightning_indexer_grad",
+                names={"dy": "d_values"}, only=_NO_BAND),
+    Translation("npu::npu_sparse_lightning_indexer_grad_kl_loss",
+                "sparse_lightning_indexer_grad_kl_loss", only=_NO_BAND),
+    # Caches, merging and layers.
+    Translation("npu::npu_scatter_pa_kv_cache", "scatter_pa_kv_cache_"),
+    Translation("atb::_npu_reshape_and_cache", "scatter_pa_kv_cache_"),
+    Translation("npu::npu_attention_update", "attention_update", merging.attention_update),
+    Translation("npu::npu_ring_attention_update", merging.ring_attention_update),
+    Translation("npu::npu_rms_norm", layers.rms_norm, differentiable=True),
+    Translation("npu::npu_rms_norm_backward", layers.rms_norm_backward),
+    Translation("npu::npu_add_rms_norm", layers.add_rms_norm, differentiable=True),
+    Translation("npu::npu_rotary_mul", layers.rotary_mul, differentiable=True),
+    Translation("npu::npu_rotary_mul_backward", layers.rotary_mul_backward),
+    Translation("npu::npu_swiglu", layers.swiglu, differentiable=True),
+    Translation("npu::npu_swiglu_backward", layers.swiglu_backward),
+]  # fmt: skip

@@ -1,0 +1,163 @@
+"""What makes a row of the table (`table.py`) kernels of an operator of torch_npu."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._operators import signature_of
+from ascend_attn_ops._torch import below_autograd, has_kernel, is_fake, without_autocast
+
+# torch_npu's arguments by this library's names, in all operators.
+NAMES = {
+    "actual_seq_klen": "actual_seq_lengths_key",
+    "actual_seq_kvlen": "actual_seq_lengths_key",
+    "actual_seq_lengths": "actual_seq_lengths_query",
+    "actual_seq_lengths_kv": "actual_seq_lengths_key",
+    "actual_seq_qlen": "actual_seq_lengths_query",
+    "compress_seq_offsets": "compress_seq_offset",
+    "dropout_mask": "drop_mask",
+    "head_num": "num_heads",
+    "input_layout": "layout",
+    "layout_kv": "layout_key",
+    "layout_query": "layout",
+    "next_tockens": "next_tokens",
+    "num_query_heads": "num_heads",
+    "pre_tockens": "pre_tokens",
+    "pse": "pse_shift",
+    "return_value": "return_values",
+    "scale": "scale_value",
+    "slot_indices": "slot_mapping",
+    "softmax_lse_flag": "return_softmax_lse",
+    "softmax_scale": "scale_value",
+}
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How an operator of torch_npu is computed.
+
+    An argument is followed if `ours` has a parameter of its name, translated by `names`, or else by
+    `NAMES`. Any other has to have the default of the schema, unless it is in `without_effect`.
+
+    Attributes:
+        name: qualified, "npu::npu_swiglu".
+        ours: an operator of torch.ops.ascend by its name, or a function. The parameters are looked
+            up here; a parameter `name` of a function gets `name`.
+        compute: what is called instead of `ours`, with the same arguments, and with those of its
+            own parameters that `ours` lacks.
+        names: torch_npu's arguments that have another name in `ours`.
+        only: the values that alone are computed, by torch_npu's argument.
+        without_effect: arguments that change nothing but the way to the same result.
+        differentiable: whether it consists of differentiable operators, which autograd records.
+        autograd: what autograd records instead, called with torch_npu's own arguments. Without
+            either the operator has no gradient, as in torch_npu.
+    """
+
+    name: str
+    ours: str | Callable[..., Any]
+    compute: Callable[..., Any] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    without_effect: Sequence[str] = ()
+    differentiable: bool = False
+    autograd: Callable[..., Any] | None = None
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        if self.compute is not None:
+            return self.compute
+        return getattr(torch.ops.ascend, self.ours) if isinstance(self.ours, str) else self.ours
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The names of the arguments that `function` takes."""
+        signature = signature_of if isinstance(self.ours, str) else inspect.signature
+        own = inspect.signature(self.compute).parameters if self.compute else {}
+        return frozenset(signature(self.ours).parameters) | frozenset(own)  # type: ignore[arg-type]
+
+    def our_name(self, argument: str) -> str:
+        return self.names.get(argument) or NAMES.get(argument, argument)
+
+    def follows(self, argument: str) -> bool:
+        return argument in self.only or self.our_name(argument) in self.parameters
+
+    def check(self, argument: str, value: Any, default: Any) -> None:
+        """Refuses a value that would have no effect although torch_npu documents one."""
+        if argument in self.only:
+            values = [str(x) for x in self.only[argument]]
+            if value not in self.only[argument]:
+                expected = values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+                raise unsupported(self.name, argument, expected, value)
+        elif self.follows(argument) or argument in self.without_effect:
+            return
+        elif isinstance(value, Tensor) or value != default:
+            expected = f"{default!r}, all that is computed here"
+            raise unsupported(self.name, argument, expected, value)
+
+    def translated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        ours = {self.our_name(argument): x for argument, x in arguments.items()}
+        own = {"name": self.name, **ours}
+        return {name: x for name, x in own.items() if name in self.parameters}
+
+
+def unsupported(name: str, argument: str, expected: str, got: object) -> NotImplementedError:
+    """For what the operator of torch_npu takes and this library does not compute."""
+    return NotImplementedError(f"{name}: {argument}: expected {expected}, got {shown(got)}")
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor can be read: neither it nor what is made now is fake."""
+    return not (tensor.is_meta or is_fake(tensor) or is_fake(torch.empty(0)))
+
+
+def register(
+    library: torch.library.Library, translation: Translation, schema: torch.FunctionSchema
+) -> None:
+    """Register the kernels of an operator for the CPU and, unless torch_npu has one, for Meta.
+
+    torch_npu's own kernels, which fake tensors on an NPU use as well, stay as they are.
+    """
+    defaults = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+    names = [x.name for x in schema.arguments]
+
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        for argument, value in arguments.items():
+            # `str? layout="BSND"`: None stands for the default.
+            if value is None:
+                arguments[argument] = defaults.get(argument)
+            translation.check(argument, arguments[argument], defaults.get(argument))
+        return arguments
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = translation.translated(checked(*args, **kwargs))
+        # Mixed dtypes are an error on the device, autocast or not.
+        with without_autocast():
+            return translation.function(**arguments)
+
+    def call_below_autograd(*args: Any, **kwargs: Any) -> Any:
+        with below_autograd():
+            return call(*args, **kwargs)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        assert translation.autograd is not None
+        with without_autocast():
+            arguments = checked(*args, **kwargs).items()
+            return translation.autograd(**{n: x for n, x in arguments if translation.follows(n)})
+
+    operator = translation.name.partition("::")[2]
+    backends = ["CPU"] if has_kernel(translation.name, "Meta") else ["CPU", "Meta"]
+    for backend in backends:
+        library.impl(operator, call_below_autograd, backend)
+        # The others keep what torch does for operators that nobody differentiates, as on the NPU.
+        if translation.differentiable or translation.autograd is not None:
+            with_gradient = call if translation.autograd is None else recorded
+            library.impl(operator, with_gradient, f"Autograd{backend}")
