@@ -28,27 +28,28 @@ try:
         FunctionalizeInterpreter,
         retrieve_current_functorch_interpreter,
     )
+    from torch._logging._internal import LazyString
     from torch._subclasses.fake_tensor import FakeTensor, is_fake
     from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 except ImportError as error:
     raise ImportError(_MISSING.format(version=torch.__version__, error=error)) from error
 
 if TYPE_CHECKING:
-    from torch._logging._internal import LazyString
     from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
+    from torch.distributed.tensor import _utils as tensor_utils
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
-    from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 # Only ascend_attn_ops.distributed needs these, which load torch.distributed.tensor.
 _OF_DISTRIBUTED = {
     "DTensorSpec": "torch.distributed.tensor._dtensor_spec.DTensorSpec",
-    "LazyString": "torch._logging._internal.LazyString",
     "TensorMeta": "torch.distributed.tensor._dtensor_spec.TensorMeta",
     "is_tracing": "torch.distributed._functional_collectives._are_we_tracing",
     "redistribute_local_tensor": "torch.distributed.tensor._redistribute.redistribute_local_tensor",
-    "without_modes": "torch.utils._python_dispatch._disable_current_modes",
+    # Its ExplicitRedistributionContext is missing in some versions.
+    "tensor_utils": "torch.distributed.tensor._utils",
 }
 
 

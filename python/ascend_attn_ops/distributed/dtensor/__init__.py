@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ascend_attn_ops._torch import without_modes
 from ascend_attn_ops.device_limits import device_in_force
 from ascend_attn_ops.distributed.dtensor._axes import LINES
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT, Plan
@@ -80,7 +80,7 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = _plans.get(key)
     if plan is None:
         # While torch.compile traces, the decision is no part of the graph.
-        with _disable_current_modes():
+        with without_modes():
             plan = Plan(signature, values)
         if len(_plans) >= _MOST_PLANS:
             del _plans[next(iter(_plans))]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
+from ascend_attn_ops._torch import DTensorSpec
 from ascend_attn_ops.distributed.dtensor._axes import ABSENT, PER_SEQUENCE, Axes
 
 

@@ -11,14 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._logging._internal import LazyString
-from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, _utils
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from ascend_attn_ops._torch import (
+    DTensorSpec,
+    LazyString,
+    TensorMeta,
+    is_tracing,
+    redistribute_local_tensor,
+    tensor_utils,
+)
 from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.distributed.dtensor import _tokens
 from ascend_attn_ops.distributed.dtensor._axes import PER_SEQUENCE, axes_of
@@ -39,7 +43,7 @@ from ascend_attn_ops.distributed.dtensor._signature import (
 )
 
 # The context in which nothing is redistributed unasked. torch 2.9 and earlier have none.
-EXPLICIT: Any = getattr(_utils, "ExplicitRedistributionContext", None)
+EXPLICIT: Any = getattr(tensor_utils, "ExplicitRedistributionContext", None)
 
 # Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
 # compressed masks by itself, and lengths are numbers.
@@ -394,7 +398,7 @@ class Plan:
 
     def _agree(self, local: Tensor, failure: Exception | None) -> None:
         """Raise on all ranks what one of them raised; only the CPU reads values, and can."""
-        if not local.is_cpu or _are_we_tracing():
+        if not local.is_cpu or is_tracing():
             return
         failed = torch.tensor(failure is not None, dtype=torch.int32)
         for dim in range(self.mesh.ndim):
