@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import ascend_attn_ops
@@ -61,3 +64,36 @@ def test_torch_finds_what_it_needs_of_operators(use: str) -> None:
         "x = torch.randn(1, 4, 2, 16, dtype=torch.bfloat16)\n"
     )
     assert output_of(code + USES[use]) == ["True"]
+
+
+def private_parts(source: str, package: str) -> Iterator[str]:
+    """What a module imports of a package, or reads of it, below a name with an underscore."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            # Operators, whose names are those of their schemas, are no part of a module.
+            if (
+                first == package
+                and rest[:1] != ["ops"]
+                and any(re.match("_[a-zA-Z]", part) for part in rest)
+            ):
+                yield name
+
+
+@pytest.mark.parametrize("package", ["torch", "torch_npu"])
+def test_private_parts_are_imported_in_one_module(package: str) -> None:
+    found = {
+        str(file.relative_to(PACKAGE)): names
+        for file in PACKAGE.rglob("*.py")
+        if (names := list(private_parts(file.read_text(), package)))
+        and file.relative_to(PACKAGE).parts[0] != "simulate"
+    }
+    assert found.keys() == {f"_{package}.py"}, found

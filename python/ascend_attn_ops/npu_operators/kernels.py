@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._torch import has_kernel, is_fake, without_autocast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,12 +91,12 @@ def register(library: torch.library.Library, kernel: Kernel, schema: torch.Funct
     call = with_checked_arguments(kernel, kernel.function, schema)
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return call(*args, **kwargs)
 
     operator = kernel.name.partition("::")[2]
     backends = ["CPU"]
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name, "Meta"):
+    if not has_kernel(kernel.name, "Meta"):
         backends.append("Meta")
     for backend in backends:
         library.impl(operator, below_autograd, backend)
@@ -131,7 +131,7 @@ def with_checked_arguments(
                     kernel.name, name, f"{default!r}, all that is computed here", value
                 )
         # Mixed dtypes are an error on the device, autocast or not.
-        with torch._C._DisableAutocast():
+        with without_autocast():
             return function(**given)
 
     return call
