@@ -2,10 +2,12 @@
 // arguments; its kernels register themselves in csrc/{cpu,npu,autograd}/<operator>.cpp.
 #include <torch/library.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
 
+#include "core/limits.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {
@@ -58,6 +60,19 @@ TORCH_LIBRARY(ascend, m) {
 TORCH_LIBRARY_IMPL(ascend, Meta, m) {
   register_meta(Operators(), m);
   register_meta(PrivateOperators(), m);
+}
+
+// Sets the limits of the calling thread, and returns what they were; nullopt switches them off.
+int64_t set_thread_limits(std::optional<int64_t> override) {
+  const auto before = limits_override_of_thread();
+  set_limits_override_of_thread(override.value_or(limits_override_for(std::nullopt)));
+  return before;
+}
+
+// Not an operator of the library: a simulated NPU computes with the CPU kernels, after the NPU
+// kernel has checked the limits, and reaches this library through the dispatcher alone.
+TORCH_LIBRARY(ascend_attn_ops, m) {
+  m.def("_set_thread_limits(int? override) -> int", &set_thread_limits);
 }
 
 }  // namespace
