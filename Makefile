@@ -112,9 +112,9 @@ test-aarch64:
 	$(PYTHON) tools/aarch64.py $(VERSIONS) --sample $(or $(SAMPLE),60)
 
 clean:
-	rm -rf build build-npu .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
-	find python -name '*.so' -delete
-	rm -f python/ascend_attn_ops/built_with.json
+	rm -rf build build-npu simulation/build .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
+	find python simulation -name '*.so' -delete
+	rm -f python/ascend_attn_ops/built_with.json simulation/cann_simulator/built_with.json
 
 # Compiles only what has changed.
 build: .venv/ready
@@ -123,8 +123,9 @@ build: .venv/ready
 
 # Both environments have the same torch, so `_C` is compiled only once.
 build-npu: build .venv-npu/ready
-	@echo "Building the NPU kernels ..."
+	@echo "Building the NPU kernels and the simulated CANN ..."
 	@ASCEND_ATTN_OPS_BUILD=npu $(NPU) setup.py -q build_ext --inplace --build-temp build-npu
+	@cd simulation && $(CURDIR)/$(NPU) setup.py -q build_ext --inplace
 
 # Installs torch first: the extension is compiled against the torch that it will run with, and
 # without build isolation, which would fetch another one.

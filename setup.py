@@ -1,5 +1,4 @@
-"""Builds the extension modules: `_C` always; where torch_npu can be imported, `_npu` and the
-libraries of the simulated CANN."""
+"""Builds the extension modules: `_C` always, and `_npu` where torch_npu can be imported."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,6 @@ COMPILE_ARGS += ["-Wno-missing-braces"]
 FLAGS = shlex.split(os.environ.get("ASCEND_ATTN_OPS_FLAGS", ""))
 # Read by python/ascend_attn_ops/_built_with.py before it loads what was compiled.
 BUILT_WITH = "built_with.json"
-SIMULATION = "csrc/simulation"
-# Where CANN has its libraries, below the folder that stands for an installed CANN.
-SIMULATED_LIBRARIES = "ascend_attn_ops.simulate.cann.lib64"
-# torch_npu's libraries name them; the simulation has all of their functions in libascendcl.so.
-EMPTY_LIBRARIES = ["acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -92,8 +85,7 @@ def sources(pattern: str) -> list[str]:
 
 
 def core_sources() -> list[str]:
-    others = ("csrc/npu/", f"{SIMULATION}/")
-    return [source for source in sources("csrc/**/*.cpp") if not source.startswith(others)]
+    return [x for x in sources("csrc/**/*.cpp") if not x.startswith("csrc/npu/")]
 
 
 def torch_headers() -> list[str]:
@@ -168,93 +160,22 @@ def npu_extension() -> Any | None:
     )
 
 
-def simulation() -> list[Any]:
-    """The libraries of the simulated CANN, which torch_npu loads in place of the real ones."""
-    from torch.utils.cpp_extension import CppExtension
-
-    torch_npu = torch_npu_folder()
-    if torch_npu is None:
-        return []
-
-    def library(
-        name: str,
-        files: list[str],
-        *needs: str,
-        headers: Sequence[Path] = (),
-        options: Sequence[str] = (),
-    ) -> Any:
-        file = f"lib{name}.so"
-        return CppExtension(
-            f"{SIMULATED_LIBRARIES}.lib{name}",
-            files,
-            include_dirs=[str(ROOT / "csrc"), str(torch_npu / "include/third_party/acl/inc")],
-            library_dirs=[str(torch_npu / "lib")],
-            extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", *torch_headers(),
-                                *(f"-isystem{folder}" for folder in headers), *FLAGS],
-            extra_link_args=[f"-Wl,-soname,{file}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed",
-                             *(f"-l{needed}" for needed in needs), *options, *FLAGS],
-        )  # fmt: skip
-
-    runtime = [
-        f"{SIMULATION}/{file}.cpp"
-        for file in (
-            "runtime",
-            "streams",
-            "graphs",
-            "report",
-            "stream_order",
-            "compiled_operators",
-            "trivial_functions",
-        )
-    ]
-    return [
-        library("ascendcl", runtime),
-        *(library(name, [f"{SIMULATION}/empty_library.cpp"], "ascendcl")
-          for name in EMPTY_LIBRARIES),
-        library("hccl", sources(f"{SIMULATION}/hccl*.cpp"), "ascendcl",
-                headers=[torch_npu / "include", torch_npu / "include/third_party/hccl/inc"]),
-        library("atb", [f"{SIMULATION}/atb.cpp"]),
-        # A later home of some of its functions.
-        library("hcomm", [f"{SIMULATION}/empty_library.cpp"], "hccl"),
-        # The older table of names can be extended while a program runs: opapi_user.cpp.
-        library("opapi", sources(f"{SIMULATION}/opapi*.cpp"), "ascendcl",
-                options=["-Wl,--hash-style=sysv"]),
-        # Where torch_npu looks for what destroys the executor of a call that is not made.
-        library("nnopbase", [f"{SIMULATION}/empty_library.cpp"], "opapi"),
-        library("cpu_fallback", sources(f"{SIMULATION}/cpu_fallback*.cpp"), "ascendcl", "torch_npu",
-                headers=[torch_npu / "include"]),
-    ]  # fmt: skip
-
-
 def build_command() -> Any:
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
-        """Records what each module is compiled with, and links the others against `_C`."""
-
-        def get_ext_filename(self, fullname: str) -> str:
-            """Return CANN's name for a library, and Python's for a module."""
-            name = Path(super().get_ext_filename(fullname))
-            library = fullname.rpartition(".")[2]
-            return str(name.with_name(f"{library}.so") if library.startswith("lib") else name)
+        """Records what each module is compiled with, and links `_npu` against `_C`."""
 
         def build_extension(self, ext: Any) -> None:
             module = ext.name.rpartition(".")[2]
             core = Path(self.get_ext_fullpath("ascend_attn_ops._C"))
-            ext.library_dirs.append(str(core.parent))
-            if module in ("_npu", "libopapi"):
-                # `_C` provides schemas, checks, limits and CPU kernels.
-                ext.extra_link_args.append(f"-l:{core.name}")
-            if ext.name.startswith(SIMULATED_LIBRARIES):
-                # They are built whenever `_npu` is, and need no record of their own.
-                ext.library_dirs.append(str(Path(self.get_ext_fullpath(ext.name)).parent))
-                ext.extra_link_args.append("-Wl,-rpath,$ORIGIN/../../..")
-                super().build_extension(ext)
-                return
             record = core.parent / BUILT_WITH
             modules = json.loads(record.read_text()) if record.exists() else {}
             versions = {"torch": TORCH}
             if module == "_npu":
+                # `_C` provides schemas, checks, limits and CPU kernels.
+                ext.library_dirs.append(str(core.parent))
+                ext.extra_link_args.append(f"-l:{core.name}")
                 versions["torch_npu"] = metadata.version("torch_npu")
             # setuptools compares times, which do not tell that torch is another.
             self.force = self.force or modules.get(module) != versions
@@ -263,7 +184,6 @@ def build_command() -> Any:
 
         def copy_extensions_to_source(self) -> None:
             folder = Path(self.get_finalized_command("build_py").get_package_dir("ascend_attn_ops"))
-            (folder / "simulate/cann/lib64").mkdir(exist_ok=True)
             super().copy_extensions_to_source()
             self.copy_file(str(Path(self.build_lib, "ascend_attn_ops", BUILT_WITH)), str(folder))
 
@@ -279,7 +199,7 @@ def extensions() -> list[Any]:
     wanted = os.environ.get("ASCEND_ATTN_OPS_BUILD", "core,npu").split(",")
     core = core_extension() if "core" in wanted else None
     npu = npu_extension() if "npu" in wanted else None
-    return [extension for extension in (core, npu) if extension] + (simulation() if npu else [])
+    return [extension for extension in (core, npu) if extension]
 
 
 def arguments_of_build() -> dict[str, Any]:

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "python"))
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("python", "simulation")]
 
-from ascend_attn_ops import simulate  # noqa: E402
-from ascend_attn_ops.simulate.control import bare_call_microseconds  # noqa: E402
+import cann_simulator  # noqa: E402
+from cann_simulator.control import bare_call_microseconds  # noqa: E402
 from results import Recorder, parser  # noqa: E402
 
 LEVELS = (0, 1, 2)
@@ -166,7 +166,7 @@ def measure(operator: str, batches: int) -> tuple[Times, float]:
     npu = torch.get_device_module("npu")
     samples: dict[str, list[tuple[float, float]]] = {}
     functions = OPERATORS[operator]()
-    with simulate.computing(False), torch.no_grad():
+    with cann_simulator.computing(False), torch.no_grad():
         for _ in range(batches):
             for name, function in functions.items():
                 npu.synchronize()
@@ -190,7 +190,7 @@ def in_new_process(operator: str, batches: int, level: int) -> tuple[Times, floa
     """Measure in a new process, because torch_npu reads the level of its queue at startup."""
     result = subprocess.run(
         [sys.executable, __file__, "--only", operator, f"--rounds={batches}"],
-        env={**os.environ, **simulate.environment(task_queue=level)},
+        env={**os.environ, **cann_simulator.environment(task_queue=level)},
         capture_output=True,
         text=True,
         check=False,

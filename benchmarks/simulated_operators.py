@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("python", "simulation")]
 
-from ascend_attn_ops import simulate
-from results import Recorder, parser
+import cann_simulator  # noqa: E402
+from results import Recorder, parser  # noqa: E402
 
 BATCHES, CALLS, STEPS = 50, 200, 5
 NAMES = {"cpu": "torch, CPU", "npu": "ours, simulated NPU"}
@@ -82,7 +82,7 @@ def main() -> None:
     arguments = parser(__doc__, rounds=BATCHES).parse_args()
     record = Recorder("simulated_operators", arguments.json)
     rounds = arguments.rounds
-    simulate.start()
+    cann_simulator.start()
     import torch
 
     torch.set_num_threads(1)

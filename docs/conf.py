@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parents[1] / "python")]
+DOCS = Path(__file__).parent
+sys.path[:0] = map(str, [DOCS / "_ext", DOCS.parent / "python", DOCS.parent / "simulation"])
 
 import ascend_attn_ops  # noqa: E402
 

@@ -202,7 +202,7 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
         return "ready"
 
     def build(module: str, folder: Path) -> str:
-        matrix.build(row, module, folder / "bin/python", sources, logs / f"build{module}")
+        matrix.build(row, module, folder / "bin/python", sources, logs)
         return row.built[module]
 
     def test(name: str, folder: Path, *command: str, sample: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""Which lines the tests execute: of csrc by gcov, of python/ascend_attn_ops by coverage.
+"""Which lines the tests execute: of C++ by gcov, of Python by coverage.
 
     python tools/coverage.py [--no-npu] [--lines] [-- TESTS AND OPTIONS OF PYTEST]
 
@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from instrumented import ROOT, build, copied
+from instrumented import ROOT, build, copied, python_path
 
 FLAGS = ["-O1", "--coverage", "-fprofile-update=prefer-atomic"]
 FOLDERS = [
@@ -32,7 +32,7 @@ FOLDERS = [
     "csrc/npu",
     "csrc/python",
 ]
-FOLDERS += ["csrc/simulation", "csrc", "python"]
+FOLDERS += ["csrc", "simulation/csrc", "python", "simulation"]
 
 # Counts of executions, by line, by file.
 Counts = dict[str, dict[int, int]]
@@ -56,7 +56,7 @@ def of_gcov(folder: Path) -> Counts:
 def add(counts: Counts, report: dict[str, Any], folder: Path) -> None:
     for file in report["files"]:
         path = Path(report["current_working_directory"], file["file"]).resolve()
-        if not path.is_relative_to(folder / "csrc"):
+        if not any(path.is_relative_to(folder / x) for x in ("csrc", "simulation/csrc")):
             continue
         lines = counts[str(path.relative_to(folder))]
         for line in file["lines"]:
@@ -113,7 +113,7 @@ def main() -> int:
         old.unlink()
     measured = ["-m", "coverage", "run"]
     # The task queue's levels differ in torch_npu alone.
-    environment = {**os.environ, "PYTHONPATH": str(folder / "python"), "NPU_LEVELS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(folder), "NPU_LEVELS": "1"}
     tests = arguments.pytest or ["tests", "--ignore=tests/npu"]
     runs = [[cpu, *measured, "-m", "pytest", *tests]]
     if npu is not None and not arguments.pytest:

@@ -1,4 +1,4 @@
-"""Builds a copy of this checkout with other flags of the compiler, beside the usual build."""
+"""Builds a copy of this checkout with other compiler flags, beside the usual build."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("python", "simulation")
 
 
 def copied(folder: Path) -> Path:
@@ -24,20 +25,30 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+def python_path(folder: Path) -> str:
+    """Return the PYTHONPATH that finds both packages in `folder`."""
+    return os.pathsep.join(str(folder / package) for package in PACKAGES)
+
+
 def same(source: Path, target: Path) -> bool:
     return target.exists() and source.read_bytes() == target.read_bytes()
 
 
 def build(folder: Path, flags: Iterable[str], cpu: Path, npu: Path | None = None) -> None:
-    """`cpu` and `npu` are the interpreters that make `_C`, and `_npu` with the simulation."""
-    environment = {**os.environ, "ASCEND_ATTN_OPS_FLAGS": " ".join(flags)}
-    parts = [("core", cpu), ("npu", npu)]
-    for part, interpreter in parts:
+    """`cpu` builds `_C`; `npu`, the interpreter with torch_npu, `_npu` and the simulated CANN."""
+    variables = ("ASCEND_ATTN_OPS_FLAGS", "CANN_SIMULATOR_FLAGS")
+    environment = {**os.environ, **dict.fromkeys(variables, " ".join(flags))}
+    parts = [
+        ("core", cpu, folder),
+        ("npu", npu, folder),
+        ("simulation", npu, folder / "simulation"),
+    ]
+    for part, interpreter, project in parts:
         if interpreter is not None:
             subprocess.run(
                 [interpreter, "setup.py", "-q", "build_ext", "--inplace",
-                 "--build-temp", f"build-{part}"],
-                cwd=folder, env={**environment, "ASCEND_ATTN_OPS_BUILD": part}, check=True,
+                 "--build-temp", folder / f"build-{part}"],
+                cwd=project, env={**environment, "ASCEND_ATTN_OPS_BUILD": part}, check=True,
             )  # fmt: skip
 
 

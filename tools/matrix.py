@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import environment
+from instrumented import python_path
 
 CHECKOUT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -89,7 +90,7 @@ def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
         finished = subprocess.run(
             [str(part) for part in command],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder / "python"), **variables},
+            env={**os.environ, "PYTHONPATH": python_path(folder), **variables},
             stdout=file,
             stderr=subprocess.STDOUT,
             check=False,
@@ -99,14 +100,26 @@ def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
     return finished.returncode == 0
 
 
-def build(row: Row, module: str, python: Path, sources: Path, log: Path) -> bool:
-    built = run(
-        log, sources, python, "setup.py", "-q", "build_ext", "--inplace",
-        f"--build-temp=build{module}", ASCEND_ATTN_OPS_BUILD="npu" if module == "_npu" else "core",
-    )  # fmt: skip
-    warnings = len(re.findall(r"warning:", log.read_text()))
-    row.built[module] = "no" if not built else f"{warnings} warnings" if warnings else "yes"
-    return built
+def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> bool:
+    """Build `_C` or `_npu`; with the latter, the simulated CANN that its tests run on."""
+    parts = {
+        "_C": {"core": sources},
+        "_npu": {"npu": sources, "simulation": sources / "simulation"},
+    }
+    texts = []
+    for part, project in parts[module].items():
+        log = logs / f"build_{part}"
+        built = run(
+            log, project, python, "setup.py", "-q", "build_ext", "--inplace",
+            f"--build-temp={sources / f'build-{part}'}", ASCEND_ATTN_OPS_BUILD=part,
+        )  # fmt: skip
+        if not built:
+            row.built[module] = "no"
+            return False
+        texts.append(log.read_text())
+    warnings = len(re.findall(r"warning:", "".join(texts)))
+    row.built[module] = f"{warnings} warnings" if warnings else "yes"
+    return True
 
 
 def test(row: Row, kind: str, log: Path, sources: Path, *command: object, sample: int) -> None:
@@ -135,10 +148,10 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
     logs = home / "logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir()
-    if not build(row, "_C", python, sources, logs / "build_C"):
+    if not build(row, "_C", python, sources, logs):
         return row
     if torch_npu:
-        build(row, "_npu", npu, sources, logs / "build_npu")
+        build(row, "_npu", npu, sources, logs)
     if options.compile_only:
         return row
     test(

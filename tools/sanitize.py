@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from instrumented import ROOT, build, copied, test_file
+from instrumented import ROOT, build, copied, python_path, test_file
 
 # GCC, which has its sanitizers in libraries that can be loaded early.
 COMPILER = os.environ.get("CXX", "c++")
@@ -73,7 +73,7 @@ BEGIN = re.compile(
     r"(?m)^(?=={18}\nWARNING: ThreadSanitizer|==\d+==ERROR|\S+:\d+:\d+: runtime error: )"
 )
 TITLE = re.compile(r"(?m)(\w+Sanitizer: [\w -]+?(?= on | \(|$)|runtime error: .*)")
-PLACE = re.compile(r"\S*/(csrc/[\w/.]+:\d+)")
+PLACE = re.compile(r"\S*?/((?:simulation/)?csrc/[\w/.]+:\d+)")
 
 
 def file_of(library: str) -> str:
@@ -108,7 +108,7 @@ def environment(plan: Plan) -> dict[str, str]:
         **options,
         "UBSAN_REPORTS": f"{log}-ubsan",
         "LD_PRELOAD": ":".join(preloaded),
-        "PYTHONPATH": str(plan.folder / "python"),
+        "PYTHONPATH": python_path(plan.folder),
         # The levels differ in torch_npu alone, and in which thread runs our code: the last has most
         # on the thread of the task queue.
         "NPU_LEVELS": "2",

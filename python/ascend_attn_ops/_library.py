@@ -24,7 +24,8 @@ npu_unavailable: str | None = "not loaded yet"
 def load() -> None:
     """Register the NPU kernels, or set `npu_unavailable`; apply the environment variables.
 
-    A simulated CANN can be there later than this package, and loads again.
+    It can be called again: a CANN, such as a simulated one, can become available after this package
+    was imported.
     """
     global npu_unavailable, _without_npu
     _C.check_cpu_capability()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import ascend_attn_ops
-from ascend_attn_ops import _C, _built_with, _library, simulate
+from ascend_attn_ops import _C, _built_with, _library
 from ascend_attn_ops._torch import has_kernel
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 
@@ -100,16 +100,19 @@ def _versions(npu: ModuleType | None) -> dict[str, str]:
         torch_npu = metadata.version("torch_npu")
     except metadata.PackageNotFoundError:
         torch_npu = "not installed"
-    versions = {
+    return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "torch_npu": torch_npu,
-        "CANN": npu.cann_version() if npu else "not loaded",
+        "CANN": f"{npu.cann_version()}, {_path_of('libascendcl.so')}" if npu else "not loaded",
         "SoC": npu.soc_name() if npu else "no NPU",
     }
-    if simulate.is_running():
-        versions["simulated"] = f"{simulate.description()}, on this machine's processor"
-    return versions
+
+
+def _path_of(library: str) -> str:
+    """Return the file of a library that this process has loaded: it tells which CANN is in use."""
+    with open("/proc/self/maps") as maps:
+        return next(line.split()[-1] for line in maps if line.rstrip().endswith(f"/{library}"))
 
 
 def _built_with_text(module: str) -> str:

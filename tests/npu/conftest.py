@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import cann_simulator
 import pytest
-from ascend_attn_ops import simulate
 
 if "CANN_SIM_SOC" not in os.environ:
     pytest.exit("the NPU tests are started by `python tests/npu/run.py`", returncode=2)
 
 import torch
 from ascend_attn_ops.device_limits import table
-from ascend_attn_ops.simulate._products import product_of
+from cann_simulator._products import product_of
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
 
@@ -47,9 +47,9 @@ each_queue_failure = _each_failure(
 @pytest.fixture
 def no_leak() -> Iterator[None]:
     """No handle that was made in the test is left at its end."""
-    before = simulate.live_handles()
+    before = cann_simulator.live_handles()
     yield
-    assert simulate.live_handles() == before
+    assert cann_simulator.live_handles() == before
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +61,11 @@ def empty_queue() -> Iterator[None]:
 
 @contextmanager
 def operator_fails(operator: str, **fault: Any) -> Iterator[None]:
-    """`simulate.fail` for each aclnn function of an operator of ours, and no other."""
+    """`cann_simulator.fail` for each aclnn function of an operator of ours, and no other."""
     (functions,) = (row["aclnn"] for row in table() if row["operator"] == operator)
     with ExitStack() as stack:
         for function in functions:
-            stack.enter_context(simulate.fail(function, **fault))
+            stack.enter_context(cann_simulator.fail(function, **fault))
         yield
 
 

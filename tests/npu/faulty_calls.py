@@ -20,8 +20,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import cann_simulator
 import torch
-from ascend_attn_ops import simulate
 from ascend_attn_ops.device_limits import limits, table
 from device_samples import to_npu
 from support.samples import OPERATORS, Recipe, Sample, bytes_of
@@ -34,7 +34,7 @@ MAKERS = ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray")
 
 @dataclass(frozen=True)
 class Fault:
-    """Of a call whose function is `{function}`, in a phase of `simulate.fail`."""
+    """Of a call whose function is `{function}`, in a phase of `cann_simulator.fail`."""
 
     phase: int
     status: int = 361001
@@ -79,7 +79,7 @@ def survey() -> dict[str, list[dict[str, Any]]]:
     for row in table():
         for recipe in recipes_of(row["operator"]):
             sample = to_npu(recipe.make(torch.bfloat16))
-            with simulate.computing(False), simulate.recorded_calls() as log:
+            with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
                 sample.call(torch.ops.ascend)
             for entry in log:
                 if entry.get("phase") == 1 and entry["function"] in row["aclnn"]:
@@ -134,12 +134,12 @@ def call_that_fails(operator: str, function: str, name: str, recipe: str, handle
     fault = FAULTS[name]
     sample = to_npu(chosen.make(torch.bfloat16))
     answer: dict[str, Any] = {"where": "nowhere", "text": ""}
-    before, memory = simulate.live_handles(), torch.npu.memory_allocated()
+    before, memory = cann_simulator.live_handles(), torch.npu.memory_allocated()
     if fault is None:
         planted: Any = no_memory()
     else:
         of = fault.of.format(function=function)
-        planted = simulate.fail(
+        planted = cann_simulator.fail(
             of, fault.phase, fault.status, MESSAGE, after=handles[of] - 1 if fault.last else 0
         )
     with planted:
@@ -151,7 +151,7 @@ def call_that_fails(operator: str, function: str, name: str, recipe: str, handle
         except RuntimeError as error:
             answer = {"where": where, "text": str(error), "type": type(error).__name__}
     outputs = None  # noqa: F841
-    after = simulate.live_handles()
+    after = cann_simulator.live_handles()
     answer["handles"] = {kind: after[kind] - before[kind] for kind in after}
     answer["memory"] = torch.npu.memory_allocated() - memory
     answer["next"] = what_follows(chosen)

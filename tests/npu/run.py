@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS.parent / "python"))
+PACKAGES = [str(TESTS.parent / folder) for folder in ("python", "simulation")]
+sys.path[:0] = PACKAGES
 
-from ascend_attn_ops import simulate  # noqa: E402
+import cann_simulator  # noqa: E402
 
 # Every test runs on the first; where devices differ, on the others as well.
 DEVICES = [("A2", "9.1"), ("A2", "8.5"), ("950", "9.1")]
@@ -37,11 +38,11 @@ def main() -> int:
             print(run, flush=True)
             environment = {
                 **os.environ,
-                **simulate.environment(
+                **cann_simulator.environment(
                     soc=product, cann=cann, task_queue=level, streams=STREAMS[level]
                 ),
             }
-            environment["PYTHONPATH"] = str(TESTS.parent / "python")
+            environment["PYTHONPATH"] = os.pathsep.join(PACKAGES)
             command = [sys.executable, "-m", "pytest", *map(str, tests), *sys.argv[1:]]
             status = subprocess.run(command, env=environment, check=False).returncode
             # 5: none of the tests that the arguments choose are among these.

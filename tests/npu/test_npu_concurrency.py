@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import ascend_attn_ops
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from support.samples import RECIPES, Recipe, named_tensors
 from support.tolerance import assert_same_bits
@@ -43,7 +43,11 @@ def test_current_stream(recipe: Recipe) -> None:
     sample = recipe.make(torch.bfloat16).to("npu")
     streams = set()
     for stream in (torch.npu.current_stream(), torch.npu.Stream(), torch.npu.Stream()):
-        with simulate.computing(False), simulate.recorded_calls() as log, torch.npu.stream(stream):
+        with (
+            cann_simulator.computing(False),
+            cann_simulator.recorded_calls() as log,
+            torch.npu.stream(stream),
+        ):
             sample.call(torch.ops.ascend)
         streams |= {entry["stream"] for entry in log if entry.get("phase") == 2}
     assert len(streams) == 3
@@ -55,7 +59,7 @@ def test_second_device(recipe: Recipe) -> None:
     sample = recipe.make(torch.bfloat16)
     assert torch.npu.current_device() == 0
     on_npu = sample.to("npu:1")
-    with simulate.recorded_calls() as log:
+    with cann_simulator.recorded_calls() as log:
         outputs = on_npu.call(torch.ops.ascend)
     assert torch.npu.current_device() == 0
     assert {x.device for x in outputs} == {torch.device("npu:1")}

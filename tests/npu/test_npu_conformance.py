@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from conftest import TASK_QUEUE
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from support.samples import OPERATORS, RECIPES, Recipe, Sample
@@ -114,10 +114,10 @@ def test_our_call_is_torch_npus(recipe: Recipe) -> None:
     its_sample = with_its_lengths(sample)
     # torch_npu takes the 0 for a sequence when it sizes the dropout mask that it draws.
     ignored = {"dropMaskOptional"} if is_closed(its_sample) else set()
-    with simulate.computing(False), simulate.recorded_calls() as log:
+    with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
         call_theirs(its_sample)
     theirs = attention_calls(log)
-    with simulate.computing(False), simulate.recorded_calls() as log:
+    with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     ours = attention_calls(log)
 
@@ -148,7 +148,7 @@ def test_determinism_reaches_the_device(recipe: Recipe) -> None:
     """torch.use_deterministic_algorithms, as it was when the operator was called."""
     sample: Sample = recipe.make(torch.bfloat16).to("npu")
     for on in (True, False):
-        with simulate.computing(False), simulate.recorded_calls() as log:
+        with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
             torch.use_deterministic_algorithms(on)
             try:
                 sample.call(torch.ops.ascend)
@@ -172,12 +172,12 @@ def steps(log: list[dict[str, Any]]) -> list[str]:
 def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None:
     """Around the first phase: which functions reuse executors, and which switch that off."""
     sample: Sample = recipe.make(torch.bfloat16).to("npu")
-    with simulate.computing(False), simulate.keeping_executors():
-        with simulate.recorded_calls() as log:
+    with cann_simulator.computing(False), cann_simulator.keeping_executors():
+        with cann_simulator.recorded_calls() as log:
             call_theirs(sample)
         theirs = steps(log)
-    with simulate.computing(False), simulate.keeping_executors():
-        with simulate.recorded_calls() as log:
+    with cann_simulator.computing(False), cann_simulator.keeping_executors():
+        with cann_simulator.recorded_calls() as log:
             sample.call(torch.ops.ascend)
         ours = steps(log)
     # On the caller's thread the second phase and what follows it come when the queue gets there.
@@ -199,14 +199,14 @@ KEEPING_EXECUTORS = [r for r in DEVICE_RECIPES if r.operator.keeps_executors]
 def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
     """No first phase, as in torch_npu; the result is that of the tensors of this call."""
     sample: Sample = recipe.make(torch.bfloat16)
-    with simulate.keeping_executors():
+    with cann_simulator.keeping_executors():
         sample.to("npu").call(torch.ops.ascend)
         name, given = next(iter(sample.tensors.items()))
         sample = sample.replace(**{name: given * 0.5})
         on_npu = sample.to("npu")
-        with simulate.recorded_calls() as log:
+        with cann_simulator.recorded_calls() as log:
             outputs = on_npu.call(torch.ops.ascend)
-        with simulate.computing(False), simulate.recorded_calls() as their_log:
+        with cann_simulator.computing(False), cann_simulator.recorded_calls() as their_log:
             for _ in range(2):
                 call_theirs(on_npu)
     assert [x["phase"] for x in attention_calls(log)] == [2]
@@ -223,7 +223,11 @@ def test_another_argument_has_an_executor_of_its_own() -> None:
         # Or the queue's second phase comes after the first phase of the next call.
         torch.npu.synchronize()
 
-    with simulate.computing(False), simulate.keeping_executors(), simulate.recorded_calls() as log:
+    with (
+        cann_simulator.computing(False),
+        cann_simulator.keeping_executors(),
+        cann_simulator.recorded_calls() as log,
+    ):
         call()
         for change in ({"scale_value": 0.375}, {"pre_tokens": 2147483646}):
             sample = sample.replace(**change)

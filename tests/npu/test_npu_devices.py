@@ -12,12 +12,12 @@ from itertools import accumulate
 from typing import Any
 
 import ascend_attn_ops as ops
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from ascend_attn_ops.device_limits import device_in_force
-from ascend_attn_ops.simulate._products import SOCS, missing_functions
+from cann_simulator._products import SOCS, missing_functions
 from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from device_samples import first
 from support.samples import Sample, flash_attention_score, lightning_indexer, sparse_flash_attention
@@ -81,7 +81,7 @@ def test_rows_of_a_fused_projection() -> None:
     key, value = (x.npu()[:, i] for i, x in enumerate((torch.stack([key, value], 1),) * 2))
     assert not key.is_contiguous()
     on_npu = [torch.zeros_like(x).npu() for x in caches]
-    with simulate.recorded_calls() as log:
+    with cann_simulator.recorded_calls() as log:
         ops.scatter_pa_kv_cache_(key, on_npu[0], slots.npu(), value, on_npu[1])
     assert_same_bits(cpu(tuple(on_npu)), tuple(caches))
     (call,) = first_phases(log, "aclnnScatterPaKvCache")
@@ -118,9 +118,9 @@ PACKS = [
 def test_rows_behind_the_last_sequence(operator: Any, case: SparseCase) -> None:
     sample = operator.build(case, torch.bfloat16)
     on_npu = sample.to("npu")
-    before = simulate.waits()
+    before = cann_simulator.waits()
     outputs = on_npu.call(torch.ops.ascend)
-    assert simulate.waits() == before
+    assert cann_simulator.waits() == before
     assert_same_bits(cpu(outputs), sample.call(torch.ops.ascend))
 
 
@@ -173,7 +173,7 @@ def test_no_launch_has_sequences_of_unequal_lengths(lengths: Any, tail: tuple[in
     sample = packed_gradient(lengths, tail)
     expected = sample.call(torch.ops.ascend)
     on_npu = sample.to("npu")
-    with simulate.recorded_calls() as log:
+    with cann_simulator.recorded_calls() as log:
         outputs = on_npu.call(torch.ops.ascend)
     assert_same_bits(cpu(outputs), expected)
     calls = first_phases(log, "aclnnLightningIndexerGrad")
@@ -194,9 +194,9 @@ def test_no_launch_has_sequences_of_unequal_lengths(lengths: Any, tail: tuple[in
 @pytest.mark.parametrize("lengths", [((3, 6), (5, 9)), ((4, 4), (5, 5)), ((7,), (9,))], ids=str)
 def test_only_packs_of_several_sequences_wait(lengths: Any) -> None:
     sample = packed_gradient(lengths).to("npu")
-    before = simulate.waits()
+    before = cann_simulator.waits()
     sample.call(torch.ops.ascend)
-    assert simulate.waits() - before == (len(lengths[0]) > 1)
+    assert cann_simulator.waits() - before == (len(lengths[0]) > 1)
 
 
 @lacks("aclnnLightningIndexerGrad")
@@ -228,7 +228,7 @@ def deterministic_sample(operator: str) -> Sample:
 )
 def test_the_argument_reaches_the_context(operator: str, function: str) -> None:
     sample = deterministic_sample(operator)
-    with simulate.computing(False), simulate.recorded_calls() as log:
+    with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
         for deterministic in (True, False, True):
             sample.replace(deterministic=deterministic).call(torch.ops.ascend)
             # torch_npu's own calls are none of it.
@@ -250,10 +250,10 @@ def test_threads_do_not_disturb_each_other() -> None:
             for _ in range(300):
                 own.call(torch.ops.ascend)
 
-    with simulate.computing(False), ThreadPoolExecutor(4) as pool:
+    with cann_simulator.computing(False), ThreadPoolExecutor(4) as pool:
         # torch_npu sets the context itself in the first call of a thread.
         list(pool.map(work, [False] * 8))
-        with simulate.recorded_calls() as log:
+        with cann_simulator.recorded_calls() as log:
             list(pool.map(work, [True, False] * 2))
     calls = first_phases(log, "aclnnSparseFlashAttentionGrad")
     assert len(calls) == 1200
@@ -269,7 +269,7 @@ def test_tokens_beyond_int32(tokens: tuple[int, int]) -> None:
     sample = flash_attention_score.build_grad(case, torch.bfloat16)
     for each in (flash_attention_score.build(case, torch.bfloat16), sample):
         expected = each.call(torch.ops.ascend)
-        with simulate.recorded_calls() as log:
+        with cann_simulator.recorded_calls() as log:
             outputs = each.to("npu").call(torch.ops.ascend)
         assert_same_bits(cpu(outputs), expected)
         (call,) = [x["arguments"] for x in log if "preTokens" in x.get("arguments", ())]
@@ -286,7 +286,7 @@ def test_padded_packs(lengths: Any, tail: tuple[int, int]) -> None:
     end = [0] if all(tail) and PRODUCT == "A2" and CANN >= "9.0" and sum(lengths[0]) else []
     for build in (flash_attention_score.build, flash_attention_score.build_grad):
         sample = build(case, torch.bfloat16)
-        with simulate.recorded_calls() as log:
+        with cann_simulator.recorded_calls() as log:
             outputs = sample.to("npu").call(torch.ops.ascend)
         assert_same_bits(cpu(outputs), sample.call(torch.ops.ascend))
         (call,) = [x["arguments"] for x in log if "actualSeqQLenOptional" in x.get("arguments", ())]
@@ -301,10 +301,10 @@ V3 = "aclnnPromptFlashAttentionV3"
 MASKED_ROW = """
     import json
     import torch, ascend_attn_ops
-    from ascend_attn_ops import simulate
+    import cann_simulator
     x = torch.arange(1, 7.).half().view(1, 1, 3, 2)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]], dtype=torch.bool)
-    with ascend_attn_ops.limits(None), simulate.recorded_calls() as log:
+    with ascend_attn_ops.limits(None), cann_simulator.recorded_calls() as log:
         out = ascend_attn_ops.prompt_flash_attention(
             x.npu(), x.npu(), x.npu(), num_heads=1, layout="BNSD", sparse_mode=1,
             atten_mask=mask.npu()).cpu()
@@ -329,6 +329,6 @@ MASKED_ROW = """
 )
 def test_prompt_flash_attention(environment: dict[str, Any], expected: list[Any]) -> None:
     text, _ = run_in_new_process(
-        MASKED_ROW, **simulate.environment(task_queue=TASK_QUEUE, **environment)
+        MASKED_ROW, **cann_simulator.environment(task_queue=TASK_QUEUE, **environment)
     )
     assert json.loads(text.splitlines()[-1]) == expected

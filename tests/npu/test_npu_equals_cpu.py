@@ -9,7 +9,7 @@ from __future__ import annotations
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.simulate import computing
+from cann_simulator import computing
 from support.gradients import gradients
 from support.samples import (
     DIFFERENTIABLE_RECIPES,

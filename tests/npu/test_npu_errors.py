@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from ascend_attn_ops.device_limits import table
-from ascend_attn_ops.simulate._products import SOCS
+from cann_simulator._products import SOCS
 from conftest import (
     TASK_QUEUE,
     each_caller_failure,
@@ -58,10 +58,10 @@ def test_failure_on_the_queue(phase: int) -> None:
     out, err = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
-        from ascend_attn_ops import simulate
+        import cann_simulator
         from device_samples import first
         sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
-        with simulate.fail(phase={phase}, status=361001, message="EZ9999: launch"):
+        with cann_simulator.fail(phase={phase}, status=361001, message="EZ9999: launch"):
             for _ in range(2):
                 try:
                     sample.call(torch.ops.ascend)
@@ -87,7 +87,7 @@ def test_failure_on_the_queue(phase: int) -> None:
 @pytest.mark.skipif(TASK_QUEUE == 2, reason="the first phase runs on the queue's thread")
 def test_an_unknown_status_is_shown_as_its_number() -> None:
     sample = first(ATTENTION).make(torch.bfloat16).to("npu")
-    with simulate.fail(phase=1, status=507015), pytest.raises(RuntimeError, match="507015"):
+    with cann_simulator.fail(phase=1, status=507015), pytest.raises(RuntimeError, match="507015"):
         sample.call(torch.ops.ascend)
 
 
@@ -149,7 +149,7 @@ def test_product(product: str) -> None:
         except NotImplementedError as error:
             print(error)
         """,
-        **simulate.environment(task_queue=TASK_QUEUE, soc=product),
+        **cann_simulator.environment(task_queue=TASK_QUEUE, soc=product),
     )
     in_force, outcome = text.strip().splitlines()[-2:]
     assert in_force == f"Ascend {product} with CANN 9.1"
@@ -172,7 +172,7 @@ def test_310p() -> None:
             except TypeError as error:
                 print(error)
         """,
-        **simulate.environment(task_queue=TASK_QUEUE, soc="310P"),
+        **cann_simulator.environment(task_queue=TASK_QUEUE, soc="310P"),
     )
     half, bfloat16 = text.strip().splitlines()[-2:]
     assert half == "True"
@@ -194,7 +194,10 @@ def test_a_private_format_is_refused(operator: str, name: str) -> None:
         )
     finally:
         torch.npu.config.allow_internal_format = False
-    with simulate.recorded_calls() as log, pytest.raises(ValueError, match=r"private format 29"):
+    with (
+        cann_simulator.recorded_calls() as log,
+        pytest.raises(ValueError, match=r"private format 29"),
+    ):
         sample.replace(**{name: private}).call(torch.ops.ascend)
     assert not any("function" in entry for entry in log)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from conftest import TASK_QUEUE, attention_functions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -64,7 +64,7 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     tmp_path: Path, run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_cpu = trained(run_example, "cpu", tmp_path / "cpu")
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         on_npu = trained(run_example, "npu", tmp_path / "npu")
     assert on_npu == on_cpu
     steps, losses = 6, on_npu["history"]["kl"]
@@ -88,7 +88,7 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     for device in ("cpu", "npu"):
         capsys.readouterr()
         # The laptop's sizes are none of the NPU's.
-        with ascend_attn_ops.limits(None), simulate.recorded_calls() as calls:
+        with ascend_attn_ops.limits(None), cann_simulator.recorded_calls() as calls:
             run_example("paged_decode", {**options, "device": device})
         text = capsys.readouterr().out
         texts.append([line for line in text.splitlines() if "tokens/s" not in line])
@@ -122,7 +122,7 @@ def test_training_with_transformers(tmp_path: Path, run_example: Callable[..., N
     metrics = []
     for device in ("cpu", "npu"):
         options = {**TRANSFORMERS, "device": device, "out": tmp_path / device}
-        with simulate.recorded_calls() as calls:
+        with cann_simulator.recorded_calls() as calls:
             run_example("train_transformers", options)
         assert (attention_functions(calls)["aclnnSparseFlashAttention"] > 0) == (device == "npu")
         metrics.append(json.loads((tmp_path / device / "metrics.json").read_text()))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops as ops
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from conftest import TASK_QUEUE, attention_functions, run_in_new_process
 from device_samples import DEVICE_RECIPES, is_pack_gradient
 from support.gradients import incoming_gradients
@@ -378,7 +378,7 @@ def test_compiled_with_graphs() -> None:
     with torch.no_grad():
         for seed in range(5):
             tensors = dense(seed)
-            with simulate.recorded_calls() as log:
+            with cann_simulator.recorded_calls() as log:
                 try:
                     out = compiled(*tensors).clone()
                 except torch._dynamo.exc.BackendCompilerFailed as error:

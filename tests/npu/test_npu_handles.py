@@ -7,9 +7,9 @@ import gc
 import re
 from typing import Any, ClassVar
 
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from conftest import (
     TASK_QUEUE,
     each_caller_failure,
@@ -37,7 +37,7 @@ def test_success(recipe: Recipe) -> None:
 
 def workspace_of(sample: Sample) -> int:
     """Bytes, as the simulation has them."""
-    with simulate.recorded_calls() as log:
+    with cann_simulator.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     return max(entry["workspace"] for entry in log if entry.get("phase") == 2)
 
@@ -76,17 +76,17 @@ def test_failure_on_the_queue(operator: str, phase: int) -> None:
     out, _ = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
-        from ascend_attn_ops import simulate
+        import cann_simulator
         from device_samples import first
         sample = first("{operator}").make(torch.bfloat16).to("npu")
-        before = simulate.live_handles()
-        with simulate.fail(phase={phase}):
+        before = cann_simulator.live_handles()
+        with cann_simulator.fail(phase={phase}):
             try:
                 sample.call(torch.ops.ascend)
                 torch.npu.synchronize()
             except RuntimeError:
                 print("raised")
-        print(before == simulate.live_handles())
+        print(before == cann_simulator.live_handles())
         """
     )
     assert out.split() == ["raised", "True"]
@@ -98,7 +98,7 @@ def test_a_handle_that_cannot_be_made(maker: str) -> None:
     out, err = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
-        from ascend_attn_ops import simulate
+        import cann_simulator
         from device_samples import first
         if "{maker}" == "aclCreateTensorList":
             sample = first("attention_update").make(torch.bfloat16).to("npu")
@@ -108,14 +108,14 @@ def test_a_handle_that_cannot_be_made(maker: str) -> None:
             x, cache = x.half(), cache.half()
             tensors = [tensor.npu() for tensor in (x, cache, slots, x, cache)]
             call = lambda: torch.ops.ascend.scatter_pa_kv_cache_(*tensors)
-        before = simulate.live_handles()
-        with simulate.fail("{maker}", phase=-1):
+        before = cann_simulator.live_handles()
+        with cann_simulator.fail("{maker}", phase=-1):
             try:
                 call()
                 torch.npu.synchronize()
             except RuntimeError as error:
                 print(error)
-        print("no leak:", before == simulate.live_handles())
+        print("no leak:", before == cann_simulator.live_handles())
         """
     )
     assert re.search(rf"ascend::\w+: aclnn\w+: {maker} gave no handle: .*361001\]\n", out + err)
@@ -149,12 +149,12 @@ def test_many_calls_do_not_grow_memory() -> None:
         gc.collect()
         return bytes_in_use(), torch.npu.memory_allocated()
 
-    with simulate.computing(False):
-        handles = simulate.live_handles()
+    with cann_simulator.computing(False):
+        handles = cann_simulator.live_handles()
         # The places of the task queue are filled for the first time.
         host, device = run(6_000)
         host_after, device_after = run(10_000)
-        assert simulate.live_handles() == handles
+        assert cann_simulator.live_handles() == handles
     # Less than ten bytes per call.
     assert host_after - host < 100_000
     assert device_after == device
@@ -164,6 +164,6 @@ def test_many_calls_do_not_grow_memory() -> None:
 def test_rejected_before_the_device() -> None:
     """Our checks come first: nothing is made."""
     sample = first("sparse_flash_attention").make(torch.bfloat16).to("npu")
-    with simulate.recorded_calls() as log, pytest.raises(TypeError, match="161002"):
+    with cann_simulator.recorded_calls() as log, pytest.raises(TypeError, match="161002"):
         sample.replace(key=sample.inputs["key"].half()).call(torch.ops.ascend)
     assert not [entry for entry in log if "SparseFlash" in entry.get("function", "")]

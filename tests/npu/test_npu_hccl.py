@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from conftest import DEVICE, TASK_QUEUE
 from test_npu_example import EXAMPLES, OPTIONS
 
@@ -27,7 +27,7 @@ NO_NPU = {"LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 def run_ranks(
     ranks: int, script: Path, *arguments: str, on: str = "npu"
 ) -> subprocess.CompletedProcess[str]:
-    simulated = simulate.environment(devices=ranks, task_queue=TASK_QUEUE)
+    simulated = cann_simulator.environment(devices=ranks, task_queue=TASK_QUEUE)
     environment = {
         **os.environ, **(simulated if on == "npu" else NO_NPU), "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",  # a rank that crashes says where

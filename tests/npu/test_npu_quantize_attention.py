@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ascend_attn_ops
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def test_quantised_attention(scale_dtype: torch.dtype) -> None:
         torch.randn(2, 4, 50, 32, generator=generator, dtype=torch.bfloat16) for _ in range(3)
     ]
     on_npu = [x.npu() for x in tensors]
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         results = attend(on_npu, scale_dtype)
     functions = [call["function"] for call in calls if call.get("phase") == 1]
     assert functions == ["aclnnPromptFlashAttentionV3"]

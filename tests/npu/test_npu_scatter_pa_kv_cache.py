@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import ascend_attn_ops as ops
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from device_samples import to_npu
 from support.samples.sample import Sample
 from support.samples.scatter_pa_kv_cache import CASES, CacheCase, build
@@ -59,7 +59,7 @@ def test_the_caches_are_those_of_the_cpu(case: CacheCase, dtype: torch.dtype) ->
 
 
 def recorded(call: Any) -> dict[str, Any]:
-    with simulate.computing(False), simulate.recorded_calls() as log:
+    with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
         call()
     first, second = attention_calls(log)
     assert first["function"] == second["function"] == FUNCTION
@@ -130,7 +130,7 @@ def test_the_call_is_the_documents(case: CacheCase) -> None:
 @pytest.mark.usefixtures("no_leak")
 def test_no_rows_no_call() -> None:
     sample = to_npu(build(CacheCase(rows=0), torch.float16))
-    with simulate.recorded_calls() as log:
+    with cann_simulator.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     assert not attention_calls(log)
 
@@ -139,7 +139,7 @@ def test_rules_are_checked_before_the_call() -> None:
     sample = to_npu(build(CacheCase(), torch.float16))
     bad = sample.replace(key_cache=torch.stack([sample.inputs["key_cache"]] * 2, -1)[..., 0])
     with (
-        simulate.recorded_calls() as log,
+        cann_simulator.recorded_calls() as log,
         pytest.raises(ValueError, match=r"key_cache: .*contiguous"),
     ):
         bad.call(torch.ops.ascend)

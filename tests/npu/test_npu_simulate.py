@@ -10,26 +10,27 @@ import sys
 import textwrap
 from pathlib import Path
 
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
-from ascend_attn_ops.simulate._products import product_of, soc_name
-from ascend_attn_ops.simulate.control import library
+from cann_simulator._products import product_of, soc_name
+from cann_simulator.control import library
 from conftest import TASK_QUEUE
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = os.pathsep.join(str(ROOT / folder) for folder in ("python", "simulation"))
 
 once = pytest.mark.skipif(TASK_QUEUE != 1, reason="in processes of its own: once")
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the interpreter as where nothing is simulated."""
-    simulation = simulate.environment().keys()
+    simulation = cann_simulator.environment().keys()
     environment = {name: x for name, x in os.environ.items() if name not in simulation}
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**environment, "PYTHONPATH": str(ROOT / "python"), **variables},
+        env={**environment, "PYTHONPATH": PACKAGES, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -67,11 +68,11 @@ def test_a_script(tmp_path: Path) -> None:
         """,
     )
     options = ("--devices", "3", "--soc", "A3", "--cann", "9.0", "--calls", str(calls), "--report")
-    ran = run("-m", "ascend_attn_ops.simulate", *options, script, "--soc", "x")
+    ran = run("-m", "cann_simulator", *options, script, "--soc", "x")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == f"{[script, '--soc', 'x']} __main__ 1024.0 3"
     lines = ran.stderr.splitlines()
-    what = "ascend_attn_ops.simulate: 3 simulated Ascend910_9391 with CANN 9.0"
+    what = "cann_simulator: 3 simulated Ascend910_9391 with CANN 9.0"
     # Some releases of torch and torch_npu warn before, when they are imported.
     first = next(i for i, line in enumerate(lines) if line.startswith(what))
     others = lines[first + 1 :]
@@ -112,8 +113,8 @@ def test_a_module_and_its_children(tmp_path: Path) -> None:
         """,
     )
     ran = run(
-        "-m", "ascend_attn_ops.simulate", "-m", "parent",
-        PYTHONPATH=os.pathsep.join([str(ROOT / "python"), str(tmp_path)]),
+        "-m", "cann_simulator", "-m", "parent",
+        PYTHONPATH=os.pathsep.join([PACKAGES, str(tmp_path)]),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split("\n")[:2] == ["[(6, 2)]", "6"]
@@ -133,8 +134,8 @@ def test_the_plugin_of_pytest(tmp_path: Path) -> None:
             assert torch.ones(3).npu().sum().item() == 3
         """,
     )
-    plugin = ("-m", "pytest", "-q", "-p", "ascend_attn_ops.simulate", tests)
-    ran = run(*plugin, ASCEND_SIMULATE="--soc 310P")
+    plugin = ("-m", "pytest", "-q", "-p", "cann_simulator", tests)
+    ran = run(*plugin, CANN_SIMULATOR="--soc 310P")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 passed" in ran.stdout
     assert "simulated Ascend310P3" in ran.stderr
@@ -146,11 +147,12 @@ def test_start(tmp_path: Path) -> None:
     ran = run(
         "-c",
         textwrap.dedent("""
-        from ascend_attn_ops import report, simulate
-        simulate.start(soc="A2")
-        simulate.start(soc="Ascend910B2")
+        import cann_simulator
+        from ascend_attn_ops import report
+        cann_simulator.start(soc="A2")
+        cann_simulator.start(soc="Ascend910B2")
         try:
-            simulate.start(soc="A3")
+            cann_simulator.start(soc="A3")
         except RuntimeError as error:
             print(error)
         report.print_report()
@@ -159,8 +161,10 @@ def test_start(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].endswith("simulated CANN already, with CANN_SIM_SOC=Ascend910B2")
-    (line,) = (line for line in lines if line.startswith("  simulated"))
-    assert "2 simulated Ascend910B2 with CANN 9.1" in line
+    (cann,) = (line for line in lines if line.startswith("  CANN"))
+    assert "9.1.0" in cann
+    assert "/cann_simulator/cann/lib64/libascendcl.so" in cann
+    assert "2 simulated Ascend910B2 with CANN 9.1" in ran.stderr
 
 
 @once
@@ -169,7 +173,7 @@ def test_a_real_cann_is_not_hidden(tmp_path: Path, variable: str) -> None:
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/libascendcl.so").touch()
     script = write(tmp_path / "script.py", PROGRAM)
-    launcher = ("-m", "ascend_attn_ops.simulate")
+    launcher = ("-m", "cann_simulator")
     refused = run(*launcher, script, **{variable: str(tmp_path)})
     assert refused.returncode == 1
     assert "there is a real CANN here" in refused.stderr
@@ -182,18 +186,19 @@ def test_a_real_cann_is_not_hidden(tmp_path: Path, variable: str) -> None:
 def test_what_start_says_is_missing(tmp_path: Path) -> None:
     for version, expected in [
         (None, "torch_npu is not installed: pip install --no-deps"),
-        ("2.6.0.post1", "torch_npu 2.6.0.post1 does not belong to torch"),
+        ("2.6.0.post1", "the simulated CANN was built with torch 2."),
     ]:
         code = """
             import importlib.util, sys
             from importlib import metadata
-            from ascend_attn_ops import simulate
+            import cann_simulator
             version, find = VERSION, importlib.util.find_spec
             if version is None:
                 importlib.util.find_spec = lambda x: None if x == "torch_npu" else find(x)
-            metadata.version = lambda name: version
+            else:
+                metadata.version = lambda name: version
             try:
-                simulate.start()
+                cann_simulator.start()
             except ImportError as error:
                 print(error)
         """.replace("VERSION", repr(version), 1)
@@ -203,11 +208,11 @@ def test_what_start_says_is_missing(tmp_path: Path) -> None:
 
 def test_options_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"soc: .* Ascend910B2.*got Ascend910A"):
-        simulate.environment(soc="Ascend910A")
+        cann_simulator.environment(soc="Ascend910A")
     with pytest.raises(ValueError, match=r"cann: expected one of 8\.5, 9\.0, 9\.1; got 7\.0"):
-        simulate.environment(cann="7.0")
+        cann_simulator.environment(cann="7.0")
     with pytest.raises(ValueError, match="devices: expected 1 to 16, got 0"):
-        simulate.environment(devices=0)
+        cann_simulator.environment(devices=0)
     assert [product_of(soc_name(x)) for x in ("A2", "A3", "950", "310P")] == [
         "A2", "A3", "950", "310P",
     ]  # fmt: skip
@@ -223,7 +228,7 @@ def fast_gelu() -> list[torch.Size]:
     """What torch_npu.npu_fast_gelu calls, and the sizes that it was called with."""
     seen = []
 
-    @simulate.function("aclnnFastGelu", FAST_GELU)
+    @cann_simulator.function("aclnnFastGelu", FAST_GELU)
     def compute(self: torch.Tensor) -> torch.Tensor:
         seen.append(self.shape)
         return self * torch.sigmoid(1.702 * self)
@@ -244,11 +249,11 @@ def test_a_function_of_the_user_that_raises() -> None:
     ran = run(
         "-c",
         textwrap.dedent("""
-        from ascend_attn_ops import simulate
-        simulate.start(task_queue=0)
+        import cann_simulator
+        cann_simulator.start(task_queue=0)
         import torch, torch_npu
 
-        @simulate.function("aclnnFastGelu", "const aclTensor* self, aclTensor* out")
+        @cann_simulator.function("aclnnFastGelu", "const aclTensor* self, aclTensor* out")
         def compute(self):
             raise ValueError("nothing today")
 
@@ -263,16 +268,16 @@ def test_a_function_of_the_user_that_raises() -> None:
 
 def test_prototypes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"aclnnA: expected arguments of its prototype.*'y'"):
-        simulate.function("aclnnA", "const aclTensor* x")(lambda y: y)
+        cann_simulator.function("aclnnA", "const aclTensor* x")(lambda y: y)
     with pytest.raises(ValueError, match=r"prototype: .*got 'std::string x'"):
-        simulate.function("aclnnA", "std::string x")(lambda x: x)
+        cann_simulator.function("aclnnA", "std::string x")(lambda x: x)
 
 
 def test_all_kinds_of_arguments() -> None:
     """As CANN passes them, by the C functions themselves."""
     seen = []
 
-    @simulate.function(
+    @cann_simulator.function(
         "aclnnEverything",
         "const aclTensor* x, const aclTensorList* xs, const aclIntArray* sizes, double scale, "
         "int64_t count, bool flag, char* layout, const aclTensor* none, aclTensor* changed, "

@@ -9,8 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import cann_simulator
 import pytest
-from ascend_attn_ops import simulate
 from conftest import DEVICE, TASK_QUEUE
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +35,11 @@ print("done")
 
 
 def run(program: str, streams: str = "strict") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **simulate.environment(task_queue=TASK_QUEUE, streams=streams)}
-    environment["ASCEND_ATTN_OPS_LIMITS"] = "none"
+    environment = {
+        **os.environ,
+        **cann_simulator.environment(task_queue=TASK_QUEUE, streams=streams),
+        "ASCEND_ATTN_OPS_LIMITS": "none",
+    }
     return subprocess.run(
         [sys.executable, "-c", BEGIN + textwrap.dedent(program) + END],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
@@ -166,7 +169,7 @@ def test_only_strict_streams_are_checked() -> None:
 
 def test_another_name() -> None:
     with pytest.raises(ValueError, match="streams: expected one of lenient, strict; got loose"):
-        simulate.environment(streams="loose")
+        cann_simulator.environment(streams="loose")
 
 
 def test_communication(tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_communication(tmp_path: Path) -> None:
             """
         )
     )
-    environment = {**os.environ, **simulate.environment(streams="strict")}
+    environment = {**os.environ, **cann_simulator.environment(streams="strict")}
     ran = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          str(script)],

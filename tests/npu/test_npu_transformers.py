@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops import simulate
 from conftest import attention_functions
 from torch import Tensor, nn
 
@@ -66,7 +66,7 @@ def trained(name: str, device: str, arguments: dict[str, Any]) -> Any:
 )
 def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
     expected = trained(name, "cpu", BATCHES[batch])
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         actual = trained(name, "npu", BATCHES[batch])
     for x, y in zip(actual, expected, strict=True):
         # The kernel of the indexer's loss has no weights. Padding gets inputs whose loss is 0 but
@@ -93,7 +93,7 @@ def test_generated_text_is_that_of_the_cpu(name: str, cache: str, padded: bool) 
         "cache_implementation": cache,
     }  # fmt: skip
     expected = model_of(name).generate(tokens(), attention_mask=mask, **options)
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         model = model_of(name).to("npu")
         actual = model.generate(tokens().npu(), attention_mask=mask.npu(), **options).cpu()
     assert torch.equal(actual, expected)
@@ -125,7 +125,7 @@ def test_the_attention_of_transformers_for_npus(name: str) -> None:
         return logits_and_gradients(model, text, labels, batch)
 
     exact, eager = run(torch.float32), run(torch.bfloat16)
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         on_npu = run(torch.bfloat16, "npu", "flash_attention_2")
     for ours, reference, wanted in zip(on_npu, eager, exact, strict=True):
         assert (ours - wanted).norm() <= 1.5 * (reference - wanted).norm()

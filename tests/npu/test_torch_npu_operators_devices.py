@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import cann_simulator
 import pytest
 import test_torch_npu_operators_fusion_attention as dense
 import test_torch_npu_operators_infer_attention as infer
 import test_torch_npu_operators_packed_attention as packed
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from conftest import DEVICE
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -53,7 +53,7 @@ def test_fused(operator: Any) -> None:
 
 
 def test_functions_called() -> None:
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         dense.check_dense(dense.V1, "BSH", torch.float16, {}, {})
         infer.test_fused(infer.fused, "BSH", torch.float16)
     names = [x["function"] for x in calls if x.get("phase") == 1 and "Attention" in x["function"]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from plain_attention import (
     TOLERANCES,
     attention,
@@ -94,7 +94,7 @@ def called(calls: list[dict[str, Any]]) -> list[str]:
 
 def test_functions_called() -> None:
     sinks = values(N).float()
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         check_dense(V1, "BSH", torch.float16, {}, {})
         check_dense(V2, "BSH", torch.float16, {}, {})
         check_dense(V1, "BSH", torch.float16, {}, {}, sinks=sinks)

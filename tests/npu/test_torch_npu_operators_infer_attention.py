@@ -6,10 +6,10 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from plain_attention import (
     TOLERANCES,
     attention,
@@ -342,7 +342,7 @@ def test_keys_at_the_right() -> None:
 def test_functions_called() -> None:
     tensors = [x.npu() for x in dense(torch.float16, sq=1)]
     options = {"num_heads": N, "num_key_value_heads": NK, "input_layout": "BNSD"}
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         for operator in (fused, fused_v2, torch_npu.npu_incre_flash_attention):
             operator(*tensors, **options)
     names = [x["function"] for x in calls if x.get("phase") == 1 and "Attention" in x["function"]]

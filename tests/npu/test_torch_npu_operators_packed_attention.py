@@ -6,10 +6,10 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Any
 
+import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import simulate
 from plain_attention import (
     TOLERANCES,
     attention,
@@ -165,7 +165,7 @@ def test_ropes(dtype: torch.dtype, with_sinks: bool) -> None:
 
 
 def test_functions_called() -> None:
-    with simulate.recorded_calls() as calls:
+    with cann_simulator.recorded_calls() as calls:
         check(V1, torch.float16, {})
         check(V2, torch.float16, {})
         check(V2, torch.float16, {}, with_ropes=True)

@@ -1,0 +1,67 @@
+"""The environment of a process that runs on the simulated CANN."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from cann_simulator._products import VERSIONS, missing_functions, soc_name
+from cann_simulator._torch import AUTOLOAD
+
+# In the place of an installed CANN.
+CANN = Path(__file__).parent / "cann"
+LIBRARIES = CANN / "lib64"
+MOST_DEVICES = 16
+STREAMS = ("lenient", "strict")
+
+
+def environment(
+    *,
+    devices: int = 2,
+    soc: str = "Ascend910B2",
+    cann: str = "9.1",
+    task_queue: int = 1,
+    streams: str = "lenient",
+    without: Iterable[str] = (),
+    calls: str | Path | None = None,
+    report: bool = False,
+) -> dict[str, str]:
+    """Return what the environment of a process must hold, from its start, to be simulated.
+
+    Args:
+        devices: How many NPUs there are.
+        soc: The SoC, as "Ascend910B2", or a product, as "A2", for its usual SoC.
+        cann: The release of CANN: "8.5", "9.0" or "9.1".
+        task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
+        streams: "strict" makes work on a stream an error that touches memory which work on another
+            has touched, where nothing orders the two.
+        without: aclnn functions that the device shall lack, beside those it does lack.
+        calls: A file to which every call of an aclnn function is appended, as a line of JSON.
+        report: Whether operators are counted, for `report`.
+    """
+    if not 1 <= devices <= MOST_DEVICES:
+        raise ValueError(f"devices: expected 1 to {MOST_DEVICES}, got {devices}")
+    if cann not in VERSIONS:
+        raise ValueError(f"cann: expected one of {', '.join(VERSIONS)}; got {cann}")
+    if task_queue not in (0, 1, 2):
+        raise ValueError(f"task_queue: expected 0, 1 or 2; got {task_queue}")
+    if streams not in STREAMS:
+        raise ValueError(f"streams: expected one of {', '.join(STREAMS)}; got {streams}")
+    name = soc_name(soc)
+    path = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    libraries = [str(LIBRARIES), *(x for x in path if x and x != str(LIBRARIES))]
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "ASCEND_HOME_PATH": str(CANN),
+        "ASCEND_OPP_PATH": str(CANN / "opp"),
+        "TASK_QUEUE_ENABLE": str(task_queue),
+        AUTOLOAD: "1",
+        "CANN_SIM_DEVICES": str(devices),
+        "CANN_SIM_SOC": name,
+        "CANN_SIM_VERSION": cann,
+        "CANN_SIM_WITHOUT": ",".join([*missing_functions(name, cann), *without]),
+        "CANN_SIM_CALLS": str(Path(calls).resolve()) if calls else "",
+        "CANN_SIM_STREAMS": streams,
+        "CANN_SIM_REPORT": "1" if report else "",
+    }

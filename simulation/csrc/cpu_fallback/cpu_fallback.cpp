@@ -1,0 +1,449 @@
+// libcpu_fallback.so: registers the CPU's kernels for the operators of torch that the simulation
+// has no aclnn function for. libascendcl.so loads it when torch_npu starts to use the NPU.
+#include "cpu_fallback/cpu_fallback.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+#include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
+#include <torch_npu/csrc/core/npu/NPUStream.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ascendcl/report.h"
+#include "ascendcl/runtime.h"
+#include "ascendcl/stream_order.h"
+
+namespace cann_sim {
+namespace {
+
+// torch_npu's own: what allocates, moves or views memory and computes nothing.
+constexpr std::array kTorchNpus{"_copy_from",
+                                "_copy_from_and_resize",
+                                "_local_scalar_dense",
+                                "_pin_memory",
+                                "_reshape_alias",
+                                "_resize_output_",
+                                "_to_copy",
+                                "alias",
+                                "as_strided",
+                                "as_strided_",
+                                "contiguous",
+                                "copy_",
+                                "detach",
+                                "empty",
+                                "empty_like",
+                                "empty_strided",
+                                "is_pinned",
+                                "is_set_to",
+                                "new_empty",
+                                "new_empty_strided",
+                                "pin_memory",
+                                "record_stream",
+                                "resize_",
+                                "resize_as_",
+                                "set_",
+                                "set_data",
+                                "squeeze",
+                                "unfold",
+                                "unsqueeze",
+                                "view",
+                                "view_as_complex",
+                                "view_as_real"};
+
+// Their indices and lengths may be, or must be, on the CPU.
+constexpr std::array kTakeCpuTensors{"index",
+                                     "index_put",
+                                     "index_put_",
+                                     "_unsafe_index",
+                                     "_unsafe_index_put",
+                                     "_index_put_impl_",
+                                     "put_",
+                                     "_pack_padded_sequence"};
+
+template <typename Names>
+bool is_among(const Names& names, std::string_view name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+std::string_view plain_name(const c10::OperatorName& name) {
+  return std::string_view(name.name).substr(name.name.find("::") + 2);
+}
+
+// Draws from the CPU's own generator, for operators that are given none, what one of the NPU's
+// would. Another thread that draws from it at the same time gets the same numbers.
+class DefaultGenerator {
+ public:
+  explicit DefaultGenerator(const at::Generator& generator)
+      : generator_(at::detail::getDefaultCPUGenerator()) {
+    const std::lock_guard lock(generator_.mutex());
+    state_ = generator_.get_state();
+    generator_.set_state(generator.get_state());
+  }
+  ~DefaultGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+
+ private:
+  at::Generator generator_;
+  at::Tensor state_;
+};
+
+// Runs `function` on every tensor of a value, and puts its results in their place.
+template <typename Function>
+void replace_tensors(c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    if (const auto& tensor = value.toTensor(); tensor.defined()) {
+      value = function(tensor);
+    }
+  } else if (value.isTensorList()) {
+    auto tensors = value.toTensorVector();
+    for (auto& tensor : tensors) {
+      tensor = tensor.defined() ? function(tensor) : tensor;
+    }
+    value = c10::IValue(std::move(tensors));
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> tensors;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      tensors.push_back(tensor && tensor->defined() ? std::optional(function(*tensor)) : tensor);
+    }
+    value = c10::IValue(std::move(tensors));
+  } else if (value.isTuple()) {
+    auto elements = value.toTupleRef().elements().vec();
+    for (auto& element : elements) {
+      replace_tensors(element, function);
+    }
+    value = c10::ivalue::Tuple::create(std::move(elements));
+  }
+}
+
+// Copies a result that a replay has computed to where the captured call had it.
+void write(const c10::IValue& computed, const c10::IValue& to) {
+  const auto write_one = [](const at::Tensor& from, const at::Tensor& target) {
+    if (target.defined() && target.const_data_ptr() != from.const_data_ptr()) {
+      target.copy_(from);
+    }
+  };
+  if (to.isTensor()) {
+    write_one(computed.toTensor(), to.toTensor());
+  } else if (to.isTensorList()) {
+    const auto from = computed.toTensorVector();
+    const auto targets = to.toTensorVector();
+    for (size_t i = 0; i < targets.size(); ++i) {
+      write_one(from[i], targets[i]);
+    }
+  }
+}
+
+// What a captured graph does with the call, each time that it is replayed. It does not keep the
+// memory of tensors: that is the graph's pool's, as on a device.
+Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack results) {
+  for (auto& result : results) {
+    replace_tensors(result, [](const at::Tensor& tensor) {
+      return tensor.is_privateuseone() ? Aliases().of(tensor) : tensor;
+    });
+  }
+  return [&op, arguments = std::move(arguments), results = std::move(results)] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto stack = arguments;
+    op.handle.callBoxed(stack);
+    for (size_t i = 0; i < results.size(); ++i) {
+      write(stack[i], results[i]);
+    }
+    return ACL_SUCCESS;
+  };
+}
+
+// The memory of NPU tensors that a call reads and writes.
+class Touched {
+ public:
+  void add(const at::Tensor& tensor, bool written) {
+    if ((strict_ || written) && tensor.numel()) {
+      const auto bytes =
+          at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+      (written ? writes_ : reads_).push_back({tensor.const_data_ptr(), bytes});
+    }
+  }
+  // Of what was added since the last check.
+  void check(aclrtStream stream, const Operator& op) {
+    if (strict_ && !is_capturing(stream)) {
+      const auto error = check_order(stream, op.handle.operator_name().name, reads_, writes_);
+      TORCH_CHECK(error.empty(), error);
+      reads_.clear();
+      writes_.clear();
+    }
+  }
+  // What a captured call is about to overwrite.
+  void save(aclrtStream stream) const {
+    if (is_recording_anywhere()) {
+      for (const auto& [begin, bytes] : writes_) {
+        save_until_recorded(stream, const_cast<void*>(begin), bytes);
+      }
+    }
+  }
+
+ private:
+  bool strict_ = streams_are_strict();
+  std::vector<Range> reads_;
+  std::vector<Range> writes_;
+};
+
+}  // namespace
+
+void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
+  const auto& schema = op.handle.schema();
+  const size_t count = schema.arguments().size();
+  auto* arguments = stack.data() + stack.size() - count;
+  Aliases aliases;
+  Touched touched;
+  bool has_cpu_tensor = false;
+  for (size_t i = 0; i < count; ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    replace_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      if (tensor.is_privateuseone()) {
+        touched.add(tensor, alias && alias->isWrite());
+        return aliases.of(tensor);
+      }
+      has_cpu_tensor |= tensor.dim() > 0 && tensor.is_cpu();
+      return tensor;
+    });
+  }
+  TORCH_CHECK(!has_cpu_tensor || !aliases.device || op.takes_cpu_tensors,
+              "Expected all tensors to be on the same device, but found at least two devices, ",
+              *aliases.device, " and cpu!");
+  if (op.device && arguments[*op.device].isDevice()) {
+    const auto device = arguments[*op.device].toDevice();
+    if (device.is_privateuseone()) {
+      aliases.device = device;
+      arguments[*op.device] = c10::Device(c10::kCPU);
+    }
+  }
+  if (!aliases.device) {
+    aliases.device = c10::Device(c10::kPrivateUse1);
+  }
+  if (!aliases.device->has_index()) {
+    aliases.device = c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice();
+  }
+  const c10::DeviceGuard device_guard(*aliases.device);
+  // What the task queue still holds may write what is read here.
+  const auto stream = after_queued_work(*aliases.device);
+  TORCH_CHECK(!is_waiting(stream), op.handle.operator_name().name, " on stream ", stream_id(stream),
+              " is behind an event that nothing has recorded yet; the simulated ",
+              "NPU runs torch's operators at once and cannot wait for it");
+  touched.check(stream, op);
+  touched.save(stream);
+
+  std::unique_ptr<DefaultGenerator> default_generator;
+  if (op.is_random) {
+    auto* given = op.generator ? &arguments[*op.generator] : nullptr;
+    if (!given || given->isNone() || given->toGenerator().device().is_privateuseone()) {
+      auto generator =
+          drawn_from(given && !given->isNone()
+                         ? given->toGenerator()
+                         : at_npu::detail::getDefaultNPUGenerator(aliases.device->index()));
+      if (given) {
+        *given = std::move(generator);
+      } else {
+        default_generator = std::make_unique<DefaultGenerator>(generator);
+      }
+    }
+  }
+  torch::jit::Stack captured;
+  const bool capturing = is_capturing(stream);
+  if (capturing) {
+    captured.assign(arguments, arguments + count);
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    op.handle.callBoxed(stack);
+    if (op.writes) {
+      aliases.resize_arguments();
+    }
+    const size_t results = schema.returns().size();
+    for (size_t i = stack.size() - results; i < stack.size(); ++i) {
+      if (op.last_result_on_cpu && i + 1 == stack.size()) {
+        continue;
+      }
+      replace_tensors(stack[i], [&](const at::Tensor& tensor) {
+        auto result = aliases.back(tensor);
+        if (result.is_privateuseone()) {
+          touched.add(result, true);
+        }
+        return result;
+      });
+    }
+    touched.check(stream, op);
+    if (capturing) {
+      submit(stream, replay(op, std::move(captured),
+                            {stack.end() - static_cast<ptrdiff_t>(results), stack.end()}));
+    }
+  }
+}
+
+namespace {
+
+class CpuKernel final : public c10::OperatorKernel {
+ public:
+  explicit CpuKernel(const c10::OperatorHandle& handle) : operator_(handle) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    count(Outcome::cpu, operator_.handle.operator_name().name);
+    run_on_cpu(operator_, *stack);
+  }
+
+ private:
+  Operator operator_;
+};
+
+// torch_npu differentiates some of torch's operators with operators of its own. Here they have the
+// derivatives that they have on a device without such operators.
+class DerivativeElsewhere final : public c10::OperatorKernel {
+ public:
+  explicit DerivativeElsewhere(Kernel kernel) : kernel_(std::move(kernel)) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    kernel_(keys, stack);
+  }
+
+ private:
+  Kernel kernel_;
+};
+
+// Whether a copy stays within an NPU, by the arguments of the operator.
+bool stays(const c10::IValue* arguments, size_t count) {
+  const auto& self = arguments[0].toTensor();
+  if (count == 3) {  // copy_(self, src, non_blocking)
+    return self.device() == arguments[1].toTensor().device();
+  }
+  // _to_copy(self, dtype, layout, device, ...). torch_npu gives float for double, as an NPU has it.
+  const auto& dtype = arguments[1];
+  const auto& device = arguments[3];
+  const bool is_double = !dtype.isNone() && dtype.toScalarType() == at::kDouble;
+  return self.is_privateuseone() && !is_double &&
+         (device.isNone() || device.toDevice() == self.device());
+}
+
+// Copies within an NPU, which may convert, run here. Those between an NPU and the host are
+// torch_npu's, which puts them into a stream.
+class CopyKernel final : public c10::OperatorKernel {
+ public:
+  CopyKernel(const c10::OperatorHandle& handle, Kernel torch_npus)
+      : operator_(handle), torch_npus_(std::move(torch_npus)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    if (stays(stack->data() + stack->size() - count, count)) {
+      run_on_cpu(operator_, *stack);
+    } else {
+      torch_npus_(keys, stack);
+    }
+  }
+
+ private:
+  Operator operator_;
+  Kernel torch_npus_;
+};
+
+void no_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  const auto name = c10::toString(op.operator_name());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, name, ": the simulated NPU computes what torch has a kernel for on the CPU, and this ",
+      "it has none for; supply one with torch.library.impl(\"", name, "\", \"PrivateUse1\")");
+}
+
+void install() {
+  // Outlives the process: kernels are called until its end.
+  static auto* library = new torch::Library(torch::Library::IMPL, "aten",
+                                            c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static auto* autograd = new torch::Library(
+      torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  // That a kernel of torch_npu is replaced is no news.
+  class Quiet : public c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (!name.name.starts_with("aten::")) {
+      continue;
+    }
+    const auto op = dispatcher.findSchema(name);
+    if (!op) {
+      continue;
+    }
+    const auto full =
+        name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    const bool torch_npus = op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+    const bool cpus = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+    // Where only a backend has a kernel of its own, torch's derivative is that of nested tensors.
+    const bool nested_derivative =
+        torch_npus && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    if (nested_derivative || op->hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
+      autograd->impl(full.c_str(),
+                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DerivativeElsewhere>(
+                         kernel_of(*op, c10::DispatchKey::AutogradXPU))));
+    }
+    if (full == "copy_" || full == "_to_copy") {
+      library->impl(full.c_str(),
+                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CopyKernel>(
+                        *op, kernel_of(*op, c10::DispatchKey::PrivateUse1))));
+    }
+    const auto returns_view = [](const c10::Argument& result) {
+      return result.alias_info() && !result.alias_info()->isWrite();
+    };
+    if (is_among(kTorchNpus, plain_name(name)) ||
+        std::ranges::any_of(op->schema().returns(), returns_view)) {
+      continue;
+    }
+    if (cpus && (torch_npus || op->hasKernelForDispatchKey(c10::DispatchKey::CPU))) {
+      library->impl(full.c_str(),
+                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CpuKernel>(*op)));
+    } else if (torch_npus) {
+      library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&no_kernel>());
+    }
+  }
+  name_what_is_missing();
+  replace_atb_operators();
+}
+
+}  // namespace
+
+aclrtStream after_queued_work(c10::Device device) {
+  return c10_npu::getCurrentNPUStream(device.index()).stream();
+}
+
+Operator::Operator(const c10::OperatorHandle& handle) : handle(handle) {
+  const auto& arguments = handle.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto type = arguments[i].type()->str();
+    if (type.starts_with("Generator")) {
+      generator = i;
+    } else if (type.starts_with("Device")) {
+      device = i;
+    }
+    writes |= arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+  }
+  is_random = generator || handle.hasTag(at::Tag::nondeterministic_seeded);
+  takes_cpu_tensors = is_among(kTakeCpuTensors, plain_name(handle.operator_name()));
+  last_result_on_cpu = plain_name(handle.operator_name()) == "_pack_padded_sequence";
+}
+
+}  // namespace cann_sim
+
+extern "C" void cann_sim_run_rest_on_cpu() { cann_sim::install(); }

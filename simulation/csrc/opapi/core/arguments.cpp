@@ -1,0 +1,208 @@
+// What an aclnn function is told: handles, their values, and the declarations of arguments.
+#include <ATen/ops/from_blob.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+
+#include "opapi/core/opapi.h"
+
+namespace cann_sim {
+
+at::ScalarType scalar_type(aclDataType dtype) {
+  switch (dtype) {
+    case ACL_FLOAT:
+      return at::kFloat;
+    case ACL_FLOAT16:
+      return at::kHalf;
+    case ACL_BF16:
+      return at::kBFloat16;
+    case ACL_DOUBLE:
+      return at::kDouble;
+    case ACL_INT8:
+      return at::kChar;
+    case ACL_UINT8:
+      return at::kByte;
+    case ACL_INT32:
+      return at::kInt;
+    case ACL_INT64:
+      return at::kLong;
+    case ACL_INT16:
+      return at::kShort;
+    case ACL_UINT16:
+      return at::kUInt16;
+    case ACL_UINT32:
+      return at::kUInt32;
+    case ACL_UINT64:
+      return at::kUInt64;
+    case ACL_COMPLEX64:
+      return at::kComplexFloat;
+    case ACL_COMPLEX128:
+      return at::kComplexDouble;
+    case ACL_BOOL:
+      return at::kBool;
+    default:
+      TORCH_CHECK(false, "the simulation has no dtype ", static_cast<int>(dtype));
+  }
+}
+
+at::Tensor TensorView::tensor() const {
+  // With all that lies around it: there are kernels that read more of the buffer than the view.
+  const auto elements = c10::multiply_integers(storage_sizes);
+  return at::from_blob(data, {elements}, at::TensorOptions().dtype(scalar_type(dtype)))
+      .as_strided(sizes, strides, offset);
+}
+
+TensorView in_place_of(const TensorView& view, const at::Tensor& tensor) {
+  return {tensor.sizes().vec(), tensor.strides().vec(), {tensor.numel()}, 0, view.dtype,
+          view.format,          tensor.data_ptr()};
+}
+
+Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::input, std::move(dtypes)};
+}
+Argument optional_input(std::string_view name, std::string_view schema,
+                        std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::optional_input, std::move(dtypes)};
+}
+Argument input_or_none(std::string_view name, std::string_view schema,
+                       std::vector<aclDataType> dtypes) {
+  return {name, schema, Kind::input_or_none, std::move(dtypes)};
+}
+Argument attribute(std::string_view name, std::string_view schema) {
+  return {name, schema, Kind::attribute};
+}
+Argument lengths(std::string_view name, std::string_view schema) {
+  return {name, schema, Kind::lengths};
+}
+Argument output(std::string_view name, int64_t result) {
+  return {name, {}, Kind::output, {}, result};
+}
+Argument optional_output(std::string_view name, int64_t result) {
+  return {name, {}, Kind::optional_output, {}, result};
+}
+Argument not_computed(std::string_view name) { return {name, {}, Kind::not_computed}; }
+
+Arguments join(std::initializer_list<Arguments> parts) {
+  Arguments all;
+  for (const auto& part : parts) {
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
+Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
+Value value_of(const aclTensorList* list) {
+  if (!list) {
+    return nullptr;
+  }
+  std::vector<TensorView> views;
+  for (const auto* tensor : list->tensors) {
+    views.push_back(tensor->view);
+  }
+  return views;
+}
+Value value_of(const aclIntArray* array) { return array ? Value(array->values) : Value(nullptr); }
+Value value_of(const aclScalar* scalar) { return scalar ? Value(scalar->scalar) : Value(nullptr); }
+Value value_of(const char* text) { return text ? Value(std::string(text)) : Value(nullptr); }
+
+std::span<const TensorView> views_of(const Value& value) {
+  if (const auto* view = std::get_if<TensorView>(&value)) {
+    return {view, 1};
+  }
+  const auto* list = std::get_if<std::vector<TensorView>>(&value);
+  return list ? std::span<const TensorView>(*list) : std::span<const TensorView>();
+}
+
+Value& Call::value(std::string_view name) const {
+  const auto found = std::ranges::find(function_.arguments, name, &Argument::name);
+  TORCH_CHECK(found != function_.arguments.end(), function_.name, " has no argument ", name);
+  return values_[found - function_.arguments.begin()];
+}
+
+std::optional<at::Tensor> Call::optional_tensor(std::string_view name) const {
+  const auto* view = find<TensorView>(name);
+  return view ? std::optional(view->tensor()) : std::nullopt;
+}
+
+at::Tensor Call::result_with(std::vector<std::pair<std::string_view, Value>> others) const {
+  auto values = values_;
+  const Call call(function_, values);
+  for (auto& [name, other] : others) {
+    call.value(name) = std::move(other);
+  }
+  return call.results().at(0).toTensor();
+}
+
+std::vector<int64_t> Call::elements(std::string_view name) const {
+  const auto tensor = get<TensorView>(name).tensor().to(at::kLong).contiguous();
+  return {tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel()};
+}
+
+at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t axis,
+                             std::string_view layout, std::string_view ends) {
+  const bool not_asked_for = output.numel() == 0;
+  if (not_asked_for || !call.is_tnd(layout)) {
+    return output;
+  }
+  const auto values = call.elements(ends);
+  return output.narrow(axis, 0, values.empty() ? 0 : values.back());
+}
+
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataType dtype,
+                           const int64_t* strides, int64_t offset, aclFormat format,
+                           const int64_t* storage_sizes, uint64_t storage_dimensions, void* data) {
+  if (gives_no_handle("aclCreateTensor")) {
+    return nullptr;
+  }
+  return new aclTensor({{sizes, sizes + dimensions},
+                        {strides, strides + dimensions},
+                        {storage_sizes, storage_sizes + storage_dimensions},
+                        offset,
+                        dtype,
+                        format,
+                        data});
+}
+int aclDestroyTensor(const aclTensor* tensor) {
+  delete tensor;
+  return ACL_SUCCESS;
+}
+aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t size) {
+  if (gives_no_handle("aclCreateTensorList")) {
+    return nullptr;
+  }
+  return new aclTensorList({tensors, tensors + size});
+}
+int aclDestroyTensorList(const aclTensorList* list) {
+  delete list;
+  return ACL_SUCCESS;
+}
+aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
+  if (gives_no_handle("aclCreateIntArray")) {
+    return nullptr;
+  }
+  return new aclIntArray({values, values + size});
+}
+int aclDestroyIntArray(const aclIntArray* array) {
+  delete array;
+  return ACL_SUCCESS;
+}
+aclScalar* aclCreateScalar(void* value, aclDataType dtype) {
+  const auto tensor = at::from_blob(value, {}, at::TensorOptions().dtype(scalar_type(dtype)));
+  return new aclScalar({tensor.item().toDouble(), dtype});
+}
+int aclDestroyScalar(const aclScalar* scalar) {
+  delete scalar;
+  return ACL_SUCCESS;
+}
+int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
+  delete executor;
+  return ACL_SUCCESS;
+}
+
+}  // extern "C"

@@ -1,0 +1,470 @@
+// The two phases of every aclnn function, and the controls that tests use.
+#include "opapi/core/opapi.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "ascendcl/json.h"
+#include "ascendcl/report.h"
+#include "ascendcl/runtime.h"
+#include "ascendcl/stream_order.h"
+
+namespace cann_sim {
+namespace {
+
+constexpr int kNullPointer = 161001;
+constexpr int kInvalid = 161002;
+constexpr int kRuntime = 361001;
+constexpr uint64_t kMoreThanThereIs = uint64_t{1} << 40;
+
+struct Fault {
+  std::string function;  // "" is every function
+  // 0: the first phase asks for too much workspace; 3: the kernel fails, which a wait reports; -1:
+  // a maker of handles gives none.
+  int phase;
+  int status;
+  std::string message;
+  int remaining;
+  int before;  // that many calls are as usual
+};
+
+// What tests set and read.
+struct Control {
+  std::mutex mutex;
+  std::vector<Fault> faults;
+  std::vector<std::string> log;  // JSON objects
+  std::atomic<bool> logging{false};
+  std::atomic<bool> faulty{false};
+  std::atomic<bool> computing{true};
+};
+
+Control& control() {
+  static auto* instance = new Control;
+  return *instance;
+}
+
+std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
+
+Json json_of(const TensorView& view) {
+  return Json::object({{"dtype", dtype_name(view.dtype)},
+                       {"sizes", Json::array(view.sizes)},
+                       {"strides", Json::array(view.strides)},
+                       {"offset", view.offset},
+                       {"storage_sizes", Json::array(view.storage_sizes)},
+                       {"format", int64_t{view.format}},
+                       {"device", int64_t{device_of_address(view.data)}},
+                       {"address", reinterpret_cast<int64_t>(view.data)}});
+}
+
+Json json_of(const Value& value) {
+  return std::visit(
+      [](const auto& held) -> Json {
+        using Held = std::decay_t<decltype(held)>;
+        if constexpr (std::is_same_v<Held, TensorView>) {
+          return json_of(held);
+        } else if constexpr (std::is_same_v<Held, std::vector<TensorView>>) {
+          std::vector<Json> items;
+          for (const auto& view : held) {
+            items.push_back(json_of(view));
+          }
+          return Json::array(items);
+        } else if constexpr (std::is_same_v<Held, Scalar>) {
+          return Json::object({{"dtype", dtype_name(held.dtype)}, {"value", held.value}});
+        } else if constexpr (std::is_same_v<Held, std::vector<int64_t>>) {
+          return Json::array(held);
+        } else {
+          return held;
+        }
+      },
+      value);
+}
+
+Json json_of(const Function& function, const std::vector<Value>& values) {
+  Json arguments = Json::object({});
+  for (size_t i = 0; i < values.size(); ++i) {
+    arguments.add(function.arguments.at(i).name, json_of(values[i]));
+  }
+  return arguments;
+}
+
+// Appends to the log what `entry` makes, while a test listens.
+template <typename Entry>
+void log(Entry entry) {
+  if (control().logging) {
+    const std::lock_guard lock(control().mutex);
+    control().log.push_back(entry().text());
+  }
+}
+
+// The fault that a test planted for this call, counted down.
+std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
+  if (!control().faulty) {
+    return nullptr;
+  }
+  const std::lock_guard lock(control().mutex);
+  for (auto& fault : control().faults) {
+    if (fault.remaining > 0 && fault.phase == phase &&
+        (fault.function.empty() || fault.function == function) && fault.before-- <= 0) {
+      --fault.remaining;
+      return std::make_unique<Fault>(fault);
+    }
+  }
+  return nullptr;
+}
+
+int failure(int status, std::string message) {
+  if (status == kNullPointer || status == kInvalid) {
+    count(Outcome::refused, message);
+  }
+  set_error_message(std::move(message));
+  return status;
+}
+
+bool is_required(Kind kind) {
+  return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
+}
+
+bool is_given(const Value& value) {
+  const auto* list = std::get_if<std::vector<int64_t>>(&value);
+  return list ? !list->empty() : !std::holds_alternative<std::nullptr_t>(value);
+}
+
+int check_values(const Function& function, const std::vector<Value>& values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto& argument = function.arguments.at(i);
+    if (is_required(argument.kind) && std::holds_alternative<std::nullptr_t>(values[i])) {
+      return failure(kNullPointer, c10::str(function.name, ": ", argument.name, " is nullptr"));
+    }
+    if (argument.kind == Kind::not_computed && is_given(values[i])) {
+      return failure(kInvalid,
+                     c10::str(function.name, ": the simulation does not compute ", argument.name));
+    }
+    for (const auto& view : views_of(values[i])) {
+      if (!argument.dtypes.empty() &&
+          std::ranges::find(argument.dtypes, view.dtype) == argument.dtypes.end()) {
+        return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
+                                          dtype_name(view.dtype), " is not supported"));
+      }
+    }
+  }
+  return ACL_SUCCESS;
+}
+
+c10::IValue to_ivalue(const Value& value) {
+  return std::visit(
+      [&](const auto& held) -> c10::IValue {
+        using Held = std::decay_t<decltype(held)>;
+        if constexpr (std::is_same_v<Held, std::nullptr_t>) {
+          return {};
+        } else if constexpr (std::is_same_v<Held, TensorView>) {
+          return held.tensor();
+        } else if constexpr (std::is_same_v<Held, std::vector<TensorView>>) {
+          c10::List<at::Tensor> tensors;
+          for (const auto& view : held) {
+            tensors.push_back(view.tensor());
+          }
+          return tensors;
+        } else if constexpr (std::is_same_v<Held, Scalar>) {
+          return at::isIntegralType(scalar_type(held.dtype), /*includeBool=*/true)
+                     ? c10::IValue(static_cast<int64_t>(held.value))
+                     : c10::IValue(held.value);
+        } else {
+          return held;
+        }
+      },
+      value);
+}
+
+bool is_absent(const Function& function, const std::vector<Value>& values, size_t i) {
+  if (const auto* view = std::get_if<TensorView>(&values[i])) {
+    return function.arguments[i].kind == Kind::input_or_none && view->sizes.empty();
+  }
+  const auto* list = std::get_if<std::vector<int64_t>>(&values[i]);
+  return function.arguments[i].kind == Kind::lengths && list && list->empty() &&
+         std::ranges::none_of(values, [](const Value& value) {
+           const auto* text = std::get_if<std::string>(&value);
+           return text && *text == "TND";
+         });
+}
+
+// Switches off the limits that ascend_attn_ops checks on this thread: its NPU kernel has checked
+// those of the product, on a thread whose limits may be lifted. Does nothing without the library.
+class WithoutLimits {
+ public:
+  WithoutLimits() : before_(set(std::nullopt)) {}
+  ~WithoutLimits() { set(before_); }
+  WithoutLimits(const WithoutLimits&) = delete;
+  WithoutLimits& operator=(const WithoutLimits&) = delete;
+
+ private:
+  static int64_t set(std::optional<int64_t> limits) {
+    const auto op =
+        c10::Dispatcher::singleton().findSchema({"ascend_attn_ops::_set_thread_limits", ""});
+    return op ? op->typed<int64_t(std::optional<int64_t>)>().call(limits) : 0;
+  }
+
+  int64_t before_;
+};
+
+// Copies the results of the PyTorch operator to the outputs, as far as the device would.
+void compute(const Function& function, std::vector<Value> values) {
+  const WithoutLimits without_limits;
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const Call call(function, values);
+  if (function.device.change) {
+    function.device.change(call);
+  }
+  const auto stack = function.compute ? function.compute(call) : call.results();
+  size_t next = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto& argument = function.arguments[i];
+    if (argument.kind != Kind::output && argument.kind != Kind::optional_output) {
+      continue;
+    }
+    const size_t result = argument.result == Argument::kNextResult ? next++ : argument.result;
+    const auto* view = std::get_if<TensorView>(&values[i]);
+    if (view && result < stack.size()) {
+      const auto& computed = stack[result].toTensor();
+      auto target = view->tensor();
+      if (argument.kind == Kind::output || target.numel() == computed.numel()) {
+        const auto written = [&](const at::Tensor& output) {
+          const auto rule = function.device.written;
+          return rule ? rule(call, argument.name, output) : output;
+        };
+        written(target).copy_(written(computed.view(target.sizes())));
+      }
+    }
+  }
+  if (function.device.spoil) {
+    function.device.spoil(call);
+  }
+}
+
+int run(const aclOpExecutor& executor, void* workspace) {
+  if (workspace) {
+    // Whatever else lies there would be destroyed on a device as well.
+    std::memset(workspace, 0xA5, executor.workspace_size);
+  }
+  try {
+    compute(executor.function, executor.values);
+  } catch (const std::exception& error) {
+    return failure(kRuntime, c10::str(executor.function.name, ": ", error.what()));
+  }
+  return ACL_SUCCESS;
+}
+
+// The error of a call that touches memory out of turn.
+std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStream stream) {
+  if (!streams_are_strict() || is_capturing(stream)) {
+    return {};
+  }
+  std::vector<Range> reads;
+  std::vector<Range> writes{{workspace, executor.workspace_size}};
+  const auto& arguments = executor.function.arguments;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto kind = arguments[i].kind;
+    const bool is_output = kind == Kind::output || kind == Kind::optional_output;
+    for (const auto& view : views_of(executor.values[i])) {
+      if (view.data && device_of_address(view.data) >= 0) {
+        const auto tensor = view.tensor();
+        const auto bytes =
+            at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+        (is_output ? writes : reads).push_back({tensor.data_ptr(), bytes});
+      }
+    }
+  }
+  return check_order(stream, executor.function.name, reads, writes);
+}
+
+}  // namespace
+
+bool gives_no_handle(std::string_view maker) {
+  const auto fault = take_fault(maker, -1);
+  if (fault) {
+    set_error_message(fault->message);
+  }
+  return fault != nullptr;
+}
+
+torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
+                                const OperatorArguments& arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(name).c_str(),
+                                                                 std::string(overload).c_str());
+  torch::jit::Stack stack;
+  for (const auto& parameter : op.schema().arguments()) {
+    if (const auto given = arguments.find(parameter.name()); given != arguments.end()) {
+      stack.push_back(given->second);
+    } else {
+      TORCH_CHECK(parameter.default_value(), name, ": no value for ", parameter.name());
+      stack.push_back(*parameter.default_value());
+    }
+  }
+  op.callBoxed(stack);
+  return stack;
+}
+
+torch::jit::Stack Call::results(const OperatorArguments& others) const {
+  auto arguments = others;
+  for (size_t i = 0; i < values_.size(); ++i) {
+    arguments.try_emplace(std::string(function_.arguments[i].schema),
+                          is_absent(function_, values_, i) ? c10::IValue() : to_ivalue(values_[i]));
+  }
+  return call_operator(function_.schema_name, function_.overload, arguments);
+}
+
+void log_step(std::string_view step) {
+  log([&] { return Json::object({{"step", std::string(step)}}); });
+}
+
+bool computes() { return control().computing; }
+
+bool watched() {
+  return streams_are_strict() || computes() || control().logging || control().faulty ||
+         is_writing_calls();
+}
+
+int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
+                   aclOpExecutor** executor) {
+  log([&] {
+    return Json::object({{"phase", int64_t{1}},
+                         {"function", std::string(function.name)},
+                         {"arguments", json_of(function, values)},
+                         {"device", int64_t{current_device()}},
+                         {"deterministic", system_parameter(ACL_OPT_DETERMINISTIC)}});
+  });
+  if (const auto fault = take_fault(function.name, 1)) {
+    return failure(fault->status, fault->message);
+  }
+  if (const int status = check_values(function, values); status != ACL_SUCCESS) {
+    return status;
+  }
+  if (function.device.check && !values.empty()) {
+    try {
+      function.device.check({function, values});
+    } catch (const c10::Error& error) {
+      return failure(kInvalid, c10::str(function.name, ": ", error.what_without_backtrace()));
+    }
+  }
+  *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
+  *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
+  keep_executor(**executor);
+  return ACL_SUCCESS;
+}
+
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
+  // The second phase consumes the executor, whatever becomes of the call.
+  const std::shared_ptr<aclOpExecutor> owned(executor);
+  const auto& function = owned->function;
+  log([&] {
+    return Json::object({{"phase", int64_t{2}},
+                         {"function", std::string(function.name)},
+                         {"stream", int64_t{stream_id(stream)}},
+                         {"device", int64_t{device_of_stream(stream)}},
+                         {"workspace", static_cast<int64_t>(workspace_size)}});
+  });
+  count(Outcome::aclnn, function.name);
+  if (is_writing_calls()) {
+    write_call(Json::object({{"function", std::string(function.name)},
+                             {"arguments", json_of(function, owned->values)},
+                             {"device", int64_t{device_of_stream(stream)}},
+                             {"stream", int64_t{stream_id(stream)}},
+                             {"process", int64_t{getpid()}}})
+                   .text());
+  }
+  if (const auto fault = take_fault(function.name, 2)) {
+    return failure(fault->status, fault->message);
+  }
+  if (workspace_size < owned->workspace_size ||
+      (workspace_size > 0 && device_of_address(workspace) != device_of_stream(stream))) {
+    return failure(kRuntime, c10::str(function.name, ": the workspace is less than was asked for"));
+  }
+  for (const auto& value : owned->values) {
+    for (const auto& view : views_of(value)) {
+      if (!view.sizes.empty() && view.data &&
+          device_of_address(view.data) != device_of_stream(stream)) {
+        return failure(kRuntime, c10::str(function.name, ": a tensor of another device"));
+      }
+    }
+  }
+  if (auto error = order_error(*owned, workspace, stream); !error.empty()) {
+    return failure(kRuntime, error);
+  }
+  if (auto fault = take_fault(function.name, 3)) {
+    fail_at_wait(fault->status, std::move(fault->message));
+    return ACL_SUCCESS;
+  }
+  if (!computes()) {
+    return ACL_SUCCESS;
+  }
+  return submit(stream, [owned, workspace] { return run(*owned, workspace); });
+}
+
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+// What torch_npu does around a call: memory for executors. Those that CANN keeps:
+// executors.cpp.
+
+int InitHugeMemThreadLocal(void*, bool) {
+  log_step("InitHugeMemThreadLocal");
+  return ACL_SUCCESS;
+}
+void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
+void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
+
+// Controls: cann_simulator/control.py.
+
+void cann_sim_start_log() {
+  const std::lock_guard lock(control().mutex);
+  control().log.clear();
+  control().logging = true;
+}
+// The log as a JSON array; logging ends.
+const char* cann_sim_take_log() {
+  static thread_local std::string text;
+  const std::lock_guard lock(control().mutex);
+  control().logging = false;
+  text = "[";
+  for (const auto& entry : control().log) {
+    text += (text.size() > 1 ? "," : "") + entry;
+  }
+  text += "]";
+  control().log.clear();
+  return text.c_str();
+}
+const char* cann_sim_live_handles() {
+  static thread_local std::string text;
+  text = Json::object({{"aclTensor", aclTensor::live()},
+                       {"aclTensorList", aclTensorList::live()},
+                       {"aclIntArray", aclIntArray::live()},
+                       {"aclScalar", aclScalar::live()},
+                       {"aclOpExecutor", aclOpExecutor::live()}})
+             .text();
+  return text.c_str();
+}
+void cann_sim_fail(const char* function, int phase, int status, const char* message, int times,
+                   int after) {
+  const std::lock_guard lock(control().mutex);
+  control().faulty = true;
+  control().faults.push_back({function, phase, status, message, times, after});
+}
+void cann_sim_no_faults() {
+  const std::lock_guard lock(control().mutex);
+  control().faulty = false;
+  control().faults.clear();
+}
+void cann_sim_set_computing(bool on) { control().computing = on; }
+}  // extern "C"

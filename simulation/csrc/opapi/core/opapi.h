@@ -1,0 +1,289 @@
+// libopapi.so of the simulated CANN: handles, and the description of an aclnn function.
+//
+// An aclnn function is three things (ours/sparse_flash_attention.cpp has two):
+//   a Function: its arguments by name, with the names of the PyTorch operator that computes it
+//   its first phase: the C prototype, and a call of `prepare`
+//   its second phase: a call of `execute`
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+#include <acl/acl.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace cann_sim {
+
+// Handles that a caller has to give back: the number of those that still exist.
+template <typename Handle>
+class Counted {
+ public:
+  static int64_t live() { return count_; }
+
+ protected:
+  Counted() { ++count_; }
+  Counted(const Counted&) { ++count_; }
+  ~Counted() { --count_; }
+
+ private:
+  static inline std::atomic<int64_t> count_{0};
+};
+
+// What aclCreateTensor was told.
+struct TensorView {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  std::vector<int64_t> storage_sizes;
+  int64_t offset;
+  aclDataType dtype;
+  aclFormat format;
+  void* data;
+
+  at::Tensor tensor() const;
+};
+
+struct Scalar {
+  double value;
+  aclDataType dtype;
+};
+
+at::ScalarType scalar_type(aclDataType dtype);
+// Whether a test wants this maker of handles to fail.
+bool gives_no_handle(std::string_view maker);
+// Another tensor of its dtype in the place of one.
+TensorView in_place_of(const TensorView& view, const at::Tensor& tensor);
+
+}  // namespace cann_sim
+
+struct aclTensor : cann_sim::Counted<aclTensor> {
+  explicit aclTensor(cann_sim::TensorView view) : view(std::move(view)) {}
+  cann_sim::TensorView view;
+};
+
+// It owns its tensors.
+struct aclTensorList : cann_sim::Counted<aclTensorList> {
+  explicit aclTensorList(std::vector<const aclTensor*> tensors) : tensors(std::move(tensors)) {}
+  aclTensorList(const aclTensorList&) = delete;
+  ~aclTensorList() {
+    for (const auto* tensor : tensors) {
+      delete tensor;
+    }
+  }
+  std::vector<const aclTensor*> tensors;
+};
+
+struct aclIntArray : cann_sim::Counted<aclIntArray> {
+  explicit aclIntArray(std::vector<int64_t> values) : values(std::move(values)) {}
+  std::vector<int64_t> values;
+};
+
+struct aclScalar : cann_sim::Counted<aclScalar> {
+  explicit aclScalar(cann_sim::Scalar scalar) : scalar(scalar) {}
+  cann_sim::Scalar scalar;
+};
+
+struct aclOpExecutor;
+
+namespace cann_sim {
+
+// The C types of prototypes.
+using Tensor = const aclTensor*;
+using TensorList = const aclTensorList*;
+using IntArray = const aclIntArray*;
+
+// Sets of dtypes that several functions accept.
+inline const std::vector<aclDataType> kHalf{ACL_FLOAT16, ACL_BF16};
+inline const std::vector<aclDataType> kHalfOrFloat{ACL_FLOAT16, ACL_BF16, ACL_FLOAT};
+inline const std::vector<aclDataType> kFloat{ACL_FLOAT};
+inline const std::vector<aclDataType> kInt32{ACL_INT32};
+
+enum class Kind {
+  input,
+  input_or_none,
+  optional_input,
+  output,
+  optional_output,
+  attribute,
+  lengths,
+  not_computed
+};
+
+struct Argument {
+  std::string_view name;    // in the C prototype
+  std::string_view schema;  // in the schema of the PyTorch operator; empty when it has none
+  Kind kind = Kind::attribute;
+  std::vector<aclDataType> dtypes = {};  // accepted; empty: any
+  int64_t result = kNextResult;          // of the PyTorch operator: what an output gets
+
+  static constexpr int64_t kNextResult = -1;
+};
+
+Argument input(std::string_view name, std::string_view schema,
+               std::vector<aclDataType> dtypes = {});
+Argument optional_input(std::string_view name, std::string_view schema,
+                        std::vector<aclDataType> dtypes = {});
+// A required tensor that stands for none when it has no axes.
+Argument input_or_none(std::string_view name, std::string_view schema,
+                       std::vector<aclDataType> dtypes = {});
+Argument attribute(std::string_view name, std::string_view schema = {});
+// A list of sequence lengths: none, when it is empty and the layout is not TND.
+Argument lengths(std::string_view name, std::string_view schema);
+Argument output(std::string_view name, int64_t result = Argument::kNextResult);
+// An output that the caller may leave out, or give with no elements.
+Argument optional_output(std::string_view name, int64_t result = Argument::kNextResult);
+// A tensor or a list of lengths that the simulation has no computation for: a call that gives one
+// is refused, by its name.
+Argument not_computed(std::string_view name);
+
+using Arguments = std::vector<Argument>;
+
+// Parts of argument lists that functions share, one behind the other.
+Arguments join(std::initializer_list<Arguments> parts);
+
+// The value of one argument; the executor keeps a copy.
+using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
+                           std::vector<int64_t>, Scalar, double, int64_t, bool, std::string>;
+
+class Call;
+
+// What the device does and the operator does not, by product and release of CANN
+// (docs/specification/device.md).
+struct DeviceRules {
+  // Raises for a call that the first phase refuses.
+  void (*check)(const Call&) = nullptr;
+  // Changes the arguments to what the kernel takes them for.
+  void (*change)(const Call&) = nullptr;
+  // The part of an output, by its name, that the kernel writes: the rest of its memory stays as it
+  // is.
+  at::Tensor (*written)(const Call&, std::string_view name, const at::Tensor& output) = nullptr;
+  // Destroys what the kernel computes wrong. Raises where it fails.
+  void (*spoil)(const Call&) = nullptr;
+};
+
+struct Function {
+  std::string_view name;
+  // The operator that computes it on the CPU, and its overload. Its results are copied to the
+  // outputs, in order; for an operator with no results the outputs are arguments that it changes.
+  std::string_view schema_name;
+  std::string_view overload = "";
+  uint64_t workspace = 0;
+  std::vector<Argument> arguments;
+  DeviceRules device = {};
+  // Computes the results itself, with no operator or around `Call::results`.
+  torch::jit::Stack (*compute)(const Call&) = nullptr;
+};
+
+// Arguments of an operator by their names in its schema.
+using OperatorArguments = std::map<std::string, c10::IValue>;
+
+// The results of an operator. What is not among the arguments has its default.
+torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
+                                const OperatorArguments& arguments);
+
+// The arguments of a call by name.
+class Call {
+ public:
+  Call(const Function& function, std::vector<Value>& values)
+      : function_(function), values_(values) {}
+
+  template <typename T>
+  T& get(std::string_view name) const {
+    return std::get<T>(value(name));
+  }
+  // Null for an argument that the call leaves out.
+  template <typename T>
+  T* find(std::string_view name) const {
+    return std::get_if<T>(&value(name));
+  }
+  bool is_tnd(std::string_view layout) const { return get<std::string>(layout) == "TND"; }
+  // The elements of an int32 tensor, which must have been computed by now.
+  std::vector<int64_t> elements(std::string_view name) const;
+  // A view of a tensor; for an optional one that the call leaves out, none.
+  at::Tensor tensor(std::string_view name) const { return get<TensorView>(name).tensor(); }
+  std::optional<at::Tensor> optional_tensor(std::string_view name) const;
+  // What the PyTorch operator gives for views of the arguments, with others in the place of some.
+  torch::jit::Stack results(const OperatorArguments& others = {}) const;
+  // The result of an operator that has one, with other arguments in the place of some.
+  at::Tensor result_with(std::vector<std::pair<std::string_view, Value>> others) const;
+
+ private:
+  Value& value(std::string_view name) const;
+
+  const Function& function_;
+  std::vector<Value>& values_;
+};
+
+// For the arguments of a kernel that writes the rows of the sequences in layout TND and leaves
+// those behind them alone. `axis` is that of the tokens, `ends` names the prefix sums.
+at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t axis,
+                             std::string_view layout, std::string_view ends);
+
+// The tensors of an argument: itself, those of a list, or none.
+std::span<const TensorView> views_of(const Value& value);
+
+}  // namespace cann_sim
+
+struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
+  aclOpExecutor(const cann_sim::Function& function, std::vector<cann_sim::Value> values,
+                uint64_t workspace_size)
+      : function(function), values(std::move(values)), workspace_size(workspace_size) {}
+
+  const cann_sim::Function& function;
+  std::vector<cann_sim::Value> values;
+  uint64_t workspace_size;
+};
+
+namespace cann_sim {
+
+// Leaves a copy of the executor of a first phase for later calls, if this one has announced a key.
+void keep_executor(const aclOpExecutor& executor);
+
+Value value_of(const aclTensor* tensor);
+Value value_of(const aclTensorList* list);
+Value value_of(const aclIntArray* array);
+Value value_of(const aclScalar* scalar);
+Value value_of(const char* text);
+inline Value value_of(double number) { return number; }
+inline Value value_of(int64_t number) { return number; }
+inline Value value_of(bool flag) { return flag; }
+
+// Whether anybody looks at the arguments of a call: a test that listens, or the computation.
+bool watched();
+
+// Appends a step to the log, while a test listens.
+void log_step(std::string_view step);
+
+int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
+                   aclOpExecutor** executor);
+
+// The first phase: logs and checks the arguments, in the order of `function.arguments`.
+template <typename... Arguments>
+int prepare(const Function& function, uint64_t* workspace_size, aclOpExecutor** executor,
+            Arguments... arguments) {
+  if (!watched()) {
+    return prepare_values(function, {}, workspace_size, executor);
+  }
+  return prepare_values(function, {value_of(arguments)...}, workspace_size, executor);
+}
+
+// The second phase of every function.
+int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream);
+
+}  // namespace cann_sim
+
+// Defines the second phase of a function.
+#define CANN_SIM_SECOND_PHASE(name)                                                       \
+  int name(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) { \
+    return cann_sim::execute(workspace, size, executor, stream);                          \
+  }

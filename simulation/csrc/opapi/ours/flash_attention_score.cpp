@@ -1,0 +1,148 @@
+// FlashAttentionScore and its gradient. Prototypes: docs/specification/flash_attention_score.md.
+#include <algorithm>
+#include <limits>
+
+#include "ascendcl/runtime.h"
+#include "opapi/ours/flash_attention_score.h"
+
+namespace cann_sim {
+namespace {
+
+bool is_a2_or_a3() { return product() == Product::a2 || product() == Product::a3; }
+
+}  // namespace
+
+// The band of mode 4 is computed in int32, and wraps around.
+void check_tokens(const Call& call) {
+  constexpr int64_t kBand = 4;
+  for (const auto* name : {"preTokens", "nextTokens"}) {
+    const auto tokens = call.get<int64_t>(name);
+    const bool fits = tokens >= std::numeric_limits<int32_t>::min() &&
+                      tokens <= std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(!is_a2_or_a3() || call.get<int64_t>("sparseMode") != kBand || fits, name,
+                " overflows: ", tokens);
+  }
+}
+
+namespace {
+
+using Ends = std::vector<int64_t>;
+
+int64_t sum_of(const Ends& ends) { return ends.empty() ? 0 : *std::ranges::max_element(ends); }
+
+}  // namespace
+
+// A pack with tokens behind its sequences on both sides says so by a last element of 0.
+void check_pack(const Call& call) {
+  check_tokens(call);
+  const auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
+  const auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
+  const bool padded = call.get<TensorView>("query").sizes[0] > sum_of(query_ends) &&
+                      call.get<TensorView>("key").sizes[0] > sum_of(key_ends);
+  const bool said =
+      !query_ends.empty() && query_ends.back() == 0 && !key_ends.empty() && key_ends.back() == 0;
+  TORCH_CHECK(!is_a2_or_a3() || cann_version() < kCann90 || !padded || said,
+              "the last of the lengths should be 0 in a padded pack");
+}
+
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+namespace {
+
+const Function score{
+    .name = "aclnnFlashAttentionScoreV2",
+    .schema_name = "ascend::flash_attention_score",
+    .workspace = 2048,
+    .arguments = join({kTensors, kTerms, kPrefix, kStarts, kScalars, kPseType, kOutputs}),
+    .device = {.check = check_tokens}};
+const Function var_len_score{
+    .name = "aclnnFlashAttentionVarLenScoreV2",
+    .schema_name = "ascend::flash_attention_score",
+    .workspace = 2048,
+    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
+    .device = {.check = check_pack}};
+const Function score_grad{.name = "aclnnFlashAttentionScoreGradV2",
+                          .schema_name = "ascend::flash_attention_score_grad",
+                          .workspace = 4096,
+                          .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix,
+                                             kStarts, kScalars, kPseType, kGradients}),
+                          .device = {.check = check_tokens}};
+const Function unpadding_score_grad{
+    .name = "aclnnFlashAttentionUnpaddingScoreGradV2",
+    .schema_name = "ascend::flash_attention_score_grad",
+    .workspace = 4096,
+    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kStarts, kScalars,
+                       kPseType, kGradients}),
+    .device = {.check = check_tokens}};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnFlashAttentionScoreV2GetWorkspaceSize(Tensor query, Tensor key, Tensor value, Tensor pse,
+                                               Tensor drop, Tensor padding, Tensor mask,
+                                               IntArray prefix, IntArray q_start, IntArray kv_start,
+                                               double scale, double keep, int64_t pre, int64_t next,
+                                               int64_t heads, char* layout, int64_t precise,
+                                               int64_t mode, int64_t pse_type, Tensor max,
+                                               Tensor sum, Tensor softmax, Tensor out,
+                                               uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(score, workspace_size, executor, query, key, value, pse, drop, padding, mask,
+                 prefix, q_start, kv_start, scale, keep, pre, next, heads, layout, precise, mode,
+                 pse_type, max, sum, softmax, out);
+}
+int aclnnFlashAttentionScoreV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                               aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
+    Tensor query, Tensor key, Tensor value, Tensor pse, Tensor drop, Tensor padding, Tensor mask,
+    IntArray prefix, IntArray query_lengths, IntArray key_lengths, IntArray q_start,
+    IntArray kv_start, double scale, double keep, int64_t pre, int64_t next, int64_t heads,
+    char* layout, int64_t precise, int64_t mode, int64_t pse_type, Tensor max, Tensor sum,
+    Tensor softmax, Tensor out, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(var_len_score, workspace_size, executor, query, key, value, pse, drop, padding,
+                 mask, prefix, query_lengths, key_lengths, q_start, kv_start, scale, keep, pre,
+                 next, heads, layout, precise, mode, pse_type, max, sum, softmax, out);
+}
+int aclnnFlashAttentionVarLenScoreV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                                     aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
+    Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse, Tensor drop, Tensor padding,
+    Tensor mask, Tensor max, Tensor sum, Tensor softmax_in, Tensor attention_in, IntArray prefix,
+    IntArray q_start, IntArray kv_start, double scale, double keep, int64_t pre, int64_t next,
+    int64_t heads, char* layout, int64_t precise, int64_t mode, int64_t pse_type, Tensor dq,
+    Tensor dk, Tensor dv, Tensor dpse, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(score_grad, workspace_size, executor, query, key, value, dy, pse, drop, padding,
+                 mask, max, sum, softmax_in, attention_in, prefix, q_start, kv_start, scale, keep,
+                 pre, next, heads, layout, precise, mode, pse_type, dq, dk, dv, dpse);
+}
+int aclnnFlashAttentionScoreGradV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                                   aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+int aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(
+    Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse, Tensor drop, Tensor padding,
+    Tensor mask, Tensor max, Tensor sum, Tensor softmax_in, Tensor attention_in, IntArray prefix,
+    IntArray query_lengths, IntArray key_lengths, IntArray q_start, IntArray kv_start, double scale,
+    double keep, int64_t pre, int64_t next, int64_t heads, char* layout, int64_t precise,
+    int64_t mode, int64_t pse_type, Tensor dq, Tensor dk, Tensor dv, Tensor dpse,
+    uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(unpadding_score_grad, workspace_size, executor, query, key, value, dy, pse, drop,
+                 padding, mask, max, sum, softmax_in, attention_in, prefix, query_lengths,
+                 key_lengths, q_start, kv_start, scale, keep, pre, next, heads, layout, precise,
+                 mode, pse_type, dq, dk, dv, dpse);
+}
+int aclnnFlashAttentionUnpaddingScoreGradV2(void* workspace, uint64_t size, aclOpExecutor* executor,
+                                            aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,89 @@
+// Paged KV caches. Prototype: docs/specification/scatter_pa_kv_cache.md.
+#include <c10/util/accumulate.h>
+
+#include "ascendcl/runtime.h"
+#include "opapi/core/opapi.h"
+
+using namespace cann_sim;
+
+namespace {
+
+// Those of Atlas A2 and A3.
+const std::vector<aclDataType> kCache{ACL_FLOAT16, ACL_BF16, ACL_INT8};
+const std::vector<aclDataType> kIndex{ACL_INT32, ACL_INT64};
+
+bool reads_dense_rows() { return product() == Product::a2 || product() == Product::a3; }
+
+std::vector<int64_t> dense_strides(const TensorView& view) {
+  std::vector<int64_t> strides(view.sizes.size(), 1);
+  for (size_t axis = strides.size(); axis-- > 1;) {
+    strides[axis - 1] = strides[axis] * view.sizes[axis];
+  }
+  return strides;
+}
+
+// Releases before 9.1 refuse rows with gaps.
+void check_rows(const Call& call) {
+  for (const auto* name : {"key", "value"}) {
+    const auto* view = call.find<TensorView>(name);
+    TORCH_CHECK(
+        !view || !reads_dense_rows() || cann_version() >= kCann91 || view->tensor().is_contiguous(),
+        name, " is not contiguous");
+  }
+}
+
+// 9.1 takes rows with gaps, and reads row t at t * N * D all the same. Ascend 950 ignores the modes
+// before 9.1.
+void change_sources(const Call& call) {
+  if (product() == Product::p950 && cann_version() < kCann91) {
+    call.get<std::string>("cacheModeOptional") = "Norm";
+    call.get<std::string>("scatterModeOptional") = "None";
+  }
+  for (const auto* name : {"key", "value"}) {
+    auto* view = call.find<TensorView>(name);
+    if (view && reads_dense_rows()) {
+      view->strides = dense_strides(*view);
+      TORCH_CHECK(view->offset + c10::multiply_integers(view->sizes) <=
+                      c10::multiply_integers(view->storage_sizes),
+                  name, " is read behind the end of its memory");
+    }
+  }
+}
+
+// It writes to two of its inputs and has no outputs.
+const Function scatter_pa_kv_cache{
+    .name = "aclnnScatterPaKvCache",
+    .schema_name = "ascend::scatter_pa_kv_cache_",
+    .workspace = 256,
+    .arguments = {input("key", "key", kCache), input("keyCacheRef", "key_cache", kCache),
+                  input("slotMapping", "slot_mapping", kIndex),
+                  input_or_none("value", "value", kCache),
+                  input_or_none("valueCacheRef", "value_cache", kCache),
+                  optional_input("compressLensOptional", "compress_lens", kIndex),
+                  optional_input("compressSeqOffsetOptional", "compress_seq_offset", kIndex),
+                  optional_input("seqLensOptional", "seq_lens", kIndex),
+                  attribute("cacheModeOptional", "cache_mode"),
+                  attribute("scatterModeOptional", "scatter_mode"),
+                  attribute("stridesOptional", "strides"), attribute("offsetsOptional", "offsets")},
+    .device = {.check = check_rows, .change = change_sources}};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnScatterPaKvCacheGetWorkspaceSize(Tensor key, Tensor key_cache, Tensor slot_mapping,
+                                          Tensor value, Tensor value_cache, Tensor compress_lens,
+                                          Tensor compress_seq_offset, Tensor seq_lens,
+                                          char* cache_mode, char* scatter_mode, IntArray strides,
+                                          IntArray offsets, uint64_t* workspace_size,
+                                          aclOpExecutor** executor) {
+  return prepare(scatter_pa_kv_cache, workspace_size, executor, key, key_cache, slot_mapping, value,
+                 value_cache, compress_lens, compress_seq_offset, seq_lens, cache_mode,
+                 scatter_mode, strides, offsets);
+}
+int aclnnScatterPaKvCache(void* workspace, uint64_t size, aclOpExecutor* executor,
+                          aclrtStream stream) {
+  return execute(workspace, size, executor, stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,189 @@
+// FusedInferAttentionScore: V3, which npu_fused_infer_attention_score calls, V4 of its _v2, and V5
+// of both on Ascend 950.
+#include "opapi/torch_npu/infer_attention.h"
+
+using namespace cann_sim;
+
+namespace {
+
+const Arguments kInputs{input("query", "", kHalf),
+                        input("key", "", kHalf),
+                        input("value", "", kHalf),
+                        optional_input("pseShiftOptional", "", kHalf),
+                        optional_input("attenMaskOptional", "", kInferMask),
+                        attribute("actualSeqLengthsOptional"),
+                        attribute("actualSeqLengthsKvOptional"),
+                        not_computed("deqScale1Optional"),
+                        not_computed("quantScale1Optional"),
+                        not_computed("deqScale2Optional"),
+                        not_computed("quantScale2Optional"),
+                        not_computed("quantOffset2Optional"),
+                        not_computed("antiquantScaleOptional"),
+                        not_computed("antiquantOffsetOptional"),
+                        optional_input("blockTableOptional", "", kInt32),
+                        optional_input("queryPaddingSizeOptional", "", {ACL_INT64}),
+                        optional_input("kvPaddingSizeOptional", "", {ACL_INT64}),
+                        not_computed("keyAntiquantScaleOptional"),
+                        not_computed("keyAntiquantOffsetOptional"),
+                        not_computed("valueAntiquantScaleOptional"),
+                        not_computed("valueAntiquantOffsetOptional"),
+                        optional_input("keySharedPrefixOptional", "", kHalf),
+                        optional_input("valueSharedPrefixOptional", "", kHalf),
+                        attribute("actualSharedPrefixLenOptional"),
+                        optional_input("queryRopeOptional", "", kHalf),
+                        optional_input("keyRopeOptional", "", kHalf),
+                        not_computed("keyRopeAntiquantScaleOptional")};
+const Arguments kSinks{not_computed("dequantScaleQueryOptional"),
+                       optional_input("learnableSinkOptional", "")};
+const Arguments kStarts{not_computed("qStartIdxOptional"), not_computed("kvStartIdxOptional")};
+const Arguments kAttributes{
+    attribute("numHeads"),          attribute("scaleValue"),     attribute("preTokens"),
+    attribute("nextTokens"),        attribute("inputLayout"),    attribute("numKeyValueHeads"),
+    attribute("sparseMode"),        attribute("innerPrecise"),   attribute("blockSize"),
+    attribute("antiquantMode"),     attribute("softmaxLseFlag"), attribute("keyAntiquantMode"),
+    attribute("valueAntiquantMode")};
+const Arguments kQueryQuantMode{attribute("queryQuantMode")};
+const Arguments kPseType{attribute("pseType")};
+const Arguments kOutputs{output("attentionOut"), optional_output("softmaxLse")};
+
+InferAttention arguments_of(const Call& call) {
+  const auto heads = call.get<int64_t>("numHeads");
+  const auto key_heads = call.get<int64_t>("numKeyValueHeads");
+  return {.query = call.tensor("query"),
+          .key = only_tensor(call, "key"),
+          .value = only_tensor(call, "value"),
+          .layout = call.get<std::string>("inputLayout"),
+          .heads = heads,
+          .key_heads = key_heads ? key_heads : heads,
+          .scale = call.get<double>("scaleValue"),
+          .out_sizes = call.get<TensorView>("attentionOut").sizes,
+          .pse = call.optional_tensor("pseShiftOptional"),
+          .mask = call.optional_tensor("attenMaskOptional"),
+          .sparse_mode = call.get<int64_t>("sparseMode"),
+          .pre_tokens = call.get<int64_t>("preTokens"),
+          .next_tokens = call.get<int64_t>("nextTokens"),
+          .query_lengths = lengths_of(call, "actualSeqLengthsOptional"),
+          .key_lengths = lengths_of(call, "actualSeqLengthsKvOptional"),
+          .block_table = call.optional_tensor("blockTableOptional"),
+          .query_padding = call.optional_tensor("queryPaddingSizeOptional"),
+          .key_padding = call.optional_tensor("kvPaddingSizeOptional"),
+          .key_prefix = call.optional_tensor("keySharedPrefixOptional"),
+          .value_prefix = call.optional_tensor("valueSharedPrefixOptional"),
+          .prefix_length = lengths_of(call, "actualSharedPrefixLenOptional"),
+          .query_rope = call.optional_tensor("queryRopeOptional"),
+          .key_rope = call.optional_tensor("keyRopeOptional")};
+}
+
+torch::jit::Stack without_sinks(const Call& call) { return infer_attention(arguments_of(call)); }
+
+torch::jit::Stack with_sinks(const Call& call) {
+  auto arguments = arguments_of(call);
+  if (const auto sinks = call.optional_tensor("learnableSinkOptional")) {
+    arguments.sinks = sinks->to(at::kFloat);
+  }
+  return infer_attention(arguments);
+}
+
+const Function v3{.name = "aclnnFusedInferAttentionScoreV3",
+                  .workspace = 1024,
+                  .arguments = join({kInputs, kAttributes, kOutputs}),
+                  .compute = without_sinks};
+const Function v4{.name = "aclnnFusedInferAttentionScoreV4",
+                  .workspace = 1024,
+                  .arguments = join({kInputs, kSinks, kAttributes, kQueryQuantMode, kOutputs}),
+                  .compute = with_sinks};
+const Function v5{
+    .name = "aclnnFusedInferAttentionScoreV5",
+    .workspace = 1024,
+    .arguments = join({kInputs, kSinks, kStarts, kAttributes, kQueryQuantMode, kPseType, kOutputs}),
+    .compute = with_sinks};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnFusedInferAttentionScoreV3GetWorkspaceSize(
+    Tensor query, TensorList key, TensorList value, Tensor pse, Tensor mask, IntArray query_lengths,
+    IntArray key_lengths, Tensor deq_scale1, Tensor quant_scale1, Tensor deq_scale2,
+    Tensor quant_scale2, Tensor quant_offset2, Tensor antiquant_scale, Tensor antiquant_offset,
+    Tensor block_table, Tensor query_padding, Tensor key_padding, Tensor key_antiquant_scale,
+    Tensor key_antiquant_offset, Tensor value_antiquant_scale, Tensor value_antiquant_offset,
+    Tensor key_prefix, Tensor value_prefix, IntArray prefix_length, Tensor query_rope,
+    Tensor key_rope, Tensor key_rope_antiquant_scale, int64_t heads, double scale, int64_t pre,
+    int64_t next, char* layout, int64_t key_heads, int64_t mode, int64_t precise,
+    int64_t block_size, int64_t antiquant_mode, bool lse_flag, int64_t key_antiquant_mode,
+    int64_t value_antiquant_mode, Tensor out, Tensor lse, uint64_t* workspace_size,
+    aclOpExecutor** executor) {
+  return prepare(v3, workspace_size, executor, query, key, value, pse, mask, query_lengths,
+                 key_lengths, deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2,
+                 antiquant_scale, antiquant_offset, block_table, query_padding, key_padding,
+                 key_antiquant_scale, key_antiquant_offset, value_antiquant_scale,
+                 value_antiquant_offset, key_prefix, value_prefix, prefix_length, query_rope,
+                 key_rope, key_rope_antiquant_scale, heads, scale, pre, next, layout, key_heads,
+                 mode, precise, block_size, antiquant_mode, lse_flag, key_antiquant_mode,
+                 value_antiquant_mode, out, lse);
+}
+CANN_SIM_SECOND_PHASE(aclnnFusedInferAttentionScoreV3)
+
+int aclnnFusedInferAttentionScoreV4GetWorkspaceSize(
+    Tensor query, TensorList key, TensorList value, Tensor pse, Tensor mask, IntArray query_lengths,
+    IntArray key_lengths, Tensor deq_scale1, Tensor quant_scale1, Tensor deq_scale2,
+    Tensor quant_scale2, Tensor quant_offset2, Tensor antiquant_scale, Tensor antiquant_offset,
+    Tensor block_table, Tensor query_padding, Tensor key_padding, Tensor key_antiquant_scale,
+    Tensor key_antiquant_offset, Tensor value_antiquant_scale, Tensor value_antiquant_offset,
+    Tensor key_prefix, Tensor value_prefix, IntArray prefix_length, Tensor query_rope,
+    Tensor key_rope, Tensor key_rope_antiquant_scale, Tensor dequant_scale_query, Tensor sinks,
+    int64_t heads, double scale, int64_t pre, int64_t next, char* layout, int64_t key_heads,
+    int64_t mode, int64_t precise, int64_t block_size, int64_t antiquant_mode, bool lse_flag,
+    int64_t key_antiquant_mode, int64_t value_antiquant_mode, int64_t query_quant_mode, Tensor out,
+    Tensor lse, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(v4, workspace_size, executor, query, key, value, pse, mask, query_lengths,
+                 key_lengths, deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2,
+                 antiquant_scale, antiquant_offset, block_table, query_padding, key_padding,
+                 key_antiquant_scale, key_antiquant_offset, value_antiquant_scale,
+                 value_antiquant_offset, key_prefix, value_prefix, prefix_length, query_rope,
+                 key_rope, key_rope_antiquant_scale, dequant_scale_query, sinks, heads, scale, pre,
+                 next, layout, key_heads, mode, precise, block_size, antiquant_mode, lse_flag,
+                 key_antiquant_mode, value_antiquant_mode, query_quant_mode, out, lse);
+}
+CANN_SIM_SECOND_PHASE(aclnnFusedInferAttentionScoreV4)
+
+int aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
+    Tensor query, TensorList key, TensorList value, Tensor pse, Tensor mask, IntArray query_lengths,
+    IntArray key_lengths, Tensor deq_scale1, Tensor quant_scale1, Tensor deq_scale2,
+    Tensor quant_scale2, Tensor quant_offset2, Tensor antiquant_scale, Tensor antiquant_offset,
+    Tensor block_table, Tensor query_padding, Tensor key_padding, Tensor key_antiquant_scale,
+    Tensor key_antiquant_offset, Tensor value_antiquant_scale, Tensor value_antiquant_offset,
+    Tensor key_prefix, Tensor value_prefix, IntArray prefix_length, Tensor query_rope,
+    Tensor key_rope, Tensor key_rope_antiquant_scale, Tensor dequant_scale_query, Tensor sinks,
+    IntArray q_start, IntArray kv_start, int64_t heads, double scale, int64_t pre, int64_t next,
+    char* layout, int64_t key_heads, int64_t mode, int64_t precise, int64_t block_size,
+    int64_t antiquant_mode, bool lse_flag, int64_t key_antiquant_mode, int64_t value_antiquant_mode,
+    int64_t query_quant_mode, int64_t pse_type, Tensor out, Tensor lse, uint64_t* workspace_size,
+    aclOpExecutor** executor) {
+  return prepare(v5, workspace_size, executor, query, key, value, pse, mask, query_lengths,
+                 key_lengths, deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2,
+                 antiquant_scale, antiquant_offset, block_table, query_padding, key_padding,
+                 key_antiquant_scale, key_antiquant_offset, value_antiquant_scale,
+                 value_antiquant_offset, key_prefix, value_prefix, prefix_length, query_rope,
+                 key_rope, key_rope_antiquant_scale, dequant_scale_query, sinks, q_start, kv_start,
+                 heads, scale, pre, next, layout, key_heads, mode, precise, block_size,
+                 antiquant_mode, lse_flag, key_antiquant_mode, value_antiquant_mode,
+                 query_quant_mode, pse_type, out, lse);
+}
+CANN_SIM_SECOND_PHASE(aclnnFusedInferAttentionScoreV5)
+
+// For any lengths: what torch_npu reserves for a graph that updates them.
+decltype(aclnnFusedInferAttentionScoreV3GetWorkspaceSize)
+    aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize
+    __attribute__((alias("aclnnFusedInferAttentionScoreV3GetWorkspaceSize")));
+
+decltype(aclnnFusedInferAttentionScoreV4GetWorkspaceSize)
+    aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize
+    __attribute__((alias("aclnnFusedInferAttentionScoreV4GetWorkspaceSize")));
+
+decltype(aclnnFusedInferAttentionScoreV5GetWorkspaceSize)
+    aclnnFusedInferAttentionScoreV5GetMaxWorkspaceSize
+    __attribute__((alias("aclnnFusedInferAttentionScoreV5GetWorkspaceSize")));
+
+}  // extern "C"

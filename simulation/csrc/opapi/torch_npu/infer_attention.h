@@ -1,0 +1,46 @@
+// Attention for inference, with a key/value cache: what FusedInferAttentionScore,
+// IncreFlashAttention and PromptFlashAttention share.
+#pragma once
+
+#include <ATen/core/TensorBody.h>
+
+#include "opapi/core/opapi.h"
+
+namespace cann_sim {
+
+inline const std::vector<aclDataType> kInferMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
+
+struct InferAttention {
+  using Optional = std::optional<at::Tensor>;
+  using Lengths = std::optional<std::vector<int64_t>>;
+
+  at::Tensor query, key, value;
+  std::string layout;
+  int64_t heads = 1, key_heads = 1;
+  double scale = 1;
+  std::vector<int64_t> out_sizes;
+  Optional pse = {}, mask = {};
+  int64_t sparse_mode = 0, pre_tokens = 0, next_tokens = 0;
+  // Of packed sequences their ends, except for those of the keys in a cache.
+  Lengths query_lengths = {}, key_lengths = {};
+  Optional block_table = {};
+  // How many positions are unused behind the sequences, which then stand at the right.
+  Optional query_padding = {}, key_padding = {};
+  // Keys and values before those of every batch.
+  Optional key_prefix = {}, value_prefix = {};
+  Lengths prefix_length = {};
+  // More of the head of query and key.
+  Optional query_rope = {}, key_rope = {};
+  Optional sinks = {};
+};
+
+// The output, and the log of the sum of exp(score) as (B, N, S, 1), or (T, N, 1) of packed
+// sequences. It is inf in rows without keys, where the output is 0. Positions that belong to no
+// sequence are such rows.
+torch::jit::Stack infer_attention(const InferAttention& arguments);
+
+// The one tensor of a list: torch_npu gives no more.
+at::Tensor only_tensor(const Call& call, std::string_view name);
+InferAttention::Lengths lengths_of(const Call& call, std::string_view name);
+
+}  // namespace cann_sim

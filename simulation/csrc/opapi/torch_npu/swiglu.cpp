@@ -1,0 +1,59 @@
+// SwiGlu and its gradient: silu of the first half times the second.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
+
+#include "opapi/core/opapi.h"
+
+using namespace cann_sim;
+
+namespace {
+
+using torch::jit::Stack;
+
+std::vector<at::Tensor> halves(const Call& call) {
+  return call.tensor("x").to(at::kFloat).chunk(2, call.get<int64_t>("dimOptional"));
+}
+
+Stack product(const Call& call) {
+  const auto parts = halves(call);
+  return {at::silu(parts[0]) * parts[1]};
+}
+
+Stack gradient(const Call& call) {
+  const auto parts = halves(call);
+  const auto dy = call.tensor("yGrad").to(at::kFloat);
+  const auto gate = at::sigmoid(parts[0]);
+  const auto of_silu = gate * (1 + parts[0] * (1 - gate));
+  return {
+      at::cat({dy * parts[1] * of_silu, dy * parts[0] * gate}, call.get<int64_t>("dimOptional"))};
+}
+
+const Function swiglu{
+    .name = "aclnnSwiGlu",
+    .arguments = {input("x", "", kHalfOrFloat), attribute("dimOptional"), output("out")},
+    .compute = product};
+const Function swiglu_grad{
+    .name = "aclnnSwiGluGrad",
+    .arguments = {input("yGrad", "", kHalfOrFloat), input("x", "", kHalfOrFloat),
+                  attribute("dimOptional"), output("out")},
+    .compute = gradient};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnSwiGluGetWorkspaceSize(Tensor x, int64_t dim, Tensor out, uint64_t* workspace_size,
+                                aclOpExecutor** executor) {
+  return prepare(swiglu, workspace_size, executor, x, dim, out);
+}
+CANN_SIM_SECOND_PHASE(aclnnSwiGlu)
+
+int aclnnSwiGluGradGetWorkspaceSize(Tensor dy, Tensor x, int64_t dim, Tensor out,
+                                    uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(swiglu_grad, workspace_size, executor, dy, x, dim, out);
+}
+CANN_SIM_SECOND_PHASE(aclnnSwiGluGrad)
+
+}  // extern "C"
