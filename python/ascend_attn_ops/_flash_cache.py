@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import readable, shown, wrong
-from ascend_attn_ops._packing import counts, equal_ends, lengths_on
+from ascend_attn_ops._packing import counts, lengths_on
 from ascend_attn_ops._pages import check_indices, gather_blocks, slot_mapping
 from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
 
@@ -43,43 +43,31 @@ def append(
 
 
 def attend(
-    function: str,
+    options: conventions.Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     table: Tensor | None,
     lengths: list[int],
-    mask: conventions.Mask,
-    slopes: Tensor | None,
-    scale: float | None,
-    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q).
 
     Args:
-        function: its name, for errors.
         k, v: the caches, (blocks, slots of a block, nheads_k, headdim).
         table: as of `append`; without it the caches are read where they lie.
         lengths: what is valid of each sequence, the new keys included.
     """
     batch = len(lengths)
     if table is not None:
-        k, v = gather_blocks(function, k, v, table, lengths)
-    slots = k.size(1)
+        k, v = gather_blocks(options.function, k, v, table, lengths)
     if k.size(0) != batch:
         k, v = k[:batch], v[:batch]
     longest = max(lengths) if lengths else 0
-    if lengths.count(longest) == batch:
-        if longest != slots:
-            k, v = k[:, :longest], v[:, :longest]
-        return conventions.attend(function, q, k, v, mask, slopes, scale, 0.0, return_lse)
-    queries = q.shape[1]
-    out, lse = conventions.attend_packed(
-        function, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
-        equal_ends(queries, batch), equal_ends(slots, batch),
-        mask, slopes, scale, 0.0, return_lse, lengths,
-    )  # fmt: skip
-    return out.unflatten(0, (batch, queries)), conventions.by_batch(lse, batch)
+    if lengths.count(longest) != batch:
+        return conventions.attend_in_rows(options, q, k, v, lengths)
+    if longest != k.size(1):
+        k, v = k[:, :longest], v[:, :longest]
+    return conventions.attend(options, q, k, v)
 
 
 def table_of(
@@ -111,9 +99,9 @@ def table_of(
 
 def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
     """What the flat rows of an append no longer show."""
-    for name, x, tokens in (("k", k, k.shape[1]), ("v", v, k.shape[1])):
-        if x.shape[:2] != (batch, tokens):
-            expected = f"shape ({batch}, {tokens}, nheads_k, headdim), as q and k have it"
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:2] != (batch, k.shape[1]):
+            expected = f"shape ({batch}, {k.shape[1]}, nheads_k, headdim), as q and k have it"
             raise wrong(ValueError, function, name, expected, str(list(x.shape)))
 
 

@@ -22,6 +22,7 @@ from ascend_attn_ops._arguments import (
 )
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, equal_ends, lengths_between, with_gaps
+from ascend_attn_ops._pages import gather_blocks
 from ascend_attn_ops._statistics import by_head, log_sum_exp_or
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score
 
@@ -78,15 +79,28 @@ def check_tensors(function: str, rank: int, names: str, *tensors: object) -> Non
             check_tensor(function, name, x, rank, _SHAPES[rank])
 
 
-def check_options(
+class Options(NamedTuple):
+    """What the functions are asked for beside their tensors and lengths."""
+
+    function: str  # that errors name
+    mask: Mask
+    slopes: Tensor | None = None
+    scale: float | None = None
+    dropout_p: float = 0.0
+    return_lse: bool = False
+
+
+def options_of(
     function: str,
+    causal: bool,
+    window_size: Sequence[int],
     softmax_scale: float | None,
     softcap: float,
-    *,
-    dropout_p: float = 0.0,
-    **flags: bool,
-) -> None:
-    """What all functions have. The operator knows other names, and no softcap."""
+    slopes: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+) -> Options:
+    """Check what the operator knows by other names; the rest is the operator's to refuse."""
     if softmax_scale is not None and not isinstance(softmax_scale, float):
         check_number(function, "softmax_scale", softmax_scale)
     if not isinstance(softcap, float):
@@ -95,8 +109,11 @@ def check_options(
         refuse(function, "softcap", "0, as no operator caps its scores", shown(softcap))
     if not isinstance(dropout_p, float):
         check_number(function, "dropout_p", dropout_p)
-    for name, flag in flags.items():
-        check_flag(function, name, flag)
+    if slopes is not None and not isinstance(slopes, Tensor):
+        expected = "a tensor or None"
+        raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)
+    mask = mask_of(function, causal, window_size)
+    return Options(function, mask, slopes, softmax_scale, dropout_p, return_lse)
 
 
 def under_autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -111,15 +128,6 @@ def under_autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def check_slopes(function: str, slopes: object) -> None:
-    """The rest is the operator's to refuse."""
-    if slopes is None:
-        return
-    if not isinstance(slopes, Tensor):
-        expected = "a tensor or None"
-        raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)
-
-
 def check_values_of_slopes(function: str, slopes: Tensor | None) -> None:
     """Where the operator is asked without values first."""
     if slopes is None or slopes.dtype != torch.float32:
@@ -132,56 +140,62 @@ def refuse(function: str, argument: str, expected: str, got: str) -> None:
     raise NotImplementedError(f"{function}: {argument}: expected {expected}, got {got}")
 
 
-def attend(
-    function: str,
+def attend(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q)."""
+    if options.slopes is not None and q.shape[0] and q.shape[1] != k.shape[1]:
+        # Outside of TND, the operator wants as many queries as keys.
+        return attend_in_rows(options, q, k, v)
+    out, maximum, total = flash_attention_score(
+        q, k, v, num_heads=q.shape[2], layout="BSND", pse_shift=options.slopes,
+        pse_type=1 if options.slopes is None else 2, scale_value=options.scale,
+        dropout_p=options.dropout_p, **options.mask._asdict(),
+    )  # fmt: skip
+    if not options.return_lse:
+        return out, None
+    return out, log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])
+
+
+def attend_in_rows(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, used: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend`, by a pack. `used`: how many of its keys each sequence uses; None for all."""
+    batch, queries = q.shape[:2]
+    out, lse = attend_packed(
+        options, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), equal_ends(queries, batch),
+        equal_ends(k.shape[1], batch), used,
+    )  # fmt: skip
+    if lse is not None:
+        lse = lse.unflatten(1, (batch, queries)).transpose(0, 1).contiguous()
+    return out.unflatten(0, (batch, queries)), lse
+
+
+def attend_paged(
+    options: Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
-    slopes: Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    return_lse: bool,
+    q_ends: list[int],
+    table: Tensor,
+    lengths: list[int],
 ) -> tuple[Tensor, Tensor | None]:
-    """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q)."""
-    if slopes is not None and q.shape[0] and q.shape[1] != k.shape[1]:
-        batch, queries, _, _ = q.shape
-        # Outside of TND, the operator wants as many queries as keys.
-        out, lse = attend_packed(
-            function, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
-            equal_ends(queries, batch), equal_ends(k.shape[1], batch),
-            mask, slopes, scale, dropout_p, return_lse,
-        )  # fmt: skip
-        return out.unflatten(0, (batch, queries)), by_batch(lse, batch)
-    out, maximum, total = flash_attention_score(
-        q, k, v, num_heads=q.shape[2], layout="BSND", pse_shift=slopes,
-        pse_type=1 if slopes is None else 2, scale_value=scale, dropout_p=dropout_p,
-        sparse_mode=mask.sparse_mode, pre_tokens=mask.pre_tokens, next_tokens=mask.next_tokens,
-    )  # fmt: skip
-    return out, log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0]) if return_lse else None
-
-
-def by_batch(lse: Tensor | None, batch: int) -> Tensor | None:
-    """(nheads, batch_size * seqlen_q) to (batch_size, nheads, seqlen_q)."""
-    return None if lse is None else lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
+    """As `attend_packed`, for keys and values in blocks."""
+    k, v = gather_blocks(options.function, k, v, table, lengths)
+    k_ends = equal_ends(k.shape[1], len(lengths))
+    return attend_packed(options, q, k.flatten(0, 1), v.flatten(0, 1), q_ends, k_ends, lengths)
 
 
 def attend_packed(
-    function: str,
+    options: Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_ends: list[int],
     k_ends: list[int],
-    mask: Mask,
-    slopes: Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    return_lse: bool,
     used: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out (total_q, nheads, headdim) and lse (nheads, total_q). `used`: how many of its keys each
     sequence uses; None for all."""
+    slopes = options.slopes
     if used is not None:
         lengths = lengths_between(q_ends)
         queries = list(zip(lengths, lengths, strict=True))
@@ -193,7 +207,7 @@ def attend_packed(
     q_list, k_list = closed(q, k, q_ends, k_ends)
     pse, q_start, k_start = slopes, None, None
     if slopes is not None:
-        lead, excess = _leads(function, q_ends, k_ends, mask)
+        lead, excess = _leads(options, q_ends, k_ends)
         q_start, k_start = [max(lead, 0)], [max(-lead, 0)]
         if slopes.dim() == 2 and len(q_list) > len(q_ends):
             # The 0 that closes the lists counts as a sequence.
@@ -201,11 +215,10 @@ def attend_packed(
     out, maximum, total = flash_attention_score(
         q, k, v, num_heads=q.shape[1], layout="TND", pse_shift=pse,
         pse_type=1 if pse is None else 2, q_start_idx=q_start, kv_start_idx=k_start,
-        actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list, scale_value=scale,
-        dropout_p=dropout_p, sparse_mode=mask.sparse_mode, pre_tokens=mask.pre_tokens,
-        next_tokens=mask.next_tokens,
+        actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list, scale_value=options.scale,
+        dropout_p=options.dropout_p, **options.mask._asdict(),
     )  # fmt: skip
-    if not return_lse:
+    if not options.return_lse:
         return out, None
     lse = packed_log_sum_exp(maximum, total, q_ends)
     if slopes is not None and any(excess):
@@ -215,9 +228,7 @@ def attend_packed(
     return out, lse
 
 
-def _leads(
-    function: str, q_ends: list[int], k_ends: list[int], mask: Mask
-) -> tuple[int, list[int]]:
+def _leads(options: Options, q_ends: list[int], k_ends: list[int]) -> tuple[int, list[int]]:
     """How many keys come before the first query, seqlen_k - seqlen_q. The operator takes one number
     for all sequences: the largest, and by how much it exceeds that of each sequence.
 
@@ -226,9 +237,9 @@ def _leads(
     lengths = list(zip(lengths_between(q_ends), lengths_between(k_ends), strict=False))
     leads = [keys - queries for queries, keys in lengths if queries and keys]
     lead = max(leads, default=0)
-    if min(leads, default=0) != lead and not mask.looks_back:
+    if min(leads, default=0) != lead and not options.mask.looks_back:
         refuse(
-            function, "alibi_slopes",
+            options.function, "alibi_slopes",
             "causal attention, or one seqlen_k - seqlen_q for all sequences",
             shown(sorted(set(leads))),
         )  # fmt: skip

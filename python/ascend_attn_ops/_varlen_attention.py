@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._dense_attention import default_mask
-from ascend_attn_ops._packing import closed, counts, ends_of, equal_ends, lengths_between
-from ascend_attn_ops._pages import gather_blocks
+from ascend_attn_ops._packing import closed, counts, ends_of, lengths_between
 from ascend_attn_ops._statistics import LANES, by_sequence, statistics_of
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
 
@@ -65,24 +64,22 @@ def forward(
     _refuse_unless_zero(
         name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, num_splits=num_splits
     )
+    mask = _mask(name, is_causal, window_size_left, window_size_right)
+    options = conventions.Options(name, mask, alibi_slopes, scale, return_lse=True)
     q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
     # With both, cum_seq_k may be None: they say where the keys are.
     in_blocks = block_table is not None and seqused_k is not None
     k_ends = q_ends if in_blocks else ends_of(name, "cum_seq_k", cum_seq_k)
-    batch = len(q_ends)
-    used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, batch)
-    if block_table is not None:
-        used = used or lengths_between(k_ends)
-        key, value = gather_blocks(name, key, value, block_table, used)
-        k_ends = equal_ends(key.shape[1], batch)
-        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, len(q_ends))
     # The operator would cast, after torch has fixed the dtypes of this call and of its backward.
     with torch.autocast(query.device.type, enabled=False):
-        out, lse = conventions.attend_packed(
-            name, query, key, value, q_ends, k_ends,
-            _mask(name, is_causal, window_size_left, window_size_right),
-            alibi_slopes, scale, 0.0, True, used,
-        )  # fmt: skip
+        if block_table is None:
+            out, lse = conventions.attend_packed(options, query, key, value, q_ends, k_ends, used)
+        else:
+            used = used or lengths_between(k_ends)
+            out, lse = conventions.attend_paged(
+                options, query, key, value, q_ends, block_table, used
+            )
     assert lse is not None
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     # torch says float32, for float64 as well.

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._arguments import wrong
+from ascend_attn_ops._arguments import check_flag, wrong
 from ascend_attn_ops._flash_cache import append, attend, check_new, lengths_with_new, table_of
-from ascend_attn_ops._packing import ends_of, equal_ends, lengths_between
-from ascend_attn_ops._pages import gather_blocks
+from ascend_attn_ops._packing import ends_of, lengths_between
 from ascend_attn_ops._varlen_attention import Kernels
 
 __all__ = [
@@ -87,12 +86,11 @@ def flash_attn_func(
     """
     name = "flash_attn_func"
     conventions.check_tensors(name, 4, "q k v", q, k, v)
-    _check(name, q, softmax_scale, softcap, deterministic, dropout_p, return_attn_probs)
-    conventions.check_slopes(name, alibi_slopes)
-    mask = conventions.mask_of(name, causal, window_size)
-    out, lse = conventions.attend(
-        name, q, k, v, mask, alibi_slopes, softmax_scale, dropout_p, return_attn_probs
-    )
+    options = _options(
+        name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+    out, lse = conventions.attend(options, q, k, v)
     return out if lse is None else (out, lse, q.new_empty(0))
 
 
@@ -159,26 +157,19 @@ def flash_attn_varlen_func(
         torch.Size([9, 8, 64])
     """
     name = "flash_attn_varlen_func"
-    if block_table is None:
-        conventions.check_tensors(name, 3, "q k v", q, k, v)
-    else:
-        conventions.check_tensors(name, 3, "q", q)
-        conventions.check_tensors(name, 4, "k v", k, v)
-    _check(name, q, softmax_scale, softcap, deterministic, dropout_p, return_attn_probs)
-    conventions.check_slopes(name, alibi_slopes)
-    mask = conventions.mask_of(name, causal, window_size)
+    conventions.check_tensors(name, 3, "q", q)
+    conventions.check_tensors(name, 3 if block_table is None else 4, "k v", k, v)
+    options = _options(
+        name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
     k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
-    used = None
-    if block_table is not None:
+    if block_table is None:
+        out, lse = conventions.attend_packed(options, q, k, v, q_ends, k_ends)
+    else:
         used = lengths_between(k_ends)
-        k, v = gather_blocks(name, k, v, block_table, used)
-        k_ends = equal_ends(k.shape[1], len(used))
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-    out, lse = conventions.attend_packed(
-        name, q, k, v, q_ends, k_ends, mask, alibi_slopes, softmax_scale, dropout_p,
-        return_attn_probs, used,
-    )  # fmt: skip
+        out, lse = conventions.attend_paged(options, q, k, v, q_ends, block_table, used)
     return out if lse is None else (out, lse, q.new_empty(0))
 
 
@@ -259,21 +250,24 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     conventions.check_tensors(name, 4, "q k_cache v_cache", q, k_cache, v_cache)
-    conventions.check_options(name, softmax_scale, softcap, return_softmax_lse=return_softmax_lse)
-    if rotary_cos is not None or rotary_sin is not None or cache_leftpad is not None:
-        _refuse_given(
-            name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad
-        )
-    wants_grad = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+    check_flag(name, "return_softmax_lse", return_softmax_lse)
+    options = conventions.options_of(
+        name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse
+    )
+    for argument, given in (
+        ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad),
+    ):  # fmt: skip
+        if given is not None:
+            conventions.refuse(name, argument, "None", type(given).__name__)
     new, table = 0, None
     if k is not None or v is not None:
         q, k, v = conventions.under_autocast(q, k, v)
         conventions.check_tensors(name, 4, "k v", k, v)
     if k is not None and v is not None:
         check_new(name, q.shape[0], k, v)
-        wants_grad = wants_grad or k.requires_grad or v.requires_grad
         new = k.shape[1]
-    if wants_grad and torch.is_grad_enabled():
+    tensors = (q, k_cache, v_cache, k, v)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         conventions.refuse(
             name, "q, k_cache, v_cache, k, v", "no gradient to be wanted",
             "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
@@ -284,23 +278,17 @@ def flash_attn_with_kvcache(
         table = table_of(name, batch, k_cache.size(0), cache_batch_idx, block_table)
         slots *= table.shape[-1]
     lengths = lengths_with_new(name, batch, slots, new, cache_seqlens)
-    conventions.check_slopes(name, alibi_slopes)
     conventions.check_values_of_slopes(name, alibi_slopes)
-    mask = conventions.mask_of(name, causal, window_size)
     if k is not None and v is not None and new:
         # What is wrong with the attention is said before the caches are written.
         slopes = None if alibi_slopes is None else alibi_slopes.to("meta")
         # The values of a table on the CPU are checked.
         seen = table if table is None or table.is_cpu else table.to("meta")
-        attend(
-            name, q.to("meta"), k_cache.to("meta"), v_cache.to("meta"), seen, lengths, mask, slopes,
-            softmax_scale, False,
-        )  # fmt: skip
+        without_values = options._replace(slopes=slopes, return_lse=False)
+        shapes = q.to("meta"), k_cache.to("meta"), v_cache.to("meta")
+        attend(without_values, *shapes, seen, lengths)
         append(k_cache, v_cache, table, k, v, 0 if cache_seqlens is None else cache_seqlens)
-    out, lse = attend(
-        name, q, k_cache, v_cache, table, lengths, mask, alibi_slopes, softmax_scale,
-        return_softmax_lse,
-    )  # fmt: skip
+    out, lse = attend(options, q, k_cache, v_cache, table, lengths)
     return out if lse is None else (out, lse)
 
 
@@ -343,18 +331,23 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
     register(impl, register_fn=Kernels)
 
 
-def _check(
+def _options(
     function: str,
     q: Tensor,
-    softmax_scale: float | None,
-    softcap: float,
-    deterministic: bool,
     dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
     return_attn_probs: bool,
-) -> None:
-    conventions.check_options(
-        function, softmax_scale, softcap, dropout_p=dropout_p,
-        deterministic=deterministic, return_attn_probs=return_attn_probs,
+) -> conventions.Options:
+    check_flag(function, "deterministic", deterministic)
+    check_flag(function, "return_attn_probs", return_attn_probs)
+    options = conventions.options_of(
+        function, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
+        return_attn_probs,
     )  # fmt: skip
     if return_attn_probs and float(dropout_p) > 0:
         conventions.refuse(
@@ -362,19 +355,11 @@ def _check(
             "False beside dropout_p, as no operator keeps its probabilities",
             str(return_attn_probs),
         )  # fmt: skip
-    if (
-        deterministic
-        and q.device.type not in ("cpu", "meta")
-        and not torch.are_deterministic_algorithms_enabled()
-    ):
+    on_device = q.device.type not in ("cpu", "meta")
+    if deterministic and on_device and not torch.are_deterministic_algorithms_enabled():
         conventions.refuse(
             function, "deterministic",
             f"torch.use_deterministic_algorithms(True), to which alone {q.device} listens",
             str(deterministic),
         )  # fmt: skip
-
-
-def _refuse_given(function: str, **arguments: Tensor | None) -> None:
-    for argument, value in arguments.items():
-        if value is not None:
-            conventions.refuse(function, argument, "None", type(value).__name__)
+    return options

@@ -116,7 +116,7 @@ def gathered(
         raise ValueError(
             f"{name}: block_size: expected {blocks.shape[1]}, that of {argument}, got {block_size}"
         )
-    if has_values(block_table) and block_table.dim() == 2:
+    if has_values(block_table) and block_table.dim() == 2 and len(block_table) == len(lengths):
         found = unknown_block(block_table, lengths, blocks.shape[1], blocks.shape[0])
         if found is not None:
             raise ValueError(
