@@ -7,7 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "core/limits.h"
+#include "core/device_in_force.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {

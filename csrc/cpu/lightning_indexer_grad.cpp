@@ -11,7 +11,7 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
 #include "dispatch/operator.h"
-#include "ops/sparse_rules.h"
+#include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 namespace {

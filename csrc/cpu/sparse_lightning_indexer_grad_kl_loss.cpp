@@ -14,7 +14,7 @@
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/query_key_product.h"
 #include "dispatch/operator.h"
-#include "ops/sparse_rules.h"
+#include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 namespace {

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/device_in_force.h"
 #include "core/error.h"
-#include "core/limits.h"
 #include "dispatch/operator.h"
 #include "dispatch/saved_call.h"
 

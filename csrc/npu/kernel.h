@@ -11,8 +11,8 @@
 #include <c10/util/OptionalArrayRef.h>
 
 #include "core/determinism.h"
+#include "core/device_in_force.h"
 #include "core/error.h"
-#include "core/limits.h"
 #include "core/tensor_checks.h"
 #include "dispatch/operator.h"
 #include "npu/aclnn/launcher.h"

@@ -1,8 +1,9 @@
 // The Python module `_npu`. Loading it tells the checks which device this process has.
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 #include <torch_npu/csrc/framework/utils/OpPreparation.h>
 
+#include "core/device_in_force.h"
 #include "core/tensor_checks.h"
 #include "npu/aclnn/library.h"
 #include "npu/product.h"

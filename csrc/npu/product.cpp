@@ -3,7 +3,6 @@
 #include <acl/acl.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 
-#include <array>
 #include <charconv>
 #include <system_error>
 #include <utility>
@@ -16,15 +15,9 @@ std::string soc_name() {
 }
 
 std::optional<Product> product_of_soc(std::string_view soc) {
-  constexpr std::array<std::pair<std::string_view, Product>, 4> kProducts{{
-      {"Ascend910B", Product::A2},
-      {"Ascend910_93", Product::A3},
-      {"Ascend950", Product::P950},
-      {"Ascend310P", Product::P310},
-  }};
-  for (const auto& [prefix, product] : kProducts) {
-    if (soc.starts_with(prefix)) {
-      return product;
+  for (const auto& each : kProducts) {
+    if (soc.starts_with(each.soc)) {
+      return each.product;
     }
   }
   return std::nullopt;
@@ -45,10 +38,10 @@ Cann cann_of_version(std::string_view version) {
   if (!given) {
     return kNewestCann;
   }
-  auto found = kCannVersions.front();
-  for (const auto cann : kCannVersions) {
-    if (numbers(cann_name(cann)) <= given) {
-      found = cann;
+  auto found = kCannVersions.front().cann;
+  for (const auto& each : kCannVersions) {
+    if (numbers(each.name) <= given) {
+      found = each.cann;
     }
   }
   return found;

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "core/limits.h"
+#include "core/device.h"
 
 namespace ascend_attn {
 

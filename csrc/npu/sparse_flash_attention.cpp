@@ -4,7 +4,7 @@
 
 #include "npu/kernel.h"
 #include "npu/packing.h"
-#include "ops/sparse_rules.h"
+#include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
 namespace {

@@ -8,7 +8,7 @@
 #include "core/sparse_mode.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
-#include "ops/sparse_rules.h"
+#include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
 namespace {

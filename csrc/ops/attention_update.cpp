@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/device_limits.h"
 #include "core/error.h"
 #include "core/tensor_checks.h"
 #include "dispatch/operator.h"
@@ -70,10 +71,10 @@ AttentionUpdate::Outputs AttentionUpdate::check_and_allocate(OutputSource output
     check_dtype(name, statistics, statistics_dtype(tensor));
     check_shape(name, statistics, leading, "(...)");
   }
-  const LimitsCheck checks(limits);
-  checks.dtype("local_out", tensor.scalar_type());
-  checks.size("lse", "n", n);
-  checks.size("local_out", "D", tensor.sym_size(-1));
+  const DeviceLimits device_limits(limits);
+  device_limits.dtype("local_out", tensor.scalar_type());
+  device_limits.size("lse", "n", n);
+  device_limits.size("local_out", "D", tensor.sym_size(-1));
   return {outputs.tensor_like(tensor), outputs.tensor_like(lse[0])};
 }
 

@@ -5,11 +5,12 @@
 #include <array>
 #include <tuple>
 
-#include "core/limits.h"
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 
 namespace ascend_attn {
+
+struct OperatorLimits;
 
 struct AttentionUpdate {
   static constexpr const char* name = "attention_update";

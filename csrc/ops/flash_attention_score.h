@@ -4,11 +4,12 @@
 #include <array>
 #include <tuple>
 
-#include "core/limits.h"
 #include "core/text.h"
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
+
+struct OperatorLimits;
 
 // Keyword arguments shared by the forward operator and its gradients.
 struct FlashAttentionOptions {

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/device_limits.h"
 #include "core/layout.h"
-#include "core/limits.h"
 #include "core/sequence_lengths.h"
 #include "core/tensor_checks.h"
 #include "ops/flash_attention_score.h"
@@ -121,7 +121,7 @@ class FlashAttentionRules {
   Layout layout_;
   LayoutAxes axes_;
   const OperatorLimits& table_;
-  LimitsCheck limits_;
+  DeviceLimits limits_;
   // In layout TND: the number of sequences, and the total number of tokens.
   c10::SymInt batch_, queries_, keys_;
   // In layout TND: the prefix sums, without a 0 that closes both lists.

@@ -24,9 +24,9 @@ SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   rules.check_weights({"weights", op.weights}, rules.heads());
   rules.check_lengths(op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   rules.check_sparse_mode(op.sparse_mode, {0, 3});
-  const auto& limits = rules.limits();
-  limits.size("query", "Nidx", rules.heads());
-  limits.size("query", "Didx", rules.head_size());
+  const auto& device_limits = rules.limits();
+  device_limits.size("query", "Nidx", rules.heads());
+  device_limits.size("query", "Didx", rules.head_size());
   return rules;
 }
 
@@ -68,13 +68,13 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outp
   const auto& keys = key.sym_size(-3);
   check_value(keys.maybe_as_int().value_or(0) <= kMostKeys, name, "key", "expected at most ",
               kMostKeys, " tokens, as indices are int32, got shape ", key.sym_sizes());
-  const auto& on_device = rules.limits();
-  on_device.size("sparse_count", "K", sparse_count);
-  on_device.size("pre_tokens", "pre_tokens", pre_tokens);
-  on_device.size("next_tokens", "next_tokens", next_tokens);
+  const auto& device_limits = rules.limits();
+  device_limits.size("sparse_count", "K", sparse_count);
+  device_limits.size("pre_tokens", "pre_tokens", pre_tokens);
+  device_limits.size("next_tokens", "next_tokens", next_tokens);
   const bool like_query = weights.dtype() == query.dtype();
-  on_device.rule(kWeightsOf8_5, like_query, dtype_name(weights.scalar_type()));
-  on_device.rule(kWeightsOf950, like_query, dtype_name(weights.scalar_type()));
+  device_limits.rule(kWeightsOf8_5, like_query, dtype_name(weights.scalar_type()));
+  device_limits.rule(kWeightsOf950, like_query, dtype_name(weights.scalar_type()));
   const auto selection = rules.selection_sizes(sparse_count);
   return {outputs.tensor(selection, query.options().dtype(at::kInt)),
           return_values ? outputs.tensor(selection, query.options())
@@ -86,32 +86,32 @@ LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
   rules.check_sparse_indices({"sparse_indices", sparse_indices});
   rules.check_same_dtype({"d_values", d_values});
   rules.check_values({"d_values", d_values}, sparse_indices);
-  if (const auto& on_device = rules.limits()) {
-    on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
-    on_device.rule(kGradWeights, weights.dtype() == query.dtype(),
-                   dtype_name(weights.scalar_type()));
+  if (const auto& device_limits = rules.limits()) {
+    device_limits.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+    device_limits.rule(kGradWeights, weights.dtype() == query.dtype(),
+                       dtype_name(weights.scalar_type()));
     const auto elements = key.sym_numel().maybe_as_int();
-    on_device.rule(kKeyElements, !elements || *elements < int64_t{1} << 32, key.sym_numel());
+    device_limits.rule(kKeyElements, !elements || *elements < int64_t{1} << 32, key.sym_numel());
     // The longest sequence has no more keys than this; check_key_lengths looks at all of them.
     const auto keys = key.sym_size(-3).maybe_as_int();
     if (keys) {
-      check_key_count(on_device, *keys);
+      check_key_count(device_limits, *keys);
     }
   }
   return {new_like(query), new_like(key), new_like(weights)};
 }
 
-void LightningIndexerGrad::check_key_count(const LimitsCheck& on_device, int64_t keys) const {
+void LightningIndexerGrad::check_key_count(const DeviceLimits& device_limits, int64_t keys) const {
   const auto count = sparse_indices.sym_size(-1).maybe_as_int();
-  on_device.rule(kKeysForAllSlots, sparse_mode != 0 || !count || *count <= keys, keys,
-                 " keys for K = ", sparse_indices.sym_size(-1));
+  device_limits.rule(kKeysForAllSlots, sparse_mode != 0 || !count || *count <= keys, keys,
+                     " keys for K = ", sparse_indices.sym_size(-1));
 }
 
 void LightningIndexerGrad::check_key_lengths(const std::vector<Sequence>& sequences) const {
-  const LimitsCheck on_device(limits);
+  const DeviceLimits device_limits(limits);
   for (const auto& sequence : sequences) {
     if (sequence.queries > 0) {
-      check_key_count(on_device, sequence.keys);
+      check_key_count(device_limits, sequence.keys);
     }
   }
 }

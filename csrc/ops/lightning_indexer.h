@@ -6,13 +6,15 @@
 #include <tuple>
 #include <vector>
 
-#include "core/limits.h"
 #include "core/sequence_lengths.h"
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 #include "ops/key_pages.h"
 
 namespace ascend_attn {
+
+class DeviceLimits;
+struct OperatorLimits;
 
 struct LightningIndexer {
   static constexpr const char* name = "lightning_indexer";
@@ -61,7 +63,7 @@ struct LightningIndexerGrad {
   void check_key_lengths(const std::vector<Sequence>& sequences) const;
 
  private:
-  void check_key_count(const LimitsCheck& on_device, int64_t keys) const;
+  void check_key_count(const DeviceLimits& device_limits, int64_t keys) const;
 };
 
 }  // namespace ascend_attn

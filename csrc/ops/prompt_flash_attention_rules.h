@@ -5,8 +5,8 @@
 
 #include <vector>
 
+#include "core/device_limits.h"
 #include "core/layout.h"
-#include "core/limits.h"
 #include "core/sequence_lengths.h"
 #include "core/tensor_checks.h"
 #include "ops/prompt_flash_attention.h"
@@ -69,7 +69,7 @@ class PromptFlashAttentionRules {
   const PromptFlashAttention& op_;
   Layout layout_;
   LayoutAxes axes_;
-  LimitsCheck limits_;
+  DeviceLimits limits_;
   c10::SymInt batch_, queries_, keys_;
   c10::SymInt key_heads_, head_size_;
 };

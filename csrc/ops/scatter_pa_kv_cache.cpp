@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <array>
 
+#include "core/device_in_force.h"
+#include "core/device_limits.h"
 #include "core/error.h"
-#include "core/limits.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
 
@@ -114,7 +115,7 @@ class ScatterRules {
 
   const ScatterPaKvCache& op_;
   Scatter scatter_;
-  LimitsCheck limits_;
+  DeviceLimits limits_;
   NamedTensor key_;
 };
 

@@ -4,10 +4,11 @@
 #include <array>
 #include <tuple>
 
-#include "core/limits.h"
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
+
+struct OperatorLimits;
 
 // Which rows of key and value are written, and where.
 enum class Scatter {

@@ -36,12 +36,12 @@ SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   check_scale_value(Op::name, op.options.scale_value);
   check_value(op.options.sparse_block_size >= 1, Op::name, "sparse_block_size",
               "expected a positive number of keys per block, got ", op.options.sparse_block_size);
-  const auto& limits = rules.limits();
-  limits.size("query", "N1", rules.heads());
-  limits.size("query", "D", rules.head_size());
-  limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
+  const auto& device_limits = rules.limits();
+  device_limits.size("query", "N1", rules.heads());
+  device_limits.size("query", "D", rules.head_size());
+  device_limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
   const auto count = op.sparse_indices.sym_sizes().back();
-  limits.rule(kSelection, count.maybe_as_int() != 0, count);
+  device_limits.rule(kSelection, count.maybe_as_int() != 0, count);
   return rules;
 }
 
@@ -79,14 +79,14 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSou
   const auto rules = check_common(*this, &pages);
   check_value(!pages.given() || !return_softmax_lse, name, "return_softmax_lse",
               "expected False because layout_key is PA_BSND, got True");
-  const auto& on_device = rules.limits();
+  const auto& device_limits = rules.limits();
   const auto block_size = key.sym_size(1).maybe_as_int();
-  on_device.rule(kWholePages,
-                 !pages.given() || !block_size || *block_size % options.sparse_block_size == 0,
-                 options.sparse_block_size);
-  on_device.rule(kQueryRope, options.query_rope.has_value(), "None");
-  on_device.size("pre_tokens", "pre_tokens", options.pre_tokens);
-  on_device.size("next_tokens", "next_tokens", options.next_tokens);
+  device_limits.rule(kWholePages,
+                     !pages.given() || !block_size || *block_size % options.sparse_block_size == 0,
+                     options.sparse_block_size);
+  device_limits.rule(kQueryRope, options.query_rope.has_value(), "None");
+  device_limits.size("pre_tokens", "pre_tokens", options.pre_tokens);
+  device_limits.size("next_tokens", "next_tokens", options.next_tokens);
   const auto statistics =
       return_softmax_lse ? rules.statistics_sizes() : c10::SymDimVector{c10::SymInt(0)};
   const auto statistics_options = query.options().dtype(statistics_dtype(query));
@@ -102,12 +102,12 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   }
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
-  const auto& on_device = rules.limits();
-  on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
-  on_device.rule(kNoDeterminism,
-                 !is_deterministic(options.deterministic) ||
-                     at::globalContext().deterministicAlgorithmsWarnOnly(),
-                 "True");
+  const auto& device_limits = rules.limits();
+  device_limits.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+  device_limits.rule(kNoDeterminism,
+                     !is_deterministic(options.deterministic) ||
+                         at::globalContext().deterministicAlgorithmsWarnOnly(),
+                     "True");
   return {new_like(query), new_like(key), new_like(value),
           new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }

@@ -5,12 +5,13 @@
 #include <array>
 #include <tuple>
 
-#include "core/limits.h"
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 #include "ops/key_pages.h"
 
 namespace ascend_attn {
+
+struct OperatorLimits;
 
 // Keyword arguments shared by both operators.
 struct SparseAttentionOptions {

@@ -17,47 +17,48 @@ constexpr Rule kNoPaddingOn950{"actual_seq_lengths_query", "the last prefix sums
                                k950};
 constexpr Rule kHeadPairs{"query_index", "Nidx 24 with N1 48, and neither without the other", k950};
 
-void check_keys_cover_queries(const LimitsCheck& limits, const c10::SymInt& queries,
+void check_keys_cover_queries(const DeviceLimits& device_limits, const c10::SymInt& queries,
                               const c10::SymInt& keys) {
   const auto query_count = queries.maybe_as_int();
   const auto key_count = keys.maybe_as_int();
-  limits.rule(kKeysCoverQueries, !query_count || !key_count || *query_count <= *key_count, queries,
-              " query tokens and ", keys, " key tokens");
+  device_limits.rule(kKeysCoverQueries, !query_count || !key_count || *query_count <= *key_count,
+                     queries, " query tokens and ", keys, " key tokens");
 }
 
 // Checks the number of tokens of one batch or sequence.
-void check_tokens(const LimitsCheck& limits, const c10::SymInt& queries, const c10::SymInt& keys) {
-  limits.size("query", "S1", queries);
-  limits.size("key", "S2", keys);
-  check_keys_cover_queries(limits, queries, keys);
+void check_tokens(const DeviceLimits& device_limits, const c10::SymInt& queries,
+                  const c10::SymInt& keys) {
+  device_limits.size("query", "S1", queries);
+  device_limits.size("key", "S2", keys);
+  check_keys_cover_queries(device_limits, queries, keys);
 }
 
 // Checks every batch by its own lengths: a padded batch reaches the device without its padding.
-void check_padded(const LimitsCheck& limits, const at::Tensor& query, const at::Tensor& key,
+void check_padded(const DeviceLimits& device_limits, const at::Tensor& query, const at::Tensor& key,
                   at::OptionalSymIntArrayRef query_lengths,
                   at::OptionalSymIntArrayRef key_lengths) {
   if (!query_lengths && !key_lengths) {
-    check_tokens(limits, query.sym_size(1), key.sym_size(1));
+    check_tokens(device_limits, query.sym_size(1), key.sym_size(1));
     return;
   }
   const auto batches = static_cast<int64_t>((query_lengths ? query_lengths : key_lengths)->size());
   for (int64_t batch = 0; batch < batches; ++batch) {
-    check_tokens(limits, actual_length(query_lengths, batch, query.sym_size(1)),
+    check_tokens(device_limits, actual_length(query_lengths, batch, query.sym_size(1)),
                  actual_length(key_lengths, batch, key.sym_size(1)));
   }
 }
 
 // Checks what the device wants of packed sequences.
-void check_packed(const LimitsCheck& limits, const at::Tensor& query, const at::Tensor& key,
+void check_packed(const DeviceLimits& device_limits, const at::Tensor& query, const at::Tensor& key,
                   c10::SymIntArrayRef query_ends, c10::SymIntArrayRef key_ends) {
-  check_keys_cover_queries(limits, query.sym_size(0), key.sym_size(0));
+  check_keys_cover_queries(device_limits, query.sym_size(0), key.sym_size(0));
   const auto known_queries = known_values(query_ends);
   const auto known_keys = known_values(key_ends);
   if (!known_queries || !known_keys) {
     return;
   }
   for (const auto& sequence : packed_sequences(*known_queries, *known_keys)) {
-    check_tokens(limits, sequence.queries, sequence.keys);
+    check_tokens(device_limits, sequence.queries, sequence.keys);
   }
   const auto ends_at = [](const std::vector<int64_t>& ends, const c10::SymInt& tokens) {
     const auto known = tokens.maybe_as_int();
@@ -66,8 +67,8 @@ void check_packed(const LimitsCheck& limits, const at::Tensor& query, const at::
   const bool dense =
       ends_at(*known_queries, query.sym_size(0)) && ends_at(*known_keys, key.sym_size(0));
   for (const auto& rule : {kNoPadding, kNoPaddingOn950}) {
-    limits.rule(rule, dense, known_queries->back(), " of ", query.sym_size(0), " and ",
-                known_keys->back(), " of ", key.sym_size(0));
+    device_limits.rule(rule, dense, known_queries->back(), " of ", query.sym_size(0), " and ",
+                       known_keys->back(), " of ", key.sym_size(0));
   }
 }
 
@@ -121,22 +122,22 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
   check_value(rules.heads().maybe_as_int() != 0, name, "query",
               "expected at least one head, got shape ", query.sym_sizes());
 
-  if (const auto& on_device = rules.limits()) {
-    on_device.size("query", "N1", rules.heads());
-    on_device.size("query", "D", rules.head_size());
-    on_device.size("query_index", "Nidx", index_heads);
-    on_device.size("query_index", "Didx", index_size);
-    on_device.rule(kHeadPairs,
-                   (rules.heads().maybe_as_int() == 48) == (index_heads.maybe_as_int() == 24),
-                   "N1 ", rules.heads(), " and Nidx ", index_heads);
-    on_device.size("sparse_indices", "K", sparse_indices.sym_size(-1));
-    on_device.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
-                   dtype_name(weights.scalar_type()));
-    on_device.rule(kQueryRope, query_rope.has_value(), "None");
+  if (const auto& device_limits = rules.limits()) {
+    device_limits.size("query", "N1", rules.heads());
+    device_limits.size("query", "D", rules.head_size());
+    device_limits.size("query_index", "Nidx", index_heads);
+    device_limits.size("query_index", "Didx", index_size);
+    device_limits.rule(kHeadPairs,
+                       (rules.heads().maybe_as_int() == 48) == (index_heads.maybe_as_int() == 24),
+                       "N1 ", rules.heads(), " and Nidx ", index_heads);
+    device_limits.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+    device_limits.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
+                       dtype_name(weights.scalar_type()));
+    device_limits.rule(kQueryRope, query_rope.has_value(), "None");
     if (rules.layout() == Layout::TND) {
-      check_packed(on_device, query, key, *actual_seq_lengths_query, *actual_seq_lengths_key);
+      check_packed(device_limits, query, key, *actual_seq_lengths_query, *actual_seq_lengths_key);
     } else {
-      check_padded(on_device, query, key, actual_seq_lengths_query, actual_seq_lengths_key);
+      check_padded(device_limits, query, key, actual_seq_lengths_query, actual_seq_lengths_key);
     }
   }
   return {new_like(query_index), new_like(key_index), new_like(weights),

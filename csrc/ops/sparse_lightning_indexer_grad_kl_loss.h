@@ -4,10 +4,11 @@
 #include <array>
 #include <tuple>
 
-#include "core/limits.h"
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
+
+struct OperatorLimits;
 
 struct SparseLightningIndexerGradKLLoss {
   static constexpr const char* name = "sparse_lightning_indexer_grad_kl_loss";

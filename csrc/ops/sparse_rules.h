@@ -13,8 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/device_limits.h"
 #include "core/layout.h"
-#include "core/limits.h"
 #include "core/tensor_checks.h"
 #include "ops/key_pages.h"
 
@@ -41,12 +41,6 @@ constexpr Rule weights_like_query(Devices devices) {
 // Half-precision inputs on A2 and A3, and with CANN 9.1 on Ascend 950.
 std::vector<Dtypes> sparse_dtypes();
 
-// Adds the axis of the one key head, which sparse_indices and the gradient of the indexer's values
-// may leave out.
-inline at::Tensor with_head_axis(const at::Tensor& selection, const at::Tensor& query) {
-  return selection.dim() == query.dim() ? selection : selection.unsqueeze(-2);
-}
-
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {
  public:
@@ -56,7 +50,7 @@ class SparseRules {
               NamedTensor key, const KeyPages* pages = nullptr);
 
   Layout layout() const { return layout_; }
-  const LimitsCheck& limits() const { return limits_; }
+  const DeviceLimits& limits() const { return limits_; }
   const c10::SymInt& heads() const { return heads_; }
   // The last axis of query.
   const c10::SymInt& head_size() const { return head_size_; }
@@ -111,7 +105,7 @@ class SparseRules {
   NamedTensor query_;
   NamedTensor key_;
   const KeyPages* pages_;  // null unless keys are paged
-  LimitsCheck limits_;
+  DeviceLimits limits_;
   c10::SymInt heads_;
   c10::SymInt head_size_;
 };

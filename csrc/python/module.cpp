@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/device_in_force.h"
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/sparse_mode.h"
@@ -57,9 +58,9 @@ py::dict limits_of(const OperatorLimits& table) {
     functions.append(function);
   }
   py::dict devices;
-  for (const auto product : kProducts) {
-    for (const auto cann : kCannVersions) {
-      if (const Device device{product, cann}; table.dtypes_on(device)) {
+  for (const auto& product : kProducts) {
+    for (const auto& version : kCannVersions) {
+      if (const Device device{product.product, version.cann}; table.dtypes_on(device)) {
         devices[device_names(device)] = limits_of(table, device);
       }
     }

@@ -2,7 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "core/limits.h"
+#include "core/device_in_force.h"
 
 namespace py = pybind11;
 

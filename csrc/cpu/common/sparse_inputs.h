@@ -13,7 +13,7 @@
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
 #include "cpu/common/token_rows.h"
-#include "ops/sparse_rules.h"
+#include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 
