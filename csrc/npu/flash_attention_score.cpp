@@ -6,8 +6,8 @@
 #include <limits>
 #include <tuple>
 
+#include "npu/aclnn/product.h"
 #include "npu/kernel.h"
-#include "npu/product.h"
 
 namespace ascend_attn::aclnn {
 namespace {

@@ -6,7 +6,7 @@
 #include "core/device_in_force.h"
 #include "core/tensor_checks.h"
 #include "npu/aclnn/library.h"
-#include "npu/product.h"
+#include "npu/aclnn/product.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;

@@ -1,7 +1,7 @@
 #include "ops/scatter_pa_kv_cache.h"
 
+#include "npu/aclnn/product.h"
 #include "npu/kernel.h"
-#include "npu/product.h"
 
 namespace ascend_attn::aclnn {
 namespace {

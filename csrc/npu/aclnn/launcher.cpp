@@ -23,8 +23,8 @@
 #include "core/error.h"
 #include "npu/aclnn/executor_cache.h"
 #include "npu/aclnn/library.h"
-#include "npu/product.h"
-#include "npu/torch_npu_compat.h"
+#include "npu/aclnn/product.h"
+#include "npu/aclnn/torch_npu_compat.h"
 
 namespace ascend_attn::aclnn {
 namespace {

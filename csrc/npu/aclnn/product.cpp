@@ -1,4 +1,4 @@
-#include "npu/product.h"
+#include "npu/aclnn/product.h"
 
 #include <acl/acl.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
