@@ -1,0 +1,140 @@
+"""Which part of the code may use which.
+
+Tests hold the code to these tables, and docs/design.md shows them as a picture: there is no other
+list.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import NamedTuple
+
+from .checkout import ROOT
+
+CSRC = ROOT / "csrc"
+PYTHON = ROOT / "python"
+
+
+class Part(NamedTuple):
+    """A part of the code: patterns of its files, what it is, and what stands below it.
+
+    It may use all that is below: what is named here, and what that may use.
+    """
+
+    files: tuple[str, ...]
+    what: str
+    below: tuple[str, ...] = ()
+
+
+# The folders of csrc: "uses" is "includes".
+CSRC_PARTS = {
+    "core": Part(("core/*",), "vocabulary of the rules: layouts, lengths, limits, errors"),
+    "dispatch": Part(("dispatch/*",), "from a struct to kernels of the dispatcher", ("core",)),
+    "ops": Part(("ops/*",), "each operator: schema, arguments, rules, outputs", ("dispatch",)),
+    "autograd": Part(("autograd/*",), "gradients, autocast", ("ops",)),
+    "cpu": Part(("cpu/*",), "CPU kernels", ("ops",)),
+    "npu": Part(("npu/*",), "aclnn launches: _npu", ("ops",)),
+    "python": Part(("python/*", "library.cpp"), "bindings: _C", ("cpu",)),
+}
+
+# Parts of the package: "uses" is "imports", when a module loads, later, or for an annotation. The
+# first that matches has the module.
+PACKAGE_PARTS = {
+    "operators": Part(("operators/*",), "the public functions, one per operator", ("vocabulary",)),
+    "reference": Part(("reference/*",), "in plain torch", ("vocabulary",)),
+    "modules": Part(
+        ("modules.py", "quantization.py", "training.py"),
+        "LightningIndexer, training, int8",
+        ("operators",),
+    ),
+    "flash_attn": Part(
+        ("flash_attn.py", "_flash_*.py", "_varlen_attention.py"), "flash-attn's API", ("operators",)
+    ),
+    "public": Part(("__init__.py", "_public.py"), "import ascend_attn_ops", ("modules",)),
+    "npu_operators": Part(("npu_operators/*",), "torch_npu's API", ("flash_attn",)),
+    "distributed": Part(("distributed/*",), "several ranks", ("public",)),
+    "integrations": Part(("integrations/*",), "transformers", ("public",)),
+    "command line": Part(("__main__.py", "report.py"), "report, limits", ("public",)),
+    "vocabulary": Part(
+        ("_*.py", "_C.pyi", "device_limits.py", "masks.py"),
+        "arguments, packs, pages, masks, device limits",
+    ),
+}
+
+
+# The other folders of the checkout, which use both, and which neither uses.
+AROUND = {
+    "simulation": "a simulated CANN",
+    "tests": "a folder of each part",
+    "tools": "versions, checks of tests",
+    "benchmarks": "every figure of the docs",
+    "examples": "training, decoding",
+    "docs": "the site",
+}
+
+
+@dataclass(frozen=True)
+class Tree:
+    folder: Path
+    parts: dict[str, Part]
+    # The files that a file uses.
+    used_by: Callable[[Path], Iterator[Path]]
+
+    def files(self) -> list[Path]:
+        suffixes = ("cpp", "h", "py", "pyi")
+        return sorted(x for suffix in suffixes for x in self.folder.rglob(f"*.{suffix}"))
+
+    def part_of(self, file: Path) -> str:
+        name = self.name(file)
+        for part, (patterns, *_) in self.parts.items():
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                return part
+        raise LookupError(f"{file} is of no part in {__file__}")
+
+    def below(self, part: str) -> set[str]:
+        """The parts that a part may use."""
+        named = self.parts[part].below
+        return set(named).union(*map(self.below, named))
+
+    def name(self, file: Path) -> str:
+        return file.relative_to(self.folder).as_posix()
+
+
+def included(file: Path) -> Iterator[Path]:
+    """The headers of csrc that a file of csrc includes."""
+    for header in re.findall(r'^#include "(.+)"', file.read_text(), re.M):
+        yield from [x for x in (CSRC / header, file.parent / header) if x.is_file()][:1]
+
+
+def imported(file: Path) -> Iterator[Path]:
+    """The modules of the package that a module imports."""
+    package = ".".join(file.relative_to(PYTHON).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            names = [f"{module}.{x.name}" for x in node.names]
+        for name in names:
+            if name.split(".")[0] == "ascend_attn_ops":
+                yield module_file(name)
+
+
+def module_file(name: str) -> Path:
+    """Of a module, or of the module that has the name in it."""
+    path = PYTHON / name.replace(".", "/")
+    for found in (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi")):
+        if found.is_file():
+            return found
+    return module_file(name.rpartition(".")[0])
+
+
+TREES = {
+    "csrc": Tree(CSRC, CSRC_PARTS, included),
+    "python": Tree(PYTHON / "ascend_attn_ops", PACKAGE_PARTS, imported),
+}
