@@ -163,24 +163,11 @@ def lightning_indexer_kl_loss(
     check_divisor(reduction, normalizer)
     query_lengths = lengths_of(actual_seq_lengths_query, where=(_NAME, "actual_seq_lengths_query"))
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
-        query,
-        key,
-        query_index,
-        key_index,
-        weights,
-        sparse_indices,
-        softmax_max,
-        softmax_sum,
-        scale_value=scale_value,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        actual_seq_lengths_query=query_lengths,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        deterministic=deterministic,
-        weight=weight,
-    )
+        query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
+        scale_value=scale_value, query_rope=query_rope, key_rope=key_rope,
+        actual_seq_lengths_query=query_lengths, actual_seq_lengths_key=actual_seq_lengths_key,
+        layout=layout, sparse_mode=sparse_mode, deterministic=deterministic, weight=weight,
+    )  # fmt: skip
     loss = loss.squeeze(0)
     if reduction == "mean":
         return loss / _tokens(query, query_lengths, layout, weight, loss.dtype)

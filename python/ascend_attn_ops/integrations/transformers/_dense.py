@@ -228,12 +228,8 @@ def attention(
         _check_packing(kwargs)
         return _without_mask(query, key, value, bool(causal), sliding_window, options), None
     if attention_mask.dtype == torch.bool:
-        wanted = (-1, -1, query.shape[2], -1)
-        out, *_ = ops.flash_attention_score(
-            query, key, value, **options, layout="BNSD", sparse_mode=1,
-            attn_mask=attention_mask.expand(wanted),
-        )  # fmt: skip
-        return out.transpose(1, 2).contiguous(), None
+        options["attn_mask"] = attention_mask.expand(-1, -1, query.shape[2], -1)
+        return _in_batches(query, key, value, {**options, "sparse_mode": 1}), None
     if attention_mask.dtype == torch.int32 and attention_mask.shape[1:3] == (1, 2):
         return _in_sequences(query, key, value, attention_mask, options), None
     raise TypeError(
@@ -277,6 +273,10 @@ def _without_mask(
         # A static cache has room behind the tokens.
         key, value = key[:, :, :queries], value[:, :, :queries]
     options = {**options, **(_causal(None if moot else window) if causal else {})}
+    return _in_batches(query, key, value, options)
+
+
+def _in_batches(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     out, *_ = ops.flash_attention_score(query, key, value, **options, layout="BNSD")
     return out.transpose(1, 2).contiguous()
 
@@ -288,22 +288,15 @@ def _in_sequences(
     keys = brief.shape[-1]
     key, value = key[:, :, :keys], value[:, :, :keys]
     window, ends = _lengths(brief, batch, queries)
+    options = {**options, **_causal(window)}
     if ends is None:
-        out, *_ = ops.flash_attention_score(
-            query, key, value, **options, **_causal(window), layout="BNSD"
-        )
-        return out.transpose(1, 2).contiguous()
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        return _in_batches(query, key, value, options)
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    query_ends, key_ends = map(list, zip(*ends, strict=True))
     out, *_ = ops.flash_attention_score(
-        query,
-        key,
-        value,
-        **options,
-        **_causal(window),
-        layout="TND",
-        actual_seq_lengths_query=[end for end, _ in ends],
-        actual_seq_lengths_key=[end for _, end in ends],
-    )
+        *packed, **options, layout="TND",
+        actual_seq_lengths_query=query_ends, actual_seq_lengths_key=key_ends,
+    )  # fmt: skip
     return out.view(batch, queries, heads, -1)
 
 

@@ -124,10 +124,8 @@ def enable_dsa(
     models = tuple({type(layer).model for layer in layers})
     for base in model.modules():
         if isinstance(base, models):
-            hook = base.register_forward_pre_hook(
-                _describe_tokens_densely if dense_warmup else _describe_tokens, with_kwargs=True
-            )
-            enabled.hooks.append(hook)
+            describe = partial(_describe_tokens, dense_warmup)
+            enabled.hooks.append(base.register_forward_pre_hook(describe, with_kwargs=True))
             if dense_warmup:
                 enabled.hooks += _cut_gradients(base)
     if dense_warmup:
@@ -220,27 +218,17 @@ def _start_gradients(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def _describe_tokens(
-    base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    dense_warmup: bool, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Before the forward of a model: pass on which tokens belong together, instead of a mask."""
-    kwargs = _by_name(args, kwargs)
-    tokens = Tokens(_sequences_of(base, kwargs)[0], None)
-    return (), {**kwargs, "attention_mask": {_MASK: tokens}}
-
-
-def _describe_tokens_densely(
-    base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[()], dict[str, Any]]:
-    kwargs = _by_name(args, kwargs)
+    kwargs = {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
     sequences, keys = _sequences_of(base, kwargs)
-    if kwargs.get("inputs_embeds") is not None:
-        kwargs["inputs_embeds"] = _start_gradients(base, (), kwargs["inputs_embeds"])
-    every_key = _sequences.every_key(sequences, _input_of(kwargs), keys)
+    every_key = None
+    if dense_warmup:
+        if kwargs.get("inputs_embeds") is not None:
+            kwargs["inputs_embeds"] = _start_gradients(base, (), kwargs["inputs_embeds"])
+        every_key = _sequences.every_key(sequences, _input_of(kwargs), keys)
     return (), {**kwargs, "attention_mask": {_MASK: Tokens(sequences, every_key)}}
-
-
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
 
 
 def _input_of(kwargs: dict[str, Any]) -> Tensor:
