@@ -47,6 +47,11 @@ USES = {
     "print(mode.get_total_flops() > 0)",
     "vmap": "print(torch.func.vmap(torch.func.grad(f))(x[None]).shape == x[None].shape)",
     "compile": "print(torch.equal(torch.compile(f, backend='eager', fullgraph=True)(x), f(x)))",
+    "compile, a function that is imported meanwhile": "def g(x):\n"
+    "    out = ascend_attn_ops.flash_attention_score(x, x, x, num_heads=2, layout='BSND')\n"
+    "    return out[0].sum()\n"
+    "compiled = torch.compile(g, backend='eager', fullgraph=True)\n"
+    "print(torch.equal(compiled(x), g(x)))",
     "export": "class M(torch.nn.Module):\n"
     "    def forward(self, x): return f(x)\n"
     "print(torch.equal(torch.export.export(M(), (x,)).module()(x), f(x)))",
