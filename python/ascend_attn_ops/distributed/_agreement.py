@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
-
-if TYPE_CHECKING:
-    from ascend_attn_ops.distributed.shards import SequenceShards
 
 # How many may be `missing`. All votes have one length: ranks that call different functions still
 # hear each other.
@@ -38,7 +35,7 @@ def host_group(group: ProcessGroup) -> ProcessGroup:
 
 
 def agree(
-    shards: SequenceShards,
+    hosts: ProcessGroup | None,
     caller: str,
     error: Exception | None,
     facts: Mapping[str, Any],
@@ -47,7 +44,7 @@ def agree(
     """Raise on all ranks if any has an error, or if their facts differ.
 
     Args:
-        shards: whose ranks.
+        hosts: the group whose ranks compare; None to trust them.
         caller: begins the message.
         error: what is wrong on this rank.
         facts: what must be equal on all ranks.
@@ -56,12 +53,8 @@ def agree(
     Returns:
         For each of `missing`, whether any rank lacks it.
     """
-    if is_compiling():
-        # Errors are those of the trace. What it specializes on is equal if the programs are.
-        if error is not None:
-            raise error
-        return list(missing)
-    if shards.world_size == 1 or not shards.check_calls:
+    # Errors in compiled code are those of the trace, which is equal if the programs are.
+    if is_compiling() or hosts is None or hosts.size() == 1:
         if error is not None:
             raise error
         return list(missing)
@@ -70,12 +63,12 @@ def agree(
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     asked = [*missing, *[False] * (_QUESTIONS - len(missing))]
     vote = torch.tensor([error is not None, digest, -digest, *asked], dtype=torch.int64)
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group=shards._host_group)
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group=hosts)
     failed, highest, lowest, *answers = vote.tolist()
     if not failed and highest == -lowest:
         return [bool(answer) for answer in answers[: len(missing)]]
-    reports: list[Any] = [None] * shards.world_size
-    dist.all_gather_object(reports, (error, facts), group=shards._host_group)
+    reports: list[Any] = [None] * hosts.size()
+    dist.all_gather_object(reports, (error, facts), group=hosts)
     raise _verdict(caller, reports)
 
 

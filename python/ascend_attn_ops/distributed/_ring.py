@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from ascend_attn_ops._statistics import merge as merge_statistics
 from ascend_attn_ops.device_limits import LimitsOfCall
-from ascend_attn_ops.distributed._collectives import pad, sum_dtype
-from ascend_attn_ops.distributed._dense_operation import DenseAttention
-from ascend_attn_ops.distributed._parts import Rows, limits_in_force, local_rows
-
-if TYPE_CHECKING:
-    from ascend_attn_ops.distributed.shards import SequenceShards
+from ascend_attn_ops.distributed._communication import sum_dtype
+from ascend_attn_ops.distributed._layout import Layout, Rows
+from ascend_attn_ops.distributed._operations import DenseAttention
+from ascend_attn_ops.distributed._parts import limits_in_force, run_parts
 
 # out, softmax_max and softmax_sum of some queries, tokens first.
 Result = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +32,7 @@ def merge(x: Result, y: Result) -> Result:
 class _Exchange:
     """Tensors on their way to the next rank, and others from the one before."""
 
-    def __init__(self, shards: SequenceShards, tensors: list[Tensor]) -> None:
+    def __init__(self, shards: Layout, tensors: list[Tensor]) -> None:
         rank, size, group = shards.rank, shards.world_size, shards.group
         self.sent = tensors  # not to be freed before they have arrived
         self.received = [torch.empty_like(x) for x in tensors]
@@ -51,8 +49,18 @@ class _Exchange:
         return self.received
 
 
+def _rounds(shards: Layout, keys: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """The keys of every rank, this one's first, and whose they are; the next travel meanwhile."""
+    for step in range(shards.world_size):
+        last = step + 1 == shards.world_size
+        exchange = None if last else _Exchange(shards, keys)
+        yield (shards.rank - step) % shards.world_size, keys
+        if exchange is not None:
+            keys = exchange.wait()
+
+
 def _blocks(
-    operation: DenseAttention, shards: SequenceShards, source: int
+    operation: DenseAttention, shards: Layout, source: int
 ) -> Iterator[tuple[DenseAttention, int, Rows, slice]]:
     """What this rank computes with the keys of `source`.
 
@@ -60,18 +68,13 @@ def _blocks(
     """
     causal = operation.sparse_mode == 3
     of_all_keys = replace(operation, sparse_mode=0)
-    for number, part in enumerate(local_rows(shards)):
-        row = 0
-        for sequence, begin, end in shards._parts[source]:
-            keys = slice(row, row + end - begin)
-            row += end - begin
-            if shards._starts[sequence] != part.start:
-                continue
-            if causal and begin > part.begin:
+    for number, part in enumerate(shards.rows()):
+        for theirs in shards.rows(source):
+            if theirs.start != part.start or (causal and theirs.begin > part.begin):
                 continue
             # Parts are disjoint or one: only a part's own keys are cut by the diagonal.
-            diagonal = causal and begin == part.begin
-            yield operation if diagonal else of_all_keys, number, part, keys
+            diagonal = causal and theirs.begin == part.begin
+            yield operation if diagonal else of_all_keys, number, part, theirs.here
 
 
 class Ring(torch.autograd.Function):
@@ -79,32 +82,25 @@ class Ring(torch.autograd.Function):
     def forward(
         ctx: Any,
         operation: DenseAttention,
-        shards: SequenceShards,
+        shards: Layout,
         query: Tensor,
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        parts = local_rows(shards)
-        results: list[Result | None] = [None] * len(parts)
-        keys = [pad(shards, key), pad(shards, value)]
-        for step in range(shards.world_size):
-            last = step + 1 == shards.world_size
-            exchange = None if last else _Exchange(shards, keys)
-            source = (shards.rank - step) % shards.world_size
+        results: list[Result | None] = [None] * len(shards.rows())
+        for source, keys in _rounds(shards, [shards.pad(key), shards.pad(value)]):
             for block, number, part, rows in _blocks(operation, shards, source):
                 out, softmax_max, softmax_sum = block.forward(
-                    part, [part.queries(query)], [x[rows].unsqueeze(0) for x in keys]
+                    part, part.queries([query]), [x[rows].unsqueeze(0) for x in keys]
                 )
                 result = (out.to(sum_dtype(out)), softmax_max, softmax_sum)
                 before = results[number]
                 results[number] = result if before is None else merge(before, result)
-            if exchange is not None:
-                keys = exchange.wait()
         found = [result for result in results if result is not None]
         if found:
             out, softmax_max, softmax_sum = (torch.cat(x) for x in zip(*found, strict=True))
         else:
-            out, softmax_max, softmax_sum = operation.empty([query], [key, value])
+            out, softmax_max, softmax_sum = run_parts(operation, shards, [query], [key, value])
         out = out.to(query.dtype)
         ctx.mark_non_differentiable(softmax_max, softmax_sum)
         ctx.save_for_backward(query, key, value, out, softmax_max, softmax_sum)
@@ -117,28 +113,22 @@ class Ring(torch.autograd.Function):
         operation, shards = ctx.operation, ctx.shards
         query, key, value, *outputs = ctx.saved_tensors
         d_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
-        keys = [pad(shards, key), pad(shards, value)]
+        keys = [shards.pad(key), shards.pad(value)]
         # They travel with their keys, and are home after as many steps as there are ranks.
         d_keys = [x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in keys]
-        for step in range(shards.world_size):
-            last = step + 1 == shards.world_size
-            exchange = None if last else _Exchange(shards, keys)
-            source = (shards.rank - step) % shards.world_size
+        for source, theirs in _rounds(shards, keys):
             with LimitsOfCall(ctx.limits):
                 for block, _number, part, rows in _blocks(operation, shards, source):
-                    local = slice(part.row, part.row + part.count)
                     (d,), d_block = block.backward(
-                        part, [part.queries(query)], [x[rows].unsqueeze(0) for x in keys],
-                        [x[local] for x in outputs], d_out[local],
+                        part, part.queries([query]), [x[rows].unsqueeze(0) for x in theirs],
+                        [x[part.here] for x in outputs], d_out[part.here],
                     )  # fmt: skip
                     assert d is not None
-                    d_query[local] += d[0]
+                    d_query[part.here] += d[0]
                     for total, d_key in zip(d_keys, d_block, strict=True):
                         assert d_key is not None
                         total[rows] += d_key[0]
             if shards.world_size > 1:
                 d_keys = _Exchange(shards, d_keys).wait()
-            if exchange is not None:
-                keys = exchange.wait()
         d_key, d_value = (d[: shards.local_tokens].to(key.dtype) for d in d_keys)
         return None, None, d_query.to(query.dtype), d_key, d_value

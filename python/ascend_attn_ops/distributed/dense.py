@@ -14,9 +14,10 @@ import ascend_attn_ops as ops
 from ascend_attn_ops._arguments import shown
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._statistics import LANES, by_head
-from ascend_attn_ops.distributed._collectives import ExchangeHeads, heads_to_tokens
-from ascend_attn_ops.distributed._dense_operation import DenseAttention
-from ascend_attn_ops.distributed._parts import RunParts, as_tokens, batch_first, check, distinct
+from ascend_attn_ops.distributed._communication import ExchangeHeads, heads_to_tokens
+from ascend_attn_ops.distributed._guard import batch_first, guard, tokens_first
+from ascend_attn_ops.distributed._operations import DenseAttention
+from ascend_attn_ops.distributed._parts import distinct, run
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
 
@@ -85,28 +86,32 @@ def flash_attention_score(
         >>> out.shape
         torch.Size([15, 4, 64])
     """
-    tensors, error = as_tokens(
-        DenseAttention.name, shards, layout, {"query": query, "key": key, "value": value}
-    )
     # A sequence has as many queries as keys.
     mode = 3 if sparse_mode == 2 else sparse_mode
     if scale_value is None:
         scale_value = (query.shape[-1] if query.dim() else 1) ** -0.5
-    error = error or _wrong_method(
-        method, sparse_mode, pre_tokens, next_tokens, num_heads, tensors, shards
-    )
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
-    local = distinct([tensors.get(name) for name in ("query", "key", "value")])
-    by_head = method == "ulysses" and error is None
-    ranks = shards.world_size if by_head else 1
-    checked = replace(operation, num_heads=num_heads // ranks)
-    some_heads = [x if x is None else x[:, : x.shape[1] // ranks] for x in local]
-    check(
-        checked, shards, error, queries={"query": some_heads[0]},
-        keys=dict(zip(("key", "value"), some_heads[1:], strict=True)), options={"method": method},
+    ranks = shards.world_size if method == "ulysses" else 1
+
+    def checked(x: Tensor) -> Tensor:
+        """The heads that one call of the operator has; what is malformed is refused later."""
+        return x[..., : x.shape[-2] // ranks, :] if isinstance(x, Tensor) and x.dim() > 1 else x
+
+    given = {"query": query, "key": key, "value": value}
+
+    def check() -> None:
+        _check_method(method, sparse_mode, pre_tokens, next_tokens)
+        heads = {name: x.shape[-2] if x.dim() > 2 else num_heads for name, x in given.items()}
+        _check_heads(method, heads, shards)
+
+    guard(
+        replace(operation, num_heads=num_heads // ranks), shards, layout,
+        queries={"query": checked(query)}, keys={"key": checked(key), "value": checked(value)},
+        options={"method": method}, check=check,
     )  # fmt: skip
+    local = distinct([tokens_first(x, layout) for x in given.values()])
     if method == "allgather" or shards.tokens == 0:
-        outputs = RunParts.apply(operation, shards, save_gathered, 1, *local)
+        outputs = run(operation, shards, save_gathered, local[:1], local[1:])
     elif method == "ring":
         outputs = Ring.apply(operation, shards, *local)
     else:
@@ -117,44 +122,36 @@ def flash_attention_score(
     return batch_first(out, layout), *statistics
 
 
-def _wrong_method(
-    method: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    num_heads: int,
-    tensors: dict[str, Tensor | None],
-    shards: SequenceShards,
-) -> Exception | None:
+def _check_method(method: str, sparse_mode: int, pre_tokens: int, next_tokens: int) -> None:
     where = f"ascend::{DenseAttention.name}"
     if method not in ("allgather", "ring", "ulysses"):
-        return ValueError(
+        raise ValueError(
             f"{where}: method: expected 'allgather', 'ring' or 'ulysses', got {shown(method)}"
         )
     modes = (0, 2, 3) if method == "ring" else (0, 2, 3, 4)
     if sparse_mode not in modes:
-        return NotImplementedError(
+        raise NotImplementedError(
             f"{where}: sparse_mode: expected one of {modes} with shards and method {method!r}, "
             f"got {sparse_mode}"
         )
     if method == "ring" and is_compiling():
-        return NotImplementedError(
+        raise NotImplementedError(
             f"{where}: method: expected 'allgather' or 'ulysses' under torch.compile, got 'ring'"
         )
     if sparse_mode == 4 and min(pre_tokens, next_tokens) < 0:
-        return NotImplementedError(
+        raise NotImplementedError(
             f"{where}: pre_tokens: expected none negative of pre_tokens and next_tokens with "
             f"shards, got {pre_tokens} and {next_tokens}"
         )
-    if method == "ulysses":
-        for argument, x in tensors.items():
-            heads = num_heads if x is None or x.dim() < 2 else x.shape[1]
-            if heads % shards.world_size:
-                return ValueError(
-                    f"{where}: {argument}: expected a number of heads that the {shards.world_size} "
-                    f"ranks divide (method 'ulysses'), got {heads}"
-                )
-    return None
+
+
+def _check_heads(method: str, heads: dict[str, int], shards: SequenceShards) -> None:
+    for argument, count in heads.items() if method == "ulysses" else ():
+        if count % shards.world_size:
+            raise ValueError(
+                f"ascend::{DenseAttention.name}: {argument}: expected a number of heads that the "
+                f"{shards.world_size} ranks divide (method 'ulysses'), got {count}"
+            )
 
 
 def _ulysses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,24 +12,16 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
-from ascend_attn_ops.distributed._collectives import all_reduce, reduce_scatter, sum_dtype
+from ascend_attn_ops.distributed._communication import all_reduce, reduce_scatter, sum_dtype
+from ascend_attn_ops.distributed._guard import batch_first, guard
+from ascend_attn_ops.distributed._layout import Rows
+from ascend_attn_ops.distributed._operations import Indexer, IndexerLoss, SparseAttention
 from ascend_attn_ops.distributed._parts import (
-    RunParts,
-    as_tokens,
-    batch_first,
-    check,
+    Gradients,
     distinct,
-    forget_unless_all_have,
     gather_keys,
-    keys_of,
-    local_rows,
-    queries_of,
-    run_parts,
-)
-from ascend_attn_ops.distributed._sparse_operations import (
-    Indexer,
-    IndexerLoss,
-    SparseAttention,
+    run,
+    sum_gradients,
 )
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
@@ -59,25 +52,18 @@ class _GroupLoss(torch.autograd.Function):
         *attention_queries, key, key_rope = others
         queries = (query_index, weights, *attention_queries)
         full = gather_keys(shards, operation.kinds, (key_index, key, key_rope))
-        dtype = sum_dtype(query_index)
-        total = query_index.new_zeros((), dtype=dtype)
-        d_keys = query_index.new_zeros((shards.tokens, *key_index.shape[1:]), dtype=dtype)
-        pieces = []
-        for part in local_rows(shards):
-            d_query_index, d_weights, d_key_index, loss = operation.forward(
-                part, queries_of(part, queries), keys_of(operation, part, full)
-            )
-            pieces.append((d_query_index, d_weights))
-            d_keys[part.start : part.start + len(d_key_index)] += d_key_index
-            total = total + loss[0]
+        losses = []
+
+        def gradients(part: Rows) -> tuple[Gradients, Gradients]:
+            *d_queries, d_key_index, loss = operation.on_part(part, queries, full)
+            losses.append(loss[0])
+            return tuple(d_queries), (d_key_index,)
+
+        d_queries, d_keys = sum_gradients(shards, queries[:2], full[:1], gradients)
+        total = sum(losses, start=query_index.new_zeros((), dtype=sum_dtype(query_index)))
         if any(ctx.needs_input_grad):
-            d_query_index, d_weights = (
-                [torch.cat(d) for d in zip(*pieces, strict=True)]
-                if pieces
-                else [torch.zeros_like(query_index), torch.zeros_like(weights)]
-            )
-            d_local_keys = reduce_scatter(shards, d_keys)
-            ctx.save_for_backward(d_query_index, d_weights, d_local_keys)
+            d_local_keys = [reduce_scatter(shards, d) for d in d_keys if d is not None]
+            ctx.save_for_backward(*d_queries, *d_local_keys)
             ctx.key_dtype = key_index.dtype
         return all_reduce(shards, total)
 
@@ -157,37 +143,24 @@ def lightning_indexer(
         sparse_count, sparse_mode, pre_tokens, next_tokens, return_values,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    names = ("key", "key_rope")[: len(prefetch)]
-    attention_keys = dict(zip(names, prefetch[: len(names)], strict=True))
-    given = {"query": query, "weights": weights, "key": key}
-    given.update({f"prefetch ({name})": x for name, x in attention_keys.items()})
-    tensors, error = as_tokens(operation.name, shards, layout, given)
-    if len(prefetch) > len(attention_keys):
-        error = ValueError(
-            f"ascend::{operation.name}: prefetch: expected the key, or the key and the key_rope, "
-            f"got {len(prefetch)} tensors"
-        )
-    *local, local_key = (tensors.get(name) for name in ("query", "weights", "key"))
-    ahead = {name: tensors.get(f"prefetch ({name})") for name in attention_keys}
-    kinds = {"key_index": local_key, **ahead}
-    missing = check(
-        operation, shards, error, queries=dict(zip(("query", "weights"), local, strict=True)),
-        keys={"key": local_key}, others=ahead, kinds=kinds,
+
+    def check() -> None:
+        if len(prefetch) > 2:
+            raise ValueError(
+                f"ascend::{operation.name}: prefetch: expected the key, or the key and the "
+                f"key_rope, got {len(prefetch)} tensors"
+            )
+
+    queries, keys = guard(
+        operation, shards, layout, queries={"query": query, "weights": weights},
+        keys={"key": key}, ahead=dict(zip(("key", "key_rope"), prefetch, strict=False)),
+        check=check,
     )  # fmt: skip
-    forget_unless_all_have(shards, kinds, missing)
-    if not is_compiling() and shards.world_size > 1:
-        with torch.no_grad():
-            for kind, x in kinds.items():
-                if x is not None:
-                    shards._gathered.start(shards, kind, x)
     if return_values:
-        indices, values = RunParts.apply(
-            operation, shards, save_gathered, len(local), *local, local_key
-        )
+        indices, values = run(operation, shards, save_gathered, queries, keys)
         return batch_first(indices, layout), batch_first(values, layout)
     with torch.no_grad():
-        full = gather_keys(shards, operation.kinds, (local_key,))
-        indices, values = run_parts(operation, shards, local, full)
+        indices, values = run(operation, shards, save_gathered, queries, keys)
     return batch_first(indices, layout), values
 
 
@@ -254,24 +227,12 @@ def sparse_flash_attention(
     # As of now: the backward may run when the switch stands otherwise.
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     operation = SparseAttention(scale_value, sparse_block_size, sparse_mode, deterministic, tied)
-    tensors, error = as_tokens(
-        operation.name, shards, layout,
-        {
-            "query": query, "sparse_indices": sparse_indices, "query_rope": query_rope,
-            "key": key, "value": None if tied else value, "key_rope": key_rope,
-        },
+    queries, keys = guard(
+        operation, shards, layout,
+        queries={"query": query, "sparse_indices": sparse_indices, "query_rope": query_rope},
+        keys={"key": key, "value": None if tied else value, "key_rope": key_rope},
     )  # fmt: skip
-    queries = {name: tensors.get(name) for name in ("query", "sparse_indices", "query_rope")}
-    keys = {name: tensors.get(name) for name in ("key", "value", "key_rope")}
-    missing = check(operation, shards, error, queries=queries, keys=keys, kinds=keys)
-    forget_unless_all_have(shards, keys, missing)
-    out, softmax_max, softmax_sum = RunParts.apply(
-        operation,
-        shards,
-        save_gathered,
-        len(queries),
-        *distinct([*queries.values(), *keys.values()]),
-    )
+    out, softmax_max, softmax_sum = run(operation, shards, save_gathered, queries, keys)
     statistics = (batch_first(x.unsqueeze(0), layout) for x in (softmax_max, softmax_sum))
     return batch_first(out, layout), next(statistics), next(statistics)
 
@@ -354,39 +315,25 @@ def lightning_indexer_kl_loss(
         torch.Size([8, 8, 128])
     """
     operation = IndexerLoss(scale_value, sparse_mode, deterministic)
-    tensors, error = as_tokens(
-        operation.name, shards, layout,
-        {
+    queries, keys = guard(
+        operation, shards, layout,
+        queries={
             "query_index": query_index, "weights": weights, "query": query,
             "sparse_indices": sparse_indices, "softmax_max": softmax_max,
             "softmax_sum": softmax_sum, "query_rope": query_rope, "weight": weight,
-            "key_index": key_index, "key": key, "key_rope": key_rope,
         },
-        statistics=("softmax_max", "softmax_sum"),
-    )  # fmt: skip
-    try:
-        check_divisor(reduction, normalizer)
-    except (TypeError, ValueError) as wrong:
-        error = error or wrong
-    keys = {name: tensors.get(name) for name in operation.kinds}
-    queries = {name: x for name, x in tensors.items() if name not in keys}
-    missing = check(
-        operation, shards, error, queries=queries, keys=keys, kinds=keys,
+        keys={"key_index": key_index, "key": key, "key_rope": key_rope},
         # A tensor's number is on its device.
         options={
             "reduction": reduction,
             "normalizer": "a tensor" if isinstance(normalizer, Tensor) else normalizer,
         },
+        check=partial(check_divisor, reduction, normalizer),
     )  # fmt: skip
-    forget_unless_all_have(shards, keys, missing)
-    trained = ("query_index", "weights", "key_index")
-    of_attention = [x for name, x in tensors.items() if name not in trained]
+    trained = (*queries[:2], keys[0])
     # A Function is told what requires grad also where no gradient is wanted.
-    leaves = [
-        x if x is None or torch.is_grad_enabled() else x.detach()
-        for x in (tensors[name] for name in trained)
-    ]
-    constants = [x if x is None else x.detach() for x in of_attention]
+    leaves = trained if torch.is_grad_enabled() else [x.detach() for x in trained]
+    constants = [x if x is None else x.detach() for x in (*queries[2:], *keys[1:])]
     loss = _GroupLoss.apply(operation, shards, *leaves, *distinct(constants))
     # The loss reads the keys of a layer last.
     if not is_compiling():

@@ -1,4 +1,4 @@
-"""The sparse operators on one part."""
+"""The operators on one part."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ import torch
 from torch import Tensor
 
 import ascend_attn_ops as ops
-from ascend_attn_ops.distributed._collectives import sum_dtype
-from ascend_attn_ops.distributed._parts import (
-    DifferentiableOperation,
-    Gradients,
-    Operation,
-    Rows,
-    Tensors,
-)
+from ascend_attn_ops._dense_attention import default_mask
+from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops.distributed._communication import sum_dtype
+from ascend_attn_ops.distributed._layout import Rows, Tensors
+from ascend_attn_ops.distributed._parts import DifferentiableOperation, Gradients, Operation
 
 # The operators' name of layout (B, S, N, D), in which every part runs.
 _LAYOUT = "BSND"
-
-
-def _last_key(part: Rows, sparse_mode: int) -> int:
-    """Mode 3 aligns the last query with the last key; other modes see the whole sequence."""
-    return part.end if sparse_mode == 3 else part.length
 
 
 def _read_slots(part: Rows, indices: Tensor, last: int, block_size: int = 1) -> Tensor:
@@ -53,9 +45,6 @@ class Indexer(DifferentiableOperation):
     # Of the backward.
     deterministic: bool
 
-    def last_key(self, part: Rows) -> int:
-        return _last_key(part, self.sparse_mode)
-
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         query, weights = queries
         indices, values = ops.lightning_indexer(
@@ -65,12 +54,6 @@ class Indexer(DifferentiableOperation):
             return_values=self.return_values,
         )  # fmt: skip
         return indices[0], values[0] if self.return_values else values
-
-    def empty(self, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
-        query = queries[0]
-        shape = (0, 1, self.sparse_count)
-        values = query.new_empty(shape if self.return_values else 0)
-        return query.new_empty(shape, dtype=torch.int32), values
 
     def backward(
         self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
@@ -96,9 +79,6 @@ class SparseAttention(DifferentiableOperation):
     # Whether value is key; it is None then, and key's gradient is that of both.
     tied: bool
 
-    def last_key(self, part: Rows) -> int:
-        return _last_key(part, self.sparse_mode)
-
     def _options(self, query_rope: Tensor | None, key_rope: Tensor | None) -> dict[str, Any]:
         return {
             "query_rope": query_rope,
@@ -121,11 +101,6 @@ class SparseAttention(DifferentiableOperation):
             **self._options(query_rope, key_rope),
         )  # fmt: skip
         return out[0], softmax_max[0, 0], softmax_sum[0, 0]
-
-    def empty(self, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
-        query = queries[0]
-        statistics = query.new_empty(query.shape[:2], dtype=sum_dtype(query))
-        return torch.empty_like(query), statistics, statistics.clone()
 
     def backward(
         self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
@@ -154,9 +129,6 @@ class IndexerLoss(Operation):
     sparse_mode: int
     deterministic: bool
 
-    def last_key(self, part: Rows) -> int:
-        return _last_key(part, self.sparse_mode)
-
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The gradients of query_index, weights and key_index, and the loss of one part."""
         query_index, weights, query, indices, *attention, query_rope, weight = queries
@@ -169,4 +141,67 @@ class IndexerLoss(Operation):
             layout=_LAYOUT, sparse_mode=self.sparse_mode, deterministic=self.deterministic,
             weight=weight,
         )  # fmt: skip
-        return d_query_index[0], d_weights[0], d_key_index[0], loss
+        return d_query_index, d_weights, d_key_index, loss
+
+
+@dataclass(frozen=True)
+class DenseAttention(DifferentiableOperation):
+    """flash_attention_score; queries: query; keys: key and value.
+
+    Outputs: out (tokens, N, Dv), softmax_max and softmax_sum (tokens, N, 8).
+    """
+
+    name: ClassVar[str] = "flash_attention_score"
+    differentiable: ClassVar[int] = 0
+
+    num_heads: int
+    scale_value: float
+    # 0, all keys; 3, causal; 4, a band.
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    inner_precise: int
+
+    def last_key(self, part: Rows) -> int:
+        if self.sparse_mode != 4:
+            return super().last_key(part)
+        return min(max(part.end + self.next_tokens, 1), part.length)
+
+    def _options(self, part: Rows, query: Tensor, keys: int) -> dict[str, Any]:
+        """The keywords of a call with the first `keys` keys of the part's sequence."""
+        options: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "layout": _LAYOUT,
+            "scale_value": self.scale_value,
+            "sparse_mode": self.sparse_mode,
+            "inner_precise": self.inner_precise,
+            "atten_mask": default_mask(self.sparse_mode, query),
+        }
+        if self.sparse_mode == 4:
+            # The operator counts from the diagonal to the bottom right, which query `begin` + i
+            # meets at key i + keys - count.
+            shift = keys - part.count - part.begin
+            options |= {
+                "pre_tokens": min(self.pre_tokens + shift, ALL_TOKENS),
+                "next_tokens": min(self.next_tokens - shift, ALL_TOKENS),
+            }
+        return options
+
+    def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        (query,), (key, value) = queries, keys
+        out, softmax_max, softmax_sum = ops.flash_attention_score(
+            query, key, value, **self._options(part, query, key.shape[1])
+        )
+        return out[0], softmax_max[0].transpose(0, 1), softmax_sum[0].transpose(0, 1)
+
+    def backward(
+        self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
+    ) -> tuple[Gradients, Gradients]:
+        (query,), (key, value) = queries, keys
+        out, softmax_max, softmax_sum = outputs
+        d_query, d_key, d_value = ops.flash_attention_score_grad(
+            query, key, value, d.unsqueeze(0),
+            softmax_max.transpose(0, 1).unsqueeze(0), softmax_sum.transpose(0, 1).unsqueeze(0),
+            out.unsqueeze(0), **self._options(part, query, key.shape[1]),
+        )  # fmt: skip
+        return (d_query,), (d_key, d_value)

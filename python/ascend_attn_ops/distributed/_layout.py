@@ -1,0 +1,206 @@
+"""Which tokens of a batch each rank holds; nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+Order = Literal["zigzag", "contiguous"]
+
+# None marks an omitted optional tensor. The operators check that no other is omitted.
+Tensors = Sequence[Any]
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of one sequence.
+
+    Attributes:
+        sequence: which sequence of the batch.
+        begin: the first token, counted from the first of the sequence.
+        end: one past the last token.
+    """
+
+    sequence: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A part, as the operators see it: queries `begin` to `end` of a sequence of `length` tokens.
+
+    Attributes:
+        row: the first of the queries among the tokens of its rank.
+        start: the first token of the sequence among those of the batch.
+    """
+
+    row: int
+    start: int
+    begin: int
+    end: int
+    length: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def here(self) -> slice:
+        """The queries among the tokens of their rank."""
+        return slice(self.row, self.row + self.count)
+
+    def queries(self, tensors: Tensors) -> list[Any]:
+        """Their rows of the rank's tokens, as batches of one."""
+        return [x if x is None else x[self.here].unsqueeze(0) for x in tensors]
+
+    def keys(self, tensors: Tensors, last: int) -> list[Any]:
+        """The first `last` tokens of their sequence, as batches of one."""
+        seen = slice(self.start, self.start + last)
+        return [x if x is None else x[seen].unsqueeze(0) for x in tensors]
+
+
+class Layout:
+    """How the tokens of packed sequences are spread over the ranks of a group."""
+
+    def __init__(self, lengths: tuple[int, ...], group: ProcessGroup, order: Order) -> None:
+        self.lengths, self.group, self.order = lengths, group, order
+        self.group_name = group.group_name  # torch.compile reads no attribute of a group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.tokens = sum(lengths)
+        # Of each sequence, the first token in the batch.
+        starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
+        self._parts = _parts(lengths, starts, self.world_size, order)
+        self._rows = [
+            [
+                Rows(row, starts[part.sequence], part.begin, part.end, lengths[part.sequence])
+                for part, row in zip(parts, _begins(parts), strict=False)
+            ]
+            for parts in self._parts
+        ]
+        sizes = [sum(part.count for part in rows) for rows in self._rows]
+        self.local_tokens = sizes[self.rank]
+        # Collectives want equal sizes: every rank's tokens are padded to this many rows.
+        self.width = max(sizes)
+        # Of each token of the batch, its padded row; of each padded row, its token, and 0 where it
+        # is padding.
+        from_padded = torch.empty(self.tokens, dtype=torch.int64)
+        to_padded = torch.zeros(self.world_size * self.width, dtype=torch.int64)
+        for rank, rows in enumerate(self._rows):
+            tokens = _concatenated((x.start + x.begin, x.start + x.end) for x in rows)
+            padded = rank * self.width + torch.arange(len(tokens))
+            from_padded[tokens], to_padded[padded] = padded, tokens
+            if rank == self.rank:
+                local = tokens
+        self._indices = {
+            ("local", "cpu"): local,
+            ("from_padded", "cpu"): from_padded,
+            ("to_padded", "cpu"): to_padded,
+        }
+
+    @property
+    def alone(self) -> bool:
+        """Whether no token travels."""
+        return self.world_size == 1 or self.width == 0
+
+    def rows(self, rank: int | None = None) -> list[Rows]:
+        """The parts of a rank; of this one by default."""
+        return self._rows[self.rank if rank is None else rank]
+
+    def index(self, name: str, device: torch.device) -> Tensor:
+        """Token numbers, on a device; copied there once."""
+        index = self._indices.get((name, str(device)))
+        if index is None:
+            index = self._indices[name, "cpu"].to(device)
+            if not is_compiling():
+                self._indices[name, str(device)] = index
+        return index
+
+    def pad(self, x: Tensor) -> Tensor:
+        missing = self.width - x.shape[0]
+        if missing == 0:
+            return x.contiguous()
+        return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Take the local tokens out of those of the batch; differentiable.
+
+        Args:
+            x: any tensor whose axis `dim` is the T tokens of the batch.
+            dim: the axis of the tokens.
+
+        Returns:
+            x with `local_tokens` on that axis, a copy. Nothing is communicated.
+
+        Raises:
+            ValueError: the axis has not T tokens.
+        """
+        if x.shape[dim] != self.tokens:
+            raise ValueError(
+                f"SequenceShards.shard: x: expected the {self.tokens} tokens of the batch on axis "
+                f"{dim}, got shape {tuple(x.shape)}"
+            )
+        return x.index_select(dim, self.index("local", x.device))
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the position of each local token in its sequence, as rotary embeddings want it.
+
+        Args:
+            device: of the result.
+
+        Returns:
+            int64, (local_tokens,).
+        """
+        return _concatenated(((begin, end) for _, begin, end in self.parts()), device)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return what this rank holds, in the order in which it holds it."""
+        return self._parts[self.rank]
+
+
+def _begins(parts: tuple[Part, ...]) -> Iterator[int]:
+    """The row of each part's first token; one more at the end."""
+    return accumulate((end - begin for _, begin, end in parts), initial=0)
+
+
+def _concatenated(
+    ranges: Iterable[tuple[int, int]], device: torch.device | str | None = None
+) -> Tensor:
+    """The whole numbers of ranges, int64."""
+    numbers = [torch.arange(begin, end, device=device) for begin, end in ranges]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *numbers])
+
+
+def _parts(
+    lengths: tuple[int, ...], starts: list[int], world_size: int, order: str
+) -> tuple[tuple[Part, ...], ...]:
+    """What each rank holds."""
+    result: list[list[Part]] = [[] for _ in range(world_size)]
+    total = sum(lengths)
+    for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if order == "zigzag":
+            count = 2 * world_size
+            cuts = [length * piece // count for piece in range(count + 1)]
+            owners = [*range(world_size), *reversed(range(world_size))]
+        else:
+            cuts = [
+                min(max(total * piece // world_size - start, 0), length)
+                for piece in range(world_size + 1)
+            ]
+            owners = list(range(world_size))
+        for owner, begin, end in zip(owners, cuts, cuts[1:], strict=False):
+            parts = result[owner]
+            if begin == end:
+                continue
+            # The two middle pieces of a zig-zag are neighbours on one rank.
+            if parts and (parts[-1].sequence, parts[-1].end) == (sequence, begin):
+                begin = parts.pop().begin
+            parts.append(Part(sequence, begin, end))
+    return tuple(tuple(parts) for parts in result)
