@@ -99,6 +99,5 @@ def test_private_parts_are_imported_in_one_module(package: str) -> None:
         str(file.relative_to(PACKAGE)): names
         for file in PACKAGE.rglob("*.py")
         if (names := list(private_parts(file.read_text(), package)))
-        and file.relative_to(PACKAGE).parts[0] != "simulate"
     }
     assert found.keys() == {f"_{package}.py"}, found
