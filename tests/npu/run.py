@@ -2,7 +2,8 @@
 
     python tests/npu/run.py [arguments of pytest]
 
-NPU_LEVELS=1 runs them at one level only. Needs an environment with torch_npu, and the extension
+NPU_LEVELS=1 runs them at one level only. Paths among the arguments choose tests; exit status 5 says
+that the arguments choose none of these. Needs an environment with torch_npu, and the extension
 built in it.
 """
 
@@ -27,12 +28,33 @@ WHERE_DEVICES_DIFFER = [
 # By level of the task queue: what one of them shows of streams, the others would show as well.
 STREAMS = {0: "lenient", 1: "strict", 2: "lenient"}
 
+# pytest's status where the arguments choose no test.
+NONE_CHOSEN = 5
+
+
+def path_of(argument: str) -> Path | None:
+    """Of tests, without the name of one of them; None for what is no path."""
+    path = Path(argument.partition("::")[0])
+    return path.resolve() if path.exists() and {"/", ".py"} & {*argument, path.suffix} else None
+
+
+def chosen(tests: list[Path], arguments: list[str]) -> list[str]:
+    """What the paths in the arguments choose of `tests`: all, if there are none."""
+    paths = {x: path for x in arguments if (path := path_of(x))}
+    within = [x for x, path in paths.items() if any(path.is_relative_to(y) for y in tests)]
+    around = [str(x) for x in tests if any(x.is_relative_to(y) for y in paths.values())]
+    return within or around if paths else [str(x) for x in tests]
+
 
 def main() -> int:
-    failed = []
+    failed, ran = [], False
+    arguments = sys.argv[1:]
+    options = [x for x in arguments if path_of(x) is None]
     for product, cann in DEVICES:
         first = (product, cann) == DEVICES[0]
-        tests = [TESTS / "npu"] if first else WHERE_DEVICES_DIFFER
+        tests = chosen([TESTS / "npu"] if first else WHERE_DEVICES_DIFFER, arguments)
+        if not tests:
+            continue
         for level in map(int, os.environ.get("NPU_LEVELS", "0,1,2").split(",")):
             run = f"Ascend {product} with CANN {cann}, TASK_QUEUE_ENABLE={level}"
             print(run, flush=True)
@@ -43,14 +65,14 @@ def main() -> int:
                 ),
             }
             environment["PYTHONPATH"] = os.pathsep.join(PACKAGES)
-            command = [sys.executable, "-m", "pytest", *map(str, tests), *sys.argv[1:]]
+            command = [sys.executable, "-m", "pytest", *tests, *options]
             status = subprocess.run(command, env=environment, check=False).returncode
-            # 5: none of the tests that the arguments choose are among these.
-            if status not in ((0,) if first else (0, 5)):
+            ran = ran or status != NONE_CHOSEN
+            if status not in (0, NONE_CHOSEN):
                 failed.append(run)
     for run in failed:
         print(f"failed: {run}", file=sys.stderr)
-    return len(failed)
+    return len(failed) if ran else NONE_CHOSEN
 
 
 if __name__ == "__main__":
