@@ -130,30 +130,22 @@ class Plan:
                 elif mesh is None:
                     mesh, first = tensor.device_mesh, name
                 elif tensor.device_mesh != mesh:
-                    raise self._error(
-                        ValueError,
-                        name,
-                        f"expected the device mesh of {first}, {mesh}, got {tensor.device_mesh}",
-                    )
+                    text = f"expected the device mesh of {first}, {mesh}, got {tensor.device_mesh}"
+                    raise self._error(ValueError, name, text)
         assert mesh is not None
         return mesh
 
     def _check_plain(self, name: str) -> None:
-        if name == "drop_mask":
-            raise self._error(
-                TypeError,
-                name,
-                "expected a DTensor, the bits of the whole mask on all ranks, got a plain tensor; "
-                "dropout_p draws different bits on every rank",
-            )
-        if name not in _PLAIN:
-            raise self._error(
-                TypeError,
-                name,
-                "expected a DTensor beside DTensors, got a plain tensor; "
-                "DTensor.from_local(tensor, mesh, [Replicate()]) makes one of a tensor that all "
-                "ranks have",
-            )
+        if name in _PLAIN:
+            return
+        text = (
+            "expected a DTensor, the bits of the whole mask on all ranks, got a plain tensor; "
+            "dropout_p draws different bits on every rank"
+            if name == "drop_mask"
+            else "expected a DTensor beside DTensors, got a plain tensor; DTensor.from_local("
+            "tensor, mesh, [Replicate()]) makes one of a tensor that all ranks have"
+        )
+        raise self._error(TypeError, name, text)
 
     def _choose(self) -> Choice:
         tensors = []
@@ -185,7 +177,11 @@ class Plan:
         local.empty = any(part.size == 0 for part in parts.values())
         if local.empty:
             return local
-        self._cut_plain(local, parts)
+        for name, value in call.items():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                for dim, axis in enumerate(axes.inputs.get(name, "")):
+                    if axis in parts:
+                        self._cut(local, name, dim, parts[axis])
         if "num_heads" in call and "N" in parts:
             self._take_heads(local, parts["N"])
         if "B" in parts and call.get("layout") != "TND":
@@ -198,13 +194,6 @@ class Plan:
         if "S" in parts and "T" in axes.sizes:
             self._take_tokens(local, parts["S"])
         return local
-
-    def _cut_plain(self, local: Local, parts: dict[str, Part]) -> None:
-        for name in self._tensors():
-            if isinstance(self.call[name], Tensor) and not isinstance(self.call[name], DTensor):
-                for dim, axis in enumerate(self.axes.inputs.get(name, "")):
-                    if axis in parts:
-                        self._cut(local, name, dim, parts[axis])
 
     def _cut(self, local: Local, name: str, dim: int, part: Part) -> None:
         index = self.signature.index[name]
@@ -342,7 +331,6 @@ class Plan:
         # Arguments whose local tensors are used as they are, and the specifications of all others.
         self.kept: list[int] = []
         self.moved: list[tuple[int, tuple[Placement, ...]]] = []
-        self.lists: list[int] = []
         for name in self._tensors():
             tensors, index = tensors_of(self.call[name]), self.signature.index[name]
             if not isinstance(tensors[0], DTensor):
@@ -350,10 +338,8 @@ class Plan:
             target = self.targets[name]
             if any(x._spec != _moved(x._spec, target) for x in tensors):
                 self.moved.append((index, target))
-            elif isinstance(self.call[name], Tensor):
-                self.kept.append(index)
             else:
-                self.lists.append(index)
+                self.kept.append(index)
         # Of the results, where this rank has nothing to compute them from.
         self.shapes = [
             self.choice.local_shape(self._global_shape(i), spec.placements, local.coordinate)
@@ -366,9 +352,9 @@ class Plan:
         if self.moved:
             self._move(values)
         for index in self.kept:
-            values[index] = values[index]._local_tensor
-        for index in self.lists:
-            values[index] = [x._local_tensor for x in values[index]]
+            value = values[index]
+            lists = isinstance(value, list | tuple)
+            values[index] = [x._local_tensor for x in value] if lists else value._local_tensor
         if self.local.empty:
             first = next(x for value in values for x in tensors_of(value))
             if self.agrees:
@@ -388,12 +374,11 @@ class Plan:
 
     def _agreed(self, values: list[Any]) -> list[Tensor]:
         failure: Exception | None = None
-        first = values[0]
         try:
             results = as_list(self.signature.call(values))
         except ValueError as error:
             failure = error
-        self._agree(first, failure)
+        self._agree(values[0], failure)
         return results
 
     def _agree(self, local: Tensor, failure: Exception | None) -> None:
