@@ -213,6 +213,9 @@ PACKAGE: Table = {
     "_flops.py": [
         ("_up_to(«max(keys - queries, 0)», limit)", "keys - queries"),
     ],
+    "_packing.py": [
+        ("x.diff(dim=-1) != step", "x.diff(dim=-1) < step"),
+    ],
     "_pages.py": [
         ("-(-longest // size) if size", "longest // size + 1 if size"),
         ("masked_fill(«(at < 0) | (blocks < 0)», -1)", "blocks < 0"),
@@ -232,9 +235,6 @@ PACKAGE: Table = {
     ],
     "distributed/shards.py": [
         ("any(n < 0 for n in lengths)", "any(n < -1 for n in lengths)"),
-    ],
-    "integrations/transformers/_sequences.py": [
-        ("position_ids.diff(dim=-1) != 1", "position_ids.diff(dim=-1) < 1"),
     ],
     "masks.py": [
         ("sparse_mode in (5, 6)", "sparse_mode in (5,)"),

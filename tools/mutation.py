@@ -48,6 +48,7 @@ FIRST = {
     "_dense_attention.py": "errors_python flash_attention_score",
     "_flash_": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
     "_flops.py": "flops",
+    "_packing.py": "integrations/sparse_models integrations/dense_models",
     "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
     "_statistics.py": "statistics flash_attn distributed/dense_context_parallel varlen_attn",
     "_varlen_attention.py": "varlen_attn",

@@ -160,6 +160,19 @@ def lengths_between(ends: Sequence[int], *, closed: bool = False) -> list[int]:
     return [end - begin for begin, end in pairwise(both)]
 
 
+def begins_of_runs(x: Tensor, step: int) -> list[int]:
+    """Where runs begin in the flattened rows of (B, S), in which a number is the one before plus
+    `step`. Waits for the device."""
+    starts = torch.ones_like(x, dtype=torch.bool)
+    starts[:, 1:] = x.diff(dim=-1) != step
+    return starts.flatten().nonzero().flatten().tolist()
+
+
+def without_empty(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ends (queries, keys) of the sequences that have either."""
+    return [end for before, end in pairwise([(0, 0), *ends]) if end != before]
+
+
 def equal_ends(length: int, count: int) -> list[int]:
     """The ends of `count` sequences of one length."""
     return [length * (i + 1) for i in range(count)]

@@ -16,7 +16,13 @@ from ascend_attn_ops._flash_conventions import WITHOUT_KEYS, packed_log_sum_exp
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, lengths_between, with_gaps
 from ascend_attn_ops._statistics import log_sum_exp_or
-from ascend_attn_ops.npu_operators.layouts import LAYOUTS, gathered, in_layout, tokens_first
+from ascend_attn_ops.npu_operators.layouts import (
+    LAYOUTS,
+    check_ropes,
+    gathered,
+    in_layout,
+    tokens_first,
+)
 from ascend_attn_ops.npu_operators.translation import unsupported
 
 _BAND = 4
@@ -75,9 +81,7 @@ def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def _batch(inputs: Inputs) -> Batch:
     name, layout, lengths = inputs.name, inputs.layout, inputs.actual_seq_lengths_query
-    if (inputs.query_rope is None) != (inputs.key_rope is None):
-        missing = "query_rope" if inputs.query_rope is None else "key_rope"
-        raise ValueError(f"{name}: {missing}: expected beside the other rope, got None")
+    check_ropes(name, inputs.query_rope, inputs.key_rope)
     query = tokens_first(name, "query", inputs.query, layout, inputs.num_heads)
     if inputs.query_rope is not None:
         rope = tokens_first(name, "query_rope", inputs.query_rope, layout, inputs.num_heads)
@@ -201,19 +205,14 @@ def _with_full_mask(inputs: Inputs, batch: Batch, mask: Tensor) -> tuple[Tensor,
 def _full_mask(name: str, mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     """(B or 1, 1, Sq, Skv) of a mask that may be larger, or lack axes."""
     shape = list(mask.shape)
-    if mask.dim() == 2 and queries == 1 and shape[0] == batch:  # (B, Skv)
-        full = mask[:, None, None]
-    elif mask.dim() == 2:
-        full = mask[None, None]
-    elif mask.dim() == 3:
-        full = mask[:, None]
-    else:
-        full = mask
-    rows = list(full.shape)
-    if (
-        full.dim() != 4 or rows[0] not in (1, batch) or rows[1] != 1
-        or rows[2] < queries or rows[3] < keys
-    ):  # fmt: skip
+    full = mask
+    if mask.dim() == 2:
+        # (B, Skv) for one query of each sequence, or (Sq, Skv).
+        full = mask[:, None] if queries == 1 and shape[0] == batch else mask[None]
+    if full.dim() == 3:
+        full = full[:, None]
+    fits = full.dim() == 4 and full.shape[0] in (1, batch) and full.shape[1] == 1
+    if not fits or full.shape[2] < queries or full.shape[3] < keys:
         raise ValueError(
             f"{name}: atten_mask: expected ({batch} or 1, 1, {queries}, {keys}), also without the "
             f"first axes or larger in the last two, got {shape}"

@@ -17,7 +17,7 @@ from ascend_attn_ops._dense_attention import number_of_scores
 from ascend_attn_ops._packing import lengths_of
 from ascend_attn_ops._torch import below_autograd
 from ascend_attn_ops.npu_operators.dropout import drop_mask as mask_of
-from ascend_attn_ops.npu_operators.layouts import joined_heads, split_heads
+from ascend_attn_ops.npu_operators.layouts import check_ropes
 from ascend_attn_ops.npu_operators.translation import has_values, unsupported
 
 _LAST_SEED = 2**62
@@ -221,17 +221,16 @@ def _with_ropes(
     key_rope: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """With the ropes as further channels of each head: the scores are the sum of both products."""
-    if (query_rope is None) != (key_rope is None):
-        argument, got = ("query_rope", query_rope) if query_rope is None else ("key_rope", key_rope)
-        raise ValueError(f"{name}: {argument}: expected beside the other rope, got {got}")
+    check_ropes(name, query_rope, key_rope)
     if query_rope is None or key_rope is None:
         return query, key
-    joined = []
-    for x, rope in ((query, query_rope), (key, key_rope)):
-        heads = _heads(options, query, x)
-        parts = [split_heads(part, options["layout"], heads) for part in (x, rope)]
-        joined.append(joined_heads(torch.cat(parts, -1), options["layout"]))
-    return joined[0], joined[1]
+    axes = _axes_of_heads(options, query, query), _axes_of_heads(options, query, key)
+    pairs = (query, query_rope), (key, key_rope)
+    joined_query, joined_key = (
+        torch.cat([x.unflatten(-1, heads) for x in pair], -1).flatten(-len(heads))
+        for pair, heads in zip(pairs, axes, strict=True)
+    )
+    return joined_query, joined_key
 
 
 def _without_rope(
@@ -240,14 +239,16 @@ def _without_rope(
     """The gradients of what `_with_ropes` joined."""
     if rope is None:
         return gradient, None
-    layout, heads = options["layout"], _heads(options, query, x)
-    size = split_heads(rope, layout, heads).shape[-1]
-    both = split_heads(gradient, layout, heads)
+    heads = _axes_of_heads(options, query, x)
+    size = rope.unflatten(-1, heads).shape[-1]
+    both = gradient.unflatten(-1, heads)
     parts = both[..., :-size], both[..., -size:]
-    d_x, d_rope = (joined_heads(part, layout).contiguous() for part in parts)
+    d_x, d_rope = (part.flatten(-len(heads)).contiguous() for part in parts)
     return d_x, d_rope
 
 
-def _heads(options: Options, query: Tensor, tensor: Tensor) -> int:
-    """The heads of query or key, where they share an axis with the head size."""
-    return tensor.shape[-1] // max(query.shape[-1] // options["num_heads"], 1)
+def _axes_of_heads(options: Options, query: Tensor, x: Tensor) -> tuple[int, ...]:
+    """The axes that the last one of query or key stands for: heads and channels, in BSH and SBH."""
+    if options["layout"] not in ("BSH", "SBH"):
+        return (-1,)
+    return x.shape[-1] // max(query.shape[-1] // options["num_heads"], 1), -1

@@ -78,12 +78,10 @@ def in_layout(out: Tensor, layout: str) -> Tensor:
     return _TO[layout](out).contiguous()
 
 
-def split_heads(x: Tensor, layout: str, heads: int) -> Tensor:
-    return x.unflatten(2, (heads, -1)) if layout in ("BSH", "SBH") else x
-
-
-def joined_heads(x: Tensor, layout: str) -> Tensor:
-    return x.flatten(2) if layout in ("BSH", "SBH") else x
+def check_ropes(name: str, query_rope: Tensor | None, key_rope: Tensor | None) -> None:
+    if (query_rope is None) != (key_rope is None):
+        missing = "query_rope" if query_rope is None else "key_rope"
+        raise ValueError(f"{name}: {missing}: expected beside the other rope, got None")
 
 
 def gathered(

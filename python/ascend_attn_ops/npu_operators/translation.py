@@ -92,9 +92,9 @@ class Translation:
     def check(self, argument: str, value: Any, default: Any) -> None:
         """Refuses a value that would have no effect although torch_npu documents one."""
         if argument in self.only:
-            values = [str(x) for x in self.only[argument]]
             if value not in self.only[argument]:
-                expected = values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+                values = ", ".join(map(str, self.only[argument]))
+                expected = values if len(self.only[argument]) == 1 else f"one of {values}"
                 raise unsupported(self.name, argument, expected, value)
         elif self.follows(argument) or argument in self.without_effect:
             return

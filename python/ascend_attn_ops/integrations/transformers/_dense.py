@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 import ascend_attn_ops as ops
+from ascend_attn_ops._packing import begins_of_runs, without_empty
 
 NAME = "ascend"
 
@@ -311,14 +311,11 @@ def _lengths(
     if brief not in _known:
         numbers, windows = brief[:, 0].unbind(1)
         keys = brief.shape[-1]
-        starts = torch.ones_like(numbers, dtype=torch.bool)
-        starts[:, 1:] = numbers.diff(dim=-1) != 0
-        begins = starts.expand(batch, -1).flatten().nonzero().flatten().tolist()
+        begins = begins_of_runs(numbers.expand(batch, -1), 0)
         ends = None
         if len(begins) > batch:
             ends = [(_queries_before(end, queries, keys), end) for end in begins[1:]]
-            ends.append((batch * queries, batch * keys))
-            ends = [end for before, end in pairwise([(0, 0), *ends]) if end != before]
+            ends = without_empty([*ends, (batch * queries, batch * keys)])
         _known[brief] = (int(windows[0, 0]) or None, ends)
     return _known[brief]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ascend_attn_ops._packing import Lengths, lengths_on
+from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_on, without_empty
 from ascend_attn_ops.device_limits import device_in_force
 
 
@@ -57,8 +56,7 @@ def padded(valid: Tensor, queries: int, offset: int | Tensor) -> Sequences:
             "attention_mask: expected padding before and behind the tokens of a sequence only, "
             "got zeros between them"
         )
-    both = list(zip(query_ends.tolist(), key_ends.tolist(), strict=True))
-    kept = [end for before, end in pairwise([(0, 0), *both]) if end != before]
+    kept = without_empty(list(zip(query_ends.tolist(), key_ends.tolist(), strict=True)))
     return Sequences([q for q, _ in kept], [k for _, k in kept], valid_queries)
 
 
@@ -69,9 +67,7 @@ def packed(position_ids: Tensor) -> Sequences | None:
 
     A sequence ends where an id is not the one before plus one, as in transformers.
     """
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids.diff(dim=-1) != 1
-    begins = starts.flatten().nonzero().flatten().tolist()
+    begins = begins_of_runs(position_ids, 1)
     if len(begins) == len(position_ids):
         return None
     ends = [*begins[1:], position_ids.numel()]
