@@ -10,11 +10,9 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-struct AttentionUpdateFunction : FunctionOf<AttentionUpdate> {
-  static constexpr bool reuses_executor = true;
-  using Prototype = int(TensorList lse, TensorList local_out, int64_t update_type, Tensor out,
-                        Tensor lse_out);
-};
+using Prototype = int(AclTensorList lse, AclTensorList local_out, int64_t update_type,
+                      AclTensor out, AclTensor lse_out);
+constexpr Launcher<AttentionUpdate, Prototype> aclnn_attention_update{.reuses_executor = true};
 
 // Asks for lse_out as well.
 constexpr int64_t kWithLse = 1;
@@ -36,8 +34,8 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   const auto local_out = as_rows(op.local_out, {rows, size});
   const auto out_rows = out.view({rows, size});
   const auto lse_rows = lse_out.view({rows});
-  launch<AttentionUpdateFunction>(at::TensorList(lse), at::TensorList(local_out), kWithLse,
-                                  out_rows, lse_rows);
+  aclnn_attention_update(at::TensorList(lse), at::TensorList(local_out), kWithLse, out_rows,
+                         lse_rows);
   // The device's result for rows without keys is not documented.
   const auto empty = rows_without_keys(at::stack(lse));
   out_rows.masked_fill_(empty.unsqueeze(-1), 0);

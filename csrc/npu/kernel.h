@@ -20,15 +20,6 @@
 
 namespace ascend_attn {
 
-// One of the aclnn functions that the operator declares. `reuses_executor = true` marks functions
-// whose executors torch_npu reuses too; for all others it switches reuse off, and so do we
-// (tests/npu/test_npu_conformance.py records both).
-template <typename Op, size_t index = 0>
-struct FunctionOf {
-  static constexpr const char* name = Op::functions[index];
-  static constexpr const char* op = Op::name;
-};
-
 // `<operator>.relaunch`: the operator with outputs and a workspace of its caller. A graph needs it
 // that updates the lengths of a call: the call is launched again and must write where the first one
 // did (python/ascend_attn_ops/_npu_graphs.py).
@@ -71,43 +62,26 @@ void register_kernel_with_outputs(torch::Library& library) {
                &KernelWithOutputs<Op, compute>::call);
 }
 
-// A missing list is passed as an empty one, as torch_npu does.
-inline c10::SymIntArrayRef list_or_empty(at::OptionalSymIntArrayRef list) {
-  return list ? *list : c10::SymIntArrayRef();
-}
-
-// Fills an output of a kernel that leaves rows behind the last sequence of a pack as they are, with
-// what they hold on the CPU. Which rows these are the host does not know without waiting for the
-// device; a mask of them would read the whole output as well as write it.
-inline void fill_before_launch(const at::Tensor& output, const at::Scalar& value) {
+// Fills an output before the launch. The kernels leave padding rows unwritten, which hold this
+// value on the CPU. The host does not know these rows without waiting for the device; a mask of
+// them would read the whole output as well as write it.
+inline void fill_output(const at::Tensor& output, const at::Scalar& value) {
   if (output.numel() != 0) {
     output.fill_(value);
   }
 }
 
-// The same for outputs whose value is one byte, repeated. Those of a few tokens, as of a step of
-// decoding, are left to the call: a launch of their own would cost the host more than the call
-// itself.
-class FillsBeforeLaunch {
- public:
-  void add(const at::Tensor& output, int8_t value) {
-    if (output.numel() == 0) {
-      return;
-    }
-    if (output.nbytes() > kMostBytes || aclnn::is_capturing()) {
-      fill_before_launch(output, value);
-    } else {
-      of_call_.emplace_back(output, static_cast<uint8_t>(value));
-    }
-  }
-  const aclnn::ByteFills& of_call() const { return of_call_; }
-
- private:
+// The same for a value that is one byte, repeated. The launch itself fills small outputs, as in a
+// decoding step: a launch of their own would cost the host more than the call.
+inline void add_fill(aclnn::Fills& fills, const at::Tensor& output, int8_t value) {
   // Above, a kernel is expected to write faster than a memset does.
-  static constexpr size_t kMostBytes = size_t{4} << 20;
-
-  aclnn::ByteFills of_call_;
-};
+  constexpr size_t kMostBytes = size_t{4} << 20;
+  if (output.nbytes() > kMostBytes || aclnn::is_capturing()) {
+    fill_output(output, value);
+  } else if (output.numel() != 0) {
+    fills.push_back({output.mutable_data_ptr(), output.nbytes(), static_cast<uint8_t>(value)});
+  }
+}
 
 // Returns whether value is the key itself, the same elements in the same memory.
 template <typename Op>

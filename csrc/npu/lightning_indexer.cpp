@@ -8,22 +8,22 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-struct LightningIndexerFunction : FunctionOf<LightningIndexer> {
-  using Prototype = int(Tensor query, Tensor key, Tensor weights, Tensor actual_seq_lengths_query,
-                        Tensor actual_seq_lengths_key, Tensor block_table, Text layout_query,
-                        Text layout_key, int64_t sparse_count, int64_t sparse_mode,
-                        int64_t pre_tokens, int64_t next_tokens, bool return_values,
-                        Tensor sparse_indices, Tensor sparse_values);
-};
+using Prototype = int(AclTensor query, AclTensor key, AclTensor weights,
+                      AclTensor actual_seq_lengths_query, AclTensor actual_seq_lengths_key,
+                      AclTensor block_table, char* layout_query, char* layout_key,
+                      int64_t sparse_count, int64_t sparse_mode, int64_t pre_tokens,
+                      int64_t next_tokens, bool return_values, AclTensor sparse_indices,
+                      AclTensor sparse_values);
+constexpr Launcher<LightningIndexer, Prototype> aclnn_lightning_indexer;
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
-  FillsBeforeLaunch fills;
+  Fills fills;
   if (op.layout == Layout::TND) {
-    fills.add(sparse_indices, -1);
-    fill_before_launch(sparse_values, -std::numeric_limits<double>::infinity());
+    add_fill(fills, sparse_indices, -1);
+    fill_output(sparse_values, -std::numeric_limits<double>::infinity());
   }
-  launch<LightningIndexerFunction>.filling(fills.of_call())(
+  aclnn_lightning_indexer.with(fills)(
       op.query, op.key, op.weights, op.actual_seq_lengths_query, op.actual_seq_lengths_key,
       op.pages.block_table, op.layout.text(), op.pages.layout(op.layout),
       op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens, op.next_tokens, op.return_values,

@@ -12,13 +12,12 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-struct LightningIndexerGradFunction : FunctionOf<LightningIndexerGrad> {
-  using Prototype = int(Tensor query, Tensor key, Tensor dy, Tensor sparse_indices, Tensor weights,
-                        Tensor actual_seq_q_len, Tensor actual_seq_kv_len, int64_t head_num,
-                        Text input_layout, int64_t sparse_mode, int64_t pre_tokens,
-                        int64_t next_tokens, bool deterministic, Tensor dq, Tensor dk,
-                        Tensor dweights);
-};
+using Prototype = int(AclTensor query, AclTensor key, AclTensor dy, AclTensor sparse_indices,
+                      AclTensor weights, AclTensor actual_seq_q_len, AclTensor actual_seq_kv_len,
+                      int64_t head_num, char* input_layout, int64_t sparse_mode, int64_t pre_tokens,
+                      int64_t next_tokens, bool deterministic, AclTensor dq, AclTensor dk,
+                      AclTensor dweights);
+constexpr Launcher<LightningIndexerGrad, Prototype> aclnn_lightning_indexer_grad;
 
 // Sequences one behind the other in queries and keys, none of them empty, all of the same lengths.
 struct EqualSequences {
@@ -65,7 +64,7 @@ at::Tensor ends_of(const std::vector<EqualSequences>& runs, const at::Tensor& li
 
 void launch_grad(const LightningIndexerGrad& op, const LightningIndexerGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_weights] = outputs;
-  launch<LightningIndexerGradFunction>(
+  aclnn_lightning_indexer_grad(
       op.query, op.key, op.d_values, op.sparse_indices, op.weights, op.actual_seq_lengths_query,
       op.actual_seq_lengths_key, op.query.size(-2), op.layout.text(), op.sparse_mode, op.pre_tokens,
       op.next_tokens, is_deterministic(op.deterministic), d_query, d_key, d_weights);
@@ -149,7 +148,7 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   if (packed || padded || empty) {
     // Rows of no sequence are not written.
     for (const auto& output : {d_query, d_key, d_weights}) {
-      fill_before_launch(output, 0);
+      fill_output(output, 0);
     }
   }
   if (empty) {

@@ -7,21 +7,17 @@ namespace ascend_attn::aclnn {
 namespace {
 
 template <typename... InnerPrecise>
-using PromptPrototype = int(Tensor query, Tensor key, Tensor value, Tensor pse_shift,
-                            Tensor atten_mask, IntArray actual_seq_lengths,
-                            IntArray actual_seq_lengths_kv, Tensor deq_scale1, Tensor quant_scale1,
-                            Tensor deq_scale2, Tensor quant_scale2, Tensor quant_offset2,
-                            int64_t num_heads, double scale_value, int64_t pre_tokens,
-                            int64_t next_tokens, Text input_layout, int64_t num_key_value_heads,
-                            int64_t sparse_mode, InnerPrecise... inner_precise,
-                            Tensor attention_out);
+using PromptPrototype = int(AclTensor query, AclTensor key, AclTensor value, AclTensor pse_shift,
+                            AclTensor atten_mask, AclIntArray actual_seq_lengths,
+                            AclIntArray actual_seq_lengths_kv, AclTensor deq_scale1,
+                            AclTensor quant_scale1, AclTensor deq_scale2, AclTensor quant_scale2,
+                            AclTensor quant_offset2, int64_t num_heads, double scale_value,
+                            int64_t pre_tokens, int64_t next_tokens, char* input_layout,
+                            int64_t num_key_value_heads, int64_t sparse_mode,
+                            InnerPrecise... inner_precise, AclTensor attention_out);
 
-struct PromptFlashAttentionV3 : FunctionOf<PromptFlashAttention, 0> {
-  using Prototype = PromptPrototype<int64_t>;
-};
-struct PromptFlashAttentionV2 : FunctionOf<PromptFlashAttention, 1> {
-  using Prototype = PromptPrototype<>;
-};
+constexpr Launcher<PromptFlashAttention, PromptPrototype<int64_t>, 0> aclnn_v3;
+constexpr Launcher<PromptFlashAttention, PromptPrototype<>, 1> aclnn_v2;
 
 void prompt_flash_attention(const PromptFlashAttention& op,
                             PromptFlashAttention::Outputs& outputs) {
@@ -43,21 +39,21 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   };
   const auto call = [&](const auto& function, auto... inner_precise) {
     function(dense_one(op.query), dense_one(op.key), dense_one(op.value), std::nullopt,
-             dense(op.atten_mask), list_or_empty(op.actual_seq_lengths_query),
-             list_or_empty(op.actual_seq_lengths_key), dense(op.deq_scale1), dense(op.quant_scale1),
-             dense(op.deq_scale2), dense(op.quant_scale2), dense(op.quant_offset2),
-             op.num_heads.expect_int(), op.scale_value, op.pre_tokens, op.next_tokens,
-             op.layout.text(), op.num_key_value_heads.expect_int(), op.sparse_mode,
-             inner_precise..., std::get<0>(outputs));
+             dense(op.atten_mask), op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+             dense(op.deq_scale1), dense(op.quant_scale1), dense(op.deq_scale2),
+             dense(op.quant_scale2), dense(op.quant_offset2), op.num_heads.expect_int(),
+             op.scale_value, op.pre_tokens, op.next_tokens, op.layout.text(),
+             op.num_key_value_heads.expect_int(), op.sparse_mode, inner_precise...,
+             std::get<0>(outputs));
   };
-  static const bool has_v3 = has_function(PromptFlashAttentionV3::name);
+  static const bool has_v3 = has_function(aclnn_v3.name);
   if (has_v3) {
     // A float32 softmax, and zeros in rows that the mask's content masks whole.
     constexpr int64_t kAsOnTheCpu = 2;
-    call(launch<PromptFlashAttentionV3>, kAsOnTheCpu);
+    call(aclnn_v3, kAsOnTheCpu);
   } else {
     // Its softmax of float16 inputs is in float16, and such a row is the mean of the values.
-    call(launch<PromptFlashAttentionV2>);
+    call(aclnn_v2);
   }
 }
 

@@ -6,12 +6,11 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-struct ScatterPaKvCacheFunction : FunctionOf<ScatterPaKvCache> {
-  using Prototype = int(Tensor key, Tensor key_cache, Tensor slot_mapping, Tensor value,
-                        Tensor value_cache, Tensor compress_lens, Tensor compress_seq_offset,
-                        Tensor seq_lens, Text cache_mode, Text scatter_mode, IntArray strides,
-                        IntArray offsets);
-};
+using Prototype = int(AclTensor key, AclTensor key_cache, AclTensor slot_mapping, AclTensor value,
+                      AclTensor value_cache, AclTensor compress_lens, AclTensor compress_seq_offset,
+                      AclTensor seq_lens, char* cache_mode, char* scatter_mode, AclIntArray strides,
+                      AclIntArray offsets);
+constexpr Launcher<ScatterPaKvCache, Prototype> aclnn_scatter_pa_kv_cache;
 
 void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   op.check_memory();
@@ -26,11 +25,10 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   };
   // The function rejects a null pointer: a tensor without axes stands for missing values.
   const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
-  launch<ScatterPaKvCacheFunction>(
+  aclnn_scatter_pa_kv_cache(
       rows(op.key), op.key_cache, op.slot_mapping, op.value ? rows(*op.value) : none,
       op.value_cache ? *op.value_cache : none, op.compress_lens, op.compress_seq_offset,
-      op.seq_lens, op.cache_mode, op.scatter_mode, std::optional(op.strides),
-      std::optional(op.offsets));
+      op.seq_lens, op.cache_mode, op.scatter_mode, op.strides, op.offsets);
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

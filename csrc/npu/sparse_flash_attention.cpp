@@ -9,28 +9,28 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-struct SparseFlashAttentionFunction : FunctionOf<SparseFlashAttention> {
-  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor sparse_indices,
-                        Tensor block_table, Tensor actual_seq_lengths_query,
-                        Tensor actual_seq_lengths_kv, Tensor query_rope, Tensor key_rope,
-                        double scale_value, int64_t sparse_block_size, Text layout_query,
-                        Text layout_kv, int64_t sparse_mode, int64_t pre_tokens,
-                        int64_t next_tokens, int64_t attention_mode, bool return_softmax_lse,
-                        Tensor attention_out, Tensor softmax_max, Tensor softmax_sum);
-};
+using SparseFlashAttentionPrototype =
+    int(AclTensor query, AclTensor key, AclTensor value, AclTensor sparse_indices,
+        AclTensor block_table, AclTensor actual_seq_lengths_query, AclTensor actual_seq_lengths_kv,
+        AclTensor query_rope, AclTensor key_rope, double scale_value, int64_t sparse_block_size,
+        char* layout_query, char* layout_kv, int64_t sparse_mode, int64_t pre_tokens,
+        int64_t next_tokens, int64_t attention_mode, bool return_softmax_lse,
+        AclTensor attention_out, AclTensor softmax_max, AclTensor softmax_sum);
+constexpr Launcher<SparseFlashAttention, SparseFlashAttentionPrototype>
+    aclnn_sparse_flash_attention;
 
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
   check_value_is_key(op);
   constexpr int64_t kAbsorbed = 2;
   const auto& [out, softmax_max, softmax_sum] = outputs;
-  FillsBeforeLaunch fills;
+  Fills fills;
   if (op.options.layout == Layout::TND) {
-    fills.add(out, 0);
-    fills.add(softmax_max, 0);
-    fills.add(softmax_sum, 0);
+    add_fill(fills, out, 0);
+    add_fill(fills, softmax_max, 0);
+    add_fill(fills, softmax_sum, 0);
   }
-  launch<SparseFlashAttentionFunction>.filling(fills.of_call())(
+  aclnn_sparse_flash_attention.with(fills)(
       op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), op.pages.block_table,
       op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
       op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
@@ -39,20 +39,20 @@ void sparse_flash_attention(const SparseFlashAttention& op,
       softmax_max, softmax_sum);
 }
 
-struct SparseFlashAttentionGradFunction : FunctionOf<SparseFlashAttentionGrad> {
-  using Prototype = int(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, Tensor d_out,
-                        Tensor out, Tensor softmax_max, Tensor softmax_sum,
-                        Tensor actual_seq_lengths_query, Tensor actual_seq_lengths_kv,
-                        Tensor query_rope, Tensor key_rope, double scale_value,
-                        int64_t sparse_block_size, Text layout, int64_t sparse_mode,
-                        int64_t pre_tokens, int64_t next_tokens, bool deterministic, Tensor d_query,
-                        Tensor d_key, Tensor d_value, Tensor d_query_rope, Tensor d_key_rope);
-};
+using SparseFlashAttentionGradPrototype = int(
+    AclTensor query, AclTensor key, AclTensor value, AclTensor sparse_indices, AclTensor d_out,
+    AclTensor out, AclTensor softmax_max, AclTensor softmax_sum, AclTensor actual_seq_lengths_query,
+    AclTensor actual_seq_lengths_kv, AclTensor query_rope, AclTensor key_rope, double scale_value,
+    int64_t sparse_block_size, char* layout, int64_t sparse_mode, int64_t pre_tokens,
+    int64_t next_tokens, bool deterministic, AclTensor d_query, AclTensor d_key, AclTensor d_value,
+    AclTensor d_query_rope, AclTensor d_key_rope);
+constexpr Launcher<SparseFlashAttentionGrad, SparseFlashAttentionGradPrototype>
+    aclnn_sparse_flash_attention_grad;
 
 void launch_grad(const SparseFlashAttentionGrad& op,
                  const SparseFlashAttentionGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
-  launch<SparseFlashAttentionGradFunction>(
+  aclnn_sparse_flash_attention_grad(
       op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), op.d_out, op.out,
       op.softmax_max, op.softmax_sum, op.options.actual_seq_lengths_query,
       op.options.actual_seq_lengths_key, op.options.query_rope, op.options.key_rope,
@@ -88,7 +88,7 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
   }
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
   for (const auto& output : {d_query, d_key, d_value, d_query_rope, d_key_rope}) {
-    fill_before_launch(output, 0);
+    fill_output(output, 0);
   }
   if (packing.empty()) {
     return;

@@ -13,15 +13,15 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-struct SparseLightningIndexerGradKLLossFunction : FunctionOf<SparseLightningIndexerGradKLLoss> {
-  using Prototype = int(Tensor query, Tensor key, Tensor query_index, Tensor key_index,
-                        Tensor weights, Tensor sparse_indices, Tensor softmax_max,
-                        Tensor softmax_sum, Tensor query_rope, Tensor key_rope,
-                        IntArray actual_seq_lengths_query, IntArray actual_seq_lengths_key,
-                        double scale_value, Text layout, int64_t sparse_mode, int64_t pre_tokens,
-                        int64_t next_tokens, bool deterministic, Tensor d_query_index,
-                        Tensor d_key_index, Tensor d_weights, Tensor loss);
-};
+using Prototype = int(AclTensor query, AclTensor key, AclTensor query_index, AclTensor key_index,
+                      AclTensor weights, AclTensor sparse_indices, AclTensor softmax_max,
+                      AclTensor softmax_sum, AclTensor query_rope, AclTensor key_rope,
+                      AclIntArray actual_seq_lengths_query, AclIntArray actual_seq_lengths_key,
+                      double scale_value, char* layout, int64_t sparse_mode, int64_t pre_tokens,
+                      int64_t next_tokens, bool deterministic, AclTensor d_query_index,
+                      AclTensor d_key_index, AclTensor d_weights, AclTensor loss);
+constexpr Launcher<SparseLightningIndexerGradKLLoss, Prototype>
+    aclnn_sparse_lightning_indexer_grad_kl_loss;
 
 using Op = SparseLightningIndexerGradKLLoss;
 
@@ -40,13 +40,13 @@ Op with(const Op& op, const at::Tensor& query, const at::Tensor& key, const at::
 
 void launch_loss(const Op& op, const Op::Outputs& outputs) {
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
-  launch<SparseLightningIndexerGradKLLossFunction>(
+  aclnn_sparse_lightning_indexer_grad_kl_loss(
       op.query, op.key, op.query_index, op.key_index, op.weights,
       with_head_axis(op.sparse_indices, op.query), op.softmax_max, op.softmax_sum, op.query_rope,
-      op.key_rope, list_or_empty(op.actual_seq_lengths_query),
-      list_or_empty(op.actual_seq_lengths_key), op.scale_value, op.layout.text(), op.sparse_mode,
-      op.pre_tokens, op.next_tokens, DeterministicContext{is_deterministic(op.deterministic)},
-      d_query_index, d_key_index, d_weights, loss);
+      op.key_rope, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.scale_value,
+      op.layout.text(), op.sparse_mode, op.pre_tokens, op.next_tokens,
+      DeterministicContext{is_deterministic(op.deterministic)}, d_query_index, d_key_index,
+      d_weights, loss);
 }
 
 std::vector<Sequence> sequences_of(const Op& op) {
@@ -66,7 +66,7 @@ void launch_padded(const Op& op, const Op::Outputs& outputs) {
   }
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   for (const auto& output : {d_query_index, d_key_index, d_weights, loss}) {
-    fill_before_launch(output, 0);
+    fill_output(output, 0);
   }
   if (packing.empty()) {
     return;

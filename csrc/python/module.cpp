@@ -1,5 +1,5 @@
 // The Python module `_C`: direct calls, limits and the mask rule.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <type_traits>
 #include <utility>

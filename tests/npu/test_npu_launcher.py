@@ -43,7 +43,7 @@ def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[
         using namespace ascend_attn::aclnn;
         template <typename... Arguments>
         concept Callable = requires(Arguments... arguments) {{
-          launch<LightningIndexerFunction>(arguments...);
+          aclnn_lightning_indexer(arguments...);
         }};
         namespace types {{
         using Tensor = const at::Tensor&;
@@ -73,7 +73,7 @@ def test_only_the_prototypes_arguments_compile(tmp_path: Path) -> None:
 
 
 def test_the_compiler_says_so(tmp_path: Path) -> None:
-    call = "void call(Tensor t) { launch<LightningIndexerFunction>(t, t, t); }"
+    call = "void call(Tensor t) { aclnn_lightning_indexer(t, t, t); }"
     result = compile_source(tmp_path, call)
     assert result.returncode != 0
     assert "no match for call to" in result.stderr

@@ -42,9 +42,9 @@ const Makers& makers() {
 
 }  // namespace
 
-void Destroy::operator()(Tensor tensor) const { makers().destroy_tensor(tensor); }
-void Destroy::operator()(TensorList list) const { makers().destroy_tensor_list(list); }
-void Destroy::operator()(IntArray array) const { makers().destroy_int_array(array); }
+void Destroy::operator()(AclTensor tensor) const { makers().destroy_tensor(tensor); }
+void Destroy::operator()(AclTensorList list) const { makers().destroy_tensor_list(list); }
+void Destroy::operator()(AclIntArray array) const { makers().destroy_int_array(array); }
 
 TensorArgument::TensorArgument(const at::Tensor& tensor) {
   if (!tensor.defined()) {
@@ -96,7 +96,7 @@ void TensorArgument::add_to(ExecutorKey& key) const {
 
 TensorListHandle TensorListArgument::create() const {
   std::vector<TensorHandle> handles;
-  std::vector<Tensor> pointers;
+  std::vector<AclTensor> pointers;
   for (const auto& tensor : tensors_) {
     handles.push_back(tensor.create());
     pointers.push_back(handles.back().get());
@@ -117,33 +117,22 @@ void TensorListArgument::add_to(ExecutorKey& key) const {
   }
 }
 
-IntArrayArgument::IntArrayArgument(std::optional<at::IntArrayRef> values) {
-  if (values) {
-    values_.emplace(values->begin(), values->end());
-  }
-}
-
-IntArrayArgument::IntArrayArgument(c10::SymIntArrayRef values) {
-  values_.emplace();
+IntegerList integers_of(c10::SymIntArrayRef values) {
+  IntegerList integers;
   for (const auto& value : values) {
-    values_->push_back(value.expect_int());
+    integers.push_back(value.expect_int());
   }
+  return integers;
 }
 
 IntArrayHandle IntArrayArgument::create() const {
-  if (!values_) {
-    return nullptr;
-  }
   return IntArrayHandle(
-      made(makers().create_int_array(values_->data(), values_->size()), "aclCreateIntArray"));
+      made(makers().create_int_array(values_.data(), values_.size()), "aclCreateIntArray"));
 }
 
 void IntArrayArgument::add_to(ExecutorKey& key) const {
-  key.add(values_.has_value());
-  if (values_) {
-    key.add(values_->size());
-    key.add(values_->data(), values_->size() * sizeof(int64_t));
-  }
+  key.add(values_.size());
+  key.add(values_.data(), values_.size() * sizeof(int64_t));
 }
 
 }  // namespace ascend_attn::aclnn

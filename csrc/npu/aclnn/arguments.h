@@ -25,17 +25,16 @@ struct aclIntArray;
 
 namespace ascend_attn::aclnn {
 
-// The C types of prototypes.
-using Tensor = const aclTensor*;
-using TensorList = const aclTensorList*;
-using IntArray = const aclIntArray*;
-using Text = char*;
+// The handles in prototypes. A text is a `char*`.
+using AclTensor = const aclTensor*;
+using AclTensorList = const aclTensorList*;
+using AclIntArray = const aclIntArray*;
 
 struct Destroy {
-  void operator()(Tensor tensor) const;
+  void operator()(AclTensor tensor) const;
   // And the tensors in it.
-  void operator()(TensorList list) const;
-  void operator()(IntArray array) const;
+  void operator()(AclTensorList list) const;
+  void operator()(AclIntArray array) const;
 };
 using TensorHandle = std::unique_ptr<const aclTensor, Destroy>;
 using TensorListHandle = std::unique_ptr<const aclTensorList, Destroy>;
@@ -93,17 +92,25 @@ class TensorListArgument {
   std::vector<TensorArgument> tensors_;
 };
 
-// A list of integers on the host, or none.
+using IntegerList = c10::SmallVector<int64_t, 8>;
+IntegerList integers_of(c10::SymIntArrayRef values);
+// A missing list is passed as an empty one, as torch_npu does.
+inline IntegerList integers_of(const at::OptionalSymIntArrayRef& values) {
+  return values ? integers_of(*values) : IntegerList();
+}
+
+// A list of integers on the host.
 class IntArrayArgument {
  public:
-  IntArrayArgument(std::optional<at::IntArrayRef> values);
-  IntArrayArgument(c10::SymIntArrayRef values);
+  IntArrayArgument(IntegerList values) : values_(std::move(values)) {}
+  IntArrayArgument(at::IntArrayRef values) : values_(values) {}
+  IntArrayArgument(const at::OptionalSymIntArrayRef& values) : values_(integers_of(values)) {}
 
   IntArrayHandle create() const;
   void add_to(ExecutorKey& key) const;
 
  private:
-  std::optional<c10::SmallVector<int64_t, 8>> values_;
+  IntegerList values_;
 };
 
 class TextArgument {
@@ -141,29 +148,28 @@ class NumberArgument {
   T value_;
 };
 
-template <typename Parameter>
-struct ArgumentOf {
-  using type = NumberArgument<Parameter>;
-};
-template <>
-struct ArgumentOf<Tensor> {
-  using type = TensorArgument;
-};
-template <>
-struct ArgumentOf<TensorList> {
-  using type = TensorListArgument;
-};
-template <>
-struct ArgumentOf<IntArray> {
-  using type = IntArrayArgument;
-};
-template <>
-struct ArgumentOf<Text> {
-  using type = TextArgument;
-};
-
 // What a caller passes where the prototype has `Parameter`.
 template <typename Parameter>
-using Argument = typename ArgumentOf<Parameter>::type;
+struct ParameterTraits {
+  using Argument = NumberArgument<Parameter>;
+};
+template <>
+struct ParameterTraits<AclTensor> {
+  using Argument = TensorArgument;
+};
+template <>
+struct ParameterTraits<AclTensorList> {
+  using Argument = TensorListArgument;
+};
+template <>
+struct ParameterTraits<AclIntArray> {
+  using Argument = IntArrayArgument;
+};
+template <>
+struct ParameterTraits<char*> {
+  using Argument = TextArgument;
+};
+template <typename Parameter>
+using ArgumentFor = typename ParameterTraits<Parameter>::Argument;
 
 }  // namespace ascend_attn::aclnn

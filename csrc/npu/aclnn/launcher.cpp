@@ -4,6 +4,7 @@
 #include <acl/acl.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <dlfcn.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 #include <torch_npu/csrc/core/npu/NPUCachingAllocator.h>
@@ -99,6 +100,12 @@ void run(const Function& function, bool queued, Task task) {
   });
 }
 
+// Returns a function of the libraries that torch_npu is linked to, which a CANN may lack.
+template <typename Signature>
+Signature* loaded_function(const char* name) {
+  return reinterpret_cast<Signature*>(dlsym(RTLD_DEFAULT, name));
+}
+
 // Switches determinism on in the context of this thread, where `on` asks for it, and puts back what
 // was there. torch_npu remembers what it has set last, and sets nothing that has not changed.
 class DeterminismScope {
@@ -108,10 +115,12 @@ class DeterminismScope {
     if (!on_) {
       return;
     }
-    check_implemented(set_parameter() && get_parameter(), function.op, "deterministic",
+    static auto* const get =
+        loaded_function<decltype(aclrtCtxGetSysParamOpt)>("aclrtCtxGetSysParamOpt");
+    check_implemented(set_parameter() && get, function.op, "deterministic",
                       "expected a CANN with aclrtCtxSetSysParamOpt, which switches determinism on");
     // A context whose value was never set has none to read: it is not deterministic.
-    if (get_parameter()(ACL_OPT_DETERMINISTIC, &saved_) != ACL_SUCCESS) {
+    if (get(ACL_OPT_DETERMINISTIC, &saved_) != ACL_SUCCESS) {
       saved_ = 0;
     }
     set_parameter()(ACL_OPT_DETERMINISTIC, 1);
@@ -125,18 +134,9 @@ class DeterminismScope {
   DeterminismScope& operator=(const DeterminismScope&) = delete;
 
  private:
-  using Set = decltype(&aclrtCtxSetSysParamOpt);
-  using Get = decltype(&aclrtCtxGetSysParamOpt);
-
-  // In the libraries that torch_npu is linked to. A CANN may lack them.
-  static Set set_parameter() {
-    static const auto function =
-        reinterpret_cast<Set>(dlsym(RTLD_DEFAULT, "aclrtCtxSetSysParamOpt"));
-    return function;
-  }
-  static Get get_parameter() {
-    static const auto function =
-        reinterpret_cast<Get>(dlsym(RTLD_DEFAULT, "aclrtCtxGetSysParamOpt"));
+  static decltype(&aclrtCtxSetSysParamOpt) set_parameter() {
+    static auto* const function =
+        loaded_function<decltype(aclrtCtxSetSysParamOpt)>("aclrtCtxSetSysParamOpt");
     return function;
   }
 
@@ -144,61 +144,29 @@ class DeterminismScope {
   int64_t saved_ = 0;
 };
 
-std::unique_ptr<Handles> make_handles(const Function& function, const Arguments& arguments) {
-  try {
-    return arguments.create();
-  } catch (const NoHandle& missing) {
-    raise(Violation::runtime, function.op, function.name,
-          c10::str(missing.maker, " gave no handle: ", recent_error()), Status::runtime);
-  }
-}
+struct DestroyExecutor {
+  bool is_cached = false;  // the executor is CANN's own
 
-// What the first phase leaves for the second.
-class Prepared {
- public:
-  Prepared() = default;
-  ~Prepared() {
+  void operator()(aclOpExecutor* executor) const {
     static const auto destroy = find_function<int(aclOpExecutor*)>("aclDestroyAclOpExecutor");
-    if (executor && !is_cached && destroy) {
+    if (!is_cached && destroy) {
       destroy(executor);
     }
   }
-  Prepared(Prepared&& other) noexcept
-      : workspace_size(other.workspace_size),
-        executor(std::exchange(other.executor, nullptr)),
-        is_cached(other.is_cached),
-        handles(std::move(other.handles)) {}
-  Prepared& operator=(Prepared&&) = delete;
-
-  uint64_t workspace_size = 0;
-  aclOpExecutor* executor = nullptr;
-  bool is_cached = false;            // the executor is CANN's own
-  std::unique_ptr<Handles> handles;  // none beside a cached executor
 };
 
-// CANN's pool of host memory for executors, on the thread of a first phase.
-class ExecutorMemory {
- public:
-  ExecutorMemory() {
-    static const auto enter = find_function<int(void*, bool)>("InitHugeMemThreadLocal");
-    if (enter) {
-      enter(nullptr, false);
-    }
-  }
-  ~ExecutorMemory() {
-    static const auto leave = find_function<void(void*, bool)>("UnInitHugeMemThreadLocal");
-    if (leave) {
-      leave(nullptr, false);
-    }
-  }
-  ExecutorMemory(const ExecutorMemory&) = delete;
-  ExecutorMemory& operator=(const ExecutorMemory&) = delete;
+// What the first phase leaves for the second.
+struct Prepared {
+  uint64_t workspace_size = 0;
+  std::unique_ptr<aclOpExecutor, DestroyExecutor> executor;
+  std::shared_ptr<void> handles;  // none beside a cached executor
 };
 
 // Where a call runs, and how: what the caller's thread has to say, which the task queue's thread
 // cannot know.
 struct CallContext {
-  CallContext(const Function& function, DeterministicContext deterministic, const ByteFills& fills)
+  CallContext(const Function& function, DeterministicContext deterministic,
+              c10::ArrayRef<Fill> fills)
       : stream(GetAclStream()), deterministic(deterministic), fills(fills) {
     if (function.reuses_executor) {
       cores = core_limits(GetCacheParams());
@@ -214,36 +182,45 @@ struct CallContext {
 
   aclrtStream stream;
   DeterministicContext deterministic;
-  ByteFills fills;
+  Fills fills;
   Determinism determinism;
   std::array<uint32_t, 2> cores{};
 };
 
-// All threads of a device share its context: first phases run side by side, and one that switches
-// determinism on runs alone.
-class FirstPhaseLock {
- public:
-  explicit FirstPhaseLock(DeterministicContext deterministic) {
-    if (deterministic.on) {
-      exclusive_ = std::unique_lock(mutex());
-    } else {
-      shared_ = std::shared_lock(mutex());
+// Calls the first phase, with CANN's pool of host memory for executors on this thread.
+Prepared make_executor(const Function& function, const Arguments& arguments) {
+  static const auto enter = find_function<int(void*, bool)>("InitHugeMemThreadLocal");
+  static const auto leave = find_function<void(void*, bool)>("UnInitHugeMemThreadLocal");
+  if (enter) {
+    enter(nullptr, false);
+  }
+  const auto scope = c10::make_scope_exit([] {
+    if (leave) {
+      leave(nullptr, false);
     }
+  });
+  Prepared prepared;
+  aclOpExecutor* executor = nullptr;
+  int status = 0;
+  try {
+    prepared.handles = arguments.first_phase(function, status, &prepared.workspace_size, &executor);
+  } catch (const NoHandle& missing) {
+    raise(Violation::runtime, function.op, function.name,
+          c10::str(missing.maker, " gave no handle: ", recent_error()), Status::runtime);
   }
+  prepared.executor.reset(executor);
+  check_status(function, "GetWorkspaceSize", status);
+  return prepared;
+}
 
- private:
-  static std::shared_mutex& mutex() {
-    static std::shared_mutex instance;
-    return instance;
-  }
-
-  std::shared_lock<std::shared_mutex> shared_;
-  std::unique_lock<std::shared_mutex> exclusive_;
-};
-
-void prepare(const Function& function, const Arguments& arguments, const CallContext& context,
-             bool on_queue_thread, Prepared& prepared) {
-  const FirstPhaseLock lock(context.deterministic);
+Prepared prepare(const Function& function, const Arguments& arguments, const CallContext& context,
+                 bool on_queue_thread) {
+  // All threads of a device share its context: first phases run side by side, and one that switches
+  // determinism on runs alone.
+  static std::shared_mutex mutex;
+  std::shared_lock shared(mutex, std::defer_lock);
+  std::unique_lock exclusive(mutex, std::defer_lock);
+  context.deterministic.on ? exclusive.lock() : shared.lock();
   context.determinism.apply();
   const DeterminismScope scope(function, context.deterministic);
   const ExecutorCache cache(on_queue_thread);
@@ -252,24 +229,20 @@ void prepare(const Function& function, const Arguments& arguments, const CallCon
     key.add(std::string_view(function.name));
     context.add_to(key);
     arguments.add_to(key);
-    prepared.executor = cache.find(key, &prepared.workspace_size);
-    if (prepared.executor) {
-      prepared.is_cached = true;
-      return;
+    Prepared prepared;
+    if (auto* const executor = cache.find(key, &prepared.workspace_size)) {
+      prepared.executor = {executor, DestroyExecutor{.is_cached = true}};
+      return prepared;
     }
   } else {
     cache.keep_none();
   }
-  const ExecutorMemory memory;
-  prepared.handles = make_handles(function, arguments);
-  check_status(
-      function, "GetWorkspaceSize",
-      prepared.handles->first_phase(function, &prepared.workspace_size, &prepared.executor));
+  return make_executor(function, arguments);
 }
 
 // The second phase, which consumes the executor whatever it returns, or gives it back to CANN.
 int execute(const Function& function, Prepared& prepared, void* workspace, aclrtStream stream,
-            const ByteFills& fills) {
+            const Fills& fills) {
   for (const auto& fill : fills) {
     check_status(function, "",
                  aclrtMemsetAsync(fill.data, fill.bytes, fill.value, fill.bytes, stream));
@@ -277,9 +250,9 @@ int execute(const Function& function, Prepared& prepared, void* workspace, aclrt
   static const auto release_memory = find_function<void(void*, bool)>("ReleaseHugeMem");
   using SecondPhase = int(void*, uint64_t, aclOpExecutor*, aclrtStream);
   const int status = reinterpret_cast<SecondPhase*>(function.second_phase)(
-      workspace, prepared.workspace_size, std::exchange(prepared.executor, nullptr), stream);
+      workspace, prepared.workspace_size, prepared.executor.release(), stream);
   prepared.handles.reset();
-  if (release_memory && !prepared.is_cached) {
+  if (release_memory && !prepared.executor.get_deleter().is_cached) {
     release_memory(nullptr, false);
   }
   check_status(function, "", status);
@@ -315,9 +288,6 @@ bool is_private(int format) {
 }
 
 }  // namespace
-
-ByteFill::ByteFill(const at::Tensor& output, uint8_t value)
-    : data(output.mutable_data_ptr()), bytes(output.nbytes()), value(value) {}
 
 thread_local const at::Tensor* GivenWorkspace::current_ = nullptr;
 
@@ -361,7 +331,7 @@ void check_tensor(const Function& function, int position, const TensorArgument& 
 }
 
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
-             Arguments& arguments, const ByteFills& fills) {
+             Arguments& arguments, c10::ArrayRef<Fill> fills) {
   QueueFailure::instance().check(function);
   std::optional<c10::DeviceGuard> guard;
   if (device.index() != c10_npu::current_device()) {
@@ -373,8 +343,7 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
   if (level == 2) {
     run(function, /*queued=*/true, [&function, arguments = arguments.to_heap(), context, stream] {
       InitExecSubTheadCtx(stream);
-      Prepared prepared;
-      prepare(function, *arguments, context, /*on_queue_thread=*/true, prepared);
+      auto prepared = prepare(function, *arguments, context, /*on_queue_thread=*/true);
       // The block that torch_npu keeps for the stream: the caller's stream is not current here.
       at::Tensor workspace;
       if (prepared.workspace_size != 0) {
@@ -385,8 +354,7 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
     });
     return;
   }
-  Prepared prepared;
-  prepare(function, arguments, context, /*on_queue_thread=*/false, prepared);
+  auto prepared = prepare(function, arguments, context, /*on_queue_thread=*/false);
   // From the caching allocator, as torch_npu does at these levels: the block of the stream does not
   // survive a request that is too large. Freed at the end of this function, when the call is in the
   // queue.
@@ -399,7 +367,8 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
         c10_npu::NPUCachingAllocator::raw_alloc_with_stream(prepared.workspace_size, stream));
     address = workspace.get();
   }
-  const auto second_phase = [&function, address, stream, fills](Prepared& prepared) {
+  const auto second_phase = [&function, address, stream,
+                             fills = context.fills](Prepared& prepared) {
     InitExecSubTheadCtx(stream);
     return execute(function, prepared, address, stream, fills);
   };

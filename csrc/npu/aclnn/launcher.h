@@ -1,14 +1,15 @@
 // The one way to call aclnn:
 //
-//   launch<LightningIndexerFunction>(op.query, op.key, op.weights, ...);
+//   constexpr Launcher<LightningIndexer, int(AclTensor query, ...)> aclnn_lightning_indexer;
+//   aclnn_lightning_indexer(op.query, op.key, op.weights, ...);
 //
 // takes the arguments of the prototype in its order: tensors (optional ones become null pointers),
 // lists of tensors or integers, texts and numbers. A wrong number of arguments or a wrong type does
 // not compile.
 //
-//   launch<LightningIndexerFunction>.filling({{sparse_indices, 0xff}})(op.query, ...);
+//   aclnn_lightning_indexer.with(fills)(op.query, ...);
 //
-// writes the bytes of outputs before the call, as a part of it.
+// fills outputs before the call, as a part of it.
 //
 // The call goes through torch_npu's task queue to the current stream of the tensors' device. It
 // never waits for the device. An error of the device is raised at the call, or, when the queue's
@@ -39,53 +40,17 @@ struct Function {
   void* second_phase;
 };
 
-// The handles of one call.
-class Handles {
- public:
-  virtual ~Handles() = default;
-  virtual int first_phase(const Function& function, uint64_t* workspace_size,
-                          aclOpExecutor** executor) = 0;
-};
-
 // The arguments of one call. They are on the caller's stack, and move to the heap only when the
 // first phase runs later.
 class Arguments {
  public:
   virtual ~Arguments() = default;
-  virtual std::unique_ptr<Handles> create() const = 0;
+  // Calls the first phase; returns the owner of the handles that it was given.
+  virtual std::shared_ptr<void> first_phase(const Function& function, int& status,
+                                            uint64_t* workspace_size,
+                                            aclOpExecutor** executor) const = 0;
   virtual void add_to(ExecutorKey& key) const = 0;
   virtual std::shared_ptr<const Arguments> to_heap() = 0;
-};
-
-template <typename... Parameters>
-class HandlesOf final : public Handles {
- public:
-  explicit HandlesOf(const std::tuple<Argument<Parameters>...>& arguments)
-      : handles_(std::apply([](const auto&... argument) { return Tuple{argument.create()...}; },
-                            arguments)) {}
-
-  int first_phase(const Function& function, uint64_t* workspace_size,
-                  aclOpExecutor** executor) override {
-    using FirstPhase = int (*)(Parameters..., uint64_t*, aclOpExecutor**);
-    const auto call = reinterpret_cast<FirstPhase>(function.first_phase);
-    return std::apply(
-        [&](const auto&... handle) { return call(pointer(handle)..., workspace_size, executor); },
-        handles_);
-  }
-
- private:
-  using Tuple = std::tuple<decltype(std::declval<Argument<Parameters>>().create())...>;
-
-  template <typename T>
-  static auto pointer(const T& handle) {
-    if constexpr (requires { handle.get(); }) {
-      return handle.get();
-    } else {
-      return handle;
-    }
-  }
-
-  Tuple handles_;
 };
 
 template <typename... Parameters>
@@ -95,8 +60,22 @@ class ArgumentsOf final : public Arguments {
   template <typename... Given>
   explicit ArgumentsOf(const Given&... given) : arguments_(given...) {}
 
-  std::unique_ptr<Handles> create() const override {
-    return std::make_unique<HandlesOf<Parameters...>>(arguments_);
+  std::shared_ptr<void> first_phase(const Function& function, int& status, uint64_t* workspace_size,
+                                    aclOpExecutor** executor) const override {
+    using FirstPhase = int (*)(Parameters..., uint64_t*, aclOpExecutor**);
+    const auto call = reinterpret_cast<FirstPhase>(function.first_phase);
+    return std::apply(
+        [&](const auto&... argument) {
+          auto handles =
+              std::make_shared<std::tuple<decltype(argument.create())...>>(argument.create()...);
+          status = std::apply(
+              [&](const auto&... handle) {
+                return call(pointer(handle)..., workspace_size, executor);
+              },
+              *handles);
+          return handles;
+        },
+        arguments_);
   }
   void add_to(ExecutorKey& key) const override {
     std::apply([&](const auto&... argument) { (argument.add_to(key), ...); }, arguments_);
@@ -109,7 +88,16 @@ class ArgumentsOf final : public Arguments {
   c10::Device device(const Function& function) const;
 
  private:
-  std::tuple<Argument<Parameters>...> arguments_;
+  template <typename T>
+  static auto pointer(const T& handle) {
+    if constexpr (requires { handle.get(); }) {
+      return handle.get();
+    } else {
+      return handle;
+    }
+  }
+
+  std::tuple<ArgumentFor<Parameters>...> arguments_;
 };
 
 // Checks that a tensor has its elements in the order of its strides, and is on the device of the
@@ -133,15 +121,13 @@ c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
   return *first;
 }
 
-// Bytes of an output that are written before a call: rows that its kernel leaves as they are.
-struct ByteFill {
-  ByteFill(const at::Tensor& output, uint8_t value);
-
+// Bytes of an output that are written before a call, which leaves some of them as they are.
+struct Fill {
   void* data;
   size_t bytes;
   uint8_t value;
 };
-using ByteFills = c10::SmallVector<ByteFill, 3>;
+using Fills = c10::SmallVector<Fill, 3>;
 
 // While it lives, the calls of this thread have a tensor of their caller as workspace: one without
 // elements, which gets what a call asks for, or one that must be large enough. The task queue's
@@ -162,7 +148,7 @@ class GivenWorkspace {
 };
 
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
-             Arguments& arguments, const ByteFills& fills);
+             Arguments& arguments, c10::ArrayRef<Fill> fills);
 
 // What a call asks of its context: of its arguments, the one that is a DeterministicContext.
 template <typename... Given>
@@ -177,26 +163,30 @@ DeterministicContext deterministic_context(const Given&... given) {
   return result;
 }
 
-template <typename F, typename Prototype = typename F::Prototype>
+// Calls one of the aclnn functions that `Op` declares.
+template <typename Op, typename Prototype, size_t index = 0>
 struct Launcher;
 
-template <typename F, typename... Parameters>
-struct Launcher<F, int(Parameters...)> {
+template <typename Op, typename... Parameters, size_t index>
+struct Launcher<Op, int(Parameters...), index> {
+  static constexpr const char* name = Op::functions[index];
+
+  // Marks functions whose executors torch_npu reuses too; for all others it switches reuse off, and
+  // so do we (tests/npu/test_npu_conformance.py records both).
+  bool reuses_executor = false;
+  c10::ArrayRef<Fill> fills = {};
+
   template <typename... Given>
     requires(sizeof...(Given) == sizeof...(Parameters)) &&
-            (std::convertible_to<const Given&, Argument<Parameters>> && ...)
+            (std::convertible_to<const Given&, ArgumentFor<Parameters>> && ...)
   void operator()(const Given&... given) const {
-    static const Function function(F::op, F::name, requires { F::reuses_executor; });
+    static const Function function(Op::name, name, reuses_executor);
     ArgumentsOf<Parameters...> all(given...);
     enqueue(function, all.device(function), deterministic_context(given...), all, fills);
   }
 
-  Launcher filling(ByteFills outputs) const { return {std::move(outputs)}; }
-
-  ByteFills fills = {};
+  // `outputs` must outlive the launcher.
+  Launcher with(const Fills& outputs) const { return {reuses_executor, outputs}; }
 };
-
-template <typename F>
-inline const Launcher<F> launch{};
 
 }  // namespace ascend_attn::aclnn
