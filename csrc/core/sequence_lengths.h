@@ -28,7 +28,7 @@ struct Sequence {
   int64_t queries = 0;
   int64_t key_begin = 0;
   int64_t keys = 0;
-  int64_t batch = 0;  // where keys are paged: its row of the block table
+  int64_t batch = 0;  // whose tokens are counted; where keys are paged, its row of the block table
 
   bool empty() const { return queries == 0 || keys == 0; }
 };

@@ -160,7 +160,8 @@ void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   int64_t pairs = 0;
   for (const auto& span : spans) {
     const auto index = static_cast<int64_t>(sequences.size());
-    sequences.push_back({span, index, packed ? 0 : index, rows, pairs, {span.keys}});
+    sequences.push_back({span, index, rows, pairs, {span.keys}});
+    sequences.back().batch = packed ? 0 : index;
     rows += span.queries;
     pairs = saturated_sum(pairs, saturated_product(span.queries, span.keys));
   }

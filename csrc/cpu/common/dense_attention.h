@@ -17,7 +17,6 @@ namespace ascend_attn::cpu {
 // One sequence. Its tokens are counted within its batch of the tensors.
 struct DenseSequence : Sequence {
   int64_t index = 0;         // among the sequences
-  int64_t batch = 0;         // of the tensors; 0 in layout TND, where all sequences share one
   int64_t rows_before = 0;   // queries of the sequences before this one
   int64_t pairs_before = 0;  // the sum of their queries * keys
   KeptKeys kept;
