@@ -64,6 +64,23 @@ class LayoutArgument {
   std::optional<Layout> layout_;
 };
 
+// The argument `layout_key`: "PA_BSND", or that of the queries, which None stands for.
+class KeyLayoutArgument {
+ public:
+  KeyLayoutArgument() = default;
+  KeyLayoutArgument(std::optional<std::string_view> text) : text_(text) {}
+
+  // As the caller passed it.
+  const std::optional<std::string_view>& text() const { return text_; }
+  operator std::optional<std::string_view>() const { return text_; }
+  bool paged() const { return text_ == kPaged; }
+
+  static constexpr std::string_view kPaged = "PA_BSND";
+
+ private:
+  std::optional<std::string_view> text_;
+};
+
 // Returns the layout; raises unless it is one of `allowed`.
 Layout check_layout(std::string_view op, const LayoutArgument& layout,
                     std::initializer_list<Layout> allowed);

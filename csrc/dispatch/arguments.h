@@ -161,6 +161,10 @@ template <>
 struct DispatcherType<LayoutArgument> {
   using type = std::string_view;
 };
+template <>
+struct DispatcherType<KeyLayoutArgument> {
+  using type = std::optional<std::string_view>;
+};
 
 template <typename Outputs, typename Tie>
 struct Signature;

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "dispatch/arguments.h"
-#include "ops/key_pages.h"
 
 namespace ascend_attn {
 

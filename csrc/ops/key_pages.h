@@ -3,38 +3,11 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <string_view>
 
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
-
-// The argument `layout_key`: "PA_BSND", or that of the queries, which None stands for.
-class KeyLayoutArgument {
- public:
-  KeyLayoutArgument() = default;
-  KeyLayoutArgument(std::optional<std::string_view> text) : text_(text) {}
-
-  // As the caller passed it.
-  const std::optional<std::string_view>& text() const { return text_; }
-  operator std::optional<std::string_view>() const { return text_; }
-  bool paged() const { return text_ == kPaged; }
-
-  static constexpr std::string_view kPaged = "PA_BSND";
-
- private:
-  std::optional<std::string_view> text_;
-};
-
-namespace reflection {
-
-template <>
-struct DispatcherType<KeyLayoutArgument> {
-  using type = std::optional<std::string_view>;
-};
-
-}  // namespace reflection
 
 // The arguments of the operators that read paged keys.
 struct KeyPages {
