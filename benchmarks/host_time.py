@@ -13,11 +13,14 @@ the task queue, batches of calls of the two operators alternate; the table shows
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +30,9 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY / folder) for folder in ("python", "simulation")]
 
 import cann_simulator  # noqa: E402
-from cann_simulator.control import bare_call_microseconds  # noqa: E402
 from results import Recorder, parser  # noqa: E402
 
+SIMULATED_CANN = REPOSITORY / "simulation/cann_simulator/cann/lib64"
 LEVELS = (0, 1, 2)
 BATCHES = 200
 # Fewer calls than the task queue has slots.
@@ -158,6 +161,30 @@ OPERATORS = {
         sparse_flash_attention,
     )
 }
+
+
+def compiled_bare_calls(folder: str) -> str:
+    """Return the library of bare_calls.cpp, for a process on the simulated CANN."""
+    torch_npu = importlib.util.find_spec("torch_npu")
+    assert torch_npu is not None
+    assert torch_npu.origin is not None
+    headers = Path(torch_npu.origin).parent / "include/third_party/acl/inc"
+    library = f"{folder}/bare_calls.so"
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O2", "-shared", "-fPIC"]
+    command += [f"-isystem{headers}", "benchmarks/bare_calls.cpp", "-o", library]
+    command += [f"-L{SIMULATED_CANN}", "-lopapi", f"-Wl,-rpath-link,{SIMULATED_CANN}"]
+    # libopapi.so needs libraries of torch, which the process has loaded.
+    command += ["-Wl,--unresolved-symbols=ignore-in-shared-libs"]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    return library
+
+
+def bare_call_microseconds(operator: str, calls: int) -> float:
+    """Return the time of the two phases with their tensors, without PyTorch."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = getattr(ctypes.CDLL(compiled_bare_calls(folder)), f"bare_{operator}")
+    call.restype = ctypes.c_double
+    return float(call(calls))
 
 
 def measure(operator: str, batches: int) -> tuple[Times, float]:

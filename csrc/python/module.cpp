@@ -72,6 +72,24 @@ py::dict limits_of(const OperatorLimits& table) {
   return row;
 }
 
+// Returns (name, how the names of its SoCs begin) of each product.
+py::tuple product_names() {
+  py::list rows;
+  for (const auto& product : kProducts) {
+    rows.append(py::make_tuple(std::string(product.name), std::string(product.soc)));
+  }
+  return py::tuple(rows);
+}
+
+// Oldest first.
+py::tuple cann_versions() {
+  py::list names;
+  for (const auto& version : kCannVersions) {
+    names.append(std::string(version.name));
+  }
+  return py::tuple(names);
+}
+
 // A device as Python names it: None for no limits, no version for the newest.
 std::optional<Device> device_of(const std::optional<std::string>& product,
                                 const std::optional<std::string>& cann) {
@@ -164,6 +182,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_cpu_capability", &cpu::check_capability);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("limits_table", [] { return limits_of_operators(Operators()); });
+  m.attr("products") = product_names();
+  m.attr("cann_versions") = cann_versions();
   m.attr("layout_axes") = layout_axes();
   m.attr("compressed_modes") = compressed_modes();
   m.attr("compressed_mask_size") = kCompressedMaskSize;

@@ -12,6 +12,11 @@ compressed_modes: tuple[int, ...]
 compressed_mask_size: int
 compressed_mask_prefix_rows: int
 
+# For each product, its name, and how the names of its SoCs begin.
+products: tuple[tuple[str, str], ...]
+# Releases of CANN, oldest first.
+cann_versions: tuple[str, ...]
+
 # The compiler that built this module.
 compiler: str
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import shlex
 
-# The first imports torch.
+# Both have readers among the modules below: the version, and torch without torch_npu.
+__version__ = "0.1.0"
 from cann_simulator import _torch  # noqa: F401
 from cann_simulator._environment import environment
 from cann_simulator._functions import function
@@ -26,8 +27,6 @@ from cann_simulator.control import (
     recorded_calls,
     waits,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "computing",

@@ -6,7 +6,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from cann_simulator._products import VERSIONS, missing_functions, soc_name
+from cann_simulator._products import (
+    DEFAULT,
+    check_version,
+    device_of,
+    missing_functions,
+    operators,
+)
 from cann_simulator._torch import AUTOLOAD
 
 # In the place of an installed CANN.
@@ -19,7 +25,7 @@ STREAMS = ("lenient", "strict")
 def environment(
     *,
     devices: int = 2,
-    soc: str = "Ascend910B2",
+    product: str = DEFAULT,
     cann: str = "9.1",
     task_queue: int = 1,
     streams: str = "lenient",
@@ -31,7 +37,7 @@ def environment(
 
     Args:
         devices: How many NPUs there are.
-        soc: The SoC, as "Ascend910B2", or a product, as "A2", for its usual SoC.
+        product: A product, as "A3", or the name of a SoC, as "Ascend910B2".
         cann: The release of CANN: "8.5", "9.0" or "9.1".
         task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
         streams: "strict" makes work on a stream an error that touches memory which work on another
@@ -42,13 +48,13 @@ def environment(
     """
     if not 1 <= devices <= MOST_DEVICES:
         raise ValueError(f"devices: expected 1 to {MOST_DEVICES}, got {devices}")
-    if cann not in VERSIONS:
-        raise ValueError(f"cann: expected one of {', '.join(VERSIONS)}; got {cann}")
+    check_version(cann)
     if task_queue not in (0, 1, 2):
         raise ValueError(f"task_queue: expected 0, 1 or 2; got {task_queue}")
     if streams not in STREAMS:
         raise ValueError(f"streams: expected one of {', '.join(STREAMS)}; got {streams}")
-    name = soc_name(soc)
+    product, soc = device_of(product)
+    library = operators()
     path = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     libraries = [str(LIBRARIES), *(x for x in path if x and x != str(LIBRARIES))]
     return {
@@ -58,9 +64,12 @@ def environment(
         "TASK_QUEUE_ENABLE": str(task_queue),
         AUTOLOAD: "1",
         "CANN_SIM_DEVICES": str(devices),
-        "CANN_SIM_SOC": name,
+        "CANN_SIM_PRODUCT": product,
+        "CANN_SIM_SOC": soc,
         "CANN_SIM_VERSION": cann,
-        "CANN_SIM_WITHOUT": ",".join([*missing_functions(name, cann), *without]),
+        "CANN_SIM_WITHOUT": ",".join([*missing_functions(product, cann), *without]),
+        # A process that has not imported ascend_attn_ops loads its operators from here.
+        "CANN_SIM_OPERATORS": str(library.__file__) if library else "",
         "CANN_SIM_CALLS": str(Path(calls).resolve()) if calls else "",
         "CANN_SIM_STREAMS": streams,
         "CANN_SIM_REPORT": "1" if report else "",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from cann_simulator._environment import MOST_DEVICES, STREAMS
-from cann_simulator._products import VERSIONS, soc_name
+from cann_simulator._products import DEFAULT, check_version, device_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +17,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"how many NPUs, 1 to {MOST_DEVICES} (default: 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--soc", type=_soc, default="Ascend910B2", metavar="NAME",
-        help="Ascend910B2 (the default) or another; for A2, A3, 950 and 310P their usual one",
+        "--product", type=_checked(device_of), default=DEFAULT, metavar="NAME",
+        help=f"A2, A3, 950, 310P, or the name of a SoC (default: {DEFAULT})",
     )  # fmt: skip
     parser.add_argument(
-        "--cann", choices=VERSIONS, default=VERSIONS[-1], help="the release of CANN (default: 9.1)"
-    )
+        "--cann", type=_checked(check_version), default="9.1", metavar="VERSION",
+        help="the release of CANN: 8.5, 9.0 or 9.1 (the default)",
+    )  # fmt: skip
     parser.add_argument(
         "--task-queue", type=int, choices=(0, 1, 2), default=1,
         help="TASK_QUEUE_ENABLE of torch_npu (default: 1)",
@@ -49,8 +51,14 @@ def parse(arguments: list[str], prog: str) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
-def _soc(text: str) -> str:
-    try:
-        return soc_name(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a type of argument that reports what `check` raises."""
+
+    def name(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return name

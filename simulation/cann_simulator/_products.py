@@ -1,14 +1,20 @@
-"""What differs between the simulated devices: their names, and the functions that they lack."""
+"""The simulated devices: their names, which ascend_attn_ops knows, and the functions they lack."""
 
 from __future__ import annotations
 
-SOCS = {
+import importlib
+import importlib.util
+import re
+from functools import cache
+from types import ModuleType
+
+import cann_simulator
+
+# The SoC that is simulated where a product is asked for.
+SOC_OF_PRODUCT = {
     "A2": "Ascend910B2", "A3": "Ascend910_9391", "950": "Ascend950PR_9579", "310P": "Ascend310P3",
 }  # fmt: skip
-VERSIONS = ("8.5", "9.0", "9.1")
-
-# How the name of a SoC begins, by product.
-_BEGINNINGS = {"A2": "Ascend910B", "A3": "Ascend910_93", "950": "Ascend950", "310P": "Ascend310P"}
+DEFAULT = SOC_OF_PRODUCT["A2"]
 
 _INDEXER_GRAD = ("aclnnLightningIndexerGrad",)
 _SPARSE = (
@@ -30,23 +36,60 @@ WITHOUT = {
 }  # fmt: skip
 
 
-def soc_name(text: str) -> str:
-    """Return the SoC that is meant: a name, or a product for its usual one."""
-    name = SOCS.get(text, text)
-    product_of(name)
-    return name
+@cache
+def operators() -> ModuleType | None:
+    """Return `_C` of ascend_attn_ops, which has the operators and the names of the products.
+
+    None: ascend_attn_ops is not installed.
+    """
+    if importlib.util.find_spec("ascend_attn_ops") is None:
+        return None
+    version = importlib.import_module("ascend_attn_ops").__version__
+    if version != cann_simulator.__version__:
+        raise ImportError(
+            f"cann_simulator {cann_simulator.__version__} needs ascend_attn_ops "
+            f"{cann_simulator.__version__}, and ascend_attn_ops {version} is installed; install "
+            "both from the same sources"
+        )
+    return importlib.import_module("ascend_attn_ops._C")
 
 
-def product_of(soc: str) -> str:
-    """Return the product that a SoC belongs to, as "A2"."""
-    for product, beginning in _BEGINNINGS.items():
-        if soc.startswith(beginning):
-            return product
-    known = ", ".join([*SOCS.values(), *SOCS])
-    raise ValueError(f"soc: expected the name of a SoC, such as {known}; got {soc}")
+def device_of(product: str) -> tuple[str, str]:
+    """Return the product and the SoC that are meant: ("A2", "Ascend910B2").
+
+    Args:
+        product: A product, or the name of a SoC.
+
+    Raises:
+        ValueError: The name is unknown. Without ascend_attn_ops, which knows the products, every
+            name of a SoC is taken, and its product is "".
+    """
+    library = operators()
+    if library is None:
+        if not product.startswith("Ascend"):
+            raise ValueError(
+                f"product: expected the name of a SoC, such as {DEFAULT}, because ascend_attn_ops, "
+                f"which knows the products, is not installed; got {product}"
+            )
+        return "", product
+    soc = SOC_OF_PRODUCT.get(product, product)
+    for name, prefix in library.products:
+        if soc.startswith(prefix):
+            return name, soc
+    known = ", ".join([*SOC_OF_PRODUCT, *SOC_OF_PRODUCT.values()])
+    raise ValueError(f"product: expected a product or the name of a SoC: {known}; got {product}")
 
 
-def missing_functions(soc: str, cann: str) -> tuple[str, ...]:
+def check_version(cann: str) -> None:
+    """Raise ValueError for a release of CANN that ascend_attn_ops does not know."""
+    library = operators()
+    if library is None:
+        if not re.fullmatch(r"\d+\.\d+", cann):
+            raise ValueError(f"cann: expected a release, such as 9.1; got {cann}")
+    elif cann not in library.cann_versions:
+        raise ValueError(f"cann: expected one of {', '.join(library.cann_versions)}; got {cann}")
+
+
+def missing_functions(product: str, cann: str) -> tuple[str, ...]:
     """Return the aclnn functions that a device lacks, of those that the simulation has."""
-    product = product_of(soc)
     return tuple(x for key in (product, f"{product}-{cann}") for x in WITHOUT.get(key, ()))

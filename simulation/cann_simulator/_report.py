@@ -7,8 +7,6 @@ import json
 import os
 import sys
 
-from cann_simulator._products import product_of
-
 _HEADINGS = {
     "aclnn": "functions of aclnn, on the simulated NPU",
     "cpu": "operators of torch, on the CPU in the memory of the NPU",
@@ -28,8 +26,8 @@ def counts() -> dict[str, dict[str, int]]:
 
 def text() -> str:
     """Return the report of `--report`."""
-    soc, cann = os.environ["CANN_SIM_SOC"], os.environ["CANN_SIM_VERSION"]
-    device = f"Ascend {product_of(soc)} with CANN {cann}"
+    product, soc, cann = (os.environ[f"CANN_SIM_{name}"] for name in ("PRODUCT", "SOC", "VERSION"))
+    device = f"{f'Ascend {product}' if product else soc} with CANN {cann}"
     headings = {**_HEADINGS, "refused": f"refused, by the rules of {device}"}
     lines = [f"cann_simulator: what ran on the simulated {soc} ({device})"]
     found = counts()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cann_simulator import _built_with, _report
 from cann_simulator._environment import CANN, LIBRARIES, environment
+from cann_simulator._products import DEFAULT
 from cann_simulator._torch import AUTOLOAD
 
 # In this order: the others need functions of the first.
@@ -41,7 +42,7 @@ def description() -> str:
 def start(
     *,
     devices: int = 2,
-    soc: str = "Ascend910B2",
+    product: str = DEFAULT,
     cann: str = "9.1",
     task_queue: int = 1,
     streams: str = "lenient",
@@ -57,7 +58,7 @@ def start(
 
     Args:
         devices: How many NPUs there are, up to 16.
-        soc: The SoC, as "Ascend910B2", or a product, as "A2", for its usual SoC.
+        product: A product, as "A3", or the name of a SoC, as "Ascend910B2".
         cann: The release of CANN: "8.5", "9.0" or "9.1".
         task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
         streams: "strict" makes work on a stream an error that touches memory which work on another
@@ -71,11 +72,12 @@ def start(
 
     Raises:
         RuntimeError: There is a real CANN or an NPU here, or torch_npu is imported already.
-        ImportError: torch_npu, or what was built with it, is missing or of another version.
+        ImportError: torch_npu is missing, or the libraries were built with another version of it;
+            or the version of ascend_attn_ops is another.
     """
     wanted = environment(
         devices=devices,
-        soc=soc,
+        product=product,
         cann=cann,
         task_queue=task_queue,
         streams=streams,

@@ -101,10 +101,3 @@ def keeping_executors() -> Iterator[None]:
         yield
     finally:
         library().cann_sim_set_keeping_executors(False)
-
-
-def bare_call_microseconds(operator: str, calls: int) -> float:
-    """The two phases of the operator's aclnn function with their tensors, without PyTorch."""
-    call = getattr(library(), f"cann_sim_bare_{operator}")
-    call.restype = ctypes.c_double
-    return float(call(calls))

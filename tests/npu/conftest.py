@@ -19,12 +19,11 @@ if "CANN_SIM_SOC" not in os.environ:
 
 import torch
 from ascend_attn_ops.device_limits import table
-from cann_simulator._products import product_of
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
 
 # What the process runs on: ("A2", "9.1").
-DEVICE = (product_of(os.environ["CANN_SIM_SOC"]), os.environ["CANN_SIM_VERSION"])
+DEVICE = (os.environ["CANN_SIM_PRODUCT"], os.environ["CANN_SIM_VERSION"])
 
 # Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
 _ON_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]

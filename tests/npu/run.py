@@ -61,7 +61,7 @@ def main() -> int:
             environment = {
                 **os.environ,
                 **cann_simulator.environment(
-                    soc=product, cann=cann, task_queue=level, streams=STREAMS[level]
+                    product=product, cann=cann, task_queue=level, streams=STREAMS[level]
                 ),
             }
             environment["PYTHONPATH"] = os.pathsep.join(PACKAGES)

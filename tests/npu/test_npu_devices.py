@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch_npu
 from ascend_attn_ops.device_limits import device_in_force
-from cann_simulator._products import SOCS, missing_functions
+from cann_simulator._products import missing_functions
 from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from device_samples import first
 from support.samples import Sample, flash_attention_score, lightning_indexer, sparse_flash_attention
@@ -33,7 +33,7 @@ on_a2 = pytest.mark.skipif(PRODUCT != "A2", reason="a rule of A2 and A3")
 
 
 def lacks(function: str) -> pytest.MarkDecorator:
-    missing = missing_functions(SOCS[PRODUCT], CANN)
+    missing = missing_functions(PRODUCT, CANN)
     return pytest.mark.skipif(function in missing, reason=f"this device has no {function}")
 
 

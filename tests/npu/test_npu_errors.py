@@ -12,8 +12,8 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
+from ascend_attn_ops import _C
 from ascend_attn_ops.device_limits import table
-from cann_simulator._products import SOCS
 from conftest import (
     TASK_QUEUE,
     each_caller_failure,
@@ -134,7 +134,7 @@ def test_missing_function(tmp_path: Path) -> None:
     assert "aclnnSparseFlashAttention: is not in this CANN" in text
 
 
-@pytest.mark.parametrize("product", SOCS)
+@pytest.mark.parametrize("product", [name for name, _ in _C.products])
 def test_product(product: str) -> None:
     text, _ = run_in_new_process(
         f"""
@@ -149,7 +149,7 @@ def test_product(product: str) -> None:
         except NotImplementedError as error:
             print(error)
         """,
-        **cann_simulator.environment(task_queue=TASK_QUEUE, soc=product),
+        **cann_simulator.environment(task_queue=TASK_QUEUE, product=product),
     )
     in_force, outcome = text.strip().splitlines()[-2:]
     assert in_force == f"Ascend {product} with CANN 9.1"
@@ -172,7 +172,7 @@ def test_310p() -> None:
             except TypeError as error:
                 print(error)
         """,
-        **cann_simulator.environment(task_queue=TASK_QUEUE, soc="310P"),
+        **cann_simulator.environment(task_queue=TASK_QUEUE, product="310P"),
     )
     half, bfloat16 = text.strip().splitlines()[-2:]
     assert half == "True"

@@ -14,7 +14,8 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from cann_simulator._products import product_of, soc_name
+from ascend_attn_ops import _C
+from cann_simulator._products import SOC_OF_PRODUCT, device_of
 from cann_simulator.control import library
 from conftest import TASK_QUEUE
 
@@ -67,7 +68,17 @@ def test_a_script(tmp_path: Path) -> None:
         print(sys.argv, __name__, y.sum().item(), torch.npu.device_count())
         """,
     )
-    options = ("--devices", "3", "--soc", "A3", "--cann", "9.0", "--calls", str(calls), "--report")
+    options = (
+        "--devices",
+        "3",
+        "--product",
+        "A3",
+        "--cann",
+        "9.0",
+        "--calls",
+        str(calls),
+        "--report",
+    )
     ran = run("-m", "cann_simulator", *options, script, "--soc", "x")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == f"{[script, '--soc', 'x']} __main__ 1024.0 3"
@@ -135,7 +146,7 @@ def test_the_plugin_of_pytest(tmp_path: Path) -> None:
         """,
     )
     plugin = ("-m", "pytest", "-q", "-p", "cann_simulator", tests)
-    ran = run(*plugin, CANN_SIMULATOR="--soc 310P")
+    ran = run(*plugin, CANN_SIMULATOR="--product 310P")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 passed" in ran.stdout
     assert "simulated Ascend310P3" in ran.stderr
@@ -149,10 +160,10 @@ def test_start(tmp_path: Path) -> None:
         textwrap.dedent("""
         import cann_simulator
         from ascend_attn_ops import report
-        cann_simulator.start(soc="A2")
-        cann_simulator.start(soc="Ascend910B2")
+        cann_simulator.start(product="A2")
+        cann_simulator.start(product="Ascend910B2")
         try:
-            cann_simulator.start(soc="A3")
+            cann_simulator.start(product="A3")
         except RuntimeError as error:
             print(error)
         report.print_report()
@@ -207,15 +218,16 @@ def test_what_start_says_is_missing(tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"soc: .* Ascend910B2.*got Ascend910A"):
-        cann_simulator.environment(soc="Ascend910A")
+    with pytest.raises(ValueError, match=r"product: .* Ascend910B2.*got Ascend910A"):
+        cann_simulator.environment(product="Ascend910A")
     with pytest.raises(ValueError, match=r"cann: expected one of 8\.5, 9\.0, 9\.1; got 7\.0"):
         cann_simulator.environment(cann="7.0")
     with pytest.raises(ValueError, match="devices: expected 1 to 16, got 0"):
         cann_simulator.environment(devices=0)
-    assert [product_of(soc_name(x)) for x in ("A2", "A3", "950", "310P")] == [
-        "A2", "A3", "950", "310P",
-    ]  # fmt: skip
+    assert list(SOC_OF_PRODUCT) == [name for name, _ in _C.products]
+    for name, prefix in _C.products:
+        assert device_of(name) == (name, SOC_OF_PRODUCT[name])
+        assert device_of(f"{prefix}_7") == (name, f"{prefix}_7")
 
 
 # aclnn functions that a user adds.

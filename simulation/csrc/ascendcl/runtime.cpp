@@ -139,11 +139,12 @@ int64_t system_parameter(aclSysParamOpt option) {
 void set_error_message(std::string message) { thread_error = std::move(message); }
 
 Product product() {
-  const std::string_view soc = aclrtGetSocName();
-  return soc.starts_with("Ascend950")      ? Product::p950
-         : soc.starts_with("Ascend910_93") ? Product::a3
-         : soc.starts_with("Ascend310P")   ? Product::p310
-                                           : Product::a2;
+  const char* text = std::getenv("CANN_SIM_PRODUCT");
+  const std::string_view name = text ? text : "";
+  return name == "950"    ? Product::p950
+         : name == "A3"   ? Product::a3
+         : name == "310P" ? Product::p310
+                          : Product::a2;
 }
 
 CannVersion cann_version() {

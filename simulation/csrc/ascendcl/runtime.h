@@ -23,7 +23,7 @@ struct CannVersion {
 inline constexpr CannVersion kCann90{9, 0};
 inline constexpr CannVersion kCann91{9, 1};
 
-// What the environment chooses: CANN_SIM_SOC and CANN_SIM_VERSION.
+// What the environment chooses: CANN_SIM_PRODUCT and CANN_SIM_VERSION.
 Product product();
 CannVersion cann_version();
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "ascendcl/operators.h"
 #include "ascendcl/report.h"
 #include "cpu_fallback/cpu_fallback.h"
 
@@ -16,8 +17,7 @@ namespace {
 class ReshapeAndCache final : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    static const Operator scatter(
-        c10::Dispatcher::singleton().findSchemaOrThrow("ascend::scatter_pa_kv_cache_", ""));
+    static const Operator scatter(operator_named("ascend::scatter_pa_kv_cache_"));
     count(Outcome::cpu, op.operator_name().name);
     torch::jit::Stack arguments;
     for (const auto& argument : scatter.handle.schema().arguments()) {

@@ -3,7 +3,6 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 #include <mutex>
 
 #include "ascendcl/json.h"
+#include "ascendcl/operators.h"
 #include "ascendcl/report.h"
 #include "ascendcl/runtime.h"
 #include "ascendcl/stream_order.h"
@@ -208,8 +208,7 @@ class WithoutLimits {
 
  private:
   static int64_t set(std::optional<int64_t> limits) {
-    const auto op =
-        c10::Dispatcher::singleton().findSchema({"ascend_attn_ops::_set_thread_limits", ""});
+    const auto op = find_operator("ascend_attn_ops::_set_thread_limits");
     return op ? op->typed<int64_t(std::optional<int64_t>)>().call(limits) : 0;
   }
 
@@ -298,8 +297,7 @@ bool gives_no_handle(std::string_view maker) {
 
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
                                 const OperatorArguments& arguments) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(name).c_str(),
-                                                                 std::string(overload).c_str());
+  const auto op = operator_named(std::string(name), std::string(overload));
   torch::jit::Stack stack;
   for (const auto& parameter : op.schema().arguments()) {
     if (const auto given = arguments.find(parameter.name()); given != arguments.end()) {

@@ -175,7 +175,7 @@ struct Function {
   std::string_view name;
   // The operator that computes it on the CPU, and its overload. Its results are copied to the
   // outputs, in order; for an operator with no results the outputs are arguments that it changes.
-  std::string_view schema_name;
+  std::string_view schema_name = "";
   std::string_view overload = "";
   uint64_t workspace = 0;
   std::vector<Argument> arguments;

@@ -1,9 +1,5 @@
 // AttentionUpdate. Prototype: docs/specification/attention_update.md.
-#include <ATen/core/TensorBody.h>
-#include <torch/library.h>
-
 #include <limits>
-#include <tuple>
 
 #include "opapi/core/opapi.h"
 
@@ -12,28 +8,23 @@ using namespace cann_sim;
 namespace {
 
 // The device's results for rows that are -inf in every part are not documented: here they are NaN.
-std::tuple<at::Tensor, at::Tensor> as_on_the_device(at::TensorList lse, at::TensorList local_out) {
-  static const auto operation =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ascend::attention_update", "")
-          .typed<std::tuple<at::Tensor, at::Tensor>(at::TensorList, at::TensorList)>();
-  const auto [out, lse_out] = operation.call(lse, local_out);
-  const auto empty = lse_out.eq(-std::numeric_limits<double>::infinity());
+torch::jit::Stack as_on_the_device(const Call& call) {
+  const auto results = call.results();
+  const auto lse = results[1].toTensor();
+  const auto empty = lse.eq(-std::numeric_limits<double>::infinity());
   constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-  return {out.masked_fill(empty.unsqueeze(-1), kNaN), lse_out.masked_fill(empty, kNaN)};
-}
-
-TORCH_LIBRARY(cann_sim, m) {
-  m.def("attention_update(Tensor[] lse, Tensor[] local_out) -> (Tensor, Tensor)", as_on_the_device);
+  return {results[0].toTensor().masked_fill(empty.unsqueeze(-1), kNaN),
+          lse.masked_fill(empty, kNaN)};
 }
 
 const Function attention_update{
     .name = "aclnnAttentionUpdate",
-    .schema_name = "cann_sim::attention_update",
+    .schema_name = "ascend::attention_update",
     .workspace = 2048,
     .arguments = {input("lse", "lse", {ACL_FLOAT}),
                   input("localOut", "local_out", {ACL_FLOAT16, ACL_BF16, ACL_FLOAT}),
-                  attribute("updateType"), output("out"), optional_output("lseOut")}};
+                  attribute("updateType"), output("out"), optional_output("lseOut")},
+    .compute = as_on_the_device};
 
 }  // namespace
 

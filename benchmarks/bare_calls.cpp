@@ -1,8 +1,13 @@
-// What a call of an aclnn function costs without PyTorch: benchmarks/host_time.py.
+// What a call of an aclnn function costs without PyTorch: host_time.py compiles and calls it.
+#include <acl/acl.h>
+
 #include <array>
 #include <chrono>
+#include <cstdint>
 
-#include "opapi/core/opapi.h"
+struct aclTensor;
+struct aclIntArray;
+struct aclOpExecutor;
 
 extern "C" {
 
@@ -73,7 +78,7 @@ double microseconds(int calls, FirstPhase first_phase, SecondPhase second_phase)
 
 extern "C" {
 
-double cann_sim_bare_sparse_flash_attention_grad(int calls) {
+double bare_sparse_flash_attention_grad(int calls) {
   char layout[] = "BSND";
   return microseconds<15>(
       calls,
@@ -86,7 +91,7 @@ double cann_sim_bare_sparse_flash_attention_grad(int calls) {
       &aclnnSparseFlashAttentionGrad);
 }
 
-double cann_sim_bare_scatter_pa_kv_cache_(int calls) {
+double bare_scatter_pa_kv_cache_(int calls) {
   char cache_mode[] = "Norm";
   char scatter_mode[] = "None";
   const std::array<int64_t, 2> ones{1, 1};
@@ -105,7 +110,7 @@ double cann_sim_bare_scatter_pa_kv_cache_(int calls) {
       &aclnnScatterPaKvCache);
 }
 
-double cann_sim_bare_lightning_indexer(int calls) {
+double bare_lightning_indexer(int calls) {
   char layout[] = "TND";
   char key_layout[] = "PA_BSND";
   return microseconds<8>(
@@ -118,7 +123,7 @@ double cann_sim_bare_lightning_indexer(int calls) {
       &aclnnLightningIndexer);
 }
 
-double cann_sim_bare_sparse_flash_attention(int calls) {
+double bare_sparse_flash_attention(int calls) {
   char layout[] = "TND";
   char key_layout[] = "PA_BSND";
   return microseconds<12>(
