@@ -16,6 +16,7 @@
 # make clean   remove what was built
 # make test-aarch64   cross-compile for ARM hosts, and run a sample of the tests in QEMU
 #
+# `build-npu`, which the NPU tests and benchmarks need, also builds simulation/, the simulated CANN.
 # Targets set up .venv and .venv-npu in this checkout as needed, and reuse them. PYTHON selects the
 # interpreter, MAX_JOBS the number of parallel compilers. VERSIONS="2.7.1 2.10.0:2.10.0.post4" are
 # versions of torch, each alone or with that of torch_npu.

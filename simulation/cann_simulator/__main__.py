@@ -24,11 +24,11 @@ def main(arguments: list[str] | None = None) -> None:
     add_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = vars(parser.parse_args(arguments))
-    module, script = options.pop("module"), options.pop("program")
-    if not module and not script:
-        parser.error("expected a script, or -m and a module")
     try:
+        options = vars(parser.parse_args(arguments))
+        module, script = options.pop("module"), options.pop("program")
+        if not module and not script:
+            parser.error("expected a script, or -m and a module")
         start(**options)
     except (ImportError, RuntimeError) as error:
         sys.exit(f"cann_simulator: {error}")
