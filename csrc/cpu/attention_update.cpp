@@ -1,19 +1,12 @@
 #include "ops/attention_update.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
-#include <tuple>
-#include <vector>
 
-#include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
-#include "cpu/common/vectorized.h"
 #include "dispatch/operator.h"
 
 namespace ascend_attn::cpu {
@@ -24,23 +17,17 @@ constexpr int64_t kColumns = 256;
 // The least number of elements per thread.
 constexpr int64_t kGrain = 32768;
 
-// One partial result, as rows.
-template <typename Input>
-struct Part {
-  using T = Accumulator<Input>;
+// The rows of a tensor.
+template <typename T>
+struct Rows {
+  explicit Rows(at::Tensor rows)
+      : tensor(std::move(rows)), data(tensor.const_data_ptr<T>()), stride(tensor.stride(0)) {}
 
-  Part(const at::Tensor& all_lse, const at::Tensor& all_out, int64_t rows, int64_t size)
-      : lse_tensor(all_lse.reshape({rows})),
-        out_tensor(with_dense_rows(all_out).reshape({rows, size})),
-        lse(lse_tensor.const_data_ptr<T>()),
-        out(out_tensor.const_data_ptr<Input>()),
-        lse_stride(lse_tensor.stride(0)),
-        out_stride(out_tensor.stride(0)) {}
+  const T* operator[](int64_t index) const { return data + index * stride; }
 
-  at::Tensor lse_tensor, out_tensor;
-  const T* lse;
-  const Input* out;
-  int64_t lse_stride, out_stride;
+  at::Tensor tensor;
+  const T* data;
+  int64_t stride;
 };
 
 // Replaces the lse of each part by its weight (they sum to one, or are zero if no part has a key)
@@ -68,20 +55,29 @@ T to_weights(T* lse, int64_t n) {
 }
 
 template <typename Input>
-void merge(const std::vector<Part<Input>>& parts, int64_t rows, int64_t size, Input* out,
-           Accumulator<Input>* lse_out) {
+void merge(const AttentionUpdate& op, const at::Tensor& out, const at::Tensor& lse_out) {
   using T = Accumulator<Input>;
-  const auto n = static_cast<int64_t>(parts.size());
+  const int64_t rows = lse_out.numel();
+  const int64_t size = out.size(-1);
+  const auto n = static_cast<int64_t>(op.lse.size());
+  std::vector<Rows<T>> lse;
+  std::vector<Rows<Input>> parts;
+  for (int64_t i = 0; i < n; ++i) {
+    lse.emplace_back(op.lse[i].reshape({rows}));
+    parts.emplace_back(with_dense_rows(op.local_out[i]).reshape({rows, size}));
+  }
+  auto* merged_lse = lse_out.mutable_data_ptr<T>();
+  auto* merged = out.mutable_data_ptr<Input>();
   const int64_t grain = kGrain / std::max<int64_t>(n * size, 1) + 1;
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     std::vector<T> weights(n);
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t i = 0; i < n; ++i) {
-        weights[i] = parts[i].lse[row * parts[i].lse_stride];
+        weights[i] = *lse[i][row];
       }
-      lse_out[row] = to_weights(weights.data(), n);
-      Input* to = out + row * size;
-      if (lse_out[row] == -std::numeric_limits<T>::infinity()) {
+      merged_lse[row] = to_weights(weights.data(), n);
+      Input* to = merged + row * size;
+      if (merged_lse[row] == -std::numeric_limits<T>::infinity()) {
         // No product with zero: a part without keys may hold NaN.
         std::fill_n(to, size, Input(0));
         continue;
@@ -90,16 +86,12 @@ void merge(const std::vector<Part<Input>>& parts, int64_t rows, int64_t size, In
         std::array<T, kColumns> sums;
         for (int64_t column = 0; column < size; column += kColumns) {
           const int64_t width = std::min(kColumns, size - column);
+          // The neutral element of sums: 0 would make 0 of -0.
+          sums.fill(T(-0.0));
           for (int64_t i = 0; i < n; ++i) {
-            const Input* from = parts[i].out + row * parts[i].out_stride + column;
-            if (i == 0) {
-              for (int64_t j = 0; j < width; ++j) {
-                sums[j] = weight[0] * static_cast<T>(from[j]);
-              }
-            } else {
-              for (int64_t j = 0; j < width; ++j) {
-                sums[j] += weight[i] * static_cast<T>(from[j]);
-              }
+            const Input* from = parts[i][row] + column;
+            for (int64_t j = 0; j < width; ++j) {
+              sums[j] += weight[i] * static_cast<T>(from[j]);
             }
           }
           for (int64_t j = 0; j < width; ++j) {
@@ -112,20 +104,9 @@ void merge(const std::vector<Part<Input>>& parts, int64_t rows, int64_t size, In
 }
 
 void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outputs) {
-  // Not structured bindings: Clang 16 cannot capture those where OpenMP is enabled.
-  const auto& out = std::get<0>(outputs);
-  const auto& lse_out = std::get<1>(outputs);
-  const int64_t rows = lse_out.numel();
-  const int64_t size = out.size(-1);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(),
-                                  AttentionUpdate::name, [&] {
-                                    std::vector<Part<scalar_t>> parts;
-                                    for (size_t i = 0; i < op.lse.size(); ++i) {
-                                      parts.emplace_back(op.lse[i], op.local_out[i], rows, size);
-                                    }
-                                    merge(parts, rows, size, out.mutable_data_ptr<scalar_t>(),
-                                          lse_out.mutable_data_ptr<Accumulator<scalar_t>>());
-                                  });
+  dispatch_operand(std::get<0>(outputs).scalar_type(), [&]<typename Input, typename Operand>() {
+    merge<Input>(op, std::get<0>(outputs), std::get<1>(outputs));
+  });
 }
 
 TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<AttentionUpdate, attention_update>(m); }

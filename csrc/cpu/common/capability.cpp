@@ -29,8 +29,7 @@ std::string_view wanted() {
 
 // Returns null for kNativeName, and for an unknown name.
 const Level* wanted_level() {
-  const auto* level = std::find_if(std::begin(kLevels), std::end(kLevels),
-                                   [](const Level& known) { return known.name == wanted(); });
+  const auto* level = std::ranges::find(kLevels, wanted(), &Level::name);
   return level == std::end(kLevels) ? nullptr : level;
 }
 

@@ -29,53 +29,41 @@ void multiply_with_brgemm(const Product<A, B, C>& p) {
   }
 }
 
-bool multiply_bfloat16() {
+// Returns whether brgemm multiplies matrices of these types, which it or oneDNN raises for where it
+// does not.
+template <typename A, typename B, typename C>
+bool multiplies(A a, B b) {
   constexpr int64_t size = 16;
-  std::array<at::BFloat16, size * size> a;
-  std::array<at::BFloat16, size * size> b;
-  std::array<at::BFloat16, size * size> packed;
-  for (int64_t i = 0; i < size * size; ++i) {
-    // Small integers: every product and sum is exact.
-    a[i] = static_cast<float>(i % 7 - 3);
-    b[i] = static_cast<float>(i % 5 - 2);
-  }
-  pack_rows(size, size, {b.data(), size}, packed.data());
-  std::array<float, size * size> c{};
+  std::array<A, size * size> left;
+  std::array<B, size * size> right;
+  std::array<C, size * size> products{};
+  left.fill(a);
+  right.fill(b);
   try {
     const TileGemmScope scope;
-    tile_gemm(Product<at::BFloat16, at::BFloat16, float>{
-        size, size, size, {a.data(), size}, {packed.data(), size}, {c.data(), size}, false});
+    multiply_with_brgemm(Product<A, B, C>{size,
+                                          size,
+                                          size,
+                                          {left.data(), size},
+                                          {right.data(), size},
+                                          {products.data(), size},
+                                          false});
   } catch (const std::exception&) {
-    // Raised by torch, or by oneDNN if the processor has AVX512 but no bfloat16 products.
     return false;
   }
-  for (int64_t i = 0; i < size; ++i) {
-    for (int64_t j = 0; j < size; ++j) {
-      float expected = 0;
-      for (int64_t k = 0; k < size; ++k) {
-        expected += static_cast<float>(a[i * size + k]) * static_cast<float>(b[k * size + j]);
-      }
-      if (c[i * size + j] != expected) {
-        return false;
-      }
-    }
-  }
-  return true;
+  const auto expected = size * static_cast<C>(a) * static_cast<C>(b);
+  return std::ranges::all_of(products, [=](C product) { return product == expected; });
+}
+
+bool multiply_bfloat16() {
+  return has_bfmmla() || multiplies<at::BFloat16, at::BFloat16, float>(3, -2);
 }
 
 // brgemm of float exists on x86-64 only. Elsewhere torch calls its BLAS instead, which has threads
 // of its own, and may sum a row in another order where there are more rows.
 bool multiply_float() {
 #if defined(__x86_64__)
-  const float one = 1;
-  float product = 0;
-  try {
-    at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, /*add_C=*/false, &one, &one, &product,
-                                /*is_vnni=*/false);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return product == one;
+  return multiplies<float, float, float>(3, -2);
 #else
   return false;
 #endif
@@ -84,23 +72,7 @@ bool multiply_float() {
 // brgemm requires AVX512 with VNNI. With an unsigned A it is exact; with a signed A it would need,
 // except on AMX, a correction that it leaves to the caller. Tests the largest values, because
 // implementations that add pairs of products in 16 bits would saturate.
-bool multiply_int8() {
-  constexpr int64_t size = 16;
-  std::array<uint8_t, size * size> a;
-  std::array<int8_t, size * size> b;
-  a.fill(255);
-  b.fill(-128);
-  std::array<int32_t, size * size> c{};
-  try {
-    const TileGemmScope scope;
-    at::native::cpublas::brgemm(size, size, size, size, size, size, /*add_C=*/false, a.data(),
-                                b.data(), c.data(), /*is_vnni=*/true);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return std::all_of(c.begin(), c.end(),
-                     [](int32_t product) { return product == size * 255 * -128; });
-}
+bool multiply_int8() { return multiplies<uint8_t, int8_t, int32_t>(255, -128); }
 
 // torch's brgemm refuses what torch.backends.mkldnn.flags(enabled=False) switches off. That is
 // asked for in every call, and the processor only once.
