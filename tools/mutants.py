@@ -110,7 +110,7 @@ KERNELS: Table = {
     ],
     "csrc/cpu/scatter_pa_kv_cache.cpp": [
         ("return «slot >= capacity»;", "slot > capacity"),
-        ("(flat || target_head_stride == head_bytes)", "true"),
+        ("head_stride == head_bytes && «piece_stride == head_bytes»", "true"),
         ("std::nearbyint(value)", "value"),
     ],
     "csrc/cpu/sparse_flash_attention_grad.cpp": [

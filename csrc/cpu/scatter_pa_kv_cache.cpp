@@ -1,20 +1,12 @@
 // Row copies into a paged cache. Every index is checked before the first byte is written.
 #include "ops/scatter_pa_kv_cache.h"
 
-#include <torch/library.h>
-
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <c10/util/MaybeOwned.h>
-#include <c10/util/SmallVector.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
-#include <type_traits>
-#include <vector>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -30,52 +22,48 @@ namespace {
 using Indices = c10::SmallVector<int64_t, 64>;
 
 Indices read(const at::Tensor& tensor) {
-  Indices values(tensor.numel());
-  if (tensor.scalar_type() == at::kInt) {
-    const auto* data = tensor.const_data_ptr<int32_t>();
-    std::copy(data, data + values.size(), values.begin());
-  } else {
-    const auto* data = tensor.const_data_ptr<int64_t>();
-    std::copy(data, data + values.size(), values.begin());
-  }
-  return values;
+  const auto values = [&](const auto* data) { return Indices(data, data + tensor.numel()); };
+  return tensor.scalar_type() == at::kInt ? values(tensor.const_data_ptr<int32_t>())
+                                          : values(tensor.const_data_ptr<int64_t>());
 }
 
 // The copy of key into key_cache, or of value into value_cache. Sizes and strides are in bytes.
 struct Side {
   // `stride` and `offset` locate the rows of "Nct", in elements.
-  Side(const at::Tensor& source, const at::Tensor& cache, Scatter scatter,
+  Side(const at::Tensor& source, const at::Tensor& cache, Scatter scatter, int64_t block_size,
        std::optional<int64_t> stride, int64_t offset)
       : rows(source.strides().back() == 1 || source.sizes().back() == 1
                  ? c10::MaybeOwned<at::Tensor>::borrowed(source)
                  : c10::MaybeOwned<at::Tensor>::owned(source.contiguous())),
         itemsize(static_cast<int64_t>(rows->itemsize())),
         from(static_cast<const char*>(rows->const_data_ptr()) + offset * itemsize),
-        to(static_cast<char*>(cache.mutable_data_ptr())) {
+        to(static_cast<char*>(cache.mutable_data_ptr())),
+        block_size(block_size),
+        block_stride(cache.stride(0) * itemsize) {
     const auto sizes = rows->sizes();
     const auto strides = rows->strides();
     const auto last = sizes.size() - 1;
-    heads = sizes[last - 1];
     head_bytes = sizes[last] * itemsize;
+    row_bytes = sizes[last - 1] * head_bytes;
     head_stride = strides[last - 1] * itemsize;
     row_stride = stride.value_or(strides[last - 2]) * itemsize;
     batch_stride = last == 3 ? strides[0] * itemsize : 0;
-    block_stride = cache.stride(0) * itemsize;
-    if (scatter == Scatter::rows || scatter == Scatter::strided_rows) {
-      block_size = cache.size(1);
-      slot_stride = cache.stride(1) * itemsize;
-      target_head_stride = cache.stride(2) * itemsize;
+    if (scatter == Scatter::nz_rows) {
+      piece_bytes = slot_stride = ScatterPaKvCache::kFractalBytes;
+      piece_stride = block_size * piece_bytes;
+    } else if (!is_run(scatter)) {
       flat = cache.is_contiguous();
+      slot_stride = flat ? row_bytes : cache.stride(1) * itemsize;
+      piece_stride = flat ? head_bytes : cache.stride(2) * itemsize;
+      const bool dense =
+          row_bytes == head_bytes || (head_stride == head_bytes && piece_stride == head_bytes);
+      piece_bytes = dense ? row_bytes : head_bytes;
     }
   }
 
-  int64_t row_bytes() const { return heads * head_bytes; }
-  bool dense_rows() const {
-    return heads == 1 || (head_stride == head_bytes && (flat || target_head_stride == head_bytes));
-  }
   char* target(int64_t slot) const {
-    return flat ? to + slot * row_bytes()
-                : to + slot / block_size * block_stride + slot % block_size * slot_stride;
+    return to + (flat ? slot * slot_stride
+                      : slot / block_size * block_stride + slot % block_size * slot_stride);
   }
 
   // Borrowed where possible: with an owned reference, torch acquires Python's GIL.
@@ -83,41 +71,42 @@ struct Side {
   int64_t itemsize;
   const char* from;
   char* to;
-  int64_t heads;
-  int64_t head_bytes;
-  int64_t head_stride;
-  int64_t row_stride;
-  int64_t batch_stride;
-  int64_t block_stride;
-  // Where rows are written one by one:
-  int64_t block_size = 1;
+  int64_t block_size, block_stride;
+  int64_t head_bytes, row_bytes;
+  int64_t head_stride, row_stride, batch_stride;
+  // Where rows are written one by one, each in pieces:
   int64_t slot_stride = 0;
-  int64_t target_head_stride = 0;
-  bool flat = true;  // slots lie side by side, across the borders of blocks as well
+  int64_t piece_bytes = 0;
+  int64_t piece_stride = 0;
+  bool flat = false;  // slots lie side by side, across the borders of blocks as well
 };
 
 using Sides = c10::SmallVector<Side, 2>;
 
-Sides sides_of(const ScatterPaKvCache& op, Scatter scatter) {
-  const auto side = [&](const at::Tensor& source, const at::Tensor& cache, size_t index) {
-    return scatter == Scatter::strided_rows
-               ? Side(source, cache, scatter, op.strides[index], op.offsets[index])
-               : Side(source, cache, scatter, std::nullopt, 0);
-  };
+Sides sides_of(const ScatterPaKvCache& op, Scatter scatter, int64_t block_size) {
   Sides sides;
-  sides.push_back(side(op.key, op.key_cache, 0));
+  const auto add = [&](const at::Tensor& source, const at::Tensor& cache) {
+    const bool strided = scatter == Scatter::strided_rows;
+    const auto index = sides.size();
+    sides.emplace_back(source, cache, scatter, block_size,
+                       strided ? std::optional(op.strides[index]) : std::nullopt,
+                       strided ? op.offsets[index] : 0);
+  };
+  add(op.key, op.key_cache);
   if (op.value) {
-    sides.push_back(side(*op.value, *op.value_cache, 1));
+    add(*op.value, *op.value_cache);
   }
   return sides;
 }
+
+constexpr int64_t kRows = 64;  // that are copied at a time
 
 // Returns the number of rows below which a second thread costs more than it saves.
 int64_t grain(const Sides& sides) {
   constexpr int64_t kBytes = 128 * 1024;
   int64_t row_bytes = 1;
   for (const auto& side : sides) {
-    row_bytes += side.row_bytes();
+    row_bytes += side.row_bytes;
   }
   return std::max<int64_t>(1, kBytes / row_bytes);
 }
@@ -142,15 +131,12 @@ void finish_streams() {
 #endif
 }
 
-// Returns whether to stream a side: so many bytes would not stay in a cache anyway.
-bool is_streamed(const Side& side, int64_t rows) {
-  constexpr int64_t kBytes = 32 * 1024 * 1024;
-  return rows * side.row_bytes() >= kBytes;
-}
-
 inline void copy(bool streamed, char* to, const char* from, int64_t bytes) {
+  constexpr auto kFractal = ScatterPaKvCache::kFractalBytes;
   if (streamed) {
     stream(to, from, bytes);
+  } else if (bytes == kFractal) {
+    std::memcpy(to, from, kFractal);
   } else {
     std::memcpy(to, from, bytes);
   }
@@ -164,70 +150,44 @@ void check_slots(const Indices& slots, int64_t capacity) {
               beyond == slots.end() ? 0 : *beyond, " for row ", beyond - slots.begin());
 }
 
-void write_rows(const Sides& sides, const Indices& slots) {
+// Copies a few rows at a time, piece by piece. In fractal layout a row is scattered over its block,
+// which holds fractal c of all positions, then fractal c + 1; neighbours share the cache lines that
+// they read and, usually, those that they write.
+void write_rows(const Sides& sides, const Indices& slots, int64_t grain) {
+  constexpr int64_t kStreamedBytes = 32 * 1024 * 1024;  // so many would not stay in a cache anyway
   // Rows go to pages in any order: the target of one is prefetched while others are copied.
   constexpr int64_t kAhead = 4;
-  at::parallel_for(0, slots.size(), grain(sides), [&](int64_t begin, int64_t end) {
+  const auto count = static_cast<int64_t>(slots.size());
+  at::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
     for (const auto& side : sides) {
-      const bool dense = side.dense_rows();
-      const auto pieces = dense ? 1 : side.heads;
-      const auto target_stride = side.flat ? side.head_bytes : side.target_head_stride;
-      const auto piece_bytes = dense ? side.row_bytes() : side.head_bytes;
-      const bool streamed = is_streamed(side, slots.size());
-      for (int64_t row = begin; row < end; ++row) {
-        if (slots[row] < 0) {
-          continue;
+      const bool streamed = count * side.row_bytes >= kStreamedBytes;
+      const auto bytes = std::max<int64_t>(side.piece_bytes, 1);
+      const auto pieces_of_head = std::max<int64_t>(side.head_bytes / bytes, 1);
+      for (int64_t begin = first; begin < last; begin += kRows) {
+        int64_t written = 0;
+        const char* from[kRows];
+        char* to[kRows];
+        for (int64_t row = begin; row < std::min(begin + kRows, last); ++row) {
+          if (slots[row] >= 0) {
+            from[written] = side.from + row * side.row_stride;
+            to[written++] = side.target(slots[row]);
+          }
         }
-        if (row + kAhead < end && slots[row + kAhead] >= 0) {
-          __builtin_prefetch(side.target(slots[row + kAhead]), /*write=*/1);
-        }
-        const auto* from = side.from + row * side.row_stride;
-        auto* to = side.target(slots[row]);
-        for (int64_t piece = 0; piece < pieces; ++piece) {
-          copy(streamed, to + piece * target_stride, from + piece * side.head_stride, piece_bytes);
+        for (int64_t piece = 0; piece < side.row_bytes / bytes; ++piece) {
+          const auto source =
+              piece / pieces_of_head * side.head_stride + piece % pieces_of_head * side.piece_bytes;
+          const auto target = piece * side.piece_stride;
+          for (int64_t i = 0; i < written; ++i) {
+            if (piece == 0 && i + kAhead < written) {
+              __builtin_prefetch(to[i + kAhead], /*write=*/1);
+            }
+            copy(streamed, to[i] + target, from[i] + source, side.piece_bytes);
+          }
         }
       }
     }
     finish_streams();
   });
-}
-
-// A row is scattered over its block, which holds fractal c of all positions, then fractal c + 1.
-// Copies a few rows at a time, since neighbours share the cache lines they read and, usually, those
-// they write.
-void write_nz_rows(const Sides& sides, const Indices& slots, int64_t block_size) {
-  constexpr int64_t kRows = 64;
-  constexpr auto kFractal = ScatterPaKvCache::kFractalBytes;
-  at::parallel_for(0, slots.size(), std::max(kRows, grain(sides)),
-                   [&](int64_t first, int64_t last) {
-                     for (int64_t begin = first; begin < last; begin += kRows) {
-                       const auto rows = std::min(kRows, last - begin);
-                       for (const auto& side : sides) {
-                         const bool streamed = is_streamed(side, slots.size());
-                         int64_t written = 0;
-                         const char* from[kRows];
-                         char* to[kRows];
-                         for (int64_t row = begin; row < begin + rows; ++row) {
-                           if (slots[row] >= 0) {
-                             from[written] = side.from + row * side.row_stride;
-                             to[written++] = side.to + slots[row] / block_size * side.block_stride +
-                                             slots[row] % block_size * kFractal;
-                           }
-                         }
-                         int64_t target = 0;
-                         for (int64_t head = 0; head < side.heads; ++head) {
-                           for (int64_t byte = 0; byte < side.head_bytes; byte += kFractal) {
-                             const auto source = head * side.head_stride + byte;
-                             for (int64_t i = 0; i < written; ++i) {
-                               copy(streamed, to[i] + target, from[i] + source, kFractal);
-                             }
-                             target += block_size * kFractal;
-                           }
-                         }
-                       }
-                     }
-                     finish_streams();
-                   });
 }
 
 // The rows of one batch and head, written as one run: [0, window), the mean of the window if
@@ -363,28 +323,15 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   const auto scatter = op.scatter();
   const auto block_size = op.key_cache.size(op.block_size_axis(scatter));
   const auto capacity = op.key_cache.size(0) * block_size;
-  switch (scatter) {
-    case Scatter::alibi:
-    case Scatter::rope:
-    case Scatter::omni: {
-      const auto runs = runs_of(op, scatter, capacity);
-      write_runs(sides_of(op, scatter), runs, scatter == Scatter::rope);
-      break;
-    }
-    case Scatter::rows:
-    case Scatter::strided_rows:
-    case Scatter::nz_rows: {
-      const auto slots = read(op.slot_mapping);
-      check_slots(slots, capacity);
-      const auto sides = sides_of(op, scatter);
-      if (scatter == Scatter::nz_rows) {
-        write_nz_rows(sides, slots, block_size);
-      } else {
-        write_rows(sides, slots);
-      }
-      break;
-    }
+  if (is_run(scatter)) {
+    const auto runs = runs_of(op, scatter, capacity);
+    write_runs(sides_of(op, scatter, block_size), runs, scatter == Scatter::rope);
+    return;
   }
+  const auto slots = read(op.slot_mapping);
+  check_slots(slots, capacity);
+  const auto sides = sides_of(op, scatter, block_size);
+  write_rows(sides, slots, std::max(grain(sides), scatter == Scatter::nz_rows ? kRows : 1));
 }
 
 TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m); }

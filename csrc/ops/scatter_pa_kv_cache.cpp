@@ -35,7 +35,6 @@ constexpr Rule kBufferGoesOn{"key",
                              "a buffer that goes on behind the last row in scatter mode 'Nct'",
                              k950.since(Cann::v9_1)};
 
-bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
 bool has_window(Scatter scatter) { return scatter >= Scatter::rope; }
 
 // Returns whether the elements of every block lie side by side, with the axes behind the first in

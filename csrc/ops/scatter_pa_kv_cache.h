@@ -20,6 +20,7 @@ enum class Scatter {
   rope,   // all rows, with a window of compress_lens rows replaced by its mean
   omni    // all rows except that window
 };
+constexpr bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
 
 struct ScatterPaKvCache {
   static constexpr const char* name = "scatter_pa_kv_cache_";
