@@ -23,7 +23,7 @@ def uses(tree: Tree) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-@pytest.mark.parametrize("tree", [TREES["python"]], ids=["python"])
+@each_tree
 def test_a_part_uses_what_it_may(tree: Tree) -> None:
     found = uses(tree)
     wrong = {(x, y): files for (x, y), files in found.items() if y not in tree.below(x)}
@@ -40,3 +40,14 @@ def test_no_file_uses_itself(tree: Tree) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" is used by ".join(map(tree.name, error.args[1])))
+
+
+@pytest.mark.parametrize(
+    ("inner", "below"), [("npu/aclnn", ("core",)), ("cpu/common", ("core", "dispatch", "ops"))]
+)
+def test_what_files_of_a_folder_share_uses_none_of_them(inner: str, below: tuple[str, ...]) -> None:
+    csrc = TREES["csrc"]
+    for file in csrc.files():
+        if csrc.name(file).startswith(inner):
+            used = [csrc.name(x) for x in csrc.used_by(file)]
+            assert all(x.startswith((inner, *below)) for x in used), (csrc.name(file), used)
