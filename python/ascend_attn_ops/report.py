@@ -112,7 +112,8 @@ def _versions(npu: ModuleType | None) -> dict[str, str]:
 def _path_of(library: str) -> str:
     """Return the file of a library that this process has loaded: it tells which CANN is in use."""
     with open("/proc/self/maps") as maps:
-        return next(line.split()[-1] for line in maps if line.rstrip().endswith(f"/{library}"))
+        paths = (line.split()[-1] for line in maps)
+        return next((path for path in paths if path.endswith(f"/{library}")), library)
 
 
 def _built_with_text(module: str) -> str:
