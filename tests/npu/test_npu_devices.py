@@ -319,7 +319,7 @@ MASKED_ROW = """
     ("environment", "expected"),
     [
         ({"cann": "8.5"}, [V3, 2, [0.0, 0.0]]),
-        ({"soc": "A3"}, [V3, 2, [0.0, 0.0]]),
+        ({"product": "A3"}, [V3, 2, [0.0, 0.0]]),
         (
             {"without": ["aclnnPromptFlashAttentionV3"]},
             ["aclnnPromptFlashAttentionV2", None, [3.0, 4.0]],
