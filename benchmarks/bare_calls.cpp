@@ -1,4 +1,4 @@
-// What a call of an aclnn function costs without PyTorch: host_time.py compiles and calls it.
+// Times a call of an aclnn function without PyTorch: host_time.py compiles and calls it.
 #include <acl/acl.h>
 
 #include <array>

@@ -17,7 +17,7 @@ struct KeyPages {
   OptionalTensor block_table;
 
   bool given() const { return layout_key.paged(); }
-  // What the device is told of the keys.
+  // The key lengths that the device gets.
   std::string_view layout(const LayoutArgument& layout_query) const {
     return given() ? KeyLayoutArgument::kPaged : layout_query.text();
   }

@@ -80,7 +80,7 @@ def check_tensors(function: str, rank: int, names: str, *tensors: object) -> Non
 
 
 class Options(NamedTuple):
-    """What the functions are asked for beside their tensors and lengths."""
+    """The options of a call: all arguments but tensors and lengths."""
 
     function: str  # that errors name
     mask: Mask

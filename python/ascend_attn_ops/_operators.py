@@ -1,4 +1,4 @@
-"""What the public function of an operator calls."""
+"""The two ways from a public function to its operator."""
 
 from __future__ import annotations
 

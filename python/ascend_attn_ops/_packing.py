@@ -63,7 +63,7 @@ def lengths_of(
 
 def lengths_on(lengths: Lengths, query: Tensor, where: Where = _READ_BEFORE) -> Tensor | None:
     """The lengths as a tensor on the device of `query`, without waiting for it."""
-    # Of a wrong type, they are the operator's to refuse.
+    # The operator refuses lengths of a wrong type.
     if lengths is None or isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
         return cast("Tensor | None", lengths)
     # And so is the query.

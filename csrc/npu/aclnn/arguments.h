@@ -148,7 +148,7 @@ class NumberArgument {
   T value_;
 };
 
-// What a caller passes where the prototype has `Parameter`.
+// The type that a caller passes where the prototype has `Parameter`.
 template <typename Parameter>
 struct ParameterTraits {
   using Argument = NumberArgument<Parameter>;

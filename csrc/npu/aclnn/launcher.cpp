@@ -155,7 +155,7 @@ struct DestroyExecutor {
   }
 };
 
-// What the first phase leaves for the second.
+// The first phase's results, which the second phase needs.
 struct Prepared {
   uint64_t workspace_size = 0;
   std::unique_ptr<aclOpExecutor, DestroyExecutor> executor;

@@ -142,7 +142,7 @@ def _run_on_meta(
 ) -> None:
     """Let the operator check the call, without data: all rules are its own.
 
-    Of the parts, those with the most queries and with the most keys can break a limit.
+    Only the parts with the most queries and with the most keys can break a limit.
     """
     parts = shards.rows()
     for part in (

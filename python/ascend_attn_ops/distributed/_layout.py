@@ -75,7 +75,7 @@ class Layout:
         self.group_name = group.group_name  # torch.compile reads no attribute of a group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.tokens = sum(lengths)
-        # Of each sequence, the first token in the batch.
+        # The first token of each sequence in the batch.
         starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
         self._parts = _parts(lengths, starts, self.world_size, order)
         self._rows = [
