@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 #include "core/device_in_force.h"
 #include "ops/operators.h"
@@ -64,9 +65,8 @@ TORCH_LIBRARY_IMPL(ascend, Meta, m) {
 
 // Sets the limits of the calling thread, and returns what they were; nullopt switches them off.
 int64_t set_thread_limits(std::optional<int64_t> override) {
-  const auto before = limits_override_of_thread();
-  set_limits_override_of_thread(override.value_or(limits_override_for(std::nullopt)));
-  return before;
+  return std::exchange(limits_of_thread().override,
+                       override.value_or(limits_override_for(std::nullopt)));
 }
 
 // Not an operator of the library: a simulated NPU computes with the CPU kernels, after the NPU

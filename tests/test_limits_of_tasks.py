@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import ascend_attn_ops
 import pytest
@@ -73,6 +75,106 @@ def test_threads() -> None:
     assert in_a_thread(lambda: context.run(device_in_force)) == [None]
 
 
+def block(product: Any) -> Iterator[Device | None]:
+    """A generator whose limits are in force while it is suspended."""
+    with ascend_attn_ops.limits(product):
+        while True:
+            yield device_in_force()
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_blocks_end_in_any_order(order: tuple[int, ...]) -> None:
+    devices = [None, Device("A3", "9.1"), Device("950", "9.1")]
+    blocks = [block(device and device.product) for device in devices]
+    assert [next(b) for b in blocks] == devices
+    remaining = [0, 1, 2]
+    for i in order:
+        blocks[i].close()  # type: ignore[attr-defined]
+        remaining.remove(i)
+        assert device_in_force() == (devices[remaining[-1]] if remaining else DEFAULT)
+
+
+def test_a_block_can_end_in_another_context() -> None:
+    generator = block(None)
+    assert contextvars.copy_context().run(next, generator) is None
+    with ascend_attn_ops.limits("A3"):
+        generator.close()  # type: ignore[attr-defined]
+        assert device_in_force() == ("A3", "9.1")
+    assert device_in_force() == DEFAULT
+
+
+def test_one_context_is_entered_twice() -> None:
+    lifted, other = ascend_attn_ops.limits(None), ascend_attn_ops.limits("A3")
+    with lifted, other:
+        with lifted:
+            assert device_in_force() is None
+        assert device_in_force() == ("A3", "9.1")
+    with lifted:
+        assert device_in_force() is None
+    assert device_in_force() == DEFAULT
+
+
+def test_tasks_share_a_context() -> None:
+    lifted = ascend_attn_ops.limits(None)
+    seen = []
+
+    async def first(entered: asyncio.Event) -> None:
+        with lifted:
+            entered.set()
+            await asyncio.sleep(0.01)
+        seen.append(device_in_force())
+
+    async def second(entered: asyncio.Event) -> None:
+        await entered.wait()
+        with lifted:
+            await asyncio.sleep(0.02)
+            seen.append(device_in_force())
+
+    async def both() -> None:
+        entered = asyncio.Event()
+        await asyncio.gather(first(entered), second(entered))
+
+    asyncio.run(both())
+    assert seen == [DEFAULT, None]
+
+
+def test_a_decorated_function() -> None:
+    @ascend_attn_ops.limits(None)
+    def device(depth: int) -> Device | None:
+        return device(depth - 1) if depth else device_in_force()
+
+    assert device(2) is None
+    assert device_in_force() == DEFAULT
+
+
+@pytest.fixture
+def restored_default() -> Iterator[None]:
+    yield
+    ascend_attn_ops.set_limits(DEFAULT.product, DEFAULT.cann)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("restored_default")
+def test_set_limits_is_the_default_of_the_process() -> None:
+    ascend_attn_ops.set_limits(None)
+    query, out = attention()
+    assert in_a_thread(device_in_force) == [None]
+    with ascend_attn_ops.limits("A3"):
+        ascend_attn_ops.set_limits("950", "9.0")
+        assert device_in_force() == ("A3", "9.1")
+    assert device_in_force() == ("950", "9.0")
+    out.sum().backward()  # with the limits of its forward
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"), [(("A5",), ValueError), (("A2", "9.2"), ValueError), ((2,), TypeError)]
+)
+def test_set_limits_refuses_unknown_names(arguments: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"limits: (product|cann): expected"):
+        ascend_attn_ops.set_limits(*arguments)
+    assert device_in_force() == DEFAULT
+
+
 @pytest.mark.parametrize("elsewhere", ["here", "in a thread", "in another block"])
 def test_a_gradient_has_the_limits_of_its_forward(elsewhere: str) -> None:
     with ascend_attn_ops.limits(None):
@@ -121,4 +223,36 @@ def test_the_inner_block_holds_in_a_gradient() -> None:
 
     x = torch.ones(1, requires_grad=True)
     Recompute.apply(x).backward()
+    assert device_in_force() == DEFAULT
+
+
+def test_blocks_in_a_gradient_end_in_any_order() -> None:
+    seen = []
+    suspended: list[Any] = []
+
+    def unpacked(x: Tensor) -> Tensor:
+        if seen:
+            return x
+        # The backward of attention, with the limits of its forward in force.
+        first, second = block("A3"), block("950")
+        seen.extend([device_in_force(), next(first), next(second)])
+        first.close()  # type: ignore[attr-defined]
+        seen.append(device_in_force())
+        second.close()  # type: ignore[attr-defined]
+        seen.append(device_in_force())
+        suspended.append(block(None))
+        seen.append(next(suspended[-1]))
+        return x
+
+    with (
+        ascend_attn_ops.limits(None),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpacked),
+    ):
+        _, out = attention()
+    out.sum().backward()
+    products = [device and device.product for device in seen]
+    assert products == [None, "A3", "950", "950", None, None]
+    # The last block has outlived the backward pass.
+    assert device_in_force() is None
+    suspended[-1].close()
     assert device_in_force() == DEFAULT

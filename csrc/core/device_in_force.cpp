@@ -1,6 +1,7 @@
 #include "core/device_in_force.h"
 
 #include <atomic>
+#include <utility>
 
 namespace ascend_attn {
 namespace {
@@ -10,17 +11,14 @@ constexpr int64_t kOff = 1;
 constexpr int64_t kFirstDevice = 2;
 constexpr int64_t kCannStep = 256;
 
-thread_local int64_t override_of_thread = kLimitsOfTask;
+thread_local ThreadLimits thread_limits;
 std::atomic<int64_t (*)()> override_of_task{nullptr};
 std::atomic<int64_t> default_limits{limits_override_for(Device())};
 
 }  // namespace
 
 std::optional<Device> device_in_force() {
-  auto value = limits_override();
-  if (value == kNotSet) {
-    value = default_limits.load(std::memory_order_relaxed);
-  }
+  const auto value = limits_override();
   if (value == kOff) {
     return std::nullopt;
   }
@@ -29,16 +27,20 @@ std::optional<Device> device_in_force() {
 }
 
 int64_t limits_override() {
-  if (override_of_thread != kLimitsOfTask) {
-    return override_of_thread;
+  if (thread_limits.override != kLimitsOfTask) {
+    return thread_limits.override;
   }
   auto* const read = override_of_task.load(std::memory_order_acquire);
-  return read ? read() : kNotSet;
+  const auto of_task = read ? read() : kNotSet;
+  return of_task == kNotSet ? default_limits.load(std::memory_order_relaxed) : of_task;
 }
-int64_t limits_override_of_thread() { return override_of_thread; }
-void set_limits_override_of_thread(int64_t value) { override_of_thread = value; }
 void set_limits_override_of_task(int64_t (*read)()) {
   override_of_task.store(read, std::memory_order_release);
+}
+ThreadLimits& limits_of_thread() { return thread_limits; }
+ThreadLimits begin_limits_scope(int64_t override) {
+  static std::atomic<uint64_t> scopes{0};
+  return std::exchange(thread_limits, {override, override, 0, ++scopes});
 }
 int64_t limits_override_for(std::optional<Device> device) {
   return device ? kFirstDevice + static_cast<int64_t>(device->product) +

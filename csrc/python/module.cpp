@@ -189,12 +189,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("compressed_mask_size") = kCompressedMaskSize;
   m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);
-  m.def("limits_override_of_thread", &limits_override_of_thread);
-  m.def("set_limits_override_of_thread", &set_limits_override_of_thread);
-  m.def("enter_limits",
+  py::class_<ThreadLimits>(m, "ThreadLimits");
+  m.def("begin_limits_scope", &begin_limits_scope);
+  m.def("end_limits_scope", [](const ThreadLimits& saved) { limits_of_thread() = saved; });
+  m.def("limits_override_for",
         [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
-          return enter_limits(limits_override_for(device_of(product, cann)));
+          return limits_override_for(device_of(product, cann));
         });
+  m.def("enter_limits", &enter_limits);
   m.def("leave_limits", &leave_limits);
   m.def("set_default_limits",
         [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {

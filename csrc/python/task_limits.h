@@ -1,18 +1,17 @@
-// The limits of Python's tasks: `with ascend_attn_ops.limits(...)` sets a context variable, so that
-// it holds for the asyncio task, or the thread, that entered the block.
+// The limits of Python's tasks: a context variable holds their `limits` blocks, so that a block is
+// that of the asyncio task, or the thread, that entered it.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
-#include <utility>
 
 namespace ascend_attn {
 
-// What was in force where a block began: the overrides of the task and of the thread.
-using LimitsBefore = std::pair<int64_t, int64_t>;
-
-// Begins a block. The GIL is held.
-LimitsBefore enter_limits(int64_t override);
-// Ends a block that began with `of_task` and `of_thread` in force. The GIL is held.
-void leave_limits(int64_t of_task, int64_t of_thread);
+// Begins a block of `owner`, which is in force until another one begins. The GIL is held.
+void enter_limits(pybind11::handle owner, int64_t override);
+// Ends the last block of `owner`. Blocks end in any order: those of suspended generators do. The
+// GIL is held.
+void leave_limits(pybind11::handle owner);
 
 }  // namespace ascend_attn

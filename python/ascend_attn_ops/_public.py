@@ -8,7 +8,7 @@ from ascend_attn_ops._pages import (
     slot_mapping,
 )
 from ascend_attn_ops._statistics import log_sum_exp
-from ascend_attn_ops.device_limits import limits
+from ascend_attn_ops.device_limits import limits, set_limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
 from ascend_attn_ops.operators.attention_update import attention_update
@@ -49,6 +49,7 @@ __all__ = [
     "quantize_attention_inputs",
     "save_attention_policy",
     "scatter_pa_kv_cache_",
+    "set_limits",
     "slot_mapping",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",

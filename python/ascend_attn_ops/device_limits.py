@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from typing import Any, Literal, NamedTuple
 
 from ascend_attn_ops import _C
@@ -26,11 +25,12 @@ class Device(NamedTuple):
         return f"Ascend {self.product} with CANN {self.cann}"
 
 
-@contextmanager
-def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
+class limits(ContextDecorator):
     """Check calls in this block against the limits of another device, or of none.
 
-    The block is that of its thread or asyncio task: others are not affected.
+    The block is that of its thread or asyncio task: others are not affected. Blocks may end in any
+    order, as those of suspended generators do: the last one that is still open applies.
+    `set_limits` changes the default instead, without a block.
 
     The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
     predicts the device. By default calls are checked for the NPU in use and its CANN. Without an
@@ -59,17 +59,53 @@ def limits(product: Product | None, cann: Cann | None = None) -> Iterator[None]:
 
     The backward pass is checked against the same limits as its forward pass.
     """
+
+    def __init__(self, product: Product | None, cann: Cann | None = None) -> None:
+        _check_names("ascend::limits", product, cann)
+        self._override = _C.limits_override_for(product, cann)
+
+    def __enter__(self) -> None:
+        _C.enter_limits(self, self._override)
+
+    def __exit__(self, *error: object) -> None:
+        _C.leave_limits(self)
+
+
+def set_limits(product: Product | None, cann: Cann | None = None) -> None:
+    """Check the calls of this process against the limits of another device, or of none.
+
+    This is the default, which applies outside of `limits` blocks and in all threads, and which the
+    environment variable ``ASCEND_ATTN_OPS_LIMITS`` sets when the package is imported. A notebook
+    or a script calls it once at its beginning.
+
+    Args:
+        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``. None switches the limits off.
+        cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
+
+    Raises:
+        TypeError: a product or version is neither a string nor None.
+        ValueError: for an unknown product or version.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> x = torch.randn(1, 3, 2, 16)
+        >>> ascend_attn_ops.set_limits(None)
+        >>> out, *_ = ascend_attn_ops.flash_attention_score(
+        ...     x, x, x, num_heads=2, layout="BSND"
+        ... )
+        >>> ascend_attn_ops.set_limits("A2")
+    """
+    _check_names("ascend::set_limits", product, cann)
+    _C.set_default_limits(product, cann)
+
+
+def _check_names(operator: str, product: str | None, cann: str | None) -> None:
     for name, x in (("product", product), ("cann", cann)):
         if x is not None and not isinstance(x, str):
-            raise wrong(TypeError, "ascend::limits", name, "a string or None", shown(x))
+            raise wrong(TypeError, operator, name, "a string or None", shown(x))
         if x is not None and any("\ud800" <= character <= "\udfff" for character in x):
             # No text to C++.
-            raise wrong(ValueError, "ascend::limits", name, "a known name", shown(x))
-    before = _C.enter_limits(product, cann)
-    try:
-        yield
-    finally:
-        _C.leave_limits(*before)
+            raise wrong(ValueError, operator, name, "a known name", shown(x))
 
 
 class LimitsOfCall:
@@ -84,12 +120,11 @@ class LimitsOfCall:
 
     def __enter__(self) -> None:
         if self.override is not None:
-            self.saved = _C.limits_override_of_thread()
-            _C.set_limits_override_of_thread(self.override)
+            self.saved = _C.begin_limits_scope(self.override)
 
     def __exit__(self, *error: object) -> None:
         if self.override is not None:
-            _C.set_limits_override_of_thread(self.saved)
+            _C.end_limits_scope(self.saved)
 
 
 def parse(text: str) -> Device | None:
