@@ -21,7 +21,7 @@ from torch import Tensor
 
 D, ROPE, INDEX_D, INDEX_HEADS = 512, 64, 128, 32
 KL_LOSS = "sparse_lightning_indexer_grad_kl_loss"
-SCALE = (D + ROPE) ** -0.5
+SCALE = 192**-0.5  # DeepSeek-V3.2, with heads of 128 + 64 before absorption
 
 
 class Inputs(NamedTuple):

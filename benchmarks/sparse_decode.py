@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 HEADS, D, ROPE = 64, 512, 64
 INDEX_HEADS, INDEX_D = 64, 128
 K, BLOCK = 2048, 128
-SCALE = (D + ROPE) ** -0.5
+SCALE = 192**-0.5  # DeepSeek-V3.2, with heads of 128 + 64 before absorption
 COLUMNS = ("ours, indexer", "ours, attention", "ours, sparse", "ours, dense", "torch", "limit")
 CONTEXTS = (1024, 4096, 16384, 65536)
 READ_ELEMENTS = 1 << 25  # of 2 bytes: more than a cache holds

@@ -192,7 +192,7 @@ def sparse_flash_attention(
         sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K); int32. Keys, counted from
             the first of the sequence, on whichever rank they are.
         shards: which tokens are local.
-        scale_value: factor of the scores.
+        scale_value: factor of the scores, as in `ascend_attn_ops.sparse_flash_attention`.
         query_rope: (T, N1, Dr) or (1, T, N1, Dr); query's dtype. With key_rope or not at all.
         key_rope: (T, 1, Dr) or (1, T, 1, Dr); query's dtype.
         sparse_block_size: keys per index.

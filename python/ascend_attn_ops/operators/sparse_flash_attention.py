@@ -57,7 +57,9 @@ def sparse_flash_attention(
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
             first min(K, visible blocks) slots are read. The first -1 ends a row; an index that
             occurs twice counts twice.
-        scale_value: factor of the scores, usually 1 / sqrt(D of the unabsorbed head + Dr).
+        scale_value: factor of the scores: 1 / sqrt(head size before absorption), which for
+            DeepSeek-V3.2 is (128 + 64)**-0.5, times the square of YaRN's mscale (1.874 for factor
+            40) where the checkpoint has it.
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
             valid tokens per batch, optional; the others have no part and zero gradients. TND:
             required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).

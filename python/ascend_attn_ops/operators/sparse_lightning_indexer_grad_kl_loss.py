@@ -110,7 +110,8 @@ def lightning_indexer_kl_loss(
         softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
             :func:`sparse_flash_attention` over the same keys: p is not renormalised, and with other
             statistics it does not sum to one.
-        scale_value: factor of the main attention's scores; the indexer's scores have none.
+        scale_value: factor of the main attention's scores, as in `sparse_flash_attention`; the
+            indexer's scores have none.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. The NPU requires both ropes.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
         actual_seq_lengths_query: B numbers, as a list or an int32 tensor; the NPU's kernel reads
