@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from ascend_attn_ops import attach_loss
+from ascend_attn_ops._arguments import warn_once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -121,6 +123,29 @@ def test_gradient_accumulation() -> None:
 def test_only_tensors_with_gradients(output: Any, loss: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"attach_loss: {message}"):
         attach_loss(output, loss)
+
+
+@pytest.fixture
+def no_warning_yet() -> Iterator[None]:
+    warn_once.cache_clear()
+    yield
+    warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_a_loss_without_gradient_warns_once() -> None:
+    output, parameter = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach_loss(output, parameter.sum())
+        attach_loss(output.detach(), parameter.sum())
+        with torch.no_grad():
+            attach_loss(output, parameter.sum())
+    with pytest.warns(UserWarning, match="attach_loss: loss: requires no gradient") as seen:
+        attached = [attach_loss(output, parameter.detach().sum()) for _ in range(3)]
+    assert len(attached) == 3
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
 
 
 def test_under_torch_func() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import reprlib
 import sys
+import warnings
 from collections.abc import Iterator
+from functools import cache
 from operator import index
 from typing import Any, TypeVar
 
@@ -25,6 +27,12 @@ Error = TypeVar("Error", bound=Exception)
 def wrong(kind: type[Error], function: str, argument: str, expected: str, got: str) -> Error:
     """The error to raise; `shown` makes `got` of what the caller gave."""
     return kind(f"{function}: {argument}: expected {expected}, got {got} {INVALID}")
+
+
+@cache
+def warn_once(function: str, argument: str, text: str) -> None:
+    """Warns of what is no error but hardly meant, at its first occurrence in a process."""
+    warnings.warn(f"{function}: {argument}: {text}", stacklevel=3)
 
 
 class _Shown(reprlib.Repr):

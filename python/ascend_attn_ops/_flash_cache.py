@@ -8,7 +8,7 @@ from torch import Tensor
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import readable, shown, wrong
 from ascend_attn_ops._packing import counts, lengths_on
-from ascend_attn_ops._pages import check_indices, gather_blocks, slot_mapping
+from ascend_attn_ops._pages import check_indices, gather_keys_and_values, slot_mapping
 from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
 
 
@@ -59,7 +59,7 @@ def attend(
     """
     batch = len(lengths)
     if table is not None:
-        k, v = gather_blocks(options.function, k, v, table, lengths)
+        k, v = gather_keys_and_values(options.function, k, v, table, lengths)
     if k.size(0) != batch:
         k, v = k[:batch], v[:batch]
     longest = max(lengths) if lengths else 0

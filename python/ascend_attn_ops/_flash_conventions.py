@@ -22,7 +22,7 @@ from ascend_attn_ops._arguments import (
 )
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, equal_ends, lengths_between, with_gaps
-from ascend_attn_ops._pages import gather_blocks
+from ascend_attn_ops._pages import gather_keys_and_values
 from ascend_attn_ops._statistics import by_head, log_sum_exp_or
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score
 
@@ -179,7 +179,7 @@ def attend_paged(
     lengths: list[int],
 ) -> tuple[Tensor, Tensor | None]:
     """As `attend_packed`, for keys and values in blocks."""
-    k, v = gather_blocks(options.function, k, v, table, lengths)
+    k, v = gather_keys_and_values(options.function, k, v, table, lengths)
     k_ends = equal_ends(k.shape[1], len(lengths))
     return attend_packed(options, q, k.flatten(0, 1), v.flatten(0, 1), q_ends, k_ends, lengths)
 

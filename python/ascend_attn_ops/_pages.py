@@ -206,16 +206,28 @@ def check_indices(function: str, argument: str, indices: object, rank: int) -> N
         raise wrong(ValueError, function, argument, f"rank {rank}", str(list(indices.shape)))
 
 
-def gather_blocks(
-    function: str, k: Tensor, v: Tensor, table: Tensor, lengths: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def gather_blocks(function: str, cache: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
     """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
     the longest sequence has."""
-    check_indices(function, "block_table", table, 2)
+    return cache[_blocks_to_read(function, cache, table, lengths)].flatten(1, 2)
+
+
+def gather_keys_and_values(
+    function: str, k: Tensor, v: Tensor, table: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The blocks of each sequence side by side, of two caches."""
+    table = _blocks_to_read(function, k, table, lengths)
     num_blocks, size = k.shape[:2]
     if v.shape[:2] != k.shape[:2]:
         expected = f"the {num_blocks} blocks of {size} that the keys have"
         raise wrong(ValueError, function, "v", expected, str(list(v.shape)))
+    return k[table].flatten(1, 2), v[table].flatten(1, 2)
+
+
+def _blocks_to_read(function: str, cache: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The columns of the table that the longest sequence reads, checked, and none below 0."""
+    check_indices(function, "block_table", table, 2)
+    num_blocks, size = cache.shape[:2]
     longest = max(lengths, default=0)
     blocks = -(-longest // size) if size else 0
     if table.shape[0] != len(lengths) or table.shape[1] < blocks:
@@ -230,8 +242,7 @@ def gather_blocks(
         expected = f"0..{num_blocks - 1} where a sequence has keys"
         raise wrong(ValueError, function, "block_table", expected, str(wrong_block[0]))
     # Entries after the last block of a sequence are often -1.
-    table = table.clamp(0, max(num_blocks - 1, 0))
-    return k[table].flatten(1, 2), v[table].flatten(1, 2)
+    return table.clamp(0, max(num_blocks - 1, 0))
 
 
 def nz_cache_shape(

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ascend_attn_ops._arguments import check_number, check_tensor, dtype_name, wrong
+from ascend_attn_ops._arguments import (
+    check_number,
+    check_tensor,
+    dtype_name,
+    warn_once,
+    wrong,
+)
+from ascend_attn_ops._torch import is_functorch_wrapped_tensor
 
 _ATTACH_LOSS = "ascend::attach_loss"
 
@@ -50,7 +57,8 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
 
     Works under torch.compile, activation checkpointing, accumulation of gradients, and where
     `output` itself requires no gradient. A loss that is attached to an output that no gradient
-    reaches is not trained on.
+    reaches is not trained on. Nor is a loss that requires no gradient: the first one warns, while
+    gradients are recorded.
 
     Args:
         output: any tensor on the way to the trainer's loss: the layer's output.
@@ -85,6 +93,10 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
         got = f"shape {tuple(scale.shape)}"
         raise wrong(ValueError, _ATTACH_LOSS, "scale", "one element", got)
     check_number(_ATTACH_LOSS, "scale", scale, read=False)
+    records = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if records and not (loss.requires_grad or is_functorch_wrapped_tensor(loss)):
+        text = "requires no gradient and trains nothing; is it detached, or made under no_grad?"
+        warn_once(_ATTACH_LOSS, "loss", text)
     return cast("Tensor", _AttachLoss.apply(output, loss, scale))
 
 

@@ -177,6 +177,17 @@ def test_fused_pages(form: str) -> None:
     assert_close(out, expected.transpose(1, 2).flatten(0, 1))
 
 
+def test_each_cache_is_gathered_once() -> None:
+    query, *tensors = inputs()
+    caches = [paged(x, "heads together") for x in tensors]
+    with torch.profiler.profile() as profile:
+        torch_npu.npu_fused_infer_attention_score(
+            query, *caches, input_layout="BNSD", sparse_mode=3, atten_mask=SQUARE,
+            block_table=TABLE, block_size=BLOCK, actual_seq_lengths_kv=K_LENGTHS, **HEADS,
+        )  # fmt: skip
+    assert sum(event.name == "aten::index" for event in profile.events()) == len(caches)
+
+
 @pytest.mark.parametrize("with_pages", [False, True])
 def test_fused_ropes(with_pages: bool) -> None:
     """Absorbed latent attention: one head of keys, which are the values too."""

@@ -121,4 +121,4 @@ def gathered(
                 f"{name}: block_table: expected blocks 0..{blocks.shape[0] - 1}, "
                 f"got {found[0]} at {list(found[1:])}"
             )
-    return gather_blocks(name, blocks, blocks, block_table, lengths)[0]
+    return gather_blocks(name, blocks, block_table, lengths)
