@@ -202,15 +202,16 @@ def test_packed_sequences(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_packed_sequences_under_the_limits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window_size": (0, 0)}], ids=str)
+def test_packed_sequences_under_the_limits(mask: dict[str, Any], dtype: torch.dtype) -> None:
     """With tokens behind the last sequence, which the device wants to be told of."""
     cu_q, cu_k = PACKS[1]
     leaves = [x.requires_grad_() for x in packed(cu_q, cu_k, 2, dtype, behind=3)]
-    out = flash_attn_varlen_func(*leaves, cu(cu_q), cu(cu_k), 7, 28, causal=True)
+    out = flash_attn_varlen_func(*leaves, cu(cu_q), cu(cu_k), 7, 28, **mask)
     for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         q, k, v = leaves[0][None, a:b], leaves[1][None, c:d], leaves[2][None, c:d]
-        expected, _ = attend(q, k, v, causal=True)
-        assert_within_the_specification(out[None, a:b], expected, q, k, v, causal=True)
+        expected, _ = attend(q, k, v, **mask)
+        assert_within_the_specification(out[None, a:b], expected, q, k, v, **mask)
     out.sum().backward()
     assert all(x.grad is not None and not x.grad[-3:].any() for x in leaves)
 
@@ -227,6 +228,7 @@ def test_packed_sequences_under_the_limits(dtype: torch.dtype) -> None:
         ([0, 9, 9, 20], {"causal": True}),
         ([0, 3, 9, 33], {"causal": True}),
         ([0, 3, 9, 33], {"window_size": (4, 0)}),
+        ([0, 3, 9, 33], {"window_size": (0, 0)}),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import flash_attn_varlen_func, register_flash_attention_impl
@@ -70,7 +71,7 @@ LENGTHS = cu(CU_Q), cu(CU_K), 7, 28
 
 @needs_registry
 @pytest.mark.parametrize("behind", [0, 2])
-@pytest.mark.parametrize("bounds", [(-1, -1), (-1, 0), (3, 0), (4, 2), (2, -1)], ids=str)
+@pytest.mark.parametrize("bounds", [(-1, -1), (-1, 0), (3, 0), (4, 2), (2, -1), (0, 0)], ids=str)
 def test_forward_and_backward(
     varlen_attn: Callable[..., Any], bounds: tuple[int, int], behind: int
 ) -> None:
@@ -81,6 +82,19 @@ def test_forward_and_backward(
     d_out = torch.randn_like(out)
     actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
     # What is kept for the backward is a float32.
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@needs_registry
+def test_a_window_of_one_key_under_the_limits(varlen_attn: Callable[..., Any]) -> None:
+    leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32, behind=2)]
+    with ascend_attn_ops.limits("A2"):
+        out = varlen_attn(*leaves, *LENGTHS, **window(0, 0))
+        expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=(0, 0))
+        d_out = torch.randn_like(out)
+        actual = torch.autograd.grad(out, leaves, d_out)
+        wanted = torch.autograd.grad(expected, leaves, d_out.double())
+    torch.testing.assert_close(out, expected.float())
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 

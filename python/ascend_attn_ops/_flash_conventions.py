@@ -21,7 +21,13 @@ from ascend_attn_ops._arguments import (
     wrong,
 )
 from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops._packing import closed, equal_ends, lengths_between, with_gaps
+from ascend_attn_ops._packing import (
+    closed,
+    equal_ends,
+    lengths_between,
+    one_key_each,
+    with_gaps,
+)
 from ascend_attn_ops._pages import gather_keys_and_values
 from ascend_attn_ops._statistics import by_head, log_sum_exp_or
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score
@@ -43,7 +49,7 @@ class Mask(NamedTuple):
         return self.sparse_mode == 3 or self.next_tokens == 0
 
 
-_EVERYTHING, _CAUSAL = Mask(0), Mask(3)
+_EVERYTHING, _CAUSAL, _OWN_KEY = Mask(0), Mask(3), Mask(4, 0, 0)
 
 
 def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
@@ -204,6 +210,7 @@ def attend_packed(
         q_ends, k_ends = with_gaps(queries, keys)
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.repeat_interleave(len(q_ends) // len(queries), 0)
+    mask, q_ends, k_ends, slopes = in_device_terms(options.mask, q_ends, k_ends, slopes)
     q_list, k_list = closed(q, k, q_ends, k_ends)
     pse, q_start, k_start = slopes, None, None
     if slopes is not None:
@@ -216,7 +223,7 @@ def attend_packed(
         q, k, v, num_heads=q.shape[1], layout="TND", pse_shift=pse,
         pse_type=1 if pse is None else 2, q_start_idx=q_start, kv_start_idx=k_start,
         actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list, scale_value=options.scale,
-        dropout_p=options.dropout_p, **options.mask._asdict(),
+        dropout_p=options.dropout_p, **mask._asdict(),
     )  # fmt: skip
     if not options.return_lse:
         return out, None
@@ -226,6 +233,19 @@ def attend_packed(
         for begin, end, more, row in zip([0, *q_ends[:-1]], q_ends, excess, rows, strict=True):
             lse[:, begin:end] += more * row[:, None]
     return out, lse
+
+
+def in_device_terms(
+    mask: Mask, q_ends: list[int], k_ends: list[int], slopes: Tensor | None = None
+) -> tuple[Mask, list[int], list[int], Tensor | None]:
+    """The same attention as a call of which the device has the gradient: in a pack it has none for
+    a window of a single key."""
+    if mask != _OWN_KEY or len(q_ends) != len(k_ends):
+        return mask, q_ends, k_ends, slopes
+    q_ends, k_ends, parts = one_key_each(q_ends, k_ends)
+    if slopes is not None and slopes.dim() == 2 and len(slopes) == len(parts):
+        slopes = slopes.repeat_interleave(torch.tensor(parts, device=slopes.device), 0)
+    return _EVERYTHING, q_ends, k_ends, slopes
 
 
 def _leads(options: Options, q_ends: list[int], k_ends: list[int]) -> tuple[int, list[int]]:

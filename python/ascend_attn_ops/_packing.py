@@ -196,6 +196,20 @@ def with_gaps(
     return list(accumulate(query_lengths)), list(accumulate(key_lengths))
 
 
+def one_key_each(
+    q_ends: Sequence[int], k_ends: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """The ends of sequences of one query and its own key, counted from the last ones, and into how
+    many of them each sequence is split. What is left over comes first, without a partner."""
+    q_lengths, k_lengths, parts = [], [], []
+    for queries, keys in zip(lengths_between(q_ends), lengths_between(k_ends), strict=True):
+        both = max(min(queries, keys), 0)
+        q_lengths += [queries - both, *[1] * both]
+        k_lengths += [keys - both, *[1] * both]
+        parts.append(1 + both)
+    return list(accumulate(q_lengths)), list(accumulate(k_lengths)), parts
+
+
 def closed(
     q: Tensor, k: Tensor, q_ends: list[int], k_ends: list[int]
 ) -> tuple[list[int], list[int]]:

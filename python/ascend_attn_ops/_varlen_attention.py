@@ -117,6 +117,7 @@ def backward(
     q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
     k_ends = ends_of(name, "cum_seq_k", cum_seq_k)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
+    mask, q_ends, k_ends, _ = conventions.in_device_terms(mask, q_ends, k_ends)
     statistics = logsumexp.double() if query.dtype == torch.float64 else logsumexp
     maximum, total = (
         by_sequence(x, q_ends)[..., None].expand(-1, -1, LANES).contiguous()
