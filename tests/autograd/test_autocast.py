@@ -136,6 +136,43 @@ def test_slopes_and_biases() -> None:
     assert torch.equal(with_bias, out(bias.bfloat16(), x.bfloat16(), 1))
 
 
+class Received(TorchDispatchMode):
+    """Keeps the dtypes of the tensors that an operator of ours receives, by argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "ascend":
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            self.dtypes = {k: x.dtype for k, x in given.items() if isinstance(x, Tensor)}
+        return func(*args, **kwargs)
+
+
+def kept_names(sample: Sample) -> set[str]:
+    names = {*STATISTICS, "weight", "deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2"}
+    slopes = sample.arguments.get("pse_type", 1) >= 2
+    return names | {"quant_offset2"} | ({"pse_shift"} if slopes else set())
+
+
+@each_operator
+def test_statistics_and_scales_keep_their_dtype(name: str) -> None:
+    """In every call of the record: the operator itself receives them as they were passed."""
+    for case in OPERATORS[name].cases:
+        sample = OPERATORS[name].make(case, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16), Received() as received:
+            sample.call(torch.ops.ascend)
+        kept = kept_names(sample)
+        expected = {
+            key: x.dtype if key in kept or x.dtype != torch.float32 else torch.bfloat16
+            for key, x in sample.tensors.items()
+        }
+        assert received.dtypes == expected, case
+
+
 class Casts(TorchDispatchMode):
     """Counts those of tensors of one shape."""
 

@@ -75,6 +75,15 @@ def floors(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor | float, ...]
     return tuple(by_name(sample, results)[name] for name in names)
 
 
+@each_recipe
+def test_each_argument_alone_gets_its_gradient(recipe: Recipe) -> None:
+    """Autograd drops, without a word, the gradients of tensors that it is not given one by one."""
+    sample = recipe.make(torch.float32)
+    names = differentiable_names(sample)
+    for name, expected in zip(names, gradients(sample), strict=True):
+        assert_same_bits(gradients(sample, (name,)), (expected,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each_recipe
 def test_gradients_are_those_of_the_reference(recipe: Recipe, dtype: torch.dtype) -> None:
