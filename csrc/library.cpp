@@ -5,7 +5,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include "core/device_in_force.h"
@@ -17,8 +16,8 @@ namespace {
 template <typename Op>
 void no_values(const Op&, typename Op::Outputs&) {}
 
-// Returns the schema of the form `out`: what "(Tensor x) -> (Tensor y, Tensor z)" returns, it takes
-// as keyword arguments as well, "(Tensor x, *, Tensor(a!) y, Tensor(b!) z) -> (Tensor(a!) y,
+// Returns the schema of the `out=` overload: what "(Tensor x) -> (Tensor y, Tensor z)" returns, it
+// takes as keyword arguments as well, "(Tensor x, *, Tensor(a!) y, Tensor(b!) z) -> (Tensor(a!) y,
 // Tensor(b!) z)".
 std::string out_schema(std::string_view schema) {
   constexpr std::string_view kArrow = ") -> ";
@@ -36,31 +35,28 @@ std::string out_schema(std::string_view schema) {
   return c10::str(arguments, has_keywords ? ", " : ", *, ", outputs, ") -> (", outputs, ")");
 }
 
-template <typename... Ops>
-void define(OperatorList<Ops...>, torch::Library& library) {
-  const auto add = [&]<typename Op>(std::type_identity<Op>) {
-    library.def((Op::name + std::string(Op::schema)).c_str());
-    if constexpr (HasOutForm<Op>) {
-      library.def(c10::str(Op::name, ".", kOut, out_schema(Op::schema)).c_str());
-    }
-  };
-  (add(std::type_identity<Ops>()), ...);
+template <typename Op>
+void define(torch::Library& library) {
+  library.def((Op::name + std::string(Op::schema)).c_str());
+  if constexpr (HasOutOverload<Op>) {
+    library.def(c10::str(Op::name, ".", kOut, out_schema(Op::schema)).c_str());
+  }
 }
 
 // Fake tensors need the checks and the outputs, and nothing else.
-template <typename... Ops>
-void register_meta(OperatorList<Ops...>, torch::Library& library) {
-  (register_kernel<Ops, no_values<Ops>>(library), ...);
+template <typename Op>
+void register_meta(torch::Library& library) {
+  register_kernel<Op, no_values<Op>>(library);
 }
 
 TORCH_LIBRARY(ascend, m) {
-  define(Operators(), m);
-  define(PrivateOperators(), m);
+  Operators::for_each([&]<typename Op>() { define<Op>(m); });
+  PrivateOperators::for_each([&]<typename Op>() { define<Op>(m); });
 }
 
 TORCH_LIBRARY_IMPL(ascend, Meta, m) {
-  register_meta(Operators(), m);
-  register_meta(PrivateOperators(), m);
+  Operators::for_each([&]<typename Op>() { register_meta<Op>(m); });
+  PrivateOperators::for_each([&]<typename Op>() { register_meta<Op>(m); });
 }
 
 // Sets the limits of the calling thread, and returns what they were; nullopt switches them off.

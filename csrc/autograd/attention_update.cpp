@@ -6,7 +6,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include "dispatch/operator.h"
 #include "dispatch/operator_function.h"
 
 namespace ascend_attn {
@@ -56,8 +55,8 @@ struct AttentionUpdateFunction : OperatorFunction<AttentionUpdateFunction, Atten
 };
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(AttentionUpdate::name, &AttentionUpdateFunction::kernel);
-  m.impl(AttentionUpdateGrad::name, &FirstDerivativeOnly<AttentionUpdateGrad>::kernel);
+  register_function<AttentionUpdate, &AttentionUpdateFunction::kernel>(m);
+  register_function<AttentionUpdateGrad, &FirstDerivativeOnly<AttentionUpdateGrad>::kernel>(m);
 }
 
 TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {

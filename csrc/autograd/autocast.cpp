@@ -7,7 +7,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -16,87 +15,64 @@
 namespace ascend_attn {
 namespace {
 
-// Addresses of the arguments of a call that keep their dtype.
-using KeptArguments = std::vector<const void*>;
+// Positions of the arguments of a call that keep their dtype.
+using Positions = std::vector<size_t>;
 
 template <typename Op>
-KeptArguments kept_arguments(const Op&) {
+Positions kept_arguments(const Op&) {
   return {};
 }
-KeptArguments kept_arguments(const SparseLightningIndexerGradKLLoss& op) {
-  return {&op.softmax_max, &op.softmax_sum, &op.weight};
+Positions kept_arguments(const SparseLightningIndexerGradKLLoss& op) {
+  return {position_of(op, op.softmax_max), position_of(op, op.softmax_sum),
+          position_of(op, op.weight)};
 }
-KeptArguments kept_arguments(const FlashAttentionScore& op) {
+Positions kept_arguments(const FlashAttentionScore& op) {
   constexpr int64_t kFirstTypeOfSlopes = 2;  // which are float32
-  return op.options.pse_type >= kFirstTypeOfSlopes ? KeptArguments{&op.options.pse_shift}
-                                                   : KeptArguments{};
+  return op.options.pse_type >= kFirstTypeOfSlopes
+             ? Positions{position_of(op, op.options.pse_shift)}
+             : Positions{};
 }
-KeptArguments kept_arguments(const PromptFlashAttention& op) {
-  return {&op.deq_scale1, &op.quant_scale1, &op.deq_scale2, &op.quant_scale2, &op.quant_offset2};
+Positions kept_arguments(const PromptFlashAttention& op) {
+  return {position_of(op, op.deq_scale1), position_of(op, op.quant_scale1),
+          position_of(op, op.deq_scale2), position_of(op, op.quant_scale2),
+          position_of(op, op.quant_offset2)};
 }
 
-// The casts of one call. A tensor that is passed twice is cast once: the device wants value to be
-// key itself.
-template <at::DeviceType device>
-class Casts {
- public:
-  // Leaves integers, float64 and tensors of other devices as they are.
-  at::Tensor unless(bool keep, const at::Tensor& tensor) {
-    if (keep || !tensor.defined()) {
+// Leaves integers, float64 and tensors of other devices as they are.
+template <typename Op, at::DeviceType device>
+typename Op::Outputs cast_and_call(const Op& op) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto kept = kept_arguments(op);
+  // A tensor that is passed twice is cast once: the device wants value to be key itself.
+  std::vector<std::pair<at::Tensor, at::Tensor>> casts;
+  return call(map_tensors(op, [&](const at::Tensor& tensor, Place place) {
+    if (!tensor.defined() || std::ranges::find(kept, place.position) != kept.end()) {
       return tensor;
     }
-    for (const auto& [from, to] : done_) {
+    for (const auto& [from, to] : casts) {
       if (from.is_same(tensor)) {
         return to;
       }
     }
-    const auto dtype = at::autocast::get_autocast_dtype(device);
-    return done_.emplace_back(tensor, at::autocast::cached_cast(dtype, tensor, device)).second;
-  }
-  std::optional<at::Tensor> unless(bool keep, const std::optional<at::Tensor>& tensor) {
-    return tensor ? std::optional(unless(keep, *tensor)) : std::nullopt;
-  }
-  template <typename Argument>
-  const Argument& unless(bool, const Argument& argument) {
-    return argument;
-  }
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> done_;
-};
-
-template <typename Op, at::DeviceType device, typename Signature = SignatureOf<Op>>
-struct Autocast;
-
-template <typename Op, at::DeviceType device, typename... Args>
-struct Autocast<Op, device, typename Op::Outputs(Args...)> {
-  static typename Op::Outputs kernel(Args... args) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-        at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    const auto kept = kept_arguments(Op{args...});
-    Casts<device> casts;
-    const auto cast = [&](const auto& argument) -> decltype(auto) {
-      const bool keep = std::ranges::find(kept, static_cast<const void*>(&argument)) != kept.end();
-      return casts.unless(keep, argument);
-    };
-    return call<Op>(cast(args)...);
-  }
-};
-
-template <at::DeviceType device, typename... Ops>
-void register_autocast(OperatorList<Ops...>, torch::Library& library) {
-  (library.impl(Ops::name, &Autocast<Ops, device>::kernel), ...);
+    return casts.emplace_back(tensor, at::autocast::cached_cast(dtype, tensor, device)).second;
+  }));
 }
 
 using CastOperators =
     OperatorList<LightningIndexer, SparseFlashAttention, SparseLightningIndexerGradKLLoss,
                  FlashAttentionScore, PromptFlashAttention>;
 
-TORCH_LIBRARY_IMPL(ascend, AutocastCPU, m) { register_autocast<at::kCPU>(CastOperators(), m); }
-
-TORCH_LIBRARY_IMPL(ascend, AutocastPrivateUse1, m) {
-  register_autocast<at::kPrivateUse1>(CastOperators(), m);
+template <at::DeviceType device>
+void register_autocast(torch::Library& library) {
+  CastOperators::for_each(
+      [&]<typename Op>() { register_function<Op, &cast_and_call<Op, device>>(library); });
 }
+
+TORCH_LIBRARY_IMPL(ascend, AutocastCPU, m) { register_autocast<at::kCPU>(m); }
+
+TORCH_LIBRARY_IMPL(ascend, AutocastPrivateUse1, m) { register_autocast<at::kPrivateUse1>(m); }
 
 }  // namespace
 }  // namespace ascend_attn

@@ -43,22 +43,6 @@ struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAt
     return pse->expand_symint({batch, pse->sym_size(1), 1, pse->sym_size(3)}).contiguous();
   }
 
-  static FlashAttentionGradArguments with_pse(const FlashAttentionGradArguments& arguments,
-                                              OptionalTensor pse) {
-    const auto& [query, key, value, dy, softmax_max, softmax_sum, attention_in, o] = arguments;
-    return {query,
-            key,
-            value,
-            dy,
-            softmax_max,
-            softmax_sum,
-            attention_in,
-            {o.num_heads, o.layout, pse, o.drop_mask, o.atten_mask, o.prefix,
-             o.actual_seq_lengths_query, o.actual_seq_lengths_key, o.q_start_idx, o.kv_start_idx,
-             o.scale_value, o.keep_prob, o.pre_tokens, o.next_tokens, o.inner_precise,
-             o.sparse_mode, o.pse_type}};
-  }
-
   static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
     if (!d_outputs[0].defined()) {
       return no_gradients<FlashAttentionScore>();
@@ -66,28 +50,29 @@ struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAt
     const SavedCall<FlashAttentionScore> saved(context);
     const auto& op = saved.op();
     Gradients gradients(op);
-    const FlashAttentionGradArguments arguments{.query = op.query,
-                                                .key = op.key,
-                                                .value = op.value,
-                                                .dy = d_outputs[0],
-                                                .softmax_max = saved.output(1),
-                                                .softmax_sum = saved.output(2),
-                                                .attention_in = saved.output(0),
-                                                .options = op.options};
+    FlashAttentionGradArguments arguments{.query = op.query,
+                                          .key = op.key,
+                                          .value = op.value,
+                                          .dy = d_outputs[0],
+                                          .softmax_max = saved.output(1),
+                                          .softmax_sum = saved.output(2),
+                                          .attention_in = saved.output(0),
+                                          .options = op.options};
     if (context->saved_data["pse_requires_grad"].toBool()) {
       std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
     }
-    const auto pse = pse_of_gradient(op);
+    arguments.options.pse_shift = pse_of_gradient(op);
     std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
-        call(FlashAttentionScoreGrad{with_pse(arguments, pse)});
+        call(FlashAttentionScoreGrad{arguments});
     return gradients;
   }
 };
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(FlashAttentionScore::name, &FlashAttentionFunction::kernel);
-  m.impl(FlashAttentionScoreGrad::name, &FirstDerivativeOnly<FlashAttentionScoreGrad>::kernel);
-  m.impl(FlashAttentionPseGrad::name, &FirstDerivativeOnly<FlashAttentionPseGrad>::kernel);
+  register_function<FlashAttentionScore, &FlashAttentionFunction::kernel>(m);
+  register_function<FlashAttentionScoreGrad, &FirstDerivativeOnly<FlashAttentionScoreGrad>::kernel>(
+      m);
+  register_function<FlashAttentionPseGrad, &FirstDerivativeOnly<FlashAttentionPseGrad>::kernel>(m);
 }
 
 }  // namespace

@@ -45,8 +45,8 @@ struct LightningIndexerFunction : OperatorFunction<LightningIndexerFunction, Lig
 };
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(LightningIndexer::name, &LightningIndexerFunction::kernel);
-  m.impl(LightningIndexerGrad::name, &FirstDerivativeOnly<LightningIndexerGrad>::kernel);
+  register_function<LightningIndexer, &LightningIndexerFunction::kernel>(m);
+  register_function<LightningIndexerGrad, &FirstDerivativeOnly<LightningIndexerGrad>::kernel>(m);
 }
 
 }  // namespace

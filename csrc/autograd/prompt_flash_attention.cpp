@@ -2,12 +2,12 @@
 
 #include <torch/library.h>
 
-#include "dispatch/operator_function.h"
+#include "dispatch/without_gradient.h"
 
 namespace ascend_attn {
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(PromptFlashAttention::name, &InferenceOnly<PromptFlashAttention>::kernel);
+  register_function<PromptFlashAttention, &infer<PromptFlashAttention>>(m);
 }
 
 }  // namespace ascend_attn

@@ -64,8 +64,9 @@ struct SparseFlashAttentionFunction
 };
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(SparseFlashAttention::name, &SparseFlashAttentionFunction::kernel);
-  m.impl(SparseFlashAttentionGrad::name, &FirstDerivativeOnly<SparseFlashAttentionGrad>::kernel);
+  register_function<SparseFlashAttention, &SparseFlashAttentionFunction::kernel>(m);
+  register_function<SparseFlashAttentionGrad,
+                    &FirstDerivativeOnly<SparseFlashAttentionGrad>::kernel>(m);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 
 #include "dispatch/operator_function.h"
@@ -24,20 +25,13 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
 
   // Autograd gets no edges to the others. An edge that carries undefined gradients alone is not
   // harmless: the backward of DTensor.to_local(), for one, wants a defined one.
-  template <typename Argument>
-  static const Argument& operand(const SparseLightningIndexerGradKLLoss&,
-                                 const Argument& argument) {
-    return argument;
-  }
-  static at::Tensor operand(const SparseLightningIndexerGradKLLoss& op,
-                            const at::Tensor& argument) {
-    const bool trained =
-        &argument == &op.query_index || &argument == &op.key_index || &argument == &op.weights;
-    return trained || !argument.requires_grad() ? argument : argument.detach();
-  }
-  static std::optional<at::Tensor> operand(const SparseLightningIndexerGradKLLoss&,
-                                           const std::optional<at::Tensor>& rope) {
-    return rope && rope->requires_grad() ? rope->detach() : rope;
+  static SparseLightningIndexerGradKLLoss operands(const SparseLightningIndexerGradKLLoss& op) {
+    const std::array trained{position_of(op, op.query_index), position_of(op, op.key_index),
+                             position_of(op, op.weights)};
+    return map_tensors(op, [&](const at::Tensor& tensor, Place place) {
+      const bool is_trained = std::ranges::find(trained, place.position) != trained.end();
+      return is_trained || !tensor.requires_grad() ? tensor : tensor.detach();
+    });
   }
 
   static void save(AutogradContext* context, const SparseLightningIndexerGradKLLoss&,
@@ -69,7 +63,7 @@ struct KLLossFunction : OperatorFunction<KLLossFunction, SparseLightningIndexerG
 };
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  m.impl(SparseLightningIndexerGradKLLoss::name, &KLLossFunction::kernel);
+  register_function<SparseLightningIndexerGradKLLoss, &KLLossFunction::kernel>(m);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "ops/attention_update.h"
 
 #include <ATen/Parallel.h>
+#include <torch/library.h>
 
 #include <array>
 #include <cmath>

@@ -1,5 +1,7 @@
 #include "ops/flash_attention_score.h"
 
+#include <torch/library.h>
+
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
 

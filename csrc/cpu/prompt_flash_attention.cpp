@@ -1,6 +1,7 @@
 #include "ops/prompt_flash_attention.h"
 
 #include <ATen/ops/isfinite.h>
+#include <torch/library.h>
 
 #include <bit>
 

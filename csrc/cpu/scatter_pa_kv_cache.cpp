@@ -4,6 +4,7 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
 #include <c10/util/MaybeOwned.h>
+#include <torch/library.h>
 
 #include <cmath>
 #include <cstring>

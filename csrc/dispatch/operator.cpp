@@ -1,34 +1,41 @@
 #include "dispatch/operator.h"
 
-namespace ascend_attn {
+#include <ATen/core/dispatch/Dispatcher.h>
 
-c10::OperatorHandle find_operator(const char* op, const char* overload) {
-  const auto name = std::string("ascend::") + op;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload);
+#include "core/error.h"
+
+namespace ascend_attn {
+namespace {
+
+const c10::FunctionSchema& schema_of(const char* op) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(c10::str("ascend::", op).c_str(), "")
+      .schema();
 }
 
+}  // namespace
+
 const std::string& argument_name(const char* op, size_t position) {
-  const auto handle = find_operator(op);
-  const auto& arguments = handle.schema().arguments();
+  const auto& arguments = schema_of(op).arguments();
   return position < arguments.size() ? arguments[position].name()
                                      : output_name(op, position - arguments.size());
 }
 
 const std::string& output_name(const char* op, size_t index) {
-  return find_operator(op).schema().returns()[index].name();
+  return schema_of(op).returns()[index].name();
+}
+
+std::string place_name(const char* op, Place place) {
+  return element_name(argument_name(op, place.position), place.index);
 }
 
 size_t argument_position(const char* op, const char* name) {
-  return find_operator(op).schema().argumentIndexWithName(name).value();
+  return schema_of(op).argumentIndexWithName(name).value();
 }
 
-void raise_none(const char* op, size_t position, int64_t index) {
-  raise(Violation::value, op, element_name(argument_name(op, position), index),
-        "expected a tensor, got None", Status::null_pointer);
-}
-
-void raise_no_memory(const char* op, size_t position, int64_t index, const at::Tensor& tensor) {
-  const auto argument = element_name(argument_name(op, position), index);
+void raise_no_tensor(const char* op, Place place, const at::Tensor& tensor) {
+  const auto argument = place_name(op, place);
+  check_present(tensor.defined(), op, argument, "expected a tensor, got None");
   check_implemented(!tensor.is_nested(), op, argument,
                     "expected a tensor of one shape, got a nested tensor");
   raise(Violation::value, op, argument,
@@ -37,7 +44,5 @@ void raise_no_memory(const char* op, size_t position, int64_t index, const at::T
                  tensor.strides(), " at offset ", tensor.storage_offset(),
                  "; FSDP and resize_() free memory"));
 }
-
-size_t argument_count(const char* op) { return find_operator(op).schema().arguments().size(); }
 
 }  // namespace ascend_attn

@@ -8,14 +8,12 @@
 //   using Outputs                    a tuple of tensors; std::tuple<> if it works in place
 //   static constexpr no_gradient     only if it has no gradient: the reason, for error messages
 //   Outputs check_and_allocate()     checks shapes, dtypes and limits, and allocates the outputs;
-//                                    one that has a form `out` takes an OutputSource
+//                                    with an `out=` overload, it takes an OutputSource
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <array>
 #include <string>
@@ -28,121 +26,147 @@
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 
+namespace torch {
+class Library;
+}
+
 namespace ascend_attn {
 
 // The overload that writes to tensors of the caller.
 inline constexpr const char* kOut = "out";
 
-// Looks up one of our operators in the dispatcher.
-c10::OperatorHandle find_operator(const char* op, const char* overload = "");
 // Returns the name of the argument at a position of the schema. The outputs follow the arguments,
-// as in the form `out`.
+// as in the `out=` overload.
 const std::string& argument_name(const char* op, size_t position);
 const std::string& output_name(const char* op, size_t index);
+// Returns "query", or "local_out[2]" for an element of a list.
+std::string place_name(const char* op, Place place);
 // Returns the position of a named argument in the schema.
 size_t argument_position(const char* op, const char* name);
-size_t argument_count(const char* op);
 
-[[noreturn]] void raise_none(const char* op, size_t position, int64_t index = kNotInList);
-[[noreturn]] void raise_no_memory(const char* op, size_t position, int64_t index,
-                                  const at::Tensor& tensor);
+[[noreturn]] void raise_no_tensor(const char* op, Place place, const at::Tensor& tensor);
 
 // Rejects None for required tensors, which torch passes as an undefined tensor, and tensors whose
 // memory was freed.
-template <typename... Args>
-void check_tensors_given(const char* op, const Args&... args) {
-  size_t position = 0;
-  const auto check_memory = [&](const at::Tensor& tensor, int64_t index) {
-    if (!has_memory(tensor)) [[unlikely]] {
-      raise_no_memory(op, position, index, tensor);
+template <typename Call>
+void check_tensors_given(const Call& call) {
+  for_each_tensor(call, [](const at::Tensor& tensor, Place place) {
+    if (!tensor.defined() || !has_memory(tensor)) [[unlikely]] {
+      raise_no_tensor(Call::name, place, tensor);
     }
-  };
-  const auto check = [&](const auto& argument) {
-    if constexpr (std::is_same_v<decltype(argument), const at::Tensor&>) {
-      if (!argument.defined()) [[unlikely]] {
-        raise_none(op, position);
-      }
-      check_memory(argument, kNotInList);
-    } else if constexpr (std::is_same_v<decltype(argument), const std::optional<at::Tensor>&>) {
-      if (argument) {
-        check_memory(*argument, kNotInList);
-      }
-    } else if constexpr (std::is_same_v<decltype(argument), const at::TensorList&>) {
-      for (size_t index = 0; index < argument.size(); ++index) {
-        if (!argument[index].defined()) [[unlikely]] {
-          raise_none(op, position, static_cast<int64_t>(index));
-        }
-        check_memory(argument[index], static_cast<int64_t>(index));
-      }
-    }
-    ++position;
-  };
-  (check(args), ...);
+  });
 }
 
-template <typename Op, auto compute, typename Signature = SignatureOf<Op>>
-struct Kernel;
+// A call of the `out=` overload.
+template <typename Op>
+struct OutCall {
+  static constexpr const char* name = Op::name;
+  using Outputs = typename Op::Outputs;
 
-template <typename Op, auto compute, typename... Args>
-struct Kernel<Op, compute, typename Op::Outputs(Args...)> {
-  static typename Op::Outputs call(Args... args) {
-    check_tensors_given(Op::name, args...);
-    const Op op{args...};
-    auto outputs = op.check_and_allocate();
-    compute(op, outputs);
-    return outputs;
+  const Op& op;
+  std::array<const at::Tensor*, std::tuple_size_v<Outputs>> outputs;
+
+  OutputSource source() const { return {name, outputs.data()}; }
+  Outputs written() const {
+    return std::apply([](const auto*... output) { return Outputs(*output...); }, outputs);
   }
 };
 
-template <typename Op, auto compute, typename Signature = SignatureOf<Op>,
-          typename Outputs = typename Op::Outputs>
-struct OutKernel;
-
-template <typename Op, auto compute, typename... Args, typename... Tensors>
-struct OutKernel<Op, compute, typename Op::Outputs(Args...), std::tuple<Tensors...>> {
-  static typename Op::Outputs call(Args... args, const Tensors&... given) {
-    check_tensors_given(Op::name, args..., given...);
-    const Op op{args...};
-    const std::array outputs_given{&given...};
-    auto outputs = op.check_and_allocate(OutputSource(Op::name, outputs_given.data()));
-    const WrittenMemory written(Op::name, outputs_given.data(), outputs_given.size());
-    size_t position = 0;
-    (written.check_apart(position++, args), ...);
-    compute(op, outputs);
-    return outputs;
-  }
-};
-
-// Calls an operator through the dispatcher.
-template <typename Op, typename... Args>
-typename Op::Outputs call(Args&&... args) {
-  static const auto handle = find_operator(Op::name).template typed<SignatureOf<Op>>();
-  return handle.call(std::forward<Args>(args)...);
+// Visits the arguments, and then the outputs.
+template <typename Op, typename Predicate>
+bool any_tensor(const OutCall<Op>& call, const Predicate& predicate) {
+  size_t position = kArgumentCount<Op>;
+  const auto any = [&](const auto*... output) {
+    return (predicate(*output, Place{position++}) || ...);
+  };
+  return any_tensor(call.op, predicate) || std::apply(any, call.outputs);
 }
+
+// Checks that no argument of a call shares memory with what the call writes.
+template <typename Op>
+void check_outputs_apart(const OutCall<Op>& call) {
+  const WrittenMemory written(Op::name, call.outputs.data(), call.outputs.size());
+  for_each_tensor(
+      call.op, [&](const at::Tensor& tensor, Place place) { written.check_apart(place, tensor); });
+}
+
+// One overload of an operator in the dispatcher. The templates of torch that pass its arguments are
+// large: csrc/ops/<operator>.cpp instantiates them, once (dispatch/overload.h).
+template <typename Op, typename Signature = SignatureOf<Op>>
+struct Overload;
+template <typename Op, typename Outputs, typename... Parameters>
+struct Overload<Op, Outputs(Parameters...)> {
+  static Outputs call(Parameters... parameters);
+  static void register_kernel(torch::Library& library, Outputs (*kernel)(Parameters...));
+};
+template <typename Op>
+using OutOverload = Overload<Op, OutSignatureOf<Op>>;
+
+// Call an operator through the dispatcher.
 template <typename Op>
 typename Op::Outputs call(const Op& op) {
-  return std::apply([](const auto&... args) { return call<Op>(args...); }, arguments_of(op));
+  return std::apply(&Overload<Op>::call, arguments_of(op));
+}
+template <typename Op>
+typename Op::Outputs call(const OutCall<Op>& call) {
+  const auto outputs =
+      std::apply([](const auto*... output) { return std::tie(*output...); }, call.outputs);
+  return std::apply(&OutOverload<Op>::call, std::tuple_cat(arguments_of(call.op), outputs));
 }
 
-// Calls the form `out`, with the arguments and the tensors to be written.
-template <typename Op, typename... Args>
-typename Op::Outputs call_out(Args&&... args) {
-  static const auto handle = find_operator(Op::name, kOut).template typed<OutSignatureOf<Op>>();
-  return handle.call(std::forward<Args>(args)...);
+// Makes a kernel for the dispatcher of a function of the operator's struct, and of the parameters
+// that an overload has behind those of the operator.
+template <typename Op, auto function, typename Signature = SignatureOf<Op>>
+struct Kernel;
+template <typename Op, auto function, typename Outputs, typename... Parameters>
+struct Kernel<Op, function, Outputs(Parameters...)> {
+  template <typename... More>
+  static auto call(Parameters... parameters, More... more) {
+    const Borrowed<Op> op(parameters...);
+    return function(*op, more...);
+  }
+};
+
+// Registers `Outputs function(const Op&)` for the key of `library`.
+template <typename Op, auto function>
+void register_function(torch::Library& library) {
+  Overload<Op>::register_kernel(library, &Kernel<Op, function>::template call<>);
 }
 
-// Registers a kernel of the form `out`.
-template <typename Op, typename Function>
-void register_out(torch::Library& library, Function* kernel) {
-  library.impl(c10::str(Op::name, ".", kOut).c_str(), kernel);
+// Registers `Outputs function(const OutCall<Op>&)` for the key of `library`.
+template <typename Op, auto function>
+void register_out_function(torch::Library& library) {
+  constexpr auto on_call = [](const Op& op, const auto&... outputs) {
+    return function(OutCall<Op>{op, {&outputs...}});
+  };
+  [&]<typename... Tensors>(std::type_identity<std::tuple<Tensors...>>) {
+    OutOverload<Op>::register_kernel(library,
+                                     &Kernel<Op, on_call>::template call<const Tensors&...>);
+  }(std::type_identity<typename Op::Outputs>());
 }
 
-// Registers the kernel of one operator, in all its forms, for the backend of `library`.
+template <typename Op, auto compute>
+typename Op::Outputs run(const Op& op) {
+  check_tensors_given(op);
+  auto outputs = op.check_and_allocate();
+  compute(op, outputs);
+  return outputs;
+}
+template <typename Op, auto compute>
+typename Op::Outputs run_into(const OutCall<Op>& call) {
+  check_tensors_given(call);
+  auto outputs = call.op.check_and_allocate(call.source());
+  check_outputs_apart(call);
+  compute(call.op, outputs);
+  return outputs;
+}
+
+// Registers the kernel of one operator, in all its overloads, for the backend of `library`.
 template <typename Op, auto compute>
 void register_kernel(torch::Library& library) {
-  library.impl(Op::name, &Kernel<Op, compute>::call);
-  if constexpr (HasOutForm<Op>) {
-    register_out<Op>(library, &OutKernel<Op, compute>::call);
+  register_function<Op, &run<Op, compute>>(library);
+  if constexpr (HasOutOverload<Op>) {
+    register_out_function<Op, &run_into<Op, compute>>(library);
   }
 }
 

@@ -98,11 +98,10 @@ auto WrittenMemory::find_overlap(const at::Tensor& tensor) const -> const Output
   return nullptr;
 }
 
-void WrittenMemory::check_apart(size_t position, int64_t index, const at::Tensor& read) const {
+void WrittenMemory::check_apart(Place place, const at::Tensor& read) const {
   if (const auto* output = find_overlap(read)) [[unlikely]] {
     raise(Violation::value, op_, output_name(op_, output->index),
-          c10::str("expected memory of its own, got some of ",
-                   element_name(argument_name(op_, position), index), "'s"));
+          c10::str("expected memory of its own, got some of ", place_name(op_, place), "'s"));
   }
 }
 

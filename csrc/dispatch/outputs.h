@@ -1,5 +1,5 @@
-// Where the outputs of a call come from: new tensors, or the caller's, which the form `out` of an
-// operator checks and writes to.
+// Where the outputs of a call come from: new tensors, or the caller's, which the `out=` overload of
+// an operator checks and writes to.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,7 @@
 
 #include "core/memory.h"
 #include "core/tensor_checks.h"
+#include "dispatch/arguments.h"
 
 namespace ascend_attn {
 
@@ -39,33 +40,18 @@ class OutputSource {
   size_t next_ = 0;
 };
 
-// An operator with a form `out`.
 template <typename Op>
-concept HasOutForm =
-    requires(const Op& op, OutputSource outputs) { op.check_and_allocate(outputs); };
+concept HasOutOverload = requires(const Op& op, OutputSource outputs) {
+  op.check_and_allocate(outputs);
+} && !requires { Op::has_out_overload; };
 
-// The memory that a call of the form `out` writes: none of it may be read, or written twice.
+// The memory that a call of the `out=` overload writes: none of it may be read, or written twice.
 class WrittenMemory {
  public:
   // Checks that the outputs do not overlap.
   WrittenMemory(const char* op, const at::Tensor* const* outputs, size_t count);
 
-  // Check an argument, at a position of the schema.
-  void check_apart(size_t position, const at::Tensor& read) const {
-    check_apart(position, kNotInList, read);
-  }
-  void check_apart(size_t position, const std::optional<at::Tensor>& read) const {
-    if (read) {
-      check_apart(position, kNotInList, *read);
-    }
-  }
-  void check_apart(size_t position, at::TensorList read) const {
-    for (size_t i = 0; i < read.size(); ++i) {
-      check_apart(position, static_cast<int64_t>(i), read[i]);
-    }
-  }
-  template <typename T>
-  void check_apart(size_t, const T&) const {}
+  void check_apart(Place place, const at::Tensor& read) const;
 
  private:
   struct Output {
@@ -76,7 +62,6 @@ class WrittenMemory {
 
   // Returns the first output that overlaps a tensor; null if none does.
   const Output* find_overlap(const at::Tensor& tensor) const;
-  void check_apart(size_t position, int64_t index, const at::Tensor& read) const;
 
   const char* op_;
   c10::SmallVector<Output, 4> outputs_;

@@ -74,7 +74,7 @@ Lists::Lists(const at::Tensor& query, const at::Tensor& key, const FlashAttentio
 void Lists::mark_padding(const at::Tensor& query, const at::Tensor& key,
                          const FlashAttentionOptions& options) {
   static const bool wanted = runs_on(kA2A3.since(Cann::v9_0));
-  const auto per_batch = [](OptionalTensor tensor, int64_t rank) {
+  const auto per_batch = [](const std::optional<at::Tensor>& tensor, int64_t rank) {
     return tensor && tensor->dim() == rank && tensor->size(0) > 1;
   };
   if (per_batch(options.pse_shift, 2) || per_batch(options.atten_mask, 4)) {
@@ -135,8 +135,8 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel_with_outputs<FlashAttentionScore, flash_attention_score>(m);
-  register_kernel_with_outputs<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
+  register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
+  register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
 }
 
 }  // namespace

@@ -9,6 +9,9 @@
 
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/OptionalArrayRef.h>
+#include <torch/library.h>
+
+#include <algorithm>
 
 #include "core/determinism.h"
 #include "core/device_in_force.h"
@@ -23,43 +26,24 @@ namespace ascend_attn {
 // `<operator>.relaunch`: the operator with outputs and a workspace of its caller. A graph needs it
 // that updates the lengths of a call: the call is launched again and must write where the first one
 // did (python/ascend_attn_ops/_npu_graphs.py).
-template <typename Op, auto compute, typename Signature = SignatureOf<Op>>
-struct KernelWithOutputs;
-
-template <typename Op, auto compute, typename... Args>
-struct KernelWithOutputs<Op, compute, typename Op::Outputs(Args...)> {
-  static void call(Args... args, const at::Tensor& workspace, at::TensorList out) {
-    check_tensors_given(Op::name, args...);
-    const Op op{args...};
-    auto outputs = op.check_and_allocate();
-    take(outputs, out, std::make_index_sequence<std::tuple_size_v<typename Op::Outputs>>());
-    const aclnn::GivenWorkspace scope(&workspace);
-    compute(op, outputs);
-  }
-
- private:
-  template <size_t... index>
-  static void take(typename Op::Outputs& outputs, at::TensorList out,
-                   std::index_sequence<index...>) {
-    check_value(out.size() == sizeof...(index), Op::name, "out", "expected ", sizeof...(index),
-                " tensors, got ", out.size());
-    const auto take_one = [&](at::Tensor& output, const at::Tensor& given) {
-      check_value(given.sizes() == output.sizes() && given.scalar_type() == output.scalar_type() &&
-                      given.device() == output.device() && given.is_contiguous(),
-                  Op::name, "out", "expected a contiguous tensor of shape ", output.sizes(),
-                  " and dtype ", output.scalar_type(), ", got ", given.toString(), " of shape ",
-                  given.sizes());
-      output = given;
-    };
-    (take_one(std::get<index>(outputs), out[index]), ...);
-  }
-};
+template <typename Op, auto compute>
+void relaunch(const Op& op, const at::Tensor& workspace, at::TensorList out) {
+  OutCall<Op> call{op, {}};
+  check_value(out.size() == call.outputs.size(), Op::name, "out", "expected ", call.outputs.size(),
+              " tensors, got ", out.size());
+  std::ranges::transform(out, call.outputs.begin(), [](const at::Tensor& t) { return &t; });
+  check_tensors_given(call);
+  auto outputs = op.check_and_allocate(call.source());
+  const aclnn::GivenWorkspace scope(&workspace);
+  compute(op, outputs);
+}
 
 template <typename Op, auto compute>
-void register_kernel_with_outputs(torch::Library& library) {
+void register_kernel_and_relaunch(torch::Library& library) {
   register_kernel<Op, compute>(library);
-  library.impl((std::string(Op::name) + ".relaunch").c_str(),
-               &KernelWithOutputs<Op, compute>::call);
+  library.impl(
+      c10::str(Op::name, ".relaunch").c_str(),
+      &Kernel<Op, &relaunch<Op, compute>>::template call<const at::Tensor&, at::TensorList>);
 }
 
 // Fills an output before the launch. The kernels leave padding rows unwritten, which hold this

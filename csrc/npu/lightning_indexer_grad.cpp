@@ -110,30 +110,18 @@ void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
     const auto of_keys = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, run.first.key_begin, run.keys());
     };
-    const auto of_sequences = [&](int64_t row) {
-      return std::optional(ends[row].narrow(0, sequence, run.count));
-    };
-    const auto query = of_queries(all_queries);
-    const auto key = of_keys(all_keys);
-    const auto d_values = of_queries(all_d_values);
-    const auto sparse_indices = of_queries(all_indices);
-    const auto weights = of_queries(all_weights);
-    const auto query_ends = of_sequences(0);
-    const auto key_ends = of_sequences(1);
-    launch_grad({.query = query,
-                 .key = key,
-                 .d_values = d_values,
-                 .sparse_indices = sparse_indices,
-                 .weights = weights,
-                 .actual_seq_lengths_query = query_ends,
-                 .actual_seq_lengths_key = key_ends,
-                 .layout = LayoutArgument("TND"),
-                 .sparse_mode = op.sparse_mode,
-                 .pre_tokens = op.pre_tokens,
-                 .next_tokens = op.next_tokens,
-                 .deterministic = op.deterministic},
-                {of_queries(std::get<0>(all_gradients)), of_keys(std::get<1>(all_gradients)),
-                 of_queries(std::get<2>(all_gradients))});
+    const auto of_sequences = [&](int64_t row) { return ends[row].narrow(0, sequence, run.count); };
+    auto part = op;
+    part.query = of_queries(all_queries);
+    part.key = of_keys(all_keys);
+    part.d_values = of_queries(all_d_values);
+    part.sparse_indices = of_queries(all_indices);
+    part.weights = of_queries(all_weights);
+    part.actual_seq_lengths_query = of_sequences(0);
+    part.actual_seq_lengths_key = of_sequences(1);
+    part.layout = LayoutArgument("TND");
+    launch_grad(part, {of_queries(std::get<0>(all_gradients)), of_keys(std::get<1>(all_gradients)),
+                       of_queries(std::get<2>(all_gradients))});
     sequence += run.count;
   }
 }

@@ -58,7 +58,7 @@ void prompt_flash_attention(const PromptFlashAttention& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel_with_outputs<PromptFlashAttention, prompt_flash_attention>(m);
+  register_kernel_and_relaunch<PromptFlashAttention, prompt_flash_attention>(m);
 }
 
 }  // namespace

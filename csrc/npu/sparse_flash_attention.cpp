@@ -70,20 +70,10 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
       sequences_on_host(op.name, Layout::BSND, op.query, op.key, options.actual_seq_lengths_query,
                         options.actual_seq_lengths_key),
       op.query, op.key);
-  const std::optional<at::Tensor> none;
+  auto packed = op;
   if (packing.complete()) {
-    launch_grad({op.query,
-                 op.key,
-                 op.value,
-                 op.sparse_indices,
-                 op.d_out,
-                 op.out,
-                 op.softmax_max,
-                 op.softmax_sum,
-                 {options.scale_value, none, none, options.query_rope, options.key_rope,
-                  options.sparse_block_size, options.layout, options.sparse_mode,
-                  options.pre_tokens, options.next_tokens, options.deterministic}},
-                outputs);
+    packed.options.actual_seq_lengths_query = packed.options.actual_seq_lengths_key = std::nullopt;
+    launch_grad(packed, outputs);
     return;
   }
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
@@ -97,38 +87,27 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
   const auto statistics = [&](const at::Tensor& tensor) {
     return packing.queries(tensor.squeeze(1)).unsqueeze(0);
   };
-  const auto query = queries(op.query);
-  const auto key = packing.keys(op.key);
-  const auto value = value_is_key(op) ? key : packing.keys(op.value);
-  const auto sparse_indices = queries(with_head_axis(op.sparse_indices, op.query));
-  const auto d_out = queries(op.d_out);
-  const auto out = queries(op.out);
-  const auto softmax_max = statistics(op.softmax_max);
-  const auto softmax_sum = statistics(op.softmax_sum);
-  const auto query_rope =
-      options.query_rope ? std::optional(queries(*options.query_rope)) : std::nullopt;
-  const auto key_rope =
-      options.key_rope ? std::optional(packing.keys(*options.key_rope)) : std::nullopt;
-  const std::optional query_ends(to_device(at::tensor(packing.query_ends()), op.query));
-  const std::optional key_ends(to_device(at::tensor(packing.key_ends()), op.query));
-  const SparseFlashAttentionGrad packed{
-      query,
-      key,
-      value,
-      sparse_indices,
-      d_out,
-      out,
-      softmax_max,
-      softmax_sum,
-      {options.scale_value, query_ends, key_ends, query_rope, key_rope, options.sparse_block_size,
-       LayoutArgument("TND"), options.sparse_mode, options.pre_tokens, options.next_tokens,
-       options.deterministic}};
+  packed.query = queries(op.query);
+  packed.key = packing.keys(op.key);
+  packed.value = value_is_key(op) ? packed.key : packing.keys(op.value);
+  packed.sparse_indices = queries(with_head_axis(op.sparse_indices, op.query));
+  packed.d_out = queries(op.d_out);
+  packed.out = queries(op.out);
+  packed.softmax_max = statistics(op.softmax_max);
+  packed.softmax_sum = statistics(op.softmax_sum);
+  if (options.query_rope) {
+    packed.options.query_rope = queries(*options.query_rope);
+    packed.options.key_rope = packing.keys(*options.key_rope);
+  }
+  packed.options.actual_seq_lengths_query = to_device(at::tensor(packing.query_ends()), op.query);
+  packed.options.actual_seq_lengths_key = to_device(at::tensor(packing.key_ends()), op.query);
+  packed.options.layout = LayoutArgument("TND");
   const auto gradients = packed.check_and_allocate();
   launch_grad(packed, gradients);
   packing.unpack_queries(std::get<0>(gradients), d_query);
   packing.unpack_keys(std::get<1>(gradients), d_key);
   packing.unpack_keys(std::get<2>(gradients), d_value);
-  if (query_rope) {
+  if (options.query_rope) {
     packing.unpack_queries(std::get<3>(gradients), d_query_rope);
     packing.unpack_keys(std::get<4>(gradients), d_key_rope);
   }

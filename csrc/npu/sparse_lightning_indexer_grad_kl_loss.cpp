@@ -25,19 +25,6 @@ constexpr Launcher<SparseLightningIndexerGradKLLoss, Prototype>
 
 using Op = SparseLightningIndexerGradKLLoss;
 
-// The arguments of `op`, with other tensors and lengths, and without a weight.
-Op with(const Op& op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& query_index,
-        const at::Tensor& key_index, const at::Tensor& weights, const at::Tensor& sparse_indices,
-        const at::Tensor& softmax_max, const at::Tensor& softmax_sum, OptionalTensor query_rope,
-        OptionalTensor key_rope, OptionalIntList query_lengths, OptionalIntList key_lengths,
-        std::string_view layout) {
-  static const std::optional<at::Tensor> no_weight;
-  return {query,       key,         query_index,    key_index,     weights,        sparse_indices,
-          softmax_max, softmax_sum, op.scale_value, query_rope,    key_rope,       query_lengths,
-          key_lengths, layout,      op.sparse_mode, op.pre_tokens, op.next_tokens, op.deterministic,
-          no_weight};
-}
-
 void launch_loss(const Op& op, const Op::Outputs& outputs) {
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   aclnn_sparse_lightning_indexer_grad_kl_loss(
@@ -57,11 +44,10 @@ std::vector<Sequence> sequences_of(const Op& op) {
 // The kernel ignores lengths in BSND.
 void launch_padded(const Op& op, const Op::Outputs& outputs) {
   const Packing packing(sequences_of(op), op.query, op.key);
+  auto packed = op;
   if (packing.complete()) {
-    launch_loss(with(op, op.query, op.key, op.query_index, op.key_index, op.weights,
-                     op.sparse_indices, op.softmax_max, op.softmax_sum, op.query_rope, op.key_rope,
-                     std::nullopt, std::nullopt, op.layout.text()),
-                outputs);
+    packed.actual_seq_lengths_query = packed.actual_seq_lengths_key = std::nullopt;
+    launch_loss(packed, outputs);
     return;
   }
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
@@ -77,22 +63,21 @@ void launch_padded(const Op& op, const Op::Outputs& outputs) {
   const auto ends = [](const std::vector<int32_t>& values) {
     return std::vector<c10::SymInt>(values.begin(), values.end());
   };
-  const auto query = packing.queries(op.query);
-  const auto key = packing.keys(op.key);
-  const auto query_index = packing.queries(op.query_index);
-  const auto key_index = packing.keys(op.key_index);
-  const auto weights = packing.queries(op.weights);
-  const auto sparse_indices = packing.queries(with_head_axis(op.sparse_indices, op.query));
-  const auto softmax_max = statistics(op.softmax_max);
-  const auto softmax_sum = statistics(op.softmax_sum);
-  const auto query_rope =
-      op.query_rope ? std::optional(packing.queries(*op.query_rope)) : std::nullopt;
-  const auto key_rope = op.key_rope ? std::optional(packing.keys(*op.key_rope)) : std::nullopt;
-  const auto query_ends = ends(packing.query_ends());
-  const auto key_ends = ends(packing.key_ends());
-  const auto packed = with(op, query, key, query_index, key_index, weights, sparse_indices,
-                           softmax_max, softmax_sum, query_rope, key_rope,
-                           OptionalIntList(query_ends), OptionalIntList(key_ends), "TND");
+  packed.query = packing.queries(op.query);
+  packed.key = packing.keys(op.key);
+  packed.query_index = packing.queries(op.query_index);
+  packed.key_index = packing.keys(op.key_index);
+  packed.weights = packing.queries(op.weights);
+  packed.sparse_indices = packing.queries(with_head_axis(op.sparse_indices, op.query));
+  packed.softmax_max = statistics(op.softmax_max);
+  packed.softmax_sum = statistics(op.softmax_sum);
+  if (op.query_rope) {
+    packed.query_rope = packing.queries(*op.query_rope);
+    packed.key_rope = packing.keys(*op.key_rope);
+  }
+  packed.actual_seq_lengths_query = ends(packing.query_ends());
+  packed.actual_seq_lengths_key = ends(packing.key_ends());
+  packed.layout = LayoutArgument("TND");
   const auto results = packed.check_and_allocate();
   launch_loss(packed, results);
   packing.unpack_queries(std::get<0>(results), d_query_index);
@@ -142,19 +127,19 @@ void launch_masked(const Op& op, const Op::Outputs& outputs) {
   const bool packed = op.layout == Layout::TND;
   const auto of_heads =
       packed ? dropped.unsqueeze(0).unsqueeze(-1) : dropped.unsqueeze(1).unsqueeze(-1);
-  const auto query = cleared(op.query);
-  const auto query_index = cleared(op.query_index);
-  const auto weights = cleared(op.weights);
-  const auto query_rope = op.query_rope ? std::optional(cleared(*op.query_rope)) : std::nullopt;
-  const auto softmax_max = op.softmax_max.clone().masked_fill_(of_heads, 0);
-  const auto softmax_sum =
-      op.softmax_sum.clone()
-          .masked_fill_(of_heads, 0)
-          .add_(of_heads.to(op.softmax_sum.scalar_type()).mul(selected_keys(op)));
-  launch_unweighted(with(op, query, op.key, query_index, op.key_index, weights, op.sparse_indices,
-                         softmax_max, softmax_sum, query_rope, op.key_rope,
-                         op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.layout.text()),
-                    outputs);
+  auto masked = op;
+  masked.weight = std::nullopt;
+  masked.query = cleared(op.query);
+  masked.query_index = cleared(op.query_index);
+  masked.weights = cleared(op.weights);
+  if (op.query_rope) {
+    masked.query_rope = cleared(*op.query_rope);
+  }
+  masked.softmax_max = op.softmax_max.clone().masked_fill_(of_heads, 0);
+  masked.softmax_sum = op.softmax_sum.clone()
+                           .masked_fill_(of_heads, 0)
+                           .add_(of_heads.to(op.softmax_sum.scalar_type()).mul(selected_keys(op)));
+  launch_unweighted(masked, outputs);
 }
 
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {

@@ -9,7 +9,7 @@
 #include "core/device_limits.h"
 #include "core/error.h"
 #include "core/tensor_checks.h"
-#include "dispatch/operator.h"
+#include "dispatch/overload.h"
 
 namespace ascend_attn {
 namespace {
@@ -86,5 +86,9 @@ AttentionUpdateGrad::Outputs AttentionUpdateGrad::check_and_allocate() const {
 at::Tensor rows_without_keys(const at::Tensor& stacked_lse) {
   return stacked_lse.amax(0).eq(-std::numeric_limits<double>::infinity());
 }
+
+template struct Overload<AttentionUpdate>;
+template struct Overload<AttentionUpdate, OutSignatureOf<AttentionUpdate>>;
+template struct Overload<AttentionUpdateGrad>;
 
 }  // namespace ascend_attn

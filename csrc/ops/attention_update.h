@@ -20,7 +20,7 @@ struct AttentionUpdate {
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // out, lse_out
 
-  TensorList lse, local_out;
+  TensorListField lse, local_out;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
@@ -33,8 +33,8 @@ struct AttentionUpdateGrad {
       "Tensor d_local_out)";
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // d_lse, d_local_out
 
-  Tensor d_out, d_lse_out;
-  TensorList lse, local_out;
+  at::Tensor d_out, d_lse_out;
+  TensorListField lse, local_out;
 
   Outputs check_and_allocate() const;
 };

@@ -1,6 +1,7 @@
 #include "ops/flash_attention_score.h"
 
 #include "core/error.h"
+#include "dispatch/overload.h"
 #include "ops/flash_attention_score_rules.h"
 
 namespace ascend_attn {
@@ -57,15 +58,16 @@ const OperatorLimits FlashAttentionScoreGrad::limits{
     name, functions, kDtypes, kLimits,
     with_common({kTokensOfGradient, kTokensOfPackedGradient, kPsePerKeyOfGradient})};
 
-FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate() const {
+FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this);
   rules.check_head_size();
-  return {rules.new_out(), rules.new_statistics(), rules.new_statistics()};
+  return {rules.out(outputs), rules.statistics(outputs), rules.statistics(outputs)};
 }
 
-FlashAttentionScoreGrad::Outputs FlashAttentionScoreGrad::check_and_allocate() const {
+FlashAttentionScoreGrad::Outputs FlashAttentionScoreGrad::check_and_allocate(
+    OutputSource outputs) const {
   check_grad(*this);
-  return {new_like(query), new_like(key), new_like(value)};
+  return {outputs.tensor_like(query), outputs.tensor_like(key), outputs.tensor_like(value)};
 }
 
 FlashAttentionPseGrad::Outputs FlashAttentionPseGrad::check_and_allocate() const {
@@ -80,5 +82,9 @@ bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
   return pse_shift.dim() == 4 && pse_shift.sym_size(2) == kCompressedPseRows && queries == keys &&
          queries > kCompressedPseRows;
 }
+
+template struct Overload<FlashAttentionScore>;
+template struct Overload<FlashAttentionScoreGrad>;
+template struct Overload<FlashAttentionPseGrad>;
 
 }  // namespace ascend_attn

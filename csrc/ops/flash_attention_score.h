@@ -6,6 +6,7 @@
 
 #include "core/text.h"
 #include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
 
 namespace ascend_attn {
 
@@ -15,11 +16,11 @@ struct OperatorLimits;
 struct FlashAttentionOptions {
   static constexpr bool is_argument_group = true;
 
-  SymInt num_heads;
+  c10::SymInt num_heads;
   LayoutArgument layout;
-  OptionalTensor pse_shift, drop_mask, atten_mask;
-  OptionalIntList prefix, actual_seq_lengths_query, actual_seq_lengths_key;
-  OptionalIntList q_start_idx, kv_start_idx;
+  std::optional<at::Tensor> pse_shift, drop_mask, atten_mask;
+  OptionalIntListField prefix, actual_seq_lengths_query, actual_seq_lengths_key;
+  OptionalIntListField q_start_idx, kv_start_idx;
   double scale_value, keep_prob;
   int64_t pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type;
 };
@@ -41,16 +42,18 @@ struct FlashAttentionScore {
                                         "aclnnFlashAttentionVarLenScoreV2"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
+  // Only a graph's replay writes to given tensors, by `relaunch`.
+  static constexpr bool has_out_overload = false;
 
-  Tensor query, key, value;
+  at::Tensor query, key, value;
   FlashAttentionOptions options;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
 
 // Arguments of both gradient operators.
 struct FlashAttentionGradArguments {
-  Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
+  at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
 };
 
@@ -67,8 +70,9 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static const OperatorLimits limits;
   using Fields = FlashAttentionGradArguments;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
+  static constexpr bool has_out_overload = false;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
 };
 
 // The gradient of pse_shift, which the device's function does not compute. CPU only, and called by

@@ -301,7 +301,7 @@ void FlashAttentionRules::check_slopes_of_sequences() const {
     return;
   }
   check_equal(kSlopesOfMode8, sequences.begin() + 1);
-  const auto start = [](const OptionalIntList& list) {
+  const auto start = [](const OptionalIntListField& list) {
     return given(list) ? (*list)[0].maybe_as_int().value_or(0) : 0;
   };
   const auto key_start = start(options_.kv_start_idx);
@@ -360,12 +360,12 @@ void FlashAttentionRules::check_statistics(NamedTensor argument) const {
   check_shape(op_, argument, statistics_sizes(), is_packed() ? "(T1, N, 8)" : "(B, N, Sq, 8)");
 }
 
-at::Tensor FlashAttentionRules::new_out() const {
-  return new_tensor(out_sizes(), query_.options());
+at::Tensor FlashAttentionRules::out(OutputSource& outputs) const {
+  return outputs.tensor(out_sizes(), query_.options());
 }
 
-at::Tensor FlashAttentionRules::new_statistics() const {
-  return new_tensor(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
+at::Tensor FlashAttentionRules::statistics(OutputSource& outputs) const {
+  return outputs.tensor(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
 }
 
 }  // namespace ascend_attn

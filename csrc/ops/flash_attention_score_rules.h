@@ -68,8 +68,8 @@ class FlashAttentionRules {
   void check_like_out(NamedTensor argument) const;
   void check_statistics(NamedTensor argument) const;
 
-  at::Tensor new_out() const;
-  at::Tensor new_statistics() const;
+  at::Tensor out(OutputSource& outputs) const;
+  at::Tensor statistics(OutputSource& outputs) const;
 
  private:
   FlashAttentionRules(std::string_view op, const OperatorLimits& limits, const at::Tensor& query,

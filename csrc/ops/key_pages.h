@@ -14,7 +14,7 @@ struct KeyPages {
   static constexpr bool is_argument_group = true;
 
   KeyLayoutArgument layout_key;
-  OptionalTensor block_table;
+  std::optional<at::Tensor> block_table;
 
   bool given() const { return layout_key.paged(); }
   // The key lengths that the device gets.

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "core/error.h"
+#include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -115,5 +116,9 @@ void LightningIndexerGrad::check_key_lengths(const std::vector<Sequence>& sequen
     }
   }
 }
+
+template struct Overload<LightningIndexer>;
+template struct Overload<LightningIndexer, OutSignatureOf<LightningIndexer>>;
+template struct Overload<LightningIndexerGrad>;
 
 }  // namespace ascend_attn

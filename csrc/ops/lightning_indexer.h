@@ -29,10 +29,10 @@ struct LightningIndexer {
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // sparse_indices, sparse_values
 
-  Tensor query, key, weights;
-  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key;
+  at::Tensor query, key, weights;
+  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key;
   LayoutArgument layout;
-  SymInt sparse_count;
+  c10::SymInt sparse_count;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool return_values;
   KeyPages pages;
@@ -52,8 +52,8 @@ struct LightningIndexerGrad {
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // d_query, d_key, d_weights
 
-  Tensor query, key, d_values, sparse_indices, weights;
-  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key;
+  at::Tensor query, key, d_values, sparse_indices, weights;
+  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key;
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;

@@ -14,7 +14,13 @@
 namespace ascend_attn {
 
 template <typename... Ops>
-struct OperatorList {};
+struct OperatorList {
+  // Calls visit.operator()<Op>() with each of them.
+  template <typename Visitor>
+  static void for_each(const Visitor& visit) {
+    (visit.template operator()<Ops>(), ...);
+  }
+};
 
 using Operators =
     OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,

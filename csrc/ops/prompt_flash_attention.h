@@ -29,15 +29,15 @@ struct PromptFlashAttention {
       "this is an operator for inference; flash_attention_score trains";
   using Outputs = std::tuple<at::Tensor>;
 
-  Tensor query, key, value;
-  SymInt num_heads;
-  OptionalTensor atten_mask;
-  OptionalIntList actual_seq_lengths_query, actual_seq_lengths_key;
-  OptionalTensor deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2;
+  at::Tensor query, key, value;
+  c10::SymInt num_heads;
+  std::optional<at::Tensor> atten_mask;
+  OptionalIntListField actual_seq_lengths_query, actual_seq_lengths_key;
+  std::optional<at::Tensor> deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2;
   double scale_value;
   int64_t pre_tokens, next_tokens;
   LayoutArgument layout;
-  SymInt num_key_value_heads;
+  c10::SymInt num_key_value_heads;
   int64_t sparse_mode;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;

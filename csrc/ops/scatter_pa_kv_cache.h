@@ -34,10 +34,10 @@ struct ScatterPaKvCache {
   static constexpr const char* no_gradient = "none flows through a cache";
   using Outputs = std::tuple<>;
 
-  Tensor key, key_cache, slot_mapping;
-  OptionalTensor value, value_cache, compress_lens, compress_seq_offset, seq_lens;
+  at::Tensor key, key_cache, slot_mapping;
+  std::optional<at::Tensor> value, value_cache, compress_lens, compress_seq_offset, seq_lens;
   std::string_view cache_mode, scatter_mode;
-  IntList strides, offsets;
+  IntListField strides, offsets;
 
   Outputs check_and_allocate() const;
   // Checks rules about memory, which fake tensors do not have. Every backend that writes calls it.

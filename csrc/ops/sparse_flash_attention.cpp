@@ -2,6 +2,7 @@
 
 #include "core/determinism.h"
 #include "core/error.h"
+#include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -111,5 +112,9 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   return {new_like(query), new_like(key), new_like(value),
           new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }
+
+template struct Overload<SparseFlashAttention>;
+template struct Overload<SparseFlashAttention, OutSignatureOf<SparseFlashAttention>>;
+template struct Overload<SparseFlashAttentionGrad>;
 
 }  // namespace ascend_attn

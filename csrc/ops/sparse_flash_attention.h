@@ -18,7 +18,7 @@ struct SparseAttentionOptions {
   static constexpr bool is_argument_group = true;
 
   double scale_value;
-  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
+  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
   int64_t sparse_block_size;
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
@@ -39,7 +39,7 @@ struct SparseFlashAttention {
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
 
-  Tensor query, key, value, sparse_indices;
+  at::Tensor query, key, value, sparse_indices;
   SparseAttentionOptions options;
   KeyPages pages;
   bool return_softmax_lse;
@@ -62,7 +62,7 @@ struct SparseFlashAttentionGrad {
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                              at::Tensor>;  // d_query, d_key, d_value, d_query_rope, d_key_rope
 
-  Tensor query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum;
+  at::Tensor query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum;
   SparseAttentionOptions options;
 
   Outputs check_and_allocate() const;

@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/sequence_lengths.h"
+#include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -143,5 +144,7 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
   return {new_like(query_index), new_like(key_index), new_like(weights),
           new_tensor({1}, softmax_max.options())};
 }
+
+template struct Overload<SparseLightningIndexerGradKLLoss>;
 
 }  // namespace ascend_attn

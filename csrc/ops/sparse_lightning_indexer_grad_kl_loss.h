@@ -26,14 +26,14 @@ struct SparseLightningIndexerGradKLLoss {
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor,
                              at::Tensor>;  // d_query_index, d_key_index, d_weights, loss
 
-  Tensor query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum;
+  at::Tensor query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum;
   double scale_value;
-  OptionalTensor query_rope, key_rope;
-  OptionalIntList actual_seq_lengths_query, actual_seq_lengths_key;
+  std::optional<at::Tensor> query_rope, key_rope;
+  OptionalIntListField actual_seq_lengths_query, actual_seq_lengths_key;
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;
-  OptionalTensor weight;
+  std::optional<at::Tensor> weight;
 
   Outputs check_and_allocate() const;
 };

@@ -29,27 +29,27 @@ namespace ascend_attn {
 // What owns the value of a parameter while the call lasts. Tensors have a reference of their own:
 // torch.utils.swap_tensors counts references, while other threads run.
 template <typename Parameter>
-struct Argument {
+struct Owner {
   using type = std::remove_cvref_t<Parameter>;
 };
 template <>
-struct Argument<at::TensorList> {
+struct Owner<at::TensorList> {
   using type = std::vector<at::Tensor>;
 };
 template <>
-struct Argument<at::IntArrayRef> {
+struct Owner<at::IntArrayRef> {
   using type = c10::SmallVector<int64_t, 4>;
 };
 template <>
-struct Argument<at::OptionalSymIntArrayRef> {
+struct Owner<at::OptionalSymIntArrayRef> {
   using type = std::optional<c10::SmallVector<c10::SymInt, 4>>;
 };
 
 template <typename T>
-const T& as_parameter(const T& argument) {
+const T& view(const T& argument) {
   return argument;
 }
-inline at::OptionalSymIntArrayRef as_parameter(
+inline at::OptionalSymIntArrayRef view(
     const std::optional<c10::SmallVector<c10::SymInt, 4>>& list) {
   return list ? at::OptionalSymIntArrayRef(*list) : std::nullopt;
 }
@@ -172,7 +172,7 @@ struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
   // A function of Python whose `self` is the function for all other calls.
   static PyObject* run(PyObject* otherwise, PyObject* const* objects, Py_ssize_t count) {
     try {
-      std::tuple<typename Argument<Parameters>::type...> arguments;
+      std::tuple<typename Owner<Parameters>::type...> arguments;
       auto next = objects;
       const auto read_all = [&](auto&... argument) { return (read(*next++, argument) && ...); };
       if (count != sizeof...(Parameters) || at::impl::torch_function_mode_enabled() ||
@@ -182,7 +182,8 @@ struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
       const auto outputs = [&] {
         const py::gil_scoped_release no_gil;
         return std::apply(
-            [](const auto&... argument) { return call<Op>(as_parameter(argument)...); }, arguments);
+            [](const auto&... argument) { return Overload<Op>::call(view(argument)...); },
+            arguments);
       }();
       return to_python(outputs);
     } catch (...) {

@@ -1,7 +1,6 @@
 // The Python module `_C`: direct calls, limits and the mask rule.
 #include <torch/csrc/utils/pybind.h>
 
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -97,10 +96,9 @@ std::optional<Device> device_of(const std::optional<std::string>& product,
   return product ? std::optional(Device{product_of(*product), version}) : std::nullopt;
 }
 
-template <typename... Ops>
-py::list limits_of_operators(OperatorList<Ops...>) {
+py::list limits_of_operators() {
   py::list table;
-  (table.append(limits_of(Ops::limits)), ...);
+  Operators::for_each([&]<typename Op>() { table.append(limits_of(Op::limits)); });
   return table;
 }
 
@@ -152,17 +150,15 @@ py::tuple compressed_modes() {
   return modes;
 }
 
-template <typename... Ops>
-void add_operators(OperatorList<Ops...>, py::module_& m) {
+void add_operators(py::module_& m) {
   py::dict direct_calls;
   py::set inference;
-  const auto add = [&]<typename Op>(std::type_identity<Op>) {
+  Operators::for_each([&]<typename Op>() {
     direct_calls[Op::name] = py::cpp_function(&direct_call<Op>);
     if constexpr (requires { Op::no_gradient; }) {
       inference.add(Op::name);
     }
-  };
-  (add(std::type_identity<Ops>()), ...);
+  });
   m.attr("direct_calls") = direct_calls;
   m.attr("inference_operators") = inference;
 }
@@ -172,7 +168,7 @@ void add_operators(OperatorList<Ops...>, py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ascend_attn;
-  add_operators(Operators(), m);
+  add_operators(m);
 #if defined(__clang__)
   m.attr("compiler") = __VERSION__;
 #else
@@ -181,7 +177,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_implementations", &cpu_implementations);
   m.def("check_cpu_capability", &cpu::check_capability);
   m.def("kept_keys", &kept_keys_of_rows);
-  m.def("limits_table", [] { return limits_of_operators(Operators()); });
+  m.def("limits_table", &limits_of_operators);
   m.attr("products") = product_names();
   m.attr("cann_versions") = cann_versions();
   m.attr("layout_axes") = layout_axes();

@@ -104,7 +104,8 @@ class IntArrayArgument {
  public:
   IntArrayArgument(IntegerList values) : values_(std::move(values)) {}
   IntArrayArgument(at::IntArrayRef values) : values_(values) {}
-  IntArrayArgument(const at::OptionalSymIntArrayRef& values) : values_(integers_of(values)) {}
+  template <std::convertible_to<at::OptionalSymIntArrayRef> Values>
+  IntArrayArgument(const Values& values) : values_(integers_of(values)) {}
 
   IntArrayHandle create() const;
   void add_to(ExecutorKey& key) const;

@@ -13,18 +13,16 @@ namespace {
 using OperatorsWithLists =
     OperatorList<FlashAttentionScore, FlashAttentionScoreGrad, PromptFlashAttention>;
 
-std::string with_outputs(const char* name, std::string_view schema) {
+std::string relaunch_schema(const char* name, std::string_view schema) {
   const auto arguments = schema.substr(0, schema.rfind(") -> "));
-  return std::string(name) + ".relaunch" + std::string(arguments) +
-         ", Tensor(a!) workspace, Tensor(b!)[] out) -> ()";
+  return c10::str(name, ".relaunch", arguments, ", Tensor(a!) workspace, Tensor(b!)[] out) -> ()");
 }
 
-template <typename... Ops>
-void define(OperatorList<Ops...>, torch::Library& library) {
-  (library.def(with_outputs(Ops::name, static_cast<const char*>(Ops::schema)).c_str()), ...);
+TORCH_LIBRARY_FRAGMENT(ascend, m) {
+  OperatorsWithLists::for_each([&]<typename Op>() {
+    m.def(relaunch_schema(Op::name, static_cast<const char*>(Op::schema)).c_str());
+  });
 }
-
-TORCH_LIBRARY_FRAGMENT(ascend, m) { define(OperatorsWithLists(), m); }
 
 }  // namespace
 }  // namespace ascend_attn
