@@ -213,6 +213,9 @@ PACKAGE: Table = {
     "_flops.py": [
         ("_up_to(«max(keys - queries, 0)», limit)", "keys - queries"),
     ],
+    "_flash_passes.py": [
+        ("q.shape[-1] ** -0.5 if options.scale is None else options.scale", "q.shape[-1] ** -0.5"),
+    ],
     "_packing.py": [
         ("x.diff(dim=-1) != step", "x.diff(dim=-1) < step"),
     ],
@@ -225,9 +228,6 @@ PACKAGE: Table = {
     "_statistics.py": [
         ("«(total == 0) |» (maximum == -_FLT_MAX)", ""),
         ("sum_y * (max_y - maximum).exp()", "sum_y"),
-    ],
-    "_varlen_attention.py": [
-        ("query.shape[-1] ** -0.5 if scale is None else scale", "query.shape[-1] ** -0.5"),
     ],
     "distributed/dtensor/_tokens.py": [
         ("torch.maximum(key - later, before(key))", "key - later"),

@@ -142,6 +142,25 @@ def check_values_of_slopes(function: str, slopes: Tensor | None) -> None:
         raise wrong(ValueError, function, "alibi_slopes", "positive slopes", "others")
 
 
+def check_deterministic(function: str, q: Tensor, deterministic: bool) -> None:
+    check_flag(function, "deterministic", deterministic)
+    on_device = q.device.type not in ("cpu", "meta")
+    if deterministic and on_device and not torch.are_deterministic_algorithms_enabled():
+        refuse(
+            function, "deterministic",
+            f"torch.use_deterministic_algorithms(True), to which alone {q.device} listens",
+            str(deterministic),
+        )  # fmt: skip
+
+
+def refuse_given(function: str, **arguments: object) -> None:
+    """Refuses what flash-attn knows and no operator does, unless it is None or 0."""
+    for argument, value in arguments.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            got = shown(value)
+            refuse(function, argument, "the default, as no operator has it", got)
+
+
 def refuse(function: str, argument: str, expected: str, got: str) -> None:
     raise NotImplementedError(f"{function}: {argument}: expected {expected}, got {got}")
 
@@ -201,6 +220,47 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor | None]:
     """out (total_q, nheads, headdim) and lse (nheads, total_q). `used`: how many of its keys each
     sequence uses; None for all."""
+    call = packed_call(options, q, k, q_ends, k_ends, used)
+    out, maximum, total = flash_attention_score(
+        q, k, v, dropout_p=options.dropout_p, **call.keywords
+    )
+    if not options.return_lse:
+        return out, None
+    lse = packed_log_sum_exp(maximum, total, call.q_ends)
+    return out, call.shifted(lse, 1)
+
+
+class PackedCall(NamedTuple):
+    """The operator's keywords for a pack, forward and backward; and the ends of its sequences of
+    queries, where some were split."""
+
+    keywords: dict[str, Any]
+    q_ends: list[int]
+    # Times its slopes, by how much the documented scores of a sequence exceed the operator's.
+    excess: list[int] = []  # noqa: RUF012 - never changed
+    slopes: Tensor | None = None
+
+    def shifted(self, lse: Tensor, sign: int) -> Tensor:
+        """The log-sum-exp (nheads, total_q) of the documented scores from that of the operator's,
+        for sign 1; for -1 the reverse."""
+        if self.slopes is None or not any(self.excess) or self.slopes.shape[-1] != lse.shape[0]:
+            return lse
+        lse = lse.clone()
+        rows = self.slopes.to(lse.dtype).expand(len(self.q_ends), -1)
+        begins = [0, *self.q_ends[:-1]]
+        for begin, end, more, row in zip(begins, self.q_ends, self.excess, rows, strict=True):
+            lse[:, begin:end] += sign * more * row[:, None]
+        return lse
+
+
+def packed_call(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    q_ends: list[int],
+    k_ends: list[int],
+    used: Sequence[int] | None = None,
+) -> PackedCall:
     slopes = options.slopes
     if used is not None:
         lengths = lengths_between(q_ends)
@@ -210,33 +270,27 @@ def attend_packed(
         q_ends, k_ends = with_gaps(queries, keys)
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.repeat_interleave(len(q_ends) // len(queries), 0)
-    mask, q_ends, k_ends, slopes = in_device_terms(options.mask, q_ends, k_ends, slopes)
+    mask, q_ends, k_ends, slopes = _in_device_terms(options.mask, q_ends, k_ends, slopes)
     q_list, k_list = closed(q, k, q_ends, k_ends)
-    pse, q_start, k_start = slopes, None, None
-    if slopes is not None:
-        lead, excess = _leads(options, q_ends, k_ends)
-        q_start, k_start = [max(lead, 0)], [max(-lead, 0)]
-        if slopes.dim() == 2 and len(q_list) > len(q_ends):
-            # The 0 that closes the lists counts as a sequence.
-            pse = torch.cat((slopes, slopes[-1:]))
-    out, maximum, total = flash_attention_score(
-        q, k, v, num_heads=q.shape[1], layout="TND", pse_shift=pse,
-        pse_type=1 if pse is None else 2, q_start_idx=q_start, kv_start_idx=k_start,
-        actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list, scale_value=options.scale,
-        dropout_p=options.dropout_p, **mask._asdict(),
-    )  # fmt: skip
-    if not options.return_lse:
-        return out, None
-    lse = packed_log_sum_exp(maximum, total, q_ends)
-    if slopes is not None and any(excess):
-        rows = slopes.to(lse.dtype).expand(len(q_ends), -1)
-        for begin, end, more, row in zip([0, *q_ends[:-1]], q_ends, excess, rows, strict=True):
-            lse[:, begin:end] += more * row[:, None]
-    return out, lse
+    keywords: dict[str, Any] = {
+        "num_heads": q.shape[1], "layout": "TND", "actual_seq_lengths_query": q_list,
+        "actual_seq_lengths_key": k_list, "scale_value": options.scale, **mask._asdict(),
+    }  # fmt: skip
+    if slopes is None:
+        return PackedCall(keywords, q_ends)
+    lead, excess = _leads(options, q_ends, k_ends)
+    pse = slopes
+    if slopes.dim() == 2 and len(q_list) > len(q_ends):
+        # The 0 that closes the lists counts as a sequence.
+        pse = torch.cat((slopes, slopes[-1:]))
+    keywords.update(
+        pse_shift=pse, pse_type=2, q_start_idx=[max(lead, 0)], kv_start_idx=[max(-lead, 0)]
+    )
+    return PackedCall(keywords, q_ends, excess, slopes)
 
 
-def in_device_terms(
-    mask: Mask, q_ends: list[int], k_ends: list[int], slopes: Tensor | None = None
+def _in_device_terms(
+    mask: Mask, q_ends: list[int], k_ends: list[int], slopes: Tensor | None
 ) -> tuple[Mask, list[int], list[int], Tensor | None]:
     """The same attention as a call of which the device has the gradient: in a pack it has none for
     a window of a single key."""

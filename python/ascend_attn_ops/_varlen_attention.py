@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._dense_attention import default_mask
-from ascend_attn_ops._packing import closed, counts, ends_of, lengths_between
-from ascend_attn_ops._statistics import LANES, by_sequence, statistics_of
-from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
+from ascend_attn_ops._flash_passes import packed_forward, packed_gradients
+from ascend_attn_ops._packing import ends_of
 
 _FORWARD = "_flash_attention_forward"
 _BACKWARD = "_flash_attention_backward"
@@ -66,21 +64,12 @@ def forward(
     )
     mask = _mask(name, is_causal, window_size_left, window_size_right)
     options = conventions.Options(name, mask, alibi_slopes, scale, return_lse=True)
-    q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
-    # With both, cum_seq_k may be None: they say where the keys are.
-    in_blocks = block_table is not None and seqused_k is not None
-    k_ends = q_ends if in_blocks else ends_of(name, "cum_seq_k", cum_seq_k)
-    used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, len(q_ends))
     # The operator would cast, after torch has fixed the dtypes of this call and of its backward.
     with torch.autocast(query.device.type, enabled=False):
-        if block_table is None:
-            out, lse = conventions.attend_packed(options, query, key, value, q_ends, k_ends, used)
-        else:
-            used = used or lengths_between(k_ends)
-            out, lse = conventions.attend_paged(
-                options, query, key, value, q_ends, block_table, used
-            )
-    assert lse is not None
+        out, lse = packed_forward(
+            options, query, key, value, cum_seq_q, cum_seq_k, seqused_k, block_table,
+            ("cum_seq_q", "cum_seq_k"),
+        )  # fmt: skip
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     # torch says float32, for float64 as well.
     return out, lse.float(), state, query.new_empty(0), query.new_empty(0)
@@ -117,19 +106,8 @@ def backward(
     q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
     k_ends = ends_of(name, "cum_seq_k", cum_seq_k)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
-    mask, q_ends, k_ends, _ = conventions.in_device_terms(mask, q_ends, k_ends)
-    statistics = logsumexp.double() if query.dtype == torch.float64 else logsumexp
-    maximum, total = (
-        by_sequence(x, q_ends)[..., None].expand(-1, -1, LANES).contiguous()
-        for x in statistics_of(statistics, conventions.WITHOUT_KEYS)
-    )
-    q_list, k_list = closed(query, key, q_ends, k_ends)
-    return flash_attention_score_grad(
-        query, key, value, grad_out, maximum, total, out, num_heads=query.shape[1], layout="TND",
-        atten_mask=default_mask(mask.sparse_mode, query), **mask._asdict(),
-        actual_seq_lengths_query=q_list, actual_seq_lengths_key=k_list,
-        scale_value=query.shape[-1] ** -0.5 if scale is None else scale,
-    )  # fmt: skip
+    options = conventions.Options(name, mask, scale=scale)
+    return packed_gradients(options, grad_out, query, key, value, out, logsumexp, q_ends, k_ends)
 
 
 def _refuse_unless_zero(function: str, **arguments: float | None) -> None:

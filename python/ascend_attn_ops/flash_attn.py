@@ -1,8 +1,8 @@
 """flash-attn's functions, by their own names and signatures, over the operators.
 
 ``from ascend_attn_ops.flash_attn import flash_attn_func`` takes the place of
-``from flash_attn import flash_attn_func``, on the CPU and on an NPU. Not imported by
-`import ascend_attn_ops`.
+``from flash_attn import flash_attn_func``, on the CPU and on an NPU. The names with an underscore
+are the passes that libraries of ring attention call.
 """
 
 from __future__ import annotations
@@ -13,14 +13,28 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._arguments import check_flag, wrong
+from ascend_attn_ops._arguments import check_flag, check_tensor, wrong
 from ascend_attn_ops._flash_cache import append, attend, check_new, lengths_with_new, table_of
+from ascend_attn_ops._flash_passes import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
 from ascend_attn_ops._packing import ends_of, lengths_between
 from ascend_attn_ops._varlen_attention import Kernels
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "register_flash_attention_impl",
 ]
@@ -171,6 +185,133 @@ def flash_attn_varlen_func(
         used = lengths_between(k_ends)
         out, lse = conventions.attend_paged(options, q, k, v, q_ends, block_table, used)
     return out if lse is None else (out, lse, q.new_empty(0))
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_attn_func` of query, key and value in one tensor.
+
+    Args:
+        qkv: (batch_size, seqlen, 3, nheads, headdim): query, key, value.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in :func:`flash_attn_func`.
+    """
+    q, k, v = parts_of("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_attn_func` of key and value in one tensor.
+
+    Args:
+        q: (batch_size, seqlen_q, nheads, headdim).
+        kv: (batch_size, seqlen_k, 2, nheads_k, headdim): key, value.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in :func:`flash_attn_func`.
+    """
+    k, v = parts_of("flash_attn_kvpacked_func", "kv", kv, 5, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_attn_varlen_func` of query, key and value in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, headdim): query, key, value.
+        cu_seqlens, max_seqlen: of query and key.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in :func:`flash_attn_varlen_func`.
+    """
+    q, k, v = parts_of("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens,
+        max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_attn_varlen_func` of key and value in one tensor.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        kv: (total_k, 2, nheads_k, headdim): key, value.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            :func:`flash_attn_varlen_func`.
+    """
+    k, v = parts_of("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def parts_of(
+    function: str, argument: str, packed: Tensor, rank: int, count: int
+) -> tuple[Tensor, ...]:
+    """The tensors that one holds, along the axis before the heads."""
+    lead = "total" if rank == 4 else "batch_size, seqlen"
+    heads = "nheads" if count == 3 else "nheads_k"
+    axes = f"({lead}, {count}, {heads}, headdim)"
+    check_tensor(function, argument, packed, rank, axes)
+    if packed.shape[-3] != count:
+        raise wrong(ValueError, function, argument, f"shape {axes}", str(list(packed.shape)))
+    return packed.unbind(-3)
 
 
 def flash_attn_with_kvcache(
@@ -343,7 +484,6 @@ def _options(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> conventions.Options:
-    check_flag(function, "deterministic", deterministic)
     check_flag(function, "return_attn_probs", return_attn_probs)
     options = conventions.options_of(
         function, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
@@ -355,11 +495,5 @@ def _options(
             "False beside dropout_p, as no operator keeps its probabilities",
             str(return_attn_probs),
         )  # fmt: skip
-    on_device = q.device.type not in ("cpu", "meta")
-    if deterministic and on_device and not torch.are_deterministic_algorithms_enabled():
-        conventions.refuse(
-            function, "deterministic",
-            f"torch.use_deterministic_algorithms(True), to which alone {q.device} listens",
-            str(deterministic),
-        )  # fmt: skip
+    conventions.check_deterministic(function, q, deterministic)
     return options

@@ -54,7 +54,9 @@ PACKAGE_PARTS = {
         ("operators",),
     ),
     "flash_attn": Part(
-        ("flash_attn.py", "_flash_*.py", "_varlen_attention.py"), "flash-attn's API", ("operators",)
+        ("flash_attn*.py", "_flash_*.py", "_varlen_attention.py"),
+        "flash-attn's API",
+        ("operators",),
     ),
     "public": Part(("__init__.py", "_public.py"), "import ascend_attn_ops", ("modules",)),
     "npu_operators": Part(("npu_operators/*",), "torch_npu's API", ("flash_attn",)),

@@ -1,6 +1,6 @@
 """torch_npu's attention operators on the CPU, by torch_npu's own names.
 
-``import ascend_attn_ops`` does not import this package.
+It loads when it is used, and replaces nothing before `enable` is called.
 """
 
 from __future__ import annotations

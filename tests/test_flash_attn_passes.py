@@ -1,0 +1,319 @@
+"""flash-attn's packed functions, its passes without autograd, and FlashAttention-3's functions."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from ascend_attn_ops import flash_attn, flash_attn_interface
+from support.flash_attention_in_torch import attend, attend_packed
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+B, N, KV, D = 2, 4, 2, 24
+CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (0, 0)},
+]
+each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
+
+
+def randn(*shape: int, requires_grad: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(requires_grad)
+
+
+def cu(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_gradients(actual: Tensor, expected: Tensor, *leaves: Tensor) -> None:
+    torch.testing.assert_close(actual, expected)
+    d_out = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, leaves, d_out), torch.autograd.grad(expected, leaves, d_out)
+    )
+
+
+@each_mask
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["2", "3"])
+def test_query_key_and_value_in_one_tensor(module: Any, mask: dict[str, Any]) -> None:
+    qkv = randn(B, 7, 3, N, D)
+    out, lse, *_ = module.flash_attn_qkvpacked_func(qkv, **mask, return_attn_probs=True)
+    expected, expected_lse = attend(*qkv.unbind(2), **mask)
+    assert_gradients(out, expected, qkv)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_fewer_heads_of_keys_in_one_tensor() -> None:
+    qkv = randn(B, 7, N + 2 * KV, D)
+    out = flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=N)
+    expected, _ = attend(*qkv.split([N, KV, KV], 2), causal=True)
+    assert_gradients(out, expected, qkv)
+
+
+@each_mask
+def test_key_and_value_in_one_tensor(mask: dict[str, Any]) -> None:
+    q, kv = randn(B, 5, N, D), randn(B, 9, 2, KV, D)
+    out = flash_attn.flash_attn_kvpacked_func(q, kv, **mask)
+    assert_gradients(out, attend(q, *kv.unbind(2), **mask)[0], q, kv)
+    q, kv = randn(CU_Q[-1], N, D), randn(CU_K[-1], 2, KV, D)
+    out, lse, _ = flash_attn.flash_attn_varlen_kvpacked_func(
+        q, kv, cu(CU_Q), cu(CU_K), 7, 28, **mask, return_attn_probs=True
+    )
+    expected, expected_lse = attend_packed(q, *kv.unbind(1), CU_Q, CU_K, **mask)
+    assert_gradients(out, expected, q, kv)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@each_mask
+def test_packed_sequences_in_one_tensor(mask: dict[str, Any]) -> None:
+    qkv = randn(CU_Q[-1], 3, N, D)
+    out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu(CU_Q), 7, **mask)
+    assert_gradients(out, attend_packed(*qkv.unbind(1), CU_Q, CU_Q, **mask)[0], qkv)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("flash_attn_qkvpacked_func", (torch.ones(2, 3, 2, 4, 8),), r"qkv: .*seqlen, 3, nheads"),
+        ("flash_attn_kvpacked_func", (torch.ones(2, 3, 4, 8), torch.ones(2, 3, 4, 8)),
+         r"kv: .*seqlen, 2, nheads_k"),
+        ("flash_attn_varlen_qkvpacked_func", (torch.ones(3, 2, 4, 8), [0, 3], 3),
+         r"qkv: .*total, 3"),
+    ],
+)  # fmt: skip
+def test_wrong_shapes(function: str, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"{function}: {message}"):
+        getattr(flash_attn, function)(*arguments)
+
+
+def bounds(mask: dict[str, Any]) -> tuple[bool, int, int]:
+    return mask.get("causal", False), *mask.get("window_size", (-1, -1))
+
+
+@each_mask
+@pytest.mark.parametrize("slopes", [None, (N,), (B, N)], ids=str)
+@pytest.mark.parametrize("sizes", [(7, 7), (5, 9), (9, 5)], ids=str)
+def test_passes(
+    mask: dict[str, Any], slopes: tuple[int, ...] | None, sizes: tuple[int, int]
+) -> None:
+    alibi = None if slopes is None else 1 / torch.arange(1.0, 1 + torch.Size(slopes).numel())
+    alibi = alibi if alibi is None or slopes is None else alibi.view(slopes)
+    q, k, v = randn(B, sizes[0], N, D), randn(B, sizes[1], KV, D), randn(B, sizes[1], KV, D)
+    options = (0.0, 0.3, *bounds(mask), 0.0, alibi)
+    out, lse, _, state = flash_attn._flash_attn_forward(q, k, v, *options, False)
+    expected, expected_lse = attend(q, k, v, softmax_scale=0.3, alibi_slopes=alibi, **mask)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, expected_lse)
+    assert not any(x.requires_grad for x in (out, lse))
+    d_out = torch.randn_like(out)
+    found = [torch.full_like(x, torch.nan, requires_grad=False) for x in (q, k, v)]
+    flash_attn._flash_attn_backward(d_out, q, k, v, out, lse, *found, *options, False, state)
+    wanted = torch.autograd.grad(expected, (q, k, v), d_out)
+    torch.testing.assert_close(tuple(found), wanted)
+
+
+@each_mask
+@pytest.mark.parametrize("with_slopes", [False, True])
+def test_packed_passes(mask: dict[str, Any], with_slopes: bool) -> None:
+    alibi = 1 / torch.arange(1.0, 1 + N) if with_slopes else None
+    if with_slopes and not (mask.get("causal") or mask.get("window_size") == (0, 0)):
+        pytest.skip("slopes want one seqlen_k - seqlen_q where keys come after the diagonal")
+    q, k, v = randn(CU_Q[-1], N, D), randn(CU_K[-1], KV, D), randn(CU_K[-1], KV, D)
+    lengths = cu(CU_Q), cu(CU_K), 7, 28
+    options = (0.0, None, *bounds(mask), 0.0, alibi)
+    out, lse, _, state = flash_attn._flash_attn_varlen_forward(q, k, v, *lengths, *options)
+    expected, expected_lse = attend_packed(q, k, v, CU_Q, CU_K, alibi_slopes=alibi, **mask)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, expected_lse)
+    d_out = torch.randn_like(out)
+    found = [torch.full_like(x, torch.nan, requires_grad=False) for x in (q, k, v)]
+    flash_attn._flash_attn_varlen_backward(
+        d_out, q, k, v, out, lse, *found, *lengths, *options, False, state
+    )
+    torch.testing.assert_close(tuple(found), torch.autograd.grad(expected, (q, k, v), d_out))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_ring_of_two_parts_of_the_keys(packed: bool) -> None:
+    """As ring attention merges: forwards of parts, then backwards with the statistics of all."""
+    q, k, v = randn(1, 6, N, D), randn(1, 8, KV, D), randn(1, 8, KV, D)
+    halves = [(x[:, :4].detach(), y[:, :4].detach()) for x, y in ((k, v),)]
+    halves += [(k[:, 4:].detach(), v[:, 4:].detach())]
+    options = (0.0, None, False, -1, -1, 0.0, None)
+    name = "_flash_attn_varlen" if packed else "_flash_attn"
+    forward = getattr(flash_attn, f"{name}_forward")
+    backward = getattr(flash_attn, f"{name}_backward")
+    lengths: tuple[Any, ...] = (cu([0, 6]), cu([0, 4]), 6, 4) if packed else ()
+
+    def rows(x: Tensor) -> Tensor:
+        return x[0] if packed else x
+
+    outs, lses = [], []
+    for keys, values in halves:
+        arguments = (rows(q), rows(keys), rows(values), *lengths, *options)
+        out, lse, *_ = forward(*arguments) if packed else forward(*arguments, False)
+        outs.append(out)
+        lses.append(lse)
+    lse = torch.logaddexp(*lses)
+    # lse has the heads first, out the tokens.
+    shares = [(x - lse).exp().transpose(-1, -2)[..., None] for x in lses]
+    out = sum(share * x for share, x in zip(shares, outs, strict=True))
+    expected, expected_lse = attend(q, k, v)
+    torch.testing.assert_close(out, rows(expected))
+    torch.testing.assert_close(lse, expected_lse[0] if packed else expected_lse)
+    d_out = torch.randn_like(out)
+    d_q, d_keys = torch.zeros_like(rows(q)), []
+    for keys, values in halves:
+        found = [torch.empty_like(x) for x in (rows(q), rows(keys), rows(values))]
+        backward(
+            d_out, rows(q), rows(keys), rows(values), out, lse, *found, *lengths, *options, False
+        )
+        d_q += found[0]
+        d_keys.append(found[1:])
+    d_k, d_v = (torch.cat(x, 0 if packed else 1) for x in zip(*d_keys, strict=True))
+    wanted = torch.autograd.grad(rows(expected), (q, k, v), d_out)
+    torch.testing.assert_close((d_q, d_k, d_v), tuple(rows(x) for x in wanted))
+
+
+def test_no_dropout_in_a_pass() -> None:
+    q = randn(B, 5, N, D, requires_grad=False)
+    with pytest.raises(NotImplementedError, match=r"_flash_attn_forward: dropout_p: expected"):
+        flash_attn._flash_attn_forward(q, q, q, 0.1, None, False, -1, -1, 0.0, None, False)
+
+
+@each_mask
+def test_passes_of_flash_attention_3(mask: dict[str, Any]) -> None:
+    causal, left, right = bounds(mask)
+    window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
+    q, k, v = randn(B, 5, N, D), randn(B, 9, KV, D), randn(B, 9, KV, D)
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, k, v, causal=causal, **window)
+    expected, expected_lse = attend(q, k, v, **mask)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, expected_lse)
+    d_out = torch.randn_like(out)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    flash_attn_interface._flash_attn_backward(
+        d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=causal, **window
+    )
+    torch.testing.assert_close((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), d_out))
+
+
+@each_mask
+def test_packed_passes_of_flash_attention_3(mask: dict[str, Any]) -> None:
+    causal, left, right = bounds(mask)
+    window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
+    q, k, v = randn(CU_Q[-1], N, D), randn(CU_K[-1], KV, D), randn(CU_K[-1], KV, D)
+    lengths = {"cu_seqlens_q": cu(CU_Q), "cu_seqlens_k": cu(CU_K)}
+    target = torch.empty_like(q)
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(
+        q, k, v, out_=target, **lengths, causal=causal, **window
+    )
+    assert out is target
+    expected, expected_lse = attend_packed(q, k, v, CU_Q, CU_K, **mask)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, expected_lse)
+    d_out = torch.randn_like(out)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    flash_attn_interface._flash_attn_backward(
+        d_out, q, k, v, out, lse, **lengths, dq=dq, dk=dk, dv=dv, is_causal=causal, **window
+    )
+    torch.testing.assert_close((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), d_out))
+
+
+@each_mask
+def test_functions_of_flash_attention_3(mask: dict[str, Any]) -> None:
+    q, k, v = randn(B, 5, N, D), randn(B, 9, KV, D), randn(B, 9, KV, D)
+    out, lse = flash_attn_interface.flash_attn_func(q, k, v, None, **mask, return_attn_probs=True)
+    expected, expected_lse = attend(q, k, v, **mask)
+    assert_gradients(out, expected, q, k, v)
+    torch.testing.assert_close(lse, expected_lse)
+    assert isinstance(flash_attn_interface.flash_attn_func(q, k, v), Tensor)
+
+    q, k, v = randn(CU_Q[-1], N, D), randn(CU_K[-1], KV, D), randn(CU_K[-1], KV, D)
+    used = [4, 3, 0, 28]
+    out, lse = flash_attn_interface.flash_attn_varlen_func(
+        q, k, v, cu(CU_Q), cu(CU_K), 7, 28, seqused_k=cu(used), **mask, return_attn_probs=True
+    )
+    kept = torch.cat([torch.arange(n) + begin for n, begin in zip(used, CU_K[:-1], strict=True)])
+    ends = [0, *torch.tensor(used).cumsum(0).tolist()]
+    expected, expected_lse = attend_packed(q, k[kept], v[kept], CU_Q, ends, **mask)
+    assert_gradients(out, expected, q, k, v)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_cache_of_flash_attention_3() -> None:
+    caches = [randn(B, 16, KV, D, requires_grad=False) for _ in range(2)]
+    pages = [x.reshape(B * 4, 4, KV, D) for x in caches]
+    table = torch.arange(B * 4, dtype=torch.int32).view(B, 4)
+    q, lengths = randn(B, 1, N, D, requires_grad=False), cu([5, 11])
+    expected = [
+        attend(q[b : b + 1], *(x[b : b + 1, :n] for x in caches)) for b, n in ((0, 5), (1, 11))
+    ]
+    out, lse, *_ = flash_attn_interface.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=lengths, page_table=table, causal=True, return_softmax_lse=True
+    )
+    torch.testing.assert_close(out, torch.cat([x for x, _ in expected]))
+    torch.testing.assert_close(lse, torch.cat([x for _, x in expected]))
+
+
+@pytest.mark.parametrize("argument", ["qv", "q_descale", "attention_chunk", "softcap"])
+def test_what_no_operator_does(argument: str) -> None:
+    x = torch.ones(B, 5, N, D)
+    value: Any = 1 if argument in ("attention_chunk", "softcap") else x
+    with pytest.raises(NotImplementedError, match=f"flash_attn_func: {argument}: expected"):
+        flash_attn_interface.flash_attn_func(x, x, x, **{argument: value})
+
+
+# Names in order, as flash-attn 2.8 and FlashAttention-3 have them.
+PACKED = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic \
+return_attn_probs"
+PASS = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+SEQUENCES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+DESCALE = "q_descale k_descale v_descale"
+SIGNATURES = {
+    (flash_attn, "flash_attn_qkvpacked_func"): f"qkv {PACKED}",
+    (flash_attn, "flash_attn_kvpacked_func"): f"q kv {PACKED}",
+    (flash_attn, "flash_attn_varlen_qkvpacked_func"): f"qkv cu_seqlens max_seqlen {PACKED}",
+    (flash_attn, "flash_attn_varlen_kvpacked_func"): f"q kv {SEQUENCES} {PACKED}",
+    (flash_attn, "_flash_attn_forward"): f"q k v {PASS} return_softmax",
+    (flash_attn, "_flash_attn_varlen_forward"): f"q k v {SEQUENCES} {PASS} return_softmax \
+block_table leftpad_k seqused_k zero_tensors num_splits",
+    (flash_attn, "_flash_attn_backward"): f"dout q k v out softmax_lse dq dk dv {PASS} \
+deterministic rng_state",
+    (flash_attn, "_flash_attn_varlen_backward"): f"dout q k v out softmax_lse dq dk dv {SEQUENCES} \
+{PASS} deterministic rng_state zero_tensors",
+    (flash_attn_interface, "flash_attn_func"): f"q k v softmax_scale causal qv {DESCALE} \
+window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+    (flash_attn_interface, "flash_attn_varlen_func"): f"q k v {SEQUENCES} seqused_q seqused_k \
+softmax_scale causal qv {DESCALE} window_size attention_chunk softcap num_splits pack_gqa \
+deterministic sm_margin return_attn_probs",
+    (flash_attn_interface, "flash_attn_qkvpacked_func"): f"qkv softmax_scale causal {DESCALE} \
+window_size attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
+    (flash_attn_interface, "flash_attn_with_kvcache"): f"q k_cache v_cache k v qv rotary_cos \
+rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new \
+max_seqlen_q rotary_seqlens {DESCALE} softmax_scale causal window_size attention_chunk softcap \
+rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
+    (flash_attn_interface, "_flash_attn_forward"): f"q k v k_new v_new qv out_ cu_seqlens_q \
+cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q max_seqlen_k page_table \
+kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary {DESCALE} softmax_scale causal \
+window_size_left window_size_right attention_chunk softcap rotary_interleaved scheduler_metadata \
+num_splits pack_gqa sm_margin",
+    (flash_attn_interface, "_flash_attn_backward"): "dout q k v out softmax_lse cu_seqlens_q \
+cu_seqlens_k sequed_q sequed_k max_seqlen_q max_seqlen_k dq dk dv softmax_scale is_causal \
+window_size_left window_size_right softcap deterministic sm_margin",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x))
+def test_signatures(module: Any, name: str) -> None:
+    expected = SIGNATURES[module, name].split()
+    assert list(inspect.signature(getattr(module, name)).parameters) == expected
