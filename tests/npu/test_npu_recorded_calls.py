@@ -1,0 +1,23 @@
+"""The NPU path gives, from its launch to its results, what CANN's own kernels gave.
+
+The CPU's results are compared with the kernels' in tests/operators/test_recorded_calls.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from conftest import DEVICE
+from support.recorded_calls import FILE, RecordedCall, recorded_calls
+from support.tolerance import assert_same_bits
+
+pytestmark = [
+    pytest.mark.usefixtures("no_limits"),
+    pytest.mark.skipif(not FILE.exists(), reason="a source distribution has no recorded calls"),
+    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="the recorded kernels are those of A2"),
+]
+
+
+@pytest.mark.parametrize("call", recorded_calls(), ids=lambda call: call.id)
+def test_same_as_the_kernel(call: RecordedCall) -> None:
+    expected, actual = call.run("cpu"), call.run("npu")
+    assert_same_bits(tuple(actual.values()), tuple(expected.values()))

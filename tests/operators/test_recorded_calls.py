@@ -1,0 +1,16 @@
+"""The operators give on the CPU what CANN's own kernels gave."""
+
+from __future__ import annotations
+
+import pytest
+from support.recorded_calls import FILE, RecordedCall, recorded_calls
+
+pytestmark = [
+    pytest.mark.usefixtures("no_limits"),
+    pytest.mark.skipif(not FILE.exists(), reason="a source distribution has no recorded calls"),
+]
+
+
+@pytest.mark.parametrize("call", recorded_calls(), ids=lambda call: call.id)
+def test_same_as_the_kernel(call: RecordedCall) -> None:
+    call.check(call.run("cpu"))
