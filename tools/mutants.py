@@ -15,7 +15,7 @@ KERNELS: Table = {
         ("lse[i] > max || std::isnan(lse[i])", "lse[i] > max"),
     ],
     "csrc/cpu/common/attention_rows.cpp": [
-        ("exponential(max[r] - largest)", "T(1)"),
+        ("softmax_weight(max[r], largest)", "T(1)"),
         ("kept.end(«token(count - 1)»)", "token(0)"),
     ],
     "csrc/cpu/common/attention_rows.h": [

@@ -115,13 +115,13 @@ class Attention {
       int32_t changed = 0;
       for (int64_t h = 0; h < heads; ++h) {
         changed |= factor[h] != max[h];
-        factor[h] = exponential(factor[h] - max[h]);
+        factor[h] = softmax_weight(factor[h], max[h]);
         sum[h] *= factor[h];
       }
       for (int64_t i = 0; i < count; ++i) {
 #pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
-          const T e = exponential(scores[i * heads + h] - max[h]);
+          const T e = softmax_weight(scores[i * heads + h], max[h]);
           sum[h] += e;
           by_key[i * heads + h] = round_to<Operand>(e);
         }

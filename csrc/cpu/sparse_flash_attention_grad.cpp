@@ -119,7 +119,7 @@ class AttentionGrad {
 #pragma omp simd
         for (int64_t h = 0; h < heads; ++h) {
           const int64_t at = i * stride + h;
-          const T p = exponential(scale * scores[at] - max[h]) * inverse_sum[h];
+          const T p = softmax_weight(rounded_product(scores[at], scale), max[h]) * inverse_sum[h];
           probabilities[at] = round_to<Operand>(p);
           d_scores[at] = round_to<Operand>(p * (d_probabilities[at] - delta[h]));
         }

@@ -136,7 +136,7 @@ class TokenLoss {
                 scores = attention_.data(), max = max_.data(), factor = factor_.data()] {
       for (int64_t i = 0; i < count; ++i) {
         target[i] = sum_of<T>(heads, [=, row = scores + i * stride](int64_t h) {
-          return exponential(scale * row[h] - max[h]) * factor[h];
+          return softmax_weight(rounded_product(row[h], scale), max[h]) * factor[h];
         });
       }
     });

@@ -85,12 +85,20 @@ def test_products_of_odd_sizes(capability: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_every_operator_at_the_baseline() -> None:
-    """A sample of the calls that test_numerics compares with the references."""
-    tests = f"{ROOT}/tests/operators/test_numerics.py::test_matches_the_reference"
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--sample", "40", tests)
-    result = run(*command, capability="baseline")
+def assert_pass(tests: str, sample: int, capability: str) -> None:
+    """A sample of the tests in this process's environment, but for the capability."""
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--sample", str(sample))
+    result = run(*command, f"{ROOT}/tests/operators/{tests}", capability=capability)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_operator_at_the_baseline() -> None:
+    assert_pass("test_numerics.py::test_matches_the_reference", 40, "baseline")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_backward_has_the_weights_of_the_forward(capability: str) -> None:
+    assert_pass("test_probabilities.py", 5, capability)
 
 
 def implementations(capability: str) -> list[str]:

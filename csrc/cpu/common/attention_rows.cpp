@@ -24,12 +24,6 @@ struct KeyRange {
   int64_t end;
 };
 
-// Returns whether the rows of a sequence read their keys in place: a single one for each key head.
-// Not in float32 and float64, where the bits of a row do not depend on how many there are.
-bool in_place(const DenseAttention& attention, const DenseSequence& sequence) {
-  return attention.query.element_size() == 2 && sequence.queries * attention.group() == 1;
-}
-
 // Computes attention for blocks of rows, by online softmax over blocks of keys: a thread holds one
 // tile of scores at a time.
 template <typename Input, typename Operand>
@@ -62,9 +56,9 @@ class AttentionRows {
   void part(const RowsTask& task, int64_t index, Partial<T>& result) {
     const KeyRange keys(task, index);
     result_ = result;
-    std::fill_n(result_.max, task.rows(), kLowest<T>);
+    std::fill_n(result_.max, task.rows(), std::numeric_limits<T>::lowest());
     std::fill_n(result_.sum, task.rows(), T(0));
-    if (in_place(attention_, *task.sequence)) {
+    if (attention_.in_place(*task.sequence)) {
       attend_in_place(task, keys);
     } else {
       attend_to_tiles(task, keys);
@@ -158,7 +152,7 @@ class AttentionRows {
         const int64_t begin = columns.row_begin[r];
         const int64_t end = columns.row_end[r];
         const T largest = largest_of<bytes>(max[r], s + begin, scale, end - begin);
-        factor[r] = exponential(max[r] - largest);
+        factor[r] = softmax_weight(max[r], largest);
         max[r] = largest;
         for (int64_t j = columns.begin; j < begin; ++j) {
           s[j] = 0;
@@ -166,7 +160,7 @@ class AttentionRows {
         T total = 0;
 #pragma omp simd reduction(+ : total)
         for (int64_t j = begin; j < end; ++j) {
-          s[j] = exponential(s[j] * scale - largest);
+          s[j] = softmax_weight(rounded_product(s[j], scale), largest);
           total += s[j];
         }
         for (int64_t j = end; j < columns.end; ++j) {
@@ -232,7 +226,7 @@ std::vector<RowsTask> divide(const DenseAttention& attention) {
   std::vector<RowsTask> tasks;
   for (const auto& sequence : attention.sequences) {
     const int64_t rows = sequence.queries * attention.group();
-    const int64_t most_heads = in_place(attention, sequence) ? heads_in_turn(attention) : 1;
+    const int64_t most_heads = attention.in_place(sequence) ? heads_in_turn(attention) : 1;
     for (int64_t head = 0; head < attention.key_heads; head += most_heads) {
       const int64_t heads = std::min(most_heads, attention.key_heads - head);
       for (int64_t row = 0; row < rows; row += block) {

@@ -21,7 +21,7 @@ inline constexpr int64_t kMaxRows = 8 * kRowBlock;
 
 inline constexpr int64_t kPartKeys = 8 * kKeyBlock;  // see attend_to_parts
 
-// The maximum of a row without keys: any score is larger, and its exponential is finite.
+// The maximum of a row without keys, in float64 too.
 template <typename T>
 inline constexpr T kLowest = static_cast<T>(std::numeric_limits<float>::lowest());
 

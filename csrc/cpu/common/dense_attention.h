@@ -56,6 +56,12 @@ struct DenseAttention {
     return sequence.rows_before * heads + head * sequence.queries + query;
   }
 
+  // Returns whether the rows of a sequence read their keys in place: a single one for each key
+  // head. Not in float32 and float64, where the bits of a row do not depend on how many there are.
+  bool in_place(const DenseSequence& sequence) const {
+    return query.element_size() == 2 && sequence.queries * group() == 1;
+  }
+
   Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, size, value_size;
   double scale;

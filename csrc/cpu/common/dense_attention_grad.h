@@ -10,6 +10,7 @@
 #include "cpu/common/attention_scores.h"
 #include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
+#include "cpu/common/single_rows.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/vectorized.h"
 
@@ -91,12 +92,24 @@ class ScoreGradient {
  private:
   void differentiate(const ScoreTile& tile) {
     load_queries(tile.first_row, tile.rows);
-    multiply(query_, keys_, tile, scores_);
+    multiply_keys(tile);
     multiply(d_out_, values_, tile, d_scores_);
     scores_of_.finish(tile, first_head(), scores_);
     scores_of_.drop(tile, first_head(), d_scores_);
     differentiate_softmax(tile);
     scores_of_.drop(tile, first_head(), scores_);
+  }
+
+  // As the forward operator, which must have the same bits.
+  void multiply_keys(const ScoreTile& tile) {
+    if (attention_.in_place(*sequence_)) {
+      const auto rows = key_rows<Input>(attention_.key, *sequence_, key_head_, tile.key_begin);
+      const int64_t count = tile.row_end[0];
+      score_rows(query_.row(0), attention_.size, rows, count, NextRows{rows, count},
+                 scores_.data());
+    } else {
+      multiply(query_, keys_, tile, scores_);
+    }
   }
 
   static void multiply(const Tile<Operand>& rows, const KeyTile<Operand>& keys,
@@ -125,9 +138,9 @@ class ScoreGradient {
         }
 #pragma omp simd
         for (int64_t j = begin; j < end; ++j) {
-          const T score = s[j] * scale;
+          const T score = rounded_product(s[j], scale);
           // A key that is masked out has no part in a row whose maximum is NaN.
-          s[j] = score == kExcluded ? T(0) : exponential(score - row_max) * factor;
+          s[j] = score == kExcluded ? T(0) : softmax_weight(score, row_max) * factor;
           d[j] = s[j] * (d[j] - row_delta);
         }
         for (int64_t j = end; j < columns.end; ++j) {

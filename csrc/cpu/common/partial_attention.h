@@ -45,8 +45,8 @@ void merge(const Partial<T>& merged, const Partial<T>& next, int64_t begin, int6
            int64_t size) {
   for (int64_t r = begin; r < end; ++r) {
     const T max = std::max(merged.max[r], next.max[r]);
-    const T factor = exponential(merged.max[r] - max);
-    const T next_factor = exponential(next.max[r] - max);
+    const T factor = softmax_weight(merged.max[r], max);
+    const T next_factor = softmax_weight(next.max[r], max);
     merged.max[r] = max;
     merged.sum[r] = factor * merged.sum[r] + next_factor * next.sum[r];
     vectorized([=, out = merged.out + r * size, next = next.out + r * size] {

@@ -1,15 +1,23 @@
 #include "cpu/common/portable_gemm.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
 namespace {
 
+// Returns a * b + c, rounded once wherever the vector unit can. Compilers fuse some of the sums in
+// a block of one shape, and none in another: the bits of a product would depend on its size.
+template <bool has_fma, typename T>
+[[gnu::always_inline]] inline T multiply_add(T a, T b, T c) {
+  return has_fma ? std::fma(a, b, c) : a * b + c;
+}
+
 // Computes `rows` rows and `columns` columns of C. Both are constants, and the inner loop is marked
 // omp simd: compilers then hold all sums in vector registers.
-template <int64_t rows, int64_t columns, typename T>
+template <int64_t rows, int64_t columns, bool has_fma, typename T>
 [[gnu::always_inline]] inline void multiply_block(const Product<T>& p) {
   T sums[rows][columns] = {};
   for (int64_t l = 0; l < p.k; ++l) {
@@ -18,7 +26,7 @@ template <int64_t rows, int64_t columns, typename T>
       const T factor = p.a.row(i)[l];
 #pragma omp simd
       for (int64_t j = 0; j < columns; ++j) {
-        sums[i][j] += factor * p.b.row(l)[j];
+        sums[i][j] = multiply_add<has_fma>(factor, p.b.row(l)[j], sums[i][j]);
       }
     }
   }
@@ -33,48 +41,51 @@ template <int64_t rows, int64_t columns, typename T>
 }
 
 // Computes `columns` columns of C: blocks of `rows` rows, then the remaining rows.
-template <int64_t rows, int64_t columns, typename T>
+template <int64_t rows, int64_t columns, bool has_fma, typename T>
 [[gnu::always_inline]] inline void multiply_rows(Product<T> p) {
   for (; p.m >= rows; p.m -= rows) {
-    multiply_block<rows, columns>(p);
+    multiply_block<rows, columns, has_fma>(p);
     p.a = p.a.from(rows);
     p.c = p.c.from(rows);
   }
   if constexpr (rows > 1) {
-    multiply_rows<rows / 2, columns>(p);
+    multiply_rows<rows / 2, columns, has_fma>(p);
   }
 }
 
-template <int64_t rows, int64_t columns, typename T>
+template <int64_t rows, int64_t columns, bool has_fma, typename T>
 [[gnu::always_inline]] inline void multiply_panel(Product<T> p) {
   // Many rows of A share a copy of B that is adjacent in the L1 cache, whatever the stride of B is.
+  // Few do not, but add the same parts, so that the bits of a row do not depend on how many there
+  // are.
   constexpr int64_t depth = 128;
   alignas(64) T panel[depth * columns];
-  if (p.m <= 2 * rows || p.b.stride() == columns) {
-    return multiply_rows<rows, columns>(p);
-  }
+  const bool copies = p.m > 2 * rows && p.b.stride() != columns;
   auto part = p;
-  part.b = {panel, columns};
   for (int64_t first = 0; first == 0 || first < p.k; first += depth) {
     part.k = std::min(depth, p.k - first);
-    for (int64_t l = 0; l < part.k; ++l) {
-      std::copy_n(p.b.row(first + l), columns, panel + l * columns);
-    }
     part.a = p.a.from(0, first);
-    multiply_rows<rows, columns>(part);
+    part.b = p.b.from(first);
+    if (copies) {
+      for (int64_t l = 0; l < part.k; ++l) {
+        std::copy_n(part.b.row(l), columns, panel + l * columns);
+      }
+      part.b = {panel, columns};
+    }
+    multiply_rows<rows, columns, has_fma>(part);
     part.accumulate = true;
   }
 }
 
-template <int64_t rows, int64_t columns, typename T>
+template <int64_t rows, int64_t columns, bool has_fma, typename T>
 [[gnu::always_inline]] inline void multiply_columns(Product<T> p) {
   for (; p.n >= columns; p.n -= columns) {
-    multiply_panel<rows, columns>(p);
+    multiply_panel<rows, columns, has_fma>(p);
     p.b = p.b.from(0, columns);
     p.c = p.c.from(0, columns);
   }
   if constexpr (columns > 1) {
-    multiply_columns<rows, columns / 2>(p);
+    multiply_columns<rows, columns / 2, has_fma>(p);
   }
 }
 
@@ -85,11 +96,13 @@ void multiply(const Product<T>& product) {
   vectorized([product](auto bytes) {
 #if defined(__aarch64__)
     constexpr bool has_32_registers = true;
+    constexpr bool has_fma = true;
 #else
     constexpr bool has_32_registers = bytes == 64;
+    constexpr bool has_fma = bytes > 16;
 #endif
     // Sums fill half of the registers; factors and elements of B need the others.
-    multiply_columns<has_32_registers ? 8 : 4, 2 * bytes / sizeof(T)>(product);
+    multiply_columns<has_32_registers ? 8 : 4, 2 * bytes / sizeof(T), has_fma>(product);
   });
 }
 

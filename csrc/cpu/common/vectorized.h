@@ -84,15 +84,16 @@ struct ExponentialParts {
     exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(rounder);
   }
 
+  // The product of both, where it is a normal number or NaN.
+  float product() const { return fraction * std::bit_cast<float>((exponent + 127) << 23); }
+
   float fraction;     // exp(r) with |r| <= ln(2) / 2
   uint32_t exponent;  // modulo 2^32 if negative
 };
 
 // Results below the smallest normal number become 0, those from 2^127.5 on become infinite.
 inline float exponential(float x) {
-  const ExponentialParts parts(x);
-  const float result = parts.fraction * std::bit_cast<float>((parts.exponent + 127) << 23);
-  const float bounded = x < -87.33f ? 0.0f : result;
+  const float bounded = x < -87.33f ? 0.0f : ExponentialParts(x).product();
   return x > 88.37f ? std::numeric_limits<float>::infinity() : bounded;
 }
 
@@ -100,6 +101,26 @@ inline float exponential(float x) {
 inline float exponential_of_nonpositive(float x) {
   const ExponentialParts parts(x > -87.0f ? x : -87.0f);
   return std::bit_cast<float>(std::bit_cast<uint32_t>(parts.fraction) + (parts.exponent << 23));
+}
+
+// Returns a * b, rounded. The compiler may fuse a product with the addition that uses it, and then
+// two uses of one product differ. Here it can fuse only this addition, which changes nothing.
+template <typename T>
+T rounded_product(T a, T b) {
+  return a * b + T(0);
+}
+
+// Returns exp(score - max), the weight of a key before the division by the sum: at most 1, NaN if
+// either is. Every softmax and its gradient compute their weights here, from rounded scores, so
+// that the gradient's have the bits of the forward's.
+inline float softmax_weight(float score, float max) {
+  const float difference = score - max;
+  const float x = 0.0f < difference ? 0.0f : difference;
+  return x < -87.33f ? 0.0f : ExponentialParts(x).product();
+}
+inline double softmax_weight(double score, double max) {
+  const double difference = score - max;
+  return std::exp(0.0 < difference ? 0.0 : difference);
 }
 
 // Rounds to nearest, NaN to NaN. The conversion of at::BFloat16 has a branch for NaN, with which

@@ -141,7 +141,8 @@ def terms(sample: Sample, dtype: torch.dtype) -> tuple[list[Tensor], float]:
         if not kept or factor == 0:
             continue
         j = row.first_key + torch.tensor(kept)
-        p = (torch.exp(a.scale_value * (q[i] @ k[j].T) - maximum[i]) / total[i]).mean(0)
+        difference = a.scale_value * (q[i] @ k[j].T) - maximum[i]
+        p = (torch.exp(difference.clamp(max=0)) / total[i]).mean(0)
         s = q_index[i] @ k_index[j].T
         y = torch.softmax(w[i] @ torch.relu(s), -1)
         r = magnitude(q_index[i]) @ magnitude(k_index[j]).T

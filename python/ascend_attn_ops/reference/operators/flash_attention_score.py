@@ -110,7 +110,8 @@ def flash_attention_score_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         )
         s = scores(q[b, :, rows_q], k[b, :, rows_k], sequence, a)
         keep = kept(sequence, a).to(q.device)
-        p = torch.where(keep, (s - maximum).exp() / total, 0)
+        # No weight is above 1: a maximum that was rounded may be below its score.
+        p = torch.where(keep, (s - maximum).clamp(max=0).exp() / total, 0)
         drop = dropout(sequence, a, dtype)
         d_p = d_out[b, :, rows_q] @ v[b, :, rows_k].mT * drop
         delta = (d_out[b, :, rows_q] * out[b, :, rows_q]).sum(-1, keepdim=True)
@@ -245,7 +246,9 @@ def pse_of(sequence: Span, a: Arguments) -> Tensor | float:
         slope = (
             pse[sequence.number] if pse.dim() == 2 and pse.shape[0] > 1 else pse.view(-1, heads)[0]
         )
-        distance = (torch.arange(skv) + shift - torch.arange(sq)[:, None]).abs().to(pse)
+        # float64 inputs have scores, and so slopes, in float64.
+        slope = slope.to(torch.promote_types(slope.dtype, a.query.dtype))
+        distance = (torch.arange(skv) + shift - torch.arange(sq)[:, None]).abs().to(slope)
         return -slope[:, None, None] * (distance if a.pse_type == 2 else distance.sqrt())
     if a.layout == "TND" and pse.dim() == 1:
         spans = [[stop - start for start, stop in pairwise([0, *x])] for x in prefix_sums(a)]

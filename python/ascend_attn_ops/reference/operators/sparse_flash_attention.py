@@ -95,7 +95,9 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
         i = row.token
         pos = positions(selected[i], row, row.keys, a.sparse_block_size).to(q.device)
         if len(pos) > 0:
-            p = torch.exp(a.scale_value * (q[i] @ k[pos].T) - maximum[i]) / total[i]
+            s = a.scale_value * (q[i] @ k[pos].T)
+            # No weight is above 1: a maximum that was rounded may be below its score.
+            p = torch.exp((s - maximum[i]).clamp(max=0)) / total[i]
             delta = (d_o[i] * o[i]).sum(-1, keepdim=True)
             d_s = p * (d_o[i] @ v[pos].T - delta)
             d_q[i] = a.scale_value * (d_s @ k[pos])

@@ -65,7 +65,8 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
             continue
         j = row.first_key + torch.tensor(kept, device=q.device)
         s = a.scale_value * (q[i] @ k[j].T)
-        p = (torch.exp(s - maximum[i]) / total[i]).mean(0)
+        # No weight is above 1: a maximum that was rounded may be below its score.
+        p = (torch.exp((s - maximum[i]).clamp(max=0)) / total[i]).mean(0)
         s_index = q_index[i] @ k_index[j].T
         r = torch.relu(s_index)
         y = torch.softmax(w[i] @ r, -1)
