@@ -45,8 +45,13 @@ test: test-cpu test-npu
 # 5 is pytest's status where it runs no test: what PYTEST_ARGS choose may all be in the other half.
 NONE_CHOSEN = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
+# Paths inside tests/npu are those of the other half, which drops the paths that are not.
+IN_NPU := tests/npu% ./tests/npu%
+CPU_ARGS = $(filter-out $(IN_NPU),$(PYTEST_ARGS))
+ONLY_NPU = $(and $(filter $(IN_NPU),$(PYTEST_ARGS)),$(if $(filter tests% ./tests%,$(CPU_ARGS)),,yes))
+
 test-cpu: build
-	$(CPU) -m pytest --ignore=tests/npu $(PYTEST_ARGS) $(NONE_CHOSEN)
+	$(if $(ONLY_NPU),,$(CPU) -m pytest --ignore=tests/npu $(CPU_ARGS) $(NONE_CHOSEN))
 
 test-npu: build-npu
 	$(NPU) tests/npu/run.py $(PYTEST_ARGS) $(NONE_CHOSEN)
