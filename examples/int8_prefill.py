@@ -12,7 +12,6 @@ errors.md, which docs/tutorials/int8_prefill.md explains, to the output director
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import ascend_attn_ops as ops
 import matplotlib
 import torch
+from npu import register_npu
 from python_corpus import load_corpus, sample_windows
 from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
@@ -243,7 +243,7 @@ def main() -> None:
     own = parser.parse_args()
     own.out.mkdir(parents=True, exist_ok=True)
     if own.device == "npu":
-        importlib.import_module("torch_npu")  # registers the device
+        register_npu()
     train_text, held_out_text = load_corpus()
     text = sample_windows(held_out_text, own.windows, own.sequence_length + 1, seed=0)
     text = text.to(own.device)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import sys
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import ascend_attn_ops as ops
 import torch
+from npu import register_npu
 from python_corpus import load_corpus, sample_windows
 from sparse_lm import AttentionInputs, Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
@@ -349,7 +349,7 @@ def limits_of(device: str) -> contextlib.AbstractContextManager[None]:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.device == "npu":
-        importlib.import_module("torch_npu")  # registers the device
+        register_npu()
     exact = (arguments.dtype or {"cpu": "float32"}.get(arguments.device)) == "float32"
     dtype = torch.float32 if exact else torch.bfloat16
     model, config = load_model(arguments.checkpoint, arguments.device, dtype)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -36,6 +35,7 @@ import ascend_attn_ops as ops
 import torch
 import torch.distributed as dist
 from evaluate import evaluate
+from npu import register_npu
 from parallel import Parallel, checkpoints
 from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
@@ -101,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def set_up_device(name: str) -> torch.device:
     if name == "npu":
-        importlib.import_module("torch_npu")  # registers the device
+        register_npu()
     # On the NPU, this also makes the operators sum their gradients in a fixed order, where its CANN
     # can: 8.5 cannot.
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -18,7 +18,6 @@ output directory; `--resume` goes on from the last checkpoint.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import time
@@ -33,6 +32,7 @@ import torch
 import transformers
 from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa
 from evaluate import SELECTIONS, captured_mass, mean, top_k
+from npu import register_npu
 from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
 from torch import Tensor
@@ -295,7 +295,7 @@ def evaluate(model: Model, windows: Tensor, batch_size: int) -> dict[str, dict[s
 def main() -> None:
     arguments = parse_arguments()
     if arguments.device == "npu":
-        importlib.import_module("torch_npu")  # registers the device
+        register_npu()
     arguments.out.mkdir(parents=True, exist_ok=True)
     recipe = {name: value for name, value in vars(arguments).items() if name not in NOT_IN_RECIPE}
     path = arguments.out / "recipe.json"

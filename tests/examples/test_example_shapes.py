@@ -15,7 +15,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.device_limits import Device, table
+from ascend_attn_ops.device_limits import Device, device_in_force, table
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from support.checkout import EXAMPLES, ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,12 +96,17 @@ def test_the_examples_of_a_page(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"torch": torch, "ops": ascend_attn_ops}
     torch.manual_seed(0)
-    with ascend_attn_ops.limits(*device):  # type: ignore[arg-type]
-        try:
-            for block in python_blocks(PAGES[name]):
-                exec(compile(block, name, "exec"), names)
-        except (RuntimeError, TypeError, ModuleNotFoundError) as error:
-            skip_where_it_is_missing(error, device)
+    before = device_in_force()
+    assert before is not None
+    # Pages may lift the default, which a block of limits would hide from them.
+    ascend_attn_ops.set_limits(*device)  # type: ignore[arg-type]
+    try:
+        for block in python_blocks(PAGES[name]):
+            exec(compile(block, name, "exec"), names)
+    except (RuntimeError, TypeError, ModuleNotFoundError) as error:
+        skip_where_it_is_missing(error, device)
+    finally:
+        ascend_attn_ops.set_limits(*before)  # type: ignore[arg-type]
 
 
 @pytest.fixture
