@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -107,6 +109,26 @@ def test_the_examples_of_a_page(
         skip_where_it_is_missing(error, device)
     finally:
         ascend_attn_ops.set_limits(*before)  # type: ignore[arg-type]
+
+
+def statements(code: str) -> tuple[set[str], list[str]]:
+    """The imports, in any order, and the rest but for a docstring."""
+    body = ast.parse(code).body[ast.get_docstring(ast.parse(code)) is not None :]
+    imports = {ast.dump(x) for x in body if isinstance(x, ast.Import | ast.ImportFrom)}
+    return imports, [ast.dump(x) for x in body if ast.dump(x) not in imports]
+
+
+@pytest.mark.parametrize(
+    ("page", "script"),
+    [("README.md", "readme.py"), ("docs/first_steps.md", "first_steps.py")],
+)
+def test_a_script_has_the_examples_of_a_page(page: str, script: str) -> None:
+    blocks = "\n".join(python_blocks(ROOT / page))
+    assert statements((EXAMPLES / script).read_text()) == statements(blocks)
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / script], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture
