@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "core/symbolic.h"
+#include "core/tensor_checks.h"
 
 namespace ascend_attn {
 namespace {
@@ -29,7 +30,7 @@ std::vector<int64_t> read_lengths(std::string_view op, std::string_view argument
                                   const std::optional<at::Tensor>& lengths, int64_t tokens) {
   std::vector<int64_t> values;
   if (lengths) {
-    const auto dense = lengths->contiguous();
+    const auto dense = on_host(*lengths).contiguous();
     const auto* data = dense.const_data_ptr<int32_t>();
     values.assign(data, data + dense.numel());
     for (size_t batch = 0; batch < values.size(); ++batch) {

@@ -60,9 +60,9 @@ std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list);
 // Returns the values of a list; raises if one of them is symbolic.
 std::vector<int64_t> values_of(c10::SymIntArrayRef list);
 
-// Returns the sequences of a call on CPU tensors, with tokens counted over the flattened (batch,
-// sequence) axes. Lengths come as the operator takes them, as an int32 tensor or as a list. The
-// values of a tensor are checked here, where they can be read.
+// Returns the sequences of a call, with tokens counted over the flattened (batch, sequence) axes.
+// Lengths come as the operator takes them, as an int32 tensor or as a list. The values of a tensor
+// are checked here; if a device has them, the host waits for it.
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      const std::optional<at::Tensor>& lengths_query,

@@ -64,6 +64,11 @@ inline void check_dtype(std::string_view op, NamedTensor argument, at::ScalarTyp
 // tensors that keep their sizes.
 bool has_memory(const at::Tensor& tensor);
 
+// Returns the tensor itself, or a copy for which it waits if a device has it.
+inline at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? tensor : tensor.cpu();
+}
+
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 // The same for a rule: symbolic sizes are assumed to fit.
 inline bool fits_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {

@@ -25,3 +25,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::FlashAttentionScore::check_values() const {
+  const cpu::DenseAttention checked(*this);
+}

@@ -206,3 +206,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::FlashAttentionScoreGrad::check_values() const {
+  const cpu::DenseAttention checked(*this);
+}

@@ -201,3 +201,5 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<LightningIndexer, lightning
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::LightningIndexer::check_values() const { const cpu::SparseInputs checked(*this); }

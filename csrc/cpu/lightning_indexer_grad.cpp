@@ -84,3 +84,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::LightningIndexerGrad::check_values() const {
+  const cpu::SparseInputs checked(*this);
+}

@@ -6,6 +6,7 @@
 #include <bit>
 
 #include "core/error.h"
+#include "core/tensor_checks.h"
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
 
@@ -35,7 +36,8 @@ float read_scale(const at::Tensor& scale) {
 // Rejects scales that are not finite, because saturation would turn them into plausible outputs. It
 // also rejects numbers converted to uint64 where the bits of a float32 belong: those bits are a
 // float32 of almost 0.
-float checked_scale(const char* argument, const at::Tensor& scale) {
+float checked_scale(const char* argument, const at::Tensor& given) {
+  const auto scale = on_host(given);
   const float value = read_scale(scale);
   if (scale.scalar_type() == at::kUInt64) {
     check_value(std::isnormal(value), PromptFlashAttention::name, argument,
@@ -49,15 +51,13 @@ float checked_scale(const char* argument, const at::Tensor& scale) {
 }
 
 void check_finite(const char* argument, const std::optional<at::Tensor>& values) {
-  check_value(!values || at::isfinite(*values).all().item<bool>(), PromptFlashAttention::name,
-              argument, "expected finite numbers, got infinity or NaN among them");
+  check_value(!values || at::isfinite(on_host(*values)).all().item<bool>(),
+              PromptFlashAttention::name, argument,
+              "expected finite numbers, got infinity or NaN among them");
 }
 
-void prompt_flash_attention(const PromptFlashAttention& op,
-                            PromptFlashAttention::Outputs& outputs) {
-  if (op.query.numel() == 0) {
-    return;
-  }
+// Checks all scales and returns those of int8 inputs.
+std::optional<Int8Scales> scales_of(const PromptFlashAttention& op) {
   std::optional<Int8Scales> scales;
   if (op.query.scalar_type() == at::kChar) {
     scales.emplace(checked_scale("deq_scale1", *op.deq_scale1),
@@ -66,6 +66,15 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   }
   check_finite("quant_scale2", op.quant_scale2);
   check_finite("quant_offset2", op.quant_offset2);
+  return scales;
+}
+
+void prompt_flash_attention(const PromptFlashAttention& op,
+                            PromptFlashAttention::Outputs& outputs) {
+  if (op.query.numel() == 0) {
+    return;
+  }
+  const auto scales = scales_of(op);
   const DenseAttention attention(op);
   const auto& output = std::get<0>(outputs);
   DenseOutputs to;
@@ -84,3 +93,10 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::PromptFlashAttention::check_values() const {
+  if (query.numel() != 0) {
+    cpu::scales_of(*this);
+    const cpu::DenseAttention checked(*this);
+  }
+}

@@ -6,6 +6,7 @@
 #include <c10/util/MaybeOwned.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -23,6 +24,9 @@ namespace {
 using Indices = c10::SmallVector<int64_t, 64>;
 
 Indices read(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) {
+    return read(tensor.cpu());
+  }
   const auto values = [&](const auto* data) { return Indices(data, data + tensor.numel()); };
   return tensor.scalar_type() == at::kInt ? values(tensor.const_data_ptr<int32_t>())
                                           : values(tensor.const_data_ptr<int64_t>());
@@ -201,6 +205,7 @@ struct Run {
   int64_t window;
   int64_t width;
   int64_t length;
+  int64_t written;  // rows, from `slot` on
 };
 
 std::vector<Run> runs_of(const ScatterPaKvCache& op, Scatter scatter, int64_t capacity) {
@@ -248,8 +253,8 @@ std::vector<Run> runs_of(const ScatterPaKvCache& op, Scatter scatter, int64_t ca
       check_value(slot <= capacity - written, name, "slot_mapping",
                   "expected a run that ends by num_blocks * block_size = ", capacity, ", got ",
                   written, " rows from ", slot, " for batch ", batch, ", head ", head);
-      runs.push_back(
-          {slot, static_cast<int64_t>(batch), head, packed ? total : 0, window, width, length});
+      runs.push_back({slot, static_cast<int64_t>(batch), head, packed ? total : 0, window, width,
+                      length, written});
     }
     total += length;
   }
@@ -319,11 +324,53 @@ void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean
   });
 }
 
+// The slots that an entry of slot_mapping writes.
+struct Span {
+  int64_t slot;
+  int64_t count;
+  int64_t entry;
+};
+
+std::vector<Span> spans_of(const ScatterPaKvCache& op, Scatter scatter, int64_t capacity) {
+  std::vector<Span> spans;
+  if (is_run(scatter)) {
+    for (const auto& run : runs_of(op, scatter, capacity)) {
+      spans.push_back({run.slot, run.written, run.batch * op.key.size(-2) + run.head});
+    }
+    return spans;
+  }
+  const auto slots = read(op.slot_mapping);
+  check_slots(slots, capacity);
+  for (size_t row = 0; row < slots.size(); ++row) {
+    if (slots[row] >= 0) {
+      spans.push_back({slots[row], 1, static_cast<int64_t>(row)});
+    }
+  }
+  return spans;
+}
+
+// Checks that no slot is written twice. Sorting costs more than a call, so only check_values() does
+// it.
+void check_apart(std::vector<Span> spans) {
+  std::erase_if(spans, [](const Span& span) { return span.count == 0; });
+  std::ranges::stable_sort(spans, {}, &Span::slot);
+  for (size_t i = 1; i < spans.size(); ++i) {
+    const auto& [slot, count, entry] = spans[i - 1];
+    check_value(slot + count <= spans[i].slot, ScatterPaKvCache::name, "slot_mapping",
+                "expected no slot twice (a negative one skips its row), got ", spans[i].slot,
+                " written by entries ", entry, " and ", spans[i].entry);
+  }
+}
+
+int64_t capacity_of(const ScatterPaKvCache& op, Scatter scatter) {
+  return op.key_cache.size(0) * op.key_cache.size(op.block_size_axis(scatter));
+}
+
 void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   op.check_memory();
   const auto scatter = op.scatter();
   const auto block_size = op.key_cache.size(op.block_size_axis(scatter));
-  const auto capacity = op.key_cache.size(0) * block_size;
+  const auto capacity = capacity_of(op, scatter);
   if (is_run(scatter)) {
     const auto runs = runs_of(op, scatter, capacity);
     write_runs(sides_of(op, scatter, block_size), runs, scatter == Scatter::rope);
@@ -339,3 +386,8 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<ScatterPaKvCache, scatter_p
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::ScatterPaKvCache::check_values() const {
+  const auto scenario = scatter();
+  cpu::check_apart(cpu::spans_of(*this, scenario, cpu::capacity_of(*this, scenario)));
+}

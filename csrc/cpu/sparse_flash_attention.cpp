@@ -188,3 +188,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::SparseFlashAttention::check_values() const {
+  const cpu::SparseInputs checked(*this, cpu::Selectable::all_keys);
+}

@@ -209,3 +209,7 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) {
 
 }  // namespace
 }  // namespace ascend_attn::cpu
+
+void ascend_attn::SparseFlashAttentionGrad::check_values() const {
+  const cpu::SparseInputs checked(*this);
+}

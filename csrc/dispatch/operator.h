@@ -9,8 +9,12 @@
 //   static constexpr no_gradient     only if it has no gradient: the reason, for error messages
 //   Outputs check_and_allocate()     checks shapes, dtypes and limits, and allocates the outputs;
 //                                    with an `out=` overload, it takes an OutputSource
+//   void check_values()              only if results depend on values that can be wrong: checks
+//                                    them, and waits for a device that has them
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
+// check_values is defined beside the CPU kernel, which makes the same checks in every call; the NPU
+// kernels call it in the checked mode alone (core/value_checks.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

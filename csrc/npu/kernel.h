@@ -17,11 +17,33 @@
 #include "core/device_in_force.h"
 #include "core/error.h"
 #include "core/tensor_checks.h"
+#include "core/value_checks.h"
 #include "dispatch/operator.h"
 #include "npu/aclnn/launcher.h"
 #include "npu/capture.h"
 
 namespace ascend_attn {
+
+// Returns whether the values of a call can be read. Neither the capture nor an update of a graph
+// can wait for the device: a warning says so, once.
+bool can_read_values(const char* op);
+
+// Computes, in the checked mode after checking the values of the call: those that the CPU checks,
+// and by `rules` those that the CPU accepts and the device cannot read.
+template <typename Op, auto compute, auto... rules>
+void check_and_compute(const Op& op, typename Op::Outputs& outputs) {
+  if (checks_values() && can_read_values(Op::name)) [[unlikely]] {
+    op.check_values();
+    (rules(op), ...);
+  }
+  compute(op, outputs);
+}
+
+// Registers the kernel of an operator whose values can be wrong.
+template <typename Op, auto compute, auto... rules>
+void register_checked_kernel(torch::Library& library) {
+  register_kernel<Op, &check_and_compute<Op, compute, rules...>>(library);
+}
 
 // `<operator>.relaunch`: the operator with outputs and a workspace of its caller. A graph needs it
 // that updates the lengths of a call: the call is launched again and must write where the first one
@@ -40,10 +62,11 @@ void relaunch(const Op& op, const at::Tensor& workspace, at::TensorList out) {
 
 template <typename Op, auto compute>
 void register_kernel_and_relaunch(torch::Library& library) {
-  register_kernel<Op, compute>(library);
+  constexpr auto checked = &check_and_compute<Op, compute>;
+  register_kernel<Op, checked>(library);
   library.impl(
       c10::str(Op::name, ".relaunch").c_str(),
-      &Kernel<Op, &relaunch<Op, compute>>::template call<const at::Tensor&, at::TensorList>);
+      &Kernel<Op, &relaunch<Op, checked>>::template call<const at::Tensor&, at::TensorList>);
 }
 
 // Fills an output before the launch. The kernels leave padding rows unwritten, which hold this

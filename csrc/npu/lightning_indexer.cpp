@@ -31,7 +31,7 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<LightningIndexer, lightning_indexer>(m);
+  register_checked_kernel<LightningIndexer, lightning_indexer>(m);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "core/sequence_lengths.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
+#include "npu/read_slots.h"
 #include "ops/lightning_indexer.h"
 
 namespace ascend_attn::aclnn {
@@ -150,7 +151,8 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
+  register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad,
+                          check_read_slots<LightningIndexerGrad>>(m);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
+  register_checked_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
 }
 
 }  // namespace

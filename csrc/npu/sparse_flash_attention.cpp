@@ -4,6 +4,7 @@
 
 #include "npu/kernel.h"
 #include "npu/packing.h"
+#include "npu/read_slots.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
@@ -125,8 +126,9 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<SparseFlashAttention, sparse_flash_attention>(m);
-  register_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
+  register_checked_kernel<SparseFlashAttention, sparse_flash_attention>(m);
+  register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad,
+                          check_read_slots<SparseFlashAttentionGrad>>(m);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "core/sparse_mode.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
+#include "npu/read_slots.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
@@ -155,7 +156,7 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_kernel<SparseLightningIndexerGradKLLoss, sparse_lightning_indexer_grad_kl_loss>(m);
+  register_checked_kernel<Op, sparse_lightning_indexer_grad_kl_loss, check_read_slots<Op>>(m);
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ struct FlashAttentionScore {
   FlashAttentionOptions options;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
 };
 
 // Arguments of both gradient operators.
@@ -73,6 +74,7 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static constexpr bool has_out_overload = false;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
 };
 
 // The gradient of pse_shift, which the device's function does not compute. CPU only, and called by

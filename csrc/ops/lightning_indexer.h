@@ -38,6 +38,7 @@ struct LightningIndexer {
   KeyPages pages;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
 };
 
 struct LightningIndexerGrad {
@@ -59,6 +60,7 @@ struct LightningIndexerGrad {
   bool deterministic;
 
   Outputs check_and_allocate() const;
+  void check_values() const;
   // Checks what depends on the values of the lengths, where they can be read.
   void check_key_lengths(const std::vector<Sequence>& sequences) const;
 

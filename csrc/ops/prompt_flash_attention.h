@@ -41,6 +41,7 @@ struct PromptFlashAttention {
   int64_t sparse_mode;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
 };
 
 }  // namespace ascend_attn

@@ -40,6 +40,7 @@ struct ScatterPaKvCache {
   IntListField strides, offsets;
 
   Outputs check_and_allocate() const;
+  void check_values() const;
   // Checks rules about memory, which fake tensors do not have. Every backend that writes calls it.
   void check_memory() const;
 

@@ -45,6 +45,7 @@ struct SparseFlashAttention {
   bool return_softmax_lse;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
 };
 
 struct SparseFlashAttentionGrad {
@@ -66,6 +67,7 @@ struct SparseFlashAttentionGrad {
   SparseAttentionOptions options;
 
   Outputs check_and_allocate() const;
+  void check_values() const;
 };
 
 }  // namespace ascend_attn

@@ -36,6 +36,7 @@ struct SparseLightningIndexerGradKLLoss {
   std::optional<at::Tensor> weight;
 
   Outputs check_and_allocate() const;
+  void check_values() const;
 };
 
 }  // namespace ascend_attn

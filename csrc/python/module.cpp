@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/sparse_mode.h"
+#include "core/value_checks.h"
 #include "cpu/common/capability.h"
 #include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
@@ -201,6 +202,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_named", [](const std::string& product, const std::optional<std::string>& cann) {
     return device_names(*device_of(product, cann));
   });
+  m.def("request_value_checks", [](int change) { value_check_requests += change; });
   m.def("device_in_force", []() -> std::optional<py::tuple> {
     const auto device = device_in_force();
     return device ? std::optional(device_names(*device)) : std::nullopt;

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ascend_attn_ops import _C, _built_with, _npu_graphs
+from ascend_attn_ops import _C, _built_with, _npu_graphs, _value_checks
 from ascend_attn_ops.device_limits import apply_environment
 
 # Stands in for the NPU kernels while they cannot be loaded.
@@ -35,6 +35,7 @@ def load() -> None:
         _without_npu = None
     if npu_unavailable:
         _without_npu = _explaining_on_npu_tensors(npu_unavailable)
+    _value_checks.apply_environment()
     apply_environment()  # last: it overrules the NPU in use
 
 

@@ -8,6 +8,7 @@ from ascend_attn_ops._pages import (
     slot_mapping,
 )
 from ascend_attn_ops._statistics import log_sum_exp
+from ascend_attn_ops._value_checks import check_values
 from ascend_attn_ops.device_limits import limits, set_limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
@@ -34,6 +35,7 @@ __all__ = [
     "LightningIndexer",
     "attach_loss",
     "attention_update",
+    "check_values",
     "flash_attention_score",
     "flash_attention_score_grad",
     "gather_paged_kv",

@@ -10,6 +10,7 @@
 #include "core/error.h"
 #include "core/sequence_lengths.h"
 #include "core/symbolic.h"
+#include "core/tensor_checks.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -42,7 +43,7 @@ int64_t kept_in(const uint8_t* row, int64_t begin, int64_t end) {
 // rank.
 template <typename IsRight>
 bool all_rows(const at::Tensor& mask, const IsRight& is_right) {
-  const auto dense = with_dense_rows(mask);
+  const auto dense = with_dense_rows(on_host(mask));
   auto rows = dense;
   while (rows.dim() < 4) {
     rows = rows.unsqueeze(0);
@@ -189,7 +190,7 @@ void DenseAttention::read_pse(const char* op, const FlashAttentionOptions& optio
   if (pse_type <= 1) {
     pse_address = PseAddress::of(pse, query, key, layout == Layout::TND, sequences);
   } else {
-    check_value(pse.gt(0).all().item<bool>(), op, "pse_shift",
+    check_value(on_host(pse).gt(0).all().item<bool>(), op, "pse_shift",
                 "expected positive slopes, minus which times the distance is added, for pse_type ",
                 pse_type, ", got others");
     pse_address.heads = heads;

@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "core/symbolic.h"
+#include "core/tensor_checks.h"
 #include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
@@ -29,7 +30,7 @@ bool all_in_range(const int32_t* indices, int64_t count, int64_t blocks) {
 
 BlockTable::BlockTable(const KeyPages& pages, const at::Tensor& key) {
   if (pages.given()) {
-    table_ = pages.block_table->contiguous();
+    table_ = on_host(*pages.block_table).contiguous();
     num_blocks_ = key.size(0);
     block_size_ = key.size(1);
   }

@@ -9,6 +9,7 @@
 
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
+#include "core/tensor_checks.h"
 #include "cpu/common/key_rows.h"
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
@@ -94,7 +95,7 @@ class SparseInputs {
       op.check_key_lengths(sequences);
     }
     if constexpr (requires { op.sparse_indices; }) {
-      sparse_indices = with_dense_rows(with_head_axis(op.sparse_indices, op.query));
+      sparse_indices = with_dense_rows(with_head_axis(on_host(op.sparse_indices), op.query));
       check_indices(op.name, layout, selectable);
     }
     check_blocks(op.name);

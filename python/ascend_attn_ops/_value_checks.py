@@ -1,0 +1,60 @@
+"""The checked mode of the NPU: the values of tensors are checked before each launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ascend_attn_ops import _C
+
+VARIABLE = "ASCEND_ATTN_OPS_CHECK"
+
+_by_environment = False
+
+
+@contextmanager
+def check_values() -> Iterator[None]:
+    """Check the values in tensors before each launch on an NPU, to find out what makes NaN.
+
+    The CPU checks in every call that indices, slots, blocks and sequence lengths are in range. An
+    NPU does not: a wrong one gives NaN, wrong numbers, or accesses out of bounds that surface in
+    another operator. In this block the host reads these values before each launch and raises the
+    CPU's errors. It also rejects what the CPU accepts and the device cannot do: a -1 in a slot of
+    ``sparse_indices`` that a gradient reads, and a slot that ``scatter_pa_kv_cache_`` writes twice.
+
+    Each checked call waits for the device, so use the block to find an error, not to train. The
+    environment variable ``ASCEND_ATTN_OPS_CHECK=1`` checks every call of a process.
+
+    The block applies to all threads of the process, which includes those that run ``backward()``;
+    call ``backward()`` inside it to check gradients. Calls compiled by ``torch.compile`` are
+    checked when they run. Calls in a graph (``torch.npu.NPUGraph``) are not, since neither its
+    capture nor an update can wait; a warning says so.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query = torch.randn(1, 2, 8, 512, dtype=torch.bfloat16, requires_grad=True)
+        >>> key = torch.randn(1, 2, 1, 512, dtype=torch.bfloat16)
+        >>> indices = torch.tensor([0, -1, 0, 1], dtype=torch.int32).view(1, 2, 1, 2)
+        >>> with ascend_attn_ops.check_values():  # has no effect on the CPU
+        ...     out, *_ = ascend_attn_ops.sparse_flash_attention(
+        ...         query, key, key, indices, scale_value=0.07
+        ...     )
+        ...     out.sum().backward()
+    """
+    _C.request_value_checks(1)
+    try:
+        yield
+    finally:
+        _C.request_value_checks(-1)
+
+
+def apply_environment() -> None:
+    """Check the values of all calls if the environment variable says so."""
+    global _by_environment
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={text}: expected 0 or 1")
+    wanted = text == "1"
+    _C.request_value_checks(wanted - _by_environment)
+    _by_environment = wanted

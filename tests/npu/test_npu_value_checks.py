@@ -1,0 +1,317 @@
+"""The checked mode: the host reads values before a launch, and raises what the CPU raises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ascend_attn_ops as ops
+import cann_simulator
+import pytest
+import torch
+from conftest import TASK_QUEUE, attention_functions, run_in_new_process
+from device_samples import DEVICE_RECIPES, to_npu
+from support.gradients import outputs_and_gradients
+from support.out_forms import OutCall, out_call
+from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall
+from support.samples.sparse import SparseCase
+from support.tolerance import assert_same_bits
+
+GRADIENTS = (
+    "sparse_flash_attention_grad",
+    "lightning_indexer_grad",
+    "sparse_lightning_indexer_grad_kl_loss",
+)
+# Its kernel reads no values that could be wrong.
+UNCHECKED = ("attention_update",)
+# Which are wrong by their memory or their device.
+OF_OTHER_RULES = ("key", "value", "key_cache", "value_cache")
+
+
+def is_of_values(row: WrongCall) -> bool:
+    if row.on_meta or row.operator.name in UNCHECKED or row.argument in OF_OTHER_RULES:
+        return False
+    return not any(x.is_meta for x in row.wrong().tensors.values())
+
+
+VALUE_RULES = [row for row in WRONG_CALLS if is_of_values(row)]
+each_value_rule = pytest.mark.parametrize(
+    "row", VALUE_RULES, ids=lambda row: f"{row.operator.name}-{row.id}"
+)
+each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+
+
+def error_of(call: Callable[[], object]) -> tuple[type[Exception], str]:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+        call()
+    return raised.type, str(raised.value)
+
+
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    with cann_simulator.recorded_calls() as calls:
+        yield
+    assert not attention_functions(calls)
+
+
+def wrong_index(operator: str) -> tuple[Sample, str]:
+    """A call on the CPU with a wrong index, and its error."""
+    row = next(
+        row for row in VALUE_RULES if row.operator.name == operator and row.id.startswith("index")
+    )
+    sample = row.wrong()
+    return sample, error_of(lambda: sample.call(torch.ops.ascend))[1]
+
+
+def test_every_operator_has_wrong_values() -> None:
+    assert {row.operator.name for row in VALUE_RULES} == OPERATORS.keys() - set(UNCHECKED)
+
+
+@each_value_rule
+def test_the_error_is_that_of_the_cpu(row: WrongCall) -> None:
+    sample = row.wrong()
+    with ops.limits(row.limits):
+        expected = error_of(lambda: sample.call(torch.ops.ascend))
+        on_npu = to_npu(sample)
+        with ops.check_values(), nothing_launched():
+            assert error_of(lambda: on_npu.call(torch.ops.ascend)) == expected
+
+
+@each_recipe
+def test_right_calls(recipe: Recipe) -> None:
+    sample = recipe.make(torch.bfloat16)
+    with ops.check_values():
+        on_npu = outputs_and_gradients(to_npu(sample))
+    for actual, expected in zip(on_npu, outputs_and_gradients(sample), strict=True):
+        assert_same_bits(tuple(x.cpu() for x in actual), expected)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [x for x in DEVICE_RECIPES if not x.operator.name.endswith("_grad")],
+    ids=lambda recipe: recipe.id,
+)
+def test_without_the_mode_nothing_waits(recipe: Recipe) -> None:
+    """But for some gradients, which wait for lengths (tests/npu/test_npu_devices.py)."""
+    sample = to_npu(recipe.make(torch.bfloat16))
+
+    def waits() -> int:
+        before = cann_simulator.waits()
+        sample.call(torch.ops.ascend)
+        return cann_simulator.waits() - before
+
+    assert waits() == 0
+    with ops.check_values():
+        checked = waits()
+    read = [x for x in sample.tensors.values() if x.dtype in (torch.int32, torch.int64)]
+    assert checked >= len(read)
+    assert waits() == 0
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("operator", GRADIENTS)
+def test_a_slot_that_is_read_holds_no_key(operator: str, layout: str) -> None:
+    """On the CPU it ends the row; the device takes it for an address."""
+    lengths = None if layout == "BSND" else ((3, 2, 4), (5, 3, 4))
+    case = SparseCase(layout=layout, lengths=lengths, rope=8, heads=8, index_heads=8)
+    sample = OPERATORS[operator].make(case, torch.bfloat16)
+    indices = sample.tensors["sparse_indices"].clone()
+    # The last query of the first sequence sees all its keys.
+    row = indices[0, -1, 0] if layout == "BSND" else indices[2, 0]
+    assert len(row) > 1
+    assert row[1] != -1
+    row[1] = -1
+    sample = sample.replace(sparse_indices=indices)
+    sample.call(torch.ops.ascend)
+    place = f"(0, {case.s[0] - 1}, 0, 1)" if layout == "BSND" else "(2, 0, 1)"
+    with ops.check_values(), nothing_launched():
+        kind, message = error_of(lambda: to_npu(sample).call(torch.ops.ascend))
+    assert kind is ValueError
+    assert message.startswith(f"ascend::{operator}: sparse_indices: expected no -1 in the first ")
+    assert f"got -1 at {place}; lightning_indexer" in message
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_a_slot_that_is_not_read_may_hold_no_key() -> None:
+    """K is more than the keys: the rest of a row is -1."""
+    sample = OPERATORS["sparse_flash_attention_grad"].make(
+        SparseCase(rope=8, k=16, heads=8), torch.bfloat16
+    )
+    assert (sample.tensors["sparse_indices"] == -1).any()
+    with ops.check_values():
+        outputs = to_npu(sample).call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_slot_is_written_twice(dtype: torch.dtype) -> None:
+    key = torch.ones(4, 1, 16, dtype=torch.bfloat16, device="npu")
+    cache = torch.zeros(2, 16, 1, 16, dtype=torch.bfloat16, device="npu")
+
+    def write(*slots: int) -> None:
+        ops.scatter_pa_kv_cache_(
+            key, cache, torch.tensor(slots, dtype=dtype, device="npu"), key, cache.clone()
+        )
+
+    with ops.check_values():
+        write(-1, 5, -1, 4)
+        with nothing_launched():
+            kind, message = error_of(lambda: write(9, 5, -1, 9))
+    assert kind is ValueError
+    assert message.startswith(
+        "ascend::scatter_pa_kv_cache_: slot_mapping: expected no slot twice (a negative one skips "
+        "its row), got 9 written by entries 0 and 3 "
+    )
+    write(9, 5, -1, 9)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_two_runs_overlap() -> None:
+    """Two sequences of four rows and one head, of which the last three are kept."""
+    key = torch.ones(8, 1, 16, dtype=torch.bfloat16, device="npu")
+    cache = torch.zeros(2, 16, 1, 16, dtype=torch.bfloat16, device="npu")
+
+    def write(*slots: int) -> None:
+        def tensor(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="npu")
+
+        ops.scatter_pa_kv_cache_(
+            key, cache, tensor(*slots), key, cache.clone(), compress_lens=tensor(3, 3),
+            seq_lens=tensor(4, 4), scatter_mode="Alibi",
+        )  # fmt: skip
+
+    with ops.check_values():
+        write(3, 0)
+        with nothing_launched():
+            _, message = error_of(lambda: write(2, 0))
+    assert "got 2 written by entries 1 and 0 " in message
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_blocks_nest_and_hold_in_every_thread() -> None:
+    sample, expected = wrong_index("sparse_flash_attention")
+    on_npu = to_npu(sample)
+    messages = []
+
+    def call() -> None:
+        with ops.limits(None):
+            messages.append(error_of(lambda: on_npu.call(torch.ops.ascend))[1])
+
+    with ops.check_values():
+        with ops.check_values():
+            pass
+        with nothing_launched():
+            call()
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+    assert messages == [expected, expected]
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_a_gradient_is_checked_when_it_runs() -> None:
+    sample = OPERATORS["sparse_flash_attention"].make(SparseCase(rope=8, heads=8), torch.bfloat16)
+    indices = sample.tensors["sparse_indices"].clone()
+    indices[..., -1] = -1
+    leaf = to_npu(sample.replace(sparse_indices=indices)).requires_grad(("query",))
+    with ops.check_values():
+        out = leaf.call(torch.ops.ascend)[0]
+        with nothing_launched():
+            kind, message = error_of(out.sum().backward)
+    assert kind is ValueError
+    assert message.startswith("ascend::sparse_flash_attention_grad: sparse_indices: expected no -1")
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("operator", ["sparse_flash_attention", "lightning_indexer"])
+def test_out_overload(operator: str) -> None:
+    row = next(
+        row for row in VALUE_RULES if row.operator.name == operator and row.id.startswith("TND-")
+    )
+    good = Recipe(row.operator, row.case)
+    sample = row.wrong()
+    expected = error_of(lambda: sample.call(torch.ops.ascend))
+    outputs = out_call(good).outputs
+    call = OutCall(row.operator, to_npu(sample), tuple(x.npu() for x in outputs))
+    with ops.check_values(), nothing_launched():
+        assert error_of(call.run) == expected
+    for x, y in zip(call.outputs, outputs, strict=True):
+        assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_an_update_of_a_graph_does_not_wait() -> None:
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16, device="npu")
+    mask = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
+    options: dict[str, Any] = {
+        "num_heads": 2, "layout": "BSND", "scale_value": 1.0, "sparse_mode": 2, "atten_mask": mask,
+        "workspace": torch.empty(0, dtype=torch.uint8, device="npu"), "out": [torch.empty_like(x)],
+    }  # fmt: skip
+    torch.npu.synchronize()
+    before = cann_simulator.waits()
+    with ops.check_values():
+        torch.ops.ascend.prompt_flash_attention.relaunch(x, x, x, **options)
+    assert cann_simulator.waits() == before
+    assert torch.equal(options["out"][0], x)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_compiled_calls_are_checked_when_they_run() -> None:
+    sample, expected = wrong_index("sparse_flash_attention")
+    on_npu = to_npu(sample)
+
+    def function(indices: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = on_npu.replace(sparse_indices=indices).call(torch.ops.ascend)[0]
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    indices = on_npu.tensors["sparse_indices"]
+    compiled(indices.clamp(-1, 0))
+    with ops.check_values(), nothing_launched():
+        assert error_of(lambda: compiled(indices))[1] == expected
+
+
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@pytest.mark.usefixtures("no_limits")
+def test_a_capture_is_not_checked_and_says_so() -> None:
+    out, err = run_in_new_process(
+        """
+        import torch, ascend_attn_ops as ops
+        from device_samples import first
+        sample = first("sparse_flash_attention").make(torch.bfloat16).to("npu")
+        expected = sample.call(torch.ops.ascend)[0]
+        graph = torch.npu.NPUGraph()
+        with ops.check_values(), torch.npu.graph(graph):
+            for _ in range(2):
+                out = sample.call(torch.ops.ascend)[0]
+        graph.replay()
+        print(torch.equal(out, expected))
+        """
+    )
+    assert out.split() == ["True"]
+    assert err.count("sparse_flash_attention: the values of calls in a graph are not") == 1
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_the_environment_asks_for_it(value: str) -> None:
+    out, _ = run_in_new_process(
+        """
+        import torch, ascend_attn_ops as ops
+        key = torch.ones(1, 1, 16, dtype=torch.bfloat16, device="npu")
+        cache = torch.zeros(2, 16, 1, 16, dtype=torch.bfloat16, device="npu")
+        for slots in ([3], [32]):
+            slots = torch.tensor(slots, dtype=torch.int32, device="npu")
+            try:
+                ops.scatter_pa_kv_cache_(key, cache, slots)
+                torch.npu.synchronize()
+                print("launched")
+            except (ValueError, RuntimeError) as error:
+                print(type(error).__name__)
+        """,
+        ASCEND_ATTN_OPS_CHECK=value,
+    )
+    assert out.split() == ["launched", "ValueError" if value == "1" else "RuntimeError"]
