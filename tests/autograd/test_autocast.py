@@ -7,6 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from support.autocast import STATISTICS, cast, kept_names
 from support.gradients import differentiable_names, outputs_and_gradients
 from support.samples import OPERATORS, Sample
 from support.samples.prompt_flash_attention import PromptCase
@@ -17,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-# What keeps its dtype: statistics, which are float32 always.
-STATISTICS = ("softmax_max", "softmax_sum")
 CAST = (
     "lightning_indexer",
     "sparse_flash_attention",
@@ -30,17 +29,6 @@ HALF = [torch.bfloat16, torch.float16]
 
 each_operator = pytest.mark.parametrize("name", CAST)
 each_dtype = pytest.mark.parametrize("dtype", HALF, ids=str)
-
-
-def cast(sample: Sample, dtype: torch.dtype) -> Sample:
-    """By hand."""
-    tensors = sample.tensors
-    changed = {
-        name: x.to(dtype)
-        for name, x in tensors.items()
-        if x.is_floating_point() and name not in STATISTICS
-    }
-    return sample.replace(**changed)
 
 
 def mixed(sample: Sample) -> Sample:
@@ -150,12 +138,6 @@ class Received(TorchDispatchMode):
             given = dict(zip(names, args, strict=False)) | kwargs
             self.dtypes = {k: x.dtype for k, x in given.items() if isinstance(x, Tensor)}
         return func(*args, **kwargs)
-
-
-def kept_names(sample: Sample) -> set[str]:
-    names = {*STATISTICS, "weight", "deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2"}
-    slopes = sample.arguments.get("pse_type", 1) >= 2
-    return names | {"quant_offset2"} | ({"pse_shift"} if slopes else set())
 
 
 @each_operator

@@ -1,0 +1,29 @@
+"""What autocast does to the arguments of a call, by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from support.samples import Sample
+
+# Softmax statistics are float32 always.
+STATISTICS = ("softmax_max", "softmax_sum")
+
+
+def kept_names(sample: Sample) -> set[str]:
+    """The arguments that keep their dtype."""
+    names = {*STATISTICS, "weight", "deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2"}
+    slopes = sample.arguments.get("pse_type", 1) >= 2
+    return names | {"quant_offset2"} | ({"pse_shift"} if slopes else set())
+
+
+def cast(sample: Sample, dtype: torch.dtype) -> Sample:
+    """A tensor that is passed twice stays one tensor."""
+    kept = {id(x) for name, x in sample.tensors.items() if name in kept_names(sample)}
+    return sample.map(
+        lambda x: (
+            x.to(dtype)
+            if x.is_floating_point() and x.dtype != torch.float64 and id(x) not in kept
+            else x
+        )
+    )
