@@ -22,7 +22,7 @@ from setuptools import setup
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
-OLDEST_TORCH = (2, 7, 1)
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 7, 1)
 COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
 # No kernel reads floating-point exceptions or errno; loops that may raise them are not vectorised
 # for AVX2, SSE2 and NEON. Results are the same.
@@ -48,6 +48,11 @@ def minor(version: str) -> str:
 
 def refuse(reason: str) -> None:
     sys.exit(f"ascend_attn_ops cannot be built: {reason}")
+
+
+# pip reads what this file says before it compares `requires-python`.
+if sys.version_info < OLDEST_PYTHON:
+    refuse(f"it needs Python 3.10 or later, and this is Python {sys.version.split()[0]}")
 
 
 def version_of_torch() -> str | None:

@@ -18,6 +18,7 @@ from setuptools import setup
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
+OLDEST_PYTHON = (3, 10)
 PACKAGE = "cann_simulator"
 # An installed CANN has its libraries in lib64.
 LIBRARIES = f"{PACKAGE}.cann.lib64"
@@ -39,6 +40,11 @@ def minor(version: str) -> str:
 
 def refuse(reason: str) -> None:
     sys.exit(f"cann_simulator cannot be built: {reason}")
+
+
+# pip reads what this file says before it compares `requires-python`.
+if sys.version_info < OLDEST_PYTHON:
+    refuse(f"it needs Python 3.10 or later, and this is Python {sys.version.split()[0]}")
 
 
 def installed() -> dict[str, str]:

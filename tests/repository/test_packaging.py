@@ -111,6 +111,21 @@ def test_building_without_torch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("folder", [".", "simulation"])
+def test_building_with_a_python_that_is_too_old(folder: str) -> None:
+    script = (
+        "import runpy, setuptools, sys\n"
+        "sys.version_info, sys.version, sys.argv = (3, 9, 18), '3.9.18 (main)', ['setup.py']\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    built = run_python("-c", script, folder=ROOT / folder)
+    assert built.returncode == 1
+    name = "ascend_attn_ops" if folder == "." else "cann_simulator"
+    assert built.stderr.splitlines() == [
+        f"{name} cannot be built: it needs Python 3.10 or later, and this is Python 3.9.18"
+    ]
+
+
 def test_building_with_a_torch_that_is_too_old(tmp_path: Path) -> None:
     write_package(tmp_path, "torch", '__version__ = "2.6.0+cpu"')
     assert build_failure(tmp_path) == (
