@@ -13,6 +13,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import flash_attn
+from ascend_attn_ops._packing import closed
 from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
 from support.flash_attention_in_torch import attend, attend_packed, visible
 from torch import Tensor
@@ -245,6 +246,12 @@ def test_packed_alibi(
     expected, expected_lse = attend_packed(*tensors, cu_q, cu_k, **mask, alibi_slopes=slopes)
     assert_gradients(out, expected, tensors)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def test_a_pack_without_sequences_is_closed() -> None:
+    q, k = torch.empty(3, N, D), torch.empty(5, N, D)
+    assert closed(q, k, [], []) == ([0], [0])
+    assert closed(q[:0], k[:0], [], []) == ([], [])
 
 
 def test_lists_are_lengths_too() -> None:

@@ -26,7 +26,7 @@ Lengths = Tensor | Sequence[int] | None
 Where = tuple[str, str]
 _READ_BEFORE = ("ascend", "lengths")
 
-# What was copied from a device: the version of the tensor then, and its values.
+# Holds, for a tensor on a device, its version when it was copied, and the values.
 _ON_HOST = WeakTensorKeyDictionary()
 
 
@@ -150,6 +150,8 @@ def ends_of(function: str, argument: str, cu_seqlens: object) -> list[int]:
         raise wrong(TypeError, function, argument, expected, type(cu_seqlens).__name__)
     if len(values) < 2 or values[0] != 0:
         expected = "the batch_size + 1 prefix sums of the lengths, of which the first is 0"
+        if values and values[0] != 0:
+            expected += " (of counts: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int())"
         raise wrong(ValueError, function, argument, expected, shown(values))
     return values[1:]
 
@@ -214,6 +216,7 @@ def closed(
     q: Tensor, k: Tensor, q_ends: list[int], k_ends: list[int]
 ) -> tuple[list[int], list[int]]:
     """With the 0 that CANN wants where queries and keys have tokens after the last sequence."""
-    if q.shape[0] > q_ends[-1] and k.shape[0] > k_ends[-1]:
+    q_end, k_end = (ends[-1] if ends else 0 for ends in (q_ends, k_ends))
+    if q.shape[0] > q_end and k.shape[0] > k_end:
         return [*q_ends, 0], [*k_ends, 0]
     return q_ends, k_ends
