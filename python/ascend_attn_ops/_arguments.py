@@ -30,9 +30,9 @@ def wrong(kind: type[Error], function: str, argument: str, expected: str, got: s
 
 
 @cache
-def warn_once(function: str, argument: str, text: str) -> None:
+def warn_once(function: str, argument: str, text: str, stacklevel: int = 3) -> None:
     """Warns of what is no error but hardly meant, at its first occurrence in a process."""
-    warnings.warn(f"{function}: {argument}: {text}", stacklevel=3)
+    warnings.warn(f"{function}: {argument}: {text}", stacklevel=stacklevel)
 
 
 class _Shown(reprlib.Repr):

@@ -11,16 +11,28 @@ from ascend_attn_ops._arguments import (
     check_number,
     check_tensor,
     dtype_name,
+    readable,
     shown,
+    warn_once,
     whole,
     wrong,
 )
 from ascend_attn_ops._packing import Lengths, lengths_between, lengths_of
+from ascend_attn_ops._torch import is_functorch_wrapped_tensor
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
 _NAME = "ascend::flash_attention_score"
 # The axes of batch, tokens and heads, -1 for none. BSH and SBH share that of the heads with D.
 _AXES = _C.layout_axes
+
+
+def no_layout() -> TypeError:
+    """The error to raise for dense attention without a layout, which would have to be guessed."""
+    expected = (
+        "the axes of query: BSND (batch, sequence, heads, head size), BNSD (batch, heads, "
+        "sequence, head size), TND (tokens of all sequences, heads, head size), BSH or SBH"
+    )
+    return wrong(TypeError, _NAME, "layout", expected, "none")
 
 
 def default_scale(query: Tensor, num_heads: int, layout: str) -> float:
@@ -59,6 +71,21 @@ def mask_of_either_polarity(
         raise wrong(TypeError, _NAME, "attn_mask", "dtype bool, where True keeps a key", got)
     check_memory(_NAME, "attn_mask", attn_mask)
     return ~attn_mask
+
+
+def warn_of_a_mask_without_keys(name: str, atten_mask: Tensor, sparse_mode: int) -> None:
+    """Where a mask can be read at once: one of the other polarity often masks every key."""
+    if not isinstance(atten_mask, Tensor) or whole(sparse_mode) not in (0, 1):
+        return
+    if atten_mask.dtype not in (torch.bool, torch.uint8) or not readable(atten_mask):
+        return
+    if is_functorch_wrapped_tensor(atten_mask) or not atten_mask.numel():
+        return
+    check_memory(name, "atten_mask", atten_mask)
+    # Most masks keep the first key of the first row: the others are then not read.
+    if atten_mask[(0,) * atten_mask.dim()] and bool(atten_mask.all()):
+        text = "masks every key, as True masks a key out; pass ~mask for one where True keeps a key"
+        warn_once(name, "atten_mask", text, stacklevel=4)
 
 
 def given_or_drawn_mask(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._arguments import shown, warn_once
 from torch import Tensor
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -144,6 +145,8 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"key": [1, [FREED]]}, VALUE, "key: expected a storage that holds every element"),
         ({"query": Q[0], "key": K[0], "value": K[0], "layout": "BSH", "num_heads": "4"}, TYPE,
          "num_heads: expected a whole number"),
+        ({"layout": None}, TYPE,
+         r"layout: expected the axes of query: BSND \(batch, sequence, .*, got none"),
         ({"layout": ["BSH\n" * 10_000]}, TYPE, "layout: expected a string, got"),
         ({"scale_value": "a"}, TYPE, "scale_value: expected a number, got 'a'"),
         ({"pse_shift": 3}, TYPE, "pse_shift: expected a tensor or None, got 3"),
@@ -437,3 +440,36 @@ def test_positions_of_the_indexer_broadcast() -> None:
 )
 def test_values_are_shown_on_one_short_line(value: object, text: str) -> None:
     assert shown(value) == text
+
+
+@pytest.fixture
+def no_warning_yet() -> Iterator[None]:
+    warn_once.cache_clear()
+    yield
+    warn_once.cache_clear()
+
+
+def dense(**changes: Any) -> Tensor:
+    arguments: dict[str, Any] = {"num_heads": 4, "layout": "BNSD", **changes}
+    return ops.flash_attention_score(Q, K, K, **arguments)[0]
+
+
+def prompt(**changes: Any) -> Tensor:
+    return ops.prompt_flash_attention(Q, K, K, num_heads=4, layout="BNSD", **changes)
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+@pytest.mark.parametrize("attend", [dense, prompt])
+def test_a_mask_of_all_keys_warns_once(attend: Callable[..., Tensor]) -> None:
+    mask = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool)
+    few = mask.clone()
+    few[-1, -1] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(atten_mask=~mask, sparse_mode=1)
+        attend(atten_mask=few, sparse_mode=1)
+    with pytest.warns(UserWarning, match="atten_mask: masks every key, as True masks") as seen:
+        outs = [attend(atten_mask=mask, sparse_mode=1) for _ in range(3)]
+    assert not any(out.any() for out in outs)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__

@@ -12,6 +12,8 @@ from ascend_attn_ops._dense_attention import (
     default_scale,
     given_or_drawn_mask,
     mask_of_either_polarity,
+    no_layout,
+    warn_of_a_mask_without_keys,
 )
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
 from ascend_attn_ops._packing import Lengths
@@ -26,7 +28,7 @@ def flash_attention_score(
     value: Tensor,
     *,
     num_heads: int,
-    layout: str,
+    layout: str | None = None,
     pse_shift: Tensor | None = None,
     drop_mask: Tensor | None = None,
     atten_mask: Tensor | None = None,
@@ -68,7 +70,7 @@ def flash_attention_score(
             head n // (N / Nk).
         value: as key, with a head size Dv of at most D.
         num_heads: N, the number of query heads.
-        layout: "BSH", "SBH", "BSND", "BNSD" or "TND".
+        layout: "BSH", "SBH", "BSND", "BNSD" or "TND", the axes of query. It has no default.
         pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype,
             (B | 1, N, Sq, Skv) or (B | 1, N, 1, Skv); with Sq == Skv > 1024 and a causal mask also
             (B | 1, N, 1024, Skv), the last 1024 rows of a bias that depends on the distance alone;
@@ -132,6 +134,10 @@ def flash_attention_score(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.
     """
+    if layout is None:
+        raise no_layout()
+    if atten_mask is not None:
+        warn_of_a_mask_without_keys("ascend::flash_attention_score", atten_mask, sparse_mode)
     atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
     if scale_value is None:
         scale_value = default_scale(query, num_heads, layout)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._dense_attention import default_mask, default_scale
+from ascend_attn_ops._dense_attention import (
+    default_mask,
+    default_scale,
+    warn_of_a_mask_without_keys,
+)
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
 from ascend_attn_ops._packing import Lengths
 
@@ -111,6 +115,8 @@ def prompt_flash_attention(
     """
     if atten_mask is None:
         atten_mask = default_mask(sparse_mode, query)
+    else:
+        warn_of_a_mask_without_keys("ascend::prompt_flash_attention", atten_mask, sparse_mode)
     if scale_value is None:
         scale_value = default_scale(query, num_heads, layout)
     call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
