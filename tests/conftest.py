@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ascend_attn_ops
 import pytest
+from support import processes
 
 NPU_TESTS = Path(__file__).with_name("npu")
 
@@ -31,6 +32,12 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     if path == NPU_TESTS and "CANN_SIM_SOC" not in os.environ:
         return NotOnThisDevice.from_parent(parent, path=path)
     return None
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # Idle ranks would keep their memory to the end.
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        processes.end()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

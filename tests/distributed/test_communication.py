@@ -9,8 +9,8 @@ import pytest
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from processes import on_ranks
 from sparse_layer import SCALE, Sizes, inputs, of_ranks
+from support.processes import on_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import skip_unless_gloo_averages
 from support.checkout import EXAMPLES
+from support.processes import skip_unless_gloo_averages
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"

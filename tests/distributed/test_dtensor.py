@@ -15,8 +15,8 @@ from ascend_attn_ops.distributed.dtensor._placements import Part
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from ascend_attn_ops.distributed.dtensor._tokens import packed_lengths
 from dtensor_cases import LARGEST_ERROR
-from processes import on_ranks
 from support import registered
+from support.processes import on_ranks
 from support.samples import OPERATORS
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from processes import free_port, join
 from sparse_layer import SCALE, Sizes, inputs
+from support.processes import free_port, join
 
 RANKS, KILLED, BACKEND_SECONDS = 3, 1, 20
 SIZES = Sizes()

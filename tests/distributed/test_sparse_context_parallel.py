@@ -6,8 +6,8 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.distributed import SequenceShards
-from processes import on_ranks
 from sparse_layer import KEYS, QUERY_SIDE, Sizes, inputs, of_ranks, one_process, relative_error
+from support.processes import on_ranks
 from torch.distributed import ProcessGroup
 
 SIZES = Sizes()

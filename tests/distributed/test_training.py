@@ -13,9 +13,9 @@ import pytest
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from processes import on_ranks, skip_unless_gloo_averages
 from sparse_layer import KEYS, QUERIES, SCALE, Sizes, inputs, relative_error
 from support.checkout import EXAMPLES
+from support.processes import on_ranks, skip_unless_gloo_averages
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh

@@ -121,11 +121,13 @@ def end() -> None:
 atexit.register(end)
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, seconds: float = CALL_SECONDS
+) -> list[Any]:
     """Call function(group, *args) on `size` ranks, and return what it returns on each.
 
     The function is one of a module, and what goes in and out is plain data. A failure on any rank
-    is a failure here, and so is silence.
+    is a failure here, and so are `seconds` of silence.
     """
     global _pool
     pytest.importorskip("numpy", reason="numpy is not installed: torch sends objects through it")
@@ -134,7 +136,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     pool = _pool
     for pipe in pool.pipes[:size]:
         pipe.send((size, function, args))
-    return pool.collect(size, CALL_SECONDS)
+    return pool.collect(size, seconds)
 
 
 def _average(group: dist.ProcessGroup) -> float:
