@@ -234,7 +234,7 @@ PACKAGE: Table = {
         ("(key - (query - part.end).clamp(min=0))«.clamp(min=0)»", ""),
     ],
     "distributed/shards.py": [
-        ("any(n < 0 for n in lengths)", "any(n < -1 for n in lengths)"),
+        ("any(n < 0 for n in given)", "any(n < -1 for n in given)"),
     ],
     "masks.py": [
         ("sparse_mode in (5, 6)", "sparse_mode in (5,)"),

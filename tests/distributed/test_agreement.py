@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -14,17 +16,22 @@ from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import SCALE, Sizes, inputs, of_ranks
 from support.processes import on_ranks
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 SIZES = Sizes()
 # Of three ranks the second has no tokens.
 LENGTHS = [2]
 WRONG_RANK = 2
+# Seconds in which all ranks hear of an error, on a busy machine too; far less than the time-out.
+SOON = 10
 
 
 def message(call: Callable[[], object]) -> str:
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+    start = time.perf_counter()
+    with pytest.raises(Exception) as caught:  # noqa: PT011, the message has the type
         call()
+    assert time.perf_counter() - start < SOON
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -49,8 +56,9 @@ def wrong_order(group: ProcessGroup) -> str:
          r"got \[-1\] \(on rank 1\)"),
         ([[4], [4.0], [4]], r"TypeError: SequenceShards: lengths: expected a list of integers"),
         ([[4], None, [4]], r"TypeError: SequenceShards: lengths: .* got None \(on rank 1\)"),
+        ([[4], [2**70], [4]], r"ValueError: SequenceShards: lengths: expected the same on all"),
     ],
-    ids=["differ", "negative", "type", "none"],
+    ids=["differ", "negative", "type", "none", "huge"],
 )  # fmt: skip
 def test_lengths(given: list[Any], expected: str) -> None:
     messages = on_ranks(3, wrong_lengths, given)
@@ -58,12 +66,37 @@ def test_lengths(given: list[Any], expected: str) -> None:
     assert re.match(expected, messages[0]), messages[0]
 
 
+def lengths_of_iterators(group: ProcessGroup) -> None:
+    expected = SequenceShards([6, 9], group).parts()
+    for lengths in ((n for n in [6, 9]), iter([6, 9]), {6: 0, 9: 0}, range(6, 10, 3)):
+        assert SequenceShards(lengths, group).parts() == expected
+
+
+def test_lengths_may_be_an_iterator() -> None:
+    on_ranks(2, lengths_of_iterators)
+
+
+def broken_lengths(group: ProcessGroup) -> str:
+    def lengths() -> Iterator[int]:
+        yield 4
+        if group.rank() == WRONG_RANK:
+            raise LookupError("no such sequence")
+
+    with pytest.raises(LookupError) as caught:
+        SequenceShards(lengths(), group)
+    return str(caught.value)
+
+
+def test_an_iterator_that_raises() -> None:
+    assert on_ranks(3, broken_lengths) == ["no such sequence (on rank 2)"] * 3
+
+
 def test_order() -> None:
     for text in on_ranks(3, wrong_order):
         assert "order: expected the same on all ranks, got zigzag on rank 0" in text
 
 
-def sparse_attention(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> object:
+def sparse_attention(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
     return distributed.sparse_flash_attention(
         x["query"], x["latent"], options.pop("value", x["latent"]), x["indices"],
         **{"scale_value": SCALE, "query_rope": x["query_rope"], "key_rope": x["key_rope"],
@@ -71,14 +104,14 @@ def sparse_attention(x: dict[str, Tensor], shards: SequenceShards, **options: An
     )  # fmt: skip
 
 
-def indexer(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> object:
+def indexer(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
     options = {"sparse_count": SIZES.count, **options}
     return distributed.lightning_indexer(
         x["query_index"], x["key_index"], x["weights"], shards=shards, **options
     )
 
 
-def loss(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> object:
+def loss(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
     return distributed.lightning_indexer_kl_loss(
         x["query"], x["latent"], x["query_index"], x["key_index"], x["weights"], x["indices"],
         x["max"], x["max"], query_rope=x["query_rope"], key_rope=x["key_rope"],
@@ -86,7 +119,7 @@ def loss(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> object
     )  # fmt: skip
 
 
-def dense(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> object:
+def dense(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
     heads = options.pop("num_heads", SIZES.heads)
     return distributed.flash_attention_score(
         x["query"], x["latent"], x["latent"], num_heads=heads, shards=shards, **options
@@ -95,6 +128,27 @@ def dense(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> objec
 
 def twice(x: Tensor) -> Tensor:
     return torch.cat((x, x))
+
+
+def freed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+class Unspeakable(Exception):
+    """Cannot be made from its message, nor pickled."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+        self.callback = lambda: code
+
+
+class Raises:
+    """An option that raises when it is shown."""
+
+    def __repr__(self) -> str:
+        raise Unspeakable(3, "no text")
 
 
 # Function, what is wrong on one rank (tensors, options), and what all ranks are told.
@@ -126,6 +180,34 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
     ),
     "prefetch": (
         indexer, {}, {"prefetch": (torch.zeros(1),) * 3}, "ValueError: .*prefetch: expected the key"
+    ),
+    "no prefetch": (indexer, {}, {"prefetch": None}, "ValueError: .*prefetch: .* got None"),
+    "prefetch of a tensor": (
+        indexer, {}, {"prefetch": torch.zeros(2, 1)}, "ValueError: .*prefetch: expected the key"
+    ),
+    "no heads": (dense, {}, {"num_heads": None}, "TypeError: .*num_heads: .* got None"),
+    "no heads in ulysses": (
+        dense, {}, {"num_heads": None, "method": "ulysses"}, "TypeError: .*num_heads: .* got None"
+    ),
+    "no query": (dense, {"query": lambda _: None}, {}, "ValueError: .*query: expected a tensor"),
+    "no depth": (dense, {"query": lambda x: x[..., :0]}, {}, "ValueError: .*D = 0"),
+    "no axes": (dense, {"query": lambda x: x[:, 0, 0]}, {}, "ValueError: .*query: expected rank 4"),
+    "sparse": (dense, {"query": Tensor.to_sparse}, {}, "NotImplementedError: .*query: .* dense"),
+    "freed": (dense, {"query": freed}, {}, "ValueError: .*query: expected a storage that holds"),
+    "index beyond the keys": (
+        sparse_attention, {"indices": lambda x: torch.full_like(x, 1)}, {},
+        r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got 1 at \(0, 0, 0\)",
+    ),
+    "index below -1": (
+        loss, {"indices": lambda x: torch.full_like(x, -2)}, {},
+        r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got -2",
+    ),
+    "kept keys": (
+        sparse_attention, {}, {"save_gathered": True}, "ValueError: .*save_gathered: .* the same on"
+    ),
+    "unknown argument": (indexer, {}, {"sparse_counts": 3}, "TypeError: .*unexpected keyword"),
+    "strange error": (
+        loss, {}, {"normalizer": Raises()}, r"RuntimeError: Unspeakable: no text \(3\)",
     ),
 }  # fmt: skip
 
@@ -173,9 +255,73 @@ def wrong_unshard(group: ProcessGroup) -> str:
     return message(lambda: shards.unshard(torch.zeros(3 - (group.rank() == 0), 2)))
 
 
+def unshard_with_a_gradient_on_one_rank(group: ProcessGroup) -> str:
+    shards = SequenceShards([6], group)
+    x = torch.zeros(2, 2, requires_grad=group.rank() == WRONG_RANK)
+    return message(lambda: shards.unshard(x))
+
+
+def test_unshard_with_a_gradient_on_one_rank() -> None:
+    for text in on_ranks(3, unshard_with_a_gradient_on_one_rank):
+        assert "gradient: expected the same on all ranks, got False on rank 0" in text
+
+
+def unshard_a_fake_tensor(group: ProcessGroup) -> str:
+    shards = SequenceShards([6], group)
+    with FakeTensorMode() if group.rank() == WRONG_RANK else nullcontext():
+        x = torch.zeros(2, 2)
+    return message(lambda: shards.unshard(x))
+
+
+def test_unshard_a_fake_tensor() -> None:
+    for text in on_ranks(3, unshard_a_fake_tensor):
+        assert "x: expected a tensor of this rank's tokens, got FakeTensor (on rank 2)" in text
+
+
+def wrong_without_tokens(group: ProcessGroup) -> str:
+    with ops.limits(None):
+        shards = SequenceShards(LENGTHS, group)
+        x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
+        if shards.local_tokens == 0:
+            x["query_index"] = x["query_index"][:, 0]
+        return message(lambda: indexer(x, shards))
+
+
+def test_wrong_on_a_rank_without_tokens() -> None:
+    assert len(set(on_ranks(3, wrong_without_tokens))) == 1
+
+
 def test_unshard() -> None:
     for text in on_ranks(3, wrong_unshard):
         assert "x: expected the 2 tokens of this rank on axis 0, got shape (3, 2)" in text
+
+
+def modified_before_the_backward(group: ProcessGroup, name: str) -> str:
+    with ops.limits(None):
+        shards = SequenceShards([9], group)
+        tokens = inputs([9], torch.float32, SIZES)
+        x = {k: shards.shard(v).requires_grad_() for k, v in tokens.items()}
+        x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
+        changed = x["query"]
+        if name == "indexer":
+            changed = x["query_index"]
+            out = indexer(x, shards, return_values=True)[1]
+        elif name == "sparse":
+            out = sparse_attention(x, shards)[0]
+        else:
+            out = dense(x, shards, method=name)[0]
+        if group.rank() == WRONG_RANK:
+            with torch.no_grad():
+                changed.add_(1)
+        return message(lambda: out.sum().backward())
+
+
+@pytest.mark.parametrize("name", ["sparse", "indexer", "allgather", "ring"])
+def test_wrong_in_the_backward_of_one_rank(name: str) -> None:
+    messages = on_ranks(3, modified_before_the_backward, name)
+    assert len(set(messages)) == 1
+    assert re.match("RuntimeError: one of the variables needed for gradient", messages[0])
+    assert "(on rank 2)" in messages[0]
 
 
 def unchecked(group: ProcessGroup) -> None:

@@ -63,12 +63,16 @@ def leaves(lengths: list[int], shards: SequenceShards) -> dict[str, Tensor]:
     return {name: shards.shard(x).requires_grad_() for name, x in tokens.items()}
 
 
-def traffic(group: ProcessGroup, lengths: list[int], save_gathered: bool) -> list[dict[str, float]]:
+def traffic(
+    group: ProcessGroup, lengths: list[int], save_gathered: bool, autocast: bool = False
+) -> list[dict[str, float]]:
     with ops.limits(None):
         shards = SequenceShards(lengths, group)
         x = leaves(lengths, shards)
+        if autocast:
+            x = {name: leaf.detach().float().requires_grad_() for name, leaf in x.items()}
         ranks = group.size()
-        with Traffic(ranks) as forward:
+        with Traffic(ranks) as forward, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out, loss = layer(x, shards, save_gathered=save_gathered)
         with Traffic(ranks) as backward:
             (out.sum() + loss).backward()
@@ -90,6 +94,11 @@ def test_bytes_are_those_of_the_formula(ranks: int, lengths: list[int]) -> None:
     summed = forward["reduce_scatter_tensor"] + backward["reduce_scatter_tensor"]
     for received, per_token in zip((*gathered, summed), (1408, 1152, 2816), strict=True):
         assert tokens * per_token <= received <= (tokens + padding) * per_token
+
+
+def test_keys_travel_in_the_dtype_of_autocast() -> None:
+    plain, autocast = (on_ranks(2, traffic, [64], False, region)[0] for region in (False, True))
+    assert plain == autocast
 
 
 def test_gathered_keys_can_be_kept() -> None:

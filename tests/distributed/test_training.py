@@ -31,7 +31,9 @@ def local_leaves(shards: SequenceShards, dtype: torch.dtype = torch.float64) -> 
     return {name: shards.shard(tokens[name]).requires_grad_() for name in (*QUERIES, *KEYS)}
 
 
-def layer(shards: SequenceShards, x: dict[str, Tensor], **options: Any) -> Tensor:
+def layer(
+    shards: SequenceShards, x: dict[str, Tensor], method: Any = "allgather", **options: Any
+) -> Tensor:
     """A loss with a gradient of every input."""
     projections = x["query_index"], x["key_index"], x["weights"]
     ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
@@ -46,8 +48,9 @@ def layer(shards: SequenceShards, x: dict[str, Tensor], **options: Any) -> Tenso
         reduction="mean",
     )  # fmt: skip
     dense, *_ = distributed.flash_attention_score(
-        x["query"], x["latent"], x["latent"], num_heads=SIZES.heads, shards=shards, sparse_mode=3
-    )
+        x["query"], *[x["latent"].expand_as(x["query"])] * 2, num_heads=SIZES.heads,
+        shards=shards, sparse_mode=3, method=method,
+    )  # fmt: skip
     kept = values.masked_fill(values.isinf(), 0)
     return out.sin().sum() + loss + kept.sin().sum() + dense.sin().sum()
 
@@ -62,9 +65,9 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(actual[name], x), name
 
 
-def compiled(group: ProcessGroup) -> None:
+def compiled(group: ProcessGroup, lengths: list[int]) -> None:
     with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
+        shards = SequenceShards(lengths, group)
         x = local_leaves(shards)
         expected = layer(shards, x)
         torch._dynamo.reset()
@@ -75,7 +78,80 @@ def compiled(group: ProcessGroup) -> None:
 
 
 def test_compile() -> None:
-    on_ranks(2, compiled)
+    on_ranks(2, compiled, LENGTHS)
+
+
+def test_compile_for_ranks_with_different_numbers_of_parts() -> None:
+    on_ranks(3, compiled, [4, 1, 1])
+
+
+def compiled_for_a_rank_without_tokens(group: ProcessGroup) -> str:
+    with ops.limits(None):
+        shards = SequenceShards([2], group)
+        torch._dynamo.reset()
+        step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match="expected tokens on every rank") as caught:
+            step(shards, local_leaves(shards))
+        # Where the graph may break, these calls run as without torch.compile.
+        torch._dynamo.reset()
+        x = local_leaves(shards)
+        expected = layer(shards, x)
+        actual = torch.compile(layer, backend="aot_eager")(shards, x)
+        assert torch.equal(actual, expected)
+        wanted = gradients(x, expected)
+        assert all(torch.equal(d, wanted[name]) for name, d in gradients(x, actual).items())
+        return str(caught.value)
+
+
+def test_compile_refuses_a_rank_without_tokens() -> None:
+    for text in on_ranks(3, compiled_for_a_rank_without_tokens):
+        assert (
+            "shards: expected tokens on every rank under torch.compile, got none on rank 1" in text
+        )
+
+
+def in_autocast(group: ProcessGroup, compiled: bool) -> None:
+    """As with arguments in bfloat16, and gradients in the dtype of the leaves."""
+    methods = ("allgather", "ulysses") if compiled else ("allgather", "ulysses", "ring")
+    with ops.limits(None):
+        shards = SequenceShards(LENGTHS, group)
+        x = local_leaves(shards, torch.float32)
+        half = {name: leaf.bfloat16() for name, leaf in x.items()}
+        expected = sum(layer(shards, half, method=method) for method in methods)
+        wanted = gradients(x, expected)
+        torch._dynamo.reset()
+        step = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sum(step(shards, x, method=method) for method in methods)
+        assert torch.equal(loss, expected)
+        for name, d in gradients(x, loss).items():
+            assert d.dtype == torch.float32
+            # What several functions add to a gradient is added in float32 here, in bfloat16 there.
+            assert relative_error(d, wanted[name]) <= 1e-2, name
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast(compiled: bool) -> None:
+    on_ranks(2, in_autocast, compiled)
+
+
+def in_autocast_of_one_rank(group: ProcessGroup) -> None:
+    """Without a common dtype to travel in, all ranks take the tensors as they are."""
+    with ops.limits(None):
+        shards = SequenceShards(LENGTHS, group)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = local_leaves(shards, dtype)
+            for method in ("allgather", "ulysses", "ring"):
+                expected = layer(shards, x, method=method)
+                here = torch.autocast("cpu", torch.float16, enabled=group.rank() == 1)
+                with here, pytest.warns(UserWarning, match=r"autocast: expected the same on all"):
+                    loss = layer(shards, x, method=method)
+                assert torch.equal(loss, expected)
+                same(gradients(x, loss), gradients(x, expected))
+
+
+def test_autocast_on_one_rank() -> None:
+    on_ranks(2, in_autocast_of_one_rank)
 
 
 def recomputed(group: ProcessGroup) -> None:

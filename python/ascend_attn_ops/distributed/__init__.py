@@ -6,10 +6,9 @@ tokens. Tensor and data parallelism: after :func:`enable_dtensor` all operators 
 imported by `import ascend_attn_ops`.
 """
 
-from ascend_attn_ops.distributed._layout import Part
 from ascend_attn_ops.distributed.dense import flash_attention_score
 from ascend_attn_ops.distributed.dtensor import enable_dtensor
-from ascend_attn_ops.distributed.shards import SequenceShards
+from ascend_attn_ops.distributed.shards import Part, SequenceShards
 from ascend_attn_ops.distributed.sparse import (
     lightning_indexer,
     lightning_indexer_kl_loss,

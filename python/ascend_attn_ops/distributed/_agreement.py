@@ -6,14 +6,19 @@ whether their arguments are right and alike, on the hosts: nothing waits for a d
 
 from __future__ import annotations
 
+import builtins
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
+
+from ascend_attn_ops._arguments import shown
 
 # How many may be `missing`. All votes have one length: ranks that call different functions still
 # hear each other.
@@ -21,6 +26,11 @@ _QUESTIONS = 4
 
 # By the name of the group that it accompanies.
 _host_groups: dict[str, ProcessGroup] = {}
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+# The type of an exception, by name, and its message: not every exception can be pickled.
+Report = tuple[str, str]
 
 
 def host_group(group: ProcessGroup) -> ProcessGroup:
@@ -34,48 +44,117 @@ def host_group(group: ProcessGroup) -> ProcessGroup:
     return _host_groups[name]
 
 
-def agree(
-    hosts: ProcessGroup | None,
-    caller: str,
-    error: Exception | None,
-    facts: Mapping[str, Any],
-    missing: Sequence[bool] = (),
-) -> list[bool]:
-    """Raise on all ranks if any has an error, or if their facts differ.
+class Agreement:
+    """Votes of the ranks of a group.
 
     Args:
         hosts: the group whose ranks compare; None to trust them.
-        caller: begins the message.
-        error: what is wrong on this rank.
-        facts: what must be equal on all ranks.
-        missing: what this rank lacks.
-
-    Returns:
-        For each of `missing`, whether any rank lacks it.
     """
-    # Errors in compiled code are those of the trace, which is equal if the programs are.
-    if is_compiling() or hosts is None or hosts.size() == 1:
-        if error is not None:
-            raise error
-        return list(missing)
-    facts = {"function": caller, **facts}
-    text = repr(sorted(facts.items()))
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    asked = [*missing, *[False] * (_QUESTIONS - len(missing))]
-    vote = torch.tensor([error is not None, digest, -digest, *asked], dtype=torch.int64)
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group=hosts)
-    failed, highest, lowest, *answers = vote.tolist()
-    if not failed and highest == -lowest:
-        return [bool(answer) for answer in answers[: len(missing)]]
-    reports: list[Any] = [None] * hosts.size()
-    dist.all_gather_object(reports, (error, facts), group=hosts)
-    raise _verdict(caller, reports)
+
+    def __init__(self, hosts: ProcessGroup | None) -> None:
+        self.hosts = hosts
+        self.votes = 0
+
+    def vote(
+        self,
+        caller: str,
+        facts: Mapping[str, Any],
+        *,
+        error: Exception | None = None,
+        wish: object = None,
+        missing: Sequence[bool] = (),
+    ) -> tuple[bool, list[bool]]:
+        """Raise on all ranks if any has an error, or if their facts differ.
+
+        Args:
+            caller: begins the message.
+            facts: what must be equal on all ranks.
+            error: what is wrong on this rank.
+            wish: what may differ.
+            missing: what this rank lacks.
+
+        Returns:
+            Whether all ranks have one wish; and for each of `missing`, whether any rank lacks it.
+        """
+        # Errors in compiled code are those of the trace, which is equal if the programs are.
+        if is_compiling() or self.hosts is None or self.hosts.size() == 1:
+            if error is not None:
+                raise error
+            return True, list(missing)
+        facts = {"function": caller, **facts}
+        own = _digest(sorted(facts.items())), _digest(wish)
+        asked = [*missing, *[False] * (_QUESTIONS - len(missing))]
+        ballot = torch.tensor([error is not None, *own, *(-x for x in own), *asked], device="cpu")
+        self.votes += 1
+        dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.hosts)
+        failed, most, most_wish, least, least_wish, *answers = ballot.tolist()
+        if not failed and most == -least:
+            return most_wish == -least_wish, [bool(x) for x in answers[: len(missing)]]
+        reports: list[Any] = [None] * self.hosts.size()
+        dist.all_gather_object(reports, (sendable(error), facts), group=self.hosts)
+        raise _verdict(caller, reports) from error
 
 
-def _verdict(caller: str, reports: list[tuple[Exception | None, dict[str, Any]]]) -> Exception:
+def collective(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make what a function raises before its first vote an error on all ranks.
+
+    The votes are those of the argument `shards`, or of the object whose method the function is.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if is_compiling():
+            return function(*args, **kwargs)
+        shards = kwargs.get("shards", args[0] if args else None)
+        agreement = getattr(shards, "agreement", None)
+        if not isinstance(agreement, Agreement):
+            if "shards" in kwargs:
+                raise TypeError(
+                    f"ascend::{function.__name__}: shards: expected SequenceShards, "
+                    f"got {shown(shards)}"
+                )
+            return function(*args, **kwargs)
+        votes = agreement.votes
+        # Where torch.compile broke the graph, it would compile what this calls: a part of a vote.
+        eager = function if "torch._dynamo" not in sys.modules else _eager(function)
+        try:
+            return eager(*args, **kwargs)
+        except Exception as error:
+            if agreement.votes == votes:
+                agreement.vote(function.__qualname__, {}, error=error)
+            raise
+
+    return call
+
+
+@functools.cache
+def _eager(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    return torch.compiler.disable(function)
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def sendable(error: Exception | None) -> Report | None:
+    """What other ranks get of an exception."""
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def raised(kind: str, message: str) -> Exception:
+    """The exception of another rank, as a RuntimeError where its type is no plain one."""
+    try:
+        error = getattr(builtins, kind)(message)
+    except (AttributeError, TypeError):
+        error = None
+    return error if isinstance(error, Exception) else RuntimeError(f"{kind}: {message}")
+
+
+def _verdict(caller: str, reports: list[tuple[Report | None, dict[str, Any]]]) -> Exception:
     for rank, (error, _) in enumerate(reports):
         if error is not None:
-            return type(error)(f"{error} (on rank {rank})")
+            kind, message = error
+            return raised(kind, f"{message} (on rank {rank})")
     first = reports[0][1]
     for rank, (_, facts) in enumerate(reports):
         for name, value in facts.items():
@@ -84,4 +163,4 @@ def _verdict(caller: str, reports: list[tuple[Exception | None, dict[str, Any]]]
                     f"{caller}: {name}: expected the same on all ranks, got {first.get(name)} on "
                     f"rank 0 and {value} on rank {rank}"
                 )
-    raise AssertionError("the ranks' facts differ, and then they do not")
+    raise AssertionError("internal error: the ranks' facts differed, then matched")

@@ -109,21 +109,6 @@ class GatherTokens(torch.autograd.Function):
         return reduce_scatter(ctx.layout, d.to(sum_dtype(d))).to(ctx.dtype), None
 
 
-class ExchangeHeads(torch.autograd.Function):
-    """Tokens of all heads to heads of all tokens, or back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, to_heads: bool) -> Tensor:
-        ctx.layout, ctx.to_heads = layout, to_heads
-        y = (tokens_to_heads if to_heads else heads_to_tokens)(layout, x)
-        return y.clone() if y is x else y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return (heads_to_tokens if ctx.to_heads else tokens_to_heads)(ctx.layout, d), None, None
-
-
 def same_memory(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are one, or one is the other detached.
 
@@ -140,6 +125,7 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 class _Entry:
     local: Tensor  # keeps its memory from being used for other keys
     version: int
+    dtype: torch.dtype  # in which they travel
     on_the_way: Tensor | None
     arrived: Tensor | None = None
 
@@ -154,30 +140,30 @@ class GatheredKeys:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
 
-    def has(self, kind: str, x: Tensor) -> bool:
+    def has(self, kind: str, x: Tensor, dtype: torch.dtype) -> bool:
         entry = self._entries.get(kind)
         return (
             entry is not None
             and not x.is_inference()
             and same_memory(entry.local, x)
-            and entry.version == x._version
+            and (entry.version, entry.dtype) == (x._version, dtype)
         )
 
-    def start(self, layout: Layout, kind: str, x: Tensor) -> None:
-        """Begin to gather x, unless that was done already."""
+    def start(self, layout: Layout, kind: str, x: Tensor, sent: Tensor) -> None:
+        """Begin to gather `sent`, which is x in its dtype of the call, unless that was done."""
         # A write to an inference tensor would go unnoticed.
-        if x.is_inference() or self.has(kind, x):
+        if x.is_inference() or self.has(kind, x, sent.dtype):
             return
         self.drop(layout, kind)
-        self._entries[kind] = _Entry(x.detach(), x._version, start_gather(layout, x.detach()))
+        rows = start_gather(layout, sent.detach())
+        self._entries[kind] = _Entry(x.detach(), x._version, sent.dtype, rows)
 
     def take(self, layout: Layout, kind: str, x: Tensor) -> Tensor:
-        """Return x of all tokens, and keep it."""
+        """Return x of all tokens: what `start` began to gather, which is kept."""
         # Compiled code gathers again: the compiler merges equal collectives by itself.
-        if is_compiling() or x.is_inference():
+        entry = None if is_compiling() else self._entries.get(kind)
+        if entry is None:
             return gather(layout, x)
-        self.start(layout, kind, x)
-        entry = self._entries[kind]
         if entry.on_the_way is not None:
             entry.arrived, entry.on_the_way = finish_gather(layout, entry.on_the_way), None
         assert entry.arrived is not None

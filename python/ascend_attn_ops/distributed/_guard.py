@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed.tensor import DTensor
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import shown
-from ascend_attn_ops.distributed._agreement import agree
-from ascend_attn_ops.distributed._parts import Operation
-from ascend_attn_ops.distributed.shards import SequenceShards
+from ascend_attn_ops._arguments import readable, shown
+from ascend_attn_ops.distributed._layout import Tensors
+from ascend_attn_ops.distributed._parts import ONE_TOKEN, Operation
+from ascend_attn_ops.distributed.shards import SequenceShards, check_local
 
 Named = Mapping[str, "Tensor | None"]
 
 # These have the tokens second to last, (1, T, N) in TND.
 _STATISTICS = ("softmax_max", "softmax_sum")
-
-
-def tokens_first(x: Tensor, layout: str) -> Tensor:
-    return x.squeeze(0) if layout == "BSND" else x
+# These keep their dtype under autocast, as in the operators.
+_NEVER_CAST = (*_STATISTICS, "weight")
 
 
 def batch_first(x: Tensor, layout: str) -> Tensor:
@@ -39,9 +38,8 @@ def guard(
     keys: Named,
     ahead: Named | None = None,
     options: Mapping[str, Any] | None = None,
-    check: Callable[[], None] | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Raise on all ranks if the call is wrong on any. Otherwise, kept keys begin to travel.
+    """Raise if the call is wrong on this rank or on another. Kept keys begin to travel.
 
     Args:
         operation: with options that must be equal on all ranks.
@@ -50,69 +48,77 @@ def guard(
         queries, keys: arguments of the operation by name.
         ahead: keys of the next operation, by kind.
         options: further options that must be equal.
-        check: raises what else is wrong.
 
     Returns:
-        Queries and keys with the local tokens first.
+        Queries and keys with the local tokens first, in the dtype of autocast.
     """
     where = f"ascend::{operation.name}"
-    tensors = {**queries, **keys, **{f"prefetch ({kind})": x for kind, x in (ahead or {}).items()}}
-    facts: dict[str, Any] = {}
-    kept: dict[str, Tensor] = {}
-    error: Exception | None = None
-    try:
-        tensors = _local_tokens(where, shards, layout, tensors)
-        if check is not None:
-            check()
-        names = [*operation.kinds, *(ahead or {})]
-        travelling = [tensors[name] for name in list(tensors)[len(queries) :]]
-        if not is_compiling():
-            kept = {
-                kind: x for kind, x in zip(names, travelling, strict=bool(names)) if x is not None
-            }
-            facts = {**vars(operation), **(options or {})}
-            facts |= {
-                name: x if x is None else (*x.shape[1:], str(x.dtype))
-                for name, x in tensors.items()
-            }
-            facts["gradient"] = [
-                name
-                for name, x in tensors.items()
-                if x is not None and x.requires_grad and torch.is_grad_enabled()
-            ]
-            call = (operation.name, repr(facts), _C.limits_override())
-            if call not in shards._checked:
-                _run_on_meta(operation, shards, *([tensors[n] for n in x] for x in (queries, keys)))
-                shards._checked.add(call)
-    except (TypeError, ValueError, NotImplementedError) as wrong:
-        error = wrong
-    missing = [not shards._gathered.has(kind, x) for kind, x in kept.items()]
-    answers = agree(shards.hosts, where, error, facts, missing)
-    for (kind, x), some_rank_lacks_it in zip(kept.items(), answers, strict=True):
-        # Either all ranks gather a kind of keys, or none.
-        if some_rank_lacks_it:
-            shards._gathered.drop(shards, kind)
-        shards._gathered.start(shards, kind, x)
-    return [tensors[name] for name in queries], [tensors[name] for name in keys]
+    if is_compiling():
+        _check_graphs(where, shards)
+    kinds = {f"prefetch ({kind})": kind for kind in ahead or {}}
+    others = dict(zip(kinds, (ahead or {}).values(), strict=True))
+    kinds |= dict(zip(keys, operation.kinds, strict=False))
+    given = _local_tokens(where, shards, layout, {**queries, **keys, **others})
+    cast = {name: _cast(name, x) for name, x in given.items()}
+    if not is_compiling():
+        facts = {**vars(operation), **(options or {}), **_facts(given)}
+        kept = {name: x for name, x in given.items() if name in kinds and x is not None}
+        _check(operation, shards, facts, [cast[x] for x in queries], [cast[x] for x in keys])
+        alike, lacking = shards.agreement.vote(
+            where,
+            facts,
+            wish=[x if x is None else x.dtype for x in cast.values()],
+            missing=[
+                not shards._gathered.has(kinds[name], x, cast[name].dtype)
+                for name, x in kept.items()
+            ],
+        )
+        if not alike:
+            warnings.warn(
+                f"{where}: torch.autocast: expected the same on all ranks; this call ignores it",
+                stacklevel=4,
+            )
+            cast = given
+            _check(operation, shards, facts, [cast[x] for x in queries], [cast[x] for x in keys])
+        for (name, x), some_rank_lacks_it in zip(kept.items(), lacking, strict=True):
+            # Either all ranks gather a kind of keys, or none.
+            if some_rank_lacks_it or not alike:
+                shards._gathered.drop(shards, kinds[name])
+            shards._gathered.start(shards, kinds[name], x, cast[name])
+    return [cast[x] for x in queries], [cast[x] for x in keys]
+
+
+def _check_graphs(where: str, shards: SequenceShards) -> None:
+    """A rank with nothing to compute would get other collectives in its graph than the others."""
+    idle = [rank for rank in range(shards.world_size) if not shards.rows(rank)]
+    if shards.tokens and idle:
+        raise NotImplementedError(
+            f"{where}: shards: expected tokens on every rank under torch.compile, got none on rank "
+            f"{idle[0]}; disable torch.compile for batches with fewer tokens than ranks"
+        )
+
+
+def without_autocast(shards: SequenceShards) -> AbstractContextManager[object]:
+    """Keeps the tensors of `guard` in their dtype."""
+    for kind in shards.device_types:
+        if torch.is_autocast_enabled(kind):
+            return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _local_tokens(
     where: str, shards: SequenceShards, layout: str, tensors: Named
-) -> dict[str, Tensor | None]:
-    """The tensors with the local tokens first."""
+) -> dict[str, Any]:
+    """The tensors with the local tokens first; None marks an omitted one."""
     if layout not in ("TND", "BSND"):
         raise ValueError(f"{where}: layout: expected 'TND' or 'BSND', got {shown(layout)}")
-    result: dict[str, Tensor | None] = {}
+    result: dict[str, Any] = {}
     device = None
     for argument, x in tensors.items():
         if x is None:
             result[argument] = None
             continue
-        if not isinstance(x, Tensor) or isinstance(x, DTensor):
-            raise TypeError(
-                f"{where}: {argument}: expected a tensor of this rank's tokens, "
-                f"got {type(x).__name__}"
-            )
+        check_local(where, argument, x)
         device = device or x.device
         if x.device.type not in shards.device_types or x.device != device:
             raise ValueError(
@@ -137,15 +143,44 @@ def _devices(shards: SequenceShards, device: torch.device) -> str:
     return f"{' or '.join(sorted(shards.device_types))} (the group's)"
 
 
-def _run_on_meta(
-    operation: Operation, shards: SequenceShards, queries: list[Any], keys: list[Any]
+def _cast(argument: str, x: Any) -> Any:
+    """What autocast makes of an argument: all floating-point dtypes but float64 become one."""
+    if x is None or argument in _NEVER_CAST or not torch.is_autocast_enabled(x.device.type):
+        return x
+    keeps = x.dtype == torch.float64 or not x.is_floating_point()
+    return x if keeps else x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tensors of all ranks have in common."""
+    facts: dict[str, Any] = {
+        name: x if x is None else (*x.shape[1:], str(x.dtype)) for name, x in tensors.items()
+    }
+    recorded = torch.is_grad_enabled()
+    facts["gradient"] = [
+        name for name, x in tensors.items() if x is not None and x.requires_grad and recorded
+    ]
+    return facts
+
+
+def _check(
+    operation: Operation,
+    shards: SequenceShards,
+    facts: Mapping[str, Any],
+    queries: Tensors,
+    keys: Tensors,
 ) -> None:
-    """Let the operator check the call, without data: all rules are its own.
+    """Let the operator check the call: all rules are its own.
 
     Only the parts with the most queries and with the most keys can break a limit.
     """
+    dtypes = [x if x is None else x.dtype for x in (*queries, *keys)]
+    call = (operation.name, repr((facts, dtypes)), _C.limits_override())
     parts = shards.rows()
-    for part in (
-        {max(parts, key=lambda x: x.count), max(parts, key=lambda x: x.end)} if parts else ()
-    ):
-        operation.on_meta(part, queries, keys)
+    if call not in shards._checked:
+        some = parts or [ONE_TOKEN]
+        for part in {max(some, key=lambda x: x.count), max(some, key=lambda x: x.end)}:
+            operation.on_meta(part, queries, keys)
+        shards._checked.add(call)
+    if parts and readable(queries[0]):
+        operation.check_values(parts, queries)

@@ -91,11 +91,11 @@ class Layout:
         self.width = max(sizes)
         # Of each token of the batch, its padded row; of each padded row, its token, and 0 where it
         # is padding.
-        from_padded = torch.empty(self.tokens, dtype=torch.int64)
-        to_padded = torch.zeros(self.world_size * self.width, dtype=torch.int64)
+        from_padded = torch.empty(self.tokens, dtype=torch.int64, device="cpu")
+        to_padded = torch.zeros(self.world_size * self.width, dtype=torch.int64, device="cpu")
         for rank, rows in enumerate(self._rows):
-            tokens = _concatenated((x.start + x.begin, x.start + x.end) for x in rows)
-            padded = rank * self.width + torch.arange(len(tokens))
+            tokens = _concatenated(((x.start + x.begin, x.start + x.end) for x in rows), "cpu")
+            padded = rank * self.width + torch.arange(len(tokens), device="cpu")
             from_padded[tokens], to_padded[padded] = padded, tokens
             if rank == self.rank:
                 local = tokens

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import ascend_attn_ops as ops
+from ascend_attn_ops._arguments import INVALID
 from ascend_attn_ops._dense_attention import default_mask
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.distributed._communication import sum_dtype
@@ -29,6 +31,27 @@ def _read_slots(part: Rows, indices: Tensor, last: int, block_size: int = 1) -> 
     slot = torch.arange(count, device=indices.device)
     per_token = read.view(-1, *[1] * (indices.dim() - 2))  # with an axis of heads or without
     return indices.masked_fill(slot >= per_token, -1)
+
+
+def _check_indices(
+    operation: Operation, parts: Sequence[Rows], indices: Tensor, block_size: int = 1
+) -> None:
+    """Raise what the operator would raise for these parts, among other keys than the device has."""
+    for part in parts:
+        last = operation.last_key(part)
+        read = _read_slots(part, indices[part.here].unsqueeze(0), last, block_size)[0]
+        blocks = -(-last // block_size)
+        if not read.numel():
+            continue
+        least, most = read.aminmax()
+        if least < -1 or most >= blocks:
+            wrong = ((read < -1) | (read >= blocks)).nonzero()[0].tolist()
+            got = read[tuple(wrong)].item()
+            wrong[0] += part.row
+            raise ValueError(
+                f"ascend::{operation.name}: sparse_indices: expected values in [-1, {blocks}), "
+                f"got {got} at {tuple(wrong)} of the local tokens {INVALID}"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,9 @@ class SparseAttention(DifferentiableOperation):
     def _indices(self, part: Rows, indices: Tensor) -> Tensor:
         return _read_slots(part, indices, self.last_key(part), self.sparse_block_size)
 
+    def check_values(self, parts: Sequence[Rows], queries: Tensors) -> None:
+        _check_indices(self, parts, queries[1], self.sparse_block_size)
+
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         query, indices, query_rope = queries
         key, value, key_rope = keys
@@ -129,6 +155,9 @@ class IndexerLoss(Operation):
     sparse_mode: int
     deterministic: bool
 
+    def check_values(self, parts: Sequence[Rows], queries: Tensors) -> None:
+        _check_indices(self, parts, queries[3])
+
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The gradients of query_index, weights and key_index, and the loss of one part."""
         query_index, weights, query, indices, *attention, query_rope, weight = queries
@@ -161,6 +190,21 @@ class DenseAttention(DifferentiableOperation):
     pre_tokens: int
     next_tokens: int
     inner_precise: int
+    # Among how many the heads are divided, which the operator has to accept.
+    ranks: int = 1
+
+    def on_meta(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        if self.ranks == 1:
+            return super().on_meta(part, queries, keys)
+
+        def share(tensors: Tensors) -> list[Any]:
+            # The operator refuses what has no axis of heads.
+            return [
+                x if x is None or x.dim() < 3 else x[:, : x.shape[1] // self.ranks] for x in tensors
+            ]
+
+        one = replace(self, num_heads=self.num_heads // self.ranks, ranks=1)
+        return one.on_meta(part, share(queries), share(keys))
 
     def last_key(self, part: Rows) -> int:
         if self.sparse_mode != 4:

@@ -8,7 +8,7 @@ copy the keys once per part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,9 @@ from ascend_attn_ops.distributed._layout import Layout, Rows, Tensors
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 Gradients = tuple["Tensor | None", ...]
+
+# Stands for the part of a rank without tokens, where an operator wants queries.
+ONE_TOKEN = Rows(row=0, start=0, begin=0, end=1, length=1)
 
 
 class Operation(ABC):
@@ -55,6 +58,11 @@ class Operation(ABC):
         last = self.last_key(part)
         with torch.no_grad():
             return self.forward(part, _meta(queries, part.count), _meta(keys, last))
+
+    def check_values(  # noqa: B027, an operation may read no values
+        self, parts: Sequence[Rows], queries: Tensors
+    ) -> None:
+        """Raise what the operator would raise for values of the local queries."""
 
 
 class DifferentiableOperation(Operation):
@@ -93,7 +101,7 @@ def run_parts(
     results = [operation.on_part(part, queries, full) for part in layout.rows()]
     if not results:
         # No device takes a call without queries.
-        like = operation.on_meta(Rows(0, 0, 0, 1, 1), queries, full)
+        like = operation.on_meta(ONE_TOKEN, queries, full)
         return tuple(queries[0].new_empty((0, *x.shape[1:]), dtype=x.dtype) for x in like)
     if len(results) == 1:
         return results[0]
@@ -163,7 +171,7 @@ class RunParts(torch.autograd.Function):
     def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         operation, shards = ctx.operation, ctx.shards
         query_count, count = ctx.counts
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx)
         queries, keys, outputs = saved[:query_count], saved[query_count:count], saved[count:]
         d_out = d_outputs[operation.differentiable]
         full = keys if ctx.save_gathered else gather_keys(shards, (), keys)
@@ -194,6 +202,18 @@ def run(
     return RunParts.apply(
         operation, shards, save_gathered, len(queries), *distinct([*queries, *keys])
     )
+
+
+def saved_tensors(ctx: Any) -> Tensors:
+    """What the forward saved. If one rank cannot read it, all raise."""
+    saved: Tensors = ()
+    error: Exception | None = None
+    try:
+        saved = ctx.saved_tensors
+    except Exception as wrong:
+        error = wrong
+    ctx.shards.agreement.vote(f"ascend::{ctx.operation.name}_grad", {}, error=error)
+    return saved
 
 
 def distinct(tensors: Tensors) -> list[Any]:

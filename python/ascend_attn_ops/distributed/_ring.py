@@ -16,7 +16,8 @@ from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._communication import sum_dtype
 from ascend_attn_ops.distributed._layout import Layout, Rows
 from ascend_attn_ops.distributed._operations import DenseAttention
-from ascend_attn_ops.distributed._parts import limits_in_force, run_parts
+from ascend_attn_ops.distributed._parts import limits_in_force, run_parts, saved_tensors
+from ascend_attn_ops.distributed.shards import SequenceShards
 
 # out, softmax_max and softmax_sum of some queries, tokens first.
 Result = tuple[Tensor, Tensor, Tensor]
@@ -82,7 +83,7 @@ class Ring(torch.autograd.Function):
     def forward(
         ctx: Any,
         operation: DenseAttention,
-        shards: Layout,
+        shards: SequenceShards,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -111,7 +112,7 @@ class Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         operation, shards = ctx.operation, ctx.shards
-        query, key, value, *outputs = ctx.saved_tensors
+        query, key, value, *outputs = saved_tensors(ctx)
         d_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
         keys = [shards.pad(key), shards.pad(value)]
         # They travel with their keys, and are home after as many steps as there are ranks.

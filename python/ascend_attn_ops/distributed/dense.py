@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 import ascend_attn_ops as ops
-from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._arguments import check_count, shown
+from ascend_attn_ops._dense_attention import default_mask, default_scale
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._statistics import LANES, by_head
-from ascend_attn_ops.distributed._communication import ExchangeHeads, heads_to_tokens
-from ascend_attn_ops.distributed._guard import batch_first, guard, tokens_first
+from ascend_attn_ops.device_limits import LimitsOfCall
+from ascend_attn_ops.distributed._agreement import collective
+from ascend_attn_ops.distributed._communication import heads_to_tokens, tokens_to_heads
+from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
 from ascend_attn_ops.distributed._operations import DenseAttention
-from ascend_attn_ops.distributed._parts import distinct, run
+from ascend_attn_ops.distributed._parts import distinct, limits_in_force, run, saved_tensors
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 Method = Literal["allgather", "ring", "ulysses"]
+_WHERE = f"ascend::{DenseAttention.name}"
 
 
+@collective
 def flash_attention_score(
     query: Tensor,
     key: Tensor,
@@ -89,33 +95,23 @@ def flash_attention_score(
     # A sequence has as many queries as keys.
     mode = 3 if sparse_mode == 2 else sparse_mode
     if scale_value is None:
-        scale_value = (query.shape[-1] if query.dim() else 1) ** -0.5
+        scale_value = default_scale(query, num_heads, layout)
+    _check_method(method, sparse_mode, pre_tokens, next_tokens)
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
+    if method == "ulysses":
+        _check_heads(num_heads, {"query": query, "key": key, "value": value}, shards.world_size)
     ranks = shards.world_size if method == "ulysses" else 1
-
-    def checked(x: Tensor) -> Tensor:
-        """The heads that one call of the operator has; what is malformed is refused later."""
-        return x[..., : x.shape[-2] // ranks, :] if isinstance(x, Tensor) and x.dim() > 1 else x
-
-    given = {"query": query, "key": key, "value": value}
-
-    def check() -> None:
-        _check_method(method, sparse_mode, pre_tokens, next_tokens)
-        heads = {name: x.shape[-2] if x.dim() > 2 else num_heads for name, x in given.items()}
-        _check_heads(method, heads, shards)
-
-    guard(
-        replace(operation, num_heads=num_heads // ranks), shards, layout,
-        queries={"query": checked(query)}, keys={"key": checked(key), "value": checked(value)},
-        options={"method": method}, check=check,
+    queries, keys = guard(
+        replace(operation, ranks=ranks), shards, layout,
+        queries={"query": query}, keys={"key": key, "value": value},
+        options={"method": method, "save_gathered": save_gathered},
     )  # fmt: skip
-    local = distinct([tokens_first(x, layout) for x in given.values()])
-    if method == "allgather" or shards.tokens == 0:
-        outputs = run(operation, shards, save_gathered, local[:1], local[1:])
-    elif method == "ring":
-        outputs = Ring.apply(operation, shards, *local)
-    else:
-        outputs = _ulysses(operation, shards, *local)
+    with without_autocast(shards):
+        if method == "allgather" or shards.tokens == 0:
+            outputs = run(operation, shards, save_gathered, queries, keys)
+        else:
+            function = Ring if method == "ring" else _Ulysses
+            outputs = function.apply(operation, shards, *distinct([*queries, *keys]))
     out, *statistics = outputs
     if layout == "BSND":
         statistics = [x.transpose(0, 1).unsqueeze(0) for x in statistics]
@@ -123,53 +119,79 @@ def flash_attention_score(
 
 
 def _check_method(method: str, sparse_mode: int, pre_tokens: int, next_tokens: int) -> None:
-    where = f"ascend::{DenseAttention.name}"
     if method not in ("allgather", "ring", "ulysses"):
         raise ValueError(
-            f"{where}: method: expected 'allgather', 'ring' or 'ulysses', got {shown(method)}"
+            f"{_WHERE}: method: expected 'allgather', 'ring' or 'ulysses', got {shown(method)}"
         )
     modes = (0, 2, 3) if method == "ring" else (0, 2, 3, 4)
     if sparse_mode not in modes:
         raise NotImplementedError(
-            f"{where}: sparse_mode: expected one of {modes} with shards and method {method!r}, "
-            f"got {sparse_mode}"
+            f"{_WHERE}: sparse_mode: expected one of {modes} with shards and method {method!r}, "
+            f"got {shown(sparse_mode)}"
         )
     if method == "ring" and is_compiling():
         raise NotImplementedError(
-            f"{where}: method: expected 'allgather' or 'ulysses' under torch.compile, got 'ring'"
+            f"{_WHERE}: method: expected 'allgather' or 'ulysses' under torch.compile, got 'ring'"
         )
     if sparse_mode == 4 and min(pre_tokens, next_tokens) < 0:
         raise NotImplementedError(
-            f"{where}: pre_tokens: expected none negative of pre_tokens and next_tokens with "
+            f"{_WHERE}: pre_tokens: expected none negative of pre_tokens and next_tokens with "
             f"shards, got {pre_tokens} and {next_tokens}"
         )
 
 
-def _check_heads(method: str, heads: dict[str, int], shards: SequenceShards) -> None:
-    for argument, count in heads.items() if method == "ulysses" else ():
-        if count % shards.world_size:
+def _check_heads(num_heads: int, tensors: dict[str, Tensor], ranks: int) -> None:
+    heads = {"num_heads": check_count(_WHERE, "num_heads", num_heads)}
+    # The operator refuses other ranks of tensors.
+    heads |= {name: x.shape[-2] for name, x in tensors.items() if x is not None and x.dim() > 2}
+    for argument, count in heads.items():
+        if count % ranks:
             raise ValueError(
-                f"ascend::{DenseAttention.name}: {argument}: expected a number of heads that the "
-                f"{shards.world_size} ranks divide (method 'ulysses'), got {count}"
+                f"{_WHERE}: {argument}: expected a number of heads that the {ranks} ranks divide "
+                f"(method 'ulysses'), got {count}"
             )
 
 
-def _ulysses(
-    operation: DenseAttention, shards: SequenceShards, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
+class _Ulysses(torch.autograd.Function):
     """Tokens of all heads become heads of all tokens, and back."""
-    of_my_heads = [ExchangeHeads.apply(x, shards, True) for x in (query, key, value)]
-    ends = list(accumulate(shards.lengths))
-    out, *statistics = ops.flash_attention_score(
-        *of_my_heads,
-        num_heads=operation.num_heads // shards.world_size, layout="TND",
-        scale_value=operation.scale_value, sparse_mode=operation.sparse_mode,
-        pre_tokens=operation.pre_tokens, next_tokens=operation.next_tokens,
-        inner_precise=operation.inner_precise,
-        actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
-    )  # fmt: skip
-    with torch.no_grad():
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: DenseAttention,
+        shards: SequenceShards,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, ...]:
+        heads = [tokens_to_heads(shards, x) for x in (query, key, value)]
+        ends = list(accumulate(shards.lengths))
+        options = {
+            **vars(operation),
+            "num_heads": operation.num_heads // shards.world_size,
+            "layout": "TND",
+            "atten_mask": default_mask(operation.sparse_mode, query),
+            "actual_seq_lengths_query": ends,
+            "actual_seq_lengths_key": ends,
+        }
+        del options["ranks"]
+        out, softmax_max, softmax_sum = ops.flash_attention_score(*heads, **options)
+        ctx.save_for_backward(*heads, out, softmax_max, softmax_sum)
+        ctx.operation, ctx.shards, ctx.options = operation, shards, options
+        ctx.limits = limits_in_force()
         # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
-        lanes = [by_head(x[..., :1], ends).transpose(0, 1) for x in statistics]
+        lanes = (by_head(x[..., :1], ends).transpose(0, 1) for x in (softmax_max, softmax_sum))
         statistics = [heads_to_tokens(shards, x).expand(-1, -1, LANES).contiguous() for x in lanes]
-    return ExchangeHeads.apply(out, shards, False), *statistics
+        ctx.mark_non_differentiable(*statistics)
+        return heads_to_tokens(shards, out), *statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, softmax_max, softmax_sum = saved_tensors(ctx)
+        d_heads = tokens_to_heads(ctx.shards, d_out)
+        with LimitsOfCall(ctx.limits):
+            gradients = ops.flash_attention_score_grad(
+                query, key, value, d_heads, softmax_max, softmax_sum, out, **ctx.options
+            )
+        return None, None, *(heads_to_tokens(ctx.shards, x) for x in gradients)

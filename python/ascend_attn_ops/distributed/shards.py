@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
-from ascend_attn_ops._arguments import shown
-from ascend_attn_ops.distributed._agreement import agree, host_group
+from ascend_attn_ops._arguments import check_memory, shown
+from ascend_attn_ops._torch import FakeTensor
+from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
 from ascend_attn_ops.distributed._communication import GatheredKeys, GatherTokens
-from ascend_attn_ops.distributed._layout import Layout, Order
+from ascend_attn_ops.distributed._layout import Layout, Order, Part
+
+__all__ = ["Part", "SequenceShards"]
 
 
 class SequenceShards(Layout):
@@ -23,15 +28,16 @@ class SequenceShards(Layout):
     Making one is a collective call: the ranks compare their arguments.
 
     Args:
-        lengths: tokens of each sequence; any, also 0, and the same on all ranks.
+        lengths: tokens of each sequence, in a list or an iterator; any, also 0, and the same on all
+            ranks.
         group: the ranks that share the sequences; None for all ranks.
         order: "zigzag" cuts each sequence into two pieces per rank and gives rank r pieces r and
             2P - 1 - r, so that all ranks see equally many keys under a causal mask. "contiguous"
             cuts the T tokens into one piece per rank.
         check_calls: whether the ranks compare the arguments of each call of a distributed function,
             so that a wrong call is an error on all of them. That costs a reduction of a few
-            integers between the hosts per call; without it, a call that is wrong on some ranks
-            alone leaves the others waiting for them until the group's time-out.
+            integers between the hosts per call, and per backward; without it, a call that is wrong
+            on some ranks alone leaves the others waiting for them until the group's time-out.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -56,7 +62,7 @@ class SequenceShards(Layout):
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Iterable[int],
         group: ProcessGroup | None = None,
         order: Order = "zigzag",
         *,
@@ -72,20 +78,20 @@ class SequenceShards(Layout):
             raise ValueError(
                 "SequenceShards: group: expected a group with this process in it, got one without"
             )
-        self.hosts = host_group(group) if check_calls else None
+        self.agreement = Agreement(host_group(group) if check_calls else None)
         self.device_types = frozenset(device.type for device in group._device_types)
-        error: Exception | None = None
-        given: tuple[int, ...] = ()
-        try:
-            given = _checked(lengths, order)
-        except (TypeError, ValueError) as wrong:
-            error = wrong
-        agree(self.hosts, "SequenceShards", error, {"lengths": given, "order": order})
-        super().__init__(given, group, order)
+        self._share_out(lengths, group, order)
         self._gathered = GatheredKeys()
         # Calls that the operators have found right; see `guard`.
         self._checked: set[tuple[object, ...]] = set()
 
+    @collective
+    def _share_out(self, lengths: Iterable[int], group: ProcessGroup, order: Order) -> None:
+        given = _checked(lengths, order)
+        self.agreement.vote("SequenceShards", {"lengths": given, "order": order})
+        super().__init__(given, group, order)
+
+    @collective
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
         """Collect the tokens of all ranks; the inverse of :meth:`shard`, and a collective call.
 
@@ -100,23 +106,27 @@ class SequenceShards(Layout):
             x with the T tokens of the batch on that axis, on every rank.
 
         Raises:
-            ValueError: the axis has not `local_tokens`, on any rank; x is on a device for which the
-                group has no backend. All ranks raise the same.
+            TypeError, ValueError, NotImplementedError: x is no dense tensor, its axis has not
+                `local_tokens`, or the group has no backend for its device, on any rank. All ranks
+                raise the same.
         """
-        error: ValueError | None = None
+        where = "SequenceShards.unshard"
+        check_local(where, "x", x)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.local_tokens:
-            error = ValueError(
-                f"SequenceShards.unshard: x: expected the {self.local_tokens} tokens of this rank "
-                f"on axis {dim}, got shape {tuple(x.shape)}"
+            raise ValueError(
+                f"{where}: x: expected the {self.local_tokens} tokens of this rank on axis {dim}, "
+                f"got shape {tuple(x.shape)}"
             )
-        elif x.device.type not in self.device_types:
-            error = ValueError(
-                "SequenceShards.unshard: x: expected a device that the group communicates on "
+        if x.device.type not in self.device_types:
+            raise ValueError(
+                f"{where}: x: expected a device that the group communicates on "
                 f"({', '.join(sorted(self.device_types))}), got {x.device}"
             )
-        rest = None if error else tuple(x.movedim(dim, 0).shape[1:])
-        agree(self.hosts, "SequenceShards.unshard", error, {"shape": rest, "dtype": str(x.dtype)})
-        return GatherTokens.apply(x.movedim(dim, 0), self).movedim(0, dim)
+        rows = x.movedim(dim, 0)
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        facts = {"shape": tuple(rows.shape[1:]), "dtype": str(x.dtype), "gradient": recorded}
+        self.agreement.vote(where, facts)
+        return GatherTokens.apply(rows, self).movedim(0, dim)
 
     def __repr__(self) -> str:
         return (
@@ -125,19 +135,29 @@ class SequenceShards(Layout):
         )
 
 
-def _checked(lengths: Sequence[int], order: str) -> tuple[int, ...]:
+def check_local(where: str, argument: str, x: object) -> None:
+    """Raise unless x is a plain tensor with memory, which can be sent."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor | FakeTensor):
+        raise TypeError(
+            f"{where}: {argument}: expected a tensor of this rank's tokens, got {type(x).__name__}"
+        )
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        raise NotImplementedError(
+            f"{where}: {argument}: expected a dense tensor, got {shown(x)} of {x.layout}"
+        )
+    check_memory(where, argument, x)
+
+
+def _checked(lengths: Iterable[int], order: str) -> tuple[int, ...]:
     if order not in ("zigzag", "contiguous"):
         got = shown(order)
         raise ValueError(f"SequenceShards: order: expected 'zigzag' or 'contiguous', got {got}")
-    if (
-        isinstance(lengths, str)
-        or not hasattr(lengths, "__iter__")
-        or not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths)
-    ):
+    given = (
+        tuple(lengths) if isinstance(lengths, Iterable) and not isinstance(lengths, str) else None
+    )
+    if given is None or not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
         got = shown(lengths)
         raise TypeError(f"SequenceShards: lengths: expected a list of integers, got {got}")
-    if any(n < 0 for n in lengths):
-        raise ValueError(
-            f"SequenceShards: lengths: expected no negative length, got {list(lengths)}"
-        )
-    return tuple(lengths)
+    if any(n < 0 for n in given):
+        raise ValueError(f"SequenceShards: lengths: expected no negative length, got {list(given)}")
+    return given

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
+from ascend_attn_ops._arguments import shown
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
+from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._communication import all_reduce, reduce_scatter, sum_dtype
-from ascend_attn_ops.distributed._guard import batch_first, guard
+from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
 from ascend_attn_ops.distributed._layout import Rows
 from ascend_attn_ops.distributed._operations import Indexer, IndexerLoss, SparseAttention
 from ascend_attn_ops.distributed._parts import (
@@ -82,6 +83,7 @@ class _GroupLoss(torch.autograd.Function):
         )
 
 
+@collective
 def lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -94,7 +96,7 @@ def lightning_indexer(
     pre_tokens: int = ALL_TOKENS_SPARSE,
     next_tokens: int = ALL_TOKENS_SPARSE,
     return_values: bool = False,
-    prefetch: Sequence[Tensor] = (),
+    prefetch: Iterable[Tensor] = (),
     save_gathered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`ascend_attn_ops.lightning_indexer` of local tokens, over the keys of all ranks.
@@ -125,7 +127,9 @@ def lightning_indexer(
     Raises:
         TypeError, ValueError, NotImplementedError: as the operator, and ValueError for tensors that
             do not have the local tokens of `shards`, for a device that the group does not
-            communicate on, and for arguments that differ between ranks. All ranks raise the same.
+            communicate on, and for arguments that differ between ranks; NotImplementedError under
+            torch.compile if a rank has no tokens. Whatever one rank raises before it communicates,
+            in the backward too, all ranks raise.
 
     Example:
         >>> import torch
@@ -144,26 +148,29 @@ def lightning_indexer(
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
-    def check() -> None:
-        if len(prefetch) > 2:
-            raise ValueError(
-                f"ascend::{operation.name}: prefetch: expected the key, or the key and the "
-                f"key_rope, got {len(prefetch)} tensors"
-            )
-
     queries, keys = guard(
         operation, shards, layout, queries={"query": query, "weights": weights},
-        keys={"key": key}, ahead=dict(zip(("key", "key_rope"), prefetch, strict=False)),
-        check=check,
+        keys={"key": key}, ahead=_next_keys(prefetch), options={"save_gathered": save_gathered},
     )  # fmt: skip
-    if return_values:
+    # The selection alone has no gradient.
+    recorded = return_values and torch.is_grad_enabled()
+    with without_autocast(shards), torch.set_grad_enabled(recorded):
         indices, values = run(operation, shards, save_gathered, queries, keys)
-        return batch_first(indices, layout), batch_first(values, layout)
-    with torch.no_grad():
-        indices, values = run(operation, shards, save_gathered, queries, keys)
-    return batch_first(indices, layout), values
+    return batch_first(indices, layout), batch_first(values, layout) if return_values else values
 
 
+def _next_keys(prefetch: Iterable[Tensor]) -> dict[str, Tensor]:
+    given = tuple(prefetch) if isinstance(prefetch, Iterable) else None
+    if given is None or isinstance(prefetch, Tensor) or len(given) > 2:
+        got = shown(prefetch) if given is None else f"{len(given)} tensors"
+        raise ValueError(
+            f"ascend::{Indexer.name}: prefetch: expected the key, or the key and the key_rope, "
+            f"got {got}"
+        )
+    return dict(zip(("key", "key_rope"), given, strict=False))
+
+
+@collective
 def sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -231,12 +238,15 @@ def sparse_flash_attention(
         operation, shards, layout,
         queries={"query": query, "sparse_indices": sparse_indices, "query_rope": query_rope},
         keys={"key": key, "value": None if tied else value, "key_rope": key_rope},
+        options={"save_gathered": save_gathered},
     )  # fmt: skip
-    out, softmax_max, softmax_sum = run(operation, shards, save_gathered, queries, keys)
+    with without_autocast(shards):
+        out, softmax_max, softmax_sum = run(operation, shards, save_gathered, queries, keys)
     statistics = (batch_first(x.unsqueeze(0), layout) for x in (softmax_max, softmax_sum))
     return batch_first(out, layout), next(statistics), next(statistics)
 
 
+@collective
 def lightning_indexer_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -314,6 +324,7 @@ def lightning_indexer_kl_loss(
         >>> q_index.grad.shape
         torch.Size([8, 8, 128])
     """
+    check_divisor(reduction, normalizer)
     operation = IndexerLoss(scale_value, sparse_mode, deterministic)
     queries, keys = guard(
         operation, shards, layout,
@@ -328,13 +339,13 @@ def lightning_indexer_kl_loss(
             "reduction": reduction,
             "normalizer": "a tensor" if isinstance(normalizer, Tensor) else normalizer,
         },
-        check=partial(check_divisor, reduction, normalizer),
     )  # fmt: skip
     trained = (*queries[:2], keys[0])
     # A Function is told what requires grad also where no gradient is wanted.
     leaves = trained if torch.is_grad_enabled() else [x.detach() for x in trained]
     constants = [x if x is None else x.detach() for x in (*queries[2:], *keys[1:])]
-    loss = _GroupLoss.apply(operation, shards, *leaves, *distinct(constants))
+    with without_autocast(shards):
+        loss = _GroupLoss.apply(operation, shards, *leaves, *distinct(constants))
     # The loss reads the keys of a layer last.
     if not is_compiling():
         for kind in operation.kinds:
