@@ -75,8 +75,8 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         plan = _plans.get(key)
     except TypeError:
-        # Symbolic sizes of torch.compile have no hash; a decision is for one size.
-        key = (overload, device_in_force(), *map(_specialized, values))
+        # Symbolic sizes of torch.compile have no hash. A decision, as its graph, is for numbers.
+        key = (overload, device_in_force(), *(_described(x, numbers=True) for x in values))
         plan = _plans.get(key)
     if plan is None:
         # While torch.compile traces, the decision is no part of the graph.
@@ -88,25 +88,16 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return plan.run(values)
 
 
-def _described(value: Any) -> Any:
-    """All of an argument that a decision may depend on."""
-    if isinstance(value, DTensor):
-        return value._spec
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
-    return value
-
-
-def _specialized(value: Any) -> Any:
-    """The same with numbers, whose compiled graph is then for these alone."""
+def _described(value: Any, numbers: bool = False) -> Any:
+    """All of an argument that a decision may depend on; with `numbers` for symbolic sizes."""
     if isinstance(value, DTensor):
         spec = value._spec
-        placed = (spec.mesh, spec.placements, spec.shard_order)
-        return (*placed, sizes_of(value), tuple(map(int, value.stride())), value.dtype)
+        if not numbers:
+            return spec
+        strides = tuple(map(int, value.stride()))
+        return spec.mesh, spec.placements, spec.shard_order, sizes_of(value), strides, value.dtype
     if isinstance(value, torch.Tensor):
-        return sizes_of(value), value.dtype
+        return sizes_of(value) if numbers else value.shape, value.dtype
     if isinstance(value, list | tuple):
-        return tuple(map(_specialized, value))
-    return int(value) if isinstance(value, torch.SymInt) else value
+        return tuple(_described(x, numbers) for x in value)
+    return int(value) if numbers and isinstance(value, torch.SymInt) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -61,19 +61,13 @@ class Tensors(NamedTuple):
     written: bool
 
 
-class Unshardable(ValueError):
-    """No placement of the call is right, because `argument` cannot be moved to one."""
-
-    def __init__(self, argument: str, allowed: Sequence[Placement], got: Placement) -> None:
-        super().__init__()
-        self.argument, self.allowed, self.got = argument, allowed, got
-
-
 class Choice:
     """The axis that each mesh dimension shards; None where all ranks compute the same."""
 
-    def __init__(self, axes: Axes, mesh: DeviceMesh, tensors: Sequence[Tensors]) -> None:
-        self.axes, self.mesh = axes, mesh
+    def __init__(
+        self, operator: str, axes: Axes, mesh: DeviceMesh, tensors: Sequence[Tensors]
+    ) -> None:
+        self.operator, self.axes, self.mesh = operator, axes, mesh
         self.sharded: list[str | None] = []
         for dim in range(mesh.ndim):
             self.sharded.append(self._cheapest(dim, tensors))
@@ -169,18 +163,28 @@ class Choice:
         size = self.axes.sizes[axis]
         return -(-size // ranks) * ranks / size if size else 1.0
 
-    def _refuse(self, dim: int, tensors: Sequence[Tensors], options: Sequence[str | None]) -> None:
+    def _refuse(
+        self, dim: int, tensors: Sequence[Tensors], options: Sequence[str | None]
+    ) -> NoReturn:
+        """Raise for an argument that cannot be moved to a placement of any option."""
         key_heads = self._key_heads_sharded(self.mesh.size(dim) * self.ranks("N"))
         fixed = [x for x in tensors if any(_is_fixed(spec, x.written) for spec in x.specs)]
         for each in fixed:
+            got = each.specs[0].placements[dim]
             allowed = [self._wanted(each.axes, x, key_heads) or Replicate() for x in options]
-            got = next(spec.placements[dim] for spec in each.specs)
             if got not in allowed:
-                raise Unshardable(each.argument, allowed, got)
-        # Each is right by itself, but they disagree.
-        first, second = fixed[0], fixed[-1]
-        raise Unshardable(
-            second.argument, [first.specs[0].placements[dim]], second.specs[0].placements[dim]
+                break
+        else:
+            # Each is right by itself, but they disagree.
+            allowed = [fixed[0].specs[0].placements[dim]]
+        reason = (
+            "since what is written in place is not redistributed"
+            if each.written
+            else "since statistics of one sequence after another are not redistributed"
+        )
+        expected = " or ".join(dict.fromkeys(map(repr, allowed)))
+        raise ValueError(
+            f"ascend::{self.operator}: {each.argument}: expected {expected}, {reason}, got {got!r}"
         )
 
 

@@ -24,6 +24,7 @@ from ascend_attn_ops._torch import (
     tensor_utils,
 )
 from ascend_attn_ops.device_limits import limits
+from ascend_attn_ops.distributed._agreement import Report, raised, sendable
 from ascend_attn_ops.distributed.dtensor import _tokens
 from ascend_attn_ops.distributed.dtensor._axes import PER_SEQUENCE, axes_of
 from ascend_attn_ops.distributed.dtensor._placements import (
@@ -31,7 +32,6 @@ from ascend_attn_ops.distributed.dtensor._placements import (
     HeadsOfSequences,
     Part,
     Tensors,
-    Unshardable,
 )
 from ascend_attn_ops.distributed.dtensor._signature import (
     Signature,
@@ -61,7 +61,6 @@ Cut = tuple[int, int, int]  # dimension, begin, size
 class Local:
     """One rank's part of a call: what its tensors become, and the values that differ."""
 
-    coordinate: Sequence[int]
     cuts: dict[int, list[Cut]]
     values: dict[int, Any]
     # Where a result stands in a larger one that is zero elsewhere: its dimension, begin and size.
@@ -70,7 +69,6 @@ class Local:
     tokens: Part | None
     # The heads of this rank, of statistics that come as one process has them.
     heads: Part | None
-    empty: bool
 
 
 class Plan:
@@ -83,7 +81,7 @@ class Plan:
         # Of one process. The limits are those of what each rank computes.
         with limits(None):
             whole = [map_tensors(value, meta_of) for value in self.call.values()]
-            metas = as_list(signature.call(whole))
+            self.metas = as_list(signature.call(whole))
         self.axes = axes_of(signature.name, self.call)
         self.choice = self._choose()
         self.targets = {
@@ -93,14 +91,13 @@ class Plan:
             # What one process saved comes as it is, and this rank takes its heads of it.
             if letters == PER_SEQUENCE and name in self.targets and not self._saved_here(name):
                 self.targets[name] = (Replicate(),) * self.mesh.ndim
-        self.dtypes = [meta.dtype for meta in metas]
         self.results = [
             DTensorSpec(
                 self.mesh,
                 self.choice.outputs(letters),
                 tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype),
             )
-            for meta, letters in zip(metas, self.axes.outputs, strict=True)
+            for meta, letters in zip(self.metas, self.axes.outputs, strict=True)
         ]
         self._check_every_rank()
         # A rank has the keys that its own tokens see: an index of another key, which one process
@@ -108,7 +105,8 @@ class Plan:
         self.agrees = "S" in self.choice.sharded and "sparse_indices" in self.axes.inputs
         self.coordinate = self.mesh.get_coordinate()
         if self.coordinate is not None:
-            self._prepare(self._local(self.coordinate))
+            self.local = self._local(self.coordinate)
+            self._prepare()
         # The plan outlives the call, and its tensors must not.
         self.call = {name: value for name, value in self.call.items() if not tensors_of(value)}
 
@@ -153,30 +151,19 @@ class Plan:
             specs = [x._spec for x in tensors_of(self.call[name]) if isinstance(x, DTensor)]
             written = name in self.signature.written
             tensors.append(Tensors(name, self.axes.inputs.get(name, ""), specs, written))
-        try:
-            return Choice(self.axes, self.mesh, tensors)
-        except Unshardable as error:
-            allowed = " or ".join(dict.fromkeys(map(repr, error.allowed)))
-            reason = (
-                "since what is written in place is not redistributed"
-                if error.argument in self.signature.written
-                else "since statistics of one sequence after another are not redistributed"
-            )
-            raise self._error(
-                ValueError, error.argument, f"expected {allowed}, {reason}, got {error.got!r}"
-            ) from None
+        return Choice(self.signature.name, self.axes, self.mesh, tensors)
 
     def _saved_here(self, name: str) -> bool:
         return HeadsOfSequences() in self.call[name]._spec.placements
 
-    def _local(self, coordinate: Sequence[int]) -> Local:
-        choice, call, axes = self.choice, self.call, self.axes
-        local = Local(coordinate, {}, {}, [None] * len(self.results), None, None, empty=False)
-        sharded = [axis for axis in dict.fromkeys(choice.sharded) if axis is not None]
-        parts = {axis: choice.part(axis, coordinate) for axis in sharded}
-        local.empty = any(part.size == 0 for part in parts.values())
-        if local.empty:
-            return local
+    def _local(self, coordinate: Sequence[int]) -> Local | None:
+        """None for a rank that has nothing to compute."""
+        call, axes = self.call, self.axes
+        sharded = [axis for axis in dict.fromkeys(self.choice.sharded) if axis is not None]
+        parts = {axis: self.choice.part(axis, coordinate) for axis in sharded}
+        if any(part.size == 0 for part in parts.values()):
+            return None
+        local = Local({}, {}, [None] * len(self.results), None, None)
         for name, value in call.items():
             if isinstance(value, Tensor) and not isinstance(value, DTensor):
                 for dim, axis in enumerate(axes.inputs.get(name, "")):
@@ -221,13 +208,8 @@ class Plan:
         for output, letters in enumerate(self.axes.outputs):
             if "K" in letters:
                 dim = letters.index("K")
-                size = self._global_shape(output)[dim]
+                size = self.metas[output].shape[dim]
                 local.pads[output] = (dim, key_heads.begin * size // sizes["K"], size)
-
-    def _global_shape(self, output: int) -> Sequence[int]:
-        meta = self.results[output].tensor_meta
-        assert meta is not None
-        return meta.shape
 
     def _take_tokens(self, local: Local, part: Part) -> None:
         call, axes, index = self.call, self.axes, self.signature.index
@@ -292,8 +274,8 @@ class Plan:
         for coordinate in itertools.product(*map(range, self.mesh.shape)):
             local = self._local(coordinate)
             shapes = self._local_shapes(coordinate)
-            kind = repr((shapes, local.cuts, local.values, local.tokens))
-            if local.empty or kind in seen:
+            kind = repr((shapes, local))
+            if local is None or kind in seen:
                 continue
             seen.add(kind)
             values = [
@@ -325,10 +307,8 @@ class Plan:
         )
         return ", for a rank's part: " + (", ".join(sharded) or "all, as nothing is sharded")
 
-    def _prepare(self, local: Local) -> None:
-        self.local = local
-        self.simple = not (local.cuts or local.values or local.tokens or local.heads)
-        # Arguments whose local tensors are used as they are, and the specifications of all others.
+    def _prepare(self) -> None:
+        """Note whose local tensors are used as they are, and what becomes of all others."""
         self.kept: list[int] = []
         self.moved: list[tuple[int, tuple[Placement, ...]]] = []
         for name in self._tensors():
@@ -340,11 +320,6 @@ class Plan:
                 self.moved.append((index, target))
             else:
                 self.kept.append(index)
-        # Of the results, where this rank has nothing to compute them from.
-        self.shapes = [
-            self.choice.local_shape(self._global_shape(i), spec.placements, local.coordinate)
-            for i, spec in enumerate(self.results)
-        ]
 
     def run(self, values: list[Any]) -> Any:
         if self.coordinate is None:
@@ -355,28 +330,31 @@ class Plan:
             value = values[index]
             lists = isinstance(value, list | tuple)
             values[index] = [x._local_tensor for x in value] if lists else value._local_tensor
-        if self.local.empty:
+        if self.local is None:
             first = next(x for value in values for x in tensors_of(value))
             if self.agrees:
                 self._agree(first, None)
-            results = [
-                first.new_zeros(shape, dtype=dtype)
-                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-            ]
-        else:
-            if not self.simple:
-                self._finish(self.local, values)
-            results = self._agreed(values) if self.agrees else as_list(self.signature.call(values))
-            for i, pad in enumerate(self.local.pads):
-                if pad is not None:
-                    results[i] = _padded(results[i], pad)
+            return self._wrap(
+                [
+                    first.new_zeros(
+                        self.choice.local_shape(meta.shape, spec.placements, self.coordinate),
+                        dtype=meta.dtype,
+                    )
+                    for meta, spec in zip(self.metas, self.results, strict=True)
+                ]
+            )
+        self._finish(self.local, values)
+        results = self._agreed(values) if self.agrees else as_list(self.signature.call(values))
+        for i, pad in enumerate(self.local.pads):
+            if pad is not None:
+                results[i] = _padded(results[i], pad)
         return self._wrap(results)
 
     def _agreed(self, values: list[Any]) -> list[Tensor]:
-        failure: Exception | None = None
+        results, failure = [], None
         try:
             results = as_list(self.signature.call(values))
-        except ValueError as error:
+        except Exception as error:
             failure = error
         self._agree(values[0], failure)
         return results
@@ -384,24 +362,28 @@ class Plan:
     def _agree(self, local: Tensor, failure: Exception | None) -> None:
         """Raise on all ranks what one of them raised; only the CPU reads values, and can."""
         if not local.is_cpu or is_tracing():
+            if failure is not None:
+                raise failure
             return
-        failed = torch.tensor(failure is not None, dtype=torch.int32)
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(failed, dist.ReduceOp.MAX, self.mesh.get_group(dim))
-        if failure is not None:
-            raise ValueError(f"{failure}{self._describe()}") from None
-        if failed:
-            raise self._error(
-                ValueError,
-                "sparse_indices",
-                "expected indices of keys that the token sees, where tokens are sharded, "
-                "got others on another rank",
-            )
+        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
+        failed = torch.tensor(failure is not None, dtype=torch.int32, device="cpu")
+        for group in groups:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group)
+        if not failed:
+            return
+        report = sendable(failure)
+        for group in groups:
+            reports: list[Report | None] = [None] * group.size()
+            dist.all_gather_object(reports, report, group)
+            report = next((x for x in reports if x is not None), None)
+        assert report is not None
+        kind, message = report
+        raise raised(kind, f"{message}{self._describe()}") from failure
 
     def _without_rank(self, values: list[Any]) -> Any:
         """What torch's operators return on a rank outside of the mesh."""
         local = next(x for value in values for x in tensors_of(value)).to_local()
-        return self._wrap([local.new_empty(0, dtype=dtype) for dtype in self.dtypes])
+        return self._wrap([local.new_empty(0, dtype=meta.dtype) for meta in self.metas])
 
     def _wrap(self, results: list[Tensor]) -> Any:
         wrapped = tuple(
