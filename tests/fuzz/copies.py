@@ -44,7 +44,7 @@ class Before:
 
     def __init__(self, arguments: object) -> None:
         # A long list repeats a tensor.
-        every = {id(x): x for x in tensors_in(arguments)}
+        every = {id(x): x for x in tensors_in(as_lists(arguments))}
         self._tensors = [x for x in every.values() if has_memory(x)]
         self._bytes = [storage_bytes(x).clone() for x in self._tensors]
         self._state = [_state(x) for x in self._tensors]
@@ -84,11 +84,37 @@ def _in_storage(buffer: Tensor, like: Tensor) -> Tensor:
     return x.set_(buffer.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
 
+class Once:
+    """An iterator over a list, which its copy starts again."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+        self._rest = iter(self.items)
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._rest)
+
+    def __repr__(self) -> str:
+        return f"iter({self.items})"
+
+
+def as_lists(x: Any) -> Any:
+    """The same with lists for iterators."""
+    if isinstance(x, dict):
+        return {name: as_lists(item) for name, item in x.items()}
+    return list(x.items) if isinstance(x, Once) else x
+
+
 def twin(x: Any, storages: dict[int, Tensor] | None = None) -> Any:
     """Copies of all tensors, which lie in memory, and share it, as the others do."""
     storages = {} if storages is None else storages
     if isinstance(x, dict):
         return {name: twin(item, storages) for name, item in x.items()}
+    if isinstance(x, Once):
+        return Once(twin(x.items, storages))
     if isinstance(x, (list, tuple)) and len(x) < 200 and not isinstance(x, torch.Size):
         return type(x)(twin(item, storages) for item in x)
     if not isinstance(x, Tensor) or not has_memory(x):

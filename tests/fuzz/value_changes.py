@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .copies import Once
 from .tensor_changes import WHOLE, changed
 
 Random = random.Random
@@ -123,8 +124,7 @@ def _lengths(r: Random, x: Sequence[Any]) -> object:
         lambda: torch.tensor(x, dtype=torch.float32),
         lambda: torch.tensor(x).to("meta"),
         lambda: torch.tensor([x]),
-        lambda: iter(x),
-        lambda: (n for n in x),
+        lambda: Once(x),
         lambda: set(x),
         lambda: dict.fromkeys(x),
         lambda: str(x),
@@ -154,7 +154,7 @@ def _tensors(r: Random, x: Sequence[Tensor]) -> object:
         lambda: tuple(x),
         lambda: [list(x)],
         lambda: dict(enumerate(x)),
-        lambda: iter(x),
+        lambda: Once(x),
         lambda: x[at],
         lambda: [x[at]] * len(x),
         lambda: [x[at]] * 200,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .case import Case, Finding
 from .comparison import has_nan
-from .copies import Before, can_be_read, has_memory, tensors_in, twin
+from .copies import Before, Once, as_lists, can_be_read, has_memory, tensors_in, twin
 from .outcome import (
     Outcome,
     cannot_be_shown,
@@ -25,6 +25,7 @@ from .outcome import (
     check_error,
     is_out_of_memory,
     run,
+    same_bits,
 )
 from .wrong_calls import change, draw, positional, shown
 
@@ -197,6 +198,9 @@ class WrongHelper:
     def __call__(self, r: Random) -> str:
         arguments = self.valid(r)
         good = twin(arguments)
+        for name, x in arguments.items():
+            if isinstance(x, (list, tuple)) and not r.randrange(8):
+                arguments[name] = Once(x)
         kinds = change(r, arguments, self.parameters)
         if cannot_be_shown(arguments) or self._is_large(arguments):
             return "left out"
@@ -220,6 +224,7 @@ class WrongHelper:
         return any(_PERMITTED < x < 2**40 for x in numbers)
 
     def _check(self, r: Random, arguments: Arguments) -> str:
+        lists = as_lists(twin(arguments))
         args, options = positional(r, arguments, self.parameters)
         before = Before(arguments)
         outcome = run(self._outputs, args, options)
@@ -236,7 +241,11 @@ class WrongHelper:
             if of_torch and any(map(_is_foreign, tensors_in(arguments))):
                 return "refused by torch"
             return check_error(outcome, arguments, names, through_torch=False)
-        self._check_outputs(arguments, outcome)
+        self._check_outputs(lists, outcome)
+        if any(isinstance(x, Once) for x in arguments.values()):
+            same = run(self._outputs, (), lists)
+            if same.error or not all(map(same_bits, outcome.outputs, same.outputs)):
+                raise Finding(f"an iterator gives another result than its list: {same.text}")
         return "worked"
 
     def _outputs(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
