@@ -80,7 +80,9 @@ class Caches {
     const auto itemsize = static_cast<int64_t>(cache.itemsize());
     const auto* first = elements.span().begin;
     const auto bytes = cache.numel() / cache.size(0) * itemsize;
-    return {{first, first + bytes}, cache.size(0), cache.stride(0) * itemsize};
+    // A single block may have any stride, also 0.
+    const auto stride = cache.size(0) == 1 ? bytes : cache.stride(0) * itemsize;
+    return {{first, first + bytes}, cache.size(0), stride};
   }
 
   static void check_apart(std::string_view argument, const std::optional<Elements>& elements,

@@ -114,6 +114,23 @@ def test_a_bias_of_1024_rows(case: FlashCase) -> None:
     record.assert_matches_reference(sample, sample.call(torch.ops.ascend))
 
 
+def test_a_bias_of_1024_rows_and_no_batch() -> None:
+    """There is no sequence that its mask could be wrong for."""
+    query = torch.zeros(0, 2048, 1, 16, requires_grad=True)
+    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    bias = torch.zeros(1, 1, 1024, 2048, requires_grad=True)
+    outputs = torch.ops.ascend.flash_attention_score(
+        query, query, query, pse_shift=bias, atten_mask=mask, scale_value=1.0, num_heads=1,
+        layout="BSND", next_tokens=0,
+    )  # fmt: skip
+    assert outputs[0].shape == query.shape
+    outputs[0].sum().backward()
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+    assert bias.grad is not None
+    assert not bias.grad.any()
+
+
 def test_without_keys_everything_is_zero() -> None:
     for x in build(FlashCase(s=(5, 0)), torch.float32).call(torch.ops.ascend):
         assert x.numel()

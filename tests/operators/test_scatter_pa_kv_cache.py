@@ -406,6 +406,26 @@ def test_a_cache_may_lie_between_the_rows() -> None:
 
 
 @no_limits
+def test_a_cache_of_one_block_may_have_any_stride() -> None:
+    """Nothing is multiplied by it, nor divided."""
+    buffer = torch.zeros(64)
+    caches = buffer[:32].view(2, 2, 8).transpose(0, 1).unsqueeze(0), buffer[32:].view(1, 2, 2, 8)
+    for cache in (x.as_strided(x.shape, (0, *x.stride()[1:])) for x in caches):
+        key = torch.arange(1.0, 17.0).view(1, 2, 8)
+        torch.ops.ascend.scatter_pa_kv_cache_(key, cache, torch.tensor([1]))
+        assert torch.equal(cache[0, 1], key[0])
+        assert not cache[0, 0].any()
+        refused("key", "some of key_cache", cache[0, 1:], cache, torch.tensor([0]))
+    # Of two caches that share memory as well.
+    first, second = (x.as_strided(x.shape, (0, *x.stride()[1:])) for x in caches)
+    key = torch.ones(1, 2, 8)
+    torch.ops.ascend.scatter_pa_kv_cache_(key, first, torch.tensor([0]), 2 * key, second)
+    assert torch.equal(first[0, 0], key[0])
+    assert torch.equal(second[0, 0], 2 * key[0])
+    refused("value_cache", "some of key_cache", key, first, torch.tensor([0]), key, first)
+
+
+@no_limits
 @pytest.mark.parametrize("size", [1024, 1021])
 def test_more_rows_than_stay_in_a_processors_cache(size: int) -> None:
     """33 MiB, in rows of whole vectors and in others."""

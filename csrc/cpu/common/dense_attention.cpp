@@ -217,7 +217,8 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
     check_compressed_mask(op, given, options.sparse_mode);
     return;
   }
-  if (pse.defined() && pse_type <= 1 && pse_address.form == PseAddress::Form::compressed) {
+  if (pse.defined() && pse_type <= 1 && pse_address.form == PseAddress::Form::compressed &&
+      !sequences.empty()) {
     const auto is_causal = [this](const uint8_t* row, int64_t, int64_t, int64_t at) {
       const auto& kept = sequences[0].kept;
       return kept_in(row, at + 1, std::max(at + 1, kept.end(at))) == 0;
