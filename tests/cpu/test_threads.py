@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -67,3 +69,31 @@ def test_threads_that_share_a_call(operator: Operator) -> None:
     finally:
         torch.set_num_threads(before)
     operator.assert_matches_reference(sample, outputs)
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("before", [False, True], ids=["after import", "after a call"])
+def test_a_forked_process_computes(before: bool) -> None:
+    """As DataLoader's workers do. OpenMP's threads are not forked: a child that waited for them
+    would be ended by the alarm."""
+    x = torch.ones(1, 512, 4, 64)
+
+    def call() -> Tensor:
+        out: Tensor = ascend_attn_ops.flash_attention_score(
+            x, x, x, num_heads=4, layout="BSND", scale_value=1.0
+        )[0]
+        return out
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        if before:
+            assert torch.equal(call(), x)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if torch.equal(call(), x) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(call(), x)
+    finally:
+        torch.set_num_threads(threads)
