@@ -33,14 +33,11 @@ def check_values() -> Iterator[None]:
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> query = torch.randn(1, 2, 8, 512, dtype=torch.bfloat16, requires_grad=True)
-        >>> key = torch.randn(1, 2, 1, 512, dtype=torch.bfloat16)
-        >>> indices = torch.tensor([0, -1, 0, 1], dtype=torch.int32).view(1, 2, 1, 2)
+        >>> keys = torch.randn(2, 1, 64, dtype=torch.bfloat16)
+        >>> cache = torch.zeros(4, 16, 1, 64, dtype=torch.bfloat16)
+        >>> slots = torch.tensor([5, 63])
         >>> with ascend_attn_ops.check_values():  # has no effect on the CPU
-        ...     out, *_ = ascend_attn_ops.sparse_flash_attention(
-        ...         query, key, key, indices, scale_value=0.07
-        ...     )
-        ...     out.sum().backward()
+        ...     ascend_attn_ops.scatter_pa_kv_cache_(keys, cache, slots, keys, cache.clone())
     """
     _C.request_value_checks(1)
     try:
