@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -127,6 +128,14 @@ def a_rank_that_dies(rank: int, ranks: int) -> None:
     dist.all_reduce(x)
     torch.npu.synchronize()
     print("no error", flush=True)
+
+
+def a_late_rank(rank: int, ranks: int) -> None:
+    """The others listen for it meanwhile, and a stranger may come."""
+    time.sleep(3 * rank)
+    x = torch.full((4,), rank + 1.0).npu()
+    dist.all_reduce(x)
+    check(x, torch.full((4,), 3.0))
 
 
 def another_size(rank: int, ranks: int) -> None:

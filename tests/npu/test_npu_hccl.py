@@ -68,6 +68,62 @@ def test_failures_end_all_ranks(what: str, message: str) -> None:
     assert re.search(message, result.stderr), result.stderr
 
 
+# Connects to every socket on which ranks listen, and keeps what it is sent, until it is killed.
+STRANGER = """
+import os, re, socket, struct, sys, time
+user, message = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
+os.setgid(user), os.setuid(user)
+connections = {}
+while True:
+    listed = open("/proc/net/unix").read()
+    for name in re.findall(r" 00010000 .* @(ascend_attn_ops.simulate/.*)", listed):
+        if name not in connections:
+            connections[name] = socket.socket(socket.AF_UNIX)
+            try:
+                connections[name].connect("\\0" + name)
+                connections[name].send(message)
+                print("connected", flush=True)
+                connections[name].setblocking(False)
+            except OSError:
+                pass
+    for connection in connections.values():
+        try:
+            if connection.recv(32):
+                print("received", flush=True)
+        except OSError:
+            pass
+    time.sleep(.002)
+"""
+NOBODY = 65534
+RANK_1 = (1).to_bytes(4, "little")
+
+
+@once
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        pytest.param(
+            NOBODY, RANK_1, id="another user in the place of rank 1",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user"),
+        ),
+        pytest.param(os.getuid(), b"", id="one that says nothing"),
+    ],
+)  # fmt: skip
+def test_strangers_get_and_delay_nothing(
+    user: int, message: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
+    command = [sys.executable, "-c", STRANGER, str(user), message.hex()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        result = run_ranks(2, RANKS, "a_late_rank")
+        stranger.kill()
+        assert stranger.stdout is not None
+        printed = stranger.stdout.read()
+    assert result.returncode == 0, result.stderr
+    assert "connected" in printed
+    assert "received" not in printed
+
+
 @once
 @pytest.mark.skipif(
     torch.__version__ < (2, 9),

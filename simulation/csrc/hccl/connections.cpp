@@ -53,22 +53,55 @@ std::pair<sockaddr_un, socklen_t> address_of(const std::string& place, int rank)
   return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
 }
 
-int new_socket() {
-  const int socket = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (socket < 0) {
+// Closes the socket that it owns.
+class Socket {
+ public:
+  explicit Socket(int descriptor) : descriptor_(descriptor) {}
+  Socket(Socket&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+  ~Socket() {
+    if (descriptor_ >= 0) {
+      ::close(descriptor_);
+    }
+  }
+
+  int get() const { return descriptor_; }
+  explicit operator bool() const { return descriptor_ >= 0; }
+
+ private:
+  int descriptor_;
+};
+
+Socket new_socket() {
+  Socket socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!socket) {
     throw ConnectionError(std::string("no socket: ") + std::strerror(errno));
   }
   return socket;
 }
 
-int connect_to(const std::string& place, int rank, Clock::time_point deadline) {
+// Names in the abstract namespace have no permissions: any user may connect to one, or take it.
+bool is_of_this_user(const Socket& socket) {
+  ucred other{};
+  socklen_t size = sizeof(other);
+  return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &size) == 0 &&
+         other.uid == ::geteuid();
+}
+
+Socket connect_to(const std::string& place, int rank, Clock::time_point deadline) {
   const auto [address, size] = address_of(place, rank);
   while (true) {
-    const int socket = new_socket();
-    if (::connect(socket, reinterpret_cast<const sockaddr*>(&address), size) == 0) {
+    Socket socket = new_socket();
+    if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0) {
+      if (!is_of_this_user(socket)) {
+        throw ConnectionError("a process of another user is in the place of rank " +
+                              std::to_string(rank));
+      }
       return socket;
     }
-    ::close(socket);
     if (Clock::now() > deadline) {
       throw ConnectionError("rank " + std::to_string(rank) +
                             " has not come (HCCL_CONNECT_TIMEOUT)");
@@ -77,21 +110,67 @@ int connect_to(const std::string& place, int rank, Clock::time_point deadline) {
   }
 }
 
-bool is_readable(int socket, Clock::time_point deadline) {
+// Waits for one of the entries.
+bool poll_until(std::vector<pollfd>& entries, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    pollfd entry{socket, POLLIN, 0};
-    const int ready = ::poll(&entry, 1, static_cast<int>(std::max<int64_t>(left, 0)));
+    const int ready =
+        ::poll(entries.data(), entries.size(), static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready >= 0 || errno != EINTR) {
       return ready > 0;
     }
   }
 }
 
+bool is_readable(const Socket& socket, Clock::time_point deadline) {
+  std::vector<pollfd> entries{{socket.get(), POLLIN, 0}};
+  return poll_until(entries, deadline);
+}
+
+// The connections to a listener whose processes have not said yet which rank they are.
+class Waiting {
+ public:
+  explicit Waiting(const Socket& listener) : listener_(listener) {}
+
+  // The next that says so. None of the others delays it.
+  std::pair<int, Socket> next(Clock::time_point deadline) {
+    while (true) {
+      std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
+      for (const auto& socket : sockets_) {
+        entries.push_back({socket.get(), POLLIN, 0});
+      }
+      if (!poll_until(entries, deadline)) {
+        return {-1, Socket(-1)};
+      }
+      for (size_t i = sockets_.size(); i-- > 0;) {
+        if (entries[i + 1].revents) {
+          int rank = -1;
+          const auto got = ::recv(sockets_[i].get(), &rank, sizeof(rank), MSG_DONTWAIT);
+          Socket socket = std::move(sockets_[i]);
+          sockets_.erase(sockets_.begin() + static_cast<ptrdiff_t>(i));
+          if (got == sizeof(rank)) {
+            return {rank, std::move(socket)};
+          }
+        }
+      }
+      if (entries.front().revents) {
+        Socket socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+        if (socket && is_of_this_user(socket)) {
+          sockets_.push_back(std::move(socket));
+        }
+      }
+    }
+  }
+
+ private:
+  const Socket& listener_;
+  std::vector<Socket> sockets_;
+};
+
 // False where the other side has ended.
-bool write_all(int socket, const char* data, size_t bytes) {
+bool write_all(const Socket& socket, const char* data, size_t bytes) {
   while (bytes) {
-    const auto written = ::send(socket, data, bytes, MSG_NOSIGNAL);
+    const auto written = ::send(socket.get(), data, bytes, MSG_NOSIGNAL);
     if (written < 0 && errno == EINTR) {
       continue;
     }
@@ -110,7 +189,8 @@ bool write_all(int socket, const char* data, size_t bytes) {
 // same time must not wait for each other.
 class Connections::Peer {
  public:
-  Peer(int rank, int socket) : rank_(rank), socket_(socket), writer_([this] { write(); }) {}
+  Peer(int rank, Socket socket)
+      : rank_(rank), socket_(std::move(socket)), writer_([this] { write(); }) {}
 
   ~Peer() {
     {
@@ -119,7 +199,6 @@ class Connections::Peer {
     }
     changed_.notify_all();
     writer_.join();
-    ::close(socket_);
   }
   Peer(const Peer&) = delete;
   Peer& operator=(const Peer&) = delete;
@@ -164,7 +243,7 @@ class Connections::Peer {
         throw ConnectionError("rank " + std::to_string(rank_) +
                               " has sent nothing for too long (HCCL_EXEC_TIMEOUT)");
       }
-      const auto got = ::recv(socket_, at, bytes, 0);
+      const auto got = ::recv(socket_.get(), at, bytes, 0);
       if (got < 0 && errno == EINTR) {
         continue;
       }
@@ -196,7 +275,7 @@ class Connections::Peer {
   }
 
   int rank_;
-  int socket_;
+  Socket socket_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::vector<char>> messages_;
@@ -208,37 +287,32 @@ class Connections::Peer {
 Connections::Connections(const std::string& place, int ranks, int rank)
     : rank_(rank), peers_(static_cast<size_t>(ranks)) {
   const auto deadline = Clock::now() + timeout("HCCL_CONNECT_TIMEOUT", 120);
-  const int listener = new_socket();
+  const Socket listener = new_socket();
   const auto [address, size] = address_of(place, rank);
-  if (::bind(listener, reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
-      ::listen(listener, ranks) != 0) {
-    const std::string reason = std::strerror(errno);
-    ::close(listener);
-    throw ConnectionError("rank " + std::to_string(rank) + " of " + place + ": " + reason);
+  if (::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
+      ::listen(listener.get(), SOMAXCONN) != 0) {
+    throw ConnectionError("rank " + std::to_string(rank) + " of " + place + ": " +
+                          std::strerror(errno));
   }
-  try {
-    // Each connects to those before it, and says who it is to those.
-    for (int other = 0; other < rank; ++other) {
-      const int socket = connect_to(place, other, deadline);
-      write_all(socket, reinterpret_cast<const char*>(&rank), sizeof(rank));
-      peers_[static_cast<size_t>(other)] = std::make_unique<Peer>(other, socket);
-    }
-    for (int missing = ranks - rank - 1; missing > 0; --missing) {
-      const int socket = is_readable(listener, deadline)
-                             ? ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC)
-                             : -1;
-      int other = -1;
-      if (socket < 0 || ::recv(socket, &other, sizeof(other), MSG_WAITALL) != sizeof(other)) {
-        throw ConnectionError(std::to_string(missing) +
-                              " ranks have not come (HCCL_CONNECT_TIMEOUT)");
-      }
-      peers_.at(static_cast<size_t>(other)) = std::make_unique<Peer>(other, socket);
-    }
-  } catch (...) {
-    ::close(listener);
-    throw;
+  // Each connects to those before it, and says who it is to those.
+  for (int other = 0; other < rank; ++other) {
+    Socket socket = connect_to(place, other, deadline);
+    write_all(socket, reinterpret_cast<const char*>(&rank), sizeof(rank));
+    peers_[static_cast<size_t>(other)] = std::make_unique<Peer>(other, std::move(socket));
   }
-  ::close(listener);
+  Waiting waiting(listener);
+  for (int missing = ranks - rank - 1; missing > 0;) {
+    auto [other, socket] = waiting.next(deadline);
+    if (!socket) {
+      throw ConnectionError(std::to_string(missing) +
+                            " ranks have not come (HCCL_CONNECT_TIMEOUT)");
+    }
+    const bool expected = other > rank && other < ranks && !peers_[static_cast<size_t>(other)];
+    if (expected) {
+      peers_[static_cast<size_t>(other)] = std::make_unique<Peer>(other, std::move(socket));
+      --missing;
+    }
+  }
 }
 
 Connections::~Connections() = default;
