@@ -36,7 +36,7 @@ def warn_once(function: str, argument: str, text: str, stacklevel: int = 3) -> N
 
 
 class _Shown(reprlib.Repr):
-    """Of containers: their tensors without values, whose memory may have been freed."""
+    """Shows tensors in containers without their values, whose memory may have been freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def is_number(x: object) -> bool:
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         return True
     if isinstance(x, Tensor):
-        # Whoever compares it needs a dense one.
+        # Comparison requires a dense tensor.
         dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         return dense and x.numel() == 1 and not x.is_complex()
     # Numbers of numpy, but not its arrays.
@@ -126,7 +126,7 @@ def check_tensor(
 
 
 def check_memory(function: str, argument: str, x: Tensor) -> None:
-    """What is read with torch's own functions, which crash where a storage was freed."""
+    """Refuses freed storages: torch's own functions crash when they read one."""
     # Classes with a dispatch of their own may have no storage, or none with their elements, and so
     # do other layouts.
     wraps = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -145,7 +145,7 @@ def check_memory(function: str, argument: str, x: Tensor) -> None:
 
 
 def tensors_in(x: object) -> Iterator[Tensor]:
-    """Of a tensor, or of containers in each other."""
+    """The tensors in nested containers, or the tensor itself."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (list, tuple, dict)):

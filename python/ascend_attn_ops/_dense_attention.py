@@ -118,7 +118,7 @@ def given_or_drawn_mask(
     if generator is not None and not isinstance(generator, torch.Generator):
         expected = "a torch.Generator or None"
         raise wrong(TypeError, _NAME, "generator", expected, type(generator).__name__)
-    # What returns None here is refused by the operator, before it looks for a mask.
+    # The operator refuses what returns None here, before it looks for a mask.
     if not _have_scores(query, key, num_heads, layout):
         return None
     num_heads = whole(num_heads)

@@ -98,7 +98,7 @@ def table_of(
 
 
 def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
-    """What the flat rows of an append no longer show."""
+    """Checks what the flat rows of an append no longer show."""
     for name, x in (("k", k), ("v", v)):
         if x.shape[:2] != (batch, k.shape[1]):
             expected = f"shape ({batch}, {k.shape[1]}, nheads_k, headdim), as q and k have it"
@@ -108,7 +108,7 @@ def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
 def lengths_with_new(
     function: str, batch: int, slots: int, new: int, cache_seqlens: int | Tensor | None
 ) -> list[int]:
-    """What each sequence holds with its new keys."""
+    """How many keys each sequence holds with its new ones."""
     if cache_seqlens is None:
         if new:
             raise wrong(ValueError, function, "cache_seqlens", "where k and v are written", "None")

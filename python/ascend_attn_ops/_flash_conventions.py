@@ -78,7 +78,7 @@ def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
 
 
 def check_tensors(function: str, rank: int, names: str, *tensors: object) -> None:
-    """What is read here before the operator checks its arguments."""
+    """Checks the tensors that are read here before the operator checks its arguments."""
     for x in tensors:
         if not isinstance(x, Tensor) or x.dim() != rank:
             name = names.split()[[y is x for y in tensors].index(True)]

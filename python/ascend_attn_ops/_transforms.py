@@ -43,7 +43,7 @@ class _Call:
     device: str
     autocast: torch.dtype | None
     limits: int
-    # Of the flattened arguments, those to differentiate: for a gradient only.
+    # The positions of the flattened arguments to differentiate: for a gradient only.
     wanted: tuple[int, ...] = ()
 
     @property
@@ -180,7 +180,7 @@ class _Gradient(torch.autograd.Function):
 
 
 def _below(functionalize: FunctorchFunctionalizeAPI, operator: Any, args: Any, kwargs: Any) -> Any:
-    """What torch.func.functionalize, which knows no autograd functions, does with an operator."""
+    """Runs an operator under torch.func.functionalize, which knows no autograd functions."""
     args, kwargs = functionalize.unwrap_tensors((args, kwargs))
     with functionalize.redispatch_to_next():
         outputs = operator(*args, **kwargs)
@@ -204,6 +204,6 @@ def _register(name: str) -> None:
 
 
 for _name in _C.direct_calls:
-    # Those for inference alone work as they are, or refuse gradients as they do without transforms.
+    # Inference operators work as they are, or refuse gradients as they do without transforms.
     if _name not in _C.inference_operators:
         _register(_name)

@@ -16,7 +16,7 @@ VARIABLE = "ASCEND_ATTN_OPS_LIMITS"
 
 
 class Device(NamedTuple):
-    """What limits depend on: a product, and the version of its CANN."""
+    """A product and the version of its CANN, on which limits depend."""
 
     product: str
     cann: str

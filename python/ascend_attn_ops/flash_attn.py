@@ -421,7 +421,7 @@ def flash_attn_with_kvcache(
     lengths = lengths_with_new(name, batch, slots, new, cache_seqlens)
     conventions.check_values_of_slopes(name, alibi_slopes)
     if k is not None and v is not None and new:
-        # What is wrong with the attention is said before the caches are written.
+        # Errors of the attention come before the caches are written.
         slopes = None if alibi_slopes is None else alibi_slopes.to("meta")
         # The values of a table on the CPU are checked.
         seen = table if table is None or table.is_cpu else table.to("meta")

@@ -164,7 +164,7 @@ class LightningIndexer(nn.Module):
         if not isinstance(projections, (tuple, list)) or len(projections) != 3:
             expected = "three tensors, as forward returns them"
             raise wrong(TypeError, f"{_NAME}.select", "projections", expected, shown(projections))
-        # What is no tensor is the operator's to refuse.
+        # The operator refuses what is no tensor.
         query, key, weights = (x.detach() if isinstance(x, Tensor) else x for x in projections)
         return lightning_indexer(query, key, weights, sparse_count=sparse_count, **options)[0]
 

@@ -15,7 +15,7 @@ _NAME = "ascend::quantize_attention_inputs"
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _LARGEST = 127.0
 _SMALLEST_SCALE = 2.0**-126
-# Of a float32 passed as uint64, the device uses the upper 19 bits.
+# The device uses the upper 19 bits of a float32 that is passed as uint64.
 _UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
 
 

@@ -79,7 +79,7 @@ def print_limits(device: Device) -> int:
 
 
 def _statements(limits: dict[str, Any]) -> dict[str, str]:
-    """What an operator accepts on one device: each quantity or argument, and what it may be."""
+    """The quantities and arguments of an operator on one device, and what they may be."""
     statements = {"dtypes": ", ".join(limits["dtypes"])}
     for quantity, meaning, allowed in limits["limits"]:
         statements[f"{quantity}, {meaning}"] = allowed

@@ -125,7 +125,7 @@ def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
         >>> out = checkpoint(attention, x, use_reentrant=False, context_fn=context_fn)
         >>> out.sum().backward()
     """
-    # What writes to its arguments has nothing to keep.
+    # An operator that writes to its arguments has nothing to keep.
     if op.namespace in _OPERATORS and not op._schema.is_mutable:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

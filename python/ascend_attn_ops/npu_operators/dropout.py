@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ascend_attn_ops.npu_operators.translation import has_values
 
-# What stays in a cache.
+# Elements at a time: as many as stay in the processor's cache.
 _CHUNK = 1 << 16
 _RANDOM_BITS = 24
 

@@ -12,7 +12,7 @@ from ascend_attn_ops.npu_operators.translation import has_values
 
 
 class Layout(NamedTuple):
-    """That of the inputs, and that of the output."""
+    """The layout of the inputs, and of the output."""
 
     inputs: str
     out: str
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
         return "T" in self.inputs
 
 
-# What npu_fused_infer_attention_score takes.
+# The layouts of npu_fused_infer_attention_score.
 LAYOUTS = {
     name: Layout(*(name.split("_") if "_" in name else (name, name)))
     for name in (

@@ -18,7 +18,7 @@ from ascend_attn_ops._packing import begins_of_runs, without_empty
 
 NAME = "ascend"
 
-# What models hand to their attention that flash_attention_score has not, and what it is.
+# Arguments of models that flash_attention_score does not have, and what they are.
 _REFUSED = {
     "softcap": "a soft cap of the scores",
     "s_aux": "attention sinks",
@@ -89,7 +89,7 @@ def mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """What `attention` gets as its attention_mask.
+    """The attention_mask that `attention` gets.
 
     - None means what it means to transformers' own scaled_dot_product_attention: causal from the
       first key on, or without a mask in a layer that is not causal, or for a single query;

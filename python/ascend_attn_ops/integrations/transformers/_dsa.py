@@ -34,7 +34,7 @@ _ARGUMENTS = (
 
 
 class _Enabled:
-    """What disable_dsa undoes beside the classes of the layers."""
+    """The state that disable_dsa restores beside the classes of the layers."""
 
     def __init__(self) -> None:
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -143,7 +143,7 @@ def enable_dsa(
 
 def disable_dsa(model: nn.Module) -> None:
     """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it."""
-    # What it was called with, or a wrapper: torch.compile's keeps our attributes in the model.
+    # Its own model, or a wrapper's: torch.compile keeps our attributes in the inner model.
     for enabled_model in [x for x in model.modules() if "_ascend_dsa" in x.__dict__]:
         enabled = enabled_model.__dict__.pop("_ascend_dsa")
         del enabled_model.__dict__["indexer_losses"]

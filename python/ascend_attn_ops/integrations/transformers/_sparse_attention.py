@@ -27,7 +27,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the model tells its layers of a batch, in the place of a mask.
+    """Tells the layers of a model about its batch, in the place of a mask.
 
     Attributes:
         sequences: of layout TND; None for BSND without padding.
@@ -63,7 +63,7 @@ def plain_projection(layer: Any) -> nn.Linear:
 
 
 class SparseAttention(nn.Module):
-    """What both models' attention has in common. A layer of a model becomes one by its class.
+    """The attention of both models. A layer of a model becomes one by its class.
 
     All heads attend to the cached latent itself: the projections that make keys and values of it
     are folded into the query and into the output (absorbed MLA), so that per-head keys and values
@@ -71,18 +71,18 @@ class SparseAttention(nn.Module):
     """
 
     model: ClassVar[type[nn.Module]]
-    """What calls the layers, and tells them of the tokens."""
+    """The part of a model that calls the layers and tells them about the tokens."""
     original: ClassVar[type[Any]]
     """The layers' own class."""
     rotate: ClassVar[Rotate]
     """The rotary embedding, of (B, S, heads, size) with unsqueeze_dim=2."""
     rotate_indexer: ClassVar[Rotate]
-    """That of the indexer."""
+    """The rotary embedding of the indexer."""
 
     dsa_options: Options
     indexer_loss: Tensor | None
 
-    # Of both models' layers.
+    # Attributes of both models' layers.
     layer_idx: int
     scaling: float
     num_heads: int

@@ -180,7 +180,7 @@ def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
 
 
 def prefix_sums(a: Arguments) -> list[list[int]]:
-    """Of the lengths of queries and keys, where a 0 that closes a list repeats the last sum."""
+    """The lengths of queries and keys; a 0 that closes a list repeats the last sum."""
     return [
         list(accumulate(x or [], max))
         for x in (a.actual_seq_lengths_query, a.actual_seq_lengths_key)
@@ -235,7 +235,7 @@ def of_all_tokens(a: Arguments) -> bool:
 
 
 def pse_of(sequence: Span, a: Arguments) -> Tensor | float:
-    """What is added to the scores, (N, Sq, Skv) or what broadcasts to it."""
+    """The bias of the scores, (N, Sq, Skv) or what broadcasts to it."""
     pse, heads = a.pse_shift, a.num_heads
     if pse is None:
         return 0.0

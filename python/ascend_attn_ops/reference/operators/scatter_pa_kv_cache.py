@@ -72,7 +72,7 @@ def _scatter_runs(source: Tensor, cache: Tensor, scatter_mode: str, a: Arguments
 
 
 def _compressed(x: Tensor, scatter_mode: str, w: int, o: int) -> Tensor:
-    """What is written of the rows (L, D) of one batch and head."""
+    """The rows (L, D) of one batch and head that are written."""
     if scatter_mode == "Alibi":
         return x[len(x) - w :]
     if o == -1 or o == len(x) or w == 0:
