@@ -200,10 +200,10 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_func` of query, key and value in one tensor.
 
+    The other arguments and the results are those of :func:`flash_attn_func`.
+
     Args:
         qkv: (batch_size, seqlen, 3, nheads, headdim): query, key, value.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as in :func:`flash_attn_func`.
     """
     q, k, v = parts_of("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
@@ -226,11 +226,11 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_func` of key and value in one tensor.
 
+    The other arguments and the results are those of :func:`flash_attn_func`.
+
     Args:
         q: (batch_size, seqlen_q, nheads, headdim).
         kv: (batch_size, seqlen_k, 2, nheads_k, headdim): key, value.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as in :func:`flash_attn_func`.
     """
     k, v = parts_of("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(
@@ -254,11 +254,11 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_varlen_func` of query, key and value in one tensor.
 
+    The other arguments and the results are those of :func:`flash_attn_varlen_func`.
+
     Args:
         qkv: (total, 3, nheads, headdim): query, key, value.
         cu_seqlens, max_seqlen: of query and key.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as in :func:`flash_attn_varlen_func`.
     """
     q, k, v = parts_of("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
@@ -286,12 +286,11 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_varlen_func` of key and value in one tensor.
 
+    The other arguments and the results are those of :func:`flash_attn_varlen_func`.
+
     Args:
         q: (total_q, nheads, headdim).
         kv: (total_k, 2, nheads_k, headdim): key, value.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-            window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            :func:`flash_attn_varlen_func`.
     """
     k, v = parts_of("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(
