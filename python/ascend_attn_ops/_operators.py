@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,6 +76,12 @@ class Operator:
         values = list(given)
         for position, argument in self.lengths:
             values[position] = self.convert(values[position], values[0], (self.name, argument))
+        if not is_dynamo_compiling():
+            # torch reads a list to match it with the schema, and then again for its values.
+            values = [
+                list(x) if "List" in kind and isinstance(x, Iterator) else x
+                for kind, x in zip(self.types.values(), values, strict=True)
+            ]
         positional = len(values) - len(self.keywords)
         keywords = dict(zip(self.keywords, values[positional:], strict=True))
         if is_dynamo_compiling():

@@ -9,6 +9,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import _C
+from fuzz.copies import twin
 from support.gradients import gradients
 from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of
 from support.tolerance import assert_same_bits
@@ -93,6 +94,35 @@ def test_public_functions_pass_every_argument_in_its_place(operator: Operator) -
     with Received() as mode:
         getattr(ascend_attn_ops, operator.name)(**given)
     assert mode.arguments == given
+
+
+@each_operator
+def test_an_iterator_is_read_once(operator: Operator) -> None:
+    """It gives what its list gives; lengths of sequences must be a list."""
+    samples = [recipe.make(torch.float32) for recipe in operator.recipes]
+    of_argument = {
+        name: sample
+        for sample in reversed(samples)
+        for name, given in sample.arguments.items()
+        if isinstance(given, list | tuple) and given
+    }
+    for name, sample in of_argument.items():
+        given = sample.arguments[name]
+
+        def call(x: Any, name: str = name, sample: Sample = sample) -> list[Tensor]:
+            copies = twin({**sample.arguments, name: x})
+            outputs = as_tuple(getattr(ascend_attn_ops, operator.name)(**copies))
+            caches = (copies.get(cache) for cache in ("key_cache", "value_cache"))
+            return [*outputs, *(bytes_of(cache) for cache in caches if cache is not None)]
+
+        for iterator in (iter(given), (x for x in given)):
+            if name.startswith("actual_seq_lengths"):
+                with pytest.raises(
+                    TypeError, match=rf": {name}: expected whole numbers, as a list"
+                ):
+                    call(iterator)
+            else:
+                assert_same_bits(call(iterator), call(given))
 
 
 @each_operator
