@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+
 SIZES = Sizes()
 # Of three ranks the second has no tokens.
 LENGTHS = [2]
@@ -93,7 +95,7 @@ def test_an_iterator_that_raises() -> None:
 
 def test_order() -> None:
     for text in on_ranks(3, wrong_order):
-        assert "order: expected the same on all ranks, got zigzag on rank 0" in text
+        assert "order: expected the same on all ranks, got 'zigzag' on rank 0" in text
 
 
 def sparse_attention(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
@@ -134,6 +136,11 @@ def freed(x: Tensor) -> Tensor:
     x = x.clone()
     x.untyped_storage().resize_(0)
     return x
+
+
+def inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
 
 
 class Unspeakable(Exception):
@@ -201,6 +208,9 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
     "index below -1": (
         loss, {"indices": lambda x: torch.full_like(x, -2)}, {},
         r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got -2",
+    ),
+    "number of another type": (
+        sparse_attention, {}, {"scale_value": np.float64(SCALE)}, "ValueError: .*scale_value: .* sa"
     ),
     "kept keys": (
         sparse_attention, {}, {"save_gathered": True}, "ValueError: .*save_gathered: .* the same on"
@@ -276,6 +286,25 @@ def unshard_a_fake_tensor(group: ProcessGroup) -> str:
 def test_unshard_a_fake_tensor() -> None:
     for text in on_ranks(3, unshard_a_fake_tensor):
         assert "x: expected a tensor of this rank's tokens, got FakeTensor (on rank 2)" in text
+
+
+def inference_tensor_on_one_rank(group: ProcessGroup) -> str:
+    with ops.limits(None):
+        shards = SequenceShards([9], group)
+        tokens = inputs([9], torch.float32, SIZES)
+        x = {k: shards.shard(v).requires_grad_() for k, v in tokens.items()}
+        x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
+        if group.rank() == WRONG_RANK:
+            x["indices"] = inference(x["indices"])
+        with torch.no_grad():
+            sparse_attention(x, shards)
+        return message(lambda: sparse_attention(x, shards))
+
+
+def test_inference_tensor_on_one_rank() -> None:
+    messages = on_ranks(3, inference_tensor_on_one_rank)
+    assert len(set(messages)) == 1
+    assert "sparse_indices: expected no inference tensor where gradients are" in messages[0]
 
 
 def wrong_without_tokens(group: ProcessGroup) -> str:

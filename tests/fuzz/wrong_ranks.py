@@ -30,7 +30,7 @@ Arguments = dict[str, Any]
 
 _RANKS = 2
 # A call takes milliseconds. Long before the time-out of the collectives, which a hang waits for.
-_SECONDS = 15.0
+_SECONDS = 30.0
 _HEADS, _DEPTH, _ROPE, _COUNT = 4, 8, 4, 3
 
 

@@ -158,9 +158,10 @@ def _verdict(caller: str, reports: list[tuple[Report | None, dict[str, Any]]]) -
     first = reports[0][1]
     for rank, (_, facts) in enumerate(reports):
         for name, value in facts.items():
-            if value != first.get(name):
+            # As in the digest: an int of numpy equals one of Python, and is shown otherwise.
+            if repr(value) != repr(first.get(name)):
                 return ValueError(
-                    f"{caller}: {name}: expected the same on all ranks, got {first.get(name)} on "
-                    f"rank 0 and {value} on rank {rank}"
+                    f"{caller}: {name}: expected the same on all ranks, got {first.get(name)!r} "
+                    f"on rank 0 and {value!r} on rank {rank}"
                 )
     raise AssertionError("internal error: the ranks' facts differed, then matched")

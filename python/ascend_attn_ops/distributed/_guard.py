@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import readable, shown
 from ascend_attn_ops.distributed._layout import Tensors
-from ascend_attn_ops.distributed._parts import ONE_TOKEN, Operation
+from ascend_attn_ops.distributed._parts import ONE_TOKEN, DifferentiableOperation, Operation
 from ascend_attn_ops.distributed.shards import SequenceShards, check_local
 
 Named = Mapping[str, "Tensor | None"]
@@ -62,6 +62,8 @@ def guard(
     cast = {name: _cast(name, x) for name, x in given.items()}
     if not is_compiling():
         facts = {**vars(operation), **(options or {}), **_facts(given)}
+        if facts["gradient"] and isinstance(operation, DifferentiableOperation):
+            _check_saved(where, given)
         kept = {name: x for name, x in given.items() if name in kinds and x is not None}
         _check(operation, shards, facts, [cast[x] for x in queries], [cast[x] for x in keys])
         alike, lacking = shards.agreement.vote(
@@ -161,6 +163,16 @@ def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
         name for name, x in tensors.items() if x is not None and x.requires_grad and recorded
     ]
     return facts
+
+
+def _check_saved(where: str, tensors: Mapping[str, Any]) -> None:
+    """Raise for a tensor that autograd cannot save for the backward."""
+    for argument, x in tensors.items():
+        if x is not None and x.is_inference():
+            raise ValueError(
+                f"{where}: {argument}: expected no inference tensor where gradients are recorded, "
+                "got one; clone it outside of torch.inference_mode, or call under torch.no_grad"
+            )
 
 
 def _check(

@@ -148,14 +148,15 @@ def lightning_indexer(
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
-    queries, keys = guard(
-        operation, shards, layout, queries={"query": query, "weights": weights},
-        keys={"key": key}, ahead=_next_keys(prefetch), options={"save_gathered": save_gathered},
-    )  # fmt: skip
+    ahead = _next_keys(prefetch)
     # The selection alone has no gradient.
-    recorded = return_values and torch.is_grad_enabled()
-    with without_autocast(shards), torch.set_grad_enabled(recorded):
-        indices, values = run(operation, shards, save_gathered, queries, keys)
+    with torch.set_grad_enabled(return_values and torch.is_grad_enabled()):
+        queries, keys = guard(
+            operation, shards, layout, queries={"query": query, "weights": weights},
+            keys={"key": key}, ahead=ahead, options={"save_gathered": save_gathered},
+        )  # fmt: skip
+        with without_autocast(shards):
+            indices, values = run(operation, shards, save_gathered, queries, keys)
     return batch_first(indices, layout), batch_first(values, layout) if return_values else values
 
 
