@@ -130,7 +130,8 @@ class LatentAttention(nn.Module):
             scale_value=self.scale, query_rope=query_rope, key_rope=key_rope, **where,
         )  # fmt: skip
         kl_loss = operators.lightning_indexer_kl_loss(
-            query, latent, *projections, indices, softmax_max, softmax_sum, scale_value=self.scale,
+            query, latent, *projections, indices,
+            softmax_max=softmax_max, softmax_sum=softmax_sum, scale_value=self.scale,
             query_rope=query_rope, key_rope=key_rope, reduction="mean", **where,
         )  # fmt: skip
         values = torch.einsum("bsnl,nld->bsnd", attended, self.absorbed_value)

@@ -10,6 +10,7 @@
 
 #include "cpu/common/parallel_scatter_add.h"
 #include "cpu/common/query_key_product.h"
+#include "cpu/common/softmax_statistics.h"
 #include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
@@ -172,6 +173,12 @@ void differentiate(const SparseFlashAttentionGrad& op, const SparseInputs& input
       },
       outputs);
   const auto factor = static_cast<T>(op.options.scale_value);
+  for (const auto& sequence : inputs.sequences) {
+    const int64_t first = sequence.query_begin * inputs.heads;
+    check_statistics(op.name, softmax_max.template const_data_ptr<T>() + first,
+                     softmax_sum.template const_data_ptr<T>() + first,
+                     sequence.queries * inputs.heads);
+  }
   for (const auto& sequence : inputs.sequences) {
     const int64_t token_begin = sequence.query_begin * inputs.heads;
     const GradRows<Input, T> rows{{inputs, sequence},

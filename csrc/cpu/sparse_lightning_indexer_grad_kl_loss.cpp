@@ -13,6 +13,7 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/query_key_product.h"
+#include "cpu/common/softmax_statistics.h"
 #include "dispatch/operator.h"
 #include "ops/sparse_indices.h"
 
@@ -171,6 +172,15 @@ double compute(const Op& op, const SparseInputs& inputs, const Op::Outputs& outp
   const T* factor = op.weight ? factors.template const_data_ptr<T>() : nullptr;
   const int64_t max_selected =
       std::min(inputs.sparse_indices.size(-1), longest(sequences, &Sequence::keys));
+  for (const auto& sequence : sequences) {
+    const int64_t first = sequence.query_begin;
+    const TokenRows<T> max(softmax_max, first), sum(softmax_sum, first);
+    for (int64_t token = 0; token < sequence.queries; ++token) {
+      if (factor == nullptr || factor[first + token] != 0) {
+        check_statistics(op.name, max.row(token), sum.row(token), inputs.heads);
+      }
+    }
+  }
   KeySums<T, Worker> add_tokens(sequences, key_index.size(-1));
   // One loss per token, summed in token order, so that the sum does not depend on the number of
   // threads.

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <string_view>
 
 #include "cpu/common/attention_scores.h"
 #include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
 #include "cpu/common/single_rows.h"
+#include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/vectorized.h"
 
@@ -24,11 +26,25 @@ struct DenseAttentionGrad {
         d_out(forward.by_head(with_dense_rows(arguments.dy), forward.heads)),
         out(forward.by_head(with_dense_rows(arguments.attention_in), forward.heads)),
         softmax_max(arguments.softmax_max.contiguous()),
-        softmax_sum(arguments.softmax_sum.contiguous()) {}
+        softmax_sum(arguments.softmax_sum.contiguous()) {
+    softmax_max.scalar_type() == at::kDouble ? check_values<double>(Op::name)
+                                             : check_values<float>(Op::name);
+  }
 
   DenseAttention forward;
   at::Tensor d_out, out;
   at::Tensor softmax_max, softmax_sum;
+
+ private:
+  template <typename T>
+  void check_values(std::string_view op) const {
+    int64_t rows = 0;
+    for (const auto& sequence : forward.sequences) {
+      rows += sequence.queries * forward.heads;
+    }
+    check_statistics(op, softmax_max.const_data_ptr<T>(), softmax_sum.const_data_ptr<T>(), rows,
+                     kStatisticsLanes);
+  }
 };
 
 template <typename Input, typename Operand>

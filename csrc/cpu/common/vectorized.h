@@ -114,13 +114,11 @@ T rounded_product(T a, T b) {
 // either is. Every softmax and its gradient compute their weights here, from rounded scores, so
 // that the gradient's have the bits of the forward's.
 inline float softmax_weight(float score, float max) {
-  const float difference = score - max;
-  const float x = 0.0f < difference ? 0.0f : difference;
+  const float x = (max < score ? max : score) - max;
   return x < -87.33f ? 0.0f : ExponentialParts(x).product();
 }
 inline double softmax_weight(double score, double max) {
-  const double difference = score - max;
-  return std::exp(0.0 < difference ? 0.0 : difference);
+  return std::exp((max < score ? max : score) - max);
 }
 
 // Rounds to nearest, NaN to NaN. The conversion of at::BFloat16 has a branch for NaN, with which

@@ -153,8 +153,8 @@ def lightning_indexer_kl_loss(
         >>> _, softmax_max, softmax_sum = ascend_attn_ops.sparse_flash_attention(
         ...     query, latent, latent, indices, **attention)
         >>> loss = ascend_attn_ops.lightning_indexer_kl_loss(
-        ...     query, latent, query_index, key_index, weights, indices, softmax_max, softmax_sum,
-        ...     **attention, reduction="mean")
+        ...     query, latent, query_index, key_index, weights, indices,
+        ...     softmax_max=softmax_max, softmax_sum=softmax_sum, **attention, reduction="mean")
         >>> loss.backward()
         >>> query_index.grad.shape
         torch.Size([1, 4, 64, 128])

@@ -17,7 +17,7 @@ from .flash_attention_score import (
 )
 from .masks import compressed_mask
 from .record import Operator
-from .wrong_call import Change, Product, WrongCall, bools, normal
+from .wrong_call import Change, Product, WrongCall, bools, normal, statistics_rules
 
 PLAIN = FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8))
 BSH = FlashCase(layout="BSH", s=(6, 9), heads=(4, 2), d=(8, 8))
@@ -298,4 +298,5 @@ def gradient_rules() -> Iterator[WrongCall]:
 WRONG_CALLS = [
     *(row for operator in OPERATORS for make in (rules, limits) for row in make(operator)),
     *gradient_rules(),
+    *statistics_rules(FLASH_ATTENTION_SCORE_GRAD, PLAIN),
 ]

@@ -10,7 +10,7 @@ from .sparse_flash_attention import (
     SPARSE_FLASH_ATTENTION,
     SPARSE_FLASH_ATTENTION_GRAD,
 )
-from .wrong_call import WrongCall, longer, put
+from .wrong_call import WrongCall, longer, put, statistics_rules
 
 HEADS = ("query", {"heads": 3})
 ROPE = ("query_rope", {"rope": 32})
@@ -30,6 +30,7 @@ WRONG_CALLS = [
         N=HEADS, Dr=ROPE, block=BLOCK, no_ropes=("query_rope", {"rope": 0}),
     ),
     *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE),
+    *statistics_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.BSND),
     *shared.token_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
     *shared.page_rules(SPARSE_FLASH_ATTENTION),
     *shared.page_limit_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from . import sparse_errors as shared
 from .sample import Sample
 from .sparse_lightning_indexer_grad_kl_loss import KL_LOSS
-from .wrong_call import WrongCall
+from .wrong_call import WrongCall, statistics_rules
 
 
 def without_heads(sample: Sample) -> Sample:
@@ -22,6 +22,7 @@ WRONG_CALLS = [
     *shared.option_rules(KL_LOSS, modes=(3,)),
     *shared.length_rules(KL_LOSS),
     *shared.index_rules(KL_LOSS),
+    *statistics_rules(KL_LOSS, shared.BSND),
     *shared.limit_rules(
         KL_LOSS, replace(shared.DEVICE, heads=32),
         K_too_large=("sparse_indices", {"k": 9216}),

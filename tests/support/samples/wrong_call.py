@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,39 @@ def put(name: str, function: Callable[[Any], object]) -> Change:
     return lambda sample: sample.replace(
         **{name: function({**sample.arguments, **sample.tensors}[name])}
     )
+
+
+def statistics_rules(operator: Operator, case: Any) -> Iterator[WrongCall]:
+    """Statistics that no softmax has. Those of the first row are read in every call."""
+
+    def exchanged(sample: Sample) -> Sample:
+        maximum, total = sample.inputs["softmax_max"], sample.inputs["softmax_sum"]
+        return sample.replace(softmax_max=total, softmax_sum=maximum)
+
+    def first(value: float) -> Callable[[Tensor], Tensor]:
+        def change(x: Tensor) -> Tensor:
+            x = x.clone()
+            x.view(-1)[0] = value
+            return x
+
+        return change
+
+    sums = "sums of exp.* at least 1.*; softmax_max comes before softmax_sum"
+    rules: list[tuple[str, Change, str, str]] = [
+        ("exchanged", exchanged, "softmax_sum", sums),
+        *(
+            (f"sum {x}", put("softmax_sum", first(x)), "softmax_sum", sums)
+            for x in (-1.0, 0.5, torch.inf, -torch.inf)
+        ),
+        *(
+            (f"maximum {x}", put("softmax_max", first(x)), "softmax_max", "finite maxima")
+            for x in (torch.inf, -torch.inf)
+        ),
+    ]
+    for id, change, argument, expected in rules:
+        yield WrongCall(
+            f"statistics-{id}", operator, case, change, argument, expected=expected, on_meta=False
+        )
 
 
 def elsewhere(x: Tensor) -> Tensor:
