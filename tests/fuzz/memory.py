@@ -81,7 +81,7 @@ def _rubbish(shape: list[int], x: Tensor) -> Tensor:
 
 def with_expanded(sample: Sample, names: Iterable[str], random: Random) -> Sample:
     """Sometimes, tensors of other values: those of one slice for all of an axis, which is in memory
-    once."""
+    once, or slices that overlap."""
     if random.random() < 0.8:
         return sample
     chosen = {id(sample.tensors[name]) for name in names if name in sample.tensors}
@@ -90,6 +90,10 @@ def with_expanded(sample: Sample, names: Iterable[str], random: Random) -> Sampl
         if id(x) not in chosen or x.numel() == 0 or random.random() < 0.5:
             return x
         axis = random.randrange(x.dim())
-        return x.narrow(axis, 0, 1).expand(x.shape)
+        if random.random() < 0.5:
+            return x.narrow(axis, 0, 1).expand(x.shape)
+        strides = list(x.stride())
+        strides[axis] = random.randint(0, strides[axis])
+        return x.as_strided(x.shape, strides)
 
     return sample.map(expand)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -209,6 +209,25 @@ def attention_gradient(random: Random) -> str:
     return label(case, dtype)
 
 
+def empty(random: Random) -> str:
+    """No batch, no queries or no keys, beside whatever else may be given."""
+    case = long_case(random) if random.random() < 0.2 else flash_case(random)
+    if case.mode not in (None, 2, 3):  # the others have bands, prefixes or masks of the lengths
+        case = replace(case, mode=3, prefix=None, pre=INT_MAX, next=INT_MAX)
+    if case.layout == "TND":
+        side, none = random.randrange(2), tuple(0 for _ in case.lengths[0])
+        lengths = (none, case.lengths[1]) if side == 0 else (case.lengths[0], none)
+        case = replace(case, lengths=lengths, pse=None, pse_type=1)
+    else:
+        case = replace(case, b=0)
+    dtype = random.choice(draw.DTYPES)
+    sample = flash_call(random, case, dtype)
+    check(sample, run(sample, random, same_on_all_threads=True))
+    call = flash_attention_score.gradient_of(sample, randomness.Random(case.id, dtype))
+    check(call, run(call, random, same_on_all_threads=False))
+    return label(case, dtype)
+
+
 def prompt_case(random: Random, quantized: bool = True) -> FuzzedPrompt:
     s = sizes(random)
     b = random.choice((0, 1, 1, 2, 2, 3))
@@ -270,5 +289,6 @@ def prompt(random: Random) -> str:
 CASES: dict[str, Case] = {
     "valid/flash_attention_score": attention,
     "valid/flash_attention_score_grad": attention_gradient,
+    "valid/empty/flash_attention_score": empty,
     "valid/prompt_flash_attention": prompt,
 }
