@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -24,8 +25,13 @@ pytest.importorskip("numpy", reason="numpy is not installed")
 
 CLASSES = run.classes()
 CASES_OF_A_CLASS = 24
-# Both sides of the comparison with autograd come from the operators.
-OUTPUTS = [x for x in CLASSES if x.startswith("valid/") and not x.startswith("valid/autograd/")]
+# Both sides of these comparisons come from the operators.
+OF_TWO_CALLS = ("valid/magnitudes/", "valid/weights/")
+OUTPUTS = [
+    x
+    for x in CLASSES
+    if x.startswith("valid/") and not x.startswith(("valid/autograd/", *OF_TWO_CALLS))
+]
 
 each_class = pytest.mark.parametrize("name", CLASSES)
 each_valid_class = pytest.mark.parametrize("name", OUTPUTS)
@@ -88,6 +94,21 @@ def test_a_wrong_element_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not findings(name, 10)
     monkeypatch.setattr(Sample, "call", spoiled(Sample.call))
     assert len(findings(name, 10)) >= 5
+
+
+@pytest.mark.parametrize("name", [x for x in CLASSES if x.startswith(OF_TWO_CALLS)])
+def test_a_call_that_differs_from_another_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, numbers = Sample.call, itertools.count()
+
+    def spoiled_every_other_time(sample: Sample, namespace: object) -> tuple[Tensor, ...]:
+        factor = 1.5 if namespace is not reference and next(numbers) % 2 else 1
+        return tuple(x * factor if x.is_floating_point() else x for x in call(sample, namespace))
+
+    assert not findings(name, 20)
+    monkeypatch.setattr(Sample, "call", spoiled_every_other_time)
+    assert len(findings(name, 20)) >= 5
 
 
 def test_a_gradient_of_autograd_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
