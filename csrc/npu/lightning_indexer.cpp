@@ -1,8 +1,10 @@
 #include "ops/lightning_indexer.h"
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 
+#include "core/sequence_lengths.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {
@@ -15,6 +17,23 @@ using Prototype = int(AclTensor query, AclTensor key, AclTensor weights,
                       int64_t next_tokens, bool return_values, AclTensor sparse_indices,
                       AclTensor sparse_values);
 constexpr Launcher<LightningIndexer, Prototype> aclnn_lightning_indexer;
+
+// A pack of several sequences without a query that has keys: the kernel writes behind its outputs.
+void check_any_keys(const LightningIndexer& op) {
+  if (op.layout != Layout::TND || op.actual_seq_lengths_query->numel() < 2) {
+    return;
+  }
+  const auto sequences =
+      op.pages.given()
+          ? read_paged_sequences(op.name, Layout::TND, op.query, op.key, *op.pages.block_table,
+                                 op.actual_seq_lengths_query, *op.actual_seq_lengths_key)
+          : read_sequences(op.name, Layout::TND, op.query, op.key, op.actual_seq_lengths_query,
+                           op.actual_seq_lengths_key);
+  check_value(!std::ranges::all_of(sequences, &Sequence::empty), op.name, "actual_seq_lengths_key",
+              "expected a sequence that has queries and keys, without which the NPU's kernel "
+              "writes out of bounds, got none among ",
+              sequences.size());
+}
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
@@ -31,7 +50,7 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_checked_kernel<LightningIndexer, lightning_indexer>(m);
+  register_checked_kernel<LightningIndexer, lightning_indexer, check_any_keys>(m);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The slots of sparse_indices that the device's gradient kernels read.
+// The slots of sparse_indices that the device's kernels read: min(K, what the token sees) of a row,
+// whatever they hold. The rules here are those of the checked mode; the CPU accepts such rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,25 +13,61 @@
 
 namespace ascend_attn::aclnn {
 
-// Checks that no slot which is read holds -1. The kernels read as many slots of a row as it sees
-// keys or blocks, up to K, and take -1 for an address, where the CPU ends the row.
-void check_read_slots(const char* op, SparseMode mode, int64_t block_size,
-                      const std::vector<Sequence>& sequences, const at::Tensor& sparse_indices);
+// The keys per block from which on the kernel of SparseFlashAttention gathers whole blocks.
+inline constexpr int64_t kWholeBlocks = 8;
+
+// The selection of a call, whose indices may be on a device.
+struct Selection {
+  const char* op;
+  SparseMode mode;
+  int64_t block_size;
+  std::vector<Sequence> sequences;
+  at::Tensor sparse_indices;  // with the axis of heads
+};
+
+// Rejects -1 in a slot that is read, which the gradients' kernels take for an address.
+void check_no_gaps(const Selection& selection);
+// Rejects what the kernel of SparseFlashAttention computes wrong on A2 and A3: an index behind a -1
+// in blocks of less than 8 keys, and a row without an index in larger ones.
+void check_order(const Selection& selection);
+// Rejects an incomplete last block that is not in the last slot, which both kernels of sparse
+// attention compute wrong on A2 and A3, the forward in blocks of less than 8 keys.
+void check_incomplete_block(const Selection& selection);
+
+template <typename Op>
+Selection selection_of(const Op& op) {
+  const auto make = [&](const auto& options, int64_t block_size) -> Selection {
+    const auto layout = options.layout.value();
+    const auto& query_lengths = options.actual_seq_lengths_query;
+    const auto& key_lengths = options.actual_seq_lengths_key;
+    Selection selection{Op::name,
+                        static_cast<SparseMode>(options.sparse_mode),
+                        block_size,
+                        {},
+                        with_head_axis(op.sparse_indices, op.query)};
+    if constexpr (requires { op.pages; }) {
+      if (op.pages.given()) {
+        selection.sequences = read_paged_sequences(
+            Op::name, layout, op.query, op.key, *op.pages.block_table, query_lengths, *key_lengths);
+        return selection;
+      }
+    }
+    selection.sequences =
+        read_sequences(Op::name, layout, op.query, op.key, query_lengths, key_lengths);
+    return selection;
+  };
+  if constexpr (requires { op.options; }) {
+    return make(op.options, op.options.sparse_block_size);
+  } else {
+    return make(op, 1);
+  }
+}
 
 template <typename Op>
 void check_read_slots(const Op& op) {
-  const auto check = [&](const auto& options, int64_t block_size) {
-    check_read_slots(
-        Op::name, static_cast<SparseMode>(options.sparse_mode), block_size,
-        read_sequences(Op::name, options.layout.value(), op.query, op.key,
-                       options.actual_seq_lengths_query, options.actual_seq_lengths_key),
-        with_head_axis(op.sparse_indices, op.query));
-  };
-  if constexpr (requires { op.options; }) {
-    check(op.options, op.options.sparse_block_size);
-  } else {
-    check(op, 1);
-  }
+  const auto selection = selection_of(op);
+  check_no_gaps(selection);
+  check_incomplete_block(selection);
 }
 
 }  // namespace ascend_attn::aclnn

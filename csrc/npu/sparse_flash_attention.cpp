@@ -20,6 +20,15 @@ using SparseFlashAttentionPrototype =
 constexpr Launcher<SparseFlashAttention, SparseFlashAttentionPrototype>
     aclnn_sparse_flash_attention;
 
+// What the CPU accepts and the forward's kernel computes wrong.
+void check_slots(const SparseFlashAttention& op) {
+  const auto selection = selection_of(op);
+  check_order(selection);
+  if (op.options.sparse_block_size < kWholeBlocks) {
+    check_incomplete_block(selection);
+  }
+}
+
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
   check_value_is_key(op);
@@ -126,7 +135,7 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
-  register_checked_kernel<SparseFlashAttention, sparse_flash_attention>(m);
+  register_checked_kernel<SparseFlashAttention, sparse_flash_attention, check_slots>(m);
   register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad,
                           check_read_slots<SparseFlashAttentionGrad>>(m);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,6 +145,64 @@ def test_a_slot_that_is_not_read_may_hold_no_key() -> None:
     with ops.check_values():
         outputs = to_npu(sample).call(torch.ops.ascend)
     assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
+
+
+def sparse_row(operator: str, indices: list[int], block: int, keys: int, mode: int = 3) -> Sample:
+    """One query that sees all keys, and selects these."""
+    case = SparseCase(b=1, s=(1, keys), rope=8, heads=8, block=block, k=len(indices), mode=mode)
+    sample = OPERATORS[operator].make(case, torch.bfloat16)
+    return sample.replace(sparse_indices=torch.tensor(indices, dtype=torch.int32).view(1, 1, 1, -1))
+
+
+FORWARD, GRADIENT = "sparse_flash_attention", "sparse_flash_attention_grad"
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize(
+    ("operator", "indices", "block", "keys", "message"),
+    [
+        (FORWARD, [2, -1, 1], 1, 9, "nothing behind the first -1 .*, got 1 at (0, 0, 0, 2)"),
+        (FORWARD, [0, -1, 1], 4, 12, "nothing behind the first -1 .*, got 1 at (0, 0, 0, 2)"),
+        (FORWARD, [-1, -1], 8, 16, "a block in each row .*, got -1 at (0, 0, 0, 0)"),
+        (FORWARD, [2, 0, 1], 4, 11, "expected block 2, .*, got it at (0, 0, 0, 0)"),
+        (GRADIENT, [2, 0, 1], 4, 11, "expected block 2, .*, got it at (0, 0, 0, 0)"),
+        (GRADIENT, [0, 1], 16, 23, None),
+        (GRADIENT, [1, 0], 16, 23, "expected block 1, .*, got it at (0, 0, 0, 0)"),
+        (GRADIENT, [1, 0], 16, 32, None),
+        (FORWARD, [2, 1, -1], 1, 9, None),
+        (FORWARD, [1, -1], 4, 7, None),
+        (FORWARD, [1, 0], 16, 23, None),
+        (FORWARD, [-1, -1], 1, 9, None),
+    ],
+)  # fmt: skip
+def test_rows_that_the_device_computes_wrong(
+    operator: str, indices: list[int], block: int, keys: int, message: str | None
+) -> None:
+    """Their numbers are seen in CANN's kernels of A2; the CPU computes them right."""
+    sample = sparse_row(operator, indices, block, keys)
+    expected = sample.call(torch.ops.ascend)
+    on_npu = to_npu(sample)
+    with ops.check_values():
+        if message is None:
+            actual = tuple(x.cpu() for x in on_npu.call(torch.ops.ascend))
+            assert_same_bits(actual, expected)
+            return
+        with nothing_launched():
+            kind, text = error_of(lambda: on_npu.call(torch.ops.ascend))
+    assert kind is ValueError
+    pattern = message.replace("(", r"\(").replace(")", r"\)")
+    assert re.search(rf"ascend::{operator}: sparse_indices: .*{pattern}", text), text
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("lengths", [((3, 2), (0, 0)), ((3, 0), (0, 5))])
+def test_a_pack_in_which_no_query_has_keys(lengths: tuple[tuple[int, ...], ...]) -> None:
+    case = SparseCase(layout="TND", lengths=lengths, tail=(0, 4), index_heads=8)
+    sample = OPERATORS["lightning_indexer"].make(case, torch.bfloat16)
+    sample.call(torch.ops.ascend)
+    with ops.check_values(), nothing_launched():
+        _, text = error_of(lambda: to_npu(sample).call(torch.ops.ascend))
+    assert "actual_seq_lengths_key: expected a sequence that has queries and keys" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
