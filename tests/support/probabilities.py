@@ -10,6 +10,7 @@ import torch
 from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
 from torch import Tensor
 
+from support.bounds import VANISHING
 from support.samples import Sample, flash_attention_score, sparse_flash_attention
 from support.samples.record import Outputs
 
@@ -39,7 +40,9 @@ class Probabilities:
         """`exact`: with the same bits, which weights have that are neither rounded nor rescaled."""
         x, y = self.forward, self.backward
         smallest = torch.finfo(self.dtype).smallest_normal * torch.finfo(self.dtype).eps
-        allowed = torch.zeros_like(x) if exact else ROUNDING[self.dtype] * x + 2 * smallest
+        allowed = ROUNDING[self.dtype] * x + max(2 * smallest, VANISHING)
+        if exact:
+            allowed = torch.zeros_like(x)
         differ = ~(((x - y).abs() <= allowed) | (x.isnan() & y.isnan()))
         if bool(differ.any()):
             at = tuple(int(i) for i in differ.nonzero()[0])
