@@ -27,8 +27,9 @@ GRADIENTS = (
 )
 # Its kernel reads no values that could be wrong.
 UNCHECKED = ("attention_update",)
-# Which are wrong by their memory or their device.
-OF_OTHER_RULES = ("key", "value", "key_cache", "value_cache")
+# Which are wrong by their memory or their device; and statistics, which the forward makes and the
+# CPU alone reads.
+OF_OTHER_RULES = ("key", "value", "key_cache", "value_cache", "softmax_max", "softmax_sum")
 
 
 def is_of_values(row: WrongCall) -> bool:
