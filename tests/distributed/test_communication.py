@@ -177,6 +177,21 @@ def test_all_ranks_gather_or_none() -> None:
     on_ranks(3, keys_only_some_ranks_have)
 
 
+def inference_tensors_on_one_rank(group: ProcessGroup) -> None:
+    """All ranks gather in one order, whatever they may keep."""
+    with ops.limits(None), torch.no_grad():
+        shards = SequenceShards([16], group)
+        x = {name: value.detach() for name, value in leaves([16], shards).items()}
+        expected, _ = layer(x, shards)
+        with torch.inference_mode(group.rank() == 1):
+            x = {name: value.clone() for name, value in x.items()}
+        assert torch.equal(layer(x, shards)[0], expected)
+
+
+def test_inference_tensors_on_one_rank() -> None:
+    on_ranks(2, inference_tensors_on_one_rank)
+
+
 def balance(group: ProcessGroup, order: Any) -> int:
     shards = SequenceShards([8192], group, order)
     return int((shards.positions() + 1).sum())

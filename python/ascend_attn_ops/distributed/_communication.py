@@ -151,12 +151,13 @@ class GatheredKeys:
 
     def start(self, layout: Layout, kind: str, x: Tensor, sent: Tensor) -> None:
         """Begin to gather `sent`, which is x in its dtype of the call, unless that was done."""
-        # A write to an inference tensor would go unnoticed.
-        if x.is_inference() or self.has(kind, x, sent.dtype):
+        if self.has(kind, x, sent.dtype):
             return
         self.drop(layout, kind)
         rows = start_gather(layout, sent.detach())
-        self._entries[kind] = _Entry(x.detach(), x._version, sent.dtype, rows)
+        # A write to an inference tensor would go unnoticed: this call alone may use its rows.
+        version = -1 if x.is_inference() else x._version
+        self._entries[kind] = _Entry(x.detach(), version, sent.dtype, rows)
 
     def take(self, layout: Layout, kind: str, x: Tensor) -> Tensor:
         """Return x of all tokens: what `start` began to gather, which is kept."""
