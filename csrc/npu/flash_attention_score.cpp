@@ -112,8 +112,8 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
   }
 }
 
-void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
-                                FlashAttentionScoreGrad::Outputs& outputs) {
+void launch_grad(const FlashAttentionScoreGrad& op,
+                 const FlashAttentionScoreGrad::Outputs& outputs) {
   const auto& [dq, dk, dv] = outputs;
   const auto& o = op.options;
   const Lists lists(op.query, op.key, o);
@@ -131,6 +131,65 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
     call(aclnn_packed_score_grad, lists.query_ends, lists.key_ends);
   } else {
     call(aclnn_score_grad);
+  }
+}
+
+constexpr int64_t kKeySize = 192;
+constexpr int64_t kValueSize = 128;
+
+// Returns whether CANN's host code refuses the gradient in this layout. Values of 128 beside keys
+// of 192 are the one pair that it does not pad. Where rows are long it transposes values with the
+// head size of the keys, which fails; in BNSD there is nothing to transpose.
+bool is_refused_unless_bnsd(const FlashAttentionScoreGrad& op) {
+  constexpr int64_t kFewestHeads = 256;
+  static const bool refuses = runs_on(kA2A3);
+  const auto layout = op.options.layout.value();
+  if (!refuses || layout == Layout::BNSD || layout == Layout::TND || is_deterministic(false)) {
+    return false;
+  }
+  const auto axes = axes_of(layout);
+  const auto heads = op.options.num_heads.expect_int();
+  if (heads * (layout == Layout::SBH ? op.query.size(axes.batch) : 1) < kFewestHeads) {
+    return false;
+  }
+  const auto size_of_head = [&](const at::Tensor& tensor) {
+    return axes.merged() ? tensor.size(-1) / heads : tensor.size(-1);
+  };
+  return size_of_head(op.query) == kKeySize && size_of_head(op.dy) == kValueSize;
+}
+
+// Returns a view of (B, S, N, D), (B, S, H) or (S, B, H) as (B, N, S, D).
+at::Tensor as_bnsd(const at::Tensor& tensor, Layout layout, int64_t head_size) {
+  const auto axes = axes_of(layout);
+  const auto with_heads = axes.merged() ? tensor.unflatten(-1, {-1, head_size}) : tensor;
+  return with_heads.permute({axes.batch, 2, axes.tokens, 3});
+}
+
+void flash_attention_score_grad_in_bnsd(const FlashAttentionScoreGrad& op,
+                                        FlashAttentionScoreGrad::Outputs& outputs) {
+  const auto layout = op.options.layout.value();
+  auto bnsd = op;
+  bnsd.options.layout = LayoutArgument("BNSD");
+  for (auto* tensor : {&bnsd.query, &bnsd.key}) {
+    *tensor = as_bnsd(*tensor, layout, kKeySize).contiguous();
+  }
+  for (auto* tensor : {&bnsd.value, &bnsd.dy, &bnsd.attention_in}) {
+    *tensor = as_bnsd(*tensor, layout, kValueSize).contiguous();
+  }
+  auto gradients = bnsd.check_and_allocate();
+  launch_grad(bnsd, gradients);
+  const auto& [dq, dk, dv] = outputs;
+  as_bnsd(dq, layout, kKeySize).copy_(std::get<0>(gradients));
+  as_bnsd(dk, layout, kKeySize).copy_(std::get<1>(gradients));
+  as_bnsd(dv, layout, kValueSize).copy_(std::get<2>(gradients));
+}
+
+void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
+                                FlashAttentionScoreGrad::Outputs& outputs) {
+  if (is_refused_unless_bnsd(op)) {
+    flash_attention_score_grad_in_bnsd(op, outputs);
+  } else {
+    launch_grad(op, outputs);
   }
 }
 

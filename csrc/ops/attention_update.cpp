@@ -46,7 +46,8 @@ const OperatorLimits AttentionUpdate::limits{
     name,
     functions,
     {{on(Product::A2, Product::A3, Product::P950), {at::kHalf, at::kBFloat16, at::kFloat}}},
-    {{"n", "parts", {.min = 1, .max = 128}, kA2A3},
+    {{"n", "parts", {.min = 1, .max = 128}, kA2A3.since(Cann::v9_1)},
+     {"n", "parts", {.min = 1, .max = 16}, kA2A3.before(Cann::v9_1)},
      {"n", "parts", {.min = 1, .max = 16}, k950},
      {"D", "head size", {.min = 8, .max = 512, .multiple_of = 8}}}};
 

@@ -211,6 +211,50 @@ def test_a_graph_does_not_wait() -> None:
         sample.call(torch.ops.ascend)
 
 
+# Values of 128 beside keys of 192.
+
+
+@lacks("aclnnFlashAttentionScoreGradV2")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "b", "n", "refused"),
+    [
+        ("SBH", 1, 256, True), ("SBH", 2, 128, True), ("SBH", 1, 255, False),
+        ("BSH", 1, 256, True), ("BSH", 2, 128, False), ("BSND", 1, 256, True),
+        ("BNSD", 1, 256, False),
+    ],
+)  # fmt: skip
+def test_long_rows_are_launched_in_bnsd(
+    layout: str, b: int, n: int, refused: bool, deterministic: bool
+) -> None:
+    def tensor(s: int, d: int) -> torch.Tensor:
+        axes = {"B": b, "S": s, "N": n, "D": d, "H": n * d}
+        generator = torch.Generator().manual_seed(d)
+        return torch.randn([axes[x] for x in layout], generator=generator).bfloat16()
+
+    def gradients(device: str) -> tuple[torch.Tensor, ...]:
+        query, key, value = (x.to(device) for x in (tensor(2, 192), tensor(3, 192), tensor(3, 128)))
+        options: dict[str, Any] = {"num_heads": n, "layout": layout, "scale_value": 0.1}
+        out, *statistics = torch.ops.ascend.flash_attention_score(query, key, value, **options)
+        return tuple(
+            torch.ops.ascend.flash_attention_score_grad(
+                query, key, value, out, *statistics, out, **options
+            )
+        )
+
+    expected = gradients("cpu")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with cann_simulator.recorded_calls() as log:
+            actual = gradients("npu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_bits(cpu(actual), expected)
+    (call,) = first_phases(log, "aclnnFlashAttentionScoreGradV2")
+    moved = refused and not deterministic and DEVICE[0] in ("A2", "A3")
+    assert call["inputLayout"] == ("BNSD" if moved else layout)
+
+
 # Determinism.
 
 

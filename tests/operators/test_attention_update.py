@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ascend_attn_ops
 import pytest
 import torch
@@ -71,3 +73,17 @@ def test_none_in_a_list_is_refused() -> None:
         torch.ops.ascend.attention_update([None], [part])
     with pytest.raises(TypeError, match=r"^ascend::attention_update: lse: expected .*got \[None\]"):
         ascend_attn_ops.attention_update([None], [part])
+
+
+@pytest.mark.parametrize(
+    ("device", "most"), [(("A2", "8.5"), 16), (("A3", "9.0"), 16), (("A2", "9.1"), 128)]
+)
+def test_most_parts_of_the_device(device: tuple[Any, Any], most: int) -> None:
+    def update(parts: int) -> None:
+        lse, out = torch.empty(8, device="meta"), torch.empty(8, 64, device="meta")
+        torch.ops.ascend.attention_update([lse] * parts, [out.bfloat16()] * parts)
+
+    with ascend_attn_ops.limits(*device):
+        update(most)
+        with pytest.raises(ValueError, match=rf"n \(parts\) to be 1\.\.{most} on"):
+            update(most + 1)
