@@ -35,6 +35,9 @@ int64_t sum_of(const Ends& ends) { return ends.empty() ? 0 : *std::ranges::max_e
 // A pack with tokens behind its sequences on both sides says so by a last element of 0.
 void check_pack(const Call& call) {
   check_tokens(call);
+  for (const auto* name : {"actualSeqQLenOptional", "actualSeqKvLenOptional"}) {
+    TORCH_CHECK(call.find<Ends>(name), name, " is nullptr");
+  }
   const auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
   const auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
   const bool padded = call.get<TensorView>("query").sizes[0] > sum_of(query_ends) &&
