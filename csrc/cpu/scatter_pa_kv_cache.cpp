@@ -15,7 +15,7 @@
 #endif
 
 #include "core/error.h"
-#include "dispatch/operator.h"
+#include "dispatch/overload.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -387,7 +387,14 @@ TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<ScatterPaKvCache, scatter_p
 }  // namespace
 }  // namespace ascend_attn::cpu
 
-void ascend_attn::ScatterPaKvCache::check_values() const {
+namespace ascend_attn {
+
+void ScatterPaKvCache::check_values() const {
   const auto scenario = scatter();
   cpu::check_apart(cpu::spans_of(*this, scenario, cpu::capacity_of(*this, scenario)));
 }
+
+// Not beside the rules, of which the compiler would then inline less: the shortest calls show it.
+template struct Overload<ScatterPaKvCache>;
+
+}  // namespace ascend_attn

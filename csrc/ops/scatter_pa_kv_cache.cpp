@@ -8,7 +8,6 @@
 #include "core/error.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
-#include "dispatch/overload.h"
 
 namespace ascend_attn {
 namespace {
@@ -442,7 +441,5 @@ ScatterPaKvCache::Outputs ScatterPaKvCache::check_and_allocate() const {
   rules.check_indices();
   return {};
 }
-
-template struct Overload<ScatterPaKvCache>;
 
 }  // namespace ascend_attn

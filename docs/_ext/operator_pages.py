@@ -61,6 +61,15 @@ def wrapped_schema(operator: str) -> str:
     return "\n".join([f"{head}(", *(f"    {line}," for line in lines), f") -> {results}"])
 
 
+def out_overload(operator: str) -> list[str]:
+    """Whether the results can be written to tensors of the caller."""
+    if not schema_of(operator).returns:
+        return []
+    if "out" in getattr(torch.ops.ascend, operator).overloads():
+        return ["Its [`out=` overload](../python.md#out-overloads) writes to tensors of yours."]
+    return ["It has no `out=` overload, because autograd keeps what it returns."]
+
+
 def aclnn_functions(row: Row) -> list[str]:
     return [f"`{name}`" for name in row["aclnn"]]
 
@@ -110,6 +119,7 @@ def operator_page(row: Row, specifications: Path) -> str:
         f"```{{eval-rst}}\n.. autofunction:: ascend_attn_ops.{operator}\n```",
         "## Schema",
         f"```text\ntorch.ops.ascend.{wrapped_schema(operator)}\n```",
+        *out_overload(operator),
         *included("Formula", "formula", operator, page),
         *included("Shapes and dtypes", "shapes", operator, page),
     ]
