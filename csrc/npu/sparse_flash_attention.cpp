@@ -5,6 +5,7 @@
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/read_slots.h"
+#include "npu/selection.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
@@ -29,10 +30,24 @@ void check_slots(const SparseFlashAttention& op) {
   }
 }
 
+// The kernel goes on behind a gap, and misreads a cut block that is not the last, only where it
+// gathers keys one by one.
+at::Tensor launched_selection(const SparseFlashAttention& op) {
+  const auto selection = with_head_axis(op.sparse_indices, op.query);
+  const auto block = op.options.sparse_block_size;
+  if (block >= kWholeBlocks) {
+    return selection;
+  }
+  const auto ended = ended_by_first_gap(selection);
+  return block == 1 ? ended
+                    : with_cut_block_last(ended, op.query, op.key, op.options, op.pages.given());
+}
+
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
   check_value_is_key(op);
   constexpr int64_t kAbsorbed = 2;
+  const auto selection = launched_selection(op);
   const auto& [out, softmax_max, softmax_sum] = outputs;
   Fills fills;
   if (op.options.layout == Layout::TND) {
@@ -41,12 +56,16 @@ void sparse_flash_attention(const SparseFlashAttention& op,
     add_fill(fills, softmax_sum, 0);
   }
   aclnn_sparse_flash_attention.with(fills)(
-      op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), op.pages.block_table,
+      op.query, op.key, op.value, selection, op.pages.block_table,
       op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
       op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
       op.options.layout.text(), op.pages.layout(op.options.layout), op.options.sparse_mode,
       op.options.pre_tokens, op.options.next_tokens, kAbsorbed, op.return_softmax_lse, out,
       softmax_max, softmax_sum);
+  if (op.options.sparse_block_size >= kWholeBlocks && selection.numel() != 0) {
+    // The kernel gives rows that select nothing an output of inf.
+    out.masked_fill_(selection.narrow(-1, 0, 1) < 0, 0);
+  }
 }
 
 using SparseFlashAttentionGradPrototype = int(
@@ -62,14 +81,17 @@ constexpr Launcher<SparseFlashAttentionGrad, SparseFlashAttentionGradPrototype>
 void launch_grad(const SparseFlashAttentionGrad& op,
                  const SparseFlashAttentionGrad::Outputs& outputs) {
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
+  auto selection = with_head_axis(op.sparse_indices, op.query);
+  if (op.options.sparse_block_size > 1) {
+    selection = with_cut_block_last(selection, op.query, op.key, op.options, /*paged=*/false);
+  }
   aclnn_sparse_flash_attention_grad(
-      op.query, op.key, op.value, with_head_axis(op.sparse_indices, op.query), op.d_out, op.out,
-      op.softmax_max, op.softmax_sum, op.options.actual_seq_lengths_query,
-      op.options.actual_seq_lengths_key, op.options.query_rope, op.options.key_rope,
-      op.options.scale_value, op.options.sparse_block_size, op.options.layout.text(),
-      op.options.sparse_mode, op.options.pre_tokens, op.options.next_tokens,
-      DeterministicContext{is_deterministic(op.options.deterministic)}, d_query, d_key, d_value,
-      d_query_rope, d_key_rope);
+      op.query, op.key, op.value, selection, op.d_out, op.out, op.softmax_max, op.softmax_sum,
+      op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
+      op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
+      op.options.layout.text(), op.options.sparse_mode, op.options.pre_tokens,
+      op.options.next_tokens, DeterministicContext{is_deterministic(op.options.deterministic)},
+      d_query, d_key, d_value, d_query_rope, d_key_rope);
 }
 
 // The kernel ignores lengths in BSND.
@@ -82,7 +104,8 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
       op.query, op.key);
   auto packed = op;
   if (packing.complete()) {
-    packed.options.actual_seq_lengths_query = packed.options.actual_seq_lengths_key = std::nullopt;
+    packed.options.actual_seq_lengths_query.reset();
+    packed.options.actual_seq_lengths_key.reset();
     launch_grad(packed, outputs);
     return;
   }

@@ -45,7 +45,17 @@ def sparse_flash_attention(
         s   = scale_value * (query @ key[pos]^T + query_rope @ key_rope[pos]^T)
         out = softmax(s) @ value[pos]
 
-    Differentiable with respect to query, key, value, query_rope and key_rope.
+    Differentiable with respect to query, key, value, query_rope and key_rope. **To train on an NPU,
+    every row has to select min(K, visible) keys or blocks**: the kernel of the gradient reads that
+    many slots, and -1 in one of them makes it read outside its tensors. Where your own scores leave
+    keys out, let a row select them after all others, and -1 only behind its visible keys::
+
+        scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        values, indices = scores.topk(min(K, scores.shape[-1]))
+        sparse_indices = indices.masked_fill(values == -torch.inf, -1).int()
+
+    To attend to fewer keys, choose a smaller K. :func:`lightning_indexer` selects keys so.
 
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
@@ -146,6 +156,9 @@ def sparse_flash_attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`sparse_flash_attention`, which autograd calls by itself.
 
+    **On an NPU every row has to select min(K, visible) keys or blocks**:
+    :func:`sparse_flash_attention` shows how to choose them.
+
     With P the attention weights of a row, recomputed from the statistics::
 
         dS = P * (d_out @ value[pos]^T - rowsum(d_out * out))
@@ -158,8 +171,7 @@ def sparse_flash_attention_grad(
 
     Args:
         query, key, value, sparse_indices: as in the forward. On the NPU, the slots that are read
-            must not hold -1; with sparse_block_size > 1 in mode 3, the last of them must hold the
-            block of the diagonal.
+            must not hold -1, see there, and no row may select its cut block twice.
         d_out: gradient of out; out's shape and dtype.
         out, softmax_max, softmax_sum: results of the forward.
 

@@ -1,0 +1,22 @@
+// sparse_indices as SparseFlashAttention and its gradient read them on A2 and A3: made on the
+// device, without waiting for it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "ops/key_pages.h"
+#include "ops/sparse_flash_attention.h"
+
+namespace ascend_attn::aclnn {
+
+// Returns the selection with -1 in all slots behind the first -1 of a row.
+at::Tensor ended_by_first_gap(const at::Tensor& selection);
+
+// Returns the selection with the cut block of each row in the last slot that is read; the other
+// blocks keep their order. A block is cut where the keys that the row sees end within it. `key` is
+// a cache if `paged`.
+at::Tensor with_cut_block_last(const at::Tensor& selection, const at::Tensor& query,
+                               const at::Tensor& key, const SparseAttentionOptions& options,
+                               bool paged);
+
+}  // namespace ascend_attn::aclnn

@@ -1,0 +1,46 @@
+"""What arrives at the device: the tensors that a launch has made of an operator's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from support.samples import Sample
+from torch import Tensor
+from torch.library import Library
+
+
+@contextmanager
+def arrivals(operator: str, argument: str) -> Iterator[list[Tensor | None]]:
+    """One argument of every call, in place of its computation, whose outputs are ones."""
+    found: list[Tensor | None] = []
+    overload = getattr(torch.ops.ascend, operator).default
+    names = [x.name for x in overload._schema.arguments if not x.kwarg_only]
+
+    def on_meta(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        x = given[argument]
+        found.append(None if x is None else x.clone())
+        outputs = overload(*map(on_meta, args), **{k: on_meta(x) for k, x in kwargs.items()})
+        return tuple(torch.ones_like(x, device="cpu") for x in outputs)
+
+    library = Library("ascend", "IMPL")
+    library.impl(operator, record, "CPU", allow_override=True)
+    try:
+        yield found
+    finally:
+        library._destroy()
+
+
+def arriving(sample: Sample, operator: str, argument: str) -> Tensor | None:
+    """That of one call."""
+    with arrivals(operator, argument) as found:
+        sample.to("npu").call(torch.ops.ascend)
+        torch.get_device_module("npu").synchronize()
+    (x,) = found
+    return x

@@ -1,0 +1,113 @@
+"""What arrives at the device of sparse_indices, whose kernels misread some of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from arrivals import arrivals, arriving
+from support.samples import OPERATORS, Sample
+from support.samples.sparse import SparseCase
+from support.selection import cut_blocks_last, rows_of, with_cut_blocks_last
+from support.tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+FORWARD, GRADIENT = "sparse_flash_attention", "sparse_flash_attention_grad"
+TND = SparseCase(layout="TND", lengths=((5, 0, 12), (21, 3, 17)), tail=(1, 4), absorbed=True)
+# With keys that end within a block: in every row, in some, by lengths, in pages.
+CASES = [
+    SparseCase(s=(9, 30), k=9, rope=8, absorbed=True),
+    SparseCase(s=(9, 30), mode=0, k=9, absorbed=True),
+    SparseCase(s=(11, 5), k=3, absorbed=True),  # rows without keys
+    SparseCase(s=(9, 17), lengths=((9, 7), (17, 6)), k=4, absorbed=True),
+    SparseCase(s=(9, 17), lengths=((9, 7), (17, 6)), mode=0, k=4, absorbed=True),
+    replace(TND, k=5, rope=8),
+    replace(TND, k=5, mode=0, selection_heads=False),
+]
+PAGED = [
+    SparseCase(s=(9, 60), lengths=((9, 7), (60, 33)), k=4, page=16, absorbed=True),
+    replace(TND, k=5, page=16),
+]
+
+
+def arriving_rows(sample: Sample, operator: str) -> Tensor:
+    """The indices, one row of slots per token."""
+    indices = arriving(sample, operator, "sparse_indices")
+    assert indices is not None
+    return indices.flatten(0, -2)
+
+
+def tokens_of_sequences(sample: Sample) -> list[int]:
+    """The device reads no others."""
+    return [row.token for row in rows_of(sample)]
+
+
+def expected_rows(sample: Sample) -> Tensor:
+    return cut_blocks_last(sample).flatten(0, -2)[tokens_of_sequences(sample)]
+
+
+@pytest.mark.parametrize("block", [2, 4])
+@pytest.mark.parametrize("case", CASES + PAGED, ids=lambda case: case.id)
+def test_cut_blocks_are_last_in_the_forward(case: SparseCase, block: int) -> None:
+    sample = OPERATORS[FORWARD].make(replace(case, block=block), torch.bfloat16)
+    found = arriving_rows(sample, FORWARD)[tokens_of_sequences(sample)]
+    assert torch.equal(found, expected_rows(sample))
+
+
+@pytest.mark.parametrize("block", [2, 8, 16])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_cut_blocks_are_last_in_the_gradient(case: SparseCase, block: int) -> None:
+    sample = OPERATORS[GRADIENT].make(replace(case, block=block), torch.bfloat16)
+    found = arriving_rows(sample, GRADIENT)
+    if case.layout == "TND" or case.lengths is None:  # otherwise a pack of these tokens alone
+        found = found[tokens_of_sequences(sample)]
+    assert torch.equal(found, expected_rows(sample))
+
+
+@pytest.mark.parametrize("operator", [FORWARD, GRADIENT])
+def test_whole_blocks_are_launched_as_they_are(operator: str) -> None:
+    case = SparseCase(s=(9, 32), mode=0, block=16, k=2, absorbed=True)
+    sample = OPERATORS[operator].make(case, torch.bfloat16)
+    indices = sample.arguments["sparse_indices"].flatten(0, -2)
+    assert torch.equal(arriving_rows(sample, operator), indices)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], PAGED[0]], ids=lambda case: case.id)
+def test_the_first_gap_ends_a_row(case: SparseCase, block: int) -> None:
+    """The kernels of small blocks go on behind it."""
+    sample = OPERATORS[FORWARD].make(replace(case, block=block, pattern="hole"), torch.bfloat16)
+    found = arriving_rows(sample, FORWARD)
+    ended = (found == -1).cummax(-1).values
+    assert (found[ended] == -1).all()
+    given = sample.arguments["sparse_indices"].flatten(0, -2)
+    kept = (given == -1).cummax(-1).values.logical_not()
+    assert torch.equal(found.ne(-1), kept)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("block", [8, 64])
+def test_rows_that_select_nothing_are_zero(layout: str, block: int) -> None:
+    """The device writes something else there; here, ones."""
+    case = SparseCase(s=(9, 30), k=2) if layout == "BSND" else replace(TND, k=2)
+    case = replace(case, block=block, pattern="first", absorbed=True)
+    sample = OPERATORS[FORWARD].make(case, torch.bfloat16)
+    with arrivals(FORWARD, "sparse_indices"):
+        out = sample.to("npu").call(torch.ops.ascend)[0].cpu().flatten(0, -3)
+    nothing = sample.arguments["sparse_indices"].flatten(0, -2)[:, 0] == -1
+    assert nothing.any()
+    assert (out[nothing] == 0).all()
+    tokens = torch.tensor(tokens_of_sequences(sample))
+    assert (out[tokens[~nothing[tokens]]] == 1).all()
+
+
+@pytest.mark.parametrize("case", CASES + PAGED, ids=lambda case: case.id)
+def test_results_are_those_of_cut_blocks_last(case: SparseCase) -> None:
+    """On the CPU the order within a row is that of the sums."""
+    sample = OPERATORS[FORWARD].make(replace(case, block=4), torch.bfloat16)
+    expected = with_cut_blocks_last(sample).call(torch.ops.ascend)
+    found = sample.to("npu").call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in found), expected)
