@@ -1,8 +1,15 @@
 #include "ops/flash_attention_score.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+
 #include <algorithm>
 #include <limits>
+#include <vector>
 
+#include "core/error.h"
+#include "core/sparse_mode.h"
 #include "npu/aclnn/product.h"
 #include "npu/kernel.h"
 
@@ -92,14 +99,66 @@ void Lists::mark_padding(const at::Tensor& query, const at::Tensor& key,
   }
 }
 
+int64_t sum_of(const IntegerList& ends) {
+  return ends.empty() ? 0 : *std::ranges::max_element(ends);
+}
+
+// The position of each token in its sequence, for sequences that lie one behind the other. Made on
+// the device: a graph would copy from memory of the host again in every replay.
+at::Tensor positions_of(const IntegerList& ends, const at::TensorOptions& options) {
+  std::vector<at::Tensor> positions;
+  int64_t begin = 0;
+  for (const auto end : ends) {
+    if (end > begin) {
+      positions.push_back(at::arange(end - begin, options));
+      begin = end;
+    }
+  }
+  return at::cat(positions);
+}
+
+// The mask that the device gets. In sparse_mode 0 it leaves out whole tiles by pre_tokens and
+// next_tokens, and within a tile it keeps what the mask keeps: the mask has to hold the band too.
+template <typename Op>
+std::optional<at::Tensor> mask_of(const Op& op, const Lists& lists) {
+  const auto& o = op.options;
+  if (!o.atten_mask || o.sparse_mode != static_cast<int64_t>(SparseMode::standard)) {
+    return o.atten_mask;
+  }
+  const auto& mask = *o.atten_mask;
+  const auto queries = mask.size(-2);
+  const auto keys = mask.size(-1);
+  if (mask.numel() == 0 || (o.pre_tokens >= queries - 1 && o.next_tokens >= keys - 1)) {
+    return mask;
+  }
+  check_implemented(GivenWorkspace::current() == nullptr, op.name, "atten_mask",
+                    "expected pre_tokens and next_tokens that exclude nothing beside the mask of a "
+                    "call whose lengths a graph updates, got ",
+                    o.pre_tokens, " and ", o.next_tokens, "; put what they exclude into the mask");
+  // A mask of (sum Sq, sum Skv) has the scores of every sequence on its diagonal; all others are
+  // counted from the first token of a sequence.
+  const bool of_pack = o.layout == Layout::TND && mask.dim() == 2 &&
+                       queries == sum_of(lists.query_ends) && keys == sum_of(lists.key_ends);
+  const auto integers = mask.options().dtype(at::kInt);
+  const auto positions = [&](int64_t count, const IntegerList& ends) {
+    return of_pack ? positions_of(ends, integers) : at::arange(count, integers);
+  };
+  const auto rows = positions(queries, lists.query_ends).unsqueeze(-1);
+  const auto columns = positions(keys, lists.key_ends);
+  const auto behind = columns < rows - std::clamp(o.pre_tokens, -keys, queries);
+  const auto ahead = columns > rows + std::clamp(o.next_tokens, -queries, keys);
+  return mask.logical_or(behind.logical_or(ahead)).view(mask.scalar_type());
+}
+
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const Lists lists(op.query, op.key, o);
+  const auto atten_mask = mask_of(op, lists);
   // Never written: the function reserves this output.
   const auto softmax_out = new_tensor({0}, op.query.options());
   const auto call = [&](const auto& function, const auto&... lengths) {
-    function(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, o.atten_mask,
+    function(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, atten_mask,
              lists.prefix, lengths..., o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob,
              within_int32(o.pre_tokens), within_int32(o.next_tokens), o.num_heads.expect_int(),
              o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type, softmax_max, softmax_sum,
@@ -117,13 +176,14 @@ void launch_grad(const FlashAttentionScoreGrad& op,
   const auto& [dq, dk, dv] = outputs;
   const auto& o = op.options;
   const Lists lists(op.query, op.key, o);
+  const auto atten_mask = mask_of(op, lists);
   // Never written, since the function has no gradient of pse_shift; torch_npu passes its sizes as
   // well.
   const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
   const auto call = [&](const auto& function, const auto&... lengths) {
-    function(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt,
-             o.atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in,
-             lists.prefix, lengths..., o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob,
+    function(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt, atten_mask,
+             op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in, lists.prefix,
+             lengths..., o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob,
              within_int32(o.pre_tokens), within_int32(o.next_tokens), o.num_heads.expect_int(),
              o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type, dq, dk, dv, dpse);
   };
