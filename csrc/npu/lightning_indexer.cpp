@@ -1,5 +1,10 @@
 #include "ops/lightning_indexer.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/stack.h>
+
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -18,6 +23,8 @@ using Prototype = int(AclTensor query, AclTensor key, AclTensor weights,
                       AclTensor sparse_values);
 constexpr Launcher<LightningIndexer, Prototype> aclnn_lightning_indexer;
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
 // A pack of several sequences without a query that has keys: the kernel writes behind its outputs.
 void check_any_keys(const LightningIndexer& op) {
   if (op.layout != Layout::TND || op.actual_seq_lengths_query->numel() < 2) {
@@ -35,18 +42,54 @@ void check_any_keys(const LightningIndexer& op) {
               sequences.size());
 }
 
-void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
+void launch(const LightningIndexer& op, const LightningIndexer::Outputs& outputs,
+            const Fills& fills) {
   const auto& [sparse_indices, sparse_values] = outputs;
-  Fills fills;
-  if (op.layout == Layout::TND) {
-    add_fill(fills, sparse_indices, -1);
-    fill_output(sparse_values, -std::numeric_limits<double>::infinity());
-  }
   aclnn_lightning_indexer.with(fills)(
       op.query, op.key, op.weights, op.actual_seq_lengths_query, op.actual_seq_lengths_key,
       op.pages.block_table, op.layout.text(), op.pages.layout(op.layout),
       op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens, op.next_tokens, op.return_values,
       sparse_indices, sparse_values);
+}
+
+// In a pack of which no sequence has both queries and keys, the kernel writes all rows once per
+// sequence, over what lies behind the outputs. Whether a pack is one only the device knows: there,
+// such a pack is launched as one query and one key, whose row is overwritten.
+void launch_pack(const LightningIndexer& op, const LightningIndexer::Outputs& outputs,
+                 const Fills& fills) {
+  const auto ends = at::stack({*op.actual_seq_lengths_query, *op.actual_seq_lengths_key});
+  const auto begins = at::constant_pad_nd(ends.narrow(1, 0, ends.size(1) - 1), {1, 0});
+  const auto lengths = ends - begins;
+  const auto no_pairs = at::minimum(lengths[0], lengths[1]).amax() <= 0;
+  auto pack = op;
+  pack.actual_seq_lengths_query = op.actual_seq_lengths_query->masked_fill(no_pairs, 1);
+  pack.actual_seq_lengths_key = op.actual_seq_lengths_key->masked_fill(no_pairs, 1);
+  launch(pack, outputs, fills);
+  const auto& [sparse_indices, sparse_values] = outputs;
+  sparse_indices[0].masked_fill_(no_pairs, -1);
+  if (op.return_values) {
+    sparse_values[0].masked_fill_(no_pairs, -kInfinity);
+  }
+}
+
+void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
+  const auto& [sparse_indices, sparse_values] = outputs;
+  if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0) {
+    fill_output(sparse_indices, -1);
+    fill_output(sparse_values, -kInfinity);
+    return;
+  }
+  Fills fills;
+  if (op.layout == Layout::TND) {
+    add_fill(fills, sparse_indices, -1);
+    fill_output(sparse_values, -kInfinity);
+  }
+  const bool is_pack = op.layout == Layout::TND && op.actual_seq_lengths_query->numel() > 1;
+  if (is_pack && !op.pages.given()) {
+    launch_pack(op, outputs, fills);
+  } else {
+    launch(op, outputs, fills);
+  }
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
