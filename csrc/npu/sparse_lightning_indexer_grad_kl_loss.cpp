@@ -1,11 +1,14 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 #include <ATen/ops/tensor.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "core/error.h"
 #include "core/sparse_mode.h"
+#include "npu/aclnn/library.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/read_slots.h"
@@ -26,15 +29,37 @@ constexpr Launcher<SparseLightningIndexerGradKLLoss, Prototype>
 
 using Op = SparseLightningIndexerGradKLLoss;
 
+// The AI cores of the current stream; 0 where this CANN does not tell.
+uint32_t cores_of_stream() {
+  using GetLimit = int (*)(aclrtStream stream, int type, uint32_t* value);
+  static const auto get = reinterpret_cast<GetLimit>(dlsym(RTLD_DEFAULT, "aclrtGetStreamResLimit"));
+  constexpr int kCubeCores = 0;
+  uint32_t cores = 0;
+  return get && get(GetAclStream(), kCubeCores, &cores) == 0 ? cores : 0;
+}
+
+// With an odd number of cores, and more tokens than cores, the deterministic kernel never ends: a
+// core waits for a flag that none sets. Devices have an even number, which a stream may limit.
+void check_cores(const Op& op) {
+  const auto cores = cores_of_stream();
+  const auto row = std::max<int64_t>(op.query.size(-2) * op.query.size(-1), 1);
+  check_implemented(cores % 2 == 0 || op.query.numel() / row <= cores, op.name, "deterministic",
+                    "expected False, or a stream with an even number of AI cores, got True with ",
+                    cores, "; torch.npu.set_stream_limit sets their number");
+}
+
 void launch_loss(const Op& op, const Op::Outputs& outputs) {
+  const bool deterministic = is_deterministic(op.deterministic);
+  if (deterministic) {
+    check_cores(op);
+  }
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   aclnn_sparse_lightning_indexer_grad_kl_loss(
       op.query, op.key, op.query_index, op.key_index, op.weights,
       with_head_axis(op.sparse_indices, op.query), op.softmax_max, op.softmax_sum, op.query_rope,
       op.key_rope, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.scale_value,
       op.layout.text(), op.sparse_mode, op.pre_tokens, op.next_tokens,
-      DeterministicContext{is_deterministic(op.deterministic)}, d_query_index, d_key_index,
-      d_weights, loss);
+      DeterministicContext{deterministic}, d_query_index, d_key_index, d_weights, loss);
 }
 
 std::vector<Sequence> sequences_of(const Op& op) {
@@ -47,7 +72,8 @@ void launch_padded(const Op& op, const Op::Outputs& outputs) {
   const Packing packing(sequences_of(op), op.query, op.key);
   auto packed = op;
   if (packing.complete()) {
-    packed.actual_seq_lengths_query = packed.actual_seq_lengths_key = std::nullopt;
+    packed.actual_seq_lengths_query.reset();
+    packed.actual_seq_lengths_key.reset();
     launch_loss(packed, outputs);
     return;
   }

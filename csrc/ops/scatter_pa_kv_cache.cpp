@@ -269,6 +269,9 @@ void ScatterRules::check_side(NamedTensor source, NamedTensor cache, size_t side
     limits_.rule(kWholeFractals,
                  op_.key.dim() == 4 || scatter_ == Scatter::alibi || whole_fractals(),
                  "D = ", size);
+    if (scatter_ == Scatter::rope) {
+      limits_.size(source.name, "D", size);
+    }
   } else {
     check_shape(kName, cache, {{num_blocks, block_size, heads, size}},
                 "(num_blocks, block_size, N, D)");
@@ -410,7 +413,9 @@ const OperatorLimits ScatterPaKvCache::limits{
     {{"block_size",
       "positions per block in cache mode 'PA_NZ'",
       {.min = 0, .max = 65535},
-      kA2A3.since(Cann::v9_0)}},
+      kA2A3.since(Cann::v9_0)},
+     // With heads of 1536 elements, the kernel writes a window's mean beyond a core's memory.
+     {"D", "head size in scatter mode 'Rope'", {.min = 0, .max = 1472}, kA2A3}},
     {kRank3, kRank4Runs, kRank4Cache, kValue, kWholeFractals, kHalfRuns, kInt32Slots, kSlotsForAll,
      kNotEmpty, kContiguousCache, kBufferGoesOn}};
 

@@ -16,6 +16,9 @@ constexpr Limit kBlockSizeOf950{"sparse_block_size", "keys per block", {.one_of 
 constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
 constexpr Rule kWholePages{"sparse_block_size", "a divisor of block_size"};
 constexpr Rule kQueryRope{"query_rope", "a tensor"};
+// With fewer, the kernel of the gradient copies beyond a core's memory.
+constexpr Rule kSelectionOfLargestBlocks{"sparse_indices",
+                                         "K of at least 8 for sparse_block_size 128", kA2A3};
 constexpr Rule kNoDeterminism{"deterministic",
                               "False or torch.use_deterministic_algorithms(True, warn_only=True)",
                               kA2A3.before(Cann::v9_0)};
@@ -73,8 +76,9 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      kRopeDim,
      {"K", "selected keys or blocks per token", {.one_of = {2048}}, kA2A3.before(Cann::v9_0)},
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}, k950},
+     kBlockSize,
      kBlockSizeOf950},
-    {kNotEmpty, kSelection, kNoDeterminism}};
+    {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);
@@ -104,7 +108,14 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
   const auto& device_limits = rules.limits();
-  device_limits.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+  const auto count = sparse_indices.sym_size(-1);
+  device_limits.size("sparse_indices", "K", count);
+  constexpr int64_t kLargestBlock = 128;
+  constexpr int64_t kLeastSelection = 8;
+  device_limits.rule(kSelectionOfLargestBlocks,
+                     options.sparse_block_size < kLargestBlock ||
+                         count.maybe_as_int().value_or(kLeastSelection) >= kLeastSelection,
+                     count);
   device_limits.rule(kNoDeterminism,
                      !is_deterministic(options.deterministic) ||
                          at::globalContext().deterministicAlgorithmsWarnOnly(),

@@ -92,6 +92,10 @@ BOUNDARIES: list[tuple[list[Device], Arguments, Arguments, str]] = [
         "key_cache: expected block_size (positions per block in cache mode 'PA_NZ') to be "
         "0..65535 on {v}, got 65536",
     ),
+    (
+        ATLAS, runs("Rope", d=1472), runs("Rope", d=1488),
+        "key: expected D (head size in scatter mode 'Rope') to be 0..1472 on {}, got 1488",
+    ),
     (OLD, rows(t=1), rows(t=0), f"key: {EMPTY} T = 0"),
     (OLD, rows(n=1), rows(n=0), f"key: {EMPTY} N = 0"),
     (OLD, rows(d=1), rows(d=0), f"key: {EMPTY} D = 0"),

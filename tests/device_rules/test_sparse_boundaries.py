@@ -202,6 +202,13 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      "CANN 8.5, got 1024"),
     (SFAG, "A2:9.0", Sizes(k=1, options={"pre_tokens": 3}), Sizes(k=0),
      "sparse_indices: expected at least one key or block per token on Ascend A2, got 0"),
+    (SFAG, "A2:9.1", Sizes(options={"sparse_block_size": 64}),
+     Sizes(options={"sparse_block_size": 5}),
+     "sparse_block_size: expected sparse_block_size (keys per block) to be one of 1, 2, 4, 8, 16, "
+     "32, 64, 128 on Ascend A2, got 5"),
+    (SFAG, "A3:9.0", Sizes(k=8, options={"sparse_block_size": 128}),
+     Sizes(k=7, options={"sparse_block_size": 128}),
+     "sparse_indices: expected K of at least 8 for sparse_block_size 128 on Ascend A3, got 7"),
     (SFAG, "950:9.1", Sizes(k=8192, n=48), Sizes(k=1536, n=48),
      "sparse_indices: expected K (selected keys per token) to be a multiple of 1024 in 1024..8192 "
      "on Ascend 950, got 1536"),
@@ -295,11 +302,6 @@ def test_the_gradient_takes_indices_without_an_axis_of_heads(sizes: Sizes) -> No
     arguments["d_values"] = arguments["d_values"][..., 1:]
     with pytest.raises(ValueError, match=r"d_values: expected shape .* K"):
         torch.ops.ascend.lightning_indexer_grad(**arguments)
-
-
-def test_the_gradient_takes_blocks_of_any_size() -> None:
-    """Which the forward does not, on these devices."""
-    call(SFAG, "A2:9.1", Sizes(options={"sparse_block_size": 3}))
 
 
 def test_the_lengths_of_keys_are_checked_where_they_can_be_read() -> None:

@@ -16,6 +16,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
 # Arguments that the device ignores in silence, and that are errors here.
 IGNORED_THERE = "unless scatter_mode is 'Nct'"
 
+# Calls that CANN's checks accept, and that its kernels were seen to compute wrongly.
+WRONG_THERE = ("expected sparse_block_size (keys per block)", "head size in scatter mode 'Rope'")
+
 # Of all other verdicts: how many agree at least, and how many sets this library alone accepts at
 # most, without those of which a launch passes something else than what CANN was asked about.
 AGREE = 0.92
@@ -61,7 +64,7 @@ def test_the_share_of_verdicts_that_agree() -> None:
         answer
         for operator in OPERATORS
         for answer in answers_of(operator)
-        if IGNORED_THERE not in (answer.error_here or "")
+        if not any(text in (answer.error_here or "") for text in (IGNORED_THERE, *WRONG_THERE))
     ]
     agree = sum(answer.agrees for answer in every) / len(every)
     only_here = sum(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import ascend_attn_ops as ops
 import pytest
 import torch
+from conftest import run_in_new_process
 from support.samples import OPERATORS
 from support.samples.sparse import SparseCase
 from support.tolerance import assert_same_bits
@@ -53,3 +55,33 @@ def test_other_factors_are_refused() -> None:
     message = r"kl_loss: weight: expected dtype bool on the NPU, .* got float32; sum the losses of"
     with pytest.raises(NotImplementedError, match=message):
         ops.lightning_indexer_kl_loss(**sample.arguments, weight=weight)
+
+
+# In a process of its own: a limited stream changes how torch_npu makes all its later calls.
+LIMITED_STREAM = """
+import ascend_attn_ops, torch
+stream = torch.npu.Stream()
+x = lambda *sizes: torch.ones(1, 12, *sizes, dtype=torch.bfloat16, device="npu")
+statistics = torch.ones(1, 1, 12, 4, device="npu")
+indices = torch.arange(12, dtype=torch.int32, device="npu").expand(1, 12, 1, 12).contiguous()
+arguments = (x(4, 16), x(1, 16), x(3, 8), x(1, 8), x(3), indices, statistics, statistics)
+torch.npu.synchronize()
+loss = torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss
+for cores in (5, 6, 13):
+    torch.npu.set_stream_limit(stream, cores, 2 * cores)
+    with ascend_attn_ops.limits(None), torch.npu.stream(stream):
+        loss(*arguments, scale_value=0.25)
+        try:
+            loss(*arguments, scale_value=0.25, deterministic=True)
+        except NotImplementedError as error:
+            print(error)
+        else:
+            print("ran")
+"""
+
+
+def test_determinism_on_a_stream_with_few_cores() -> None:
+    """Of 12 tokens: with an odd number of cores below that the kernel waits for ever."""
+    refused, *ran = run_in_new_process(LIMITED_STREAM)[0].splitlines()
+    assert re.search(r"kl_loss: deterministic: expected .*, got True with 5;", refused)
+    assert ran == ["ran", "ran"]
