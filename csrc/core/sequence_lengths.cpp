@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
 
@@ -13,11 +14,11 @@ constexpr const char* kQueryLengths = "actual_seq_lengths_query";
 constexpr const char* kKeyLengths = "actual_seq_lengths_key";
 
 void check_length(std::string_view op, std::string_view argument, Layout layout, size_t batch,
-                  int64_t length, int64_t previous, int64_t tokens) {
+                  int64_t length, int64_t previous, int64_t tokens, std::string_view hint = {}) {
   if (layout == Layout::TND) {
     check_value(length >= previous, op, argument,
                 "expected inclusive prefix sums that never decrease, got ", length, " after ",
-                previous, " at ", batch);
+                previous, " at ", batch, hint);
     check_value(length <= tokens, op, argument, "expected prefix sums of at most T = ", tokens,
                 ", got ", length, " at ", batch);
   } else {
@@ -33,9 +34,10 @@ std::vector<int64_t> read_lengths(std::string_view op, std::string_view argument
     const auto dense = on_host(*lengths).contiguous();
     const auto* data = dense.const_data_ptr<int32_t>();
     values.assign(data, data + dense.numel());
+    const auto hint = hint_for_counts(values, tokens);
     for (size_t batch = 0; batch < values.size(); ++batch) {
       check_length(op, argument, layout, batch, values[batch], batch ? values[batch - 1] : 0,
-                   tokens);
+                   tokens, hint);
     }
   }
   return values;
@@ -56,6 +58,8 @@ std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const a
   const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
   const auto key_values = read_lengths(op, kKeyLengths, layout, lengths_key, key_tokens);
   if (axes.packed()) {
+    warn_of_counts(op, query_values, query_tokens);
+    warn_of_counts(op, key_values, key_tokens);
     return packed_sequences(query_values, key_values);
   }
   std::vector<Sequence> sequences;
@@ -80,7 +84,8 @@ void check_sequence_lengths(std::string_view op, std::string_view argument, Layo
     if (!length || !known_tokens) {
       return;
     }
-    check_length(op, argument, layout, batch, *length, previous, *known_tokens);
+    check_length(op, argument, layout, batch, *length, previous, *known_tokens,
+                 *length < previous ? hint_for_counts(lengths, tokens) : std::string_view());
     previous = *length;
   }
 }

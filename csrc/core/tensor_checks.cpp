@@ -38,7 +38,7 @@ void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_in
 void raise_device(std::string_view op, NamedTensor argument, NamedTensor like) {
   raise(Violation::value, op, argument.text(),
         c10::str("expected device ", like.tensor.device(), " (", like.text(), "'s), got ",
-                 argument.tensor.device()));
+                 argument.tensor.device(), "; move it with .to(", like.text(), ".device)"));
 }
 
 void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expected,
@@ -46,7 +46,10 @@ void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expec
   const auto owner = like ? c10::str(" (", like->text(), "'s)") : std::string();
   raise(Violation::type, op, argument.text(),
         c10::str("expected dtype ", dtype_name(expected), owner, ", got ",
-                 dtype_name(argument.tensor.scalar_type())));
+                 dtype_name(argument.tensor.scalar_type()),
+                 expected == at::kInt && argument.tensor.scalar_type() == at::kLong
+                     ? "; convert it with .int()"
+                     : ""));
 }
 
 void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,

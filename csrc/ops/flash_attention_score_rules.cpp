@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
 #include "core/symbolic.h"
@@ -47,7 +48,7 @@ FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimi
        {this->query(), NamedTensor{"key", key}, NamedTensor{"value", value}}) {
     check_value(argument.tensor.dim() == axes_.rank, op, argument.name, "expected rank ",
                 axes_.rank, " for layout ", layout_name(layout_), ", got shape ",
-                argument.tensor.sym_sizes());
+                argument.tensor.sym_sizes(), hint_for_rank(layout_, argument.tensor.dim()));
     check_device(op, argument, this->query());
     check_dtype(op, argument, this->query());
   }
@@ -174,7 +175,8 @@ void FlashAttentionRules::check_lengths() {
       return known_tokens && known_sum && *known_tokens > *known_sum;
     };
     check_rule(kPaddedPack, !behind(queries_, query_sum()) || !behind(keys_, key_sum()),
-               query_sum(), " of T1 = ", queries_, " and ", key_sum(), " of T2 = ", keys_);
+               query_sum(), " of T1 = ", queries_, " and ", key_sum(), " of T2 = ", keys_,
+               hint_for_counts(query_ends_, queries_));
   }
 }
 
@@ -357,7 +359,12 @@ void FlashAttentionRules::check_like_out(NamedTensor argument) const {
 void FlashAttentionRules::check_statistics(NamedTensor argument) const {
   check_device(op_, argument, query());
   check_dtype(op_, argument, statistics_dtype(query_));
-  check_shape(op_, argument, statistics_sizes(), is_packed() ? "(T1, N, 8)" : "(B, N, Sq, 8)");
+  const auto sizes = statistics_sizes();
+  const auto* const axes = is_packed() ? "(T1, N, 8)" : "(B, N, Sq, 8)";
+  check_value(argument.tensor.dim() == static_cast<int64_t>(sizes.size()), op_, argument.text(),
+              "expected shape ", axes, ", of a forward in layout ", layout_name(layout_), ", got ",
+              argument.tensor.sym_sizes());
+  check_shape(op_, argument, sizes, axes);
 }
 
 at::Tensor FlashAttentionRules::out(OutputSource& outputs) const {

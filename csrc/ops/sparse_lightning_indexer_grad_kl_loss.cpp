@@ -1,6 +1,7 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
 #include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
@@ -69,7 +70,8 @@ void check_packed(const DeviceLimits& device_limits, const at::Tensor& query, co
       ends_at(*known_queries, query.sym_size(0)) && ends_at(*known_keys, key.sym_size(0));
   for (const auto& rule : {kNoPadding, kNoPaddingOn950}) {
     device_limits.rule(rule, dense, known_queries->back(), " of ", query.sym_size(0), " and ",
-                       known_keys->back(), " of ", key.sym_size(0));
+                       known_keys->back(), " of ", key.sym_size(0),
+                       hint_for_counts(query_ends, query.sym_size(0)));
   }
 }
 

@@ -1,6 +1,7 @@
 #include "ops/sparse_rules.h"
 
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
 #include "core/symbolic.h"
 
@@ -24,7 +25,8 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   }
   const auto rank = axes_of(layout_).rank;
   check_value(query.tensor.dim() == rank, op_, query.name, "expected rank ", rank, " for layout ",
-              layout_name(layout_), ", got shape ", query.tensor.sym_sizes());
+              layout_name(layout_), ", got shape ", query.tensor.sym_sizes(),
+              hint_for_rank(layout_, query.tensor.dim()));
   const auto key_layout = pages_ ? KeyLayoutArgument::kPaged : layout_name(layout_);
   const auto key_rank = pages_ ? int64_t{4} : rank;
   check_value(key.tensor.dim() == key_rank, op_, key.name, "expected rank ", key_rank,
@@ -241,7 +243,7 @@ void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
       query_lengths, key_lengths, [this](const char* name, const at::Tensor& lengths) {
         check_same_device({name, lengths});
         check_type(lengths.scalar_type() == at::kInt, op_, name, "expected dtype int32, got ",
-                   dtype_name(lengths.scalar_type()));
+                   dtype_name(lengths.scalar_type()), "; convert it with .int(), or pass a list");
         check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
                     lengths.sym_sizes());
         return lengths.sym_numel();

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
@@ -157,6 +158,10 @@ void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
                                             values_of(*options.actual_seq_lengths_key))
                          : std::vector<Sequence>(empty ? 0 : query.size(0),
                                                  {.queries = query.size(2), .keys = key.size(2)});
+  if (packed && options.actual_seq_lengths_query->back() != 0) {
+    warn_of_counts("flash_attention_score", values_of(*options.actual_seq_lengths_query),
+                   query.size(2));
+  }
   int64_t rows = 0;
   int64_t pairs = 0;
   for (const auto& span : spans) {
