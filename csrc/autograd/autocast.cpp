@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {
@@ -45,7 +46,7 @@ typename Op::Outputs cast_and_call(const Op& op) {
       at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto kept = kept_arguments(op);
-  // A tensor that is passed twice is cast once: the device wants value to be key itself.
+  // Tensors that are the same elements are cast once: the device wants value to be key itself.
   std::vector<std::pair<at::Tensor, at::Tensor>> casts;
   return call(map_tensors(op, [&](const at::Tensor& tensor, Place place) {
     if (!tensor.defined() || std::ranges::find(kept, place.position) != kept.end()) {
@@ -54,6 +55,10 @@ typename Op::Outputs cast_and_call(const Op& op) {
     for (const auto& [from, to] : casts) {
       if (from.is_same(tensor)) {
         return to;
+      }
+      // A detached one gets no gradient; autograd tells apart two that want theirs.
+      if (!tensor.requires_grad() && same_elements(from, tensor)) {
+        return to.requires_grad() ? to.detach() : to;
       }
     }
     return casts.emplace_back(tensor, at::autocast::cached_cast(dtype, tensor, device)).second;

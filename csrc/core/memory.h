@@ -1,13 +1,34 @@
-// Which bytes a tensor has, for operators that write to tensors of the caller: what a call reads
-// must not overlap them.
+// Which memory a tensor has. Operators that write to tensors of the caller refuse those that
+// overlap what they read; and one tensor may stand for two arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
 namespace ascend_attn {
+
+// Returns whether two numbers are known to be equal; those that depend on data are not known.
+inline bool known_equal(const c10::SymInt& a, const c10::SymInt& b) {
+  if (!a.is_heap_allocated() && !b.is_heap_allocated()) {
+    return a.as_int_unchecked() == b.as_int_unchecked();
+  }
+  const auto equal = a.sym_eq(b);
+  return equal.has_hint() && equal.guard_bool(__FILE__, __LINE__);
+}
+
+// Returns whether two tensors are the same elements in the same memory.
+inline bool same_elements(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_same(b)) {
+    return true;
+  }
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() && a.is_alias_of(b) &&
+         a.dtype() == b.dtype() && known_equal(a.sym_storage_offset(), b.sym_storage_offset()) &&
+         std::ranges::equal(a.sym_sizes(), b.sym_sizes(), known_equal) &&
+         std::ranges::equal(a.sym_strides(), b.sym_strides(), known_equal);
+}
 
 // A half-open range of bytes.
 struct Span {

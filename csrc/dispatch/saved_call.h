@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory.h"
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
@@ -36,6 +37,33 @@ inline c10::IValue to_value(const KeyLayoutArgument& layout) {
 }
 inline c10::IValue to_value(const OptionalIntListField& list) {
   return list.has_value() ? c10::IValue(*list) : c10::IValue();
+}
+
+// Leaves out tensors that are an earlier one, and returns which is which, in pairs: a hook on saved
+// tensors may make a new tensor of each, but a device wants the value of sparse attention to be its
+// key.
+inline std::vector<int64_t> without_repeats(variable_list& tensors) {
+  std::vector<int64_t> repeats;
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    for (size_t first = 0; tensors[i].defined() && first < i; ++first) {
+      if (same_elements(tensors[i], tensors[first])) {
+        tensors[i] = at::Tensor();
+        repeats.insert(repeats.end(), {static_cast<int64_t>(i), static_cast<int64_t>(first)});
+      }
+    }
+  }
+  return repeats;
+}
+inline variable_list with_repeats(AutogradContext* context) {
+  auto tensors = context->get_saved_variables();
+  const auto found = context->saved_data.find("repeats");
+  if (found != context->saved_data.end()) {
+    const auto repeats = found->second.toIntVector();
+    for (size_t i = 0; i < repeats.size(); i += 2) {
+      tensors[repeats[i]] = tensors[repeats[i + 1]];
+    }
+  }
+  return tensors;
 }
 
 // Reads fields in the order in which they were saved. Layouts refer to the texts of `values`.
@@ -91,12 +119,15 @@ class SavedCall {
     };
     std::apply([&](const auto&... fields) { (save_field(fields), ...); }, arguments_of(op));
     tensors.insert(tensors.end(), kept.begin(), kept.end());
+    if (auto repeats = saved::without_repeats(tensors); !repeats.empty()) {
+      context->saved_data["repeats"] = std::move(repeats);
+    }
     context->save_for_backward(std::move(tensors));
     context->saved_data["arguments"] = std::move(values);
   }
 
   explicit SavedCall(AutogradContext* context)
-      : tensors_(context->get_saved_variables()),
+      : tensors_(saved::with_repeats(context)),
         reader_{tensors_.cbegin(), context->saved_data["arguments"].toListRef().begin()},
         op_(read(std::type_identity<ArgumentsOf<Op>>())) {}
   SavedCall(const SavedCall&) = delete;

@@ -90,21 +90,4 @@ inline void add_fill(aclnn::Fills& fills, const at::Tensor& output, int8_t value
   }
 }
 
-// Returns whether value is the key itself, the same elements in the same memory.
-template <typename Op>
-bool value_is_key(const Op& op) {
-  return op.value.is_alias_of(op.key) && op.value.sizes() == op.key.sizes() &&
-         op.value.strides() == op.key.strides() &&
-         op.value.storage_offset() == op.key.storage_offset();
-}
-
-// Rejects values other than the key itself: the device reads the keys in place of the values, as in
-// absorbed multi-head latent attention, and would silently give wrong results.
-template <typename Op>
-void check_value_is_key(const Op& op) {
-  check_implemented(value_is_key(op) || !device_in_force(), Op::name, "value",
-                    "expected key itself (absorbed multi-head latent attention), got a tensor of "
-                    "its own; the CPU accepts any value");
-}
-
 }  // namespace ascend_attn

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/tensor.h>
 
+#include "core/memory.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/read_slots.h"
@@ -45,7 +46,6 @@ at::Tensor launched_selection(const SparseFlashAttention& op) {
 
 void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
-  check_value_is_key(op);
   constexpr int64_t kAbsorbed = 2;
   const auto selection = launched_selection(op);
   const auto& [out, softmax_max, softmax_sum] = outputs;
@@ -122,7 +122,7 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
   };
   packed.query = queries(op.query);
   packed.key = packing.keys(op.key);
-  packed.value = value_is_key(op) ? packed.key : packing.keys(op.value);
+  packed.value = same_elements(op.value, op.key) ? packed.key : packing.keys(op.value);
   packed.sparse_indices = queries(with_head_axis(op.sparse_indices, op.query));
   packed.d_out = queries(op.d_out);
   packed.out = queries(op.out);
@@ -148,7 +148,6 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
 
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
-  check_value_is_key(op);
   const bool has_lengths = op.options.actual_seq_lengths_query || op.options.actual_seq_lengths_key;
   if (op.options.layout == Layout::BSND && has_lengths) {
     launch_padded_grad(op, outputs);

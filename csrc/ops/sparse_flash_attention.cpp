@@ -2,6 +2,7 @@
 
 #include "core/determinism.h"
 #include "core/error.h"
+#include "core/memory.h"
 #include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
@@ -15,6 +16,9 @@ constexpr Limit kBlockSize{
 constexpr Limit kBlockSizeOf950{"sparse_block_size", "keys per block", {.one_of = {1}}, k950};
 constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
 constexpr Rule kWholePages{"sparse_block_size", "a divisor of block_size"};
+// The device reads the keys in place of the values, as absorbed multi-head latent attention does,
+// and would silently give wrong results for other values.
+constexpr Rule kValueIsKey{"value", "key itself", kAllDevices, Violation::not_implemented};
 constexpr Rule kQueryRope{"query_rope", "a tensor"};
 // With fewer, the kernel of the gradient copies beyond a core's memory.
 constexpr Rule kSelectionOfLargestBlocks{"sparse_indices",
@@ -44,6 +48,7 @@ SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   device_limits.size("query", "N1", rules.heads());
   device_limits.size("query", "D", rules.head_size());
   device_limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
+  device_limits.rule(kValueIsKey, same_elements(op.value, op.key), "a tensor of its own");
   const auto count = op.sparse_indices.sym_sizes().back();
   device_limits.rule(kSelection, count.maybe_as_int() != 0, count);
   return rules;
@@ -64,7 +69,7 @@ const OperatorLimits SparseFlashAttention::limits{
      kPageSize,
      kPreTokens,
      kNextTokens},
-    {kNotEmpty, kSelection, kWholePages, kQueryRope}};
+    {kNotEmpty, kValueIsKey, kSelection, kWholePages, kQueryRope}};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
     name,
@@ -78,7 +83,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}, k950},
      kBlockSize,
      kBlockSizeOf950},
-    {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
+    {kNotEmpty, kValueIsKey, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);

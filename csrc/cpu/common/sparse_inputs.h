@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/memory.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
 #include "core/tensor_checks.h"
@@ -32,7 +33,7 @@ class SparseInputs {
   // Zeroes the tokens that belong to no sequence, in dense outputs with the tokens of query or key.
   void zero_unused(std::initializer_list<at::Tensor> of_query,
                    std::initializer_list<at::Tensor> of_key = {}) const;
-  bool value_is_key() const { return value.is_same(key); }
+  bool value_is_key() const { return same_elements(value, key); }
   // The rows of every sequence.
   template <typename Input>
   std::vector<SequenceInputs<Input>> by_sequence() const {

@@ -62,7 +62,7 @@ def sparse_flash_attention(
             float64 as well when the device limits are off).
         key: (B, S2, 1, D) or (T2, 1, D), or with layout_key "PA_BSND" a cache, (num_blocks,
             block_size, 1, D), whose blocks may lie apart; query's dtype.
-        value: as key. The NPU requires the same tensor as key: absorbed MLA.
+        value: as key. Under device limits it has to be key itself: absorbed MLA.
         sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. Keys, or
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
             first min(K, visible blocks) slots are read. The first -1 ends a row; an index that

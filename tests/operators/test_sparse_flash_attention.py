@@ -1,0 +1,147 @@
+"""sparse_flash_attention takes key as its value, as the device does, and knows it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+TOKENS, HEADS, D, DR, K = 6, 8, 512, 64, 2048
+
+
+def bfloat16(*shape: int, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(1, TOKENS, *shape, generator=generator).bfloat16().to(device)
+
+
+def arguments(device: str = "cpu") -> dict[str, Any]:
+    """Within the limits of Atlas A2, all but key and value."""
+    indices = torch.arange(K, dtype=torch.int32).expand(1, TOKENS, 1, K)
+    return {
+        "query": bfloat16(HEADS, D, device=device),
+        "sparse_indices": indices.where(indices < TOKENS, -1).to(device),
+        "query_rope": bfloat16(HEADS, DR, device=device),
+        "key_rope": bfloat16(1, DR, device=device),
+        "scale_value": 192**-0.5,
+    }
+
+
+def attend(key: Tensor, value: Tensor, others: dict[str, Any] | None = None) -> Tensor:
+    others = arguments(key.device.type) if others is None else others
+    return ops.sparse_flash_attention(key=key, value=value, **others)[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_limits_refuse_another_value(device: str) -> None:
+    key = bfloat16(1, D, device=device)
+    expected = r"value: expected key itself on Ascend A2, got a tensor of its own"
+    for other in (key.clone(), bfloat16(2, D, device=device)[..., 1:, :]):
+        with pytest.raises(NotImplementedError, match=f"sparse_flash_attention: {expected}"):
+            attend(key, other)
+        with ops.limits(None):
+            out = attend(key, other)
+        statistics = torch.ones(1, 1, TOKENS, HEADS, device=device)
+        with pytest.raises(NotImplementedError, match=f"sparse_flash_attention_grad: {expected}"):
+            ops.sparse_flash_attention_grad(
+                key=key, value=other, d_out=out, out=out, softmax_max=statistics,
+                softmax_sum=statistics, **arguments(device),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "value_of", [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:]], ids=str
+)
+def test_the_same_elements_are_key(value_of: Callable[[Tensor], Tensor], device: str) -> None:
+    key = bfloat16(1, D, device=device).requires_grad_()
+    out = attend(key, value_of(key))
+    out.float().square().sum().backward()
+    if device == "cpu":
+        assert torch.equal(out, attend(key, key))
+
+
+def gradient(call: Callable[[Tensor], Tensor]) -> Tensor:
+    latent = bfloat16(1, D).requires_grad_()
+    call(latent).float().square().sum().backward()
+    assert latent.grad is not None
+    return latent.grad
+
+
+def both(latent: Tensor) -> Tensor:
+    return attend(latent, latent)
+
+
+def saved_on_cpu(latent: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return both(latent)
+
+
+def saved_as_copies(latent: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+        return both(latent)
+
+
+def with_a_view(latent: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+        return attend(latent[:, :], latent[:, :])
+
+
+def under_autocast(latent: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return both(latent.float())
+
+
+def checkpointed(latent: Tensor) -> Tensor:
+    return checkpoint(both, latent, use_reentrant=False)
+
+
+def checkpointed_by_reentrance(latent: Tensor) -> Tensor:
+    return checkpoint(both, latent, use_reentrant=True)
+
+
+def in_one_graph(call: Callable[..., Tensor], latent: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    function = torch.compile(call, backend="aot_eager", fullgraph=True)
+    return function(latent, latent, arguments())
+
+
+def compiled(latent: Tensor) -> Tensor:
+    return in_one_graph(attend, latent)
+
+
+def compiled_with_views(latent: Tensor) -> Tensor:
+    return in_one_graph(lambda k, v, others: attend(k[:, :], v[:, :], others), latent)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [saved_on_cpu, saved_as_copies, with_a_view, under_autocast, checkpointed,
+     checkpointed_by_reentrance, compiled, compiled_with_views],
+)  # fmt: skip
+def test_value_stays_key(call: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(gradient(call), gradient(both))
+
+
+def test_a_tensor_is_saved_once() -> None:
+    saved: list[Tensor] = []
+    latent = bfloat16(1, D).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        attend(latent, latent)
+    assert [x.data_ptr() for x in saved].count(latent.data_ptr()) == 1
+
+
+def test_a_detached_value_under_autocast() -> None:
+    """It is cast with key, and gets no gradient."""
+    latent = bfloat16(1, D).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        attend(latent, latent.detach()).float().square().sum().backward()
+    half = latent.detach().bfloat16().requires_grad_()
+    attend(half, half.detach()).float().square().sum().backward()
+    assert latent.grad is not None
+    assert half.grad is not None
+    assert torch.equal(latent.grad, half.grad.float())
