@@ -155,4 +155,5 @@ def tensors_in(x: object) -> Iterator[Tensor]:
 
 def readable(x: Tensor) -> bool:
     """Whether its values can be looked at without waiting for a device."""
-    return x.is_cpu and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+    dense = x.is_cpu and x.layout == torch.strided
+    return dense and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)

@@ -473,3 +473,5 @@ def test_a_mask_of_all_keys_warns_once(attend: Callable[..., Tensor]) -> None:
     assert not any(out.any() for out in outs)
     assert len(seen) == 1
     assert seen[0].filename == __file__
+    with pytest.raises(NotImplementedError, match=r"Could not run 'ascend::.* 'SparseCPU'"):
+        attend(atten_mask=mask.to_sparse(), sparse_mode=1)
