@@ -7,8 +7,11 @@ Run on every device of run.py. The simulation refuses and miscomputes what the d
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -376,3 +379,38 @@ def test_prompt_flash_attention(environment: dict[str, Any], expected: list[Any]
         MASKED_ROW, **cann_simulator.environment(task_queue=TASK_QUEUE, **environment)
     )
     assert json.loads(text.splitlines()[-1]) == expected
+
+
+@lacks("aclnnSparseFlashAttentionGrad")
+@pytest.mark.parametrize("value", [1, 0], ids=["switched on", "put back"])
+def test_a_context_that_keeps_its_parameter_is_an_error(tmp_path: Path, value: int) -> None:
+    """Else a call would be deterministic, or not, against what was asked for."""
+    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
+    source.write_text("""
+        long refused_value = -1;
+        int aclrtCtxSetSysParamOpt(int option, long value) {
+          return value == refused_value ? 107000 : 0;
+        }
+    """)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", shim, source], check=True)
+    # Loaded before CANN, the shim's function is found first.
+    output, _ = run_in_new_process(f"""
+        import ctypes
+        refused = ctypes.c_long.in_dll(ctypes.CDLL("{shim}", ctypes.RTLD_GLOBAL), "refused_value")
+        import cann_simulator, torch, torch_npu, ascend_attn_ops as ops
+        from device_samples import first
+        sample = first("sparse_flash_attention_grad").make(torch.bfloat16)
+        sample = sample.given(deterministic=True).to("npu")
+        before = cann_simulator.live_handles()
+        refused.value = {value}
+        try:
+            with ops.limits(None):
+                sample.call(torch.ops.ascend)
+            torch.npu.synchronize()
+        except RuntimeError as error:
+            print(str(error).replace(chr(10), " "))
+        print(cann_simulator.live_handles() == before)
+    """)
+    assert "aclrtCtxSetSysParamOpt" in output or TASK_QUEUE == 2
+    assert re.search("107000|aclnnSparseFlashAttentionGrad", output), output
+    assert output.split()[-1] == "True"

@@ -20,6 +20,7 @@
 #include <shared_mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/error.h"
 #include "npu/aclnn/executor_cache.h"
@@ -123,11 +124,17 @@ class DeterminismScope {
     if (get(ACL_OPT_DETERMINISTIC, &saved_) != ACL_SUCCESS) {
       saved_ = 0;
     }
-    set_parameter()(ACL_OPT_DETERMINISTIC, 1);
+    check(function, set_parameter()(ACL_OPT_DETERMINISTIC, 1));
   }
   ~DeterminismScope() {
-    if (on_) {
+    if (on_) {  // an error is on its way, which says more than a second one
       set_parameter()(ACL_OPT_DETERMINISTIC, saved_);
+    }
+  }
+  // Puts back what was there. Raises if that fails.
+  void leave(const Function& function) {
+    if (std::exchange(on_, false)) {
+      check(function, set_parameter()(ACL_OPT_DETERMINISTIC, saved_));
     }
   }
   DeterminismScope(const DeterminismScope&) = delete;
@@ -138,6 +145,12 @@ class DeterminismScope {
     static auto* const function =
         loaded_function<decltype(aclrtCtxSetSysParamOpt)>("aclrtCtxSetSysParamOpt");
     return function;
+  }
+  static void check(const Function& function, int status) {
+    if (status != ACL_SUCCESS) [[unlikely]] {
+      raise(Violation::runtime, function.op, "aclrtCtxSetSysParamOpt", recent_error(),
+            static_cast<Status>(status));
+    }
   }
 
   bool on_;
@@ -213,16 +226,8 @@ Prepared make_executor(const Function& function, const Arguments& arguments) {
   return prepared;
 }
 
-Prepared prepare(const Function& function, const Arguments& arguments, const CallContext& context,
-                 bool on_queue_thread) {
-  // All threads of a device share its context: first phases run side by side, and one that switches
-  // determinism on runs alone.
-  static std::shared_mutex mutex;
-  std::shared_lock shared(mutex, std::defer_lock);
-  std::unique_lock exclusive(mutex, std::defer_lock);
-  context.deterministic.on ? exclusive.lock() : shared.lock();
-  context.determinism.apply();
-  const DeterminismScope scope(function, context.deterministic);
+Prepared find_or_make_executor(const Function& function, const Arguments& arguments,
+                               const CallContext& context, bool on_queue_thread) {
   const ExecutorCache cache(on_queue_thread);
   if (function.reuses_executor && cache.keeps(function.name)) {
     ExecutorKey key;
@@ -238,6 +243,21 @@ Prepared prepare(const Function& function, const Arguments& arguments, const Cal
     cache.keep_none();
   }
   return make_executor(function, arguments);
+}
+
+Prepared prepare(const Function& function, const Arguments& arguments, const CallContext& context,
+                 bool on_queue_thread) {
+  // All threads of a device share its context: first phases run side by side, and one that switches
+  // determinism on runs alone.
+  static std::shared_mutex mutex;
+  std::shared_lock shared(mutex, std::defer_lock);
+  std::unique_lock exclusive(mutex, std::defer_lock);
+  context.deterministic.on ? exclusive.lock() : shared.lock();
+  context.determinism.apply();
+  DeterminismScope scope(function, context.deterministic);
+  auto prepared = find_or_make_executor(function, arguments, context, on_queue_thread);
+  scope.leave(function);
+  return prepared;
 }
 
 // The second phase, which consumes the executor whatever it returns, or gives it back to CANN.
