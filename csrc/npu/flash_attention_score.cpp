@@ -117,10 +117,10 @@ at::Tensor positions_of(const IntegerList& ends, const at::TensorOptions& option
   return at::cat(positions);
 }
 
-// The mask that the device gets. In sparse_mode 0 it leaves out whole tiles by pre_tokens and
-// next_tokens, and within a tile it keeps what the mask keeps: the mask has to hold the band too.
+// In sparse_mode 0 the device leaves out whole tiles by pre_tokens and next_tokens, and within a
+// tile it keeps what the mask keeps: the mask has to hold the band too.
 template <typename Op>
-std::optional<at::Tensor> mask_of(const Op& op, const Lists& lists) {
+std::optional<at::Tensor> mask_with_band(const Op& op, const Lists& lists) {
   const auto& o = op.options;
   if (!o.atten_mask || o.sparse_mode != static_cast<int64_t>(SparseMode::standard)) {
     return o.atten_mask;
@@ -148,6 +148,22 @@ std::optional<at::Tensor> mask_of(const Op& op, const Lists& lists) {
   const auto behind = columns < rows - std::clamp(o.pre_tokens, -keys, queries);
   const auto ahead = columns > rows + std::clamp(o.next_tokens, -queries, keys);
   return mask.logical_or(behind.logical_or(ahead)).view(mask.scalar_type());
+}
+
+// The mask that the device gets.
+template <typename Op>
+std::optional<at::Tensor> mask_of(const Op& op, const Lists& lists) {
+  auto mask = mask_with_band(op, lists);
+  const auto batches = static_cast<int64_t>(lists.query_ends.size());
+  // The 0 that marks padding makes two sequences of one, and a mask of all heads wants both.
+  if (batches != 2 || !mask || mask->dim() != 4 || mask->size(0) != 1 || mask->size(1) == 1) {
+    return mask;
+  }
+  check_implemented(GivenWorkspace::current() == nullptr, op.name, "atten_mask",
+                    "expected a mask that all heads share, as a graph updates the lengths of a "
+                    "padded pack, got ",
+                    mask->sizes());
+  return mask->expand({batches, -1, -1, -1}).contiguous();
 }
 
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {

@@ -127,6 +127,20 @@ def test_rows_behind_the_last_sequence(operator: Any, case: SparseCase) -> None:
     assert_same_bits(cpu(outputs), sample.call(torch.ops.ascend))
 
 
+def test_the_mask_of_all_heads_of_one_padded_pack() -> None:
+    query, key = torch.rand(6, 2, 16).half(), torch.rand(7, 2, 16).half()
+    mask = torch.rand(1, 2, 4, 5) > 0.5
+
+    def attend(device: str) -> tuple[Tensor, ...]:
+        q, k, atten_mask = query.to(device), key.to(device), mask.to(device)
+        lengths = {"actual_seq_lengths_query": [4], "actual_seq_lengths_key": [5]}
+        return ops.flash_attention_score(
+            q, k, k, num_heads=2, layout="TND", atten_mask=atten_mask, **lengths
+        )
+
+    assert_same_bits(cpu(attend("npu")), attend("cpu"))
+
+
 # In a process of its own, whose memory nobody has used: it holds what the simulation fills it with.
 ROWS_BEHIND = """
     import torch, ascend_attn_ops
