@@ -72,7 +72,10 @@ def same_bytes(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def changed(sample: Sample, factor: float) -> Sample:
-    return sample.map(lambda x: (x * factor).to(x.dtype) if x.is_floating_point() else x)
+    """Other values; statistics stay, since no row has a factor of them."""
+    scaled = sample.map(lambda x: (x * factor).to(x.dtype) if x.is_floating_point() else x)
+    statistics = {name: x for name, x in sample.tensors.items() if name.startswith("softmax_")}
+    return scaled.replace(**statistics)
 
 
 def fill(sample: Sample, contents: Sample) -> None:
