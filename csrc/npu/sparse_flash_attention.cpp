@@ -32,16 +32,16 @@ void check_slots(const SparseFlashAttention& op) {
 }
 
 // The kernel goes on behind a gap, and misreads a cut block that is not the last, only where it
-// gathers keys one by one.
+// gathers keys one by one. Indices of single keys are launched as they are: to look for gaps takes
+// the host several times as long as the launch, and lightning_indexer leaves none.
 at::Tensor launched_selection(const SparseFlashAttention& op) {
   const auto selection = with_head_axis(op.sparse_indices, op.query);
   const auto block = op.options.sparse_block_size;
-  if (block >= kWholeBlocks) {
+  if (block == 1 || block >= kWholeBlocks) {
     return selection;
   }
-  const auto ended = ended_by_first_gap(selection);
-  return block == 1 ? ended
-                    : with_cut_block_last(ended, op.query, op.key, op.options, op.pages.given());
+  return with_cut_block_last(ended_by_first_gap(selection), op.query, op.key, op.options,
+                             op.pages.given());
 }
 
 void sparse_flash_attention(const SparseFlashAttention& op,
