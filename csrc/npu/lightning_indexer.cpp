@@ -25,17 +25,15 @@ constexpr Launcher<LightningIndexer, Prototype> aclnn_lightning_indexer;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// A pack of several sequences without a query that has keys: the kernel writes behind its outputs.
+// A pack of several sequences with paged keys and without a query that has any: the kernel writes
+// behind its outputs. Keys side by side are launched so that it does not.
 void check_any_keys(const LightningIndexer& op) {
-  if (op.layout != Layout::TND || op.actual_seq_lengths_query->numel() < 2) {
+  if (!op.pages.given() || op.layout != Layout::TND || op.actual_seq_lengths_query->numel() < 2) {
     return;
   }
   const auto sequences =
-      op.pages.given()
-          ? read_paged_sequences(op.name, Layout::TND, op.query, op.key, *op.pages.block_table,
-                                 op.actual_seq_lengths_query, *op.actual_seq_lengths_key)
-          : read_sequences(op.name, Layout::TND, op.query, op.key, op.actual_seq_lengths_query,
-                           op.actual_seq_lengths_key);
+      read_paged_sequences(op.name, Layout::TND, op.query, op.key, *op.pages.block_table,
+                           op.actual_seq_lengths_query, *op.actual_seq_lengths_key);
   check_value(!std::ranges::all_of(sequences, &Sequence::empty), op.name, "actual_seq_lengths_key",
               "expected a sequence that has queries and keys, without which the NPU's kernel "
               "writes out of bounds, got none among ",

@@ -13,9 +13,6 @@
 
 namespace ascend_attn::aclnn {
 
-// The keys per block from which on the kernel of SparseFlashAttention gathers whole blocks.
-inline constexpr int64_t kWholeBlocks = 8;
-
 // The selection of a call, whose indices may be on a device.
 struct Selection {
   const char* op;
@@ -27,12 +24,9 @@ struct Selection {
 
 // Rejects -1 in a slot that is read, which the gradients' kernels take for an address.
 void check_no_gaps(const Selection& selection);
-// Rejects what the kernel of SparseFlashAttention computes wrong on A2 and A3: an index behind a -1
-// in blocks of less than 8 keys, and a row without an index in larger ones.
-void check_order(const Selection& selection);
-// Rejects an incomplete last block that is not in the last slot, which both kernels of sparse
-// attention compute wrong on A2 and A3, the forward in blocks of less than 8 keys.
-void check_incomplete_block(const Selection& selection);
+// Rejects an index of a single key behind a -1, which the kernel of SparseFlashAttention reads on
+// A2 and A3.
+void check_nothing_behind_gaps(const Selection& selection);
 
 template <typename Op>
 Selection selection_of(const Op& op) {
@@ -65,9 +59,7 @@ Selection selection_of(const Op& op) {
 
 template <typename Op>
 void check_read_slots(const Op& op) {
-  const auto selection = selection_of(op);
-  check_no_gaps(selection);
-  check_incomplete_block(selection);
+  check_no_gaps(selection_of(op));
 }
 
 }  // namespace ascend_attn::aclnn

@@ -22,14 +22,10 @@ using SparseFlashAttentionPrototype =
 constexpr Launcher<SparseFlashAttention, SparseFlashAttentionPrototype>
     aclnn_sparse_flash_attention;
 
-// What the CPU accepts and the forward's kernel computes wrong.
-void check_slots(const SparseFlashAttention& op) {
-  const auto selection = selection_of(op);
-  check_order(selection);
-  if (op.options.sparse_block_size < kWholeBlocks) {
-    check_incomplete_block(selection);
-  }
-}
+// The keys per block from which on the kernel of the forward gathers whole blocks.
+constexpr int64_t kWholeBlocks = 8;
+
+void check_slots(const SparseFlashAttention& op) { check_nothing_behind_gaps(selection_of(op)); }
 
 // The kernel goes on behind a gap, and misreads a cut block that is not the last, only where it
 // gathers keys one by one. Indices of single keys are launched as they are: to look for gaps takes

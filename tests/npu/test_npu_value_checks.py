@@ -163,14 +163,11 @@ FORWARD, GRADIENT = "sparse_flash_attention", "sparse_flash_attention_grad"
     ("operator", "indices", "block", "keys", "message"),
     [
         (FORWARD, [2, -1, 1], 1, 9, "nothing behind the first -1 .*, got 1 at (0, 0, 0, 2)"),
-        (FORWARD, [0, -1, 1], 4, 12, "nothing behind the first -1 .*, got 1 at (0, 0, 0, 2)"),
-        (FORWARD, [-1, -1], 8, 16, "a block in each row .*, got -1 at (0, 0, 0, 0)"),
-        (FORWARD, [2, 0, 1], 4, 11, "expected block 2, .*, got it at (0, 0, 0, 0)"),
-        (GRADIENT, [2, 0, 1], 4, 11, "expected block 2, .*, got it at (0, 0, 0, 0)"),
         (GRADIENT, [0, 1], 16, 23, None),
-        (GRADIENT, [1, 0], 16, 23, "expected block 1, .*, got it at (0, 0, 0, 0)"),
         (GRADIENT, [1, 0], 16, 32, None),
         (FORWARD, [2, 1, -1], 1, 9, None),
+        (FORWARD, [0, -1, 1], 4, 12, None),
+        (FORWARD, [-1, -1], 8, 16, None),
         (FORWARD, [1, -1], 4, 7, None),
         (FORWARD, [1, 0], 16, 23, None),
         (FORWARD, [-1, -1], 1, 9, None),
@@ -198,7 +195,7 @@ def test_rows_that_the_device_computes_wrong(
 @pytest.mark.usefixtures("no_limits")
 @pytest.mark.parametrize("lengths", [((3, 2), (0, 0)), ((3, 0), (0, 5))])
 def test_a_pack_in_which_no_query_has_keys(lengths: tuple[tuple[int, ...], ...]) -> None:
-    case = SparseCase(layout="TND", lengths=lengths, tail=(0, 4), index_heads=8)
+    case = SparseCase(layout="TND", lengths=lengths, tail=(0, 4), index_heads=8, page=16)
     sample = OPERATORS["lightning_indexer"].make(case, torch.bfloat16)
     sample.call(torch.ops.ascend)
     with ops.check_values(), nothing_launched():
