@@ -48,10 +48,15 @@ SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   device_limits.size("query", "N1", rules.heads());
   device_limits.size("query", "D", rules.head_size());
   device_limits.size("sparse_block_size", "sparse_block_size", op.options.sparse_block_size);
-  device_limits.rule(kValueIsKey, same_elements(op.value, op.key), "a tensor of its own");
   const auto count = op.sparse_indices.sym_sizes().back();
   device_limits.rule(kSelection, count.maybe_as_int() != 0, count);
   return rules;
+}
+
+// Checked last: a call that has this error alone is right but for the device.
+template <typename Op>
+void check_value_is_key(const Op& op, const DeviceLimits& limits) {
+  limits.rule(kValueIsKey, same_elements(op.value, op.key), "a tensor of its own");
 }
 
 }  // namespace
@@ -69,7 +74,7 @@ const OperatorLimits SparseFlashAttention::limits{
      kPageSize,
      kPreTokens,
      kNextTokens},
-    {kNotEmpty, kValueIsKey, kSelection, kWholePages, kQueryRope}};
+    {kNotEmpty, kSelection, kWholePages, kQueryRope, kValueIsKey}};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
     name,
@@ -83,7 +88,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}, k950},
      kBlockSize,
      kBlockSizeOf950},
-    {kNotEmpty, kValueIsKey, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
+    {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism, kValueIsKey}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);
@@ -97,6 +102,7 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSou
   device_limits.rule(kQueryRope, options.query_rope.has_value(), "None");
   device_limits.size("pre_tokens", "pre_tokens", options.pre_tokens);
   device_limits.size("next_tokens", "next_tokens", options.next_tokens);
+  check_value_is_key(*this, device_limits);
   const auto statistics =
       return_softmax_lse ? rules.statistics_sizes() : c10::SymDimVector{c10::SymInt(0)};
   const auto statistics_options = query.options().dtype(statistics_dtype(query));
@@ -125,6 +131,7 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
                      !is_deterministic(options.deterministic) ||
                          at::globalContext().deterministicAlgorithmsWarnOnly(),
                      "True");
+  check_value_is_key(*this, device_limits);
   return {new_like(query), new_like(key), new_like(value),
           new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }

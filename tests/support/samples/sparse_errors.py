@@ -20,7 +20,7 @@ COUNTS = SparseCase(lengths=((5, 3), (7, 4)), rope=8)
 BLOCKS = SparseCase(s=(20, 20), block=8, k=2, mode=0)
 
 # Within the device's limits.
-DEVICE = SparseCase(heads=8, d=512, rope=64, k=1024, index_heads=8, index_d=128)
+DEVICE = SparseCase(heads=8, d=512, rope=64, k=1024, index_heads=8, index_d=128, absorbed=True)
 
 
 def edited(values: list[int]) -> Callable[[object], object]:

@@ -278,8 +278,10 @@ class Plan:
             if local is None or kind in seen:
                 continue
             seen.add(kind)
+            # A tensor that is passed twice stays one: a device wants value to be key itself.
+            meta = functools.cache(meta_of)
             values = [
-                map_tensors(value, functools.partial(meta_of, shape=shape))
+                map_tensors(value, functools.partial(meta, shape=shape))
                 for value, shape in zip(self.call.values(), shapes, strict=True)
             ]
             self._finish(local, values)
@@ -294,7 +296,7 @@ class Plan:
             if not tensors:
                 return None
             placements = self.targets[name] if isinstance(tensors[0], DTensor) else ()
-            return self.choice.local_shape(sizes_of(tensors[0]), placements, coordinate)
+            return tuple(self.choice.local_shape(sizes_of(tensors[0]), placements, coordinate))
 
         return [shape(name, value) for name, value in self.call.items()]
 
