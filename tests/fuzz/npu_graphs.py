@@ -51,10 +51,6 @@ class Step:
                 self.sample.tensors[name].copy_(x)
 
 
-def changed(sample: Sample, factor: float) -> Sample:
-    return sample.map(lambda x: x * factor if x.is_floating_point() else x)
-
-
 def captured(random: Random, with_gradients: bool) -> str:
     """One to three calls in a graph, replayed with new contents of their tensors."""
     dtype = random.choice(HALF)
@@ -81,7 +77,7 @@ def captured(random: Random, with_gradients: bool) -> str:
     for _ in range(REPLAYS):
         factor = random.choice((0.25, 0.5, 0.75))
         for one, original in zip(steps, originals, strict=True):
-            one.fill(changed(original, factor))
+            one.fill(original.scaled(factor))
         expected = [bytes_of(x.cpu()) for x in step()]
         for x in outputs:
             if x.numel():

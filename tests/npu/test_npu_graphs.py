@@ -71,13 +71,6 @@ def same_bytes(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(bytes_of(x.cpu()), bytes_of(y.cpu())) for x, y in pairs)
 
 
-def changed(sample: Sample, factor: float) -> Sample:
-    """Other values; statistics stay, since no row has a factor of them."""
-    scaled = sample.map(lambda x: (x * factor).to(x.dtype) if x.is_floating_point() else x)
-    statistics = {name: x for name, x in sample.tensors.items() if name.startswith("softmax_")}
-    return scaled.replace(**statistics)
-
-
 def fill(sample: Sample, contents: Sample) -> None:
     for name, x in sample.tensors.items():
         x.copy_(contents.tensors[name])
@@ -91,7 +84,7 @@ def test_replays_compute_with_what_the_tensors_hold(recipe: Recipe) -> None:
     graph, outputs = capture(lambda: sample.call(torch.ops.ascend))
     seen: list[tuple[Tensor, ...]] = []
     for factor in (0.5, 0.75):
-        contents = changed(original, factor)
+        contents = original.scaled(factor)
         if factor == 0.75 and "weights" in contents.tensors:
             # The indexer's order does not depend on a factor, but on its sign.
             contents = contents.replace(weights=-contents.tensors["weights"])
@@ -131,7 +124,7 @@ def test_replays_of_a_training_step(recipe: Recipe) -> None:
     leaf, leaves, d_outputs = prepared(original)
     graph, results = capture(lambda: step(leaf, leaves, d_outputs))
     for factor in (0.5, 0.75):
-        contents = changed(original, factor)
+        contents = original.scaled(factor)
         other = prepared(contents)
         with torch.no_grad():
             fill(leaf, contents)

@@ -101,6 +101,12 @@ class Sample:
                 mapped[id(x)] = function(x)
         return self.replace(**{name: mapped[id(x)] for name, x in self.tensors.items()})
 
+    def scaled(self, factor: float) -> Sample:
+        """Other values. Statistics stay: no row has a factor of them."""
+        scaled = self.map(lambda x: (x * factor).to(x.dtype) if x.is_floating_point() else x)
+        statistics = {name: x for name, x in self.tensors.items() if name.startswith("softmax_")}
+        return scaled.replace(**statistics)
+
     def double(self) -> Sample:
         return self.map(lambda x: x.double() if x.is_floating_point() else x)
 
