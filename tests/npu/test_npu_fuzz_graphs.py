@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from conftest import TASK_QUEUE
-from fuzz import npu_graphs, run
+from conftest import TASK_QUEUE, run_in_new_process
 
 pytestmark = pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
-
-CASES_OF_A_CLASS = 30
 
 
 @pytest.mark.parametrize("name", ["npu/graphs/calls", "npu/graphs/training"])
 def test_random_captures(name: str) -> None:
-    for number in range(CASES_OF_A_CLASS):
-        run.run_case(npu_graphs.CASES[name], run.case_seed(0, name, number))
+    """In a process of their own: cases run on one thread, which threads that they start keep."""
+    output, _ = run_in_new_process(f"""
+        import torch
+        from fuzz import npu_graphs, run
+        for number in range(30):
+            run.run_case(npu_graphs.CASES["{name}"], run.case_seed(0, "{name}", number))
+        print("30 cases")
+    """)
+    assert output.split()[-2:] == ["30", "cases"]
