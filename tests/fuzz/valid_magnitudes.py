@@ -23,14 +23,14 @@ from .case import Case, Finding
 from .valid_dense import flash_case, label
 from .valid_sparse import sparse_case
 
-# Of the products of query and key, as a power of two: beyond it some overflow.
+# The largest product of query and key, as a power of two: beyond it some scores overflow.
 LARGEST_PRODUCT = 100
-# Of the elements of a tensor.
+# The largest element of a tensor, as a power of two.
 LARGEST = {torch.float16: 12, torch.bfloat16: 60, torch.float32: 60, torch.float64: 400}
 
 
 def exponents(random: Random, dtype: torch.dtype) -> tuple[int, int]:
-    """Of query and of key."""
+    """The powers of two of query and of key."""
     largest = LARGEST[dtype]
     first = random.randint(0, largest)
     most = LARGEST_PRODUCT if dtype != torch.float64 else 2 * largest

@@ -137,7 +137,7 @@ def _digest(value: object) -> int:
 
 
 def sendable(error: Exception | None) -> Report | None:
-    """What other ranks get of an exception."""
+    """The type and message that other ranks get of an exception."""
     return None if error is None else (type(error).__name__, str(error))
 
 

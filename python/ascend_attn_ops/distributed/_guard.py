@@ -146,7 +146,7 @@ def _devices(shards: SequenceShards, device: torch.device) -> str:
 
 
 def _cast(argument: str, x: Any) -> Any:
-    """What autocast makes of an argument: all floating-point dtypes but float64 become one."""
+    """The argument as autocast casts it: all floating-point dtypes but float64 become one."""
     if x is None or argument in _NEVER_CAST or not torch.is_autocast_enabled(x.device.type):
         return x
     keeps = x.dtype == torch.float64 or not x.is_floating_point()
@@ -154,7 +154,7 @@ def _cast(argument: str, x: Any) -> Any:
 
 
 def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tensors of all ranks have in common."""
+    """Facts of the tensors that have to be equal on all ranks."""
     facts: dict[str, Any] = {
         name: x if x is None else (*x.shape[1:], str(x.dtype)) for name, x in tensors.items()
     }

@@ -205,7 +205,7 @@ def run(
 
 
 def saved_tensors(ctx: Any) -> Tensors:
-    """What the forward saved. If one rank cannot read it, all raise."""
+    """The tensors that the forward saved. If one rank cannot read them, all raise."""
     saved: Tensors = ()
     error: Exception | None = None
     try:
