@@ -46,7 +46,7 @@ bool is_traced(const at::Tensor& tensor, Place) {
   return functionalization::isFunctionalTensor(tensor);
 }
 
-// What a traced tensor stands for at this point of the trace.
+// Returns the tensor that a traced one stands for at this point of the trace.
 at::Tensor untraced(const at::Tensor& tensor, Place) {
   functionalization::sync(tensor);
   return functionalization::from_functional_tensor(tensor, /*assert_functional=*/false);

@@ -1,4 +1,4 @@
-// What to change in calls whose packs of sequences are wrong, for the ends of error messages.
+// Hints for the ends of error messages: how to mend a call whose packs of sequences are wrong.
 #pragma once
 
 #include <c10/core/SymInt.h>

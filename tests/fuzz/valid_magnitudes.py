@@ -51,7 +51,7 @@ def with_factors(sample: Sample, query: int, key: int) -> Sample:
 
 
 def compare(actual: Outputs, expected: Outputs, powers: tuple[int, ...]) -> None:
-    """Of the outputs: the one is the other times 2^power, where its dtype has both."""
+    """The outputs are equal up to the factor 2^power, where their dtype has both."""
     for number, (x, y, power) in enumerate(zip(actual, expected, powers, strict=True)):
         if not x.is_floating_point():
             if not torch.equal(x, y):

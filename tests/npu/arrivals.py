@@ -1,4 +1,4 @@
-"""What arrives at the device: the tensors that a launch has made of an operator's arguments."""
+"""The tensors that arrive at the device: a launch makes them of an operator's arguments."""
 
 from __future__ import annotations
 

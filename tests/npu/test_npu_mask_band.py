@@ -22,7 +22,7 @@ ENDS, KEY_ENDS = [4, 4, 9], [6, 9, 14]
 
 
 def outside(queries: int, keys: int, pre: int, following: int) -> Tensor:
-    """What the tokens exclude, pair by pair."""
+    """The pairs of query and key that the tokens exclude."""
     excluded = [
         [key < query - pre or key > query + following for key in range(keys)]
         for query in range(queries)

@@ -1,4 +1,4 @@
-"""What arrives at the device of sparse_indices, whose kernels misread some of them."""
+"""The sparse_indices that arrive at the device, whose kernels misread some of them."""
 
 from __future__ import annotations
 

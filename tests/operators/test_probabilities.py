@@ -164,7 +164,7 @@ def d_value_of(sample: Sample, namespace: object) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_weights_of_other_statistics_are_at_most_1(dtype: torch.dtype) -> None:
-    """Of a maximum that another machine rounded another way."""
+    """The weights of a maximum that another machine rounded another way."""
     sample = with_scores_of(1e9, flash_attention_score.build(DENSE[0], dtype))
     out, softmax_max, softmax_sum = sample.call(torch.ops.ascend)
     call = flash_attention_score.gradient_call(

@@ -416,7 +416,7 @@ def test_a_cache_of_one_block_may_have_any_stride() -> None:
         assert torch.equal(cache[0, 1], key[0])
         assert not cache[0, 0].any()
         refused("key", "some of key_cache", cache[0, 1:], cache, torch.tensor([0]))
-    # Of two caches that share memory as well.
+    # The same holds for two caches that share memory.
     first, second = (x.as_strided(x.shape, (0, *x.stride()[1:])) for x in caches)
     key = torch.ones(1, 2, 8)
     torch.ops.ascend.scatter_pa_kv_cache_(key, first, torch.tensor([0]), 2 * key, second)
