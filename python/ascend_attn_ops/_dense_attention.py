@@ -73,15 +73,19 @@ def mask_of_either_polarity(
     return ~attn_mask
 
 
-def warn_of_a_mask_without_keys(name: str, atten_mask: Tensor, sparse_mode: int) -> None:
-    """Where a mask can be read at once: one of the other polarity often masks every key."""
-    if not isinstance(atten_mask, Tensor) or whole(sparse_mode) not in (0, 1):
+def warn_of_a_mask_without_keys(
+    name: str, atten_mask: Tensor | None, sparse_mode: int, out: Tensor
+) -> None:
+    """Where a mask can be read at once: one of the other polarity often masks every key.
+
+    Called with `out`, after the operator has accepted and read the mask.
+    """
+    if atten_mask is None or whole(sparse_mode) not in (0, 1) or not out.numel():
         return
     if atten_mask.dtype not in (torch.bool, torch.uint8) or not readable(atten_mask):
         return
     if is_functorch_wrapped_tensor(atten_mask) or not atten_mask.numel():
         return
-    check_memory(name, "atten_mask", atten_mask)
     # Most masks keep the first key of the first row: the others are then not read.
     if atten_mask[(0,) * atten_mask.dim()] and bool(atten_mask.all()):
         text = "masks every key, as True masks a key out; pass ~mask for one where True keeps a key"

@@ -475,3 +475,16 @@ def test_a_mask_of_all_keys_warns_once(attend: Callable[..., Tensor]) -> None:
     assert seen[0].filename == __file__
     with pytest.raises(NotImplementedError, match=r"Could not run 'ascend::.* 'SparseCPU'"):
         attend(atten_mask=mask.to_sparse(), sparse_mode=1)
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_an_expanded_mask_is_not_read_as_often_as_it_is_repeated() -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match="atten_mask"):  # reading 2^40 elements takes minutes
+        dense(atten_mask=mask.expand(2**20, 2**20), sparse_mode=1)
+    overlapping = torch.ones(2**22, dtype=torch.bool).as_strided((2**20, 2**20), (1, 1))
+    with pytest.raises(ValueError, match="atten_mask"):
+        dense(atten_mask=overlapping, sparse_mode=1)
+    expanded = mask.expand(Q.shape[2], K.shape[2])
+    with pytest.warns(UserWarning, match="atten_mask: masks every key"):
+        assert not dense(atten_mask=expanded, sparse_mode=1).any()

@@ -136,8 +136,7 @@ def flash_attention_score(
     """
     if layout is None:
         raise no_layout()
-    if atten_mask is not None:
-        warn_of_a_mask_without_keys("ascend::flash_attention_score", atten_mask, sparse_mode)
+    given_mask = atten_mask
     atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
     if scale_value is None:
         scale_value = default_scale(query, num_heads, layout)
@@ -148,11 +147,14 @@ def flash_attention_score(
     if dropout_p != 0:
         keep_prob = 1 - dropout_p
     call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    outputs = call(
         query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
         actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx, scale_value,
         keep_prob, pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type,
     )  # fmt: skip
+    name = "ascend::flash_attention_score"
+    warn_of_a_mask_without_keys(name, given_mask, sparse_mode, outputs[0])
+    return outputs
 
 
 def flash_attention_score_grad(

@@ -113,15 +113,16 @@ def prompt_flash_attention(
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV2 and V3.
     """
+    given_mask = atten_mask
     if atten_mask is None:
         atten_mask = default_mask(sparse_mode, query)
-    else:
-        warn_of_a_mask_without_keys("ascend::prompt_flash_attention", atten_mask, sparse_mode)
     if scale_value is None:
         scale_value = default_scale(query, num_heads, layout)
     call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    out = call(
         query, key, value, num_heads, atten_mask, actual_seq_lengths_query, actual_seq_lengths_key,
         deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
         next_tokens, layout, num_key_value_heads, sparse_mode,
     )  # fmt: skip
+    warn_of_a_mask_without_keys("ascend::prompt_flash_attention", given_mask, sparse_mode, out)
+    return out
