@@ -10,7 +10,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from support.gradients import outputs_and_gradients
+from ascend_attn_ops.check.gradients import outputs_and_gradients
 from support.samples import FIRST_DIFFERENTIABLE, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits
 from torch import Tensor

@@ -8,10 +8,10 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import _flops
+from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import rows, with_dense_keys
 from support import registered
-from support.gradients import outputs_and_gradients
 from support.samples import OPERATORS, RECIPES, Recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
 from fuzz.calls import check, threads
 from support.samples import OPERATORS, Recipe, Sample, as_tuple
-from support.samples.flash_attention_score import FlashCase
-from support.samples.prompt_flash_attention import PromptCase
 
 PARTED = [x for x in OPERATORS["sparse_flash_attention"].recipes if x.case.k * x.case.block > 512]
 

@@ -10,7 +10,7 @@ from threading import Barrier
 import ascend_attn_ops
 import pytest
 import torch
-from support.gradients import outputs_and_gradients
+from ascend_attn_ops.check.gradients import outputs_and_gradients
 from support.samples import OPERATORS, Operator, Recipe
 from support.tolerance import assert_same_bits
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from support.samples.flash_attention_score import FlashCase, build, build_grad
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build, build_grad
 
 FORWARD, GRADIENT = "flash_attention_score", "flash_attention_score_grad"
 BOTH = (FORWARD, GRADIENT)

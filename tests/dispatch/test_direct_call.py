@@ -9,8 +9,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import _C
+from ascend_attn_ops.check.gradients import gradients
 from fuzz.copies import twin
-from support.gradients import gradients
 from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of
 from support.tolerance import assert_same_bits
 from torch import Tensor

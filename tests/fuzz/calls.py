@@ -11,9 +11,9 @@ from random import Random
 
 import ascend_attn_ops
 import torch
-from support.bounds import Expected
+from ascend_attn_ops.check.bounds import Expected
+from ascend_attn_ops.check.samples.prompt_flash_attention import ExpectedOfInt8
 from support.samples import OPERATORS, Sample, bytes_of
-from support.samples.prompt_flash_attention import ExpectedOfInt8
 from torch import Tensor
 
 from .case import Finding

@@ -10,16 +10,11 @@ from random import Random
 
 import ascend_attn_ops
 import torch
+from ascend_attn_ops.check.gradients import differentiable_names, outputs_and_gradients
+from ascend_attn_ops.check.samples import prompt_flash_attention, scatter_pa_kv_cache
 from ascend_attn_ops.device_limits import device_in_force
 from support.autocast import cast
-from support.gradients import differentiable_names, outputs_and_gradients
-from support.samples import (
-    OPERATORS,
-    Sample,
-    bytes_of,
-    prompt_flash_attention,
-    scatter_pa_kv_cache,
-)
+from support.samples import OPERATORS, Sample, bytes_of
 from torch import Tensor
 
 from . import draw, valid_autograd

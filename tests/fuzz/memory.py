@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 import torch
+from ascend_attn_ops.check.samples.sample import noticed
 from support.samples import Sample
-from support.samples.sample import noticed
 from torch import Tensor
 
 # Copies of more take longer than what they would show is worth.

@@ -13,8 +13,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.gradients import outputs_and_gradients
 from support.checkout import ROOT
-from support.gradients import outputs_and_gradients
 from support.samples import Sample
 from torch import Tensor
 

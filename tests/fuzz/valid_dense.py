@@ -7,9 +7,10 @@ from random import Random
 from typing import Any
 
 import torch
-from support.samples import Sample, flash_attention_score, prompt_flash_attention, randomness
-from support.samples.flash_attention_score import FlashCase
-from support.samples.prompt_flash_attention import PromptCase
+from ascend_attn_ops.check.samples import flash_attention_score, prompt_flash_attention, randomness
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
+from support.samples import Sample
 
 from . import draw
 from .calls import check, run

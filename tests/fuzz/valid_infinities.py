@@ -13,16 +13,15 @@ from dataclasses import replace
 from random import Random
 
 import torch
-from support.samples import (
-    OPERATORS,
-    Sample,
+from ascend_attn_ops.check.samples import (
     flash_attention_score,
     lightning_indexer,
     prompt_flash_attention,
     randomness,
     sparse_flash_attention,
 )
-from support.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from support.samples import OPERATORS, Sample
 
 from . import draw
 from .calls import Outputs, check, run

@@ -7,15 +7,15 @@ from dataclasses import replace
 from random import Random
 
 import torch
-from support import probabilities
-from support.samples import (
-    Sample,
+from ascend_attn_ops.check.samples import (
     flash_attention_score,
     lightning_indexer,
     randomness,
     sparse_flash_attention,
 )
-from support.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from support import probabilities
+from support.samples import Sample
 
 from . import draw
 from .calls import THREADS, Outputs, threads

@@ -8,9 +8,10 @@ from random import Random
 from typing import Any
 
 import torch
-from support.samples import Sample, lightning_indexer, randomness, sparse_flash_attention
-from support.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
-from support.samples.sparse import SparseCase
+from ascend_attn_ops.check.samples import lightning_indexer, randomness, sparse_flash_attention
+from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_ops.check.samples.sparse import SparseCase
+from support.samples import Sample
 
 from . import draw
 from .calls import check, run

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_attn_ops.check.gradients import outputs_and_gradients
 from device_samples import DEVICE_RECIPES
-from support.gradients import outputs_and_gradients
 from support.samples import OPERATORS, Operator, Recipe, Sample
 from support.tolerance import assert_same_bits
 

@@ -19,13 +19,18 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
+from ascend_attn_ops.check.samples import (
+    flash_attention_score,
+    lightning_indexer,
+    sparse_flash_attention,
+)
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.device_limits import device_in_force
 from cann_simulator._products import missing_functions
 from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from device_samples import first
-from support.samples import Sample, flash_attention_score, lightning_indexer, sparse_flash_attention
-from support.samples.flash_attention_score import FlashCase
-from support.samples.sparse import SparseCase
+from support.samples import Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -144,7 +149,7 @@ def test_the_mask_of_all_heads_of_one_padded_pack() -> None:
 # In a process of its own, whose memory nobody has used: it holds what the simulation fills it with.
 ROWS_BEHIND = """
     import torch, ascend_attn_ops
-    from support.samples import lightning_indexer
+    from ascend_attn_ops.check.samples import lightning_indexer
     from test_npu_devices import PACKS
     x = lightning_indexer.build(PACKS[0], torch.bfloat16).to("npu").arguments
     indices, _ = torch.ops.npu.npu_lightning_indexer(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_ops.check.gradients import gradients
+from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS
+from ascend_attn_ops.check.selection import with_cut_blocks_last
 from cann_simulator import computing
-from support.gradients import gradients
 from support.samples import (
     DIFFERENTIABLE_RECIPES,
     OPERATORS,
@@ -20,8 +22,6 @@ from support.samples import (
     Recipe,
     Sample,
 )
-from support.samples.sparse import ALL_TOKENS, LENGTHS
-from support.selection import with_cut_blocks_last
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch_npu
 from ascend_attn_ops import _C
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops.device_limits import table
 from conftest import (
     TASK_QUEUE,
@@ -23,7 +24,6 @@ from conftest import (
 )
 from device_samples import DEVICE_RECIPES, first
 from support.samples import OPERATORS, Recipe
-from support.samples.flash_attention_score import FlashCase, build
 
 each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 ATTENTION = "sparse_flash_attention"

@@ -12,11 +12,11 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
+from ascend_attn_ops.check.gradients import incoming_gradients
+from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from conftest import TASK_QUEUE, attention_functions, run_in_new_process
 from device_samples import DEVICE_RECIPES, is_pack_gradient
-from support.gradients import incoming_gradients
 from support.samples import OPERATORS, Recipe, Sample, as_tuple, bytes_of
-from support.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from test_npu_scatter_pa_kv_cache import to_npu
 from torch import Tensor
 

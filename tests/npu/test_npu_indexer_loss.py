@@ -8,9 +8,9 @@ from dataclasses import replace
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from conftest import run_in_new_process
 from support.samples import OPERATORS
-from support.samples.sparse import SparseCase
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

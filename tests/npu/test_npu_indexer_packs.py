@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from arrivals import arriving
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from support.samples import OPERATORS
-from support.samples.sparse import SparseCase
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 

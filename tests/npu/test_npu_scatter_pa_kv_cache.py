@@ -8,9 +8,9 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
+from ascend_attn_ops.check.samples.sample import Sample
+from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from device_samples import to_npu
-from support.samples.sample import Sample
-from support.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from test_npu_conformance import attention_calls, comparable
 from torch import Tensor
 

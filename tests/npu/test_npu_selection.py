@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from arrivals import arrivals, arriving
+from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.check.selection import cut_blocks_last, rows_of, with_cut_blocks_last
 from support.samples import OPERATORS, Sample
-from support.samples.sparse import SparseCase
-from support.selection import cut_blocks_last, rows_of, with_cut_blocks_last
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

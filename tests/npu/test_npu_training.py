@@ -5,8 +5,8 @@ from __future__ import annotations
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from support.samples import OPERATORS
-from support.samples.sparse import SparseCase
 from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch.func import grad, vmap

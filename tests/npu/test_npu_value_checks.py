@@ -12,12 +12,12 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
+from ascend_attn_ops.check.gradients import outputs_and_gradients
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from conftest import TASK_QUEUE, attention_functions, run_in_new_process
 from device_samples import DEVICE_RECIPES, to_npu
-from support.gradients import outputs_and_gradients
 from support.out_forms import OutCall, out_call
 from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall
-from support.samples.sparse import SparseCase
 from support.tolerance import assert_same_bits
 
 GRADIENTS = (

@@ -9,9 +9,9 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import normalized
 from support.samples import OPERATORS, Sample
-from support.samples.sparse import SparseCase
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.samples.lightning_indexer import LIGHTNING_INDEXER
 from support.samples import Recipe, Sample
-from support.samples.lightning_indexer import LIGHTNING_INDEXER
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

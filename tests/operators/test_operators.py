@@ -1,6 +1,6 @@
 """Every operator has all that an operator needs: what is missing has its name here.
 
-The generic tests run over the records of tests/support/samples; these start from what is
+The generic tests run over the records of ascend_attn_ops.check.samples; these start from what is
 registered.
 """
 
@@ -65,7 +65,7 @@ def is_differentiated_or_refuses(name: str) -> bool:
 
 
 NEEDS: dict[str, Callable[[str], bool]] = {
-    "samples: a record in a module of tests/support/samples": OPERATORS.__contains__,
+    "samples: a record in a module of ascend_attn_ops.check.samples": OPERATORS.__contains__,
     "wrong calls: rows in a module of tests/support/samples": has_wrong_calls,
     "a sample within the device's limits": has_device_samples,
     "a gradient in its record, or inference_only": is_differentiated_or_refuses,

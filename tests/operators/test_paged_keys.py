@@ -7,9 +7,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops.check.samples.record import Recipe
 from fuzz.calls import threads
 from support.samples import OPERATORS, Sample, bytes_of
-from support.samples.record import Recipe
 from torch import Tensor
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")

@@ -8,10 +8,11 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from support import probabilities
-from support.samples import Sample, flash_attention_score, sparse_flash_attention
-from support.samples.flash_attention_score import FlashCase
-from support.samples.sparse import SparseCase
+from support.samples import Sample
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

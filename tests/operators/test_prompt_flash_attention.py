@@ -9,9 +9,9 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import prompt_flash_attention, sparse_mode_mask
+from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase, build
 from ascend_attn_ops.device_limits import table
 from ascend_attn_ops.masks import compressed_mask
-from support.samples.prompt_flash_attention import PromptCase, build
 from support.samples.prompt_flash_attention_errors import (
     CAUSAL,
     EQUAL,

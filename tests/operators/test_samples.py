@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.gradients import differentiable_names, gradients
+from ascend_attn_ops.check.gradients import differentiable_names, gradients
 from support.samples import OPERATORS, Gradient, Operator, Sample, named_tensors
 from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
 from torch import Tensor

@@ -10,8 +10,8 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from support.samples.sample import Sample, bytes_of
-from support.samples.scatter_pa_kv_cache import CASES, CacheCase, build
+from ascend_attn_ops.check.samples.sample import Sample, bytes_of
+from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad

@@ -9,8 +9,8 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from support.samples import OPERATORS, SPARSE_OPERATORS, Operator, Recipe, Sample, as_tuple
-from support.samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

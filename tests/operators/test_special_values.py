@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_attn_ops.check.samples.sample import as_tuple
 from support.checkout import ROOT
-from support.samples.sample import as_tuple
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.bounds import OF_TERMS, within
+from ascend_attn_ops.check.bounds import OF_TERMS, within
 from support.tolerance import Tolerance, assert_close
 from torch import Tensor
 

@@ -62,7 +62,11 @@ PACKAGE_PARTS = {
     "npu_operators": Part(("npu_operators/*",), "torch_npu's API", ("flash_attn",)),
     "distributed": Part(("distributed/*",), "several ranks", ("public",)),
     "integrations": Part(("integrations/*",), "transformers", ("public",)),
-    "command line": Part(("__main__.py", "report.py"), "report, limits", ("public",)),
+    "check": Part(
+        ("__main__.py", "report.py", "check/*"),
+        "the command line: report, limits, check",
+        ("public", "reference"),
+    ),
     "vocabulary": Part(
         ("_*.py", "_C.pyi", "device_limits.py", "masks.py"),
         "arguments, packs, pages, masks, device limits",

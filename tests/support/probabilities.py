@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from ascend_attn_ops.check.bounds import VANISHING
+from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
+from ascend_attn_ops.check.samples.record import Outputs
 from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
 from torch import Tensor
 
-from support.bounds import VANISHING
-from support.samples import Sample, flash_attention_score, sparse_flash_attention
-from support.samples.record import Outputs
+from support.samples import Sample
 
 # How far rounding may move a weight: in half types that of the weight itself, before its division
 # by the sum in the forward and after it in the backward; in the others that of rescaling the

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.samples.lightning_indexer import all_scores
 from torch import Tensor
 
 from .samples import OPERATORS, Sample, bytes_of
-from .samples.lightning_indexer import all_scores
 
 FILE = Path(__file__).parents[1] / "recorded/calls.pt.xz"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from ascend_attn_ops.check.bounds import cosine_difference
 from torch import Tensor
 
 
@@ -58,11 +59,6 @@ def assert_close(
         at = tuple(int(i) for i in torch.unravel_index(flat, x.shape))
         lines.append(f"  at {at}: got {float(x[at]):.9g}, expected {float(y[at]):.9g}")
     raise AssertionError("\n".join(lines))
-
-
-def cosine_difference(x: Tensor, y: Tensor) -> float:
-    denominator = float((x * x + y * y).sum())
-    return 0.0 if denominator == 0 else 1 - 2 * float((x * y).sum()) / denominator
 
 
 def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

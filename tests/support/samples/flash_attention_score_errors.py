@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from .flash_attention_score import (
+from ascend_attn_ops.check.samples.flash_attention_score import (
     FLASH_ATTENTION_SCORE_GRAD,
     OPERATORS,
     FlashCase,
     build,
 )
-from .masks import compressed_mask
-from .record import Operator
+from ascend_attn_ops.check.samples.masks import compressed_mask
+from ascend_attn_ops.check.samples.record import Operator
+
 from .wrong_call import Change, Product, WrongCall, bools, normal, statistics_rules
 
 PLAIN = FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from ascend_attn_ops.check.samples.lightning_indexer import (
+    LIGHTNING_INDEXER,
+    LIGHTNING_INDEXER_GRAD,
+    OPERATORS,
+)
+from ascend_attn_ops.check.samples.sparse import SparseCase
 from torch import Tensor
 
 from . import sparse_errors as shared
-from .lightning_indexer import LIGHTNING_INDEXER, LIGHTNING_INDEXER_GRAD, OPERATORS
-from .sparse import SparseCase
 from .wrong_call import WrongCall, put
 
 # Within the device's limits.

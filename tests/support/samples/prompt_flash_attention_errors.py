@@ -8,11 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from ascend_attn_ops.check.samples.masks import compressed_mask
+from ascend_attn_ops.check.samples.prompt_flash_attention import (
+    PROMPT_FLASH_ATTENTION,
+    PromptCase,
+    quantization,
+)
+from ascend_attn_ops.check.samples.randomness import Random
+from ascend_attn_ops.check.samples.sample import Sample, named_tensors
 
-from .masks import compressed_mask
-from .prompt_flash_attention import PROMPT_FLASH_ATTENTION, PromptCase, quantization
-from .randomness import Random
-from .sample import Sample, named_tensors
 from .wrong_call import Change, Product, WrongCall, bools, elsewhere, normal, put
 
 PLAIN = PromptCase(s=(6, 9), heads=(4, 2), d=8)

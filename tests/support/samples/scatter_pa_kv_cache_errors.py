@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from ascend_attn_ops.check.samples.scatter_pa_kv_cache import SCATTER_PA_KV_CACHE, CacheCase
 from torch import Tensor
 
-from .scatter_pa_kv_cache import SCATTER_PA_KV_CACHE, CacheCase
 from .wrong_call import Change, Product, WrongCall, both, elsewhere, longer, put
 
 NORM = CacheCase()

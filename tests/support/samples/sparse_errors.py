@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from ascend_attn_ops.check.samples.record import Operator
+from ascend_attn_ops.check.samples.sample import Sample
+from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
 from torch import Tensor
 
-from .record import Operator
-from .sample import Sample
-from .sparse import LENGTHS, SparseCase
 from .wrong_call import WrongCall, elsewhere, longer, put
 
 BSND = SparseCase(rope=8, heads=8, index_heads=8)

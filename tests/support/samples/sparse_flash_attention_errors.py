@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import sparse_errors as shared
-from .sparse_flash_attention import (
+from ascend_attn_ops.check.samples.sparse_flash_attention import (
     OPERATORS,
     SPARSE_FLASH_ATTENTION,
     SPARSE_FLASH_ATTENTION_GRAD,
 )
+
+from . import sparse_errors as shared
 from .wrong_call import WrongCall, longer, put, statistics_rules
 
 HEADS = ("query", {"heads": 3})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ascend_attn_ops.check.samples.sample import Sample
+from ascend_attn_ops.check.samples.sparse_lightning_indexer_grad_kl_loss import KL_LOSS
+
 from . import sparse_errors as shared
-from .sample import Sample
-from .sparse_lightning_indexer_grad_kl_loss import KL_LOSS
 from .wrong_call import WrongCall, statistics_rules
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from ascend_attn_ops.check.samples.record import Operator
+from ascend_attn_ops.check.samples.sample import Sample
 from torch import Tensor
-
-from .record import Operator
-from .sample import Sample
 
 Change = Callable[[Sample], Sample]
 Product = Literal["A2", "A3", "950", "310P"]

@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.bounds import Expected, counted_signs, largest_score, magnitude, within
 from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
 from ascend_attn_ops.reference.sequences import (
     index_lists,
@@ -14,9 +17,6 @@ from ascend_attn_ops.reference.sequences import (
     statistics_to_tokens,
     to_tokens,
 )
-from torch import Tensor
-
-from support.bounds import Expected, counted_signs, largest_score, magnitude, within
 
 from . import sparse_flash_attention
 from .randomness import Random

@@ -7,12 +7,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from ascend_attn_ops import reference
-from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.operators.flash_attention_score import by_head, from_heads, to_heads
 from torch import Tensor
 
-from support.bounds import Expected, largest_score, magnitude, of_statistics, within
+from ascend_attn_ops import reference
+from ascend_attn_ops.check.bounds import Expected, largest_score, magnitude, of_statistics, within
+from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.operators.flash_attention_score import by_head, from_heads, to_heads
 
 from .masks import compressed_mask
 from .randomness import Random

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from support.bounds import Expected
+from ascend_attn_ops.check.bounds import Expected
 
 from .sample import Sample
 

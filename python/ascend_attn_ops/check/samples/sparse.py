@@ -7,9 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import Row, rows
-from torch import Tensor
 
 from .randomness import Random
 

@@ -7,16 +7,23 @@ from math import sqrt
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.bounds import (
+    OF_TERMS,
+    Expected,
+    half_ulp,
+    largest_score,
+    magnitude,
+    within,
+)
 from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
 from ascend_attn_ops.reference.operators.prompt_flash_attention import (
     quantized,
     read_scale,
     saturated,
 )
-from torch import Tensor
-
-from support.bounds import OF_TERMS, Expected, half_ulp, largest_score, magnitude, within
 
 from .masks import compressed_mask
 from .randomness import Random

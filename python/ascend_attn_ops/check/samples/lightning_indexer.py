@@ -6,7 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.bounds import (
+    OF_TERMS,
+    VANISHING,
+    Expected,
+    counted_signs,
+    magnitude,
+    within,
+)
 from ascend_attn_ops.reference.sequences import (
     index_lists,
     leading_indices,
@@ -15,9 +25,6 @@ from ascend_attn_ops.reference.sequences import (
     to_tokens,
     until_padding,
 )
-from torch import Tensor
-
-from support.bounds import OF_TERMS, VANISHING, Expected, counted_signs, magnitude, within
 
 from .randomness import Random
 from .record import Gradient, Operator, Outputs

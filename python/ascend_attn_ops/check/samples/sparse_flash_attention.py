@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.bounds import Expected, largest_score, magnitude, of_statistics, within
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
 from ascend_attn_ops.reference.sequences import with_dense_keys
-from torch import Tensor
-
-from support.bounds import Expected, largest_score, magnitude, of_statistics, within
 
 from .randomness import Random
 from .record import Gradient, Operator, Outputs

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.sequences import Row, rows, with_dense_keys
 from torch import Tensor
 
-from support.samples import Sample
+from ascend_attn_ops.check.samples import Sample
+from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.sequences import Row, rows, with_dense_keys
 
 
 def rows_of(sample: Sample) -> Iterator[Row]:

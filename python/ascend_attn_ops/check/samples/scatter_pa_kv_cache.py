@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from ascend_attn_ops import nz_cache_shape
 from torch import Tensor
+
+from ascend_attn_ops import nz_cache_shape
 
 from .randomness import Random
 from .record import Operator

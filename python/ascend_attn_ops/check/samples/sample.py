@@ -8,9 +8,10 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.declaration import Arguments
-from torch import Tensor
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from support.tolerance import cosine_difference
-
 OF_TERMS = {
     torch.bfloat16: 2**-7,
     torch.float16: 2**-9,
@@ -65,6 +63,11 @@ class Expected:
                 f"  at {at}: got {float(x[at]):.9g}, expected {float(y[at]):.9g} +- {allowed:.3g}"
             )
         raise AssertionError("\n".join(lines))
+
+
+def cosine_difference(x: Tensor, y: Tensor) -> float:
+    denominator = float((x * x + y * y).sum())
+    return 0.0 if denominator == 0 else 1 - 2 * float((x * y).sum()) / denominator
 
 
 def magnitude(x: Tensor) -> Tensor:

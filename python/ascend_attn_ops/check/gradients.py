@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.samples import OPERATORS, Sample, as_tuple
+from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple
 
 Outputs = tuple[Tensor, ...]
 
