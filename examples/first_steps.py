@@ -33,10 +33,37 @@ kept, *_ = ops.flash_attention_score(
 )
 assert torch.equal(masked_out, kept)
 
+B, S, N = 1, 64, 64  # batch, tokens, heads
+
+
+def bfloat16(*shape):
+    return torch.randn(B, S, *shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+query, query_rope = bfloat16(N, 512), bfloat16(N, 64)
+latent, key_rope = bfloat16(1, 512), bfloat16(1, 64)
+query_index, key_index, weights = bfloat16(8, 128), bfloat16(1, 128), bfloat16(8)
+
+keys, _ = ops.lightning_indexer(query_index, key_index, weights, sparse_count=2048)
+assert keys.shape == (B, S, 1, 2048)  # per token, its keys; -1 where there are fewer
+
+ropes = {"query_rope": query_rope, "key_rope": key_rope}
+out, *statistics = ops.sparse_flash_attention(
+    query, latent, latent, keys, scale_value=192**-0.5, **ropes
+)
+loss = ops.lightning_indexer_kl_loss(
+    query, latent, query_index, key_index, weights, keys, *statistics,
+    scale_value=192**-0.5, **ropes, reduction="mean",
+)  # fmt: skip
+(out.sum() + loss).backward()
+assert weights.grad.shape == weights.shape  # a gradient of the indexer, from the loss
+assert latent.grad.shape == latent.shape  # a gradient of the attention, from its output
+
 query, key = torch.randn(1, 4, 8, 100), torch.randn(1, 4, 1, 100)
 with ops.limits(None):
     indices = torch.tensor([0, 1, -1], dtype=torch.int32).expand(1, 4, 1, 3)
     out, *_ = ops.sparse_flash_attention(query, key, key, indices, scale_value=0.1)
+
 
 with FakeTensorMode():
     query = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16, device="cpu")
