@@ -1,4 +1,5 @@
-"""Tells what is installed here and what works, what a device accepts, and what a mask keeps."""
+"""Tells what is installed here and what works, what a device accepts, and what a mask keeps; checks
+a device."""
 
 from __future__ import annotations
 
@@ -14,15 +15,56 @@ from ascend_attn_ops.device_limits import Device, device_in_force, parse
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
-    commands = parser.add_subparsers(metavar="{report,limits,mask}")
+    commands = parser.add_subparsers(metavar="{report,check,limits,mask}")
     parser.set_defaults(run=lambda options: report.print_report())
     text = "report what is installed, what works here, and why not (default)"
     commands.add_parser("report", help=text, description=text)
+    _add_check(commands)
     _add_limits(commands)
     _add_mask(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "check that a device does what is expected of it: docs/hardware.md"
+    parser = commands.add_parser("check", help=text, description=text)
+    parser.add_argument("--device", help="cpu, or an NPU such as npu:0 (default, if there is one)")
+    parser.add_argument("--quick", action="store_true", help="a part of the probes, in a minute")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="sections, groups "
+                        "such as an operator, or probes such as 'numbers/*TND*'")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+    parser.add_argument("--resume", type=Path, metavar="FILE",
+                        help="go on with a run that has left FILE.jsonl or FILE.json")  # fmt: skip
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
+                        help="print what two reports say differently")  # fmt: skip
+    parser.add_argument("--memory", type=_bytes, default=2 * 10**9, metavar="SIZE",
+                        help="the most memory to take on the device; default: 2GB")  # fmt: skip
+    parser.add_argument("--dangerous", action="store_true",
+                        help="also run probes that may stop the process or the device")  # fmt: skip
+    parser.add_argument("--hang", type=float, default=60.0, metavar="SECONDS",
+                        help="how long a probe may take; default: 60")  # fmt: skip
+    parser.add_argument("--lang", choices=("en", "zh"), default="en",
+                        help="zh: verdicts and headings in Chinese as well")  # fmt: skip
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    # Loads the samples, which no other command needs.
+    from ascend_attn_ops.check import command
+
+    return command.run(options)
+
+
+def _bytes(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number, unit = text[:-2], text[-2:].upper()
+    try:
+        size = int(float(number) * units[unit])
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text}") from None
+    return size
 
 
 def _add_limits(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -20,7 +20,7 @@ def print_report() -> int:
     """Print the report; return 0 if the CPU path works, otherwise 1."""
     npu = _library.npu_module()
     print(f"ascend_attn_ops {ascend_attn_ops.__version__}")
-    for name, value in _versions(npu).items():
+    for name, value in versions(npu).items():
         print(f"  {name:<10} {value}")
     print("\nShared objects")
     print(f"  _C         loaded{_built_with_text('_C')}, {_C.compiler}")
@@ -95,7 +95,7 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
         print("  " + "  ".join(cells).rstrip())
 
 
-def _versions(npu: ModuleType | None) -> dict[str, str]:
+def versions(npu: ModuleType | None) -> dict[str, str]:
     try:
         torch_npu = metadata.version("torch_npu")
     except metadata.PackageNotFoundError:
@@ -104,12 +104,12 @@ def _versions(npu: ModuleType | None) -> dict[str, str]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "torch_npu": torch_npu,
-        "CANN": f"{npu.cann_version()}, {_path_of('libascendcl.so')}" if npu else "not loaded",
+        "CANN": f"{npu.cann_version()}, {path_of('libascendcl.so')}" if npu else "not loaded",
         "SoC": npu.soc_name() if npu else "no NPU",
     }
 
 
-def _path_of(library: str) -> str:
+def path_of(library: str) -> str:
     """Return the file of a library that this process has loaded: it tells which CANN is in use."""
     with open("/proc/self/maps") as maps:
         paths = (line.split()[-1] for line in maps)

@@ -68,10 +68,11 @@ def reference_gradients(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor,
 def floors(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor | float, ...]:
     """What the rounding of summands that nearly cancel may leave of each gradient."""
     gradient = gradient_of(sample)
-    if gradient.floors is None:
+    if gradient.expected is None:
         return (0.0,) * len(names)
     outputs = as_tuple(sample.call(reference))
-    results = gradient.floors(sample, outputs, *incoming_gradients(sample, outputs))
+    expected = gradient.expected(sample, outputs, *incoming_gradients(sample, outputs))
+    results = [x.allowed for x in expected]
     return tuple(by_name(sample, results)[name] for name in names)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ascend_attn_ops.check.numbers import placed_on
 from support.samples import RECIPES, Recipe, Sample
-from torch import Tensor
 
 # Not too many: all of them are in test_npu_equals_cpu.py and test_npu_conformance.py.
 DEVICE_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.on_device]
@@ -14,13 +14,7 @@ def first(operator: str) -> Recipe:
 
 
 def to_npu(sample: Sample) -> Sample:
-    """With what lies around the elements of a tensor: scatter_pa_kv_cache_ in "Nct" reads it."""
-
-    def place(x: Tensor) -> Tensor:
-        whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-        return whole.npu().as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return sample.map(place)
+    return placed_on(sample, "npu")
 
 
 def is_pack_gradient(recipe: Recipe) -> bool:

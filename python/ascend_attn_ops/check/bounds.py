@@ -64,6 +64,13 @@ class Expected:
             )
         raise AssertionError("\n".join(lines))
 
+    def largest_error(self, actual: Tensor) -> float:
+        """Of an output that `check` accepts: the largest error, as a share of the allowed one."""
+        x, y = actual.detach().double(), self.exact.double()
+        allowed = self.allowed + half_ulp(y, actual.dtype)
+        shares = ((x - y).abs() / allowed)[x.isfinite() & y.isfinite()]
+        return float(shares.max()) if shares.numel() else 0.0
+
 
 def cosine_difference(x: Tensor, y: Tensor) -> float:
     denominator = float((x * x + y * y).sum())

@@ -115,28 +115,29 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
 def build_grad(case: SparseCase, dtype: torch.dtype) -> Sample:
     forward, random = build(case, dtype), Random(case.id, dtype)
     chosen = forward.call(reference)[0] if case in CASES else indices(case, random)
-    inputs = {
-        "query": forward.inputs["query"],
-        "key": forward.inputs["key"],
-        "d_values": random.normal(*chosen.shape),
-        "sparse_indices": chosen,
-        "weights": forward.inputs["weights"],
-    }
-    options = {
-        name: x
-        for name, x in forward.options.items()
-        if name not in ("sparse_count", "return_values")
-    }
-    return Sample("lightning_indexer_grad", forward.id, inputs, options)
+    return gradient_call(forward, (chosen,), random.normal(*chosen.shape))
 
 
-def backward(sample: Sample, outputs: Outputs, d_values: Tensor) -> Outputs:
+def gradient_call(sample: Sample, outputs: Outputs, d_values: Tensor) -> Sample:
     options = dict(sample.options)
     del options["sparse_count"], options["return_values"]
     query, key, weights = sample.args
-    return torch.ops.ascend.lightning_indexer_grad(
-        query, key, d_values, outputs[0], weights, **options
-    )
+    inputs = {
+        "query": query,
+        "key": key,
+        "d_values": d_values,
+        "sparse_indices": outputs[0],
+        "weights": weights,
+    }
+    return Sample("lightning_indexer_grad", sample.id, inputs, options)
+
+
+def backward(sample: Sample, outputs: Outputs, d_values: Tensor) -> Outputs:
+    return gradient_call(sample, outputs, d_values).call(torch.ops.ascend)
+
+
+def expected_backward(sample: Sample, outputs: Outputs, d_values: Tensor) -> list[Expected]:
+    return expected_gradient(gradient_call(sample, outputs, d_values))
 
 
 def gradient_by_key(sample: Sample, outputs: Outputs, values: Tensor) -> Tensor:
@@ -257,6 +258,7 @@ LIGHTNING_INDEXER = Operator(
         ("sparse_values",),
         backward,
         incoming=gradient_by_key,
+        expected=expected_backward,
         takes=lambda case: not case.page,
     ),
     compare=assert_same_selection,

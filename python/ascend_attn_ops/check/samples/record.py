@@ -52,8 +52,8 @@ class Gradient:
     backward: Callable[..., Sequence[Any]] | None = None
     # An incoming gradient, from sample, outputs and an output that carries it.
     incoming: Callable[[Sample, Outputs, Tensor], Tensor] = random_gradient
-    # As `backward`: how far rounding of the summands may move each gradient; None: not known.
-    floors: Callable[..., Sequence[Any]] | None = None
+    # As `backward`: the exact gradients and their bounds; None: not known.
+    expected: Callable[..., Sequence[Expected]] | None = None
     # As `backward`, where the reference states its gradients; None: autograd differentiates it.
     stated: Callable[..., Sequence[Any]] | None = None
     # The cases that can be differentiated; the operator refuses the others.

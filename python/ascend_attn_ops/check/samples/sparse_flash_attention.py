@@ -159,9 +159,12 @@ def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
     return of_arguments(sample, gradient_call(sample, outputs, d_out).call(torch.ops.ascend))
 
 
-def floors(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
+def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[Expected]:
     bounds = expected_gradient(gradient_call(sample, outputs, d_out))
-    return of_arguments(sample, [x.allowed for x in bounds])
+    exact = of_arguments(sample, [x.exact for x in bounds])
+    allowed = of_arguments(sample, [x.allowed for x in bounds])
+    names = (x.name for x in bounds)
+    return [Expected(*one) for one in zip(names, exact, allowed, strict=True)]
 
 
 def score_size(a: Arguments) -> float:
@@ -250,7 +253,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         ("query", "key", "value", "query_rope", "key_rope"),
         ("out",),
         backward,
-        floors=floors,
+        expected=expected_backward,
         takes=lambda case: not case.page,
     ),
     expected=expected,

@@ -1,0 +1,102 @@
+"""The process in which probes run: it may crash or hang, and the runner starts another.
+
+Reads a request a line from standard input and writes an answer a line to standard output, both as
+JSON. What probes and libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ascend_attn_ops.check import environment, numbers
+from ascend_attn_ops.check.probe import Context, Outcome, Probe, Probes, Skip
+from ascend_attn_ops.check.results import Result, scrub
+
+SECTIONS: dict[str, Probes] = {
+    "environment": environment.probes,
+    "numbers": numbers.probes,
+}
+
+
+def probes_of(context: Context) -> Iterator[Probe]:
+    for probes in SECTIONS.values():
+        yield from probes(context)
+
+
+def run(probe: Probe, context: Context) -> Result:
+    """Run a probe; what it raises is a difference."""
+    started = time.monotonic()
+    try:
+        with context.limits():
+            outcome = probe.run(context)
+            context.synchronize()
+    except Skip as reason:
+        outcome = Outcome("skipped", str(reason))
+    except AssertionError as error:
+        outcome = Outcome("differs", str(error) or traceback.format_exc(limit=-1))
+    except Exception as error:
+        outcome = Outcome("differs", f"{type(error).__name__}: {error}")
+    seconds = round(time.monotonic() - started, 3)
+    return Result(
+        probe.section, probe.group, probe.id, outcome.verdict, scrub(outcome.text),
+        outcome.figures, seconds,
+    )  # fmt: skip
+
+
+def is_healthy(context: Context) -> bool:
+    """Whether this process can go on: an error may stop torch_npu's task queue, or the device."""
+    if not context.on_npu:
+        return True
+    try:
+        right = bool((torch.ones(8, device=context.device) + 1).sum().item() == 16)
+        context.synchronize()
+    except Exception:
+        return False
+    return right
+
+
+def limit_memory(context: Context, size: int) -> None:
+    if context.on_npu:
+        npu = torch.get_device_module("npu")
+        npu.set_device(context.device)
+        fraction = size / npu.mem_get_info()[1]
+        npu.set_per_process_memory_fraction(min(1.0, fraction))
+
+
+def serve(context: Context) -> None:
+    # Libraries print to standard output as well.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+
+        def answer(content: Any) -> None:
+            answers.write(json.dumps(content) + "\n")
+            answers.flush()
+
+        probes = {probe.id: probe for probe in probes_of(context)}
+        answer([[x.section, x.group, x.id, x.quick, x.danger] for x in probes.values()])
+        for line in sys.stdin:
+            result = run(probes[json.loads(line)], context)
+            stopped = result.verdict == "differs" and (
+                "task queue" in result.text or not is_healthy(context)
+            )
+            answer([asdict(result), stopped])
+
+
+def main() -> None:
+    device, quick, memory = json.loads(sys.argv[1])
+    context = Context(device, quick)
+    limit_memory(context, memory)
+    serve(context)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The command `check`: which probes run, what is printed and what is written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import ascend_attn_ops
+from ascend_attn_ops import _library
+from ascend_attn_ops.check import results as files
+from ascend_attn_ops.check.results import Lines, Result, Table, Words
+from ascend_attn_ops.check.runner import Runner, Stopped, Task, child_command
+
+
+def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> int:
+    """Run the check; return 0 if it has come to its end and nothing differs.
+
+    Args:
+        options: What `python -m ascend_attn_ops check` was given.
+        command: The child process, which tests replace.
+    """
+    if options.compare:
+        return files.compare(*options.compare)
+    device = options.device or ("cpu" if _library.npu_module() is None else "npu:0")
+    header = {
+        "format": files.FORMAT,
+        "ascend_attn_ops": ascend_attn_ops.__version__,
+        "device": device,
+        "quick": options.quick,
+    }
+    done = _resumed(options.resume, header) if options.resume else []
+    target = options.json or (options.resume and options.resume.with_suffix(".json"))
+    lines = Lines(target and target.with_suffix(".jsonl"), header)
+    table = Table(Words(options.lang))
+    results: list[Result] = []
+
+    def add(result: Result) -> None:
+        results.append(result)
+        lines.add(result)
+        table.add(result)
+
+    finished = False
+    command = command or child_command(device, options.quick, options.memory)
+    try:
+        with Runner(command, options.hang) as runner:
+            tasks = _chosen(runner.tasks(), options)
+            for result in done:
+                add(result)
+            ids = {result.id for result in done}
+            left = [task for task in tasks if task.id not in ids]
+            started = time.monotonic()
+            for number, task in enumerate(left, 1):
+                _show_progress(f"{number} of {len(left)}, {time.monotonic() - started:.0f} s")
+                if task.danger and not options.dangerous:
+                    text = f"not probed: {task.danger}; --dangerous runs it"
+                    add(Result(task.section, task.group, task.id, "skipped", text))
+                else:
+                    add(runner.run(task))
+        finished = True
+    except Stopped as how:
+        print(f"the check cannot start: {how}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    _show_progress("")
+    table.total(results)
+    if target:
+        files.write(target, {**header, "finished": finished}, results)
+        print(f"written: {target}")
+    lines.close(remove=True)
+    return 0 if finished and all(result.verdict != "differs" for result in results) else 1
+
+
+def _resumed(path: Any, header: dict[str, Any]) -> list[Result]:
+    earlier, done = files.read(path)
+    for name, value in header.items():
+        if earlier.get(name) != value:
+            raise SystemExit(
+                f"{path}: expected a run with {name} {value}, got one with {earlier.get(name)}"
+            )
+    return done
+
+
+def _chosen(tasks: Sequence[Task], options: argparse.Namespace) -> list[Task]:
+    """Tasks of --only, which names sections, groups such as an operator, or probes."""
+
+    def matches(task: Task, name: str) -> bool:
+        return name == task.section or fnmatchcase(task.id, name) or task.group.startswith(name)
+
+    if options.quick:
+        tasks = [task for task in tasks if task.quick]
+    chosen = [
+        task for task in tasks
+        if not options.only or any(matches(task, name) for name in options.only)
+    ]  # fmt: skip
+    if not chosen:
+        raise SystemExit(f"--only: expected a section or a probe, got {' '.join(options.only)}")
+    return chosen
+
+
+def _show_progress(text: str) -> None:
+    """On a terminal alone: the line is overwritten by the next."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

@@ -1,0 +1,113 @@
+"""What the check runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+import ascend_attn_ops
+from ascend_attn_ops import _C, _built_with, _library
+from ascend_attn_ops.check.probe import Context, Outcome, Probe
+from ascend_attn_ops.device_limits import device_in_force, table
+from ascend_attn_ops.report import path_of, versions
+
+SECTION = "environment"
+
+
+def probes(context: Context) -> Iterator[Probe]:
+    facts = _host_facts() | (_npu_facts() if context.on_npu else {})
+    for name, fact in facts.items():
+        yield Probe(SECTION, name, name, partial(_noted, fact), quick=True)
+    if context.on_npu:
+        yield Probe(SECTION, "NPU kernels", "NPU kernels", _npu_kernels, quick=True)
+        for operator, function, needed in _functions():
+            run = partial(_function, operator, function, needed)
+            yield Probe(SECTION, "aclnn functions", function, run, quick=True)
+
+
+def _noted(fact: Callable[[Context], str], context: Context) -> Outcome:
+    return Outcome("pass", fact(context))
+
+
+def _host_facts() -> dict[str, Callable[[Context], str]]:
+    def version(name: str) -> Callable[[Context], str]:
+        return lambda context: versions(_library.npu_module())[name]
+
+    return {
+        "ascend_attn_ops": lambda context: ascend_attn_ops.__version__,
+        "python": version("python"),
+        "torch": version("torch"),
+        "torch_npu": version("torch_npu"),
+        "host": lambda context: (
+            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+            f"{torch.get_num_threads()} threads, torch uses "
+            + torch.backends.cpu.get_cpu_capability()
+        ),
+        "CPU kernels": lambda context: ", ".join(
+            f"{kind} {name}" for kind, name in _C.cpu_implementations().items()
+        ),
+        "compiled": lambda context: f"{_C.compiler}; _C {_built('_C')}; _npu {_built('_npu')}",
+    }
+
+
+def _built(module: str) -> str:
+    return ", ".join(f"{name} {version}" for name, version in _built_with.versions(module).items())
+
+
+def _npu_facts() -> dict[str, Callable[[Context], str]]:
+    libraries = ("libascendcl.so", "libopapi.so", "libcust_opapi.so", "libhccl.so")
+    return {
+        "product": lambda context: str(device_in_force() or "limits are off"),
+        "SoC": lambda context: versions(_library.npu_module())["SoC"],
+        "CANN": lambda context: versions(_library.npu_module())["CANN"],
+        "driver": lambda context: _driver(),
+        "devices": lambda context: str(torch.get_device_module("npu").device_count()),
+        "task queue": lambda context: os.environ.get("TASK_QUEUE_ENABLE", "1, torch_npu's default"),
+        "determinism": lambda context: (
+            "on" if torch.are_deterministic_algorithms_enabled() else "off"
+        ),
+        "libraries": lambda context: ", ".join(
+            path for path in map(path_of, libraries) if "/" in path
+        ),
+    }
+
+
+def _driver() -> str:
+    """Return the version that the driver's package has left in its usual place."""
+    path = "/usr/local/Ascend/driver/version.info"
+    try:
+        with open(path, encoding="utf-8") as file:
+            return " ".join(file.read().split())
+    except OSError:
+        return "not found"
+
+
+def _npu_kernels(context: Context) -> Outcome:
+    reason = _library.npu_unavailable
+    if reason:
+        return Outcome("differs", f"the NPU kernels are not loaded: {reason}")
+    return Outcome("pass", f"loaded, built with {_built('_npu')}, {sys.implementation.cache_tag}")
+
+
+def _functions() -> Iterator[tuple[str, str, bool]]:
+    """The aclnn functions that operators call here, and whether each is needed."""
+    device = device_in_force()
+    for row in table():
+        if device is None or (device.product, device.cann) not in row["devices"]:
+            continue
+        for function in row["aclnn"]:
+            # An older version that is launched where the first is missing.
+            alternatives = [x for x in row["aclnn"] if x.rstrip("23") == function.rstrip("23")]
+            yield row["operator"], function, function == alternatives[0]
+
+
+def _function(operator: str, function: str, needed: bool, context: Context) -> Outcome:
+    if context.has_aclnn(function):
+        return Outcome("pass", f"{operator} calls {function}")
+    text = f"{function}, which {operator} calls, is not in this CANN"
+    return Outcome("differs" if needed else "note", text)

@@ -1,0 +1,151 @@
+"""What becomes of the check when a probe ends or stops its process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ascend_attn_ops.__main__ import main
+from ascend_attn_ops.check import child, command, results
+
+CHILD = [sys.executable, str(Path(__file__).with_name("crashing_child.py"))]
+
+
+@pytest.fixture(autouse=True)
+def own_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.pathsep.join(sys.path)
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(command, "child_command", lambda *options: CHILD)
+
+
+def check(*arguments: object) -> int:
+    return main(["check", "--device", "cpu", "--hang", "3", *map(str, arguments)])
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {x.id.partition("/")[2]: x.verdict for x in results.read(path)[1]}
+
+
+def test_a_crash_and_a_hang_are_lines(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert check("--json", report) == 1
+    assert verdicts(report) == {
+        "crash": "differs",
+        "succeed": "pass",
+        "hang": "differs",
+        "leave": "differs",
+        "skip": "skipped",
+        "fail": "differs",
+        "interrupt": "skipped",
+    }
+    texts = {x.id.partition("/")[2]: x.text for x in results.read(report)[1]}
+    assert "signal SIGSEGV" in texts["crash"]
+    assert texts["crash"].endswith("the last words")
+    assert texts["hang"] == "no answer within 3 seconds"
+    assert "exit status 7" in texts["leave"]
+    assert texts["skip"] == "not here"
+    assert texts["fail"] == "RuntimeError: a file of <elsewhere>/place.py is not here"
+    assert texts["interrupt"].startswith("not probed: it stops")
+    assert not report.with_suffix(".jsonl").exists()
+
+
+def test_status_0_says_that_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--only", "numbers/succeed", "numbers/skip") == 0
+    assert "largest error 0.25" in capsys.readouterr().out
+    assert check("--quick") == 0
+    assert check("--only", "numbers/fail") == 1
+
+
+def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run = [sys.executable, "-c", (
+        "import sys\n"
+        "from ascend_attn_ops.__main__ import main\n"
+        "from ascend_attn_ops.check import command\n"
+        f"command.child_command = lambda *options: {CHILD}\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )]  # fmt: skip
+    only = ["--only", "numbers/succeed", "numbers/skip", "numbers/interrupt"]
+    options = ["check", "--device", "cpu", "--dangerous", "--json", str(report), *only]
+    ran = subprocess.run(run + options, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert "interrupted" in ran.stderr
+    assert verdicts(report) == {"succeed": "pass", "skip": "skipped"}
+    assert check("--resume", report) == 1
+    assert verdicts(report)["succeed"] == "pass"
+    assert verdicts(report)["hang"] == "differs"
+
+
+def test_lines_of_a_killed_run_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    header = {"format": results.FORMAT}
+    lines = results.Lines(path, header)
+    lines.add(results.Result("numbers", "group", "numbers/a", "pass"))
+    with path.open("a") as file:
+        file.write('{"section": "numbers", "gro')
+    assert results.read(path) == (header, [results.Result("numbers", "group", "numbers/a", "pass")])
+
+
+def test_a_run_of_another_device_is_not_resumed(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    check("--json", report, "--only", "numbers/succeed")
+    with pytest.raises(SystemExit, match="expected a run with quick True, got one with False"):
+        check("--resume", report, "--quick")
+
+
+def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, verdict in zip(paths, ("pass", "differs"), strict=True):
+        found = [
+            results.Result("numbers", "group", "numbers/a", verdict),
+            results.Result("numbers", "group", "numbers/b", "pass"),
+        ]
+        results.write(path, {"format": results.FORMAT, "device": path.stem}, found)
+    assert main(["check", "--compare", *map(str, paths)]) == 1
+    written = capsys.readouterr().out
+    assert "device: a -> b" in written
+    assert "numbers/a: pass -> differs" in written
+    assert "1 of 2 differ" in written
+    assert main(["check", "--compare", str(paths[0]), str(paths[0])]) == 0
+
+
+def test_a_file_that_is_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    for text in ("", "{}", "[1]", "nothing"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="expected a report of `check`"):
+            results.read(path)
+
+
+def test_verdicts_in_chinese(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--only", "numbers/succeed", "--lang", "zh") == 0
+    assert re.search(r"pass 通过", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("size", ["2", "GB", "1TB", "x"])
+def test_wrong_sizes(size: str) -> None:
+    with pytest.raises(SystemExit):
+        check("--memory", size)
+
+
+def test_no_probe_is_lost_to_the_name_of_another() -> None:
+    context = child.Context("cpu")
+    names = [probe.id for probe in child.probes_of(context)]
+    assert len(names) == len(set(names))
+
+
+def test_a_report_tells_nothing_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    monkeypatch.setattr(results.socket, "gethostname", lambda: "machine-of-somebody")
+    results._private_names.cache_clear()
+    text = f"{sys.prefix}/lib/x.py on machine-of-somebody, {tmp_path}/y.so, 3/4, a/b"
+    assert results.scrub(text) == "<python>/lib/x.py on <name>, <elsewhere>/y.so, 3/4, a/b"
+    results._private_names.cache_clear()
+    assert json.dumps(results.scrub("plain words")) == '"plain words"'
