@@ -208,7 +208,7 @@ def extensions() -> list[Any]:
 
 
 def arguments_of_build() -> dict[str, Any]:
-    """What is compiled, and what it then requires: no other minor version of torch loads it."""
+    """Returns what is compiled and what it requires: no other minor version of torch loads it."""
     if TORCH is None or "sdist" in sys.argv:
         return {"version": PUBLIC_VERSION, "install_requires": ["torch"]}
     return {

@@ -189,7 +189,7 @@ def sparse(dtype: torch.dtype) -> None:
 
 
 def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the dtype, at |x|."""
+    """Returns half a unit in the last place of the dtype, at |x|."""
     limits = torch.finfo(dtype)
     exponent = x.abs().clamp(min=limits.smallest_normal).frexp().exponent - 1
     return torch.ldexp(torch.full_like(x, limits.eps / 2), exponent)

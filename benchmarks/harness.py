@@ -18,7 +18,7 @@ from torch import Tensor
 Call = Callable[[], object]
 
 PEAK_SIZE = 2048
-# Those of torch, before a benchmark chooses others.
+# The count that torch chose, before a benchmark sets another.
 THREADS = torch.get_num_threads()
 
 

@@ -22,7 +22,7 @@ from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[1]
 SIZES = [(64, 128, 128), (64, 512, 128), (64, 128, 512), (128, 64, 576), (8, 512, 128)]
-# Of ASCEND_ATTN_OPS_CPU_CAPABILITY: those of this processor, as torch names the last.
+# Values of ASCEND_ATTN_OPS_CPU_CAPABILITY up to this processor's, which torch names.
 CAPABILITIES = {
     "AVX2": ["baseline", "avx2"],
     "AVX512": ["baseline", "avx2", "avx512"],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "torch_npu", "transformers", "ascend_attn_ops")
-# What the matrix products of torch and of this project look for.
+# Matrix products of torch and of this project select their code by these.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "sve", "bf16", "i8mm")
 
 Figures = dict[str, float]
@@ -26,7 +26,7 @@ Figures = dict[str, float]
 
 @dataclass
 class Results:
-    """What one machine measured: figures by benchmark, case and implementation."""
+    """Figures that one machine measured, by benchmark, case and implementation."""
 
     about: dict[str, Any] = field(default_factory=dict)
     rows: dict[tuple[str, str, str], Figures] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Results:
 class Recorder:
     """Adds rows of one benchmark to the file; without a file, does nothing.
 
-    What is ours is called "ours", or "ours, " and which part or way.
+    Implementations of this project are called "ours", or "ours, " and a part or variant.
     """
 
     def __init__(self, benchmark: str, path: Path | None, threads: int | None = None) -> None:

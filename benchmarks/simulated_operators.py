@@ -1,4 +1,4 @@
-"""What the simulation adds to the time of torch's own operators: the CPU's kernel on NPU tensors.
+"""Measures what the simulation adds to torch's own operators: CPU kernels on NPU tensors.
 
     python benchmarks/simulated_operators.py
 

@@ -3,8 +3,8 @@
     python benchmarks/soak.py [--steps 100000]
 
 A step is the layer of DeepSeek Sparse Attention with its loss, dense attention and the merge of its
-parts, forward and backward, and one write to a paged cache. What a call kept, be it 100 bytes,
-would show: 10 MB after 100,000 steps. `python -m cann_simulator benchmarks/soak.py
+parts, forward and backward, and one write to a paged cache. A call that kept 100 bytes would show
+as 10 MB after 100,000 steps. `python -m cann_simulator benchmarks/soak.py
 --device npu` does it with torch_npu over the simulated CANN.
 """
 

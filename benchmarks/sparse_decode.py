@@ -3,7 +3,7 @@
     python benchmarks/sparse_decode.py
 
 Sparse: the indexer scores all keys, and the attention reads the K best. Dense: the attention reads
-all keys. torch: scaled_dot_product_attention over keys that lie side by side. The limits are one
+all keys. torch: scaled_dot_product_attention over contiguous keys. The limits are one
 reading of the keys, at the speed of a sum over a large tensor, and the products, at the speed of a
 large bf16 matmul; both are timed in turn with the others.
 """
@@ -107,8 +107,8 @@ def make_step(batch: int, keys: int) -> Step:
 
 
 def torch_attention(step: Step) -> Call:
-    """Over keys that lie side by side, which are made before the clock starts. The heads, which
-    share their keys, are passed as tokens of one head: anything else takes it much longer."""
+    """Attends to contiguous keys, which are made before the clock starts. The heads share their
+    keys, so they are passed as tokens of one head: anything else takes it much longer."""
     dense = step.side_by_side()
     query = torch.cat((dense.query, dense.query_rope), -1)
     key = torch.cat((dense.latent, dense.rope), -1).transpose(1, 2)
@@ -152,7 +152,7 @@ def report_step(record: Recorder, keys: int, batch: int, rounds: int) -> None:
 
 
 def report_paging(record: Recorder, batch: int, keys: int, rounds: int) -> None:
-    """What reading through the block table costs."""
+    """Measures the cost of reading through the block table."""
     paged = make_step(batch, keys)
     dense = paged.side_by_side()
     nothing: dict[str, Any] = {"actual_seq_lengths_key": dense.lengths}

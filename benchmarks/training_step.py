@@ -164,7 +164,7 @@ def main() -> None:
         }
         steps = {way: training_step(way, tokens, arguments.selected) for way in ways}
         shares = {way: share_of_operators(step) for way, step in steps.items()}
-        # Of the longer steps, which vary less, fewer.
+        # Longer steps vary less, so fewer rounds do.
         rounds = max(1, min(arguments.rounds, 8192 // tokens))
         seconds = interleaved_medians(steps, rounds, warm=True)
         for way, each in seconds.items():

@@ -76,7 +76,7 @@ def main() -> None:
         }
         memory = {name: extra_memory(of_one) for name, of_one in make.items()}
         calls = {name: of_one() for name, of_one in make.items()}
-        # Of the longer steps, which vary less, fewer.
+        # Longer steps vary less, so fewer rounds do.
         rounds = max(1, arguments.rounds * min(arguments.tokens) // tokens)
         seconds = interleaved_medians(calls, rounds)
         for name, time in seconds.items():

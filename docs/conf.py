@@ -64,8 +64,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(ProcessGroup|torch|collections|pathlib|typing|nn)\..*|Tensor|Sequence|Any")
 ]
 
-# What examples may take for granted. They run under the default device limits.
-# What they print for a reader has no expected text beside it.
+# Examples may take these names for granted. They run under the default device limits, and may print
+# text for a reader that the page does not repeat.
 doctest_global_setup = """
 print = lambda *_: None
 import torch

@@ -34,12 +34,12 @@ from torch import Tensor
 
 
 class Keys(NamedTuple):
-    """What a query can attend to: (B, S, 1, D) each, or caches (num_blocks, block_size, 1, D)."""
+    """Keys to attend to: (B, S, 1, D) each, or caches (num_blocks, block_size, 1, D)."""
 
     latent: Tensor
     rope: Tensor
     indexer: Tensor
-    # Of caches: which blocks a sequence has, as the operators take it.
+    # For caches: the blocks of each sequence, as arguments of the operators.
     pages: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -142,7 +142,7 @@ def build_command(versions: dict[str, str]) -> Any:
 
 
 def arguments_of_build() -> dict[str, Any]:
-    """What is compiled, and what it then requires: no other minor version of torch loads it."""
+    """Returns what is compiled and what it requires: no other minor version of torch loads it."""
     versions = installed()
     if not versions or "sdist" in sys.argv:
         return {"version": PUBLIC_VERSION, "install_requires": ["torch", "torch_npu"]}

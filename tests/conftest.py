@@ -1,4 +1,4 @@
-"""What tests of every operator need, and --sample, which runs a part of them."""
+"""Fixtures for tests of every operator, and --sample, which runs a part of them."""
 
 from __future__ import annotations
 

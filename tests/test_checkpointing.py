@@ -89,7 +89,7 @@ def test_each_forward_runs_once() -> None:
     assert {name: selective[name] for name in FORWARDS} == dict.fromkeys(FORWARDS, 2)
     # Without the policy the backward computes them again: the two counts can differ.
     assert {name: full[name] for name in FORWARDS} == dict.fromkeys(FORWARDS, 4)
-    # What is cheap is recomputed.
+    # Cheap operators are computed again.
     assert selective["mm"] > plain["mm"]
 
 

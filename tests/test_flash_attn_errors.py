@@ -48,7 +48,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     flash_attn_with_kvcache: kvcache,
 }
 
-# Of all three functions.
+# Errors of all three functions.
 COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": 30.0}, NOT_IMPLEMENTED, "softcap: expected 0"),
     ({"q": None}, TYPE, "q: expected a tensor, got NoneType"),

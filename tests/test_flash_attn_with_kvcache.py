@@ -163,7 +163,7 @@ def test_a_table_padded_with_minus_one() -> None:
 
 
 def test_parts_of_a_cache_are_merged_with_the_log_sum_exp() -> None:
-    """What return_softmax_lse is for."""
+    """return_softmax_lse serves this."""
     q, (k, v) = random(B, 2, N, D), random(2, B, SLOTS, NK, D)
     parts = [
         flash_attn_with_kvcache(q, k[:, span], v[:, span], return_softmax_lse=True)

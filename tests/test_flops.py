@@ -143,7 +143,7 @@ def test_dense_attention_counts_what_a_mode_keeps() -> None:
     assert pairs(sparse_mode=4, pre_tokens=1, next_tokens=0) == 7
     packed = {"layout": "TND", "sparse_mode": 3, "actual_seq_lengths_query": [1, 4]}
     assert pairs(x[0], **packed, actual_seq_lengths_key=[1, 4]) == 1 + 6
-    # What a mask holds is not looked at.
+    # The values of a mask are not read.
     assert pairs(atten_mask=torch.ones(4, 4, dtype=torch.bool).triu(1)) == 16
 
 

@@ -27,7 +27,7 @@ def qkv(
 
 
 def number(scale: Tensor) -> float:
-    """What the operator reads from a scale."""
+    """Returns the number that the operator reads from a scale."""
     if scale.dtype == torch.float32:
         return float(scale.item())
     return float(struct.unpack("<f", struct.pack("<I", int(scale.item()) & 0xFFFFE000))[0])
@@ -90,7 +90,7 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> 
     largest = torch.where(keep, of_scores, 0).amax(-1, keepdim=True)
     p = scores.masked_fill(~keep, -torch.inf)
     p = (p - p.amax(-1, keepdim=True)).exp()
-    # Of the scores as they are after rounding, which is what the sum of the operator is made of.
+    # The operator adds exponentials of rounded scores, so this sum does too.
     total = p.sum(-1, keepdim=True) * (-2 * largest).exp()
     kept = keep.double()
     count = kept.sum(-1, keepdim=True)

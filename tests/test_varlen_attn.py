@@ -81,7 +81,7 @@ def test_forward_and_backward(
     torch.testing.assert_close(out, expected)
     d_out = torch.randn_like(out)
     actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
-    # What is kept for the backward is a float32.
+    # The statistics for the backward are float32.
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 

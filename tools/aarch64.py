@@ -5,7 +5,7 @@
 TORCH:TORCH_NPU names what to build with. The interpreter is Debian's Python for arm64, unpacked
 into a folder and run by QEMU, with the aarch64 wheels of torch and torch_npu. It runs setup.py, and
 the compiler that setup.py calls is this machine's cross compiler, at full speed. No root is needed.
-Whatever is downloaded and built is kept in --home, and used again.
+Downloads and builds are kept in --home, and used again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 import environment
 import matrix
 
-# What this machine needs, by the Debian packages that have it.
+# Programs that this machine needs, by the Debian packages that have them.
 PROGRAMS = {
     "qemu-user-static": "qemu-aarch64-static",
     "g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++",
     "ninja-build": "ninja",
 }
-# What the emulated machine has.
+# Packages of the emulated machine.
 DEBIAN_PACKAGES = ["python3", "libpython3-dev", "libstdc++6", "libgomp1"]
 VERSION = "2.10.0:2.10.0.post4"
 PLATFORMS = ["manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64"]
@@ -41,8 +41,8 @@ PLATFORMS = ["manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_
 PROCESSORS = ["neoverse-n1", "max"]
 # Each operator is called once or more.
 NPU_SMOKE = "test_public_functions or test_the_caches_are_those_of_the_cpu"
-# What is left out by default: programs that train for minutes, ranks (QEMU's fork can hang in a
-# process with several threads), and what is the same on every processor.
+# Left out by default: programs that train for minutes, ranks (QEMU's fork can hang in a process
+# with several threads), and tests whose results do not depend on the processor.
 LEFT_OUT = [
     "npu", "distributed", "device_rules", "examples/test_example.py",
     "examples/test_paged_decode.py", "repository/test_packaging.py", "test_limits.py",
@@ -166,7 +166,7 @@ def with_torch_npu(folder: Path, base: Path, torch_npu: str, python: Path) -> Pa
 
 
 class Report:
-    """What was done, what it gave and how long it took: the rows of a table."""
+    """The rows of a table: steps, their results, and how long they took."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, float]] = []

@@ -3,7 +3,7 @@
     python tools/matrix.py 2.7.1 2.10.0:2.10.0.post4 --sample 12
 
 TORCH:TORCH_NPU names a torch and the torch_npu to build with, TORCH alone a build for the CPU.
-What is built and tested is the source distribution, so that what it lacks shows. Environments and
+It builds and tests the source distribution, so that a missing file shows. Environments and
 sources are kept in --home, and used again.
 """
 
@@ -31,7 +31,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 
 @dataclass
 class Row:
-    """What one version gave."""
+    """The results of one version."""
 
     torch: str
     torch_npu: str = ""

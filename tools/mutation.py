@@ -132,7 +132,7 @@ def concerned(file: str) -> list[str]:
 
 
 def failure(tests: list[str], mutant: Mutant | None) -> str | None:
-    """What fails first; None if nothing does."""
+    """Returns the first test that fails; None if all pass."""
     number = mutant.number if mutant else 0
     log = FOLDER / f"mutant-{number}.log"
     environment = {

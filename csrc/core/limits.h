@@ -1,4 +1,4 @@
-// What each operator accepts on each device, as data. The tables stand next to the operator's
+// Limits of each operator on each device, as data. The tables stand next to the operator's
 // rules in csrc/ops/<operator>.cpp; the checks, the documentation and `python -m ascend_attn_ops`
 // read them.
 #pragma once

@@ -1,6 +1,6 @@
 // Sequence lengths: which tokens belong to which sequence.
 //
-// BSND takes one count per batch, at most S; absent means S. TND takes inclusive prefix sums
+// BSND takes one count per batch, at most S; absent means S. TND takes cumulative lengths
 // (lengths 3, 2, 4 are given as 3, 5, 9), at most T; a repeated value is an empty sequence, and
 // tokens past the last value belong to no sequence.
 #pragma once
@@ -46,7 +46,7 @@ void check_actual_lengths(std::string_view op, std::string_view argument,
 c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
                           const c10::SymInt& tokens);
 
-// Converts inclusive prefix sums to sequences. A 0 that closes a list, where an operator takes one,
+// Converts cumulative lengths to sequences. A 0 that closes a list, where an operator takes one,
 // is an empty sequence.
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
                                        c10::ArrayRef<int64_t> key_ends);

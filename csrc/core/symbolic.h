@@ -21,7 +21,7 @@ inline bool at_most(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_le(b).expect_true(__FILE__, __LINE__);
 }
 
-// Of numbers that are not negative: the largest number of 64 bits where the result does not fit.
+// For numbers that are not negative: INT64_MAX where the result does not fit.
 inline int64_t saturated_product(int64_t a, int64_t b) {
   int64_t product = 0;
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<int64_t>::max() : product;

@@ -66,7 +66,7 @@ class Scorer {
  public:
   using Sum = Accumulator<Operand>;
 
-  // Of blocks of up to `tokens`.
+  // A block has up to `tokens` tokens.
   Scorer(int64_t tokens, int64_t heads, int64_t size)
       : tokens_(tokens), heads_(heads), size_(size) {}
 

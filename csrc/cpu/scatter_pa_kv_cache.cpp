@@ -83,7 +83,7 @@ struct Side {
   int64_t slot_stride = 0;
   int64_t piece_bytes = 0;
   int64_t piece_stride = 0;
-  bool flat = false;  // slots lie side by side, across the borders of blocks as well
+  bool flat = false;  // slots are contiguous, across the borders of blocks as well
 };
 
 using Sides = c10::SmallVector<Side, 2>;

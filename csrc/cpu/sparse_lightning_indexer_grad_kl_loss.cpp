@@ -1,5 +1,5 @@
-// Computes the target and the indexer's scores of a token tile by tile. Of its selected keys, only
-// the logits (K, Nidx) are kept between the softmax and the gradients.
+// Computes the target and the indexer's scores of a token tile by tile. Only the logits
+// (K, Nidx) of its selected keys are kept between the softmax and the gradients.
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 #include <torch/library.h>

@@ -85,7 +85,7 @@ WrittenMemory::WrittenMemory(const char* op, const at::Tensor* const* outputs, s
 auto WrittenMemory::find_overlap(const at::Tensor& tensor) const -> const Output* {
   const auto elements = location_of(tensor);
   for (const auto& output : outputs_) {
-    // Of symbolic sizes only this is known.
+    // This is all that can be told with symbolic sizes.
     if (tensor.is_same(output.tensor)) [[unlikely]] {
       return &output;
     }

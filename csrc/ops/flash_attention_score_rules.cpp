@@ -315,7 +315,7 @@ void FlashAttentionRules::check_slopes_of_sequences() const {
 
 void FlashAttentionRules::check_dropout() const {
   const double keep = options_.keep_prob;
-  // What is kept is divided by it.
+  // The kernels divide by it.
   check_value(keep <= 1 && static_cast<float>(keep) >= std::numeric_limits<float>::min(), op_,
               "keep_prob", "expected a probability in (0, 1] of normal float32, got ", keep);
   if (!options_.drop_mask) {

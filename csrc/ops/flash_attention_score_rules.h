@@ -124,7 +124,7 @@ class FlashAttentionRules {
   DeviceLimits limits_;
   // In layout TND: the number of sequences, and the total number of tokens.
   c10::SymInt batch_, queries_, keys_;
-  // In layout TND: the prefix sums, without a 0 that closes both lists.
+  // In layout TND: the cumulative lengths, without a 0 that closes both lists.
   c10::SymIntArrayRef query_ends_, key_ends_;
   c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
 };

@@ -65,7 +65,7 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outp
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
   constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
-  // Those of a paged cache are counted by their lengths, which are int32.
+  // Keys of a paged cache are counted by their lengths, which are int32.
   const auto& keys = key.sym_size(-3);
   check_value(keys.maybe_as_int().value_or(0) <= kMostKeys, name, "key", "expected at most ",
               kMostKeys, " tokens, as indices are int32, got shape ", key.sym_sizes());

@@ -37,7 +37,7 @@ constexpr Rule kBufferGoesOn{"key",
 
 bool has_window(Scatter scatter) { return scatter >= Scatter::rope; }
 
-// Returns whether the elements of every block lie side by side, with the axes behind the first in
+// Returns whether the elements of every block are contiguous, with the axes behind the first in
 // this order, and no two blocks overlap.
 bool has_dense_blocks(const at::Tensor& cache, std::initializer_list<int64_t> order) {
   const auto holds = [](const c10::SymBool& truth) { return truth.guard_bool(__FILE__, __LINE__); };

@@ -24,7 +24,8 @@ namespace ascend_attn {
 inline constexpr Limit kHeadDim{"D", "head size without rope", {.one_of = {512}}};
 inline constexpr Limit kRopeDim{"Dr", "head size of the rope part", {.one_of = {64}}};
 inline constexpr Limit kIndexDim{"Didx", "head size of the indexer", {.one_of = {128}}};
-// sparse_mode alone says which keys are visible. What else these could say, the device refuses.
+// sparse_mode alone says which keys are visible. The device refuses other values
+// of these.
 inline constexpr Limit kPreTokens{
     "pre_tokens", "earlier keys that a query sees", {.one_of = {INT64_MAX}}};
 inline constexpr Limit kNextTokens{

@@ -26,7 +26,7 @@
 
 namespace ascend_attn {
 
-// What owns the value of a parameter while the call lasts. Tensors have a reference of their own:
+// Owns the value of a parameter while the call lasts. Tensors have a reference of their own:
 // torch.utils.swap_tensors counts references, while other threads run.
 template <typename Parameter>
 struct Owner {

@@ -28,7 +28,7 @@ py::dict limits_of(const OperatorLimits& table, Device device) {
   }
   py::list limits;
   for (const auto& limit : table.limits) {
-    // Of several limits of a quantity, the first of this device applies.
+    // The first limit of a quantity that fits this device applies.
     if (table.find(limit.quantity, device) == &limit) {
       limits.append(py::make_tuple(std::string(limit.quantity), std::string(limit.meaning),
                                    limit.allowed.text()));

@@ -1,7 +1,7 @@
 """Every ```python block of a page is an example, and `sphinx-build -b doctest` runs it.
 
-The blocks of a page share their names, in the order of the page. What cannot run here (calls of
-other libraries, outlines) is a ```py block: it looks the same and is not run.
+The blocks of a page share their names, in the order of the page. Code that cannot run here (calls
+of other libraries, outlines) is a ```py block: it looks the same and is not run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RunPythonBlocks(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         for block in self.document.findall(nodes.literal_block):
             if block.get("language") == "python":
-                # What sphinx.ext.doctest looks for; the group is that of the docstrings' examples.
+                # sphinx.ext.doctest looks for these; docstrings' examples have the same group.
                 block["testnodetype"] = "testcode"
                 block["groups"] = ["default"]
                 block["options"] = {}

@@ -1,4 +1,4 @@
-"""What is wrong with an argument, said in one line; and the checks that several functions share."""
+"""One-line errors for arguments, and the checks that several functions share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dense attention functions compute for their callers: scale, masks and dropout."""
+"""Scale, masks and dropout that the dense attention functions compute for their callers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the operators compute, for torch.utils.flop_counter: two operations per multiply-add of a
-matrix product, over the keys that each query really reads.
+"""FLOPs of the operators, for torch.utils.flop_counter: two per multiply-add of a matrix product,
+over the keys that each query really reads.
 
 `register` is called when the package is imported; `unregister` undoes it.
 """
@@ -52,7 +52,7 @@ def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], No
                 signature: inspect.Signature = signature,
                 **kwargs: Any,
             ) -> int:
-                # The form `out` has the outputs as well, which torch has matched with its schema.
+                # torch has matched the outputs of an `out=` overload with its schema.
                 read = {name: x for name, x in kwargs.items() if name in signature.parameters}
                 call = signature.bind(*args, **read)
                 call.apply_defaults()

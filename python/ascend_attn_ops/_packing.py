@@ -201,8 +201,11 @@ def with_gaps(
 def one_key_each(
     q_ends: Sequence[int], k_ends: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ends of sequences of one query and its own key, counted from the last ones, and into how
-    many of them each sequence is split. What is left over comes first, without a partner."""
+    """Splits sequences into pairs of one query and its own key, counted from the last ones.
+
+    Returns the ends of the pairs for queries and keys, and the number of parts of each sequence.
+    Its first part holds the queries or keys without a partner.
+    """
     q_lengths, k_lengths, parts = [], [], []
     for queries, keys in zip(lengths_between(q_ends), lengths_between(k_ends), strict=True):
         both = max(min(queries, keys), 0)

@@ -128,10 +128,10 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention of packed sequences, with gradients.
 
-    What a query sees is as in :func:`flash_attn_func`, counted inside its sequence. Sequences may
-    be empty. Tokens behind the last one belong to none: their rows are 0.
+    A query sees the keys that it sees in :func:`flash_attn_func`, counted inside its sequence.
+    Sequences may be empty. Tokens behind the last one belong to none: their rows are 0.
 
-    CANN takes the lengths on the host. Prefix sums on an NPU are copied from there, which waits for
+    CANN takes the lengths on the host. A tensor on an NPU is copied to the host, which waits for
     the device, once for each tensor as long as it does not change: the layers of a model that share
     them wait once in a step (under torch.inference_mode in each call). A tensor on the CPU does not
     wait, and neither does a list, which is also what torch.compile(fullgraph=True) wants.
@@ -142,8 +142,8 @@ def flash_attn_varlen_func(
         k: (total_k, nheads_k, headdim); with block_table the blocks of a cache, (num_blocks,
             block_size, nheads_k, headdim).
         v: as k. Its headdim may be smaller, which flash-attn does not take.
-        cu_seqlens_q: the prefix sums of the lengths, int32 (batch_size + 1,), of which the first is
-            0; on any device, or as a list.
+        cu_seqlens_q: the cumulative sequence lengths, int32 (batch_size + 1,), of which the first
+            is 0; on any device, or as a list.
         cu_seqlens_k: as cu_seqlens_q, of k.
         max_seqlen_q: not needed: the lengths say it.
         max_seqlen_k: as max_seqlen_q.
@@ -336,8 +336,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Write new keys and values into a cache, in place, and attend to all that it holds then.
 
-    For inference: no gradient flows. What a query sees is as in :func:`flash_attn_func`, where
-    seqlen_k is what the cache holds of the sequence, the new keys included.
+    For inference: no gradient flows. A query sees the keys that it sees in
+    :func:`flash_attn_func`, where seqlen_k is the number of keys that the cache holds of the
+    sequence, the new ones included.
 
     The lengths are needed on the host: as in :func:`flash_attn_varlen_func`, a cache_seqlens on the
     CPU, or one int for all sequences, does not wait for the device.
@@ -358,7 +359,7 @@ def flash_attn_with_kvcache(
             in every call.
         cache_leftpad: only None.
         block_table: int32 (batch_size, max_num_blocks), the blocks of each sequence; of any size.
-            They are copied side by side in every call. Numbers of blocks on an NPU are not checked.
+            Every call copies them to contiguous memory. Block numbers on an NPU are not checked.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in
             :func:`flash_attn_varlen_func`.
         rotary_interleaved: of no effect without rotary_cos.

@@ -1,7 +1,7 @@
 """FlashAttention-3's functions, by their own names and signatures, over the operators.
 
 ``from ascend_attn_ops.flash_attn_interface import flash_attn_func`` takes the place of
-``from flash_attn_interface import flash_attn_func``. What they compute is documented in
+``from flash_attn_interface import flash_attn_func``. They are documented in
 `ascend_attn_ops.flash_attn`. `num_splits`, `pack_gqa`, `sm_margin` and the largest lengths guide a
 launch there and have no effect here. `qv`, descaling factors, `attention_chunk` and `softcap` raise
 NotImplementedError.

@@ -17,7 +17,7 @@ from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._torch import assume_constant_result
 
-# What each sparse_mode keeps; i is the query and j the key, both counted from 0.
+# The keys that each sparse_mode keeps; i is the query and j the key, both counted from 0.
 MODES: dict[int, str] = {
     0: "default: i - pre_tokens <= j <= i + next_tokens, and what atten_mask keeps",
     1: "all mask: what atten_mask keeps",
@@ -109,8 +109,8 @@ def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
 # Otherwise, compiled code would build it in every call.
 @assume_constant_result
 def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
-    # Under FakeTensorMode all tensors are fake, and none may be cached. What a graph captures is
-    # computed when it is replayed, and lives in its memory.
+    # Under FakeTensorMode all tensors are fake, and none may be cached. A mask made in a
+    # graph capture is computed when the graph is replayed, and lives in its memory.
     real = type(torch.empty(0)) is Tensor and not captures(device)
     return (_new_mask if real else _new_mask.__wrapped__)(prefix_rows, device)
 

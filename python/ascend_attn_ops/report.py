@@ -1,4 +1,4 @@
-"""What is installed, what works here, and why not."""
+"""Reports what is installed, what works here, and why not."""
 
 from __future__ import annotations
 

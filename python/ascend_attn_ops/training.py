@@ -1,4 +1,4 @@
-"""What a trainer needs beside the operators."""
+"""Helpers for trainers."""
 
 from __future__ import annotations
 

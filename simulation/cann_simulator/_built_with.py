@@ -1,4 +1,4 @@
-"""What the libraries were compiled with, checked before torch_npu is loaded on them."""
+"""Checks what the libraries were compiled with, before torch_npu is loaded on them."""
 
 from __future__ import annotations
 

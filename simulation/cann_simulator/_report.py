@@ -1,4 +1,4 @@
-"""What ran in the simulation, where, how often, and what was refused."""
+"""Reports what ran in the simulation, where, how often, and what was refused."""
 
 from __future__ import annotations
 

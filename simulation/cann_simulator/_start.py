@@ -63,7 +63,7 @@ def start(
         task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
         streams: "strict" makes work on a stream an error that touches memory which work on another
             has touched, where nothing orders the two: no event that the stream waits for, no host
-            that has waited. What is copied to the host arrives when the host waits for it.
+            that has waited. A copy to the host arrives when the host waits for it.
         calls: A file that gets every call of an aclnn function as a line of JSON, also those of the
             processes that this one starts.
         report: Write to standard error, at the end, which operators ran, where and how often, and
@@ -101,7 +101,7 @@ def start(
             f"there is a real CANN here ({found}), and a simulation would hide it; use force=True "
             "(--force) to simulate all the same"
         )
-    # Whoever switched the automatic import off wants that of its children, too.
+    # A user who switched the automatic import off wants it off in child processes, too.
     wanted[AUTOLOAD] = os.environ.get(AUTOLOAD, "1")
     os.environ.update(wanted)
     if calls is not None:

@@ -1,4 +1,4 @@
-"""What a test sees of the simulated CANN in its process, and what it makes it do."""
+"""Lets a test observe and steer the simulated CANN in its process."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def reference_gradients(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor,
 
 
 def floors(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor | float, ...]:
-    """What the rounding of summands that nearly cancel may leave of each gradient."""
+    """Returns the rounding error of each gradient whose summands nearly cancel."""
     gradient = gradient_of(sample)
     if gradient.expected is None:
         return (0.0,) * len(names)
@@ -229,7 +229,7 @@ def test_undefined_gradient_reads_no_input(name: str) -> None:
 @each_operator
 def test_expanded_gradient(recipe: Recipe) -> None:
     """The gradient of a sum has no memory of its own."""
-    # Of a sample without padding of -inf, whose sum has a gradient.
+    # The sum of a sample without padding of -inf has a gradient.
     sample = next(
         sample
         for sample in (r.make(torch.float32) for r in recipe.operator.recipes if r.differentiable)
@@ -288,7 +288,7 @@ def test_deterministic_algorithms(recipe: Recipe) -> None:
     ids=lambda operator: operator.name,
 )
 def test_forward_mode_is_refused(operator: Operator) -> None:
-    """Of whichever tensor, those that may be None too: the outputs would be constants to it."""
+    """Optional tensors are refused too: the outputs would be constants to them."""
     samples = [recipe.make(torch.float32) for recipe in operator.recipes]
     sample = max(samples, key=lambda sample: len(sample.tensors))
     for name, x in sample.tensors.items():

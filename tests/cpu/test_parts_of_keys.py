@@ -11,7 +11,7 @@ from support.samples import OPERATORS, Recipe, Sample, as_tuple
 
 PARTED = [x for x in OPERATORS["sparse_flash_attention"].recipes if x.case.k * x.case.block > 512]
 
-# Of more keys than the dense operators have in a part.
+# These have more keys than one part of the dense operators.
 DENSE = [
     FlashCase("BSND", b=1, s=(1, 9000), heads=(3, 3)),
     FlashCase("BSND", b=1, s=(1, 9000), heads=(8, 1)),

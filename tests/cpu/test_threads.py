@@ -16,7 +16,7 @@ from support.tolerance import assert_same_bits
 from torch import Tensor
 
 THREADS = 4
-# Of an operator: its other cases run the same code.
+# Cases per operator: its other cases run the same code.
 CASES = 6
 
 RETURNING = [operator for operator in OPERATORS.values() if not operator.in_place]

@@ -1,4 +1,4 @@
-"""What CANN's own checks say to parameter sets, and what this library says to the same sets.
+"""Compares CANN's own checks with this library's, on the same parameter sets.
 
 CANN's tiling code, which runs on the host and checks the arguments of a launch, was compiled from
 its sources and asked. `verdicts/<operator>.jsonl.xz` has one parameter set per line: its arguments,

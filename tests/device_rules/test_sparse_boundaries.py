@@ -20,7 +20,7 @@ def meta(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a call in layout BSND, or, with `lengths`, in layout TND."""
+    """The sizes of a call in layout BSND, or, with `lengths`, in layout TND."""
 
     b: int = 1
     s1: int = 4

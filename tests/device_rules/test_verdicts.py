@@ -1,4 +1,4 @@
-"""What this library accepts and refuses beyond CANN's own checks stands in the documentation."""
+"""The documentation lists all differences between this library's checks and CANN's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ IGNORED_THERE = "unless scatter_mode is 'Nct'"
 # Calls that CANN's checks accept, and that its kernels were seen to compute wrongly.
 WRONG_THERE = ("expected sparse_block_size (keys per block)", "head size in scatter mode 'Rope'")
 
-# Of all other verdicts: how many agree at least, and how many sets this library alone accepts at
-# most, without those of which a launch passes something else than what CANN was asked about.
+# All other verdicts: the least share that agrees, and the largest share that only this library
+# accepts. Sets whose launch passes other arguments than CANN was asked about do not count.
 AGREE = 0.92
 ONLY_HERE = 0.001
 

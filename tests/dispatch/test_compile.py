@@ -45,8 +45,8 @@ def test_opcheck(recipe: Recipe) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     aot = "test_aot_dispatch_dynamic"
     if recipe.differentiable and not sample.call(torch.ops.ascend)[0].is_floating_point():
-        # With gradients this check adds all outputs to the first one, which torch refuses of an
-        # integer. What it would show is in test_compiles_once_for_all_sizes.
+        # With gradients this check adds all outputs to the first one, which torch refuses for an
+        # integer. test_compiles_once_for_all_sizes covers the rest.
         torch.library.opcheck(operator, sample.args, sample.options, test_utils=aot)
     else:
         checks.append(aot)

@@ -190,7 +190,7 @@ def test_errors_are_those_of_torch_ops(
 
 
 class Recording:
-    """What both kinds of modes do here: write down the operator, and run it."""
+    """Records the operator and runs it, in both kinds of modes."""
 
     def __init__(self) -> None:
         super().__init__()

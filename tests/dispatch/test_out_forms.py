@@ -1,4 +1,4 @@
-"""The forms `out`: they write to the caller's tensors what the operators return, or nothing."""
+"""`out=` overloads write the operators' results to the caller's tensors, or nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def names(call: OutCall) -> list[str]:
 
 
 def test_the_schema_is_the_operators_and_its_outputs() -> None:
-    """Of these operators alone: all that is registered with the name of an overload."""
+    """No other operator has a named overload."""
     forms = {name: found - {""} for name, found in registered.overloads().items()}
     assert {name: found for name, found in forms.items() if found} == {
         operator.name: {"out"} for operator in FORMS
@@ -203,7 +203,7 @@ def in_one_buffer(first: Tensor, second: Tensor, apart: bool) -> tuple[Tensor, T
 @each_form
 @pytest.mark.usefixtures("no_limits")
 def test_overlaps(operator: Operator, device: str) -> None:
-    """Of every output with every tensor that is read, and with every other output."""
+    """Every output against every tensor that is read, and against every other output."""
     for call in with_every_tensor(operator, device):
         checked = 0
         for name, read in call.sample.tensors.items():
@@ -253,7 +253,7 @@ def with_every_tensor(operator: Operator, device: str) -> list[OutCall]:
 
 
 def assert_writes(call: OutCall, like: OutCall) -> None:
-    """What another call writes."""
+    """Asserts that the call writes the results of `like`."""
     written = call.run()
     if not written[0].is_meta:
         for x, y in zip(written, like.sample.call(torch.ops.ascend), strict=True):

@@ -1,4 +1,4 @@
-"""The forms `out` under torch.compile, torch.export and functionalization."""
+"""`out=` overloads under torch.compile, torch.export and functionalization."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_opcheck(recipe: Recipe) -> None:
 
 @each_form
 def test_transforms_refuse(operator: Operator) -> None:
-    """Those of torch.func that would differentiate, or run the call for each example."""
+    """torch.func.grad and vmap cannot differentiate or repeat a call that writes."""
     call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
     name = call.sample.tensor_names(operator.differentiable or ("query",))[0]
     x = call.sample.tensors[name]

@@ -1,4 +1,4 @@
-"""What the ranks of test_dtensor*.py compute: every sample in one process and with DTensors."""
+"""Computes every sample in one process and with DTensors, on the ranks of test_dtensor*.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-# Of fp64 results, relative to the largest element.
+# For float64 results, relative to the largest element.
 LARGEST_ERROR = 1e-12
 
 Place = Callable[[str, Tensor], Sequence[Placement]]
@@ -31,7 +31,7 @@ def without_group(group: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def mesh_of(name: str) -> DeviceMesh:
-    """Of four ranks: "4", "2x2", "2" (two meshes of two) or "3", which leaves one out."""
+    """Returns a mesh on four ranks: "4", "2x2", "2" (two meshes of two) or "3" (without one)."""
     if name == "4":
         return init_device_mesh("cpu", (4,))
     if name == "3":
@@ -85,7 +85,7 @@ def by_axis(axes: Sequence[str], sample: Sample) -> Place:
 
 
 def at_random(seed: str, mesh: DeviceMesh) -> Place:
-    """Every tensor placed by itself. Those of a list share their placements as any others do."""
+    """Places every tensor at random, by itself, tensors of a list included."""
     generator = random.Random(seed)
 
     def place(name: str, x: Tensor) -> Sequence[Placement]:
@@ -143,7 +143,7 @@ def errors_of(recipe: Recipe, mesh: DeviceMesh, place: Place) -> float:
 
 
 def error_of(actual: DTensor, expected: Tensor, sample: Sample) -> float:
-    """Of this rank's part, which must be that of the whole; sums are summed first."""
+    """Returns the error of this rank's part; partial sums are added first."""
     assert actual.shape == expected.shape
     if HeadsOfSequences() in actual.placements:
         return error(whole_statistics(actual, sample), expected)
@@ -154,7 +154,7 @@ def error_of(actual: DTensor, expected: Tensor, sample: Sample) -> float:
 
 
 def whole_statistics(x: DTensor, sample: Sample) -> Tensor:
-    """What only the backward can read, put together sequence by sequence."""
+    """Joins statistics that only the backward can read, sequence by sequence."""
     with pytest.raises(RuntimeError, match="not supported"):
         x.full_tensor()
     heads = x.shape[1]

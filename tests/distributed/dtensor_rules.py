@@ -1,4 +1,4 @@
-"""What the ranks of test_dtensor.py do beside computing samples: writes, errors, whole steps."""
+"""Writes, errors and whole steps on the ranks of test_dtensor.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 
 
 def message_of(call: Callable[[], object]) -> str:
-    """Of the error that a call raises, which has moved nothing between ranks."""
+    """Returns the message of the error that a call raises before it communicates."""
     with debug.CommDebugMode() as communication:
         try:
             call()

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 SIZES = Sizes()
-# Of three ranks the second has no tokens.
+# The second of three ranks has no tokens.
 LENGTHS = [2]
 WRONG_RANK = 2
 # Seconds in which all ranks hear of an error, on a busy machine too; far less than the time-out.
@@ -229,7 +229,7 @@ def wrong_call(group: ProcessGroup, name: str) -> str:
         x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
         x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
         x["max"] = torch.ones(1, shards.local_tokens, SIZES.heads)
-        # What goes well before makes no difference.
+        # A call that succeeds before makes no difference.
         function(x, shards)
         if group.rank() == WRONG_RANK:
             wrong = {**x, **{key: change(x[key]) for key, change in changes.items()}}
@@ -361,7 +361,7 @@ def unchecked(group: ProcessGroup) -> None:
         expected, actual = (of_ranks(tokens, x, SIZES) for x in (checked, trusting))
         for name, x in expected.items():
             assert torch.equal(actual[name], x), name
-        # What is wrong on all ranks is still an error on each.
+        # A call that is wrong on all ranks is still an error on each.
         assert "local tokens" in message(lambda: indexer(tokens, trusting))
 
 

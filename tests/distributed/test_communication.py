@@ -1,4 +1,4 @@
-"""What travels between the ranks, and when."""
+"""Tensors that travel between the ranks, and when."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def train(rank: int, port: int, moment: str, pipe: Connection) -> None:
                 out.sum().backward()
         except RuntimeError as error:
             pipe.send(f"{type(error).__name__}: {error}")
-    # What gloo's threads still do after a failure can abort a process that tears itself down.
+    # After a failure, gloo's threads can abort a process that tears itself down.
     os._exit(0)
 
 

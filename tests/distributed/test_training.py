@@ -126,7 +126,7 @@ def in_autocast(group: ProcessGroup, compiled: bool) -> None:
         assert torch.equal(loss, expected)
         for name, d in gradients(x, loss).items():
             assert d.dtype == torch.float32
-            # What several functions add to a gradient is added in float32 here, in bfloat16 there.
+            # Gradients of several functions are added in float32 here, in bfloat16 there.
             assert relative_error(d, wanted[name]) <= 1e-2, name
 
 

@@ -1,4 +1,4 @@
-"""What the README, the docs and the demo show runs on every device that has the operators."""
+"""Examples of the README, the docs and the demo run on every device that has the operators."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def varlen_attn_has_windows() -> bool:
     return "window_size" in inspect.signature(varlen_attn).parameters
 
 
-# What this torch lacks, by the function that an error then names.
+# Features that this torch lacks, by the function that an error then names.
 MISSING_IN_TORCH = {
     function: what
     for function, there, what in (

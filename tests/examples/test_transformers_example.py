@@ -61,7 +61,7 @@ def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> No
     assert found["pretraining"][-1] < found["pretraining"][0]
     mass = found["held_out"]["attention_mass"]
     assert mass["dense"] == pytest.approx(1, abs=1e-3)
-    # What the indexer has learnt; a loss is that of its batch, and rises and falls with it.
+    # The indexer has learnt this. Its losses show less: each depends on its batch.
     assert mass["random"] < mass["indexer"] < mass["ideal"] < 1
 
     with subprocess.Popen(

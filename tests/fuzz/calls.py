@@ -1,4 +1,4 @@
-"""What holds for every valid call, whatever it computes."""
+"""Properties of every valid call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Outputs = tuple[Tensor, ...]
 
 _M_PERTURB = -6
 _PERTURB_AT_START = int(os.environ.get("MALLOC_PERTURB_", "0"))
-# What freed memory is filled with, allocated memory with its complement. As floating point: almost
-# nothing and huge, NaN, huge and almost nothing.
+# Fills freed memory; its complement fills allocated memory. As floating point: almost nothing and
+# huge, NaN, huge and almost nothing.
 FILLS = (0x80, 0xFF, 0x02)
 _mallopt: Callable[[int, int], int] = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
 THREADS = (1, 2, 4)
-# Of the cases: to change the number of threads takes longer than a small call.
+# Few cases, because changing the thread count takes longer than a small call.
 SHARE_OF_THREADS = 0.2
 
 
@@ -76,7 +76,7 @@ class Run:
 
 
 def content(x: Tensor) -> Tensor:
-    """Of all the memory that a tensor is a part of: a copy, of large ones a sum."""
+    """Returns a copy of a tensor's whole storage, or the sum of a large one."""
     every = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
     if every.numel() < 2**20:
         return every.clone()
@@ -94,9 +94,10 @@ def with_other_lengths(sample: Sample, random: Random) -> Sample:
 
 
 def run(sample: Sample, random: Random, same_on_all_threads: bool) -> Outputs:
-    """The outputs, which are the same bits for other strides, in a second run, with other rubbish
-    in new memory, and where that is promised with other numbers of threads; a call changes no
-    argument.
+    """Returns the outputs, after checking that nothing else changes their bits.
+
+    Neither other strides, a second run nor other uninitialised memory may change them, nor, where
+    that is promised, another thread count. A call changes no argument.
     """
     counts = [random.choice(THREADS)] * 3
     if same_on_all_threads and random.random() < SHARE_OF_THREADS:
@@ -125,14 +126,14 @@ def run(sample: Sample, random: Random, same_on_all_threads: bool) -> Outputs:
 
 
 def check(sample: Sample, actual: Outputs, expected: Sequence[Expected] | None = None) -> None:
-    """What the call returned, against what the operator's record expects, or `expected`."""
+    """Compares the outputs with `expected`, or with those of the operator's record."""
     operator = OPERATORS[sample.operator]
     try:
         if expected is None and operator.expected is None:
             operator.assert_matches_reference(sample, actual)
             return
         for one, x in zip(expected or operator.expected(sample), actual, strict=True):
-            # Of many small samples some exceed a share by chance.
+            # Some of many small samples exceed a share by chance.
             few = isinstance(one, ExpectedOfInt8)
             (replace(one, deviations=3.0) if few else one).check(x)
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""What a class of cases is."""
+"""The type of a class of cases, and of its findings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Finding(AssertionError):
-    """What a case found; its text is one paragraph."""
+    """A finding of a case; its text is one paragraph."""
 
 
 # Makes and checks one random case, from nothing but the generator; returns a short label of what it

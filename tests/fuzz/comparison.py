@@ -17,7 +17,7 @@ from .case import Finding
 from .copies import has_memory, tensors_in
 from .outcome import Outcome, is_out_of_memory, run, same_bits
 
-# What is larger overflows, or loses more digits than a tolerance allows.
+# Larger numbers overflow, or lose more digits than a tolerance allows.
 _LARGEST = 1e3
 _MOST_ELEMENTS = 20_000
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
@@ -166,7 +166,7 @@ def check_gradients(outcome: Outcome, arguments: dict[str, Any]) -> None:
     outputs = [x for x in outcome.outputs if x.requires_grad]
     inputs = [x for x in tensors_in(arguments) if x.requires_grad]
     if not inputs:
-        # Of a long list.
+        # A long list hides its tensors.
         return
     gradients = run(
         torch.autograd.grad,
@@ -184,7 +184,7 @@ def check_gradients(outcome: Outcome, arguments: dict[str, Any]) -> None:
 
 
 def _on_meta(x: Any, kind: str) -> Any:
-    """What takes the place of a number has a value also there."""
+    """Moves tensors to the device "meta", except tensors in the place of a number."""
     if "Tensor" not in kind:
         return x
     if isinstance(x, Tensor):

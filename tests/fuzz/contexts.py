@@ -94,7 +94,7 @@ def autocast_case(build: Build) -> Case:
         def results(x: Sample, call: Callable[[Sample], tuple[Tensor, ...]]) -> list[Tensor]:
             outputs, gradients = outputs_and_gradients(x, names, call)
             dtypes = [sample.tensors[name].dtype for name in names]
-            # What the cast of a result loses is lost on both sides.
+            # The cast of a result loses the same digits on both sides.
             return [*outputs, *(g.to(d) for g, d in zip(gradients, dtypes, strict=True))]
 
         expected = outcome(lambda: results(by_hand, lambda leaf: leaf.call(namespace)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _MOST_ELEMENTS = 2**24
-# Of a copy in every case.
+# The largest storage that every case copies.
 _MOST_BYTES = 2**20
 
 
@@ -40,7 +40,7 @@ def storage_bytes(x: Tensor) -> Tensor:
 
 
 class Before:
-    """What the tensors of a call held, in memory and in their metadata."""
+    """Remembers the memory and the metadata of a call's tensors."""
 
     def __init__(self, arguments: object) -> None:
         # A long list repeats a tensor.
@@ -50,7 +50,7 @@ class Before:
         self._state = [_state(x) for x in self._tensors]
 
     def changed(self, written: Iterable[Tensor] = ()) -> Tensor | None:
-        """A tensor that is not as it was. Those `written` may be, within their own elements."""
+        """Returns a tensor that has changed; `written` tensors may, within their own elements."""
         may_change = [x for x in written if isinstance(x, Tensor) and has_memory(x)]
         storages = {x.untyped_storage()._cdata for x in may_change}
         for x, before, state in zip(self._tensors, self._bytes, self._state, strict=True):

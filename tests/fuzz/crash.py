@@ -1,4 +1,4 @@
-"""What is known of a case that ends its process."""
+"""Records a case that ends its process."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def remembered(path: Path) -> str:
 
 
 def has_sanitizer() -> bool:
-    """Of addresses, as tools/sanitize.py starts a process."""
+    """Returns whether AddressSanitizer is loaded, as tools/sanitize.py does."""
     return hasattr(ctypes.CDLL(None), "__asan_init")
 
 
 def protect() -> None:
-    """Of a process that runs cases: a crash says where, and no case takes all memory there is."""
+    """Makes crashes of this process say where, and limits its memory."""
     # A sanitizer says more of a crash.
     if not has_sanitizer():
         faulthandler.enable()

@@ -35,7 +35,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def lengths(random: Random, count: int, largest: int) -> tuple[int, ...]:
-    """Of sequences, some of them empty."""
+    """Draws lengths of sequences, some of them empty."""
     return tuple(0 if random.random() < 0.2 else size(random, largest) for _ in range(count))
 
 

@@ -75,7 +75,7 @@ _PLACES: tuple[Callable[[Tensor, Random], Tensor], ...] = (
 
 
 def _rubbish(shape: list[int], x: Tensor) -> Tensor:
-    """What would be noticed if it were read: NaN, or indices out of range."""
+    """Returns a value that would be noticed if it were read: NaN, or indices out of range."""
     return torch.full(shape, noticed(x)).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a call gave, and whether an error is one that the documentation promises."""
+"""The outcome of a call, and whether its error is one that the documentation promises."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ _FLASH_ATTN = re.compile(
 )
 _KINDS = (TypeError, ValueError, NotImplementedError)
 _MOST_CHARACTERS = 1_000
-# What a call is wrong for that is none of its arguments.
+# Errors may name these, which are no arguments.
 _NO_ARGUMENTS = ("product", "device")
 
-# What torch says of arguments that do not match a schema, before an operator is called.
+# torch's errors for arguments that do not match a schema, before an operator is called.
 _SCHEMA = re.compile(
     r"(Overloaded torch operator invoked from Python failed to match any schema:\n)?"
     r"(ascend::\w+\(\) (Expected a value of type '[^']+' for argument '\w+'|is missing value for |"
     r"takes \d+ positional|expected at most)|Unknown keyword argument '\w+' for operator 'ascend::|"
     r"Argument '\w+' specified both as positional and keyword argument)"
 )
-# What it says of a tensor of bool in the place of lengths.
+# Its error for a tensor of bool in the place of lengths.
 _BOOL_FOR_LENGTH = re.compile(r"scalar\.isIntegral\( ?false\) ?INTERNAL ASSERT FAILED")
-# What Python says of them.
+# Python's errors for arguments that do not match a signature.
 _SIGNATURE = re.compile(
     r"[\w.]+\(\) (missing \d+ required|got an unexpected keyword argument|takes \d+ positional|"
     r"takes from \d+ to \d+ positional|got multiple values for argument|"
     r"missing a required argument|got some positional-only)"
 )
-# What its dispatcher says of tensors for which no operator of ours is called.
+# The dispatcher's error for tensors of a backend without kernels of ours.
 _BACKEND = re.compile(
     r"Could not run 'ascend::[\w.]+' with arguments from the "
     r"'(Sparse|SparseCsr|Mkldnn|NestedTensor|Quantized)\w*' backend"
 )
-# What a subclass of torch says that has no rule for them.
+# The error of a torch subclass that has no rule for our operators.
 _JAGGED = re.compile(r"'?ascend\.\w+\.\w+'?")
-# What it says of memory that was freed, where a subclass is an argument of its own functions.
+# A subclass's error for freed memory, raised by its own functions.
 _NO_STORAGE = ("setStorage: sizes", "The tensor has a non-zero number of elements, but its data is")
-# Of so many elements that no argument is wrong in itself.
+# Errors for sizes that no memory holds, though no argument is wrong in itself.
 _NO_MEMORY = re.compile(
     r".*DefaultCPUAllocator: can't allocate memory|(Storage size|Stride) calculation overflowed|"
     r"numel: integer multiplication overflow|IntArrayRef contains an int that cannot be represented"
@@ -117,7 +117,7 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     if any(x.is_inference() for x in tensors) and text.startswith("Inference tensors cannot be "):
         return kind is RuntimeError
     if any(isinstance(x, FakeTensor) for x in tensors):
-        # Those of a mode that is not on refuse everything, in texts of their own.
+        # Fake tensors refuse everything outside their mode, in texts of their own.
         known = (_BACKEND.match(text), _JAGGED.fullmatch(text))
         # As lengths that the host reads.
         reads = isinstance(error, DataDependentOutputException)
@@ -125,7 +125,7 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     if through_torch and any(x.is_nested for x in tensors) and "NestedTensorImpl doesn't" in text:
         return kind is RuntimeError
     if any(type(x) is not Tensor for x in tensors) and text.startswith(_NO_STORAGE):
-        # Of a subclass whose memory was freed.
+        # The memory of this subclass was freed.
         return kind is RuntimeError
     if kind is NotImplementedError and any(x.is_nested for x in tensors):
         return _BACKEND.match(text) is not None or _JAGGED.fullmatch(text) is not None

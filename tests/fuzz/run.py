@@ -50,7 +50,7 @@ CASE_SECONDS = 120  # one that takes longer hangs
 
 
 def classes() -> dict[str, Case]:
-    """Those of every module of this package."""
+    """Returns the classes of every module of this package."""
     found: dict[str, Case] = {}
     for module in pkgutil.iter_modules([str(FOLDER)]):
         if module.name not in ("run", "test_fuzz"):
@@ -59,7 +59,7 @@ def classes() -> dict[str, Case]:
 
 
 def corpus() -> list[str]:
-    """What `--replay` takes, a line for each finding of the past; OPEN stands before some."""
+    """Returns the lines for `--replay`, one per earlier finding; OPEN stands before some."""
     lines = (line.partition("#")[0].strip() for line in CORPUS.read_text().splitlines())
     return [line for line in lines if line]
 
@@ -89,7 +89,7 @@ def replay(line: str) -> str:
 
 @dataclass
 class Count:
-    """What became of the cases of one class."""
+    """The results of the cases of one class."""
 
     cases: int = 0
     seconds: float = 0.0

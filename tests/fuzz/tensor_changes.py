@@ -214,7 +214,7 @@ OTHER: dict[str, Change] = {
     "in a list": lambda r, x: [x],
     "size object": lambda r, x: x.shape,
 }
-# What is drawn more often: the rules are about these.
+# Drawn more often, because the rules are about these.
 USUAL = ("dtype", "rank", "size", "element", "rank", "size", "element", "size", "element")
 NAMES = [*SAME, *OTHER, *USUAL]
 
@@ -226,7 +226,7 @@ def changed(r: Random, x: Tensor) -> tuple[str, object]:
         return "same", x
     change = SAME.get(name) or OTHER[name]
     with warnings.catch_warnings():
-        # Of prototypes.
+        # torch warns that some of these tensors are prototypes.
         warnings.simplefilter("ignore")
         try:
             return name, change(r, x)

@@ -33,7 +33,7 @@ SOURCES = ("query", "key", "value", "query_rope", "key_rope")
 
 
 def compare(sample: Sample, actual: Outputs, same_nan: tuple[str, ...] = ()) -> None:
-    """Of the outputs `same_nan`, what is not finite in the reference is the same here."""
+    """Compares; numbers of `same_nan` that are not finite in the reference must be equal."""
     expected = []
     for one, x in zip(OPERATORS[sample.operator].expected(sample), actual, strict=True):
         exact, allowed = (y.double().expand(x.shape) for y in (one.exact, one.allowed))

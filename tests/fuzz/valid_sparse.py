@@ -19,7 +19,7 @@ from .case import Case
 from .memory import with_expanded
 
 PATTERNS = ("random", "padded", "first", "hole", "duplicates", "future", "unread")
-# Those that name keys behind the lengths of a batch, where the gradients take none.
+# Patterns with keys behind the lengths of a batch, which the gradients refuse.
 _BEHIND = ("future", "unread")
 
 # Not `future`: a row that attends to none of its keys has statistics of which no target comes.

@@ -28,7 +28,7 @@ LAYOUTS = (
     "Rope",
     "Omni",
 )
-# Of any type but a list's: none of them is changed by being read.
+# Values of any type but a list's; reading one does not change it.
 ANYTHING: tuple[Callable[[], object], ...] = (
     *(lambda x=x: x for x in WHOLE),
     *(lambda x=x: x for x in (2**63, -(2**63) - 1, 10**30, 10**400)),
@@ -99,7 +99,7 @@ def _text(r: Random, x: str) -> object:
 
 
 def _lengths(r: Random, x: Sequence[Any]) -> object:
-    """Of a list of whole numbers."""
+    """Changes a list of whole numbers."""
     at = r.randrange(len(x)) if x else 0
 
     def put(value: object) -> list[object]:

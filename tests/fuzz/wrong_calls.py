@@ -166,7 +166,7 @@ class WrongCalls:
         return f"{kinds[0]}: {label}"
 
     def _torch_can_refuse(self, arguments: dict[str, Any]) -> bool:
-        """What is a tensor where the schema has none is shown in torch's refusal, and so read."""
+        """torch's error prints, and so reads, a tensor for which the schema has another type."""
         schema = {x.name: str(x.type) for x in self.of_ops.default._schema.arguments}
         return all(
             can_be_read(x)
@@ -201,7 +201,7 @@ class WrongCalls:
     def _compare(
         self, r: Random, outcome: Outcome, copy: dict[str, Any], arguments: dict[str, Any]
     ) -> None:
-        """With the other ways to make the same call. Of `copy`, nothing was called before."""
+        """Compares with other ways to make the same call. No call has used `copy` before."""
         of_schema = all(name in self.schema for name in copy)
         # A function that takes an iterator gives what it gives for its list; torch.ops takes none.
         iterators = any(isinstance(x, Once) for x in copy.values())
@@ -221,7 +221,7 @@ class WrongCalls:
             check_on_meta(self.operator, outcome, copy)
 
     def _check_other_way(self, outcome: Outcome, copy: dict[str, Any]) -> None:
-        """What torch.ops accepts, the public function does; and with the same result or error."""
+        """The public function accepts what torch.ops does, with the same result or error."""
         if not self._torch_can_refuse(copy):
             return
         flags = [x.name for x in self.operator.overload._schema.arguments if str(x.type) == "bool"]
@@ -235,7 +235,7 @@ class WrongCalls:
             return
         if through_torch.error is None:
             if "actual_seq_lengths" in public.text:
-                # Of what is no whole number, torch.ops takes an empty tensor.
+                # torch.ops takes an empty tensor of any dtype for lengths.
                 return
             if public.error is not None:
                 raise Finding(f"torch.ops accepts what the public function refuses: {public.text}")

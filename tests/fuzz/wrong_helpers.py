@@ -150,7 +150,7 @@ def _limits(*args: Any, **options: Any) -> None:
         pass
 
 
-# Of functions without NaN: a helper's input is finite where all of its tensors are.
+# The functions give no NaN: a helper's input is finite where all of its tensors are.
 HELPERS: dict[str, tuple[Callable[..., Any], Callable[[Random], Arguments]]] = {
     "sparse_mode_mask": (ops.sparse_mode_mask, _mask),
     "slot_mapping": (ops.slot_mapping, _slots),
@@ -192,7 +192,7 @@ class WrongHelper:
     ) -> None:
         self.name, self.function, self.valid = name, function, valid
         parameters = inspect.signature(limits if name == "limits" else function).parameters
-        # What a device is, torch says.
+        # torch checks devices.
         self.parameters = {name: x for name, x in parameters.items() if name != "device"}
 
     def __call__(self, r: Random) -> str:
@@ -217,7 +217,7 @@ class WrongHelper:
         return f"{kinds[0]}: {label}"
 
     def _is_large(self, arguments: Arguments) -> bool:
-        """Of a mask or a module, which would be computed."""
+        """Returns whether a mask or a module would be too large to compute."""
         if self.name not in ("sparse_mode_mask", "LightningIndexer"):
             return False
         numbers = [abs(x) for x in arguments.values() if isinstance(x, (int, float))]
@@ -255,7 +255,7 @@ class WrongHelper:
         given = list(tensors_in(arguments))
         if any(map(_is_foreign, given)):
             return
-        # What is larger overflows.
+        # Larger numbers overflow.
         numbers = [abs(x) for x in arguments.values() if isinstance(x, (int, float))]
         readable = [x.detach() for x in given if can_be_read(x)]
         numbers += [float(x.float().abs().max()) for x in readable if x.numel()]

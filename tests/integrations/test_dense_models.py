@@ -43,7 +43,7 @@ def pair(name: str, **changes: Any) -> tuple[nn.Module, nn.Module]:
 
 
 class Calls:
-    """What the operator was called with."""
+    """Records the arguments of the operator's calls."""
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []

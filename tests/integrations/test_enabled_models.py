@@ -1,4 +1,4 @@
-"""What may happen to a model between enable_dsa and disable_dsa."""
+"""Changes of a model between enable_dsa and disable_dsa."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_models_in_bfloat16(name: str) -> None:
     for model in (eager, ours):
         model(tokens(), labels=tokens()).loss.backward()
     x, y = (m.model.embed_tokens.weight.grad.float().flatten() for m in (eager, ours))
-    # Of selections that differ in scores which bfloat16 does not tell apart.
+    # The selections differ in scores that bfloat16 does not tell apart.
     assert nn.functional.cosine_similarity(x, y, dim=0) > 0.95
 
 

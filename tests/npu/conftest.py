@@ -1,4 +1,4 @@
-"""What the NPU tests share. They run in a process that tests/npu/run.py has set up."""
+"""Helpers of the NPU tests, which run in a process that tests/npu/run.py has set up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ascend_attn_ops.device_limits import table
 
 TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
 
-# What the process runs on: ("A2", "9.1").
+# The device of the process: ("A2", "9.1").
 DEVICE = (os.environ["CANN_SIM_PRODUCT"], os.environ["CANN_SIM_VERSION"])
 
 # Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
@@ -75,7 +75,7 @@ def attention_functions(calls: list[dict[str, Any]]) -> Counter[str]:
 
 
 def run_in_new_process(code: str, **environment: str) -> tuple[str, str]:
-    """What `code` writes to standard output and to standard error."""
+    """Returns what `code` writes to standard output and to standard error."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment},

@@ -34,7 +34,7 @@ MAKERS = ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray")
 
 @dataclass(frozen=True)
 class Fault:
-    """Of a call whose function is `{function}`, in a phase of `cann_simulator.fail`."""
+    """A failure of a call of `{function}`, in a phase of `cann_simulator.fail`."""
 
     phase: int
     status: int = 361001
@@ -159,7 +159,7 @@ def call_that_fails(operator: str, function: str, name: str, recipe: str, handle
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns; a text for what it raised, or for the signal that has ended it."""
+    """Returns the function's result; a text if it raised, or if a signal has ended it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""What each rank of test_npu_hccl.py does: communication over HCCL, and what must come of it."""
+"""The ranks of test_npu_hccl.py: communication over HCCL, and its expected results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [
 
 
 def of(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What that rank has: small integers, of which sums and products are exact in every dtype."""
+    """Returns data of a rank: small integers, whose sums and products are exact in every dtype."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 

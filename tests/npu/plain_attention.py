@@ -109,7 +109,7 @@ def log_sum_exp(q: Tensor, k: Tensor, *, scale: float, **options: Tensor | None)
 def kept_by_mode(
     sparse_mode: int, queries: int, keys: int, *, pre: int = 0, next: int = 0, prefix: int = 0
 ) -> Tensor:
-    """What a causal, band or prefix mode keeps; pre and next count for the band alone."""
+    """Returns the keys that a mode keeps; pre and next count for the band alone."""
     i, j = torch.arange(queries).view(-1, 1), torch.arange(keys)
     to_the_corner = keys - queries
     match sparse_mode:
@@ -125,7 +125,7 @@ def kept_by_mode(
 
 
 def compressed_mask(sparse_mode: int) -> Tensor:
-    """What the device reads instead of the whole mask; 1 masks a key out."""
+    """Returns the mask that the device reads instead of the whole one; 1 masks a key out."""
     causal = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     if sparse_mode != 6:
         return causal

@@ -33,13 +33,13 @@ NONE_CHOSEN = 5
 
 
 def path_of(argument: str) -> Path | None:
-    """Of tests, without the name of one of them; None for what is no path."""
+    """Returns the path of tests in an argument, without a test's name; None if it has none."""
     path = Path(argument.partition("::")[0])
     return path.resolve() if path.exists() and {"/", ".py"} & {*argument, path.suffix} else None
 
 
 def chosen(tests: list[Path], arguments: list[str]) -> list[str]:
-    """What the paths in the arguments choose of `tests`: all, if there are none."""
+    """Returns the part of `tests` that the paths in the arguments choose: all without paths."""
     paths = {x: path for x in arguments if (path := path_of(x))}
     within = [x for x, path in paths.items() if any(path.is_relative_to(y) for y in tests)]
     around = [str(x) for x in tests if any(x.is_relative_to(y) for y in paths.values())]

@@ -47,7 +47,7 @@ def lacks(function: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """What is allocated from here on holds what nobody would take for a result."""
+    """Makes new memory hold the simulation's fill, which nobody would take for a result."""
     torch.npu.synchronize()
     torch.npu.empty_cache()
 

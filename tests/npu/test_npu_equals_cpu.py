@@ -27,7 +27,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-# Those that the device takes at all; the simulation refuses the others as the device does.
+# The dtypes that the device takes; the simulation refuses the others as the device does.
 each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
 each_differentiable = pytest.mark.parametrize(

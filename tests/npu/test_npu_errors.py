@@ -1,4 +1,4 @@
-"""What goes wrong on the device reaches the user in one readable line, and the process goes on."""
+"""A failure of the device reaches the user in one readable line, and the process goes on."""
 
 from __future__ import annotations
 

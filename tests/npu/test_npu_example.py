@@ -1,7 +1,7 @@
 """The examples on the NPU: the losses and the decoded text of a run on the CPU, to the last bit.
 
-Our operators and their gradients are calls of aclnn. What the model needs beside them (embeddings,
-matrix products, normalisation, the optimizer) the simulation computes on the CPU.
+Our operators and their gradients are calls of aclnn. The simulation computes the rest of the
+model on the CPU (embeddings, matrix products, normalisation, the optimizer).
 """
 
 from __future__ import annotations

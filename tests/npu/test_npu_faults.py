@@ -18,7 +18,7 @@ from faulty_calls import FAULTS, MESSAGE, Fault
 from support.samples import OPERATORS
 
 FUNCTIONS = [(row["operator"], function) for row in table() for function in row["aclnn"]]
-# What the thread of the task queue does, at each of its levels.
+# The phases that run on the thread of the task queue, at each of its levels.
 PHASES_ON_QUEUE: dict[int, tuple[int, ...]] = {0: (), 1: (2,), 2: (-1, 0, 1, 2)}
 
 each_function = pytest.mark.parametrize(("operator", "function"), FUNCTIONS)

@@ -73,7 +73,7 @@ each_call = pytest.mark.parametrize("name", CALLS)
 @each_call
 @pytest.mark.usefixtures("no_leak")
 def test_updated_lengths(name: str) -> None:
-    """Of two layers in one graph, with work behind them that reads what they write."""
+    """Updates two layers in one graph, with later work that reads their outputs."""
     call, make, all_lengths, names = CALLS[name]
     tensors, others = make(), [x * 0.5 for x in make()]
 

@@ -234,7 +234,7 @@ def test_a_decode_step_with_other_lengths_blocks_and_slots() -> None:
     assert not any(torch.equal(x, y) for x, y in zip(*seen, strict=True))
 
 
-# What waits for the device.
+# Calls that wait for the device.
 
 
 @captured

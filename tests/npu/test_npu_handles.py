@@ -46,7 +46,7 @@ def workspace_of(sample: Sample) -> int:
 @each_recipe
 @pytest.mark.usefixtures("no_leak")
 def test_failure(recipe: Recipe, phase: int) -> None:
-    """Of the workspace's allocation (phase 0) or of a phase; the next call is as good as ever."""
+    """The workspace's allocation (phase 0) or a phase fails; the next call succeeds."""
     sample = recipe.make(torch.bfloat16)
     on_npu = sample.to("npu")
     if phase == 0 and not workspace_of(on_npu):
@@ -133,7 +133,7 @@ class _MallocStatistics(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """What malloc has handed out and not got back; exact, where the size of the process is not."""
+    """Returns the bytes that malloc has handed out; exact, unlike the size of the process."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallocStatistics
     return mallinfo().uordblks

@@ -81,7 +81,7 @@ for cores in (5, 6, 13):
 
 
 def test_determinism_on_a_stream_with_few_cores() -> None:
-    """Of 12 tokens: with an odd number of cores below that the kernel waits for ever."""
+    """With 12 tokens and an odd number of cores below that, the kernel waits for ever."""
     refused, *ran = run_in_new_process(LIMITED_STREAM)[0].splitlines()
     assert re.search(r"kl_loss: deterministic: expected .*, got True with 5;", refused)
     assert ran == ["ran", "ran"]

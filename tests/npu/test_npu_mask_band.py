@@ -83,7 +83,7 @@ def test_masks_of_packed_sequences(shape: tuple[int, ...]) -> None:
 
 
 def test_a_mask_of_a_whole_pack() -> None:
-    """Of (sum Sq, sum Skv): every sequence counts from its own first token."""
+    """The mask is (sum Sq, sum Skv); every sequence counts from its own first token."""
     mask = torch.rand(ENDS[-1], KEY_ENDS[-1]) < 0.3
     sample = sample_of("TND", mask, pre_tokens=3, next_tokens=1)
     for call in (sample, gradient_of(sample)):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 OPERATORS = list(SCHEMAS)
-# What some releases that are supported lack: an operator, and arguments.
+# An operator and arguments that some supported releases lack.
 NEWER_OPERATORS = ("npu::npu_ring_attention_update",)
 NEWER_ARGUMENTS = ("sinks",)
 
@@ -182,7 +182,7 @@ def results(name: str, call: dict[str, Any], device: str) -> tuple[Tensor, ...]:
     assert all(x.device.type == device for x in found)
     inputs = [x for x in on_device.values() if isinstance(x, Tensor) and x.requires_grad]
     if inputs:
-        # Of the last floating output: the values of an indexer, or the first of an attention.
+        # The last floating output: the values of an indexer, or the first of an attention.
         differentiable = found[1] if name == "npu_lightning_indexer" else found[0]
         weight = torch.linspace(-1, 1, differentiable.numel()).view(differentiable.shape)
         weight = weight.to(differentiable.dtype).to(device)

@@ -1,4 +1,4 @@
-"""The forms `out` on NPU tensors write what they write on the CPU, and allocate no output."""
+"""`out=` overloads on NPU tensors write what they write on the CPU, and allocate no output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_bytes_are_those_of_the_cpu(recipe: Recipe) -> None:
 
 @each_form
 def test_no_output_is_allocated(operator: Operator) -> None:
-    """What the call allocates at its peak is less by the outputs."""
+    """The peak of the call's memory is lower by the size of the outputs."""
     call = good(operator)
 
     def peak(function: object) -> int:

@@ -1,4 +1,4 @@
-"""What the wheels of ascend_attn_ops and of its simulator install, and that each works alone."""
+"""The wheels of ascend_attn_ops and of its simulator install all files, and work alone."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_compiled(backend: str) -> None:
 
 
 def test_work_in_the_queue_comes_first() -> None:
-    """What our operators still have to write, torch's operators on the CPU read."""
+    """torch's operators on the CPU read memory that queued operators of ours still write."""
     import ascend_attn_ops
 
     x = numbers(1, 256, 8, 64).bfloat16()

@@ -237,7 +237,7 @@ FAST_GELU = "(const aclTensor* self, aclTensor* out, uint64_t* workspaceSize, ac
 
 @pytest.fixture(scope="module")
 def fast_gelu() -> list[torch.Size]:
-    """What torch_npu.npu_fast_gelu calls, and the sizes that it was called with."""
+    """Adds the function of torch_npu.npu_fast_gelu; returns the sizes that it is called with."""
     seen = []
 
     @cann_simulator.function("aclnnFastGelu", FAST_GELU)

@@ -1,4 +1,4 @@
-"""What trainers use beside the operators, on NPU tensors."""
+"""Helpers for trainers, on NPU tensors."""
 
 from __future__ import annotations
 

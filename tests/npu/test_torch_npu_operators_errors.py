@@ -1,5 +1,6 @@
-"""What torch_npu's operators take and the simulation does not compute: errors that name the aclnn
-function and its argument.
+"""Arguments of torch_npu's operators that the simulation does not compute are errors.
+
+They name the aclnn function and its argument.
 
 torch_npu itself leaves handles behind when a first phase fails.
 """

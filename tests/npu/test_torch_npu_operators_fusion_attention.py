@@ -166,7 +166,7 @@ def test_sinks_of_masked_rows() -> None:
 
 
 def kept_elements(operator: Any, keep: float, **options: Any) -> Tensor:
-    """What the dropout keeps: the output for values that are unit vectors tells."""
+    """Returns the elements that dropout keeps, from the output for unit vectors as values."""
     q, k = torch.zeros(B, N, SQ, D), torch.zeros(B, NK, SKV, D)
     v = torch.eye(SKV, D).expand(B, NK, SKV, D)
     out = operator(

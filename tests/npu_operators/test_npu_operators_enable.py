@@ -26,7 +26,7 @@ without_torch_npu = pytest.mark.skipif(
 
 
 def run(code: str) -> str:
-    """What `code` prints, in a process of its own."""
+    """Returns what `code` prints in a process of its own."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": str(PACKAGE)},
@@ -146,7 +146,7 @@ def calls(device: str = "cpu") -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Those that torch_npu differentiates.
+# Operators that torch_npu differentiates.
 DIFFERENTIABLE = (
     "npu_fusion_attention", "npu_fusion_attention_v3", "npu_sparse_flash_attention", "npu_rms_norm",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is not computed is an error that names operator and argument; nothing is dropped."""
+"""An argument that is not computed is an error that names it; none is dropped."""
 
 from __future__ import annotations
 

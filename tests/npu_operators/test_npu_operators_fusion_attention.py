@@ -135,7 +135,7 @@ def test_ropes_are_further_channels(layout: str) -> None:
 
 
 def bits(mask: Tensor, scores: int) -> Tensor:
-    """Of (B, N, Sq, Skv), the lowest of a byte first."""
+    """Unpacks a mask to (B, N, Sq, Skv), the lowest bit of a byte first."""
     unpacked = (mask[:, None] >> torch.arange(8)) & 1
     return unpacked.flatten()[:scores].view(B, N, SQ, SKV).bool()
 

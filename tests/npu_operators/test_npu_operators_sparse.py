@@ -27,7 +27,7 @@ def inputs() -> list[Tensor]:
 
 
 def selected() -> Tensor:
-    """Of the keys that each query sees in sparse_mode 3, some; -1 where a row has fewer."""
+    """Selects some of the keys that each query sees in sparse_mode 3; -1 fills short rows."""
     rows = [torch.randperm(S2 - S1 + 1 + i)[:K].sort().values for i in range(S1)]
     return torch.stack([torch.stack(rows)] * B)[:, :, None].int()
 

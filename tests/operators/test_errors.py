@@ -38,7 +38,7 @@ def test_a_wrong_call_is_refused_before_anything_is_written(row: WrongCall) -> N
 def test_a_wrong_call_is_refused_on_fake_tensors(row: WrongCall) -> None:
     sample = row.wrong()
     if row.exception is NotImplementedError:
-        # Of which fake tensors make an error of their own, without our line.
+        # Fake tensors replace this error by one of their own.
         check_error(row, sample.to("meta"))
         return
     with FakeTensorMode() as mode:

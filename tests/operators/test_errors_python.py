@@ -392,7 +392,7 @@ def test_refused_arguments_draw_no_random_numbers() -> None:
 
 
 def test_numbers_in_other_types() -> None:
-    """What torch.ops takes for a number is one."""
+    """The functions accept the numbers that torch.ops accepts."""
     merged = {"query": Q[0], "key": K[0], "value": K[0], "layout": "BSH"}
     expected = flash(**merged)[0]
     for heads in (np.int64(4), torch.tensor(4), torch.tensor([4])):

@@ -162,7 +162,7 @@ def test_statistics_of_packed_sequences_are_stored_by_sequence() -> None:
 
 
 def test_without_a_mask_mode_0_keeps_every_key() -> None:
-    """Whatever the tokens say, as in aclnn; modes that need a mask are refused without one."""
+    """The tokens have no effect, as in aclnn; modes that need a mask are refused without one."""
     q, k, v = qkv(5, 5)
     options = {"num_heads": N, "layout": "BNSD", "scale_value": 0.3, "sparse_mode": 0}
     expected = torch.ops.ascend.flash_attention_score(q, k, v, **options)
@@ -260,7 +260,7 @@ def test_inner_precise_changes_nothing_on_the_cpu(case: FlashCase) -> None:
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_scores_are_selected_and_not_added(dtype: torch.dtype, mode: int) -> None:
-    """What stands there does not matter, in either direction."""
+    """A masked score has no effect, in either direction."""
     sample = build(FlashCase(s=(9, 12), mode=mode, pse="full", pse_type=0), dtype)
     mask, pse = sample.options["atten_mask"], sample.options["pse_shift"]
     results = []

@@ -74,7 +74,7 @@ def test_weight_is_that_of_the_reference(case: SparseCase, weight_dtype: torch.d
 
 
 def test_probabilities_below_the_smallest_count_as_it() -> None:
-    """Those that the indexer gives to keys which the attention reads."""
+    """Probabilities that the indexer gives to keys which the attention reads."""
     sample = sample_of(BSND)
     far = sample.replace(weights=1000 * sample.tensors["weights"])
     KL_LOSS.assert_matches_reference(far, far.call(torch.ops.ascend))

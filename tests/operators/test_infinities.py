@@ -111,7 +111,7 @@ def test_dense_gradients_of_an_infinite_key_that_no_query_sees(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dense_gradients_of_keys_that_a_mask_hides_from_a_nan(dtype: torch.dtype) -> None:
-    """What is NaN there are the row's maximum and sum."""
+    """The maximum and the sum of such a row are NaN."""
     query, key, value = (torch.randn(1, 1, n, 4, dtype=dtype) for n in (3, 20, 20))
     query[0, 0, 1, 0] = torch.nan
     mask = torch.rand(3, 20) < 0.3

@@ -1,4 +1,4 @@
-"""What lightning_indexer promises beyond the set of keys that it selects."""
+"""Promises of lightning_indexer beyond the set of keys that it selects."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_no_element_is_let_off(operator: Operator, dtype: torch.dtype, bad: floa
 
 @pytest.mark.parametrize(("product", "either"), [(1e-6, True), (1e-3, False), (-1e-3, False)])
 def test_a_sign_that_rounding_decides_may_be_either(product: float, either: bool) -> None:
-    """Of which the gradient is one thing or the other."""
+    """The gradient depends on that sign, and either result is accepted."""
     inputs = {
         "query": torch.ones(1, 1, 1, 2),
         "key": torch.tensor([1, -1 + product]).view(1, 1, 1, 2),

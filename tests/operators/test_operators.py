@@ -47,7 +47,10 @@ def has_limits(name: str) -> bool:
 
 
 def has_device_samples(name: str) -> bool:
-    """One that the limits of the default device let pass; in place, tests of its own have them."""
+    """Whether a sample passes the limits of the default device.
+
+    Operators that work in place have tests of their own.
+    """
     record = OPERATORS[name]
     return record.in_place or any(recipe.on_device for recipe in record.recipes)
 
@@ -106,6 +109,6 @@ def test_limits_name_every_aclnn_function() -> None:
 
 
 def test_names_are_unique() -> None:
-    """Of calls, so that a failing test says which one."""
+    """Samples have unique ids, so that a failing test says which one."""
     ids = [recipe.id for recipe in RECIPES]
     assert len(ids) == len(set(ids))

@@ -216,7 +216,7 @@ def test_the_products_of_the_table() -> None:
     }
 
 
-# What looks like a violation and is none.
+# Valid arguments that look like violations.
 LEGAL = [
     (EQUAL, {"pre_tokens": -3, "next_tokens": -3}),  # without a mask they do not count
     (CAUSAL, {"pre_tokens": -3, "next_tokens": -3}),

@@ -1,4 +1,4 @@
-"""What holds for every call: strides and repetition change nothing, and inputs are left alone."""
+"""Properties of every call: strides and repetition change nothing; inputs are left alone."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_950_ignores_the_modes_before_cann_9_1(
 
 @no_limits
 def test_a_column_slice_needs_no_strides() -> None:
-    """What "Nct" is for can be said with the strides of a tensor."""
+    """The strides of a tensor can express a call in scatter_mode "Nct"."""
     case = CacheCase("Nct", rows=19, d=(16, 16))
     sample = build(case, torch.float16)
     sources = {
@@ -361,14 +361,14 @@ def test_layouts_of_a_cache(dtype: torch.dtype) -> None:
         ops.nz_cache_shape(4, 8, 3, 24, torch.int8)
 
 
-# What the call may not do to memory: see samples/scatter_pa_kv_cache_errors.py for the other rules.
+# Rules about memory; samples/scatter_pa_kv_cache_errors.py has the other rules.
 
 SLOTS = torch.tensor([1, 2, 0])
 RUNS = CacheCase("Rope", lengths=(9, 0, 5, 3), blocks=(6, 8))
 
 
 def refused(argument: str, words: str, *tensors: Tensor, **options: object) -> None:
-    """Of tensors that may lie in each other, whose bytes stay."""
+    """Asserts that a call with overlapping tensors is refused, and that their bytes stay."""
     before = [bytes_of(x.clone()) for x in tensors]
     expected = rf"scatter_pa_kv_cache_: {argument}: expected .*{words}.* 161002"
     with pytest.raises(ValueError, match=expected):

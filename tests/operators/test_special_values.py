@@ -17,7 +17,7 @@ VALUES = {"-inf": -torch.inf, "+inf": torch.inf, "NaN": torch.nan}
 HEADER = "| operator | where | -inf | +inf | NaN |"
 T = torch.ops.ascend
 
-# What depends on the value, by the table's names. Without a value, what has it is left out.
+# Results that depend on the value, by the table's names; without a value they are left out.
 Results = dict[str, Tensor]
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' figures go through: the file, the tables of the docs, the comparison."""
+"""The path of the benchmarks' figures: the file, the tables of the docs, the comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import ascend_attn_ops` loads, and what works with nothing else imported."""
+"""`import ascend_attn_ops` loads little, and everything works with nothing else imported."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_torch_finds_what_it_needs_of_operators(use: str) -> None:
 
 
 def private_parts(source: str, package: str) -> Iterator[str]:
-    """What a module imports of a package, or reads of it, below a name with an underscore."""
+    """Yields names with an underscore that a module imports or reads from a package."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def commands(target: str, arguments: str) -> list[str]:
-    """What make would run, without what it builds first."""
+    """Returns the commands that make would run, without what it builds first."""
     result = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", target, f"PYTEST_ARGS={arguments}"],
         cwd=ROOT, capture_output=True, text=True, check=True,

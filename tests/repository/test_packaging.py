@@ -1,4 +1,4 @@
-"""What is distributed is complete, and whoever lacks something reads which, in one line."""
+"""Distributions are complete, and one line says what an environment lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ascend_attn_ops import _built_with, _library
 from support.checkout import ROOT
 from torch.utils.cpp_extension import include_paths
 
-# Of use in a checkout alone, or too large: the recorded calls of CANN's kernels have 5 MB.
+# Useful in a checkout alone, or too large: the recorded calls of CANN's kernels have 5 MB.
 NOT_DISTRIBUTED = re.compile(r"\.|tests/recorded/")
 REMEDY = "install it again in this environment: pip install --no-build-isolation --no-deps ."
 
@@ -95,7 +95,7 @@ def write_package(folder: Path, name: str, code: str, version: str = "") -> None
 
 
 def build_failure(path: Path) -> str:
-    """What a build ends with: before that, a torch for GPUs says that there are none."""
+    """Returns the last line of a failed build: before it, a torch for GPUs warns."""
     built = run_python("setup.py", "-q", "bdist_wheel", path=path)
     assert built.returncode == 1
     assert "Traceback" not in built.stderr

@@ -1,4 +1,4 @@
-"""What autocast does to the arguments of a call, by hand."""
+"""Casts the arguments of a call by hand, as autocast does."""
 
 from __future__ import annotations
 

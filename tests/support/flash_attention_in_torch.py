@@ -1,4 +1,4 @@
-"""What flash-attn documents, in a few lines of torch: the expected values of its functions here."""
+"""flash-attn's functions as documented, in a few lines of torch: expected values for ours."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def imported(file: Path) -> Iterator[Path]:
 
 
 def module_file(name: str) -> Path:
-    """Of a module, or of the module that has the name in it."""
+    """Returns the file of a module, or of the module that defines the name."""
     path = PYTHON / name.replace(".", "/")
     for found in (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi")):
         if found.is_file():

@@ -1,4 +1,4 @@
-"""Calls of the form `out` of the operators that have one."""
+"""Calls of the `out=` overloads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OutCall:
         return as_tuple(overload(self.operator)(*arguments.args, **arguments.options, **given))
 
     def bytes(self) -> list[Tensor]:
-        """Of all that is passed and has bytes."""
+        """Returns copies of the bytes of all tensors that are passed."""
         passed = (*self.sample.tensors.values(), *self.outputs)
         return [bytes_of(in_memory(x)).clone() for x in passed if has_bytes(x)]
 
@@ -83,7 +83,7 @@ def has_bytes(x: Any) -> bool:
 
 
 def out_call(recipe: Recipe, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> OutCall:
-    """A good one, into rubbish."""
+    """Returns a valid call whose outputs hold other values."""
     sample = recipe.make(dtype)
     outputs = rubbish_like(sample.call(torch.ops.ascend), device)
     return OutCall(recipe.operator, sample.to(device), outputs)

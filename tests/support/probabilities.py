@@ -74,7 +74,7 @@ def unit_rows(count: int, size: int, dtype: torch.dtype) -> Iterator[tuple[slice
 
 
 def dense(sample: Sample) -> Probabilities:
-    """Of flash_attention_score, in (B, N, Sq, Skv), or in TND (1, N, T1, T2)."""
+    """Weights of flash_attention_score, in (B, N, Sq, Skv), or in TND (1, N, T1, T2)."""
     a = sample.exact_arguments()
     heads, key_heads = flash_attention_score.head_counts(a)
     queries = to_heads(sample.inputs["query"], heads, a.layout).shape[2]
@@ -97,7 +97,7 @@ def dense(sample: Sample) -> Probabilities:
 
 
 def sparse(sample: Sample) -> Probabilities:
-    """Of sparse_flash_attention in BSND, in (B, Sq, N, Skv)."""
+    """Weights of sparse_flash_attention in BSND, in (B, Sq, N, Skv)."""
     query, value = sample.inputs["query"], sample.inputs["value"]
     (batch, queries, heads, size), keys, dtype = query.shape, value.shape[1], query.dtype
     rows = queries * heads

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 WORLD_SIZE = 4
-# Of a collective; less than that of a call, so that a hang says where it is.
+# A collective has less time than a call, so that a hang says where it is.
 COLLECTIVE_SECONDS = 60
 CALL_SECONDS = 150
 START_SECONDS = 120

@@ -95,7 +95,7 @@ def _exact_scores(call: RecordedCall) -> Tensor:
 
 
 def relative_difference(x: Tensor, y: Tensor) -> float:
-    """Of the maximum; equal infinities do not differ."""
+    """Returns the difference relative to the maximum; equal infinities do not differ."""
     assert x.shape == y.shape
     x, y = x.double(), y.double()
     difference = torch.where(x == y, 0, (x - y).abs())

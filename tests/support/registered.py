@@ -1,4 +1,4 @@
-"""What is registered in torch.ops.ascend."""
+"""Lists the operators and overloads of torch.ops.ascend."""
 
 from __future__ import annotations
 

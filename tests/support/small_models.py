@@ -56,7 +56,7 @@ def tokens(batch: int = 2, length: int = 40) -> Tensor:
 
 
 def padding(side: str, batch: int = 2, length: int = 40) -> dict[str, Tensor]:
-    """Of 7 tokens in the first sequence; none in the others."""
+    """Pads 7 tokens of the first sequence, and none of the others."""
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, slice(7) if side == "left" else slice(-7, None)] = 0
     return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}

@@ -12,8 +12,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Tolerance:
     rtol: float
-    # Of the largest element, which counts as at least one: the samples have unit scale, and a
-    # gradient that cancels to zero keeps the rounding of terms of that size.
+    # Relative to the largest element, which counts as at least one: the samples have unit scale,
+    # and a gradient that cancels to zero keeps the rounding of terms of that size.
     of_largest: float = 0.0
 
     def allowed(self, expected: Tensor) -> Tensor:
@@ -22,8 +22,8 @@ class Tolerance:
         return self.of_largest * max(1.0, largest) + self.rtol * expected.abs()
 
 
-# Of what no operator's record has a bound for. Half types have none that is relative to a result:
-# see bounds.py.
+# For results without a bound in the operator's record. Half types have none that is relative to a
+# result: see bounds.py.
 TOLERANCES = {
     torch.float32: Tolerance(rtol=1e-5, of_largest=1e-5),
     torch.float64: Tolerance(rtol=1e-10, of_largest=1e-10),

@@ -20,6 +20,6 @@ EXPORT_LOSES_STAR_ARGUMENTS = pytest.mark.skipif(
 
 
 def skip_unless_dynamo_traces_out(output_names: Sequence[str]) -> None:
-    """Of several outputs, dynamo takes one that is called `out` to be the tuple of all."""
+    """dynamo takes one of several outputs, if it is called `out`, for the tuple of all."""
     if torch.__version__ < (2, 9) and "out" in output_names and len(output_names) > 1:
         pytest.skip(f"dynamo of torch {torch.__version__} wants a tuple as `out`")

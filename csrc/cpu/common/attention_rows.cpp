@@ -33,7 +33,7 @@ class AttentionRows {
 
   explicit AttentionRows(const DenseAttention& attention) : attention_(attention) {}
 
-  // Of the tile for the results of any of these tasks.
+  // Returns the size of a tile that holds the results of any of these tasks.
   static ResultSize result_size(const DenseAttention& attention,
                                 const std::vector<RowsTask>& tasks) {
     int64_t rows = 0;

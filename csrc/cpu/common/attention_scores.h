@@ -18,7 +18,7 @@ class AttentionScores {
  public:
   explicit AttentionScores(const DenseAttention& attention) : attention_(attention) {}
 
-  // What scores are still to be multiplied by.
+  // Scores are still to be multiplied by this.
   T factor() const { return has_terms() ? T(1) : scale_; }
   bool has_dropout() const { return drop_; }
 

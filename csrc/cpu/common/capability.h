@@ -1,5 +1,6 @@
-// What the CPU kernels use of the processor: all that it has, unless the environment variable
-// ASCEND_ATTN_OPS_CPU_CAPABILITY allows less, so that every path can be run on one machine.
+// The instructions that CPU kernels use: all that the processor has, unless the environment
+// variable ASCEND_ATTN_OPS_CPU_CAPABILITY allows less, so that every path can be run on one
+// machine.
 #pragma once
 
 #include <string>

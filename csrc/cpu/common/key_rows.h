@@ -66,7 +66,7 @@ class KeyRows {
     if (blocks_ == nullptr) {
       return rows_.row(key);
     }
-    // Of 32 bits, as lengths are: dividing them is faster.
+    // Lengths have 32 bits too, and dividing 32 bits is faster.
     const auto position = static_cast<uint32_t>(key);
     return rows_.row(position % block_size_) + blocks_[position / block_size_] * block_stride_;
   }

@@ -22,8 +22,8 @@ namespace ascend_attn::cpu {
 template <typename Input>
 struct SequenceInputs;
 
-// The arguments of one call, with dense rows and validated values. What the operator or the call
-// lacks is undefined; without a value of its own, the operator takes key.
+// The arguments of one call, with dense rows and validated values. A tensor that the operator or
+// the call lacks is undefined; without a value of its own, the operator takes key.
 class SparseInputs {
  public:
   template <typename Op>

@@ -22,8 +22,8 @@ OF_TERMS = {
 }
 OF_SCORES = {torch.float64: 2e-14}
 OF_SCORES_IN_FLOAT32 = 2e-6
-# Of the sum of what a score is a sum of: its sign is that of the rounding. In float32 whatever the
-# score is of, but for float64.
+# Below this share of the sum of its terms' sizes, a score has the sign of its rounding. Scores are
+# float32, except those of float64 inputs.
 UNDECIDED = {dtype: 1e-14 if dtype == torch.float64 else 2e-6 for dtype in OF_TERMS}
 # Weights that are almost nothing are zero in float32, and their products with anything.
 VANISHING = 1e-30
@@ -42,7 +42,7 @@ class Expected:
             f"{self.name}: {list(actual.shape)} against {list(self.exact.shape)}"
         )
         x, y = actual.detach().double(), self.exact.double()
-        # What the dtype has no number for is infinite.
+        # Numbers beyond the dtype's range become infinite.
         largest = torch.finfo(actual.dtype).max
         rounded = torch.where(y.abs() > largest, y.sign() * torch.inf, y)
         same = (x == y) | (x == rounded) | (x.isnan() & y.isnan())
@@ -83,7 +83,7 @@ def magnitude(x: Tensor) -> Tensor:
 
 
 def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the dtype, at |exact|."""
+    """Returns half a unit in the last place of the dtype, at |exact|."""
     digits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}[dtype]
     smallest = torch.finfo(dtype).smallest_normal
     exponent = exact.abs().nan_to_num(0, 0).clamp(min=smallest).frexp().exponent

@@ -89,8 +89,8 @@ class Layout:
         self.local_tokens = sizes[self.rank]
         # Collectives want equal sizes: every rank's tokens are padded to this many rows.
         self.width = max(sizes)
-        # Of each token of the batch, its padded row; of each padded row, its token, and 0 where it
-        # is padding.
+        # The padded row of each token of the batch; and the token of each padded row, 0 for
+        # padding.
         from_padded = torch.empty(self.tokens, dtype=torch.int64, device="cpu")
         to_padded = torch.zeros(self.world_size * self.width, dtype=torch.int64, device="cpu")
         for rank, rows in enumerate(self._rows):
@@ -181,7 +181,7 @@ def _concatenated(
 def _parts(
     lengths: tuple[int, ...], starts: list[int], world_size: int, order: str
 ) -> tuple[tuple[Part, ...], ...]:
-    """What each rank holds."""
+    """Returns the parts that each rank holds."""
     result: list[list[Part]] = [[] for _ in range(world_size)]
     total = sum(lengths)
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):

@@ -65,7 +65,7 @@ class Indexer(DifferentiableOperation):
     pre_tokens: int
     next_tokens: int
     return_values: bool
-    # Of the backward.
+    # Read by the backward.
     deterministic: bool
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:

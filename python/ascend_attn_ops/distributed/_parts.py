@@ -118,7 +118,7 @@ def sum_gradients(
 
     Args:
         layout: which tokens are local.
-        queries, full: of which gradients are wanted; tensors of integers have none.
+        queries, full: the tensors to differentiate; tensors of integers have no gradient.
         gradients: those of one part, batches of one.
     """
     # Every part adds to the keys, and every rank: summed in bfloat16, they would lose digits.

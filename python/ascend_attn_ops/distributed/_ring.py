@@ -63,7 +63,7 @@ def _rounds(shards: Layout, keys: list[Tensor]) -> Iterator[tuple[int, list[Tens
 def _blocks(
     operation: DenseAttention, shards: Layout, source: int
 ) -> Iterator[tuple[DenseAttention, int, Rows, slice]]:
-    """What this rank computes with the keys of `source`.
+    """Finds the work of this rank for the keys of `source`.
 
     Yields the operation, the number of the local part, the part, and its keys' rows at the source.
     """

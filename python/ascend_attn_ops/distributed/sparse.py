@@ -128,8 +128,8 @@ def lightning_indexer(
         TypeError, ValueError, NotImplementedError: as the operator, and ValueError for tensors that
             do not have the local tokens of `shards`, for a device that the group does not
             communicate on, and for arguments that differ between ranks; NotImplementedError under
-            torch.compile if a rank has no tokens. Whatever one rank raises before it communicates,
-            in the backward too, all ranks raise.
+            torch.compile if a rank has no tokens. If one rank raises before it communicates, in
+            the backward too, all ranks raise.
 
     Example:
         >>> import torch
@@ -342,7 +342,7 @@ def lightning_indexer_kl_loss(
         },
     )  # fmt: skip
     trained = (*queries[:2], keys[0])
-    # A Function is told what requires grad also where no gradient is wanted.
+    # A Function is told what requires grad even where autograd records nothing.
     leaves = trained if torch.is_grad_enabled() else [x.detach() for x in trained]
     constants = [x if x is None else x.detach() for x in (*queries[2:], *keys[1:])]
     with without_autocast(shards):

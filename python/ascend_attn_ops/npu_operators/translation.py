@@ -1,4 +1,4 @@
-"""What makes a row of the table (`table.py`) kernels of an operator of torch_npu."""
+"""Makes kernels of an operator of torch_npu from a row of the table (`table.py`)."""
 
 from __future__ import annotations
 

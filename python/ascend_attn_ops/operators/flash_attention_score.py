@@ -88,10 +88,10 @@ def flash_attention_score(
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
             queries keep.
-        actual_seq_lengths_query: TND: inclusive prefix sums of the lengths of the sequences
-            (lengths 3, 2, 4 are given as 3, 5, 9), a list, or a tensor, which is read on the host.
-            Where query and key have tokens behind the last sequence, a 0 closes both lists (3, 5,
-            9, 0): Atlas A2 and A3 want it from CANN 9.0 on.
+        actual_seq_lengths_query: TND: the cumulative lengths of the sequences, without a
+            leading 0 (lengths 3, 2, 4 are given as 3, 5, 9), a list, or a tensor, which is read
+            on the host. Where query and key have tokens behind the last sequence, a 0 closes both
+            lists (3, 5, 9, 0): Atlas A2 and A3 want it from CANN 9.0 on.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.

@@ -45,7 +45,7 @@ def lightning_indexer(
             gradient and some NPUs want query's dtype.
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
             valid tokens per batch, optional; the others have no part and zero gradients. TND:
-            required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
+            required, cumulative lengths without a leading 0 (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
             number of keys of each sequence, no sums in either layout.
         layout: "BSND" or "TND", of the queries.

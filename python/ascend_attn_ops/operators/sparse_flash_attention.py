@@ -72,7 +72,7 @@ def sparse_flash_attention(
             40) where the checkpoint has it.
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
             valid tokens per batch, optional; the others have no part and zero gradients. TND:
-            required, inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
+            required, cumulative lengths without a leading 0 (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
             number of keys of each sequence, no sums in either layout.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. With key_rope or not at all; the

@@ -117,7 +117,7 @@ def lightning_indexer_kl_loss(
         actual_seq_lengths_query: B numbers, as a list or an int32 tensor; the NPU's kernel reads
             them on the host, so that a tensor on the NPU makes the call wait for it. BSND: valid
             tokens per batch, optional; the others have no part and zero gradients. TND: required,
-            inclusive prefix sums (lengths 3, 2, 4 are 3, 5, 9).
+            cumulative lengths without a leading 0 (lengths 3, 2, 4 are 3, 5, 9).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.

@@ -27,7 +27,7 @@ class Row(NamedTuple):
 def rows(a: Arguments) -> Iterator[Row]:
     """Every query token that belongs to a sequence; tokens after the last sequence do not.
 
-    BSND: lengths are counts, all of S when absent. TND: inclusive prefix sums.
+    BSND: lengths are counts, all of S when absent. TND: cumulative lengths.
     The query at position i of its sequence sees
 
         limit = Lk                         sparse_mode 0

@@ -81,7 +81,7 @@ aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* graph) {
   return ACL_SUCCESS;
 }
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
-  // One that waits runs what the graph has by the time that it need not wait any longer.
+  // A replay that has to wait runs the tasks that the graph has when the wait ends.
   const auto graph = static_cast<Model*>(model)->graph;
   for (auto& part : *graph) {
     for (size_t i = 0; i < part.size(); ++i) {

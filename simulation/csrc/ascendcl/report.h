@@ -1,4 +1,4 @@
-// What a user reads of a run: the counts of --report and the calls of --calls.
+// A user's view of a run: the counts of --report and the calls of --calls.
 #pragma once
 
 #include <string>

@@ -28,8 +28,8 @@ namespace {
 constexpr int kMostDevices = 16;
 constexpr int kParameters = 64;
 constexpr size_t kMemoryPerDevice = size_t{8} << 30;
-// What memory holds before anything is written to it: a large number or a NaN in every float, an
-// index out of every range.
+// Fills memory before anything is written to it: a large number or a NaN in every float, an index
+// out of every range.
 constexpr int kPoison = 0x7F;
 
 struct Context {
@@ -202,7 +202,7 @@ const char* aclrtGetSocName() {
   return name ? name : "Ascend910B2";
 }
 
-// Those of an Ascend 910B2, for every product.
+// The capabilities of an Ascend 910B2, for every product.
 aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
   *value = info == ACL_DEVICE_INFO_AI_CORE_NUM       ? 24
            : info == ACL_DEVICE_INFO_VECTOR_CORE_NUM ? 48

@@ -1,4 +1,4 @@
-// What libopapi.so of the simulation asks of its runtime library.
+// The interface of the simulation's runtime library for its libopapi.so.
 #pragma once
 
 #include <acl/acl.h>
@@ -23,7 +23,7 @@ struct CannVersion {
 inline constexpr CannVersion kCann90{9, 0};
 inline constexpr CannVersion kCann91{9, 1};
 
-// What the environment chooses: CANN_SIM_PRODUCT and CANN_SIM_VERSION.
+// The choice of the environment: CANN_SIM_PRODUCT and CANN_SIM_VERSION.
 Product product();
 CannVersion cann_version();
 
@@ -54,14 +54,14 @@ int device_of_stream(aclrtStream stream);
 int device_of_address(const void* address);
 int stream_id(aclrtStream stream);
 int current_device();
-// Of the current context.
+// The parameter of the current context.
 int64_t system_parameter(aclSysParamOpt option);
 
 // Is called where torch_npu prepares an operator that CANN compiles, on the thread of the call, and
 // may throw.
 void set_compiled_operator_check(void (*function)());
 
-// What aclGetRecentErrMsg will say, once, on this thread.
+// Sets the text that aclGetRecentErrMsg returns, once, on this thread.
 void set_error_message(std::string message);
 
 }  // namespace cann_sim

@@ -73,7 +73,7 @@ class Order {
     const std::lock_guard lock(mutex_);
     merge(host_, other);
     deliver(host_);
-    // What the host knows orders itself before whatever is launched from now on.
+    // Work that the host knows to be done comes before all later launches.
     std::erase_if(memory_, [&](const auto& entry) {
       const auto is_known = [&](const Work& work) { return work.is_known_to(host_); };
       return is_known(entry.second.written) && std::ranges::all_of(entry.second.read, is_known);

@@ -18,7 +18,7 @@ struct Range {
   size_t bytes;
 };
 
-// What work has happened before: how many pieces of each stream, by its number.
+// The work that has happened before: how many pieces of each stream, by its number.
 using Clock = std::vector<uint64_t>;
 
 // Whether CANN_SIM_STREAMS is "strict". Without it, none of the following does anything.
@@ -33,10 +33,9 @@ void stream_waits_for(aclrtStream stream, const Clock& recorded);
 void host_waits_for(const Clock& recorded);
 void host_waits_for_all();
 
-// What a copy to the host has read arrives there when the host has waited for it; until then the
-// memory holds 0x7F.
+// A copy to the host arrives when the host has waited for it; until then the memory holds 0x7F.
 void arrives_later(aclrtStream stream, void* to, const void* from, size_t bytes);
-// What has arrived for a stream that reads memory of the host.
+// Delivers the copies that have arrived to a stream that reads memory of the host.
 void deliver_to(aclrtStream stream);
 
 // The memory is another's from now on.

@@ -18,7 +18,7 @@
 namespace cann_sim {
 namespace {
 
-// What a task returns that has to wait.
+// A task that has to wait returns this.
 constexpr int kNotYet = -1;
 
 void merge(Past& past, const Past& other) {
@@ -27,7 +27,7 @@ void merge(Past& past, const Past& other) {
   }
 }
 
-// What is waited for: events may be destroyed before.
+// Waits are for this and not for the event, which may be destroyed before.
 struct Occurrence {
   explicit Occurrence(bool external) : external(external), happened(!external) {}
 
@@ -257,7 +257,7 @@ using namespace cann_sim;
 
 extern "C" {
 
-// Streams. Those who would wait on a device are counted.
+// Streams. Calls that would wait on a device are counted.
 
 aclError aclrtSynchronizeStream(aclrtStream stream) {
   ++waits;

@@ -27,15 +27,14 @@ using Graph = std::deque<Tasks>;
 // How many tasks of each captured stream are known to be before something.
 using Past = std::map<const Stream*, size_t>;
 
-// What memory held before an operator of torch ran while it was captured: nothing runs then on a
-// device.
+// Memory before an operator of torch ran in a capture, where a device runs nothing.
 struct Saved {
   void* address;
   std::vector<char> data;
 };
 void put_back(std::vector<Saved>& saved);
 
-// What aclmdlRI stands for; replays that wait outlive it.
+// The object behind aclmdlRI; replays that wait outlive it.
 struct Model {
   std::shared_ptr<Graph> graph = std::make_shared<Graph>(1);
 };
@@ -92,7 +91,7 @@ inline Stream& as_stream(aclrtStream stream) { return *static_cast<Stream*>(stre
 aclError failed(aclError status, std::string message);
 std::string name_of(const Stream& stream);
 
-// Of this thread: how strict captures are with calls that wait.
+// This thread's mode: how strict captures are with calls that wait.
 aclmdlRICaptureMode& thread_mode();
 
 }  // namespace cann_sim

@@ -1,6 +1,5 @@
-// What torch_npu's library for ATB, of CANN's NNAL package, needs to load: its schemas are known
-// then. The simulation has no ATB operation; cpu_fallback/atb_operators.cpp has what it computes
-// instead.
+// Symbols that torch_npu's library for ATB, of CANN's NNAL package, needs to load and to register
+// its schemas. The simulation has no ATB operation; cpu_fallback/atb_operators.cpp computes them.
 #include <cstdint>
 
 namespace atb {

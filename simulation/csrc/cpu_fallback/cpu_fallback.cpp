@@ -146,8 +146,8 @@ void write(const c10::IValue& computed, const c10::IValue& to) {
   }
 }
 
-// What a captured graph does with the call, each time that it is replayed. It does not keep the
-// memory of tensors: that is the graph's pool's, as on a device.
+// Returns the task that runs the call in every replay of a graph. It does not keep the memory of
+// tensors, which belongs to the graph's pool, as on a device.
 Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack results) {
   for (auto& result : results) {
     replace_tensors(result, [](const at::Tensor& tensor) {
@@ -175,7 +175,7 @@ class Touched {
       (written ? writes_ : reads_).push_back({tensor.const_data_ptr(), bytes});
     }
   }
-  // Of what was added since the last check.
+  // Checks the ranges that were added since the last check.
   void check(aclrtStream stream, const Operator& op) {
     if (strict_ && !is_capturing(stream)) {
       const auto error = check_order(stream, op.handle.operator_name().name, reads_, writes_);
@@ -184,7 +184,7 @@ class Touched {
       writes_.clear();
     }
   }
-  // What a captured call is about to overwrite.
+  // Saves the memory that a captured call is about to overwrite.
   void save(aclrtStream stream) const {
     if (is_recording_anywhere()) {
       for (const auto& [begin, bytes] : writes_) {
@@ -236,7 +236,7 @@ void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
     aliases.device = c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice();
   }
   const c10::DeviceGuard device_guard(*aliases.device);
-  // What the task queue still holds may write what is read here.
+  // Work in the task queue may still write memory that is read here.
   const auto stream = after_queued_work(*aliases.device);
   TORCH_CHECK(!is_waiting(stream), op.handle.operator_name().name, " on stream ", stream_id(stream),
               " is behind an event that nothing has recorded yet; the simulated ",
@@ -335,7 +335,7 @@ bool stays(const c10::IValue* arguments, size_t count) {
          (device.isNone() || device.toDevice() == self.device());
 }
 
-// Copies within an NPU, which may convert, run here. Those between an NPU and the host are
+// Copies within an NPU, which may convert, run here. Copies between an NPU and the host are
 // torch_npu's, which puts them into a stream.
 class CopyKernel final : public c10::OperatorKernel {
  public:

@@ -1,5 +1,5 @@
-// What an operator of torch runs on when the simulated NPU has no kernel for it: the CPU's kernel,
-// in the memory of the NPU tensors.
+// Runs operators of torch for which the simulated NPU has no kernel: the CPU's kernel computes in
+// the memory of the NPU tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@
 
 namespace cann_sim {
 
-// What is read of a schema once, and not in every call.
+// Facts of a schema, read once and not in every call.
 struct Operator {
   explicit Operator(const c10::OperatorHandle& handle);
 
@@ -88,7 +88,7 @@ aclrtStream after_queued_work(c10::Device device);
 // Memory of the NPU with the elements of a CPU tensor.
 at::Tensor on_npu(const at::Tensor& cpu, c10::Device device);
 
-// A CPU generator for one call. What it draws depends on the seed and the offset of the NPU's
+// A CPU generator for one call. Its numbers depend on the seed and the offset of the NPU's
 // generator, which moves on: seeds, saved states and restored ones do what they do on an NPU.
 at::Generator drawn_from(at::Generator npu);
 

@@ -22,7 +22,7 @@ bool same_layout(const at::Tensor& one, const at::Tensor& other) {
   return one.sizes() == other.sizes() && one.strides() == other.strides();
 }
 
-// Of a tensor that is about to get the elements of one on the CPU.
+// Saves a tensor that is about to get the elements of one on the CPU.
 void save(const at::Tensor& npu, size_t bytes) {
   if (is_recording_anywhere()) {
     save_until_recorded(after_queued_work(npu.device()), npu.mutable_data_ptr(), bytes);

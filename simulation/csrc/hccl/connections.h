@@ -1,4 +1,4 @@
-// What the simulated HCCL sends: bytes, over a socket between every two processes of a machine.
+// Connections of the simulated HCCL: a socket between every two processes of a machine.
 #pragma once
 
 #include <cstddef>

@@ -83,7 +83,7 @@ class Exchange {
     reduce_received(source + at(parts.offsets, rank()), target, at(parts.sizes, rank()), dtype, op);
   }
 
-  // What the others have sent, and `own`, in the order of the ranks.
+  // Adds the data that the others have sent and `own`, in the order of the ranks.
   void reduce_received(const char* own, char* target, size_t bytes, HcclDataType dtype,
                        HcclReduceOp op) const {
     std::vector<char> sum(bytes);

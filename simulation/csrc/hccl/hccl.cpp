@@ -37,7 +37,7 @@ struct Communicator {
   std::string name;
 };
 
-// Those that are not destroyed are flushed when the process ends.
+// Communicators that are not destroyed are flushed when the process ends.
 class Live {
  public:
   void add(Communicator* communicator) {
@@ -134,7 +134,7 @@ HcclResult run_reduction(const char* function, HcclDataType dtype, HcclComm comm
   return run(function, comm, stream, memory, std::move(body));
 }
 
-// What is received between HcclGroupStart and HcclGroupEnd waits until all is sent.
+// Receives between HcclGroupStart and HcclGroupEnd wait until all is sent.
 thread_local int open_groups = 0;
 thread_local std::vector<std::function<HcclResult()>> receive_later;
 

@@ -49,7 +49,7 @@ LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
 def rules(operator: Operator) -> Iterator[WrongCall]:
-    """Those of both directions."""
+    """Yields wrong calls of both directions."""
 
     def wrong(
         case: FlashCase,

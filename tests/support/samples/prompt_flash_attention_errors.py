@@ -220,7 +220,7 @@ def devices() -> Iterator[WrongCall]:
 
 
 def values() -> Iterator[WrongCall]:
-    """Of masks and scales. Their saturated outputs would look plausible."""
+    """Yields wrong masks and scales, whose saturated outputs would look plausible."""
     for name, mask in {
         "inverted": COMPRESSED.logical_not(),
         "transposed": COMPRESSED.T.contiguous(),

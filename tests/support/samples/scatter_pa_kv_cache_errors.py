@@ -214,7 +214,7 @@ VALUE_RULES = [
         for case in (ALIBI, TAILS)
         for slot in (46, 48, 2**31 - 1)
     ),
-    # Of 9 rows, a window of 3 leaves 7 or 6.
+    # A window of 3 leaves 7 or 6 of 9 rows.
     *(
         wrong(
             "run beyond", case, "slot_mapping",

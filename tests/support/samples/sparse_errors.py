@@ -118,7 +118,7 @@ def option_rules(operator: Operator, modes: tuple[int, ...] = (0, 3)) -> Iterato
 
 
 def length_rules(operator: Operator) -> Iterator[WrongCall]:
-    """Of prefix sums, and of counts."""
+    """Yields wrong lengths, cumulative and not."""
 
     def wrong(
         rule: str, case: SparseCase, name: str, change: Callable[[object], object], on_meta: bool
@@ -177,7 +177,7 @@ PAGES = [
 
 
 def page_rules(operator: Operator) -> Iterator[WrongCall]:
-    """Of keys in the blocks of a cache."""
+    """Yields wrong calls with paged keys."""
 
     def wrong(
         rule: str, case: SparseCase, change: object, argument: str,
@@ -265,6 +265,6 @@ def limit_rules(
 
 
 def token_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCall]:
-    """Of arguments without a meaning in the sparse modes, in the operators that refuse them."""
+    """Yields arguments without a meaning in the sparse modes, if the operator refuses them."""
     for name in ("pre_tokens", "next_tokens"):
         yield WrongCall(f"limits-{name}", operator, device, {name: 5}, name, limits="A2")

@@ -67,7 +67,7 @@ def put(name: str, function: Callable[[Any], object]) -> Change:
 
 
 def statistics_rules(operator: Operator, case: Any) -> Iterator[WrongCall]:
-    """Statistics that no softmax has. Those of the first row are read in every call."""
+    """Yields statistics that no softmax has, in the first row, which every call reads."""
 
     def exchanged(sample: Sample) -> Sample:
         maximum, total = sample.inputs["softmax_max"], sample.inputs["softmax_sum"]

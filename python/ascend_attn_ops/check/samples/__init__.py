@@ -32,7 +32,7 @@ RECIPES: list[Recipe] = [
 
 SPARSE_OPERATORS = [x for x in OPERATORS.values() if isinstance(x.cases[0], SparseCase)]
 
-# What autograd differentiates, and the first of each operator.
+# Recipes that autograd differentiates, and the first of each operator.
 DIFFERENTIABLE_RECIPES = [recipe for recipe in RECIPES if recipe.differentiable]
 FIRST_DIFFERENTIABLE = list(
     {recipe.operator.name: recipe for recipe in reversed(DIFFERENTIABLE_RECIPES)}.values()

@@ -293,7 +293,7 @@ def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[E
 
 
 def score_size(a: Arguments) -> float:
-    """Of query and key, and of what is added to their products."""
+    """Returns the size of a score: of query and key, and of the bias added to their products."""
     query, key, _ = by_head(a, torch.float64)
     scale, bias = a.scale_value, 0.0
     if a.pse_shift is not None and a.pse_shift.numel():
@@ -368,7 +368,7 @@ def gradient_terms(exact: Sample) -> Outputs:
 
 
 def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
-    """What both directions take, under torch_npu's names."""
+    """Returns the arguments that both directions take, by torch_npu's names."""
     names = {
         "pse": "pse_shift", "atten_mask": "atten_mask", "keep_prob": "keep_prob",
         "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "prefix": "prefix",

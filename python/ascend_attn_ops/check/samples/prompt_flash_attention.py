@@ -272,7 +272,7 @@ def expected(sample: Sample) -> list[Expected]:
         # Sums of integers, divided by one of float32, and rounded here and in the reference.
         rounded = out.double()
         allowed = OF_TERMS[torch.float32] * rounded.abs() + 2 * half_ulp(rounded, out.dtype)
-        # What one step of one weight makes of an output at most: the weights sum to at least one.
+        # One step of one weight changes an output by this at most: the weights sum to at least one.
         step = 1.01 * 128 * abs(read_scale(sample.options["deq_scale2"])) + 1e-3
         return [ExpectedOfInt8("out", out, allowed, step, share=0.02, of_rows=True)]
     (terms,) = exact.replace(value=magnitude(exact.inputs["value"])).call(reference)

@@ -74,7 +74,7 @@ class Operator:
     inference_only: bool = False
     # It writes to its arguments and returns nothing.
     in_place: bool = False
-    # Of every output that a sample's call returns, by the reference.
+    # By the reference, for every output that a sample's call returns.
     expected: Callable[[Sample], Sequence[Expected]] | None = None
     # In place of it, where it takes more than each element alone.
     compare: Callable[[Sample, Outputs], None] | None = None
@@ -108,7 +108,7 @@ class Operator:
         return self.gradient.inputs if self.gradient else ()
 
     def gradient_outputs(self, outputs: Outputs) -> Outputs:
-        """Those that carry the gradient."""
+        """Returns the outputs that carry the gradient."""
         assert self.gradient is not None
         return tuple(outputs[self.output_names.index(name)] for name in self.gradient.outputs)
 

@@ -143,7 +143,7 @@ class Sample:
 
 
 def noticed(x: Tensor) -> float:
-    """What x would be seen to have been mixed with: NaN, or indices out of range."""
+    """Returns a value that would show if it were read with x: NaN, or an index out of range."""
     if x.is_floating_point():
         return torch.nan
     return {torch.bool: 1, torch.uint8: 255, torch.int8: 127}.get(x.dtype, 2**30)

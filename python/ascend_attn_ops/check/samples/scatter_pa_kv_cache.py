@@ -22,7 +22,7 @@ class CacheCase:
     heads: int = 2
     d: tuple[int, int] = (32, 32)  # Dk, Dv
     blocks: tuple[int, int] = (4, 8)  # num_blocks, block_size
-    # Of the scenarios that write runs: rows per sequence, and what becomes of each head's.
+    # For scenarios that write runs: rows per sequence, and what becomes of each head's rows.
     lengths: tuple[int, ...] = ()
     windows: str = "some"  # "none": every compress_lens is 0
     cache_mode: str = "Norm"

@@ -22,7 +22,7 @@ class SparseCase:
     layout: str = "BSND"
     b: int = 2
     s: tuple[int, int] = (5, 7)  # S1, S2: BSND only
-    # Per sequence, for queries and keys: counts in BSND, turned into prefix sums in TND.
+    # Per sequence, for queries and keys: counts in BSND, made cumulative in TND.
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     tail: tuple[int, int] = (0, 0)  # tokens after the last sequence: TND only
     heads: int = 4

@@ -68,7 +68,7 @@ def enable_dtensor() -> None:
 
 
 def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor does instead of `overload`."""
+    """Handles a call of `overload` with DTensors."""
     signature = _signatures[overload]
     values = signature.bind(args, kwargs)
     key = (overload, device_in_force(), *map(_described, values))

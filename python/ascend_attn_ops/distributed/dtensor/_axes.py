@@ -165,7 +165,7 @@ def _mask(call: Mapping[str, Any]) -> str:
     if call["sparse_mode"] in COMPRESSED_MODES:
         return ""
     if call["layout"] == "TND":
-        # Of the tokens of the longest sequence, or of all: not those of a rank.
+        # Its axis has the tokens of the longest sequence, or all: not those of a rank.
         return _broadcast("zNzz", mask) if mask.dim() == 4 else ""
     return _broadcast({2: "ST", 3: "BST", 4: "BNST"}[mask.dim()], mask)
 
@@ -208,7 +208,7 @@ def _rows(call: Mapping[str, Any]) -> str:
     return "ABCDEFGHIJKLM"[: call["lse"][0].dim()]
 
 
-# What stands for a word in braces.
+# The letters that replace a word in braces.
 _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "q": lambda call: _DENSE_LAYOUTS[call["layout"]][0],
     "k": lambda call: _DENSE_LAYOUTS[call["layout"]][1],

@@ -1,4 +1,4 @@
-"""What one rank does in a call with DTensors, decided once for calls that are alike."""
+"""The work of one rank in a call with DTensors, decided once for calls that are alike."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Plan:
         self.signature = signature
         self.call = signature.named(values)
         self.mesh = self._check_tensors()
-        # Of one process. The limits are those of what each rank computes.
+        # Metadata of the call in one process. Limits apply to what each rank computes.
         with limits(None):
             whole = [map_tensors(value, meta_of) for value in self.call.values()]
             self.metas = as_list(signature.call(whole))
@@ -88,7 +88,7 @@ class Plan:
             name: self.choice.inputs(self.axes.inputs.get(name, "")) for name in self._tensors()
         }
         for name, letters in self.axes.inputs.items():
-            # What one process saved comes as it is, and this rank takes its heads of it.
+            # Statistics saved by one process come whole, and this rank takes its heads.
             if letters == PER_SEQUENCE and name in self.targets and not self._saved_here(name):
                 self.targets[name] = (Replicate(),) * self.mesh.ndim
         self.results = [
@@ -213,7 +213,7 @@ class Plan:
 
     def _take_tokens(self, local: Local, part: Part) -> None:
         call, axes, index = self.call, self.axes, self.signature.index
-        # Those of this rank's batches.
+        # The lengths of this rank's batches.
         lengths = [local.values.get(index[x], call[x]) if x in call else None for x in _LENGTHS]
         if any(isinstance(x, Tensor) for x in lengths):
             local.tokens = part
@@ -383,7 +383,7 @@ class Plan:
         raise raised(kind, f"{message}{self._describe()}") from failure
 
     def _without_rank(self, values: list[Any]) -> Any:
-        """What torch's operators return on a rank outside of the mesh."""
+        """Returns what torch's operators return on a rank outside of the mesh."""
         local = next(x for value in values for x in tensors_of(value)).to_local()
         return self._wrap([local.new_empty(0, dtype=meta.dtype) for meta in self.metas])
 

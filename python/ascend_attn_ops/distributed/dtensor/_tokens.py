@@ -14,7 +14,7 @@ _CAUSAL = 3
 def packed_lengths(
     query: Tensor, key: Tensor, part: Part, sparse_mode: int
 ) -> tuple[Tensor, Tensor]:
-    """Prefix sums of the sequences cut to `part`, with their keys where they are.
+    """Returns cumulative lengths of the sequences cut to `part`, with their keys where they are.
 
     A sequence without queries here keeps its keys, which nothing reads. In the causal mode the last
     query sees the last key: the sequence that goes on after the part loses the keys that only its

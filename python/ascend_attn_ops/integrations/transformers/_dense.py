@@ -42,7 +42,7 @@ def register() -> None:
     know. Static and dynamic caches work. The output of a padding token differs from that in
     transformers: generate() needs left padding.
 
-    What the operator cannot do raises NotImplementedError in the forward: soft caps, sinks,
+    Features that the operator lacks raise NotImplementedError in the forward: soft caps, sinks,
     position biases, paged caches, output_attentions, models that compute their attention
     themselves, and models with an indexer, which are for :func:`enable_dsa`.
 

@@ -16,7 +16,7 @@ class Sequences(NamedTuple):
     """The sequences of a batch whose axes of batch and tokens are one, as in layout TND.
 
     Attributes:
-        query_ends: inclusive prefix sums of the queries of each sequence.
+        query_ends: cumulative numbers of queries, the end of each sequence.
         key_ends: of its keys, of which the queries are the last ones.
         valid: (T1,), False for padding, whose tokens have sequences of their own: nobody reads
             them, and what they read does not matter. None if all are valid.

@@ -25,8 +25,9 @@ def lightning_indexer(a: Arguments) -> tuple[Tensor, Tensor]:
 
         I[i, s] = sum_h weights[i, h] * relu(query[i, h] . key[s])
 
-    over the keys s < limit that query i may see. The rest of a row is -1, with value -inf. Of equal
-    scores the lower index comes first. Differentiable through `sparse_values` by plain autograd.
+    over the keys s < limit that query i may see. The rest of a row is -1, with value -inf. The
+    lower index of equal scores comes first. Differentiable through `sparse_values` by plain
+    autograd.
 
     Returns sparse_indices (B,S1,1,K) or (T1,1,K), int32, and sparse_values, the same shape in the
     dtype of query; without `return_values` the values are an empty tensor.
