@@ -19,9 +19,9 @@ PICTURE = ROOT / "docs/images/house.svg"
 # Rows from the top, and of each part the first column and the number of columns; a part stands
 # above what is below it.
 PACKAGE_ROWS = [
-    {"integrations": (0, 1), "distributed": (1, 1), "check": (2, 3)},
-    {"public": (0, 3), "npu_operators": (3, 1)},
-    {"modules": (0, 3), "flash_attn": (3, 1)},
+    {"integrations": (1, 1), "distributed": (2, 1), "check": (3, 2)},
+    {"npu_operators": (0, 1), "public": (1, 4)},
+    {"flash_attn": (0, 1), "modules": (1, 2), "comparison": (3, 2)},
     {"operators": (0, 4), "reference": (4, 1)},
     {"vocabulary": (0, 5)},
 ]

@@ -39,6 +39,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                         help="go on with a run that has left FILE.jsonl or FILE.json")  # fmt: skip
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
                         help="print what two reports say differently")  # fmt: skip
+    parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE",
+                        help="run calls that ascend_attn_ops.record wrote")  # fmt: skip
     parser.add_argument("--memory", type=_bytes, default=2 * 10**9, metavar="SIZE",
                         help="the most memory to take on the device; default: 2GB")  # fmt: skip
     parser.add_argument("--dangerous", action="store_true",

@@ -35,6 +35,13 @@ def warn_once(function: str, argument: str, text: str, stacklevel: int = 3) -> N
     warnings.warn(f"{function}: {argument}: {text}", stacklevel=stacklevel)
 
 
+def refuse_traces(function: str) -> None:
+    """Raise where torch.compile traces a block that it cannot have in a graph."""
+    if torch.compiler.is_compiling():
+        text = "torch.compile cannot trace this block; call the compiled function inside it"
+        raise RuntimeError(f"{function}: {text}")
+
+
 class _Shown(reprlib.Repr):
     """Shows tensors in containers without their values, whose memory may have been freed."""
 

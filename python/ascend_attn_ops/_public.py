@@ -9,6 +9,7 @@ from ascend_attn_ops._pages import (
 )
 from ascend_attn_ops._statistics import log_sum_exp
 from ascend_attn_ops._value_checks import check_values
+from ascend_attn_ops.comparison import compare
 from ascend_attn_ops.device_limits import limits, set_limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
@@ -29,6 +30,7 @@ from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
     sparse_lightning_indexer_grad_kl_loss,
 )
 from ascend_attn_ops.quantization import quantize_attention_inputs
+from ascend_attn_ops.recording import record
 from ascend_attn_ops.training import attach_loss, save_attention_policy
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "attach_loss",
     "attention_update",
     "check_values",
+    "compare",
     "flash_attention_score",
     "flash_attention_score_grad",
     "gather_paged_kv",
@@ -49,6 +52,7 @@ __all__ = [
     "nz_to_nd",
     "prompt_flash_attention",
     "quantize_attention_inputs",
+    "record",
     "save_attention_policy",
     "scatter_pa_kv_cache_",
     "set_limits",

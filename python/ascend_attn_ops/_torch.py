@@ -31,6 +31,7 @@ try:
     from torch._logging._internal import LazyString
     from torch._subclasses.fake_tensor import FakeTensor, is_fake
     from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 except ImportError as error:

@@ -111,6 +111,15 @@ def limits_of_parts(n1: int, sharded: bool) -> str:
         return message_of(attention(mesh, [Shard(2) if sharded else Replicate()], n1))
 
 
+def compared() -> tuple[int, int]:
+    """How many calls of a rank's part `compare` has seen, and how many of them differ."""
+    enable_dtensor()
+    query = distribute(numbers(1, 4, 4, 16, dtype=torch.float32), mesh_of("4"), [Shard(1)])
+    with ops.limits(None), ops.compare() as report:
+        ops.flash_attention_score(query, query, query, num_heads=4, layout="BNSD")
+    return report.compared["flash_attention_score"], len(report.differences)
+
+
 def wrong_arguments() -> dict[str, str]:
     enable_dtensor()
     mesh = mesh_of("2")

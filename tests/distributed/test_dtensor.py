@@ -157,6 +157,10 @@ def test_limits_are_those_of_a_part() -> None:
         assert "for a rank's part" in message
 
 
+def test_compare_sees_the_parts() -> None:
+    assert on_four(dtensor_rules.compared) == [(1, 0)] * 4
+
+
 def test_wrong_arguments() -> None:
     for messages in on_four(dtensor_rules.wrong_arguments):
         form = "ascend::sparse_flash_attention: key_rope: expected"

@@ -58,14 +58,29 @@ PACKAGE_PARTS = {
         "flash-attn's API",
         ("operators",),
     ),
-    "public": Part(("__init__.py", "_public.py"), "import ascend_attn_ops", ("modules",)),
+    "comparison": Part(
+        (
+            "comparison.py",
+            "recording.py",
+            "check/samples/*",
+            "check/bounds.py",
+            "check/observed_calls.py",
+            "check/comparing.py",
+            "check/recorded_calls.py",
+        ),
+        "calls against the reference",
+        ("reference",),
+    ),
+    "public": Part(
+        ("__init__.py", "_public.py"), "import ascend_attn_ops", ("modules", "comparison")
+    ),
     "npu_operators": Part(("npu_operators/*",), "torch_npu's API", ("flash_attn",)),
     "distributed": Part(("distributed/*",), "several ranks", ("public",)),
     "integrations": Part(("integrations/*",), "transformers", ("public",)),
     "check": Part(
         ("__main__.py", "report.py", "check/*"),
         "the command line: report, limits, check",
-        ("public", "reference"),
+        ("public",),
     ),
     "vocabulary": Part(
         ("_*.py", "_C.pyi", "device_limits.py", "masks.py"),

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops
@@ -26,6 +27,8 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     if options.compare:
         return files.compare(*options.compare)
     device = options.device or ("cpu" if _library.npu_module() is None else "npu:0")
+    if options.replay:
+        return _replay(options.replay, device)
     header = {
         "format": files.FORMAT,
         "ascend_attn_ops": ascend_attn_ops.__version__,
@@ -72,6 +75,23 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
         print(f"written: {target}")
     lines.close(remove=True)
     return 0 if finished and all(result.verdict != "differs" for result in results) else 1
+
+
+def _replay(paths: Sequence[Path], device: str) -> int:
+    """Run recorded calls; return 0 if each is within the bounds."""
+    from ascend_attn_ops.check.recorded_calls import replay
+
+    status = 0
+    for path in paths:
+        try:
+            outcome = replay(path, device)
+        except (OSError, ValueError, ImportError) as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            status = 1
+        else:
+            print(f"{path}\n{outcome}")
+            status |= outcome.error is not None or outcome.difference is not None
+    return int(status)
 
 
 def _resumed(path: Any, header: dict[str, Any]) -> list[Result]:

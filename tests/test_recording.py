@@ -1,0 +1,245 @@
+"""ascend_attn_ops.record: its files, and what runs them again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from ascend_attn_ops.__main__ import main
+from ascend_attn_ops.check import recorded_calls
+from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
+from ascend_attn_ops.recording import replay
+from torch import Tensor
+
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+from test_comparison import Faulty  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+QUERY = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
+KEY = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
+NO_RECORD = re.escape("expected a file of ascend_attn_ops.record")
+
+
+def attend(query: Tensor = QUERY, key: Tensor = KEY, num_heads: int = 4) -> Tensor:
+    return ops.flash_attention_score(
+        query, key, key, num_heads=num_heads, layout="BSND", sparse_mode=3
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda x: x.name)
+def test_a_recorded_call_gives_the_same_bits_again(operator: Operator, tmp_path: Path) -> None:
+    cases = [x for x in operator.recipes if getattr(x.case, "scatter", "") != "Nct"][:3]
+    with ops.record(tmp_path, when="always") as files:
+        for recipe in cases:
+            recipe.make(torch.bfloat16).clone().call(torch.ops.ascend)
+    assert len(files) == len(cases)
+    for file in files:
+        outcome = replay(file)
+        assert outcome.error is None
+        assert outcome.difference is None
+        assert outcome.same_as_recorded
+
+
+def test_an_error_names_its_file_which_raises_it_again_in_a_fresh_process(tmp_path: Path) -> None:
+    with ops.record(tmp_path) as files, pytest.raises(ValueError, match="num_heads") as raised:
+        attend(num_heads=3)
+    (file,) = files
+    shown = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert any(str(file) in line for line in shown)
+    command = [sys.executable, "-m", "ascend_attn_ops", "check", "--replay", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()[1:]
+    assert lines[0].startswith("flash_attention_score, called at "), done.stderr
+    assert lines[1].removeprefix("  recorded: ") == lines[2].removeprefix("  here: ")
+    assert "num_heads" in lines[2]
+
+
+def test_a_difference_is_recorded_and_replays_to_the_same(tmp_path: Path) -> None:
+    with ops.record(tmp_path, when="differs") as files:
+        attend()
+    assert not files
+    with Faulty("flash_attention_score", 0, 1), ops.record(tmp_path, when="differs") as files:
+        attend()
+    (file,) = files
+    outcome = replay(file)  # here the operator is right
+    assert outcome.difference is None
+    assert outcome.same_as_recorded is False
+    with Faulty("flash_attention_score", 0, 1):
+        outcome = replay(file)
+    assert outcome.difference is not None
+    assert outcome.difference.startswith("out: 1 of ")
+    assert outcome.same_as_recorded
+
+
+def test_the_command_says_which_files_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ops.record(tmp_path, when="always") as files:
+        attend()
+    assert main(["check", "--replay", str(files[0]), "--device", "cpu"]) == 0
+    assert "here, against the reference: within the bounds" in capsys.readouterr().out
+    other = tmp_path / "other"
+    other.write_text("text")
+    assert main(["check", "--replay", str(other), str(tmp_path / "none")]) == 1
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        str(other), str(tmp_path / "none"),
+    ]  # fmt: skip
+
+
+def test_limits_come_with_the_call(tmp_path: Path) -> None:
+    with (
+        ops.limits("A2", "9.0"),
+        ops.record(tmp_path) as files,
+        pytest.raises(TypeError, match="query"),
+    ):
+        attend(QUERY.double(), KEY.double())
+    outcome = replay(files[0])
+    assert (outcome.recorded.product, outcome.recorded.cann) == ("A2", "9.0")
+    assert outcome.error == outcome.recorded.raised
+    assert outcome.same_as_recorded
+
+
+def test_strides_and_tensors_given_twice_are_kept(tmp_path: Path) -> None:
+    query = torch.stack((QUERY, torch.full_like(QUERY, torch.nan)), -1)[..., 0]
+    with ops.record(tmp_path, when="always") as files:
+        attend(query, KEY.expand(1, 9, 2, 64))
+        attend(query.transpose(1, 2)[:, :, :1].transpose(1, 2).contiguous(), KEY)
+    inputs = replay(files[0]).recorded.sample.inputs
+    assert inputs["key"] is inputs["value"]
+    assert inputs["query"].stride() == query.stride()
+    assert torch.equal(bytes_of(inputs["query"]), bytes_of(query))
+
+
+def test_a_cache_is_recorded_as_it_was(tmp_path: Path) -> None:
+    sample = OPERATORS["scatter_pa_kv_cache_"].small_sample().clone()
+    before = sample.tensors["key_cache"].clone()
+    with ops.record(tmp_path, when="always") as files:
+        sample.call(torch.ops.ascend)
+    recorded = replay(files[0]).recorded
+    assert torch.equal(bytes_of(recorded.sample.tensors["key_cache"]), bytes_of(before))
+    written = sample.tensors["key_cache"]
+    assert torch.equal(bytes_of(recorded.outputs["key_cache"]), bytes_of(written))
+
+
+def test_backward_is_recorded(tmp_path: Path) -> None:
+    query = QUERY.clone().requires_grad_()
+    with ops.record(tmp_path, when="always") as files:
+        attend(query).sum().backward()
+    assert [x.name.partition("-")[2] for x in files] == [
+        "flash_attention_score.safetensors", "flash_attention_score_grad.safetensors",
+    ]  # fmt: skip
+    assert all(replay(x).same_as_recorded for x in files)
+
+
+def test_files_stay_within_the_limit(tmp_path: Path) -> None:
+    with ops.record(tmp_path, when="always", limit="20KB") as files:
+        attend()
+        attend()
+        with pytest.warns(UserWarning, match="record: limit: flash_attention_score at ") as seen:
+            attend()
+        attend()  # without a second warning
+    assert len(files) == 2
+    assert len(seen) == 1
+    assert sum(x.stat().st_size for x in files) < 24 * 2**10
+
+
+def test_another_block_keeps_the_files_of_the_first(tmp_path: Path) -> None:
+    kept = []
+    for _ in range(2):
+        with ops.record(tmp_path, when="always") as files:
+            attend()
+        kept += files
+    assert len(set(kept)) == 2
+
+
+def test_a_file_names_no_place_outside_of_the_program(tmp_path: Path) -> None:
+    with ops.record(tmp_path, when="always") as files:
+        attend()
+    content = files[0].read_bytes()
+    for text in (str(Path.home()), str(tmp_path), __import__("socket").gethostname()):
+        assert text.encode() not in content
+
+
+def changed(file: Path, **changes: Any) -> None:
+    """Other JSON beside the same tensors."""
+    with safetensors.safe_open(str(file), framework="pt") as opened:
+        content = json.loads(opened.metadata()[recorded_calls._METADATA])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    content |= changes
+    metadata = {recorded_calls._METADATA: json.dumps(content)}
+    safetensors.save_file(tensors, file, metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format 2, and this version reads 1"),
+        ({"operator": "system"}, "there is no operator 'system'"),
+        ({"operator": "attention_update"}, "has no argument"),
+        ({"arguments": {"query": 1}}, "KeyError: 'key'"),
+        ({"arguments": None}, "TypeError"),
+        ({"limits": ["A2"]}, "ValueError"),
+        ({"arguments": {"query": {"tensor": "else", "stride": []}}}, "KeyError"),
+    ],
+    ids=str,
+)
+def test_another_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with ops.record(tmp_path, when="always") as files:
+        attend()
+    changed(files[0], **changes)
+    with pytest.raises(ValueError, match=NO_RECORD) as raised:
+        replay(files[0])
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("stride", [[1, 2**40, 64, 1], [-1, 1, 1, 1], [1], [1.5] * 4, None])
+def test_wrong_strides_take_no_memory(tmp_path: Path, stride: Any) -> None:
+    with ops.record(tmp_path, when="always") as files:
+        attend()
+    with safetensors.safe_open(str(files[0]), framework="pt") as opened:
+        content = json.loads(opened.metadata()[recorded_calls._METADATA])
+    content["arguments"]["query"]["stride"] = stride
+    changed(files[0], arguments=content["arguments"])
+    if stride is not None and stride[1:2] == [2**40]:
+        assert replay(files[0]).same_as_recorded  # without the gaps
+    else:
+        with pytest.raises(ValueError, match=NO_RECORD):
+            replay(files[0])
+
+
+def test_bytes_of_something_else_are_refused(tmp_path: Path) -> None:
+    with ops.record(tmp_path, when="always") as files:
+        attend()
+    whole = files[0].read_bytes()
+    for content in (b"", b"PK\x03\x04", whole[:100], whole[:-1], b"\xff" * 64):
+        files[0].write_bytes(content)
+        with pytest.raises(ValueError, match=NO_RECORD):
+            replay(files[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"when": "now"}, "when: expected 'differs', 'raises' or 'always', got 'now'"),
+        ({"limit": "many"}, "limit: expected a size such as '200MB', got 'many'"),
+        ({"limit": 5}, "limit: expected a size such as '200MB', got 5"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with (
+        pytest.raises(ValueError, match=re.escape(message)),
+        ops.record(tmp_path / "calls", **arguments),
+    ):
+        pass
+    assert not (tmp_path / "calls").exists()
