@@ -1,4 +1,4 @@
-// The Python module `_C`: direct calls, limits and the mask rule.
+// The Python module `_C`: direct calls, limits, the mask rule and checks of values.
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
@@ -10,6 +10,7 @@
 #include "core/sparse_mode.h"
 #include "core/value_checks.h"
 #include "cpu/common/capability.h"
+#include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
@@ -178,6 +179,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_implementations", &cpu_implementations);
   m.def("check_cpu_capability", &cpu::check_capability);
   m.def("kept_keys", &kept_keys_of_rows);
+  m.def("check_statistics",
+        [](const std::string& op, const at::Tensor& max, const at::Tensor& sum) {
+          cpu::check_statistics(op, max.contiguous(), sum.contiguous(), max.numel());
+        });
   m.def("limits_table", &limits_of_operators);
   m.attr("products") = product_names();
   m.attr("cann_versions") = cann_versions();

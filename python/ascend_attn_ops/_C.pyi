@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 # For each operator, a function of the one that calls it otherwise and of a module's name.
 direct_calls: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]]
 # The operators without a gradient.
@@ -46,3 +48,6 @@ def kept_keys(
     prefix: int,
     is_band: bool,
 ) -> list[tuple[int, int]]: ...
+
+# Raises for softmax statistics on the CPU that no row has, as the kernels do.
+def check_statistics(operator: str, softmax_max: Tensor, softmax_sum: Tensor) -> None: ...

@@ -120,5 +120,6 @@ def merge(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Merged:
     (max_x, sum_x), (max_y, sum_y) = x, y
     maximum = torch.maximum(max_x, max_y)
     weight_x, weight_y = sum_x * (max_x - maximum).exp(), sum_y * (max_y - maximum).exp()
-    total = weight_x + weight_y
+    # In dense attention, a row without keys in either set has twice FLT_MAX, which overflows.
+    total = (weight_x + weight_y).clamp(max=_FLT_MAX)
     return Merged(maximum, total, (weight_x / total, weight_y / total))

@@ -209,6 +209,10 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
         loss, {"indices": lambda x: torch.full_like(x, -2)}, {},
         r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got -2",
     ),
+    "statistics that no row has": (
+        loss, {"max": lambda x: torch.full_like(x, 0.5)}, {},
+        "ValueError: .*_kl_loss: softmax_sum: expected sums of .*, got 0.5",
+    ),
     "number of another type": (
         sparse_attention, {}, {"scale_value": np.float64(SCALE)}, "ValueError: .*scale_value: .* sa"
     ),
@@ -318,6 +322,19 @@ def wrong_without_tokens(group: ProcessGroup) -> str:
 
 def test_wrong_on_a_rank_without_tokens() -> None:
     assert len(set(on_ranks(3, wrong_without_tokens))) == 1
+
+
+def unshard_on_a_freed_axis(group: ProcessGroup) -> str:
+    shards = SequenceShards([6], group)
+    axis = torch.tensor(0)
+    if group.rank() == 1:
+        axis.untyped_storage().resize_(0)
+    return message(lambda: shards.unshard(torch.zeros(3, 2), axis))  # type: ignore[arg-type]
+
+
+def test_unshard_on_an_axis_whose_memory_was_freed() -> None:
+    for text in on_ranks(2, unshard_on_a_freed_axis):
+        assert "dim: expected a whole number, got a tensor of int64 [] " in text
 
 
 def test_unshard() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -243,3 +244,20 @@ def layer_without_tokens(group: ProcessGroup) -> None:
 
 def test_no_tokens_at_all() -> None:
     on_ranks(2, layer_without_tokens)
+
+
+def prefetched_in_vain(group: ProcessGroup) -> int:
+    with ops.limits(None):
+        shards = SequenceShards([64], group)
+        x = leaves([64], shards)
+        distributed.lightning_indexer(
+            x["query_index"], x["key_index"], x["weights"], shards=shards,
+            sparse_count=SIZES.count, prefetch=(x["latent"], x["key_rope"]),
+        )  # fmt: skip
+    del shards
+    gc.collect()
+    return torch._C._distributed_c10d._get_work_registry_size()
+
+
+def test_prefetched_keys_that_nothing_uses_are_freed() -> None:
+    assert on_ranks(2, prefetched_in_vain) == [0, 0]

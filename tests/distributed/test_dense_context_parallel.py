@@ -142,6 +142,28 @@ def test_grouped_heads_and_smaller_values(method: str) -> None:
     on_ranks(4, grouped_heads, method)
 
 
+def without_keys(group: ProcessGroup, method: str) -> None:
+    lengths = [5, 19, 8]
+    with ops.limits(None):
+        for dtype in (torch.float64, torch.float32):
+            tokens = inputs(lengths, dtype)
+            # Every score of one query is -inf: a row without keys, wherever the keys are.
+            tokens["query"][11, :, 0] = -torch.inf
+            tokens["key"][:, :, 0] = 1
+            shards = SequenceShards(lengths, group)
+            expected = one_process(tokens, lengths, sparse_mode=3)
+            actual = of_ranks(tokens, shards, method=method, sparse_mode=3)
+            # d_key is NaN where a weight of 0 multiplies the query, which depends on the parts.
+            del expected["d_key"]
+            for name, whole in expected.items():
+                torch.testing.assert_close(shards.unshard(actual[name]), whole, equal_nan=True)
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_a_query_whose_scores_are_minus_infinity(method: str) -> None:
+    on_ranks(2, without_keys, method)
+
+
 def bfloat16_errors(group: ProcessGroup) -> dict[str, tuple[float, float]]:
     lengths = [700, 324]
     half = inputs(lengths, torch.bfloat16)

@@ -103,6 +103,7 @@ def campaign(
     counts = {name: Count() for name in chosen}
     start = time.perf_counter()
     reported = start
+    latest: dict[str, str] = {}  # by the folder of their class, whose cases may share processes
     for number in itertools.count():
         for name, case in chosen.items():
             before = time.perf_counter()
@@ -114,13 +115,17 @@ def campaign(
                 if journal is not None:
                     limit_memory()
             own = case_seed(seed, name, number)
+            line = f"{name}:{own}"
             if journal is not None:
-                journal.remember(f"{name}:{own}")
-            run_one(name, case, own, counts[name])
+                journal.remember(line)
+            folder = name.partition("/")[0]
+            run_one(name, case, own, counts[name], latest.get(folder, ""))
+            latest[folder] = line
     raise AssertionError("itertools.count has no end")
 
 
-def run_one(name: str, case: Case, seed: int, count: Count) -> None:
+def run_one(name: str, case: Case, seed: int, count: Count, earlier: str = "") -> None:
+    """`earlier`: the case before, which a finding may follow from."""
     before = time.perf_counter()
     try:
         count.labels[run_case(case, seed)] += 1
@@ -128,6 +133,7 @@ def run_one(name: str, case: Case, seed: int, count: Count) -> None:
         count.findings.append(seed)
         if len(count.findings) <= SHOWN:
             print(f"FINDING {name} seed {seed}\n{finding}\n    {command(name, seed)}", flush=True)
+            print(f"    the case before: {earlier or 'none'}", flush=True)
         elif len(count.findings) == SHOWN + 1:
             print(f"FINDING {name}: more of them are counted only", flush=True)
     count.cases += 1
@@ -185,15 +191,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=lambda text: int(text, 0), default=0)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of classes: 'valid/*'")
-    parser.add_argument("--replay", metavar="CLASS:SEED", help="runs one case")
+    parser.add_argument("--replay", nargs="+", metavar="CLASS:SEED", help="runs cases in turn")
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.replay:
+    for line in arguments.replay or ():
         try:
-            print(f"nothing found: {replay(arguments.replay)}")
+            print(f"nothing found: {replay(line)}")
         except Finding as finding:
-            print(f"FINDING {arguments.replay}\n{finding}")
+            print(f"FINDING {line}\n{finding}")
             return 1
+    if arguments.replay:
         return 0
     chosen = {name: x for name, x in classes().items() if fnmatch.fnmatch(name, arguments.only)}
     if not chosen:

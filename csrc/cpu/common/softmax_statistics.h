@@ -1,6 +1,8 @@
 // Checks the values of the softmax statistics that a call is given.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -45,6 +47,16 @@ void check_statistics(std::string_view op, const T* max, const T* sum, int64_t c
               "expected sums of exp(score - softmax_max), at least 1, or 0 without keys, got ",
               sum[i], "; softmax_max comes before softmax_sum");
   check_value(false, op, "softmax_max", "expected finite maxima, got ", max[i]);
+}
+
+// Rejects those of the first `count` rows of contiguous tensors.
+inline void check_statistics(std::string_view op, const at::Tensor& max, const at::Tensor& sum,
+                             int64_t count, int64_t stride = 1) {
+  if (max.scalar_type() == at::kDouble) {
+    check_statistics(op, max.const_data_ptr<double>(), sum.const_data_ptr<double>(), count, stride);
+  } else {
+    check_statistics(op, max.const_data_ptr<float>(), sum.const_data_ptr<float>(), count, stride);
+  }
 }
 
 }  // namespace ascend_attn::cpu

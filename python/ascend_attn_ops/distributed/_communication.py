@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,9 @@ class GatheredKeys:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        # torch keeps the tensors of a collective until something waits for it. Keys may be
+        # prefetched for a call that never comes.
+        weakref.finalize(self, _finish, self._entries).atexit = False
 
     def has(self, kind: str, x: Tensor, dtype: torch.dtype) -> bool:
         entry = self._entries.get(kind)
@@ -174,3 +178,9 @@ class GatheredKeys:
         entry = self._entries.pop(kind, None)
         if entry is not None and entry.on_the_way is not None:
             finish_gather(layout, entry.on_the_way)
+
+
+def _finish(entries: dict[str, _Entry]) -> None:
+    for entry in entries.values():
+        if entry.on_the_way is not None:
+            torch.ops._c10d_functional.wait_tensor(entry.on_the_way)

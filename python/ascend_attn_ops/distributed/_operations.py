@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ascend_attn_ops as ops
+from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INVALID
 from ascend_attn_ops._dense_attention import default_mask
 from ascend_attn_ops._operators import ALL_TOKENS
@@ -156,7 +157,11 @@ class IndexerLoss(Operation):
     deterministic: bool
 
     def check_values(self, parts: Sequence[Rows], queries: Tensors) -> None:
-        _check_indices(self, parts, queries[3])
+        *_, indices, softmax_max, softmax_sum, _, weight = queries
+        _check_indices(self, parts, indices)
+        # The operator reads no statistics of tokens whose weight is 0.
+        read = slice(None) if weight is None else weight != 0
+        _C.check_statistics(self.name, softmax_max[read], softmax_sum[read])
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The gradients of query_index, weights and key_index, and the loss of one part."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ascend_attn_ops._arguments import check_memory, shown
+from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, shown
 from ascend_attn_ops._torch import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
 from ascend_attn_ops.distributed._communication import GatheredKeys, GatherTokens
@@ -112,6 +112,7 @@ class SequenceShards(Layout):
         """
         where = "SequenceShards.unshard"
         check_local(where, "x", x)
+        dim = check_count(where, "dim", dim, least=-INT64_MAX - 1)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.local_tokens:
             raise ValueError(
                 f"{where}: x: expected the {self.local_tokens} tokens of this rank on axis {dim}, "
