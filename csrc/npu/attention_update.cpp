@@ -42,9 +42,9 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   lse_rows.masked_fill_(empty, -std::numeric_limits<double>::infinity());
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_kernel<AttentionUpdate, attention_update>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -269,10 +269,10 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
   }
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
   register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -9,7 +9,6 @@
 
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/OptionalArrayRef.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -19,6 +18,7 @@
 #include "core/tensor_checks.h"
 #include "core/value_checks.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 #include "npu/aclnn/launcher.h"
 #include "npu/capture.h"
 
@@ -60,12 +60,21 @@ void relaunch(const Op& op, const at::Tensor& workspace, at::TensorList out) {
   compute(op, outputs);
 }
 
+// The overload in the dispatcher. npu/relaunch.cpp instantiates it.
+template <typename Op, typename Signature = SignatureOf<Op>>
+struct Relaunch;
+template <typename Op, typename Outputs, typename... Parameters>
+struct Relaunch<Op, Outputs(Parameters...)> {
+  static void register_kernel(torch::Library& library,
+                              void (*kernel)(Parameters..., const at::Tensor&, at::TensorList));
+};
+
 template <typename Op, auto compute>
 void register_kernel_and_relaunch(torch::Library& library) {
   constexpr auto checked = &check_and_compute<Op, compute>;
   register_kernel<Op, checked>(library);
-  library.impl(
-      c10::str(Op::name, ".relaunch").c_str(),
+  Relaunch<Op>::register_kernel(
+      library,
       &Kernel<Op, &relaunch<Op, checked>>::template call<const at::Tensor&, at::TensorList>);
 }
 

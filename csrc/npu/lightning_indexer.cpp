@@ -90,9 +90,9 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
   }
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<LightningIndexer, lightning_indexer, check_any_keys>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

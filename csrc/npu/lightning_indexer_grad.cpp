@@ -150,10 +150,10 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   }
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad,
                           check_read_slots<LightningIndexerGrad>>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

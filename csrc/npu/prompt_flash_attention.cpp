@@ -57,9 +57,9 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   }
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_kernel_and_relaunch<PromptFlashAttention, prompt_flash_attention>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "npu/kernel.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {
@@ -25,4 +26,14 @@ TORCH_LIBRARY_FRAGMENT(ascend, m) {
 }
 
 }  // namespace
+
+template <typename Op, typename Outputs, typename... Parameters>
+void Relaunch<Op, Outputs(Parameters...)>::register_kernel(
+    torch::Library& library, void (*kernel)(Parameters..., const at::Tensor&, at::TensorList)) {
+  library.impl(c10::str(Op::name, ".relaunch").c_str(), kernel);
+}
+template struct Relaunch<FlashAttentionScore>;
+template struct Relaunch<FlashAttentionScoreGrad>;
+template struct Relaunch<PromptFlashAttention>;
+
 }  // namespace ascend_attn

@@ -31,9 +31,9 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
       op.seq_lens, op.cache_mode, op.scatter_mode, op.strides, op.offsets);
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

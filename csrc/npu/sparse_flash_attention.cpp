@@ -1,5 +1,6 @@
 #include "ops/sparse_flash_attention.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/tensor.h>
 
 #include "core/memory.h"
@@ -152,11 +153,11 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
   }
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<SparseFlashAttention, sparse_flash_attention, check_slots>(m);
   register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad,
                           check_read_slots<SparseFlashAttentionGrad>>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

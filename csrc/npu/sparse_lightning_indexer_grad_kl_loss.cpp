@@ -1,14 +1,13 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 #include <ATen/ops/tensor.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "core/error.h"
 #include "core/sparse_mode.h"
-#include "npu/aclnn/library.h"
+#include "npu/aclnn/product.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/read_slots.h"
@@ -29,19 +28,10 @@ constexpr Launcher<SparseLightningIndexerGradKLLoss, Prototype>
 
 using Op = SparseLightningIndexerGradKLLoss;
 
-// The AI cores of the current stream; 0 where this CANN does not tell.
-uint32_t cores_of_stream() {
-  using GetLimit = int (*)(aclrtStream stream, int type, uint32_t* value);
-  static const auto get = reinterpret_cast<GetLimit>(dlsym(RTLD_DEFAULT, "aclrtGetStreamResLimit"));
-  constexpr int kCubeCores = 0;
-  uint32_t cores = 0;
-  return get && get(GetAclStream(), kCubeCores, &cores) == 0 ? cores : 0;
-}
-
 // With an odd number of cores, and more tokens than cores, the deterministic kernel never ends: a
 // core waits for a flag that none sets. Devices have an even number, which a stream may limit.
 void check_cores(const Op& op) {
-  const auto cores = cores_of_stream();
+  const auto cores = ai_cores_of_stream();
   const auto row = std::max<int64_t>(op.query.size(-2) * op.query.size(-1), 1);
   check_implemented(cores % 2 == 0 || op.query.numel() / row <= cores, op.name, "deterministic",
                     "expected False, or a stream with an even number of AI cores, got True with ",
@@ -181,9 +171,9 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   }
 }
 
-TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<Op, sparse_lightning_indexer_grad_kl_loss, check_read_slots<Op>>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -1,6 +1,7 @@
 #include "npu/aclnn/arguments.h"
 
 #include <c10/util/Exception.h>
+#include <op_plugin/utils/op_api_common_base.h>
 #include <torch_npu/csrc/core/NPUStorageImpl.h>
 
 #include <algorithm>

@@ -1,6 +1,8 @@
 #include "npu/aclnn/product.h"
 
 #include <acl/acl.h>
+#include <dlfcn.h>
+#include <op_plugin/utils/op_api_common_base.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 
 #include <charconv>
@@ -53,6 +55,14 @@ std::optional<Device> device_of_process() {
     return std::nullopt;
   }
   return Device{*product, cann_of_version(GetCANNVersion("CANN"))};
+}
+
+uint32_t ai_cores_of_stream() {
+  using GetLimit = int (*)(aclrtStream stream, int type, uint32_t* value);
+  static const auto get = reinterpret_cast<GetLimit>(dlsym(RTLD_DEFAULT, "aclrtGetStreamResLimit"));
+  constexpr int kCubeCores = 0;
+  uint32_t cores = 0;
+  return get && get(GetAclStream(), kCubeCores, &cores) == 0 ? cores : 0;
 }
 
 }  // namespace ascend_attn

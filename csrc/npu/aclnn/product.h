@@ -1,6 +1,7 @@
 // The product of this process's NPU, and the version of its CANN.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -27,5 +28,8 @@ inline bool runs_on(Devices devices) {
   static const auto device = device_of_process();
   return device && devices.contain(*device);
 }
+
+// Returns the number of AI cores that the current stream may use; 0 where this CANN does not tell.
+uint32_t ai_cores_of_stream();
 
 }  // namespace ascend_attn
