@@ -23,6 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "docstrings",
+    "hardware_reports",
     "mathml",
     "operator_pages",
     "public_names",
