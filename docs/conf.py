@@ -62,7 +62,11 @@ napoleon_custom_sections = ["Returns", "Errors"]
 # be fetched.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(ProcessGroup|torch|collections|pathlib|typing|nn)\..*|Tensor|Sequence|Any")
+    (
+        "py:.*",
+        r"(ProcessGroup|torch|collections|pathlib|typing|nn)\..*|Tensor|Sequence|Any|Path|"
+        "When|Comparison|Replayed",  # described where they are returned
+    )
 ]
 
 # Examples may take these names for granted. They run under the default device limits, and may print
