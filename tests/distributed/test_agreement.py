@@ -216,6 +216,10 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
     "number of another type": (
         sparse_attention, {}, {"scale_value": np.float64(SCALE)}, "ValueError: .*scale_value: .* sa"
     ),
+    "number whose memory was freed": (
+        sparse_attention, {}, {"scale_value": freed(torch.tensor(SCALE))},
+        "ValueError: .*scale_value: expected a storage that holds every element",
+    ),
     "kept keys": (
         sparse_attention, {}, {"save_gathered": True}, "ValueError: .*save_gathered: .* the same on"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -219,8 +220,12 @@ def empty(random: Random) -> str:
         side, none = random.randrange(2), tuple(0 for _ in case.lengths[0])
         lengths = (none, case.lengths[1]) if side == 0 else (case.lengths[0], none)
         case = replace(case, lengths=lengths, pse=None, pse_type=1)
-    else:
+    elif case.pse == "rows" or random.random() < 0.4:
         case = replace(case, b=0)
+    else:
+        s = (0, case.s[1]) if random.randrange(2) else (case.s[0], 0)
+        # Slopes want as many queries as keys.
+        case = replace(case, s=s, **({"pse": None, "pse_type": 1} if case.pse_type > 1 else {}))
     dtype = random.choice(draw.DTYPES)
     sample = flash_call(random, case, dtype)
     check(sample, run(sample, random, same_on_all_threads=True))
@@ -272,8 +277,24 @@ def valid_lengths(random: Random, batches: int, most: int) -> tuple[int, ...] | 
     return tuple(random.randint(0, most) for _ in range(count))
 
 
-def prompt(random: Random) -> str:
-    case, dtype = prompt_case(random), random.choice(draw.DTYPES)
+def prompt_without_elements(random: Random) -> FuzzedPrompt:
+    """No batch, no queries or no keys, beside whatever else may be given."""
+    case = prompt_case(random)
+    if random.random() < 0.4:
+        return replace(case, b=0, lengths=tuple(x and () for x in case.lengths))
+    side = random.randrange(2)
+    s = (0, case.s[1]) if side == 0 else (case.s[0], 0)
+    lengths = tuple(
+        None if x is None else tuple(min(n, most) for n in x)
+        for x, most in zip(case.lengths, s, strict=False)
+    )
+    # With an offset no row may be without keys.
+    return replace(case, s=s, lengths=lengths, offset=case.offset and side == 0)
+
+
+def prompt(random: Random, empty: bool = False) -> str:
+    case = prompt_without_elements(random) if empty else prompt_case(random)
+    dtype = random.choice(draw.DTYPES)
     sample = prompt_flash_attention.build(case, dtype)
     sample = sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
     if case.inputs == "float" and case.output == "float":
@@ -292,4 +313,5 @@ CASES: dict[str, Case] = {
     "valid/flash_attention_score_grad": attention_gradient,
     "valid/empty/flash_attention_score": empty,
     "valid/prompt_flash_attention": prompt,
+    "valid/empty/prompt_flash_attention": partial(prompt, empty=True),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -42,8 +43,9 @@ def sparse_case(
     loss: bool = False,
     gradient: bool = False,
     paged: bool = False,
+    empty: bool = False,
 ) -> Fuzzed:
-    """`loss`: what the loss does not have is left out."""
+    """`loss`: what the loss does not have is left out. `empty`: an axis has no elements."""
     fields: dict[str, Any] = {"seed": random.getrandbits(32), "layout": "BSND"}
     large = random.random() < 0.1
     most = 140 if large else 16
@@ -84,7 +86,35 @@ def sparse_case(
     fields["selection_heads"] = random.random() < 0.8
     fields["index_heads"] = random.choice((0, 1, 2, 3, 4, 8, 9, 16))
     fields["index_d"] = draw.size(random)
-    return Fuzzed(**fields)
+    case = Fuzzed(**fields)
+    return without_elements(random, case, loss) if empty else case
+
+
+def without_elements(random: Random, case: Fuzzed, loss: bool) -> Fuzzed:
+    """No batch, tokens, heads or features, beside every optional tensor."""
+    case = replace(case, rope=case.rope or 8)
+    axes = ["batch", "queries", "keys", "index heads", "features"]
+    if not loss:  # which has no target without heads
+        axes.append("heads")
+    match random.choice(axes):
+        case "batch":
+            lengths = None if case.lengths is None else ((), ())
+            return replace(case, b=0, lengths=lengths)
+        case "heads":
+            return replace(case, heads=0)
+        case "index heads":
+            return replace(case, index_heads=0)
+        case "features":
+            return replace(case, d=0, index_d=0)
+        case axis:
+            side = int(axis == "keys")
+            s, tail = list(case.s), list(case.tail)
+            s[side] = tail[side] = 0
+            lengths = case.lengths
+            if lengths is not None:
+                none = tuple(0 for _ in lengths[side])
+                lengths = (none, lengths[1]) if side == 0 else (lengths[0], none)
+            return replace(case, s=(s[0], s[1]), tail=(tail[0], tail[1]), lengths=lengths)
 
 
 def expanded(case: SparseCase) -> tuple[str, ...]:
@@ -108,16 +138,16 @@ def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
 
 
-def attention(random: Random, paged: bool = False) -> str:
-    case, dtype = sparse_case(random, paged=paged), random.choice(draw.DTYPES)
+def attention(random: Random, paged: bool = False, empty: bool = False) -> str:
+    case, dtype = sparse_case(random, paged=paged, empty=empty), random.choice(draw.DTYPES)
     sample = forward_of(random, case, dtype)
     actual = run(sample, random, same_on_all_threads=True)
     check(sample, actual)
     return label(case, dtype)
 
 
-def attention_gradient(random: Random) -> str:
-    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
+def attention_gradient(random: Random, empty: bool = False) -> str:
+    case, dtype = sparse_case(random, gradient=True, empty=empty), random.choice(draw.DTYPES)
     forward = forward_of(random, case, dtype)
     sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
     sample = with_expanded(draw.scaled(sample, ("d_out",), random), ("d_out",), random)
@@ -126,8 +156,8 @@ def attention_gradient(random: Random) -> str:
     return label(case, dtype)
 
 
-def indexer(random: Random, paged: bool = False) -> str:
-    case, dtype = sparse_case(random, paged=paged), random.choice(draw.DTYPES)
+def indexer(random: Random, paged: bool = False, empty: bool = False) -> str:
+    case, dtype = sparse_case(random, paged=paged, empty=empty), random.choice(draw.DTYPES)
     sample = draw.with_float32_weights(lightning_indexer.build(case, dtype), random)
     if random.random() < 0.3:
         sample = draw.with_zeros(sample, ("query", "key", "weights"), random)
@@ -140,8 +170,8 @@ def indexer(random: Random, paged: bool = False) -> str:
     return label(case, dtype)
 
 
-def indexer_gradient(random: Random) -> str:
-    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
+def indexer_gradient(random: Random, empty: bool = False) -> str:
+    case, dtype = sparse_case(random, gradient=True, empty=empty), random.choice(draw.DTYPES)
     sample = draw.with_float32_weights(lightning_indexer.build_grad(case, dtype), random)
     names = ("query", "key", "weights", "d_values")
     sample = (
@@ -154,14 +184,14 @@ def indexer_gradient(random: Random) -> str:
     return label(case, dtype)
 
 
-def loss(random: Random) -> str:
-    case = sparse_case(random, LOSS_PATTERNS, loss=True, gradient=True)
+def loss(random: Random, empty: bool = False) -> str:
+    case = sparse_case(random, LOSS_PATTERNS, loss=True, gradient=True, empty=empty)
     if case.pattern == "partial" and case.layout == "TND":
         case = replace(case, pattern="clamped")
     dtype = random.choice(draw.DTYPES)
     sample = draw.with_float32_weights(kl_loss.build(case, dtype), random)
     tokens = sample.inputs["query"].shape[:-2]
-    if random.random() < 0.3:
+    if empty or random.random() < 0.3:
         generator = torch.Generator().manual_seed(case.seed)
         weight = torch.rand(tokens, generator=generator) * (
             torch.rand(tokens, generator=generator) < 0.7
@@ -173,12 +203,18 @@ def loss(random: Random) -> str:
     return f"{label(case, dtype)}{' weighted' if 'weight' in sample.options else ''}"
 
 
+_OPERATORS: dict[str, Callable[..., str]] = {
+    "lightning_indexer": indexer,
+    "lightning_indexer_grad": indexer_gradient,
+    "sparse_flash_attention": attention,
+    "sparse_flash_attention_grad": attention_gradient,
+    "sparse_lightning_indexer_grad_kl_loss": loss,
+}
 CASES: dict[str, Case] = {
-    "valid/lightning_indexer": indexer,
+    **{f"valid/{name}": case for name, case in _OPERATORS.items()},
+    **{f"valid/empty/{name}": partial(case, empty=True) for name, case in _OPERATORS.items()},
     "valid/paged/lightning_indexer": partial(indexer, paged=True),
     "valid/paged/sparse_flash_attention": partial(attention, paged=True),
-    "valid/lightning_indexer_grad": indexer_gradient,
-    "valid/sparse_flash_attention": attention,
-    "valid/sparse_flash_attention_grad": attention_gradient,
-    "valid/sparse_lightning_indexer_grad_kl_loss": loss,
+    "valid/empty/paged/lightning_indexer": partial(indexer, paged=True, empty=True),
+    "valid/empty/paged/sparse_flash_attention": partial(attention, paged=True, empty=True),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -41,12 +42,17 @@ class FuzzedCache(CacheCase):
         return f"{super().id}-{self.seed}"
 
 
-def update_call(random: Random, dtype: torch.dtype) -> Sample:
+def update_call(random: Random, dtype: torch.dtype, empty: bool = False) -> Sample:
     d = draw.size(random, 300)
+    rows = tuple(draw.size(random, 20) for _ in range(random.randint(0, 3)))
+    if empty and (d == 0 or random.randrange(3)):
+        rows = (*rows, 0)
+    elif empty:
+        d = 0
     case = FuzzedUpdate(
         seed=random.getrandbits(32),
         parts=random.choice((1, 1, 2, 2, 3, 5, 17)),
-        rows=tuple(draw.size(random, 20) for _ in range(random.randint(0, 3))),
+        rows=rows,
         d=d,
         without_keys=random.choice(("", "", "rows", "parts") if d else ("",)),
         offset=random.choice((0.0, 0.0, 0.0, 100.0, 1e4, -1e4)),
@@ -55,9 +61,9 @@ def update_call(random: Random, dtype: torch.dtype) -> Sample:
     return draw.scaled(sample, [name for name in sample.tensors if "local_out" in name], random)
 
 
-def update(random: Random) -> str:
+def update(random: Random, empty: bool = False) -> str:
     dtype = random.choice(draw.DTYPES)
-    sample = update_call(random, dtype)
+    sample = update_call(random, dtype, empty)
     if random.random() < 0.1:
         sample, _ = draw.with_special(sample, list(sample.tensors), random)
     actual = run(sample, random, same_on_all_threads=True)
@@ -110,10 +116,18 @@ def cache_case(random: Random, dtype: torch.dtype) -> FuzzedCache:
     return FuzzedCache(**fields)
 
 
-def scatter(random: Random) -> str:
+def without_rows(case: FuzzedCache) -> FuzzedCache:
+    """Nothing to write, beside whatever else may be given."""
+    rows = case.rows if case.rank == 4 else 0
+    return replace(case, rows=rows, lengths=tuple(0 for _ in case.lengths))
+
+
+def scatter(random: Random, empty: bool = False) -> str:
     """The caches have the bytes that they have after the reference, each time."""
     dtype = random.choice(SCATTER_DTYPES)
     case = cache_case(random, dtype)
+    if empty:
+        case = without_rows(case)
     sample = scatter_pa_kv_cache.build(case, dtype)
     expected = after(sample, reference, random, 1, FILLS[0])
     kind = "rank 4" if case.rank == 4 else f"{case.cache_mode} {case.scatter}"
@@ -146,4 +160,6 @@ def after(
 CASES: dict[str, Case] = {
     "valid/attention_update": update,
     "valid/scatter_pa_kv_cache_": scatter,
+    "valid/empty/attention_update": partial(update, empty=True),
+    "valid/empty/scatter_pa_kv_cache_": partial(scatter, empty=True),
 }

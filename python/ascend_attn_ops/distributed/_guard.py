@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import readable, shown
+from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in
 from ascend_attn_ops.distributed._layout import Tensors
 from ascend_attn_ops.distributed._parts import ONE_TOKEN, DifferentiableOperation, Operation
 from ascend_attn_ops.distributed.shards import SequenceShards, check_local
@@ -61,7 +61,11 @@ def guard(
     given = _local_tokens(where, shards, layout, {**queries, **keys, **others})
     cast = {name: _cast(name, x) for name, x in given.items()}
     if not is_compiling():
-        facts = {**vars(operation), **(options or {}), **_facts(given)}
+        chosen = {**vars(operation), **(options or {})}
+        for name, option in chosen.items():
+            for x in tensors_in(option):
+                check_memory(where, name, x)
+        facts = {**chosen, **_facts(given)}
         if facts["gradient"] and isinstance(operation, DifferentiableOperation):
             _check_saved(where, given)
         kept = {name: x for name, x in given.items() if name in kinds and x is not None}
