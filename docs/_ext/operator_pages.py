@@ -21,6 +21,7 @@ from typing import Any
 import ascend_attn_ops
 import torch
 from ascend_attn_ops.device_limits import table
+from docstrings import example_of
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.typing import ExtensionMetadata
@@ -117,31 +118,32 @@ def operator_page(row: Row, specifications: Path) -> str:
     parts = [
         f"# {operator}",
         f"```{{eval-rst}}\n.. autofunction:: ascend_attn_ops.{operator}\n```",
-        "## Schema",
-        f"```text\ntorch.ops.ascend.{wrapped_schema(operator)}\n```",
-        *out_overload(operator),
         *included("Formula", "formula", operator, page),
         *included("Shapes and dtypes", "shapes", operator, page),
-    ]
-    if any(argument.name == "sparse_mode" for argument in schema_of(operator).arguments):
-        parts += included("Which keys are kept", "masks", operator, page)
-        parts.append("[Every mode, and how to draw it](../sparse_modes.md).")
-    parts += [
-        "## Limits per device",
-        f"On the NPU this is {', '.join(aclnn_functions(row))} of CANN.",
+        "## Example",
+        f"```{{doctest}}\n{example_of(operator)}\n```",
+        "## Limits by product",
+        f"On an NPU this operator is {', '.join(aclnn_functions(row))} of CANN.",
         limits_table(row),
         "A quantity without a row has no limit of its own. A device without a column does not "
         "have the function: a call that is checked for it is an error.",
     ]
+    if any(argument.name == "sparse_mode" for argument in schema_of(operator).arguments):
+        parts += included("Visible keys", "masks", operator, page)
+        parts.append("[Sparse modes](../sparse_modes.md) draws every mode.")
     if f"% begin device({operator})" in device.read_text(encoding="utf-8"):
         heading, *section = included("What the device does", "device", operator, device)
         origin = "[Read from CANN's sources, not run on a device](../specification/device.md):"
         parts += [heading, origin, *section]
     parts += [
+        "## Schema",
+        f"```text\ntorch.ops.ascend.{wrapped_schema(operator)}\n```",
+        *out_overload(operator),
         "## Errors",
-        f"An error is one line that begins with `ascend::{operator}:`, raised before anything is "
-        "written, and the same on the CPU and on the NPU: see [Limits and errors](../errors.md). "
-        f"Every rule, and why it is so: [the specification](../specification/{page.name}).",
+        f"An error is one line that begins with `ascend::{operator}:`. It is raised before "
+        "anything is written, and is the same on the CPU and on the NPU: see [Limits and "
+        f"errors](../errors.md). [The specification](../specification/{page.name}) has every rule "
+        "and its reason.",
     ]
     return "\n\n".join(parts) + "\n"
 

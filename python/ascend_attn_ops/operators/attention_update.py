@@ -20,8 +20,8 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
         lse_out = log(sum over parts i of exp(lse[i]))
         out = sum over parts i of local_out[i] * exp(lse[i] - lse_out)
 
-    computed in float32 (float64 for float64), without overflow. Results may be merged again: the
-    order and the grouping of the parts change nothing but rounding.
+    The sums are float32 (float64 for float64), and do not overflow. Results may be merged again:
+    the order and the grouping of the parts change nothing but rounding.
 
     Differentiable with respect to every tensor of lse and local_out, through both outputs.
 

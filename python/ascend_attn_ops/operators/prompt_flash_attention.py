@@ -49,12 +49,12 @@ def prompt_flash_attention(
         S   = half(saturate(int32(query @ key^T) * deq_scale1)) * half(scale_value)
         out = int32(int8(P * quant_scale1) @ value) * deq_scale2 / sum(P)
 
-    so that deq_scale2 includes 1 / quant_scale1. With quant_scale2 the output is int8 too::
+    For int8 inputs deq_scale2 includes 1 / quant_scale1. With quant_scale2 the output is int8::
 
         int8(half(out) * quant_scale2 + quant_offset2)
 
-    Here int8(x) rounds half to even and saturates. Rows after the valid length of their batch and
-    rows that keep no key are zero, in int8 as well. For gradients, use
+    A conversion to int8 rounds half to even and saturates. Rows after the valid length of their
+    batch and rows that keep no key are zero, in int8 as well. For gradients, use
     :func:`flash_attention_score`.
 
     Args:

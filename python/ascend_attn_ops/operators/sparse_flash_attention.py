@@ -165,9 +165,9 @@ def sparse_flash_attention_grad(
         d_value[pos] += P^T @ d_out
         d_query = scale_value * dS @ key[pos];   d_key[pos] += scale_value * dS^T @ query
 
-    and likewise for the ropes. P and dS are rounded to query's dtype before the products, which
-    accumulate in float32 (float64 for float64 inputs). The keywords are the forward's, with the
-    same values; pre_tokens and next_tokens stay at their defaults.
+    The gradients of the ropes follow the same formulas. P and dS are rounded to query's dtype
+    before the products, which accumulate in float32 (float64 for float64 inputs). The keywords are
+    the forward's, with the same values; pre_tokens and next_tokens stay at their defaults.
 
     Args:
         query, key, value, sparse_indices: as in the forward. On the NPU, the slots that are read
@@ -182,6 +182,22 @@ def sparse_flash_attention_grad(
 
     Raises:
         As :func:`sparse_flash_attention`.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> def bfloat16(*shape):
+        ...     return torch.randn(*shape, dtype=torch.bfloat16)
+        >>> query, latent = bfloat16(1, 8, 64, 512), bfloat16(1, 8, 1, 512)
+        >>> ropes = {"query_rope": bfloat16(1, 8, 64, 64), "key_rope": bfloat16(1, 8, 1, 64)}
+        >>> indices = torch.full((1, 8, 1, 2048), -1, dtype=torch.int32)
+        >>> indices[..., :8] = torch.arange(8, dtype=torch.int32)
+        >>> out, *statistics = ascend_attn_ops.sparse_flash_attention(
+        ...     query, latent, latent, indices, scale_value=192**-0.5, **ropes)
+        >>> d_query, *others = ascend_attn_ops.sparse_flash_attention_grad(
+        ...     query, latent, latent, indices, torch.ones_like(out), out, *statistics,
+        ...     scale_value=192**-0.5, **ropes)
+        >>> d_query.shape
+        torch.Size([1, 8, 64, 512])
 
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.
