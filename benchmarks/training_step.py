@@ -45,7 +45,7 @@ WAYS = ("sparse", "dense", "eager")
 # The scores of 8192 tokens and 8 heads would be 2.1 GB in float32, and autograd keeps several
 # tensors of that size.
 LONGEST_EAGER = 4096
-# As the kernel does, so that logarithms stay finite.
+# The kernel clamps here too, so that logarithms stay finite.
 SMALLEST_PROBABILITY = 1e-8
 
 

@@ -49,7 +49,7 @@ autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 # One parameter a line: the signatures have up to 24.
 maximum_signature_line_length = 80
-# `code` in a docstring is code.
+# Backticks in a docstring mark code.
 default_role = "literal"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -58,7 +58,7 @@ class Parallel:
 
     @property
     def gradient_factor(self) -> int:
-        """FSDP averages the gradients of all ranks; those of one sequence are summands."""
+        """FSDP averages gradients of all ranks, but ranks that share a sequence must add theirs."""
         return self.context
 
     def shard_parameters(self, model: SparseLM) -> None:

@@ -120,7 +120,7 @@ def test_compiled_and_without_values() -> None:
 
 @pytest.mark.parametrize("ends", [[3, 5, 9], [3, 3, 7], [3, 5, 0], [0]])
 def test_the_order_of_packs(ends: list[int]) -> None:
-    """(N, length) of one sequence after another; a 0 closes the list, and the rest is one more."""
+    """Packs hold (N, length) of each sequence. After a closing 0, the rest is one sequence."""
     tokens, heads = 9, 2
     number = torch.arange(heads * tokens).view(heads, tokens)  # head * 9 + token
     bounds = [0, *(end for end in ends if end), tokens]

@@ -109,8 +109,8 @@ def environment(plan: Plan) -> dict[str, str]:
         "UBSAN_REPORTS": f"{log}-ubsan",
         "LD_PRELOAD": ":".join(preloaded),
         "PYTHONPATH": python_path(plan.folder),
-        # The levels differ in torch_npu alone, and in which thread runs our code: the last has most
-        # on the thread of the task queue.
+        # Levels change torch_npu's code and the thread that runs ours. At level 2 the thread of the
+        # task queue runs most of it.
         "NPU_LEVELS": "2",
     }
 

@@ -3,7 +3,7 @@ from typing import Any
 
 from torch import Tensor
 
-# For each operator, a function of the one that calls it otherwise and of a module's name.
+# For each operator, makes its direct call from the function to fall back to and a module's name.
 direct_calls: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]]
 # The operators without a gradient.
 inference_operators: set[str]

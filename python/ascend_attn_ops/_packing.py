@@ -183,7 +183,7 @@ def equal_ends(length: int, count: int) -> list[int]:
 def with_gaps(
     query: Sequence[tuple[int, int]], key: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
-    """The ends of sequences that use only the first of their tokens, which need not be copied.
+    """Returns ends of sequences that use only their first tokens, so that nothing is copied.
 
     Unused queries become a sequence without keys, and unused keys one without queries. Every
     sequence is followed by both, or by those alone that any of them has.

@@ -315,9 +315,11 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Write the gradients of `_flash_attn_forward` to dq, dk and dv. out and softmax_lse may be
-    those of all keys where k and v are a part of them. Returns an empty tensor: the row sums of
-    dout * out are not kept."""
+    """Write the gradients of `_flash_attn_forward` to dq, dk and dv.
+
+    If k and v are a part of the keys, out and softmax_lse may belong to all keys. Returns an empty
+    tensor, because the row sums of dout * out are not kept.
+    """
     name = "_flash_attn_backward"
     conventions.refuse_given(name, sequed_q=sequed_q)
     rank = 4 if cu_seqlens_q is None else 3

@@ -142,7 +142,7 @@ class Received(TorchDispatchMode):
 
 @each_operator
 def test_statistics_and_scales_keep_their_dtype(name: str) -> None:
-    """In every call of the record: the operator itself receives them as they were passed."""
+    """Under autocast, the operator receives statistics and scales as they were passed."""
     for case in OPERATORS[name].cases:
         sample = OPERATORS[name].make(case, torch.float32)
         with torch.autocast("cpu", torch.bfloat16), Received() as received:

@@ -182,7 +182,7 @@ def test_outputs_that_a_call_leaves_empty(device: str) -> None:
 
 
 def in_one_buffer(first: Tensor, second: Tensor, apart: bool) -> tuple[Tensor, Tensor]:
-    """Copies, the second behind the first, or from its last byte on."""
+    """Returns copies in one buffer: the second begins behind the first, or on its last byte."""
     step = 8  # of addresses, which suits every dtype
     end = first.nbytes - (0 if apart else 1)
     at = -(-end // step) * step if apart else end // step * step

@@ -278,7 +278,7 @@ def other_options(group: ProcessGroup) -> None:
         names = ("query", "latent", "value")
         ends = torch.tensor(LENGTHS).cumsum(0).int()
         for mode, block in ((3, 1), (0, 1), (3, 4)):
-            # Junk behind the slots that are read; of keys that exist.
+            # Slots behind those that are read hold any keys that exist.
             blocks = torch.tensor([-(-n // block) for n in LENGTHS]).repeat_interleave(
                 torch.tensor(LENGTHS)
             )

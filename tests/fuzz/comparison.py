@@ -38,7 +38,7 @@ def _moderate(operator: Operator, arguments: dict[str, Any]) -> bool:
 
 
 def _plain(arguments: dict[str, Any]) -> bool:
-    """Whether the reference can be asked: real tensors, few elements, finite numbers."""
+    """Whether the reference can compute it: real tensors, few elements, finite numbers."""
     for x in tensors_in(arguments):
         if not has_memory(x):
             return False

@@ -47,7 +47,7 @@ def case_of(build: Callable[[Random, torch.dtype], Sample]) -> Case:
     def autograd(random: Random) -> str:
         sample = build(random, random.choice(draw.DTYPES))
         every = differentiable_names(sample)
-        # Names in the order of the arguments, which is that of the results.
+        # Gradients come in the order of the arguments, so names must, too.
         chosen = set(random.sample(every, random.randint(1, len(every))))
         names = [name for name in every if name in chosen]
         with poisoned_memory(0x80):

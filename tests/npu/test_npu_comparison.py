@@ -49,7 +49,7 @@ def test_an_error_on_the_npu_is_recorded(tmp_path: Path) -> None:
 
 def test_a_capture_is_refused() -> None:
     query = torch.randn(1, 6, 4, 64, **OPTIONS)
-    attend(query)  # what is made once is not captured
+    attend(query)  # builds and keeps the mask, which a capture must not
     expected = re.escape("ascend_attn_ops.compare: a capture of a graph cannot wait")
     with ops.compare() as report:
         graph = torch.npu.NPUGraph()

@@ -76,7 +76,7 @@ def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
     "operator", [x for x in OPERATORS.values() if not x.in_place], ids=lambda x: x.name
 )
 def test_public_functions(operator: Operator) -> None:
-    """They reach the dispatcher by a way of their own."""
+    """Public functions do not go through torch.ops."""
     sample = operator.small_sample()
     assert_same_bits(cpu(on_npu(sample).call(ascend_attn_ops)), sample.call(torch.ops.ascend))
 

@@ -46,7 +46,7 @@ def run_example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def trained(run_example: Callable[..., None], device: str, out: Path) -> dict[str, Any]:
-    """The metrics of a run without what it says of itself."""
+    """Returns the metrics of a run, without its time and device."""
     run_example("train_lightning_indexer", {**OPTIONS, "device": device, "out": out})
     metrics: dict[str, Any] = json.loads((out / "metrics.json").read_text())
     return {name: x for name, x in metrics.items() if name not in ("seconds", "device")}

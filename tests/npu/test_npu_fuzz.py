@@ -119,7 +119,7 @@ def outcome(run: Run, tensors: list[Tensor]) -> Any:
 
 
 def described(result: Any) -> Any:
-    """Values on the CPU, with the strides that they have where they are."""
+    """Returns values on the CPU, with the strides of the original tensors."""
     if isinstance(result, Tensor):
         return result.cpu(), result.stride()
     if isinstance(result, (list, tuple)):

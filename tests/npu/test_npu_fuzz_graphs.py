@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no g
 
 @pytest.mark.parametrize("name", ["npu/graphs/calls", "npu/graphs/training"])
 def test_random_captures(name: str) -> None:
-    """In a process of their own: cases run on one thread, which threads that they start keep."""
+    """Runs in a process of its own: cases set one thread, and threads that they start keep that."""
     output, _ = run_in_new_process(f"""
         import torch
         from fuzz import npu_graphs, run

@@ -25,7 +25,7 @@ NEWER_ARGUMENTS = ("sinks",)
 
 
 def arguments(schema: torch.FunctionSchema) -> list[str]:
-    """Without what is newer; a value has become optional."""
+    """Describes the arguments that all releases have; `value` has become optional."""
     return [
         f"{str(x.type).replace('Optional[Tensor]', 'Tensor') if x.name == 'value' else x.type} "
         f"{x.name}, by keyword: {x.kwarg_only}, default: {x.default_value}"

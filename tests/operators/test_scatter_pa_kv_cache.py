@@ -51,7 +51,7 @@ def after(sample: Sample, namespace: Any = torch.ops.ascend) -> list[Tensor]:
 
 
 def clone(sample: Sample) -> Sample:
-    """Caches of their own. Sources stay: "Nct" reads beyond the elements of its tensors."""
+    """Copies the caches, but not the sources: "Nct" reads beyond the elements of a source."""
     names = ("key_cache", "value_cache")
     return sample.replace(**{n: x.clone() for n, x in sample.tensors.items() if n in names})
 

@@ -89,7 +89,7 @@ PACKAGE_PARTS = {
 }
 
 
-# The other folders of the checkout, which use both, and which neither uses.
+# The other folders of the checkout. They use csrc and the package, which do not use them.
 AROUND = {
     "simulation": "a simulated CANN",
     "tests": "a folder of each part",

@@ -9,7 +9,7 @@
 
 namespace ascend_attn::cpu {
 
-// The keys that one head reads before it is the next one's turn.
+// One head reads so many keys before the next head does.
 inline constexpr int64_t kKeysInPlace = 16;
 
 // The rows that follow in memory's order, which are prefetched while others are used.

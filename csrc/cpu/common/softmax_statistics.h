@@ -14,8 +14,8 @@
 namespace ascend_attn::cpu {
 
 // Returns whether a row may have this maximum and this sum. The maximum's own exponential is 1, so
-// that only a row without keys has a smaller sum, 0; a little less than 1 is left to the rounding
-// of other processors. Where a score is NaN, so is one of them, and then every result.
+// only a row without keys has a smaller sum, which is 0. Other processors may round 1 down a
+// little. If a score is NaN, so is the maximum or the sum, and then every result.
 template <typename T>
 bool is_row_of_softmax(T max, T sum) {
   constexpr T largest = std::numeric_limits<T>::max();

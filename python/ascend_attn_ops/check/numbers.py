@@ -137,7 +137,7 @@ def expected_gradients(
     if gradient.expected is not None:
         of_arguments: Sequence[Any] = gradient.expected(sample, outputs, *incoming)
         return dict(zip(gradient.inputs, of_arguments, strict=True))
-    # A gradient of the operator's own outputs, or one that torch can compute in float64.
+    # The operator states this gradient from its outputs, or torch computes it in float64.
     exact_outputs = tuple(x.double() for x in outputs)
     exact_incoming = tuple(x.double() for x in incoming)
     formula = gradient.stated or gradient.backward

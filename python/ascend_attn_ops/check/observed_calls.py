@@ -103,7 +103,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _relative(file: str) -> str:
-    """Without the folders above the one the program runs in, or else without any."""
+    """Returns the path below the working directory; for files elsewhere, the name alone."""
     path = Path(file)
     try:
         return str(path.relative_to(Path.cwd()))

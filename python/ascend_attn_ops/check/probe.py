@@ -1,4 +1,4 @@
-"""What a section of the check consists of."""
+"""The probes that make up a section of the check."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Probe:
     name: str  # unique within the section
     run: Callable[[Context], Outcome]
     quick: bool = False
-    # What may happen to the device or the process; such a probe runs only where it is asked for.
+    # The harm that the probe may do to the device or the process; it runs only on request.
     danger: str = ""
 
     @property

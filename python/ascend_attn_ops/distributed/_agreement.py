@@ -96,9 +96,9 @@ class Agreement:
 
 
 def collective(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make what a function raises before its first vote an error on all ranks.
+    """Makes an error that a function raises before its first vote an error on all ranks.
 
-    The votes are those of the argument `shards`, or of the object whose method the function is.
+    Ranks vote in the group of the argument `shards`, or of the method's own object.
     """
 
     @functools.wraps(function)

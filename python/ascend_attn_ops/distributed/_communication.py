@@ -20,7 +20,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def start_gather(layout: Layout, x: Tensor) -> Tensor:
-    """Send the local tokens (local_tokens, ...) to all ranks: padded rows, still on their way."""
+    """Start to send the local tokens (local_tokens, ...) to all ranks; returns padded rows."""
     padded = layout.pad(x)
     if layout.alone:
         return padded

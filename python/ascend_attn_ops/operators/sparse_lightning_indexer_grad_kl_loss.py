@@ -218,7 +218,7 @@ def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
         normalizer = float(normalizer)
         if normalizer != 0:
             numbers = torch.finfo(loss.dtype)
-            # torch rounds it to the loss's dtype: to 0, by which 0 divided is NaN.
+            # torch would round it to 0 in the loss's dtype, and 0 / 0 is NaN.
             if abs(normalizer) < numbers.tiny:
                 expected = f"0 or a number that {dtype_name(loss.dtype)} holds"
                 raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))

@@ -115,7 +115,7 @@ void set_compiled_operator_check(void (*function)()) { check = function; }
 
 extern "C" {
 
-// The first that torch_npu asks for when it prepares such an operator, and for no other.
+// torch_npu calls this first when it prepares a compiled operator, and for no other operator.
 aclTensorDesc* aclCreateTensorDesc(aclDataType, int dimensions, const int64_t* sizes,
                                    aclFormat format) {
   if (const auto function = check.load()) {

@@ -67,7 +67,7 @@ aclError report_kernel_failure() {
 
 Event* as_event(aclrtEvent event) { return static_cast<Event*>(event); }
 
-// Runs what waits on a stream, as far as it need not wait any longer.
+// Runs the waiting tasks of a stream up to the first that must still wait.
 aclError run_waiting(Stream& stream) {
   {
     const std::lock_guard lock(state().mutex);

@@ -307,8 +307,8 @@ class CpuKernel final : public c10::OperatorKernel {
   Operator operator_;
 };
 
-// torch_npu differentiates some of torch's operators with operators of its own. Here they have the
-// derivatives that they have on a device without such operators.
+// torch_npu's derivatives of some of torch's operators call operators of torch_npu. Here these have
+// torch's derivatives, as on a device without such operators.
 class DerivativeElsewhere final : public c10::OperatorKernel {
  public:
   explicit DerivativeElsewhere(Kernel kernel) : kernel_(std::move(kernel)) {}

@@ -163,7 +163,7 @@ at::Generator drawn_from(at::Generator npu) {
     offset = npu.get_offset();
     npu.set_offset(offset + 4);
   }
-  // The first numbers after a seed are those of the CPU after that seed.
+  // Right after a seed the offset is 0, so the first numbers equal the CPU's after that seed.
   return at::detail::createCPUGenerator(seed + offset * 0x9E3779B97F4A7C15u);
 }
 

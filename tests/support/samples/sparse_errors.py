@@ -40,7 +40,7 @@ def first_index(value: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-# An extent that several arguments share belongs to the first; this is who is found to disagree.
+# The first of several arguments sets the extent that they share; the error names this other one.
 NAMED = {
     ("query_index", -2): "weights",
     ("query_index", -1): "key_index",

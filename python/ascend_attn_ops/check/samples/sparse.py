@@ -77,7 +77,7 @@ class SparseCase:
         return -(-length // self.page)
 
     def dense(self) -> SparseCase:
-        """The same call with keys side by side."""
+        """Returns the same call with contiguous keys."""
         return replace(self, page=0)
 
     def length_list(self, side: int) -> list[int] | None:

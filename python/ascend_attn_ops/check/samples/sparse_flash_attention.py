@@ -197,9 +197,11 @@ def expected_gradient(sample: Sample) -> list[Expected]:
 
 
 def gradient_terms(exact: Sample) -> Outputs:
-    """A of the five gradients, by the reference: beside every query stand zeros and its absolute
-    value, beside every key its absolute value and zeros. The scores are the same, and what the
-    gradients' parts beside are is what the absolute values would have."""
+    """Returns the bound A of the five gradients, by the reference.
+
+    Every query is extended by zeros and its absolute value, and every key by its absolute value and
+    zeros. That keeps the scores, and the extensions' gradients are those of absolute values.
+    """
     changes: dict[str, Any] = {
         "value": magnitude(exact.inputs["value"]),
         "d_out": magnitude(exact.inputs["d_out"]),

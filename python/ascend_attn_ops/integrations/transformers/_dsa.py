@@ -220,7 +220,7 @@ def _start_gradients(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 def _describe_tokens(
     dense_warmup: bool, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Before the forward of a model: pass on which tokens belong together, instead of a mask."""
+    """Pass a description of the sequences to a model's forward, instead of a mask."""
     kwargs = {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
     sequences, keys = _sequences_of(base, kwargs)
     every_key = None
