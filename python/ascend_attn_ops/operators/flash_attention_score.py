@@ -213,7 +213,7 @@ def flash_attention_score_grad(
         >>> options = {"num_heads": 4, "layout": "BSND", "scale_value": 0.125}
         >>> query, key, value = torch.randn(3, 1, 6, 4, 64, dtype=torch.bfloat16)
         >>> out, *statistics = ascend_attn_ops.flash_attention_score(query, key, value, **options)
-        >>> d_query, d_key, d_value, _ = ascend_attn_ops.flash_attention_score_grad(
+        >>> d_query, *others = ascend_attn_ops.flash_attention_score_grad(
         ...     query, key, value, torch.ones_like(out), *statistics, out, **options)
         >>> d_query.shape
         torch.Size([1, 6, 4, 64])
