@@ -1,4 +1,4 @@
-// The Autograd kernel of the operators without a gradient. Those that work in place have their own.
+// The Autograd kernel of operators without a gradient. Operators that work in place have their own.
 #include <torch/library.h>
 
 #include <tuple>

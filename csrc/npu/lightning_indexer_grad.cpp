@@ -49,8 +49,8 @@ std::vector<EqualSequences> runs_of(const std::vector<Sequence>& sequences) {
   return runs;
 }
 
-// The prefix sums of every run, counted from its own first token: row 0 of the queries, row 1 of
-// the keys, one run behind the other.
+// The cumulative lengths of every run, counted from its own first token: row 0 of the queries, row
+// 1 of the keys, one run behind the other.
 at::Tensor ends_of(const std::vector<EqualSequences>& runs, const at::Tensor& like) {
   std::vector<int32_t> query_ends;
   std::vector<int32_t> key_ends;

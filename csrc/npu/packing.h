@@ -26,8 +26,8 @@ at::Tensor to_device(const at::Tensor& on_host, const at::Tensor& like);
 
 class Packing {
  public:
-  // Sequences of a call in BSND, whose query and key have these tokens per batch. Those without
-  // queries or keys are left out: they have no part in anything, and some kernels divide by their
+  // Sequences of a call in BSND, whose query and key have these tokens per batch. Sequences
+  // without queries or keys are dropped: they change no result, and some kernels divide by their
   // length.
   Packing(const std::vector<Sequence>& sequences, const at::Tensor& query, const at::Tensor& key);
 
@@ -42,7 +42,7 @@ class Packing {
   void unpack_queries(const at::Tensor& packed, const at::Tensor& to) const;
   void unpack_keys(const at::Tensor& packed, const at::Tensor& to) const;
 
-  // The inclusive prefix sums of the lengths.
+  // The cumulative lengths.
   const std::vector<int32_t>& query_ends() const { return query_ends_; }
   const std::vector<int32_t>& key_ends() const { return key_ends_; }
 

@@ -27,7 +27,7 @@ class Report(NamedTuple):
     results: list[Result]
 
     def verdict(self, operator: str | None = None) -> str:
-        """Of all its lines, or of those of an operator."""
+        """Sums up all lines of the report, or those of an operator."""
         counts = Counter(
             result.verdict
             for result in self.results
@@ -51,7 +51,7 @@ def reports(folder: Path = FOLDER) -> list[Report]:
 
 
 def status(operator: str, found: Sequence[Report]) -> str:
-    """What the README says of an operator on hardware."""
+    """Returns the README's text about an operator on hardware."""
     verdicts = [
         f"{verdict} on {report.facts['product'].split()[0]}, CANN {report.facts['CANN']}"
         for report in found

@@ -151,8 +151,8 @@ def flash_attn_varlen_func(
         alibi_slopes: as there. Where seqlen_k - seqlen_q differs between sequences, no key may come
             after the diagonal.
         deterministic, return_attn_probs: as there.
-        block_table: int32 (batch_size, max_num_blocks). The blocks of each sequence are copied side
-            by side in every call.
+        block_table: int32 (batch_size, max_num_blocks). Every call copies the blocks of each
+            sequence to contiguous memory.
 
     Returns:
         out, (total_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse, S_dmask):

@@ -1,4 +1,4 @@
-"""What becomes of the check when a probe ends or stops its process."""
+"""The check goes on when a probe ends or stops its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the site that hosts a public repository reads: workflows, issue forms, the citation."""
+"""Files for the site that hosts a public repository: workflows, issue forms, the citation."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ using TensorHandle = std::unique_ptr<const aclTensor, Destroy>;
 using TensorListHandle = std::unique_ptr<const aclTensorList, Destroy>;
 using IntArrayHandle = std::unique_ptr<const aclIntArray, Destroy>;
 
-// What is thrown where CANN makes none. The launcher says of which call.
+// Thrown when CANN returns no handle; the launcher adds which call.
 struct NoHandle {
   const char* maker;
 };
@@ -60,7 +60,7 @@ class TensorArgument {
   void add_to(ExecutorKey& key) const;
   // Itself, or nothing.
   std::span<const TensorArgument> tensors() const { return {this, device_ ? size_t{1} : 0}; }
-  // Of a tensor that is there.
+  // The device of a tensor that is present.
   const c10::Device& device() const { return *device_; }
   // In which order the memory has the elements, an aclFormat.
   int format() const { return format_; }

@@ -15,8 +15,7 @@ struct aclOpExecutor;
 
 namespace ascend_attn::aclnn {
 
-// What two calls must have in common to share an executor, as bytes; and the addresses, in which
-// they may differ.
+// Two calls share an executor if the bytes of their keys are equal; their addresses may differ.
 class ExecutorKey {
  public:
   template <typename T>

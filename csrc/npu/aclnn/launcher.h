@@ -150,7 +150,7 @@ class GivenWorkspace {
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
              Arguments& arguments, c10::ArrayRef<Fill> fills);
 
-// What a call asks of its context: of its arguments, the one that is a DeterministicContext.
+// Returns the argument that is a DeterministicContext, which a call asks of its context.
 template <typename... Given>
 DeterministicContext deterministic_context(const Given&... given) {
   DeterministicContext result{false};

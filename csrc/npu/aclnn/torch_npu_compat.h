@@ -1,4 +1,4 @@
-// What differs between the releases of torch_npu that this library compiles with. Post releases of
+// Differences between the releases of torch_npu that this library compiles with. Post releases of
 // one version differ too, so only the names that the headers declare can tell, and no version
 // macro.
 #pragma once
@@ -30,7 +30,7 @@ inline constexpr bool has_deterministic_levels =
     !std::is_same_v<decltype(declared_or_not::ApplyDeterministicLevel(int64_t{}, false, false)),
                     undeclared::Type>;
 
-// What a thread says about determinism, to be applied on another.
+// A thread's settings of determinism, to be applied on another.
 struct DeterminismByLevel {
   uint32_t level = c10_npu::GetDeterministicLevel();
   bool algorithms = at::globalContext().deterministicAlgorithms();

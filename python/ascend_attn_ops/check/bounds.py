@@ -65,7 +65,7 @@ class Expected:
         raise AssertionError("\n".join(lines))
 
     def largest_error(self, actual: Tensor) -> float:
-        """Of an output that `check` accepts: the largest error, as a share of the allowed one."""
+        """Returns the largest error of an accepted output, as a share of the allowed one."""
         x, y = actual.detach().double(), self.exact.double()
         allowed = self.allowed + half_ulp(y, actual.dtype)
         shares = ((x - y).abs() / allowed)[x.isfinite() & y.isfinite()]

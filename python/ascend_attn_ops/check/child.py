@@ -1,7 +1,7 @@
 """The process in which probes run: it may crash or hang, and the runner starts another.
 
 Reads a request a line from standard input and writes an answer a line to standard output, both as
-JSON. What probes and libraries print goes to standard error.
+JSON. Output of probes and libraries goes to standard error.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     """Run the check; return 0 if it has come to its end and nothing differs.
 
     Args:
-        options: What `python -m ascend_attn_ops check` was given.
+        options: The options of `python -m ascend_attn_ops check`.
         command: The child process, which tests replace.
     """
     if options.compare:

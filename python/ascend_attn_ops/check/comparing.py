@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What `compare` found so far."""
+    """The findings of `compare` so far."""
 
     calls: Counter[str] = field(default_factory=Counter)
     compared: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ def not_comparable(sample: Sample) -> str | None:
 def difference(
     before: Sample, after: Sample, outputs: Sequence[Tensor], rtol: float | None
 ) -> str | None:
-    """What is out of bounds in the outputs of a call, a line or more for each; None: nothing.
+    """Describes the outputs of a call that are out of bounds; None if none is.
 
     `before` and `after` differ where the operator writes to its arguments.
     """
@@ -128,7 +128,7 @@ def difference(
 
 
 def _written_difference(before: Sample, after: Sample) -> str | None:
-    """Of caches: copies are exact, the means of "Rope" are rounded."""
+    """Compares caches: copies are exact, the means of "Rope" are rounded."""
     before.call(reference)
     means = before.options.get("scatter_mode") == "Rope"
     lines = []

@@ -1,4 +1,4 @@
-"""What the check runs on."""
+"""Describes the machine that the check runs on."""
 
 from __future__ import annotations
 

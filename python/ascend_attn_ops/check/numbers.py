@@ -130,7 +130,7 @@ def backward(recipe: Recipe, dtype: torch.dtype, context: Context) -> Outcome:
 def expected_gradients(
     operator: Operator, sample: Sample, outputs: tuple[Tensor, ...]
 ) -> dict[str, Expected]:
-    """What autograd must give, by the names of tensors."""
+    """Returns the gradients that autograd must give, by the names of tensors."""
     gradient = operator.gradient
     assert gradient is not None
     incoming = incoming_gradients(sample, outputs)

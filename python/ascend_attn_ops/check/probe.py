@@ -18,7 +18,7 @@ Verdict = Literal["pass", "differs", "refused", "skipped", "note"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a probe has found, in words and in figures."""
+    """The finding of a probe, in words and in figures."""
 
     verdict: Verdict
     text: str = ""

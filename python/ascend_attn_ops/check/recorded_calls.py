@@ -31,7 +31,7 @@ When = Literal["differs", "raises", "always"]
 
 _FORMAT = 1
 _METADATA = "ascend_attn_ops"  # of the safetensors file, the JSON text
-# Of a tensor with gaps, the storage that a file may ask for, as a multiple of its elements.
+# The largest storage that a file may ask for, as a multiple of a tensor's elements.
 _MOST_GAPS = 16
 
 
@@ -121,7 +121,7 @@ def _add_note(error: Exception, text: str) -> None:
 
 
 def _results(sample: Sample, outputs: Any) -> dict[str, Tensor]:
-    """What a call returned or, in place, wrote, by name."""
+    """Returns the results of a call, or the tensors that it wrote, by name."""
     operator = OPERATORS[sample.operator]
     if operator.in_place:
         return {n: x for n, x in sample.tensors.items() if n in ("key_cache", "value_cache")}
@@ -180,7 +180,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What became of a recorded call."""
+    """The outcome of a replayed call."""
 
     recorded: Recorded
     error: str | None  # what it raised

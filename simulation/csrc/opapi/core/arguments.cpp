@@ -1,4 +1,4 @@
-// What an aclnn function is told: handles, their values, and the declarations of arguments.
+// The arguments of an aclnn function: handles, their values, and their declarations.
 #include <ATen/ops/from_blob.h>
 #include <c10/util/accumulate.h>
 

@@ -19,7 +19,7 @@ std::atomic<bool> keeping{false};
 // a key: every call lists those of its own tensors.
 class ExecutorCache {
  public:
-  // What the call of this thread has announced.
+  // The key and addresses that the call of this thread has announced.
   struct Call {
     uint64_t key = 0;
     std::vector<void*> addresses;

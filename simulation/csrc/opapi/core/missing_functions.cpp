@@ -1,4 +1,4 @@
-// What the chosen device lacks: nobody who looks up such a function by its name finds it.
+// Hides the functions that the chosen device lacks from everybody who looks them up by name.
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/mman.h>

@@ -38,7 +38,7 @@ struct Fault {
   int before;  // that many calls are as usual
 };
 
-// What tests set and read.
+// State that tests set and read.
 struct Control {
   std::mutex mutex;
   std::vector<Fault> faults;
@@ -251,7 +251,7 @@ void compute(const Function& function, std::vector<Value> values) {
 
 int run(const aclOpExecutor& executor, void* workspace) {
   if (workspace) {
-    // Whatever else lies there would be destroyed on a device as well.
+    // A device destroys other data there as well.
     std::memset(workspace, 0xA5, executor.workspace_size);
   }
   try {
@@ -413,8 +413,8 @@ using namespace cann_sim;
 
 extern "C" {
 
-// What torch_npu does around a call: memory for executors. Those that CANN keeps:
-// executors.cpp.
+// torch_npu calls these around a call, for the memory of executors. executors.cpp has the executors
+// that CANN keeps.
 
 int InitHugeMemThreadLocal(void*, bool) {
   log_step("InitHugeMemThreadLocal");

@@ -40,7 +40,7 @@ class Counted {
   static inline std::atomic<int64_t> count_{0};
 };
 
-// What aclCreateTensor was told.
+// The arguments of aclCreateTensor.
 struct TensorView {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
@@ -157,7 +157,7 @@ using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
 
 class Call;
 
-// What the device does and the operator does not, by product and release of CANN
+// Differences between the device and the operator, by product and release of CANN
 // (docs/specification/device.md).
 struct DeviceRules {
   // Raises for a call that the first phase refuses.
@@ -187,7 +187,7 @@ struct Function {
 // Arguments of an operator by their names in its schema.
 using OperatorArguments = std::map<std::string, c10::IValue>;
 
-// The results of an operator. What is not among the arguments has its default.
+// The results of an operator. Arguments that are missing have their defaults.
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
                                 const OperatorArguments& arguments);
 
@@ -212,7 +212,7 @@ class Call {
   // A view of a tensor; for an optional one that the call leaves out, none.
   at::Tensor tensor(std::string_view name) const { return get<TensorView>(name).tensor(); }
   std::optional<at::Tensor> optional_tensor(std::string_view name) const;
-  // What the PyTorch operator gives for views of the arguments, with others in the place of some.
+  // The PyTorch operator's results for views of the arguments, some of them replaced by `others`.
   torch::jit::Stack results(const OperatorArguments& others = {}) const;
   // The result of an operator that has one, with other arguments in the place of some.
   at::Tensor result_with(std::vector<std::pair<std::string_view, Value>> others) const;
@@ -225,7 +225,7 @@ class Call {
 };
 
 // For the arguments of a kernel that writes the rows of the sequences in layout TND and leaves
-// those behind them alone. `axis` is that of the tokens, `ends` names the prefix sums.
+// those behind them alone. `axis` is that of the tokens, `ends` names the cumulative lengths.
 at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t axis,
                              std::string_view layout, std::string_view ends);
 

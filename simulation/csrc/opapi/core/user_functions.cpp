@@ -135,7 +135,7 @@ using namespace cann_sim;
 
 extern "C" {
 
-// What ctypes reads of a tensor.
+// The part of a tensor that ctypes reads.
 struct cann_sim_tensor {
   void* data;
   int64_t dimensions;

@@ -16,8 +16,8 @@ struct PagedKeys {
   std::string_view query_layout;
   std::string_view layout;
 
-  // What the operator takes instead of the caches, (blocks, block size, N, D): the keys in the
-  // layout of the queries. Nothing without blocks.
+  // Returns the operator's arguments in place of the caches, (blocks, block size, N, D): the keys
+  // in the layout of the queries. Empty without blocks.
   OperatorArguments in_layout_of_query(const Call& call) const;
 };
 

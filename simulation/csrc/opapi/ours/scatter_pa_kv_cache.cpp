@@ -8,7 +8,7 @@ using namespace cann_sim;
 
 namespace {
 
-// Those of Atlas A2 and A3.
+// The dtypes of Atlas A2 and A3.
 const std::vector<aclDataType> kCache{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 const std::vector<aclDataType> kIndex{ACL_INT32, ACL_INT64};
 

@@ -9,7 +9,7 @@ using namespace cann_sim;
 
 namespace {
 
-// What both functions take.
+// Arguments of both functions.
 const Arguments kTensors{input("query", "query", kHalf), input("key", "key", kHalf),
                          input("value", "value", kHalf),
                          input("sparseIndices", "sparse_indices", kInt32)};

@@ -1,5 +1,5 @@
-// What torch_npu itself calls, to copy, to clear and to pad tensors; for torch's other operators:
-// cpu_fallback.cpp.
+// Functions that torch_npu itself calls, to copy, to clear and to pad tensors. cpu_fallback.cpp has
+// torch's other operators.
 #include "opapi/core/opapi.h"
 
 using namespace cann_sim;
@@ -22,7 +22,7 @@ const Function inplace_fill{
     .schema_name = "aten::fill_",
     .overload = "Scalar",
     .arguments = {{"selfRef", "self", Kind::output}, attribute("value", "value")}};
-// Of what is sent by HCCL.
+// torch_npu pads tensors that HCCL sends.
 const Function pad{.name = "aclnnConstantPadNd",
                    .schema_name = "aten::constant_pad_nd",
                    .arguments = {input("self", "self"), attribute("padding", "pad"),

@@ -1,5 +1,5 @@
-// What FlashAttentionScore V3, V4 and V5 and their gradients add: sinks, the rotated parts of query
-// and key apart from the rest, and another order of the statistics.
+// Additions of FlashAttentionScore V3, V4 and V5 and their gradients: sinks, separate rotated parts
+// of query and key, and another order of the statistics.
 #pragma once
 
 #include <ATen/core/TensorBody.h>
@@ -29,9 +29,9 @@ at::Tensor statistic_of_heads(const Call& call, const at::Tensor& statistics);
 // The sink of every row.
 at::Tensor sinks_like(const Call& call, const at::Tensor& statistics);
 
-// Of versions that have ropes, sinks and an order of the statistics: the output and the statistics,
-// and dq, dk, dv and the gradients of both ropes and of the sinks. `others` are arguments of the
-// operator that the call does not have itself.
+// For versions that have ropes, sinks and an order of the statistics: the output and the
+// statistics, and dq, dk, dv and the gradients of both ropes and of the sinks. `others` are
+// arguments of the operator that the call does not have itself.
 torch::jit::Stack attention_with_all(const Call& call, OperatorArguments others = {});
 torch::jit::Stack gradients_with_all(const Call& call, OperatorArguments others = {});
 

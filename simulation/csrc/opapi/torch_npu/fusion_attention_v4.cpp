@@ -76,7 +76,7 @@ const Function score_v4{.name = "aclnnFlashAttentionScoreV4",
                         .device = {.check = check_tokens},
                         .compute = attention};
 
-// Those of kScalars, around the layout of the statistics.
+// The attributes of kScalars, around the layout of the statistics.
 const Arguments kScalarsOfGradient{attribute("scaleValue", "scale_value"),
                                    attribute("keepProb", "keep_prob"),
                                    attribute("preTokens", "pre_tokens"),

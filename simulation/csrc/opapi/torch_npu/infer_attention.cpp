@@ -79,7 +79,7 @@ class Sequences {
         padding_(padding ? std::optional(padding->item<int64_t>()) : std::nullopt),
         positions_(positions) {}
 
-  // Of one batch, on the axis of its positions or of all tokens.
+  // The range of one batch, on the axis of its positions or of all tokens.
   Range at(int64_t batch) const {
     if (packed_) {
       const auto begin = batch == 0 ? 0 : lengths_->at(batch - 1);
@@ -150,8 +150,8 @@ class Keys {
   Sequences sequences_;
 };
 
-// Of a whole mask, what masks the keys of one batch: (B or 1, 1 or none, Sq, Skv), (Sq, Skv), or
-// (B, Skv) for one query.
+// Returns the part of a whole mask for one batch. The mask is (B or 1, 1 or none, Sq, Skv), (Sq,
+// Skv), or (B, Skv) for one query.
 at::Tensor mask_of(const InferAttention& arguments, int64_t batch, int64_t queries, int64_t keys,
                    int64_t batches) {
   auto mask = arguments.mask->to(at::kBool);
@@ -165,7 +165,7 @@ at::Tensor mask_of(const InferAttention& arguments, int64_t batch, int64_t queri
   return mask[mask.size(0) == 1 ? 0 : batch].narrow(0, 0, queries).narrow(1, 0, keys);
 }
 
-// What the kernel gives for one batch: (1, N, S, D) and the statistics of its rows as (1, N, S).
+// The kernel's results for one batch: (1, N, S, D) and the statistics of its rows as (1, N, S).
 struct Attention {
   at::Tensor out;
   at::Tensor log_sum_exp;
@@ -178,7 +178,7 @@ Attention attention(const InferAttention& arguments, const at::Tensor& query, co
                           {"scale_value", arguments.scale},
                           {"pre_tokens", arguments.pre_tokens},
                           {"next_tokens", arguments.next_tokens}};
-  // Of each sink a share of the softmax is taken from a result that is not rounded yet.
+  // A sink takes its share of the softmax from a result that is not rounded yet.
   const auto dtype = arguments.sinks ? at::kFloat : query.scalar_type();
   given["query"] = query.unsqueeze(0).to(dtype);
   given["key"] = key.unsqueeze(0).to(dtype);

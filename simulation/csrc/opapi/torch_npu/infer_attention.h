@@ -21,7 +21,7 @@ struct InferAttention {
   std::vector<int64_t> out_sizes;
   Optional pse = {}, mask = {};
   int64_t sparse_mode = 0, pre_tokens = 0, next_tokens = 0;
-  // Of packed sequences their ends, except for those of the keys in a cache.
+  // The ends of packed sequences; for keys in a cache their numbers.
   Lengths query_lengths = {}, key_lengths = {};
   Optional block_table = {};
   // How many positions are unused behind the sequences, which then stand at the right.

@@ -32,8 +32,8 @@ at::Tensor by_token(const Call& call, const at::Tensor& statistics) {
   return moved;
 }
 
-// What each row of an attention is multiplied by, as (..., N, 1) or, of (S, B, H), for the heads of
-// H.
+// Multiplies each row of an attention by its factor: rows are (..., N, 1) or, in (S, B, H), the
+// heads of H.
 at::Tensor scaled(const Call& call, std::string_view name, const at::Tensor& factor) {
   const auto x = call.tensor(name).to(at::kFloat);
   const auto lane = factor.select(-1, 0);
