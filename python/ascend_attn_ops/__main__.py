@@ -10,15 +10,21 @@ from pathlib import Path
 
 from ascend_attn_ops import masks, report
 from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops.check.results import language_of_locale
 from ascend_attn_ops.device_limits import Device, device_in_force, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
     commands = parser.add_subparsers(metavar="{report,check,limits,mask}")
-    parser.set_defaults(run=lambda options: report.print_report())
+    language = language_of_locale()
+    parser.set_defaults(run=lambda options: report.print_report(options.lang), lang=language)
     text = "report what is installed, what works here, and why not (default)"
-    commands.add_parser("report", help=text, description=text)
+    reporting = commands.add_parser("report", help=text, description=text)
+    reporting.add_argument(
+        "--lang", choices=("en", "zh"), default=language,
+        help="zh: headings in Chinese as well; default: the locale's",
+    )  # fmt: skip
     _add_check(commands)
     _add_limits(commands)
     _add_mask(commands)
@@ -47,7 +53,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                         help="also run probes that may stop the process or the device")  # fmt: skip
     parser.add_argument("--hang", type=float, default=60.0, metavar="SECONDS",
                         help="how long a probe may take; default: 60")  # fmt: skip
-    parser.add_argument("--lang", choices=("en", "zh"), default="en",
+    parser.add_argument("--lang", choices=("en", "zh"), default=language_of_locale(),
                         help="zh: verdicts and headings in Chinese as well")  # fmt: skip
     parser.set_defaults(run=_check)
 

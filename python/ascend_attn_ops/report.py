@@ -13,27 +13,29 @@ import torch
 import ascend_attn_ops
 from ascend_attn_ops import _C, _built_with, _library
 from ascend_attn_ops._torch import has_kernel
+from ascend_attn_ops.check.results import Words
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 
 
-def print_report() -> int:
+def print_report(language: str = "en") -> int:
     """Print the report; return 0 if the CPU path works, otherwise 1."""
+    words = Words(language)
     npu = _library.npu_module()
     print(f"ascend_attn_ops {ascend_attn_ops.__version__}")
     for name, value in versions(npu).items():
         print(f"  {name:<10} {value}")
-    print("\nShared objects")
+    print(f"\n{words('Shared objects')}")
     print(f"  _C         loaded{_built_with_text('_C')}, {_C.compiler}")
     print(f"  _npu       {_library.npu_unavailable or 'loaded' + _built_with_text('_npu')}")
 
-    print("\nCPU kernels use here")
+    print(f"\n{words('CPU kernels use here')}")
     for kind, implementation in _C.cpu_implementations().items():
         print(f"  {kind:<18} {implementation}")
 
     failure = _cpu_failure()
     device = device_in_force()
     checked = f"limits checked for {device}" if device else "limits off"
-    print(f"\nOperators ({checked}; `limits` shows them)")
+    print(f"\n{words('Operators')} ({checked}; `limits` shows them)")
     rows = [("torch.ops.ascend.", "CPU", "Meta", "autograd", "NPU", "needs")]
     for row in table():
         name = row["operator"]
@@ -45,9 +47,9 @@ def print_report() -> int:
     _print_table(rows)
 
     if failure:
-        print(f"\nThe CPU path does not work: {failure}", file=sys.stderr)
+        print(f"\n{words('The CPU path does not work')}: {failure}", file=sys.stderr)
         return 1
-    print("\nThe CPU path works.")
+    print(f"\n{words('The CPU path works.')}")
     return 0
 
 

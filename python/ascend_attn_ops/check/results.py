@@ -26,6 +26,10 @@ CHINESE = {
     "environment": "环境", "numbers": "数值", "limits": "限制", "known facts": "已知行为",
     "host code": "主机代码", "behaviour": "行为", "communication": "通信", "speed": "速度",
     "largest error": "最大误差", "of the allowed one": "(与允许误差之比)",
+    # The headings of `report`.
+    "Shared objects": "动态库", "CPU kernels use here": "本机的 CPU kernel",
+    "Operators": "算子",
+    "The CPU path works.": "CPU 路径可用。", "The CPU path does not work": "CPU 路径不可用",
 }  # fmt: skip
 
 
@@ -38,6 +42,13 @@ class Result:
     text: str = ""
     figures: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def language_of_locale() -> str:
+    """Returns "zh" if the messages of this process are to be Chinese, otherwise "en"."""
+    names = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
+    name = next((os.environ[x] for x in names if os.environ.get(x)), "")
+    return "zh" if name.startswith("zh") else "en"
 
 
 class Words:
