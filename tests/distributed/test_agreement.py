@@ -220,6 +220,10 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
         sparse_attention, {}, {"scale_value": freed(torch.tensor(SCALE))},
         "ValueError: .*scale_value: expected a storage that holds every element",
     ),
+    "number without memory": (
+        sparse_attention, {}, {"sparse_mode": torch._efficientzerotensor(1, dtype=torch.int64)},
+        "ValueError: .*sparse_mode: expected the same on all ranks, got 3 on rank 0",
+    ),
     "kept keys": (
         sparse_attention, {}, {"save_gathered": True}, "ValueError: .*save_gathered: .* the same on"
     ),

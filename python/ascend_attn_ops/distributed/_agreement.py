@@ -91,7 +91,9 @@ class Agreement:
         if not failed and most == -least:
             return most_wish == -least_wish, [bool(x) for x in answers[: len(missing)]]
         reports: list[Any] = [None] * self.hosts.size()
-        dist.all_gather_object(reports, (sendable(error), facts), group=self.hosts)
+        # Not every argument can be pickled.
+        texts = {name: repr(value) for name, value in facts.items()}
+        dist.all_gather_object(reports, (sendable(error), texts), group=self.hosts)
         raise _verdict(caller, reports) from error
 
 
@@ -150,7 +152,7 @@ def raised(kind: str, message: str) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(f"{kind}: {message}")
 
 
-def _verdict(caller: str, reports: list[tuple[Report | None, dict[str, Any]]]) -> Exception:
+def _verdict(caller: str, reports: list[tuple[Report | None, dict[str, str]]]) -> Exception:
     for rank, (error, _) in enumerate(reports):
         if error is not None:
             kind, message = error
@@ -158,10 +160,9 @@ def _verdict(caller: str, reports: list[tuple[Report | None, dict[str, Any]]]) -
     first = reports[0][1]
     for rank, (_, facts) in enumerate(reports):
         for name, value in facts.items():
-            # As in the digest: an int of numpy equals one of Python, and is shown otherwise.
-            if repr(value) != repr(first.get(name)):
+            if value != first.get(name):
                 return ValueError(
-                    f"{caller}: {name}: expected the same on all ranks, got {first.get(name)!r} "
-                    f"on rank 0 and {value!r} on rank {rank}"
+                    f"{caller}: {name}: expected the same on all ranks, got {first.get(name)} "
+                    f"on rank 0 and {value} on rank {rank}"
                 )
     raise AssertionError("internal error: the ranks' facts differed, then matched")
