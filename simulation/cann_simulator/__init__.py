@@ -25,6 +25,7 @@ from cann_simulator.control import (
     keeping_executors,
     live_handles,
     recorded_calls,
+    unchecked,
     waits,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "live_handles",
     "recorded_calls",
     "start",
+    "unchecked",
     "waits",
 ]
 

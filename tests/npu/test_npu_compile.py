@@ -30,7 +30,7 @@ def test_compile(recipe: Recipe) -> None:
 
 
 # Without the limits, which ask for value to be key: opcheck clones its arguments one by one.
-@pytest.mark.usefixtures("no_limits")
+@pytest.mark.usefixtures("no_limits", "unchecked")
 @pytest.mark.parametrize(
     "operator", [x for x in OPERATORS.values() if not x.in_place], ids=lambda x: x.name
 )

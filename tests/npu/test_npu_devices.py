@@ -114,9 +114,12 @@ def test_the_simulation_reads_dense_rows() -> None:
 # Packs: rows behind the last sequence.
 
 PACKS = [
-    SparseCase(layout="TND", lengths=((3, 0, 6), (5, 2, 9)), tail=(4, 3), rope=8),
-    SparseCase(layout="TND", lengths=((0, 0), (0, 0)), tail=(3, 4)),
-    SparseCase(layout="TND", lengths=((7,), (8,)), tail=(1, 0)),
+    SparseCase(layout="TND", lengths=lengths, tail=tail, rope=8, absorbed=True)
+    for lengths, tail in [
+        (((3, 0, 6), (5, 2, 9)), (4, 3)),
+        (((0, 0), (0, 0)), (3, 4)),
+        (((7,), (8,)), (1, 0)),
+    ]
 ]
 
 

@@ -24,6 +24,7 @@ def test_attach_loss() -> None:
     assert torch.equal(parameter.grad.cpu(), torch.ones(2))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "name", ["lightning_indexer", "sparse_flash_attention", "flash_attention_score"]
 )

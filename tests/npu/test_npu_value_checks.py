@@ -140,7 +140,7 @@ def test_a_slot_that_is_read_holds_no_key(operator: str, layout: str) -> None:
 def test_a_slot_that_is_not_read_may_hold_no_key() -> None:
     """K is more than the keys: the rest of a row is -1."""
     sample = OPERATORS["sparse_flash_attention_grad"].make(
-        SparseCase(rope=8, k=16, heads=8), torch.bfloat16
+        SparseCase(rope=8, k=16, heads=8, absorbed=True), torch.bfloat16
     )
     assert (sample.tensors["sparse_indices"] == -1).any()
     with ops.check_values():
@@ -150,7 +150,9 @@ def test_a_slot_that_is_not_read_may_hold_no_key() -> None:
 
 def sparse_row(operator: str, indices: list[int], block: int, keys: int, mode: int = 3) -> Sample:
     """One query that sees all keys, and selects these."""
-    case = SparseCase(b=1, s=(1, keys), rope=8, heads=8, block=block, k=len(indices), mode=mode)
+    case = SparseCase(
+        b=1, s=(1, keys), rope=8, heads=8, block=block, k=len(indices), mode=mode, absorbed=True
+    )
     sample = OPERATORS[operator].make(case, torch.bfloat16)
     return sample.replace(sparse_indices=torch.tensor(indices, dtype=torch.int32).view(1, 1, 1, -1))
 
@@ -270,7 +272,8 @@ def test_blocks_nest_and_hold_in_every_thread() -> None:
 
 @pytest.mark.usefixtures("no_limits")
 def test_a_gradient_is_checked_when_it_runs() -> None:
-    sample = OPERATORS["sparse_flash_attention"].make(SparseCase(rope=8, heads=8), torch.bfloat16)
+    case = SparseCase(rope=8, heads=8, absorbed=True)
+    sample = OPERATORS["sparse_flash_attention"].make(case, torch.bfloat16)
     indices = sample.tensors["sparse_indices"].clone()
     indices[..., -1] = -1
     leaf = to_npu(sample.replace(sparse_indices=indices)).requires_grad(("query",))
@@ -315,7 +318,7 @@ def test_an_update_of_a_graph_does_not_wait() -> None:
     assert torch.equal(options["out"][0], x)
 
 
-@pytest.mark.usefixtures("no_limits")
+@pytest.mark.usefixtures("no_limits", "unchecked")
 def test_compiled_calls_are_checked_when_they_run() -> None:
     sample, expected = wrong_index("sparse_flash_attention")
     on_npu = to_npu(sample)

@@ -53,6 +53,8 @@ int device_of_stream(aclrtStream stream);
 // The device that allocated this address, or -1.
 int device_of_address(const void* address);
 int stream_id(aclrtStream stream);
+// How many cube cores a stream may use.
+uint32_t cores_of_stream(aclrtStream stream);
 int current_device();
 // The parameter of the current context.
 int64_t system_parameter(aclSysParamOpt option);

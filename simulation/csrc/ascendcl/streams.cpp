@@ -250,6 +250,9 @@ int device_of_stream(aclrtStream stream) {
   return stream ? as_stream(stream).device : current_device();
 }
 int stream_id(aclrtStream stream) { return stream ? as_stream(stream).id : -1; }
+uint32_t cores_of_stream(aclrtStream stream) {
+  return (stream ? as_stream(stream) : Stream{}).cores.front();
+}
 
 }  // namespace cann_sim
 

@@ -65,7 +65,7 @@ struct Stream {
   // The first of them waits for an event.
   std::deque<Task> waiting = {};
   bool is_running_waiting = false;
-  // Cube and vector cores, of an Ascend 910B2: a limit that nothing here obeys.
+  // Cube and vector cores, of an Ascend 910B2: a limit that only faults of kernels depend on.
   std::array<uint32_t, 2> cores = {24, 48};
 
   // Where tasks are recorded instead of running; null where they run.

@@ -67,7 +67,7 @@ void refuse_what_is_missing(const std::string& name, const std::string& error) {
   if (std::regex_search(error, found, function)) {
     const auto missing = found[1].str();
     refuse(name, "it calls " + missing + ", which the simulated CANN lacks; supply it with " +
-                     "@ascend_attn_ops.simulate.function(\"" + missing + "\", prototype), or " +
+                     "@cann_simulator.function(\"" + missing + "\", prototype), or " +
                      remedy(name));
   }
   if (std::regex_search(error, found, argument)) {

@@ -126,7 +126,7 @@ std::optional<at::Tensor> Call::optional_tensor(std::string_view name) const {
 
 at::Tensor Call::result_with(std::vector<std::pair<std::string_view, Value>> others) const {
   auto values = values_;
-  const Call call(function_, values);
+  const Call call(function_, values, launch_);
   for (auto& [name, other] : others) {
     call.value(name) = std::move(other);
   }

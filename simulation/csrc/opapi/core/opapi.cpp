@@ -18,6 +18,7 @@
 #include "ascendcl/report.h"
 #include "ascendcl/runtime.h"
 #include "ascendcl/stream_order.h"
+#include "opapi/core/refusals.h"
 
 namespace cann_sim {
 namespace {
@@ -130,6 +131,19 @@ int failure(int status, std::string message) {
   return status;
 }
 
+// Runs it; the failure of an exception has this status.
+template <typename Task>
+int without_exceptions(const Function& function, int status, const Task& task) {
+  try {
+    task();
+  } catch (const c10::Error& error) {
+    return failure(status, c10::str(function.name, ": ", error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    return failure(status, c10::str(function.name, ": ", error.what()));
+  }
+  return ACL_SUCCESS;
+}
+
 bool is_required(Kind kind) {
   return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
 }
@@ -216,10 +230,11 @@ class WithoutLimits {
 };
 
 // Copies the results of the PyTorch operator to the outputs, as far as the device would.
-void compute(const Function& function, std::vector<Value> values) {
+void compute(const Function& function, std::vector<Value> values, const Launch& launch) {
   const WithoutLimits without_limits;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const Call call(function, values);
+  const Call call(function, values, launch);
+  check_faults(call, function.device.faults);
   if (function.device.change) {
     function.device.change(call);
   }
@@ -254,12 +269,8 @@ int run(const aclOpExecutor& executor, void* workspace) {
     // A device destroys other data there as well.
     std::memset(workspace, 0xA5, executor.workspace_size);
   }
-  try {
-    compute(executor.function, executor.values);
-  } catch (const std::exception& error) {
-    return failure(kRuntime, c10::str(executor.function.name, ": ", error.what()));
-  }
-  return ACL_SUCCESS;
+  return without_exceptions(executor.function, kRuntime,
+                            [&] { compute(executor.function, executor.values, executor.launch); });
 }
 
 // The error of a call that touches memory out of turn.
@@ -343,14 +354,21 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   if (const auto fault = take_fault(function.name, 1)) {
     return failure(fault->status, fault->message);
   }
+  if (!values.empty()) {
+    const Launch launch{.deterministic = system_parameter(ACL_OPT_DETERMINISTIC) != 0};
+    if (auto refused = refused_by_host(function, {function, values, launch})) {
+      count(Outcome::refused, refused->text);
+      return failure(refused->status, c10::str(function.name, ": ", refused->text));
+    }
+  }
   if (const int status = check_values(function, values); status != ACL_SUCCESS) {
     return status;
   }
   if (function.device.check && !values.empty()) {
-    try {
-      function.device.check({function, values});
-    } catch (const c10::Error& error) {
-      return failure(kInvalid, c10::str(function.name, ": ", error.what_without_backtrace()));
+    const int status =
+        without_exceptions(function, kInvalid, [&] { function.device.check({function, values}); });
+    if (status != ACL_SUCCESS) {
+      return status;
     }
   }
   *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
@@ -404,6 +422,7 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
   if (!computes()) {
     return ACL_SUCCESS;
   }
+  owned->launch.stream = stream;
   return submit(stream, [owned, workspace] { return run(*owned, workspace); });
 }
 

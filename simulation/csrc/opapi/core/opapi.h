@@ -23,6 +23,8 @@
 #include <variant>
 #include <vector>
 
+#include "ascendcl/runtime.h"
+
 namespace cann_sim {
 
 // Handles that a caller has to give back: the number of those that still exist.
@@ -157,6 +159,23 @@ using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
 
 class Call;
 
+// The harm that a fault of a kernel does: a read or write out of bounds, a wait that never ends, or
+// results that are wrong.
+enum class Harm : unsigned { bounds = 1, hang = 2, results = 4 };
+
+// A call that the kernels of A2 and A3 compute wrong without an error, as their execution has
+// shown. The simulated call ends in an error instead, unless CANN_SIM_UNCHECKED names the harm.
+struct KernelFault {
+  Harm harm;
+  // Describes the fault and its effect in one line; empty if the call has none.
+  std::string (*find)(const Call&);
+};
+
+// Returns whether the product's kernels have such faults and CANN_SIM_UNCHECKED does not name them.
+bool has_faults(Harm harm);
+// Raises for the first fault that the call meets.
+void check_faults(const Call& call, const std::vector<KernelFault>& faults);
+
 // Differences between the device and the operator, by product and release of CANN
 // (docs/specification/device.md).
 struct DeviceRules {
@@ -169,6 +188,7 @@ struct DeviceRules {
   at::Tensor (*written)(const Call&, std::string_view name, const at::Tensor& output) = nullptr;
   // Destroys what the kernel computes wrong. Raises where it fails.
   void (*spoil)(const Call&) = nullptr;
+  std::vector<KernelFault> faults = {};
 };
 
 struct Function {
@@ -191,11 +211,19 @@ using OperatorArguments = std::map<std::string, c10::IValue>;
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
                                 const OperatorArguments& arguments);
 
+// How a call is launched.
+struct Launch {
+  bool deterministic = false;
+  aclrtStream stream = nullptr;
+};
+
 // The arguments of a call by name.
 class Call {
  public:
-  Call(const Function& function, std::vector<Value>& values)
-      : function_(function), values_(values) {}
+  Call(const Function& function, std::vector<Value>& values, Launch launch = {})
+      : function_(function), values_(values), launch_(launch) {}
+
+  const Launch& launch() const { return launch_; }
 
   template <typename T>
   T& get(std::string_view name) const {
@@ -222,6 +250,7 @@ class Call {
 
   const Function& function_;
   std::vector<Value>& values_;
+  Launch launch_;
 };
 
 // For the arguments of a kernel that writes the rows of the sequences in layout TND and leaves
@@ -242,6 +271,8 @@ struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
   const cann_sim::Function& function;
   std::vector<cann_sim::Value> values;
   uint64_t workspace_size;
+  // The first phase reads the switch of the context.
+  cann_sim::Launch launch{.deterministic = cann_sim::system_parameter(ACL_OPT_DETERMINISTIC) != 0};
 };
 
 namespace cann_sim {

@@ -1,4 +1,9 @@
 // FlashAttentionScore and its gradient. Prototypes: docs/specification/flash_attention_score.md.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/logical_and.h>
+#include <ATen/ops/logical_or.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -48,6 +53,59 @@ void check_pack(const Call& call) {
               "the last of the lengths should be 0 in a padded pack");
 }
 
+namespace {
+
+// The first query and key beyond the tokens that a mask (..., Sq, Skv) lets through.
+std::string first_beyond(const at::Tensor& mask, int64_t queries, int64_t keys, int64_t pre,
+                         int64_t next) {
+  if (queries > mask.size(-2) || keys > mask.size(-1)) {
+    return {};
+  }
+  const auto options = at::TensorOptions().dtype(at::kLong);
+  const auto distance = at::arange(keys, options) - at::arange(queries, options).unsqueeze(1);
+  const auto beyond = at::logical_or(distance.gt(next), distance.lt(-pre));
+  const auto part = mask.narrow(-2, 0, queries).narrow(-1, 0, keys);
+  const auto found = at::logical_and(beyond, part.eq(0)).nonzero();
+  if (found.size(0) == 0) {
+    return {};
+  }
+  const auto place = found[0];
+  return c10::str("query ", place[-2].item<int64_t>(), " sees key ", place[-1].item<int64_t>(),
+                  ", which preTokens ", pre, " and nextTokens ", next,
+                  " exclude and attenMask does not: the device computes it");
+}
+
+}  // namespace
+
+std::string mask_beyond_tokens(const Call& call) {
+  const auto mask = call.optional_tensor("attenMaskOptional");
+  if (!mask || mask->numel() == 0 || call.get<int64_t>("sparseMode") != 0) {
+    return {};
+  }
+  constexpr auto kMost = int64_t{1} << 40;
+  const auto pre = std::clamp(call.get<int64_t>("preTokens"), -kMost, kMost);
+  const auto next = std::clamp(call.get<int64_t>("nextTokens"), -kMost, kMost);
+  const auto& layout = call.get<std::string>("inputLayout");
+  const auto& query = call.get<TensorView>("query").sizes;
+  const auto& key = call.get<TensorView>("key").sizes;
+  if (layout != "TND") {
+    const auto axis = layout.find('S');
+    return first_beyond(*mask, query.at(axis), key.at(axis), pre, next);
+  }
+  const auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
+  const auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
+  for (size_t b = 0; b < query_ends.size(); ++b) {
+    const auto queries = query_ends[b] - (b ? query_ends[b - 1] : 0);
+    const auto keys = key_ends.at(b) - (b ? key_ends[b - 1] : 0);
+    auto text =
+        first_beyond(*mask, std::max<int64_t>(queries, 0), std::max<int64_t>(keys, 0), pre, next);
+    if (!text.empty()) {
+      return c10::str("sequence ", b, ": ", text);
+    }
+  }
+  return {};
+}
+
 }  // namespace cann_sim
 
 using namespace cann_sim;
@@ -59,26 +117,26 @@ const Function score{
     .schema_name = "ascend::flash_attention_score",
     .workspace = 2048,
     .arguments = join({kTensors, kTerms, kPrefix, kStarts, kScalars, kPseType, kOutputs}),
-    .device = {.check = check_tokens}};
+    .device = {.check = check_tokens, .faults = kMaskFaults}};
 const Function var_len_score{
     .name = "aclnnFlashAttentionVarLenScoreV2",
     .schema_name = "ascend::flash_attention_score",
     .workspace = 2048,
     .arguments = join({kTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
-    .device = {.check = check_pack}};
+    .device = {.check = check_pack, .faults = kMaskFaults}};
 const Function score_grad{.name = "aclnnFlashAttentionScoreGradV2",
                           .schema_name = "ascend::flash_attention_score_grad",
                           .workspace = 4096,
                           .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix,
                                              kStarts, kScalars, kPseType, kGradients}),
-                          .device = {.check = check_tokens}};
+                          .device = {.check = check_tokens, .faults = kMaskFaults}};
 const Function unpadding_score_grad{
     .name = "aclnnFlashAttentionUnpaddingScoreGradV2",
     .schema_name = "ascend::flash_attention_score_grad",
     .workspace = 4096,
     .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kStarts, kScalars,
                        kPseType, kGradients}),
-    .device = {.check = check_tokens}};
+    .device = {.check = check_tokens, .faults = kMaskFaults}};
 
 }  // namespace
 

@@ -42,4 +42,9 @@ inline const Arguments kGradients{output("dqOut"), output("dkOut"), output("dvOu
 void check_tokens(const Call& call);
 void check_pack(const Call& call);
 
+// In mode 0 the tokens only let the kernel leave out whole tiles: what the mask alone lets through
+// within a tile is computed.
+std::string mask_beyond_tokens(const Call& call);
+inline const std::vector<KernelFault> kMaskFaults{{Harm::results, mask_beyond_tokens}};
+
 }  // namespace cann_sim

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "opapi/ours/paged_keys.h"
+#include "opapi/ours/sparse_rows.h"
 
 using namespace cann_sim;
 
@@ -17,6 +18,45 @@ at::Tensor written_gradient(const Call& call, std::string_view name, const at::T
   return rows_of_sequences(call, output, 0, "inputLayout",
                            name == "dkOut" ? "actualSeqKvLenOptional" : "actualSeqQLenOptional");
 }
+
+const KernelFault kFaultOfSelection{
+    Harm::bounds, [](const Call& call) -> std::string {
+      const auto rows = call.get<TensorView>("query").sizes.at(0);
+      const bool packed = call.is_tnd("layoutQueryOptional");
+      if (!packed || rows == 0) {
+        return {};
+      }
+      const auto queries =
+          SequenceLengths{"query", "actualSeqLengthsQueryOptional", packed}.of(call);
+      const bool in_pages = call.get<std::string>("layoutKeyOptional") == "PA_BSND";
+      const auto keys =
+          SequenceLengths{"key", "actualSeqLengthsKeyOptional", packed, in_pages}.of(call);
+      for (size_t b = 0; b < queries.size(); ++b) {
+        if (queries[b] > 0 && keys.at(b) > 0) {
+          return {};
+        }
+      }
+      return queries.size() < 2 ? ""
+                                : c10::str("no sequence has queries and keys: the device writes ",
+                                           queries.size() * rows, " rows into outputs of ", rows);
+    }};
+
+const KernelFault kFaultOfGradient{
+    Harm::results, [](const Call& call) -> std::string {
+      if (!call.is_tnd("inputLayout")) {
+        return {};
+      }
+      const auto queries = SequenceLengths{"query", "actualSeqQLenOptional", true}.of(call);
+      const auto keys = SequenceLengths{"key", "actualSeqKvLenOptional", true}.of(call);
+      for (size_t b = 1; b < queries.size(); ++b) {
+        if (queries[b] != queries[0] || keys.at(b) != keys[0]) {
+          return c10::str("sequence ", b, " has ", queries[b], " queries and ", keys[b],
+                          " keys, and sequence 0 has ", queries[0], " and ", keys[0],
+                          ": the gradients of such a pack are wrong");
+        }
+      }
+      return {};
+    }};
 
 // TND, sequences of unequal lengths: rows of d_query and d_weights are not written, and d_key
 // counts some of them twice. Which ones depends on the number of cores: here it is the last
@@ -79,7 +119,7 @@ const Function lightning_indexer{
                   attribute("preTokens", "pre_tokens"), attribute("nextTokens", "next_tokens"),
                   attribute("returnValues", "return_values"), output("sparseIndicesOut"),
                   optional_output("sparseValuesOut")},
-    .device = {.written = written_selection},
+    .device = {.written = written_selection, .faults = {kFaultOfSelection}},
     .compute = selection};
 
 const Function lightning_indexer_grad{
@@ -96,7 +136,9 @@ const Function lightning_indexer_grad{
                   attribute("nextTokens", "next_tokens"),
                   attribute("deterministic", "deterministic"), output("dqOut"), output("dkOut"),
                   output("dweightsOut")},
-    .device = {.written = written_gradient, .spoil = spoil_unequal_sequences}};
+    .device = {.written = written_gradient,
+               .spoil = spoil_unequal_sequences,
+               .faults = {kFaultOfGradient}}};
 
 }  // namespace
 

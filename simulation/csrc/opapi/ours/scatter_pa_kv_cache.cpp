@@ -1,4 +1,5 @@
 // Paged KV caches. Prototype: docs/specification/scatter_pa_kv_cache.md.
+#include <ATen/TensorOperators.h>
 #include <c10/util/accumulate.h>
 
 #include "ascendcl/runtime.h"
@@ -50,6 +51,25 @@ void change_sources(const Call& call) {
   }
 }
 
+// The mean of a window does not fit into a core's memory.
+std::string large_head(const Call& call) {
+  constexpr int64_t kLargest = 1472;
+  const auto* mode = call.find<std::string>("scatterModeOptional");
+  if (!mode || *mode != "Rope") {
+    return {};
+  }
+  const auto windows = call.optional_tensor("compressLensOptional");
+  for (const auto* name : {"key", "value"}) {
+    const auto* view = call.find<TensorView>(name);
+    if (view && !view->sizes.empty() && view->sizes.back() > kLargest && windows &&
+        windows->gt(0).any().item<bool>()) {
+      return c10::str(name, " has heads of ", view->sizes.back(),
+                      ": the device writes behind a core's memory from ", kLargest + 1, " on");
+    }
+  }
+  return {};
+}
+
 // It writes to two of its inputs and has no outputs.
 const Function scatter_pa_kv_cache{
     .name = "aclnnScatterPaKvCache",
@@ -65,7 +85,8 @@ const Function scatter_pa_kv_cache{
                   attribute("cacheModeOptional", "cache_mode"),
                   attribute("scatterModeOptional", "scatter_mode"),
                   attribute("stridesOptional", "strides"), attribute("offsetsOptional", "offsets")},
-    .device = {.check = check_rows, .change = change_sources}};
+    .device = {
+        .check = check_rows, .change = change_sources, .faults = {{Harm::bounds, large_head}}}};
 
 }  // namespace
 

@@ -3,7 +3,11 @@
 #include <ATen/ops/exp.h>
 #include <ATen/ops/maximum.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "opapi/ours/paged_keys.h"
+#include "opapi/ours/sparse_rows.h"
 
 using namespace cann_sim;
 
@@ -11,7 +15,7 @@ namespace {
 
 // Arguments of both functions.
 const Arguments kTensors{input("query", "query", kHalf), input("key", "key", kHalf),
-                         input("value", "value", kHalf),
+                         optional_input("value", "value", kHalf),
                          input("sparseIndices", "sparse_indices", kInt32)};
 const Arguments kLengthsAndRopes{
     optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
@@ -29,14 +33,168 @@ at::Tensor written_attention(const Call& call, std::string_view name, const at::
                            "actualSeqLengthsQueryOptional");
 }
 
+// Faults of the kernels.
+
+constexpr int64_t kLargestOfSmallBlocks = 4;
+
+bool has_small_blocks(const Call& call) {
+  return call.get<int64_t>("sparseBlockSize") <= kLargestOfSmallBlocks;
+}
+
+std::string find_in_forward(const Call& call,
+                            const std::function<std::string(const SparseRow&)>& fault) {
+  const bool packed = call.is_tnd("layoutQueryOptional");
+  return find_in_rows(call, {"query", "actualSeqLengthsQueryOptional", packed},
+                      {"key", "actualSeqLengthsKvOptional", packed,
+                       call.get<std::string>("layoutKvOptional") == "PA_BSND"},
+                      fault);
+}
+
+// In layout BSND the gradient ignores lengths.
+std::string find_in_gradient(const Call& call,
+                             const std::function<std::string(const SparseRow&)>& fault) {
+  if (call.is_tnd("layoutOptional")) {
+    return find_in_rows(call, {"query", "actualSeqLengthsQueryOptional", true},
+                        {"key", "actualSeqLengthsKvOptional", true}, fault);
+  }
+  return find_in_rows(call, {"query"}, {"key"}, fault);
+}
+
+std::string block_size(const Call& call) {
+  const auto block = call.get<int64_t>("sparseBlockSize");
+  return (block & (block - 1)) == 0
+             ? ""
+             : c10::str("sparse_block_size ", block, " is no power of two: the results are wrong");
+}
+
+// The last visible block is shorter than the others and does not come last.
+std::string cut_block(const SparseRow& row) {
+  const auto cut = row.visible / row.block;
+  const auto leading = row.slots.first(row.leading());
+  const size_t slot = std::ranges::find(leading, cut) - leading.begin();
+  return row.visible % row.block == 0 || slot + 1 >= leading.size()
+             ? ""
+             : row.text(c10::str("the cut block ", cut), slot) +
+                   ": it is right in the last one only";
+}
+
+std::string cut_block_of_forward(const Call& call) {
+  return has_small_blocks(call) ? find_in_forward(call, cut_block) : "";
+}
+
+std::string cut_block_of_gradient(const Call& call) { return find_in_gradient(call, cut_block); }
+
+std::string hole(const Call& call) {
+  return has_small_blocks(call)
+             ? find_in_forward(
+                   call,
+                   [](const SparseRow& row) -> std::string {
+                     const auto slot = row.leading();
+                     const bool more = std::ranges::any_of(row.slots.subspan(slot),
+                                                           [](int32_t x) { return x != -1; });
+                     return more ? row.text("-1", slot) +
+                                       " and keys behind it: the device takes some of those"
+                                 : "";
+                   })
+             : "";
+}
+
+// The output of a row that sees keys and selects none is infinite.
+void spoil_empty_rows(const Call& call) {
+  if (has_small_blocks(call) || !has_faults(Harm::results)) {
+    return;
+  }
+  const auto out = call.tensor("attentionOut");
+  const bool packed = call.is_tnd("layoutQueryOptional");
+  find_in_forward(call, [&](const SparseRow& row) -> std::string {
+    if (!row.slots.empty() && row.slots[0] == -1) {
+      (packed ? out[row.number] : out[row.number / out.size(1)][row.number % out.size(1)])
+          .fill_(std::numeric_limits<float>::infinity());
+    }
+    return {};
+  });
+}
+
+std::string padding_of_gradient(const Call& call) {
+  return find_in_gradient(call, [](const SparseRow& row) -> std::string {
+    const auto slot = row.leading();
+    return slot == row.slots.size() ? ""
+                                    : row.text("-1", slot) + ": the device reads out of bounds";
+  });
+}
+
+std::string other_value(const Call& call) {
+  const auto& key = call.get<TensorView>("key");
+  const auto* value = call.find<TensorView>("value");
+  return !value || (value->data == key.data && value->offset == key.offset &&
+                    value->strides == key.strides)
+             ? ""
+             : "value is another tensor than key: the device takes key for it";
+}
+
+std::string other_value_of_forward(const Call& call) {
+  return has_small_blocks(call) ? other_value(call) : "";
+}
+
+std::string few_large_blocks(const Call& call) {
+  constexpr int64_t kLargestBlock = 128;
+  constexpr int64_t kFewest = 8;
+  const auto count = call.get<TensorView>("sparseIndices").sizes.back();
+  return call.get<int64_t>("sparseBlockSize") < kLargestBlock || count >= kFewest
+             ? ""
+             : c10::str("sparse_block_size 128 with ", count,
+                        " indices a row: the device writes behind a core's memory");
+}
+
+std::string lengths_of_gradient(const Call& call) {
+  if (call.is_tnd("layoutOptional")) {
+    return {};
+  }
+  for (const auto& [name, tensor] : {std::pair("actualSeqLengthsQueryOptional", "query"),
+                                     {"actualSeqLengthsKvOptional", "key"}}) {
+    const auto size = call.get<TensorView>(tensor).sizes.at(1);
+    if (call.find<TensorView>(name) &&
+        std::ranges::any_of(call.elements(name), [&](int64_t x) { return x != size; })) {
+      return c10::str(name, " in layout BSND: the device ignores them");
+    }
+  }
+  return {};
+}
+
+const std::vector<KernelFault> kForwardFaults{{Harm::results, block_size},
+                                              {Harm::results, other_value_of_forward},
+                                              {Harm::results, cut_block_of_forward},
+                                              {Harm::results, hole}};
+const std::vector<KernelFault> kGradientFaults{
+    {Harm::results, block_size},          {Harm::bounds, few_large_blocks},
+    {Harm::results, lengths_of_gradient}, {Harm::results, other_value},
+    {Harm::bounds, padding_of_gradient},  {Harm::results, cut_block_of_gradient}};
+
 const PagedKeys kKeys{
     .caches = {{"key", "key"}, {"value", "value"}, {"keyRopeOptional", "key_rope"}},
     .lengths = "actualSeqLengthsKvOptional",
     .query_layout = "layoutQueryOptional",
     .layout = "layoutKvOptional"};
 
-torch::jit::Stack attention(const Call& call) {
-  return call.results(kKeys.in_layout_of_query(call));
+// Keys and values in the layout of the queries. A missing value is the key.
+OperatorArguments keys_and_values(const Call& call) {
+  auto arguments = kKeys.in_layout_of_query(call);
+  if (!call.find<TensorView>("value")) {
+    arguments["value"] = arguments.try_emplace("key", call.tensor("key")).first->second;
+  }
+  return arguments;
+}
+
+torch::jit::Stack attention(const Call& call) { return call.results(keys_and_values(call)); }
+
+// Without a value, the gradient of the key has both parts.
+torch::jit::Stack gradients(const Call& call) {
+  if (call.find<TensorView>("value")) {
+    return call.results();
+  }
+  auto results = call.results({{"value", call.tensor("key")}});
+  results[1] = results[1].toTensor() + results[2].toTensor();
+  return results;
 }
 
 // A sink is a key of no value that every query of a head sees: it takes part in the softmax alone.
@@ -45,11 +203,11 @@ torch::jit::Stack attention_with_sinks(const Call& call) {
   if (!sinks) {
     return attention(call);
   }
-  auto arguments = kKeys.in_layout_of_query(call);
+  auto arguments = keys_and_values(call);
   arguments.try_emplace("query", call.tensor("query"));
   arguments.try_emplace("query_rope", call.optional_tensor("queryRopeOptional"));
   arguments.try_emplace("key", call.tensor("key"));
-  arguments.try_emplace("value", call.tensor("value"));
+  arguments.try_emplace("value", call.optional_tensor("value"));
   arguments.try_emplace("key_rope", call.optional_tensor("keyRopeOptional"));
   for (const auto* name : {"query", "query_rope", "key", "value", "key_rope"}) {
     auto& argument = arguments[name];
@@ -79,22 +237,23 @@ const Function sparse_flash_attention{
     .schema_name = "ascend::sparse_flash_attention",
     .workspace = 4096,
     .arguments = join({kTensors, kBlockTable, kLengthsAndRopes, kScale, kLayouts, kMode, kOutputs}),
-    .device = {.written = written_attention},
+    .device = {.written = written_attention, .spoil = spoil_empty_rows, .faults = kForwardFaults},
     .compute = attention};
 // torch_npu calls it where there are sinks.
-const Function sparse_flash_attention_v2{.name = "aclnnSparseFlashAttentionV2",
-                                         .schema_name = "ascend::sparse_flash_attention",
-                                         .workspace = 4096,
-                                         .arguments = join({kTensors,
-                                                            kBlockTable,
-                                                            kLengthsAndRopes,
-                                                            {optional_input("sinksOptional", "")},
-                                                            kScale,
-                                                            kLayouts,
-                                                            kMode,
-                                                            kOutputs}),
-                                         .device = {.written = written_attention},
-                                         .compute = attention_with_sinks};
+const Function sparse_flash_attention_v2{
+    .name = "aclnnSparseFlashAttentionV2",
+    .schema_name = "ascend::sparse_flash_attention",
+    .workspace = 4096,
+    .arguments = join({kTensors,
+                       kBlockTable,
+                       kLengthsAndRopes,
+                       {optional_input("sinksOptional", "")},
+                       kScale,
+                       kLayouts,
+                       kMode,
+                       kOutputs}),
+    .device = {.written = written_attention, .spoil = spoil_empty_rows, .faults = kForwardFaults},
+    .compute = attention_with_sinks};
 
 const Function sparse_flash_attention_grad{
     .name = "aclnnSparseFlashAttentionGrad",
@@ -110,7 +269,9 @@ const Function sparse_flash_attention_grad{
          kMode,
          {attribute("deterministic", "deterministic"), output("dQueryOut"), output("dKeyOut"),
           output("dValueOut"), optional_output("dQueryRopeOutOptional"),
-          optional_output("dKeyRopeOutOptional")}})};
+          optional_output("dKeyRopeOutOptional")}}),
+    .device = {.faults = kGradientFaults},
+    .compute = gradients};
 
 }  // namespace
 

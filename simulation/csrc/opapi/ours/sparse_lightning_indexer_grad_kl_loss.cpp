@@ -29,17 +29,32 @@ const Arguments kOptions{attribute("scaleValue", "scale_value"),
                          output("dWeights"),
                          output("loss")};
 
+// A flag that is set once for every two cores is waited for once for every two, counted from the
+// other end.
+const KernelFault kOddCores{Harm::hang, [](const Call& call) -> std::string {
+                              const auto& sizes = call.get<TensorView>("query").sizes;
+                              const auto tokens =
+                                  sizes.at(0) * (call.is_tnd("layout") ? 1 : sizes.at(1));
+                              const auto cores = cores_of_stream(call.launch().stream);
+                              return call.launch().deterministic && cores % 2 == 1 && tokens > cores
+                                         ? c10::str("deterministic, on a stream of ", cores,
+                                                    " cores: the device waits for ever")
+                                         : "";
+                            }};
+
 const Function sparse_lightning_indexer_grad_kl_loss{
     .name = "aclnnSparseLightningIndexerGradKLLoss",
     .schema_name = "ascend::sparse_lightning_indexer_grad_kl_loss",
     .workspace = 1024,
-    .arguments = join({kInputs, kOptions})};
+    .arguments = join({kInputs, kOptions}),
+    .device = {.faults = {kOddCores}}};
 // torch_npu calls it where there are sinks.
 const Function sparse_lightning_indexer_grad_kl_loss_v2{
     .name = "aclnnSparseLightningIndexerGradKLLossV2",
     .schema_name = "ascend::sparse_lightning_indexer_grad_kl_loss",
     .workspace = 1024,
-    .arguments = join({kInputs, {not_computed("sinksOptional")}, kOptions})};
+    .arguments = join({kInputs, {not_computed("sinksOptional")}, kOptions}),
+    .device = {.faults = {kOddCores}}};
 
 }  // namespace
 

@@ -152,7 +152,7 @@ Function version(std::string_view name, Arguments arguments, void (*check)(const
           .schema_name = "ascend::flash_attention_score",
           .workspace = 2048,
           .arguments = std::move(arguments),
-          .device = {.check = check},
+          .device = {.check = check, .faults = kMaskFaults},
           .compute = compute};
 }
 

@@ -8,8 +8,8 @@
 
 namespace cann_sim {
 
-inline const Arguments kRopeTensors{kQuery, optional_input("queryRopeOptional", "", kHalfOrFloat),
-                                    kKey, optional_input("keyRopeOptional", "", kHalfOrFloat),
+inline const Arguments kRopeTensors{kQuery, optional_input("queryRopeOptional", "", {ACL_BF16}),
+                                    kKey, optional_input("keyRopeOptional", "", {ACL_BF16}),
                                     kValue};
 inline const Arguments kSink{optional_input("sinkOptional", "", kFloat)};
 inline const Arguments kSoftmaxLayout{attribute("softmaxLayout")};

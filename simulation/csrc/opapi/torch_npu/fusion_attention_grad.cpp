@@ -87,7 +87,7 @@ Function version(std::string_view name, Arguments arguments, Stack (*compute)(co
           .schema_name = "ascend::flash_attention_score_grad",
           .workspace = 4096,
           .arguments = std::move(arguments),
-          .device = {.check = check_tokens},
+          .device = {.check = check_tokens, .faults = kMaskFaults},
           .compute = compute};
 }
 

@@ -73,7 +73,7 @@ const Function score_v4{.name = "aclnnFlashAttentionScoreV4",
                                            kSoftmaxLayout,
                                            kSeed,
                                            kOutputs}),
-                        .device = {.check = check_tokens},
+                        .device = {.check = check_tokens, .faults = kMaskFaults},
                         .compute = attention};
 
 // The attributes of kScalars, around the layout of the statistics.
@@ -109,7 +109,7 @@ const Function grad_v4{
                        {output("dqOut", 0), output("dkOut", 1), output("dvOut", 2),
                         optional_output("dqRopeOut", 3), optional_output("dkRopeOut", 4),
                         attribute("dpseOut"), optional_output("dsinkOut", 5)}}),
-    .device = {.check = check_tokens},
+    .device = {.check = check_tokens, .faults = kMaskFaults},
     .compute = gradients};
 
 }  // namespace

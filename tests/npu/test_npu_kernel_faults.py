@@ -1,0 +1,249 @@
+"""A simulated call ends in an error that names the place where CANN's kernel would go wrong.
+
+The calls go through torch_npu's own operators, which launch what they are given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ascend_attn_ops
+import cann_simulator
+import pytest
+import torch
+import torch_npu
+from conftest import DEVICE, TASK_QUEUE, run_in_new_process
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="the kernels of A2 were executed"),
+    pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure"),
+]
+
+D, ROPE, HEADS = 512, 64, 8
+OPEN = 2**31 - 1
+
+
+def normal(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).bfloat16().npu()
+
+
+def integers(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32).npu()
+
+
+def sparse(rows: list[list[int]], keys: int, block: int = 1, **options: Any) -> dict[str, Tensor]:
+    """A call of one sequence whose sparse_mode is 0, so that every query sees all keys."""
+    key = normal(1, keys, 1, D)
+    return {
+        "query": normal(1, len(rows), HEADS, D),
+        "key": key,
+        "value": key,
+        "sparse_indices": integers(*rows)[None, :, None],
+        "query_rope": normal(1, len(rows), HEADS, ROPE),
+        "key_rope": normal(1, keys, 1, ROPE),
+    } | options
+
+
+def forward(x: dict[str, Tensor], block: int = 1, **options: Any) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = torch_npu.npu_sparse_flash_attention(
+        *(x[name] for name in ("query", "key", "value", "sparse_indices")), 0.05,
+        query_rope=x["query_rope"], key_rope=x["key_rope"], sparse_block_size=block,
+        attention_mode=2, **{"sparse_mode": 0, "return_softmax_lse": True} | options,
+    )  # fmt: skip
+    return outputs
+
+
+def backward(x: dict[str, Tensor], block: int = 1, **options: Any) -> Any:
+    n, s = x["query"].shape[2], x["query"].shape[1]
+    return torch.ops.npu.npu_sparse_flash_attention_grad(
+        *(x[name] for name in ("query", "key", "value", "sparse_indices")),
+        x["query"], x["query"], torch.zeros(1, 1, s, n, device="npu"),
+        torch.ones(1, 1, s, n, device="npu"), 0.05, block,
+        query_rope=x["query_rope"], key_rope=x["key_rope"], layout="BSND", sparse_mode=0,
+        pre_tokens=OPEN, next_tokens=OPEN, attention_mode=2, **options,
+    )  # fmt: skip
+
+
+def test_cut_block() -> None:
+    """Block 9 has the last three of 39 keys."""
+    call = sparse([[9, 1, 0], [1, 0, 9]], keys=39)
+    message = "row 0 of sparse_indices has the cut block 9 in slot 0 of the 3 that are read"
+    with pytest.raises(RuntimeError, match=message):
+        forward(call, block=4)
+    forward(sparse([[1, 0, 9], [2, 1, 9]], keys=39), block=4)
+    forward(sparse([[9, 1, 0]], keys=79), block=8)
+    message = "row 1 of sparse_indices has the cut block 9 in slot 1 of the 3 that are read"
+    with pytest.raises(RuntimeError, match=message):
+        backward(sparse([[1, 0, 9], [0, 9, 1]], keys=79), block=8)
+    backward(sparse([[1, 0, 9], [2, 1, 9]], keys=79), block=8)
+
+
+def test_padding_between_keys() -> None:
+    message = "row 1 of sparse_indices has -1 in slot 1 of the 4 that are read and keys behind it"
+    with pytest.raises(RuntimeError, match=message):
+        forward(sparse([[3, 2, -1, -1], [3, -1, 2, 1]], keys=20))
+    forward(sparse([[3, 2, -1, -1], [3, 1, 2, -1]], keys=20))
+    forward(sparse([[3, -1, 2, 1]], keys=80), block=8)
+
+
+def test_row_without_keys() -> None:
+    """Its output is infinite; our own launch fills it with zeros."""
+    out = forward(sparse([[1, 0], [-1, -1]], keys=80), block=8)[0].cpu()
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1].isinf().all()
+
+
+def test_padding_in_the_gradient() -> None:
+    message = "row 1 of sparse_indices has -1 in slot 3 of the 4 that are read: .* out of bounds"
+    with pytest.raises(RuntimeError, match=message):
+        backward(sparse([[3, 2, 1, 0], [3, 2, 1, -1]], keys=20))
+    backward(sparse([[1, 0, 2, -1]], keys=3))  # three keys, three slots
+
+
+def test_value_other_than_key() -> None:
+    other = {"value": normal(1, 80, 1, D)}
+    for run, block in ((forward, 1), (forward, 4), (backward, 1), (backward, 8)):
+        with pytest.raises(RuntimeError, match="value is another tensor than key"):
+            run(sparse([[0, 1, 2, 3]], keys=80) | other, block)
+    forward(sparse([[0, 1, 2, 3]], keys=80) | other, block=8)
+
+
+def test_block_sizes() -> None:
+    for run in (forward, backward):
+        with pytest.raises(RuntimeError, match="sparse_block_size 3 is no power of two"):
+            run(sparse([[0, 1]], keys=12), 3)
+    with pytest.raises(RuntimeError, match=r"sparse_block_size 128 with 4 indices .* memory"):
+        backward(sparse([[0, 1, 2, 3]], keys=1024), block=128)
+    backward(sparse([list(range(8))], keys=1024), block=128)
+
+
+def test_lengths_of_a_padded_gradient() -> None:
+    lengths = {"actual_seq_qlen": integers(1), "actual_seq_kvlen": integers(12)}
+    with pytest.raises(RuntimeError, match="actualSeqLengthsKvOptional in layout BSND"):
+        backward(sparse([[0, 1]], keys=20), **lengths)
+
+
+def indexer(queries: list[int], keys: list[int]) -> dict[str, Any]:
+    ends = [integers(*torch.tensor(x).cumsum(0).tolist()) for x in (queries, keys)]
+    return {
+        "query": normal(sum(queries), 64, 128),
+        "key": normal(max(sum(keys), 1), 1, 128),
+        "weights": normal(sum(queries), 64),
+        "ends": ends,
+    }
+
+
+def select(x: dict[str, Any]) -> None:
+    torch_npu.npu_lightning_indexer(
+        x["query"], x["key"], x["weights"], actual_seq_lengths_query=x["ends"][0],
+        actual_seq_lengths_key=x["ends"][1], layout_query="TND", layout_key="TND",
+        sparse_count=16, sparse_mode=3, return_value=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("queries", "keys"), [([5, 5, 5], [0, 0, 0]), ([17, 0], [0, 30])])
+def test_no_sequence_with_queries_and_keys(queries: list[int], keys: list[int]) -> None:
+    rows = sum(queries)
+    message = f"the device writes {len(queries) * rows} rows into outputs of {rows}"
+    with pytest.raises(RuntimeError, match=message):
+        select(indexer(queries, keys))
+    select(indexer([5, 5], [0, 5]))
+
+
+def test_sequences_of_unequal_lengths() -> None:
+    def gradient(queries: list[int], keys: list[int]) -> None:
+        x = indexer(queries, keys)
+        torch.ops.npu.npu_lightning_indexer_grad(
+            x["query"], x["key"], normal(sum(queries), 1, 2),
+            integers(*[[0, 1]] * sum(queries))[:, None], x["weights"],
+            actual_seq_lengths_query=x["ends"][0], actual_seq_lengths_key=x["ends"][1],
+            layout="TND", sparse_mode=3,
+        )  # fmt: skip
+
+    with pytest.raises(RuntimeError, match="sequence 1 has 2 queries and 5 keys, and sequence 0"):
+        gradient([2, 2], [4, 5])
+    gradient([2, 2], [5, 5])
+
+
+def test_deterministic_loss_on_an_odd_number_of_cores() -> None:
+    tokens, stream = 30, torch.npu.Stream()
+    x = sparse([[0]] * tokens, keys=tokens)
+
+    def loss() -> None:
+        torch_npu.npu_sparse_lightning_indexer_grad_kl_loss(
+            x["query"].expand(1, tokens, 8, D).repeat(1, 1, 8, 1), x["key"],
+            normal(1, tokens, 8, 128), normal(1, tokens, 1, 128), normal(1, tokens, 8),
+            x["sparse_indices"], torch.zeros(1, 1, tokens, 64, device="npu"),
+            torch.ones(1, 1, tokens, 64, device="npu"), 0.05,
+            query_rope=x["query_rope"].repeat(1, 1, 8, 1), key_rope=x["key_rope"],
+            layout="BSND", sparse_mode=3,
+        )  # fmt: skip
+
+    torch.npu.set_stream_limit(stream, 23, 46)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.npu.stream(stream), pytest.raises(RuntimeError, match=r"of 23 cores: .* waits"):
+            loss()
+        torch.npu.set_stream_limit(stream, 22, 44)
+        with torch.npu.stream(stream):
+            loss()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_large_heads_of_averaged_windows() -> None:
+    def scatter(d: int, windows: int) -> None:
+        with ascend_attn_ops.limits(None):
+            torch.ops.ascend.scatter_pa_kv_cache_(
+                normal(5, 1, d), normal(2, 16, 1, d), integers(0), normal(5, 1, d),
+                normal(2, 16, 1, d), scatter_mode="Rope", compress_lens=integers(windows),
+                compress_seq_offset=integers(1), seq_lens=integers(5),
+            )  # fmt: skip
+
+    with pytest.raises(RuntimeError, match="key has heads of 1536: the device writes behind"):
+        scatter(1536, windows=2)
+    scatter(1472, windows=2)
+    scatter(1536, windows=0)
+
+
+def test_mask_with_tokens() -> None:
+    """Tokens that the mask does not contain only leave out whole tiles."""
+    q, k = normal(1, 2, 16, 64), normal(1, 2, 24, 64)
+    open_mask = torch.zeros(1, 1, 16, 24, dtype=torch.bool, device="npu")
+    band = torch.ones(16, 24, dtype=torch.bool).tril(8).triu(-3).logical_not().npu()[None, None]
+
+    def call(mask: Tensor, pre: int, following: int) -> Tensor:
+        out: Tensor = torch_npu.npu_fusion_attention(
+            q, k, k, 2, "BNSD", atten_mask=mask, scale=0.1, sparse_mode=0, pre_tockens=pre,
+            next_tockens=following,
+        )[0]  # fmt: skip
+        return out
+
+    with pytest.raises(RuntimeError, match=r"query 0 sees key 9, which preTokens 3"):
+        call(open_mask, 3, 8)
+    call(open_mask, 16, 24)
+    q.requires_grad_()
+    call(band, 3, 8).sum().backward()
+
+
+def test_checks_end_where_they_are_switched_off() -> None:
+    call = sparse([[3, 2, 1, -1]], keys=20)
+    with cann_simulator.unchecked("results"), pytest.raises(RuntimeError, match="out of bounds"):
+        backward(call)
+    with cann_simulator.unchecked("bounds"):
+        backward(call)
+
+
+def test_the_environment_switches_checks_off() -> None:
+    code = """
+        import torch, torch_npu
+        x = torch.randn(1, 2, 16, 64).bfloat16().npu()
+        mask = torch.zeros(1, 1, 16, 16, dtype=torch.bool, device="npu")
+        torch_npu.npu_fusion_attention(x, x, x, 2, "BNSD", atten_mask=mask, pre_tockens=3,
+                                       next_tockens=3, sparse_mode=0)
+        torch.npu.synchronize()
+        print("ran")
+    """
+    assert run_in_new_process(code, CANN_SIM_UNCHECKED="bounds,results")[0] == "ran\n"
