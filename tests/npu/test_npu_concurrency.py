@@ -84,3 +84,18 @@ def test_nothing_waits_for_the_device() -> None:
             first("lightning_indexer").make(torch.bfloat16).inputs["query"].npu().sum().item()
     finally:
         torch.npu.set_sync_debug_mode("default")
+
+
+def test_streams_with_few_cores() -> None:
+    """torch_npu asks for the cores of a thread once it has used such a stream."""
+    sample = first("attention_update").make(torch.bfloat16)
+    on_npu, expected = sample.to("npu"), sample.call(torch.ops.ascend)
+    stream = torch.npu.Stream()
+    torch.npu.set_stream_limit(stream, 22, 44)
+    for used in (stream, torch.npu.default_stream()):
+        used.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(used):
+            outputs = on_npu.call(torch.ops.ascend)
+        torch.npu.synchronize()
+        assert_same_bits(tuple(x.cpu() for x in outputs), expected)
+    assert torch.npu.get_stream_limit(stream) == {"cube_core_num": 22, "vector_core_num": 44}

@@ -27,6 +27,9 @@ void merge(Past& past, const Past& other) {
   }
 }
 
+// The stream whose limits of cores this thread is under.
+thread_local aclrtStream stream_of_limits = nullptr;
+
 // Waits are for this and not for the event, which may be destroyed before.
 struct Occurrence {
   explicit Occurrence(bool external) : external(external), happened(!external) {}
@@ -318,6 +321,20 @@ aclError aclrtSetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, u
 }
 aclError aclrtResetStreamResLimit(aclrtStream stream) {
   as_stream(stream).cores = Stream{}.cores;
+  return ACL_SUCCESS;
+}
+aclError aclrtUseStreamResInCurrentThread(aclrtStream stream) {
+  stream_of_limits = stream;
+  return ACL_SUCCESS;
+}
+aclError aclrtUnuseStreamResInCurrentThread(aclrtStream) {
+  stream_of_limits = nullptr;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t* value) {
+  const std::lock_guard lock(state().mutex);
+  auto* stream = static_cast<Stream*>(stream_of_limits);
+  *value = (state().streams.contains(stream) ? stream->cores : Stream{}.cores).at(type);
   return ACL_SUCCESS;
 }
 aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {

@@ -66,7 +66,5 @@ SUCCEEDS(aclrtSubscribeReport)
 SUCCEEDS(aclrtUnSubscribeReport)
 SUCCEEDS(aclrtSetStreamAttribute)
 SUCCEEDS(aclrtSetStreamOverflowSwitch)
-SUCCEEDS(aclrtUnuseStreamResInCurrentThread)
-SUCCEEDS(aclrtUseStreamResInCurrentThread)
 
 }  // extern "C"
