@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings, SwiGLU and casts of torch_npu on the simulated NPU."""
+"""Norms, rotary embeddings, SwiGLU, GeGLU and casts of torch_npu on the simulated NPU."""
 
 from __future__ import annotations
 
@@ -97,6 +97,26 @@ def test_swiglu(dim: int, dtype: torch.dtype) -> None:
         return torch.nn.functional.silu(gate) * value
 
     check(lambda x: torch_npu.npu_swiglu(x, dim=dim), plain, [values(4, 6, 64)], dtype)
+
+
+@pytest.mark.parametrize("activate_left", [False, True])
+@pytest.mark.parametrize(("dim", "approximate"), [(-1, 1), (-1, 0), (0, 1)])
+@each_dtype
+def test_geglu(dim: int, approximate: int, activate_left: bool, dtype: torch.dtype) -> None:
+    how = ["none", "tanh"][approximate]
+
+    def plain(x: Tensor) -> Tensor:
+        factor, gated = x.chunk(2, dim)[:: -1 if activate_left else 1]
+        return factor * torch.nn.functional.gelu(gated, approximate=how)
+
+    def operator(x: Tensor) -> Tensor:
+        y, gelu = torch_npu.npu_geglu(x, dim, approximate, activate_left)
+        gated = x.detach().cpu().chunk(2, dim)[0 if activate_left else 1].double()
+        expected = torch.nn.functional.gelu(gated, approximate=how)
+        assert_close("gelu", gelu.detach().cpu(), expected, TOLERANCES[dtype])
+        return y
+
+    check(operator, plain, [values(4, 6, 64)], dtype)
 
 
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float32, torch.int32])

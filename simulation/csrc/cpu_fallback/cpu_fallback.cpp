@@ -76,29 +76,60 @@ bool is_among(const Names& names, std::string_view name) {
   return std::ranges::find(names, name) != names.end();
 }
 
+// Returns the operator of missing_operators.cpp that computes this one, if there is one.
+std::optional<c10::OperatorHandle> written_here(const c10::OperatorHandle& op) {
+  const auto& name = op.operator_name();
+  return c10::Dispatcher::singleton().findSchema(
+      {"cann_sim" + name.name.substr(name.name.find("::")), name.overload_name});
+}
+
 std::string_view plain_name(const c10::OperatorName& name) {
   return std::string_view(name.name).substr(name.name.find("::") + 2);
 }
 
-// Draws from the CPU's own generator, for operators that are given none, what one of the NPU's
-// would. Another thread that draws from it at the same time gets the same numbers.
-class DefaultGenerator {
+// Lets a call draw its numbers: from an argument, or in the place of the CPU's own generator, from
+// which an operator draws that takes none. Another thread that draws from that one at the same time
+// gets the same numbers.
+class Drawing {
  public:
-  explicit DefaultGenerator(const at::Generator& generator)
-      : generator_(at::detail::getDefaultCPUGenerator()) {
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-    generator_.set_state(generator.get_state());
+  Drawing(const Operator& op, c10::IValue* arguments, const RandomNumbers& numbers)
+      : cpus_(op.generator ? at::Generator() : at::detail::getDefaultCPUGenerator()) {
+    const auto drawn = numbers.generator();
+    if (op.generator) {
+      arguments[*op.generator] = drawn;
+      return;
+    }
+    const std::lock_guard lock(cpus_.mutex());
+    state_ = cpus_.get_state();
+    cpus_.set_state(drawn.get_state());
   }
-  ~DefaultGenerator() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
+  ~Drawing() {
+    if (cpus_.defined()) {
+      const std::lock_guard lock(cpus_.mutex());
+      cpus_.set_state(state_);
+    }
   }
+  Drawing(const Drawing&) = delete;
+  Drawing& operator=(const Drawing&) = delete;
 
  private:
-  at::Generator generator_;
+  at::Generator cpus_;
   at::Tensor state_;
 };
+
+// Returns the numbers that an operator draws, if it draws from the NPU.
+std::optional<RandomNumbers> numbers_of(const Operator& op, const c10::IValue* arguments,
+                                        c10::DeviceIndex device) {
+  if (!op.is_random) {
+    return std::nullopt;
+  }
+  if (!op.generator || arguments[*op.generator].isNone()) {
+    return RandomNumbers(at_npu::detail::getDefaultNPUGenerator(device));
+  }
+  const auto generator = arguments[*op.generator].toGenerator();
+  return generator.device().is_privateuseone() ? std::optional(RandomNumbers(generator))
+                                               : std::nullopt;
+}
 
 // Runs `function` on every tensor of a value, and puts its results in their place.
 template <typename Function>
@@ -148,16 +179,21 @@ void write(const c10::IValue& computed, const c10::IValue& to) {
 
 // Returns the task that runs the call in every replay of a graph. It does not keep the memory of
 // tensors, which belongs to the graph's pool, as on a device.
-Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack results) {
+Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack results,
+            std::optional<RandomNumbers> numbers) {
   for (auto& result : results) {
     replace_tensors(result, [](const at::Tensor& tensor) {
       return tensor.is_privateuseone() ? Aliases().of(tensor) : tensor;
     });
   }
-  return [&op, arguments = std::move(arguments), results = std::move(results)] {
+  return [&op, arguments = std::move(arguments), results = std::move(results), numbers] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto stack = arguments;
-    op.handle.callBoxed(stack);
+    std::optional<Drawing> drawing;
+    if (numbers) {
+      drawing.emplace(op, stack.data(), *numbers);
+    }
+    op.computed_by.callBoxed(stack);
     for (size_t i = 0; i < results.size(); ++i) {
       write(stack[i], results[i]);
     }
@@ -169,7 +205,9 @@ Task replay(const Operator& op, torch::jit::Stack arguments, torch::jit::Stack r
 class Touched {
  public:
   void add(const at::Tensor& tensor, bool written) {
-    if ((strict_ || written) && tensor.numel()) {
+    if (tensor.is_nested()) {
+      add(memory_of_nested(tensor), written);
+    } else if ((strict_ || written) && tensor.numel()) {
       const auto bytes =
           at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
       (written ? writes_ : reads_).push_back({tensor.const_data_ptr(), bytes});
@@ -244,20 +282,10 @@ void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
   touched.check(stream, op);
   touched.save(stream);
 
-  std::unique_ptr<DefaultGenerator> default_generator;
-  if (op.is_random) {
-    auto* given = op.generator ? &arguments[*op.generator] : nullptr;
-    if (!given || given->isNone() || given->toGenerator().device().is_privateuseone()) {
-      auto generator =
-          drawn_from(given && !given->isNone()
-                         ? given->toGenerator()
-                         : at_npu::detail::getDefaultNPUGenerator(aliases.device->index()));
-      if (given) {
-        *given = std::move(generator);
-      } else {
-        default_generator = std::make_unique<DefaultGenerator>(generator);
-      }
-    }
+  const auto numbers = numbers_of(op, arguments, aliases.device->index());
+  std::optional<Drawing> drawing;
+  if (numbers) {
+    drawing.emplace(op, arguments, *numbers);
   }
   torch::jit::Stack captured;
   const bool capturing = is_capturing(stream);
@@ -267,7 +295,7 @@ void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    op.handle.callBoxed(stack);
+    op.computed_by.callBoxed(stack);
     if (op.writes) {
       aliases.resize_arguments();
     }
@@ -287,7 +315,7 @@ void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
     touched.check(stream, op);
     if (capturing) {
       submit(stream, replay(op, std::move(captured),
-                            {stack.end() - static_cast<ptrdiff_t>(results), stack.end()}));
+                            {stack.end() - static_cast<ptrdiff_t>(results), stack.end()}, numbers));
     }
   }
 }
@@ -370,6 +398,8 @@ void install() {
                                             c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   static auto* autograd = new torch::Library(
       torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  static auto* nested = new torch::Library(
+      torch::Library::IMPL, "aten", c10::DispatchKey::NestedTensorPrivateUse1, __FILE__, __LINE__);
   // That a kernel of torch_npu is replaced is no news.
   class Quiet : public c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -411,7 +441,12 @@ void install() {
         std::ranges::any_of(op->schema().returns(), returns_view)) {
       continue;
     }
-    if (cpus && (torch_npus || op->hasKernelForDispatchKey(c10::DispatchKey::CPU))) {
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::NestedTensorCPU)) {
+      nested->impl(full.c_str(),
+                   torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CpuKernel>(*op)));
+    }
+    if (written_here(*op) ||
+        (cpus && (torch_npus || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)))) {
       library->impl(full.c_str(),
                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CpuKernel>(*op)));
     } else if (torch_npus) {
@@ -428,7 +463,8 @@ aclrtStream after_queued_work(c10::Device device) {
   return c10_npu::getCurrentNPUStream(device.index()).stream();
 }
 
-Operator::Operator(const c10::OperatorHandle& handle) : handle(handle) {
+Operator::Operator(const c10::OperatorHandle& handle)
+    : handle(handle), computed_by(written_here(handle).value_or(handle)) {
   const auto& arguments = handle.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto type = arguments[i].type()->str();

@@ -9,6 +9,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -23,6 +24,7 @@ struct Operator {
   explicit Operator(const c10::OperatorHandle& handle);
 
   c10::OperatorHandle handle;
+  c10::OperatorHandle computed_by;  // of the same arguments and results
   std::optional<size_t> generator;  // the argument that is one
   std::optional<size_t> device;
   bool writes = false;  // to some of its arguments
@@ -85,11 +87,27 @@ std::string remedy(const std::string& name);
 // Waits until the task queue of the current stream is empty, not for the stream.
 aclrtStream after_queued_work(c10::Device device);
 
+// All memory of a nested tensor, as a tensor of one axis.
+at::Tensor memory_of_nested(const at::Tensor& nested);
+
 // Memory of the NPU with the elements of a CPU tensor.
 at::Tensor on_npu(const at::Tensor& cpu, c10::Device device);
 
-// A CPU generator for one call. Its numbers depend on the seed and the offset of the NPU's
-// generator, which moves on: seeds, saved states and restored ones do what they do on an NPU.
-at::Generator drawn_from(at::Generator npu);
+// The numbers that one call draws from a generator of the NPU, which moves on: seeds, saved states
+// and restored ones do what they do on an NPU.
+class RandomNumbers {
+ public:
+  explicit RandomNumbers(at::Generator npu);
+  // Returns a CPU generator for the call, or for a replay of it, before which torch_npu writes the
+  // seed and the offset.
+  at::Generator generator() const;
+
+ private:
+  uint64_t seed_ = 0;
+  uint64_t offset_ = 0;
+  // Null unless the call is captured.
+  const int64_t* replayed_seed_ = nullptr;
+  const int64_t* replayed_offset_ = nullptr;
+};
 
 }  // namespace cann_sim

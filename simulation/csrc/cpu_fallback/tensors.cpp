@@ -1,12 +1,11 @@
 // NPU tensors as CPU tensors, and back.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
-#include <mutex>
 
 #include "ascendcl/runtime.h"
 #include "cpu_fallback/cpu_fallback.h"
@@ -29,9 +28,24 @@ void save(const at::Tensor& npu, size_t bytes) {
   }
 }
 
+// A nested tensor with the layout of one, in other memory.
+at::Tensor nested_in(const at::Tensor& memory, const at::Tensor& nested) {
+  const auto* layout = at::native::get_nested_tensor_impl(nested);
+  return at::detail::make_tensor<at::native::NestedTensorImpl>(memory, layout->get_nested_sizes(),
+                                                               layout->get_nested_strides(),
+                                                               layout->get_storage_offsets());
+}
+
 }  // namespace
 
+at::Tensor memory_of_nested(const at::Tensor& nested) {
+  return at::native::get_nested_tensor_impl(nested)->get_unsafe_storage_as_tensor();
+}
+
 at::Tensor Aliases::of(const at::Tensor& npu) {
+  if (npu.is_nested()) {
+    return nested_in(of(memory_of_nested(npu)), npu);
+  }
   if (!device) {
     device = npu.device();
   }
@@ -111,6 +125,9 @@ at::Tensor Aliases::back(const at::Tensor& cpu) const {
   if (!cpu.defined() || !cpu.is_cpu() || !device) {
     return cpu;
   }
+  if (cpu.is_nested()) {
+    return nested_in(back(memory_of_nested(cpu)), cpu);
+  }
   if (const auto* pair = find(cpu)) {
     if (pair->cpu.is_same(cpu)) {
       return pair->npu;
@@ -153,18 +170,6 @@ at::Tensor on_npu(const at::Tensor& cpu, c10::Device device) {
     std::memcpy(npu.mutable_data_ptr(), cpu.const_data_ptr(), bytes_of(cpu));
   }
   return npu;
-}
-
-at::Generator drawn_from(at::Generator npu) {
-  uint64_t seed, offset;
-  {
-    const std::lock_guard lock(npu.mutex());
-    seed = npu.current_seed();
-    offset = npu.get_offset();
-    npu.set_offset(offset + 4);
-  }
-  // Right after a seed the offset is 0, so the first numbers equal the CPU's after that seed.
-  return at::detail::createCPUGenerator(seed + offset * 0x9E3779B97F4A7C15u);
 }
 
 }  // namespace cann_sim
