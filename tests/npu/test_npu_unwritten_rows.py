@@ -1,0 +1,98 @@
+"""Rows that the device leaves unwritten never reach the caller.
+
+Every allocation of the process is one of the simulated device, which fills new memory with 0x7F, so
+that a row that nothing has written differs from the CPU's.
+"""
+
+from __future__ import annotations
+
+import pytest
+from conftest import TASK_QUEUE, run_in_new_process
+
+pytestmark = pytest.mark.skipif(TASK_QUEUE != 0, reason="the memory is the same at every level")
+
+NEW_MEMORY = {"PYTORCH_NO_NPU_MEMORY_CACHING": "1"}
+
+
+def test_memory_is_new() -> None:
+    text, _ = run_in_new_process(
+        """
+        import torch
+        for _ in range(2):
+            x = torch.empty(64, dtype=torch.int32, device="npu")
+            print((x.cpu() == 0x7F7F7F7F).all().item())
+            x.zero_()
+            del x
+        """,
+        **NEW_MEMORY,
+    )
+    assert text.split() == ["True", "True"]
+
+
+def test_the_device_leaves_rows_unwritten() -> None:
+    """Through torch_npu's operators: what is asserted below is not true without our launch."""
+    text, _ = run_in_new_process(
+        """
+        import torch, torch_npu
+        from ascend_attn_ops.check.samples import OPERATORS
+        from ascend_attn_ops.check.samples.sparse import SparseCase
+
+        case = SparseCase(
+            layout="TND", lengths=((3, 2), (5, 4)), tail=(4, 3), rope=64, d=512, absorbed=True,
+            heads=8, index_heads=8, k=4,
+        )
+        for name in ("lightning_indexer", "sparse_flash_attention"):
+            x = OPERATORS[name].make(case, torch.bfloat16).to("npu").arguments
+            lengths = {
+                "actual_seq_lengths_query": x["actual_seq_lengths_query"],
+                ("actual_seq_lengths_key" if name == "lightning_indexer" else
+                 "actual_seq_lengths_kv"): x["actual_seq_lengths_key"],
+                "sparse_mode": 3,
+            }
+            if name == "lightning_indexer":
+                outputs = torch_npu.npu_lightning_indexer(
+                    x["query"], x["key"], x["weights"], layout_query="TND", layout_key="TND",
+                    sparse_count=4, return_value=True, **lengths)
+            else:
+                outputs = torch_npu.npu_sparse_flash_attention(
+                    x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
+                    query_rope=x["query_rope"], key_rope=x["key_rope"], layout_query="TND",
+                    layout_kv="TND", attention_mode=2, return_softmax_lse=True, **lengths)
+            out = outputs[0].cpu().flatten().view(torch.uint8).view(len(x["query"]), -1)
+            print((out[-4:] == 0x7F).all().item(), (out[:-4] == 0x7F).all().item())
+        """,
+        **NEW_MEMORY,
+    )
+    assert text.split() == ["True", "False"] * 2
+
+
+@pytest.mark.parametrize("half", ["forward", "gradients"])
+def test_every_row_is_written(half: str) -> None:
+    """All samples: padding, empty sequences, rows without keys, in every layout and mode."""
+    text, _ = run_in_new_process(
+        f"""
+        import ascend_attn_ops, cann_simulator, torch
+        from ascend_attn_ops.check.gradients import gradients
+        from ascend_attn_ops.check.selection import with_cut_blocks_last
+        from device_samples import is_launched
+        from support.samples import DIFFERENTIABLE_RECIPES, RECIPES
+        from support.tolerance import assert_same_bits
+
+        forward = {half == "forward"}
+        ran = set()
+        for recipe in filter(is_launched, RECIPES if forward else DIFFERENTIABLE_RECIPES):
+            sample = with_cut_blocks_last(recipe.make(torch.bfloat16))
+
+            def call(sample):
+                return sample.call(torch.ops.ascend) if forward else gradients(sample)
+
+            with ascend_attn_ops.limits(None), cann_simulator.unchecked(
+                "bounds", "hang", "results"
+            ):
+                assert_same_bits(tuple(x.cpu() for x in call(sample.to("npu"))), call(sample))
+            ran.add(recipe.operator.name)
+        print(len(ran))
+        """,
+        **NEW_MEMORY,
+    )
+    assert int(text) >= (8 if half == "forward" else 5)
