@@ -132,7 +132,7 @@ RULES: Table = {
     "csrc/autograd/lightning_indexer.cpp": [
         (".sparse_mode = «op.sparse_mode»", "int64_t{3}"),
     ],
-    "csrc/dispatch/operator_function.h": [
+    "csrc/autograd/kernels.cpp": [
         ('context->saved_data["limits"].toInt()', "limits_override()"),
     ],
     "csrc/autograd/sparse_lightning_indexer_grad_kl_loss.cpp": [

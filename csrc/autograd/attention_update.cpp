@@ -1,12 +1,11 @@
 #include "ops/attention_update.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
-#include "dispatch/operator_function.h"
+#include "autograd/saved_call.h"
+#include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn {
 namespace {
@@ -30,38 +29,34 @@ void attention_update_grad(const AttentionUpdateGrad& op, AttentionUpdateGrad::O
   d_lse.sub_(mean).add_(op.d_lse_out).mul_(weights).masked_fill_(empty, 0);
 }
 
-struct AttentionUpdateFunction : OperatorFunction<AttentionUpdateFunction, AttentionUpdate> {
-  static void save(AutogradContext* context, const AttentionUpdate& op, const Outputs&) {
-    SavedCall<AttentionUpdate>::save(context, op, {});
-  }
-
-  static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
-    const SavedCall<AttentionUpdate> saved(context);
-    const auto& op = saved.op();
-    Gradients gradients(op);
-    const auto& d_out = d_outputs[0];
-    const auto& d_lse_out = d_outputs[1];
-    if (d_out.defined() || d_lse_out.defined()) {
-      const auto [d_lse, d_local_out] = call(AttentionUpdateGrad{
-          .d_out = d_out.defined() ? d_out : at::zeros_like(op.local_out[0]),
-          .d_lse_out = d_lse_out.defined() ? d_lse_out : at::zeros_like(op.lse[0]),
-          .lse = op.lse,
-          .local_out = op.local_out});
-      gradients.set(op.lse, d_lse.unbind());
-      gradients.set(op.local_out, d_local_out.unbind());
-    }
-    return gradients;
-  }
-};
-
-TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  register_function<AttentionUpdate, &AttentionUpdateFunction::kernel>(m);
-  register_function<AttentionUpdateGrad, &FirstDerivativeOnly<AttentionUpdateGrad>::kernel>(m);
-}
-
-TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {
+const Registration any_backend(c10::DispatchKey::CompositeExplicitAutograd, [](torch::Library& m) {
   register_kernel<AttentionUpdateGrad, attention_update_grad>(m);
-}
+});
 
 }  // namespace
+
+void AttentionUpdate::save(AutogradContext& context, const Outputs&) const {
+  SavedCall<AttentionUpdate>::save(context, *this, {});
+}
+
+variable_list AttentionUpdate::backward(AutogradContext& context, const variable_list& d_outputs) {
+  const SavedCall<AttentionUpdate> saved(context);
+  const auto& op = saved.op();
+  Gradients gradients(op);
+  const auto& d_out = d_outputs[0];
+  const auto& d_lse_out = d_outputs[1];
+  if (d_out.defined() || d_lse_out.defined()) {
+    const auto [d_lse, d_local_out] = call(AttentionUpdateGrad{
+        .d_out =
+            d_out.defined() ? d_out : op.local_out[0].new_zeros_symint(op.local_out[0].sym_sizes()),
+        .d_lse_out =
+            d_lse_out.defined() ? d_lse_out : op.lse[0].new_zeros_symint(op.lse[0].sym_sizes()),
+        .lse = op.lse,
+        .local_out = op.local_out});
+    gradients.set(op.lse, d_lse.unbind());
+    gradients.set(op.local_out, d_local_out.unbind());
+  }
+  return gradients;
+}
+
 }  // namespace ascend_attn

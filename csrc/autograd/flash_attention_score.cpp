@@ -1,79 +1,73 @@
 #include "ops/flash_attention_score.h"
 
-#include <torch/library.h>
+#include <optional>
+#include <tuple>
 
-#include "dispatch/operator_function.h"
+#include "autograd/saved_call.h"
+#include "core/error.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
 namespace {
 
-struct FlashAttentionFunction : OperatorFunction<FlashAttentionFunction, FlashAttentionScore> {
-  static bool differentiable(const FlashAttentionScore& op) {
-    const auto& pse = op.options.pse_shift;
-    if (pse && pse->requires_grad()) {
-      check_implemented(op.options.pse_type <= 1, op.name, "pse_shift",
-                        "expected no gradient to be wanted of the slopes of pse_type ",
-                        op.options.pse_type, ", got a tensor that requires grad; detach it");
-      check_implemented(pse->device().is_cpu() || pse->is_meta(), op.name, "pse_shift",
-                        "expected no gradient to be wanted on ", pse->device(),
-                        ", whose aclnnFlashAttentionScoreGradV2 has none for it, got a tensor that "
-                        "requires grad; detach it, or use the CPU");
-    }
-    return true;
+// The device's gradient does not take (1, N, 1, Skv) for several batches, as its forward does.
+std::optional<at::Tensor> pse_of_gradient(const FlashAttentionScore& op) {
+  const auto& pse = op.options.pse_shift;
+  const auto axes = axes_of(op.options.layout.value());
+  if (!pse || axes.packed() || pse->dim() != 4 || pse->sym_size(0) != 1 || pse->sym_size(2) != 1) {
+    return pse;
   }
-
-  static void save(AutogradContext* context, const FlashAttentionScore& op,
-                   const Outputs& outputs) {
-    const auto& [out, softmax_max, softmax_sum] = outputs;
-    const auto& pse = op.options.pse_shift;
-    context->mark_non_differentiable({softmax_max, softmax_sum});
-    SavedCall<FlashAttentionScore>::save(context, op, {out, softmax_max, softmax_sum});
-    context->saved_data["pse_requires_grad"] = pse && pse->requires_grad();
-  }
-
-  // The device's gradient does not take (1, N, 1, Skv) for several batches, as its forward does.
-  static std::optional<at::Tensor> pse_of_gradient(const FlashAttentionScore& op) {
-    const auto& pse = op.options.pse_shift;
-    const auto axes = axes_of(op.options.layout.value());
-    if (!pse || axes.packed() || pse->dim() != 4 || pse->sym_size(0) != 1 ||
-        pse->sym_size(2) != 1) {
-      return pse;
-    }
-    const auto& batch = op.query.sym_size(axes.batch);
-    return pse->expand_symint({batch, pse->sym_size(1), 1, pse->sym_size(3)}).contiguous();
-  }
-
-  static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
-    if (!d_outputs[0].defined()) {
-      return no_gradients<FlashAttentionScore>();
-    }
-    const SavedCall<FlashAttentionScore> saved(context);
-    const auto& op = saved.op();
-    Gradients gradients(op);
-    FlashAttentionGradArguments arguments{.query = op.query,
-                                          .key = op.key,
-                                          .value = op.value,
-                                          .dy = d_outputs[0],
-                                          .softmax_max = saved.output(1),
-                                          .softmax_sum = saved.output(2),
-                                          .attention_in = saved.output(0),
-                                          .options = op.options};
-    if (context->saved_data["pse_requires_grad"].toBool()) {
-      std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
-    }
-    arguments.options.pse_shift = pse_of_gradient(op);
-    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
-        call(FlashAttentionScoreGrad{arguments});
-    return gradients;
-  }
-};
-
-TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  register_function<FlashAttentionScore, &FlashAttentionFunction::kernel>(m);
-  register_function<FlashAttentionScoreGrad, &FirstDerivativeOnly<FlashAttentionScoreGrad>::kernel>(
-      m);
-  register_function<FlashAttentionPseGrad, &FirstDerivativeOnly<FlashAttentionPseGrad>::kernel>(m);
+  const auto& batch = op.query.sym_size(axes.batch);
+  return pse->expand_symint({batch, pse->sym_size(1), 1, pse->sym_size(3)}).contiguous();
 }
 
 }  // namespace
+
+bool FlashAttentionScore::differentiable() const {
+  const auto& pse = options.pse_shift;
+  if (pse && pse->requires_grad()) {
+    check_implemented(options.pse_type <= 1, name, "pse_shift",
+                      "expected no gradient to be wanted of the slopes of pse_type ",
+                      options.pse_type, ", got a tensor that requires grad; detach it");
+    check_implemented(pse->device().is_cpu() || pse->is_meta(), name, "pse_shift",
+                      "expected no gradient to be wanted on ", pse->device(),
+                      ", whose aclnnFlashAttentionScoreGradV2 has none for it, got a tensor that "
+                      "requires grad; detach it, or use the CPU");
+  }
+  return true;
+}
+
+void FlashAttentionScore::save(AutogradContext& context, const Outputs& outputs) const {
+  const auto& [out, softmax_max, softmax_sum] = outputs;
+  const auto& pse = options.pse_shift;
+  context.mark_non_differentiable({softmax_max, softmax_sum});
+  SavedCall<FlashAttentionScore>::save(context, *this, {out, softmax_max, softmax_sum});
+  context.saved_data("pse_requires_grad") = pse && pse->requires_grad();
+}
+
+variable_list FlashAttentionScore::backward(AutogradContext& context,
+                                            const variable_list& d_outputs) {
+  if (!d_outputs[0].defined()) {
+    return no_gradients<FlashAttentionScore>();
+  }
+  const SavedCall<FlashAttentionScore> saved(context);
+  const auto& op = saved.op();
+  Gradients gradients(op);
+  FlashAttentionGradArguments arguments{.query = op.query,
+                                        .key = op.key,
+                                        .value = op.value,
+                                        .dy = d_outputs[0],
+                                        .softmax_max = saved.output(1),
+                                        .softmax_sum = saved.output(2),
+                                        .attention_in = saved.output(0),
+                                        .options = op.options};
+  if (context.saved_data("pse_requires_grad").toBool()) {
+    std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
+  }
+  arguments.options.pse_shift = pse_of_gradient(op);
+  std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
+      call(FlashAttentionScoreGrad{arguments});
+  return gradients;
+}
+
 }  // namespace ascend_attn

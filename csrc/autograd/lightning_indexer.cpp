@@ -1,53 +1,43 @@
 #include "ops/lightning_indexer.h"
 
-#include <torch/library.h>
-
+#include "autograd/saved_call.h"
 #include "core/determinism.h"
-#include "dispatch/operator_function.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
-namespace {
 
 // The indexer is differentiable through the values it returns, not through the selection.
-struct LightningIndexerFunction : OperatorFunction<LightningIndexerFunction, LightningIndexer> {
-  static bool differentiable(const LightningIndexer& op) { return op.return_values; }
+bool LightningIndexer::differentiable() const { return return_values; }
 
-  static void save(AutogradContext* context, const LightningIndexer& op, const Outputs& outputs) {
-    const auto& sparse_indices = std::get<0>(outputs);
-    context->mark_non_differentiable({sparse_indices});
-    SavedCall<LightningIndexer>::save(context, op, {sparse_indices});
-    context->saved_data["deterministic"] = is_deterministic(false);
-  }
-
-  static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
-    const auto& d_values = d_outputs[1];
-    if (!d_values.defined()) {
-      return no_gradients<LightningIndexer>();
-    }
-    const SavedCall<LightningIndexer> saved(context);
-    const auto& op = saved.op();
-    Gradients gradients(op);
-    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.weights)) =
-        call(LightningIndexerGrad{.query = op.query,
-                                  .key = op.key,
-                                  .d_values = d_values,
-                                  .sparse_indices = saved.output(0),
-                                  .weights = op.weights,
-                                  .actual_seq_lengths_query = op.actual_seq_lengths_query,
-                                  .actual_seq_lengths_key = op.actual_seq_lengths_key,
-                                  .layout = op.layout,
-                                  .sparse_mode = op.sparse_mode,
-                                  .pre_tokens = op.pre_tokens,
-                                  .next_tokens = op.next_tokens,
-                                  .deterministic = context->saved_data["deterministic"].toBool()});
-    return gradients;
-  }
-};
-
-TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  register_function<LightningIndexer, &LightningIndexerFunction::kernel>(m);
-  register_function<LightningIndexerGrad, &FirstDerivativeOnly<LightningIndexerGrad>::kernel>(m);
+void LightningIndexer::save(AutogradContext& context, const Outputs& outputs) const {
+  const auto& sparse_indices = std::get<0>(outputs);
+  context.mark_non_differentiable({sparse_indices});
+  SavedCall<LightningIndexer>::save(context, *this, {sparse_indices});
+  context.saved_data("deterministic") = is_deterministic(false);
 }
 
-}  // namespace
+variable_list LightningIndexer::backward(AutogradContext& context, const variable_list& d_outputs) {
+  const auto& d_values = d_outputs[1];
+  if (!d_values.defined()) {
+    return no_gradients<LightningIndexer>();
+  }
+  const SavedCall<LightningIndexer> saved(context);
+  const auto& op = saved.op();
+  Gradients gradients(op);
+  std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.weights)) =
+      call(LightningIndexerGrad{.query = op.query,
+                                .key = op.key,
+                                .d_values = d_values,
+                                .sparse_indices = saved.output(0),
+                                .weights = op.weights,
+                                .actual_seq_lengths_query = op.actual_seq_lengths_query,
+                                .actual_seq_lengths_key = op.actual_seq_lengths_key,
+                                .layout = op.layout,
+                                .sparse_mode = op.sparse_mode,
+                                .pre_tokens = op.pre_tokens,
+                                .next_tokens = op.next_tokens,
+                                .deterministic = context.saved_data("deterministic").toBool()});
+  return gradients;
+}
+
 }  // namespace ascend_attn

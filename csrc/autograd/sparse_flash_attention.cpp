@@ -1,9 +1,12 @@
 #include "ops/sparse_flash_attention.h"
 
-#include <torch/library.h>
+#include <cstdint>
+#include <utility>
 
+#include "autograd/saved_call.h"
 #include "core/determinism.h"
-#include "dispatch/operator_function.h"
+#include "core/error.h"
+#include "dispatch/operator.h"
 
 namespace ascend_attn {
 namespace {
@@ -11,63 +14,54 @@ namespace {
 // The sparse modes ignore pre_tokens and next_tokens; the device's gradient requires this value.
 constexpr int64_t kIgnoredTokens = INT32_MAX;
 
-struct SparseFlashAttentionFunction
-    : OperatorFunction<SparseFlashAttentionFunction, SparseFlashAttention> {
-  static bool differentiable(const SparseFlashAttention& op) {
-    check_implemented(!op.pages.given(), op.name, "layout_key",
-                      "expected keys without a block table where a gradient is wanted, got "
-                      "PA_BSND; call it under torch.no_grad(), or detach the tensors");
-    check_implemented(
-        op.return_softmax_lse, op.name, "return_softmax_lse",
-        "expected True where a gradient is wanted, whose backward reads the "
-        "statistics, got False; call it under torch.no_grad(), or detach the tensors");
-    return true;
-  }
+}  // namespace
 
-  static void save(AutogradContext* context, const SparseFlashAttention& op,
-                   const Outputs& outputs) {
-    const auto& [out, softmax_max, softmax_sum] = outputs;
-    context->mark_non_differentiable({softmax_max, softmax_sum});
-    SavedCall<SparseFlashAttention>::save(context, op, {out, softmax_max, softmax_sum});
-    context->saved_data["deterministic"] = is_deterministic(op.options.deterministic);
-  }
-
-  static variable_list gradients(AutogradContext* context, const variable_list& d_outputs) {
-    if (!d_outputs[0].defined()) {
-      return no_gradients<SparseFlashAttention>();
-    }
-    const SavedCall<SparseFlashAttention> saved(context);
-    const auto& op = saved.op();
-    Gradients gradients(op);
-    auto options = op.options;
-    options.pre_tokens = options.next_tokens = kIgnoredTokens;
-    options.deterministic = context->saved_data["deterministic"].toBool();
-    auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
-        call(SparseFlashAttentionGrad{.query = op.query,
-                                      .key = op.key,
-                                      .value = op.value,
-                                      .sparse_indices = op.sparse_indices,
-                                      .d_out = d_outputs[0],
-                                      .out = saved.output(0),
-                                      .softmax_max = saved.output(1),
-                                      .softmax_sum = saved.output(2),
-                                      .options = options});
-    gradients.of(op.query) = std::move(d_query);
-    gradients.of(op.key) = std::move(d_key);
-    gradients.of(op.value) = std::move(d_value);
-    if (options.query_rope) {
-      gradients.of(op.options.query_rope) = std::move(d_query_rope);
-      gradients.of(op.options.key_rope) = std::move(d_key_rope);
-    }
-    return gradients;
-  }
-};
-
-TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
-  register_function<SparseFlashAttention, &SparseFlashAttentionFunction::kernel>(m);
-  register_function<SparseFlashAttentionGrad,
-                    &FirstDerivativeOnly<SparseFlashAttentionGrad>::kernel>(m);
+bool SparseFlashAttention::differentiable() const {
+  check_implemented(!pages.given(), name, "layout_key",
+                    "expected keys without a block table where a gradient is wanted, got "
+                    "PA_BSND; call it under torch.no_grad(), or detach the tensors");
+  check_implemented(return_softmax_lse, name, "return_softmax_lse",
+                    "expected True where a gradient is wanted, whose backward reads the "
+                    "statistics, got False; call it under torch.no_grad(), or detach the tensors");
+  return true;
 }
 
-}  // namespace
+void SparseFlashAttention::save(AutogradContext& context, const Outputs& outputs) const {
+  const auto& [out, softmax_max, softmax_sum] = outputs;
+  context.mark_non_differentiable({softmax_max, softmax_sum});
+  SavedCall<SparseFlashAttention>::save(context, *this, {out, softmax_max, softmax_sum});
+  context.saved_data("deterministic") = is_deterministic(options.deterministic);
+}
+
+variable_list SparseFlashAttention::backward(AutogradContext& context,
+                                             const variable_list& d_outputs) {
+  if (!d_outputs[0].defined()) {
+    return no_gradients<SparseFlashAttention>();
+  }
+  const SavedCall<SparseFlashAttention> saved(context);
+  const auto& op = saved.op();
+  Gradients gradients(op);
+  auto options = op.options;
+  options.pre_tokens = options.next_tokens = kIgnoredTokens;
+  options.deterministic = context.saved_data("deterministic").toBool();
+  auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
+      call(SparseFlashAttentionGrad{.query = op.query,
+                                    .key = op.key,
+                                    .value = op.value,
+                                    .sparse_indices = op.sparse_indices,
+                                    .d_out = d_outputs[0],
+                                    .out = saved.output(0),
+                                    .softmax_max = saved.output(1),
+                                    .softmax_sum = saved.output(2),
+                                    .options = options});
+  gradients.of(op.query) = std::move(d_query);
+  gradients.of(op.key) = std::move(d_key);
+  gradients.of(op.value) = std::move(d_value);
+  if (options.query_rope) {
+    gradients.of(op.options.query_rope) = std::move(d_query_rope);
+    gradients.of(op.options.key_rope) = std::move(d_key_rope);
+  }
+  return gradients;
+}
+
 }  // namespace ascend_attn

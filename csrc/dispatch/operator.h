@@ -11,6 +11,10 @@
 //                                    with an `out=` overload, it takes an OutputSource
 //   void check_values()              only if results depend on values that can be wrong: checks
 //                                    them, and waits for a device that has them
+//   save(), backward()               only if it has a gradient: what a recorded call keeps, and the
+//                                    gradients of its tensors (autograd/context.h)
+//   bool differentiable()            only if some calls have no gradient: whether this one has
+//   operands()                       only if some tensors never have one: those that do
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
 // check_values is defined beside the CPU kernel, which makes the same checks in every call; the NPU
@@ -95,7 +99,7 @@ void check_outputs_apart(const OutCall<Op>& call) {
 }
 
 // One overload of an operator in the dispatcher. The templates of torch that pass its arguments are
-// large: csrc/ops/<operator>.cpp instantiates them, once (dispatch/overload.h).
+// large: csrc/library.cpp instantiates them, once (dispatch/overload.h).
 template <typename Op, typename Signature = SignatureOf<Op>>
 struct Overload;
 template <typename Op, typename Outputs, typename... Parameters>

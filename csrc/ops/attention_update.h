@@ -4,12 +4,14 @@
 
 #include <array>
 #include <tuple>
+#include <vector>
 
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 
 namespace ascend_attn {
 
+class AutogradContext;
 struct OperatorLimits;
 
 struct AttentionUpdate {
@@ -23,6 +25,10 @@ struct AttentionUpdate {
   TensorListField lse, local_out;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
+
+  void save(AutogradContext& context, const Outputs& outputs) const;
+  static std::vector<at::Tensor> backward(AutogradContext& context,
+                                          const std::vector<at::Tensor>& d_outputs);
 };
 
 // The gradients of all parts, stacked along a new first axis. Only autograd calls it.

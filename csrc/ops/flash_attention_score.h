@@ -3,6 +3,7 @@
 
 #include <array>
 #include <tuple>
+#include <vector>
 
 #include "core/text.h"
 #include "dispatch/arguments.h"
@@ -10,6 +11,7 @@
 
 namespace ascend_attn {
 
+class AutogradContext;
 struct OperatorLimits;
 
 // Keyword arguments shared by the forward operator and its gradients.
@@ -50,6 +52,11 @@ struct FlashAttentionScore {
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+
+  bool differentiable() const;
+  void save(AutogradContext& context, const Outputs& outputs) const;
+  static std::vector<at::Tensor> backward(AutogradContext& context,
+                                          const std::vector<at::Tensor>& d_outputs);
 };
 
 // Arguments of both gradient operators.

@@ -14,6 +14,7 @@
 namespace ascend_attn {
 
 class DeviceLimits;
+class AutogradContext;
 struct OperatorLimits;
 
 struct LightningIndexer {
@@ -39,6 +40,11 @@ struct LightningIndexer {
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+
+  bool differentiable() const;
+  void save(AutogradContext& context, const Outputs& outputs) const;
+  static std::vector<at::Tensor> backward(AutogradContext& context,
+                                          const std::vector<at::Tensor>& d_outputs);
 };
 
 struct LightningIndexerGrad {

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <tuple>
+#include <vector>
 
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
@@ -11,6 +12,7 @@
 
 namespace ascend_attn {
 
+class AutogradContext;
 struct OperatorLimits;
 
 // Keyword arguments shared by both operators.
@@ -46,6 +48,11 @@ struct SparseFlashAttention {
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+
+  bool differentiable() const;
+  void save(AutogradContext& context, const Outputs& outputs) const;
+  static std::vector<at::Tensor> backward(AutogradContext& context,
+                                          const std::vector<at::Tensor>& d_outputs);
 };
 
 struct SparseFlashAttentionGrad {

@@ -3,11 +3,13 @@
 
 #include <array>
 #include <tuple>
+#include <vector>
 
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
 
+class AutogradContext;
 struct OperatorLimits;
 
 struct SparseLightningIndexerGradKLLoss {
@@ -37,6 +39,12 @@ struct SparseLightningIndexerGradKLLoss {
 
   Outputs check_and_allocate() const;
   void check_values() const;
+
+  std::vector<at::Tensor> operands() const;
+  bool differentiable() const;
+  void save(AutogradContext& context, const Outputs& outputs) const;
+  static std::vector<at::Tensor> backward(AutogradContext& context,
+                                          const std::vector<at::Tensor>& d_outputs);
 };
 
 }  // namespace ascend_attn

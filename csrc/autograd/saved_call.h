@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <concepts>
@@ -13,13 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/context.h"
 #include "core/memory.h"
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 namespace saved {
 
@@ -54,11 +51,10 @@ inline std::vector<int64_t> without_repeats(variable_list& tensors) {
   }
   return repeats;
 }
-inline variable_list with_repeats(AutogradContext* context) {
-  auto tensors = context->get_saved_variables();
-  const auto found = context->saved_data.find("repeats");
-  if (found != context->saved_data.end()) {
-    const auto repeats = found->second.toIntVector();
+inline variable_list with_repeats(AutogradContext& context) {
+  auto tensors = context.get_saved_variables();
+  if (const auto& saved = context.saved_data("repeats"); !saved.isNone()) {
+    const auto repeats = saved.toIntVector();
     for (size_t i = 0; i < repeats.size(); i += 2) {
       tensors[repeats[i]] = tensors[repeats[i + 1]];
     }
@@ -102,7 +98,7 @@ template <typename Op>
 class SavedCall {
  public:
   // Saves all arguments, and the outputs that the backward reads.
-  static void save(AutogradContext* context, const Op& op, std::initializer_list<at::Tensor> kept) {
+  static void save(AutogradContext& context, const Op& op, std::initializer_list<at::Tensor> kept) {
     variable_list tensors;
     c10::impl::GenericList values(c10::AnyType::get());
     const auto save_field = [&]<typename Field>(const Field& field) {
@@ -120,15 +116,15 @@ class SavedCall {
     std::apply([&](const auto&... fields) { (save_field(fields), ...); }, arguments_of(op));
     tensors.insert(tensors.end(), kept.begin(), kept.end());
     if (auto repeats = saved::without_repeats(tensors); !repeats.empty()) {
-      context->saved_data["repeats"] = std::move(repeats);
+      context.saved_data("repeats") = std::move(repeats);
     }
-    context->save_for_backward(std::move(tensors));
-    context->saved_data["arguments"] = std::move(values);
+    context.save_for_backward(std::move(tensors));
+    context.saved_data("arguments") = std::move(values);
   }
 
-  explicit SavedCall(AutogradContext* context)
+  explicit SavedCall(AutogradContext& context)
       : tensors_(saved::with_repeats(context)),
-        reader_{tensors_.cbegin(), context->saved_data["arguments"].toListRef().begin()},
+        reader_{tensors_.cbegin(), context.saved_data("arguments").toListRef().begin()},
         op_(read(std::type_identity<ArgumentsOf<Op>>())) {}
   SavedCall(const SavedCall&) = delete;
   SavedCall& operator=(const SavedCall&) = delete;
@@ -148,8 +144,14 @@ class SavedCall {
   Op op_;
 };
 
-// The gradients of the arguments of `op`; most are undefined. Every tensor of a list counts as an
-// argument of its own.
+// Returns undefined gradients for an operator without lists of tensors, and reads nothing that was
+// saved. Torch drops those beyond the tensors of the call.
+template <typename Op>
+variable_list no_gradients() {
+  return variable_list(kArgumentCount<Op>);
+}
+
+// The gradients of the tensors of `op`; most are undefined.
 template <typename Op>
 class Gradients {
  public:
@@ -159,6 +161,9 @@ class Gradients {
   template <typename Field>
   at::Tensor& of(const Field& field) {
     static_assert(!std::same_as<Field, TensorListField>, "set() takes the gradients of a list");
+    if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+      TORCH_INTERNAL_ASSERT(field && field->defined(), "expected a tensor that was given");
+    }
     return gradients_[slots_before(position_of(op_, field))];
   }
   // Sets the gradients of a list of tensors, in its order.
@@ -170,20 +175,11 @@ class Gradients {
   operator variable_list() && { return std::move(gradients_); }
 
  private:
-  // The number of gradients of the arguments before a position.
+  // Returns the number of tensors before a position.
   size_t slots_before(size_t position) const {
     size_t slots = 0;
-    const auto count = [&]<typename Field>(const Field& field) {
-      if (position != 0) {
-        --position;
-        if constexpr (std::same_as<Field, TensorListField>) {
-          slots += field.size();
-        } else {
-          ++slots;
-        }
-      }
-    };
-    std::apply([&](const auto&... fields) { (count(fields), ...); }, arguments_of(op_));
+    for_each_tensor(
+        op_, [&](const at::Tensor&, Place place) { slots += place.position < position ? 1 : 0; });
     return slots;
   }
 
