@@ -8,16 +8,9 @@
 #include <cstdint>
 #include <optional>
 
-namespace ascend_attn {
+#include "core/symbolic.h"
 
-// Returns whether two numbers are known to be equal; those that depend on data are not known.
-inline bool known_equal(const c10::SymInt& a, const c10::SymInt& b) {
-  if (!a.is_heap_allocated() && !b.is_heap_allocated()) {
-    return a.as_int_unchecked() == b.as_int_unchecked();
-  }
-  const auto equal = a.sym_eq(b);
-  return equal.has_hint() && equal.guard_bool(__FILE__, __LINE__);
-}
+namespace ascend_attn {
 
 // Returns whether two tensors are the same elements in the same memory.
 inline bool same_elements(const at::Tensor& a, const at::Tensor& b) {

@@ -8,13 +8,26 @@
 
 namespace ascend_attn {
 
-inline bool same(const c10::SymInt& a, const c10::SymInt& b) {
-  // A call checks dozens of sizes, and this takes a fraction of the time of going through
-  // optionals.
+// Returns whether two numbers are equal; where one is symbolic, `if_symbolic(a == b)` decides. A
+// call compares dozens of sizes, and this takes a fraction of the time of going through optionals.
+template <typename Decision>
+bool compare_equal(const c10::SymInt& a, const c10::SymInt& b, const Decision& if_symbolic) {
   if (!a.is_heap_allocated() && !b.is_heap_allocated()) {
     return a.as_int_unchecked() == b.as_int_unchecked();
   }
-  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
+  return if_symbolic(a.sym_eq(b));
+}
+
+inline bool same(const c10::SymInt& a, const c10::SymInt& b) {
+  return compare_equal(
+      a, b, [](const c10::SymBool& equal) { return equal.expect_true(__FILE__, __LINE__); });
+}
+
+// Returns whether two numbers are known to be equal; those that depend on data are not known.
+inline bool known_equal(const c10::SymInt& a, const c10::SymInt& b) {
+  return compare_equal(a, b, [](const c10::SymBool& equal) {
+    return equal.has_hint() && equal.guard_bool(__FILE__, __LINE__);
+  });
 }
 
 inline bool at_most(const c10::SymInt& a, const c10::SymInt& b) {
