@@ -1,5 +1,5 @@
 // Defines the operators of torch.ops.ascend. csrc/ops/<operator>.h declares each one's schema and
-// arguments; its kernels register themselves in csrc/{cpu,npu,autograd}/<operator>.cpp.
+// arguments; its kernels register themselves in csrc/{cpu,npu}/<operator>.cpp and csrc/autograd.
 #include <torch/library.h>
 
 #include <optional>
@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/device_in_force.h"
+#include "dispatch/overload.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {
@@ -35,11 +36,19 @@ std::string out_schema(std::string_view schema) {
   return c10::str(arguments, has_keywords ? ", " : ", *, ", outputs, ") -> (", outputs, ")");
 }
 
+template <typename Overload>
+void instantiate() {
+  [[maybe_unused]] constexpr std::pair functions{&Overload::call, &Overload::register_kernel};
+}
+
 template <typename Op>
 void define(torch::Library& library) {
+  instantiate<Overload<Op>>();
   library.def((Op::name + std::string(Op::schema)).c_str());
   if constexpr (HasOutOverload<Op>) {
-    library.def(c10::str(Op::name, ".", kOut, out_schema(Op::schema)).c_str());
+    instantiate<OutOverload<Op>>();
+    library.def(
+        c10::str(Op::name, ".", kOut, out_schema(static_cast<const char*>(Op::schema))).c_str());
   }
 }
 

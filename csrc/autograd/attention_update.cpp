@@ -1,6 +1,5 @@
 #include "ops/attention_update.h"
 
-#include <ATen/ops/softmax.h>
 #include <ATen/ops/stack.h>
 
 #include "autograd/saved_call.h"
@@ -18,7 +17,7 @@ void attention_update_grad(const AttentionUpdateGrad& op, AttentionUpdateGrad::O
   const auto& [d_lse, d_local_out] = outputs;
   const auto lse = at::stack(op.lse);
   const auto empty = rows_without_keys(lse);
-  const auto weights = at::softmax(lse, 0).masked_fill_(empty, 0);
+  const auto weights = lse.softmax(0).masked_fill_(empty, 0);
   const auto d_out = op.d_out.to(lse.scalar_type());
   for (size_t i = 0; i < op.local_out.size(); ++i) {
     const auto part = static_cast<int64_t>(i);

@@ -1,10 +1,10 @@
 // The `out=` overload of the operators that have one: which tensors it may write to, and what
 // torch.compile makes of it.
 #include <ATen/FunctionalTensorWrapper.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
+#include "dispatch/registration.h"
 #include "dispatch/without_gradient.h"
 #include "ops/operators.h"
 
@@ -111,22 +111,25 @@ void for_each_with_out(const Add& add) {
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
+const Registration autograd(c10::DispatchKey::Autograd, [](torch::Library& m) {
   for_each_with_out(
       [&]<typename Op>() { register_out_function<Op, &write_without_gradient<Op>>(m); });
-}
+});
 
-TORCH_LIBRARY_IMPL(ascend, ADInplaceOrView, m) {
+const Registration inplace_or_view(c10::DispatchKey::ADInplaceOrView, [](torch::Library& m) {
   for_each_with_out([&]<typename Op>() { register_out_function<Op, &write<Op>>(m); });
-}
+});
 
-TORCH_LIBRARY_IMPL(ascend, Negative, m) {
+const Registration negative(c10::DispatchKey::Negative, [](torch::Library& m) {
   for_each_with_out([&]<typename Op>() { register_out_function<Op, &resolve_negation<Op>>(m); });
-}
+});
 
-TORCH_LIBRARY_IMPL(ascend, Functionalize, m) {
-  for_each_with_out([&]<typename Op>() { register_out_function<Op, &functionalize<Op>>(m); });
-}
+const Registration functionalization_kernels(c10::DispatchKey::Functionalize,
+                                             [](torch::Library& m) {
+                                               for_each_with_out([&]<typename Op>() {
+                                                 register_out_function<Op, &functionalize<Op>>(m);
+                                               });
+                                             });
 
 }  // namespace
 }  // namespace ascend_attn

@@ -1,7 +1,6 @@
 #include "ops/scatter_pa_kv_cache.h"
 
-#include <torch/library.h>
-
+#include "dispatch/registration.h"
 #include "dispatch/without_gradient.h"
 
 namespace ascend_attn {
@@ -33,11 +32,13 @@ ScatterPaKvCache::Outputs resolve_negation(const ScatterPaKvCache& op) {
   return call(without_negation(op));
 }
 
-TORCH_LIBRARY_IMPL(ascend, Autograd, m) { register_function<ScatterPaKvCache, &scatter>(m); }
+const Registration autograd(c10::DispatchKey::Autograd, [](torch::Library& m) {
+  register_function<ScatterPaKvCache, &scatter>(m);
+});
 
-TORCH_LIBRARY_IMPL(ascend, Negative, m) {
+const Registration negative(c10::DispatchKey::Negative, [](torch::Library& m) {
   register_function<ScatterPaKvCache, &resolve_negation>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn

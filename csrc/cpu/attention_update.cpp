@@ -1,7 +1,6 @@
 #include "ops/attention_update.h"
 
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <array>
 #include <cmath>
@@ -9,6 +8,7 @@
 
 #include "cpu/common/token_rows.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -110,7 +110,9 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<AttentionUpdate, attention_update>(m); }
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+  register_kernel<AttentionUpdate, attention_update>(m);
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,9 +1,8 @@
 #include "ops/flash_attention_score.h"
 
-#include <torch/library.h>
-
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -19,9 +18,9 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
   attend(attention, {attention.by_head(out, attention.heads), softmax_max, softmax_sum, {}});
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<FlashAttentionScore, flash_attention_score>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -2,8 +2,6 @@
 // while those of the queries accumulate over the blocks in fp32.
 #include "ops/flash_attention_score.h"
 
-#include <torch/library.h>
-
 #include "cpu/common/dense_attention_grad.h"
 
 #include <atomic>
@@ -12,6 +10,7 @@
 
 #include "cpu/common/parallel_tasks.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -200,9 +199,9 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

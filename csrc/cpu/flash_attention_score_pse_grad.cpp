@@ -1,10 +1,6 @@
 // The gradient of pse_shift, summed over the axes along which it is broadcast.
 #include "ops/flash_attention_score.h"
 
-#include <torch/library.h>
-
-#include <ATen/ops/zeros.h>
-
 #include <memory>
 #include <vector>
 
@@ -12,6 +8,7 @@
 #include "cpu/common/dense_attention_grad.h"
 #include "cpu/common/parallel_tasks.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -62,7 +59,7 @@ void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
   const DenseAttentionGrad attention(op);
   const auto& forward = attention.forward;
   const auto& pse = *op.options.pse_shift;
-  const auto sum = at::zeros(pse.sizes(), pse.options().dtype(statistics_dtype(op.query)));
+  const auto sum = pse.new_zeros(pse.sizes(), statistics_dtype(op.query));
   const auto address = PseAddress::of(sum, forward.query, forward.key,
                                       forward.layout == Layout::TND, forward.sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
@@ -81,9 +78,9 @@ void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
   std::get<0>(outputs).copy_(sum.mul(factor));
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<FlashAttentionPseGrad, flash_attention_pse_grad>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

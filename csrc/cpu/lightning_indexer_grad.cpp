@@ -1,7 +1,5 @@
 #include "ops/lightning_indexer.h"
 
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -11,6 +9,7 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
@@ -78,9 +77,9 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,14 +1,12 @@
 #include "ops/prompt_flash_attention.h"
 
-#include <ATen/ops/isfinite.h>
-#include <torch/library.h>
-
 #include <bit>
 
 #include "core/error.h"
 #include "core/tensor_checks.h"
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -51,9 +49,8 @@ float checked_scale(const char* argument, const at::Tensor& given) {
 }
 
 void check_finite(const char* argument, const std::optional<at::Tensor>& values) {
-  check_value(!values || at::isfinite(on_host(*values)).all().item<bool>(),
-              PromptFlashAttention::name, argument,
-              "expected finite numbers, got infinity or NaN among them");
+  check_value(!values || on_host(*values).isfinite().all().item<bool>(), PromptFlashAttention::name,
+              argument, "expected finite numbers, got infinity or NaN among them");
 }
 
 // Checks all scales and returns those of int8 inputs.
@@ -87,9 +84,9 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   scales ? attend_int8(attention, *scales, to) : attend(attention, to);
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<PromptFlashAttention, prompt_flash_attention>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -4,7 +4,6 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
 #include <c10/util/MaybeOwned.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +14,8 @@
 #endif
 
 #include "core/error.h"
-#include "dispatch/overload.h"
+#include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -382,19 +382,14 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   write_rows(sides, slots, std::max(grain(sides), scatter == Scatter::nz_rows ? kRows : 1));
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m); }
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+  register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu
 
-namespace ascend_attn {
-
-void ScatterPaKvCache::check_values() const {
+void ascend_attn::ScatterPaKvCache::check_values() const {
   const auto scenario = scatter();
   cpu::check_apart(cpu::spans_of(*this, scenario, cpu::capacity_of(*this, scenario)));
 }
-
-// Not beside the rules, of which the compiler would then inline less: the shortest calls show it.
-template struct Overload<ScatterPaKvCache>;
-
-}  // namespace ascend_attn

@@ -1,8 +1,6 @@
 // Online softmax over tiles of the selected keys: the scores of a token are never all in memory.
 #include "ops/sparse_flash_attention.h"
 
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -17,6 +15,7 @@
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -182,9 +181,9 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<SparseFlashAttention, sparse_flash_attention>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

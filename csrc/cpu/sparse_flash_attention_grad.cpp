@@ -1,8 +1,6 @@
 // Recomputes the probabilities, tile by tile, from the softmax statistics of the forward operator.
 #include "ops/sparse_flash_attention.h"
 
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -16,6 +14,7 @@
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -210,9 +209,9 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -2,8 +2,6 @@
 // (K, Nidx) of its selected keys are kept between the softmax and the gradients.
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -15,6 +13,7 @@
 #include "cpu/common/query_key_product.h"
 #include "cpu/common/softmax_statistics.h"
 #include "dispatch/operator.h"
+#include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
@@ -214,9 +213,9 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   });
 }
 
-TORCH_LIBRARY_IMPL(ascend, CPU, m) {
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
   register_kernel<SparseLightningIndexerGradKLLoss, sparse_lightning_indexer_grad_kl_loss>(m);
-}
+});
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,6 +1,5 @@
-// The definitions of Overload, for csrc/ops/<operator>.cpp to instantiate:
-//   template struct Overload<LightningIndexer>;
-//   template struct Overload<LightningIndexer, OutSignatureOf<LightningIndexer>>;
+// The definitions of Overload, which csrc/library.cpp instantiates for all operators. Other files
+// call them: [[gnu::used]] keeps those that no call is left of in that file.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,7 +17,7 @@ template <typename Op, typename Signature>
 inline constexpr const char* kOverloadName = std::is_same_v<Signature, SignatureOf<Op>> ? "" : kOut;
 
 template <typename Op, typename Outputs, typename... Parameters>
-Outputs Overload<Op, Outputs(Parameters...)>::call(Parameters... parameters) {
+[[gnu::used]] Outputs Overload<Op, Outputs(Parameters...)>::call(Parameters... parameters) {
   using Signature = Outputs(Parameters...);
   static const auto handle =
       c10::Dispatcher::singleton()
@@ -28,8 +27,8 @@ Outputs Overload<Op, Outputs(Parameters...)>::call(Parameters... parameters) {
 }
 
 template <typename Op, typename Outputs, typename... Parameters>
-void Overload<Op, Outputs(Parameters...)>::register_kernel(torch::Library& library,
-                                                           Outputs (*kernel)(Parameters...)) {
+[[gnu::used]] void Overload<Op, Outputs(Parameters...)>::register_kernel(
+    torch::Library& library, Outputs (*kernel)(Parameters...)) {
   const std::string overload = kOverloadName<Op, Outputs(Parameters...)>;
   library.impl((overload.empty() ? Op::name : c10::str(Op::name, ".", overload)).c_str(), kernel);
 }

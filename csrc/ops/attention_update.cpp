@@ -1,7 +1,6 @@
 #include "ops/attention_update.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <limits>
 #include <vector>
@@ -9,7 +8,8 @@
 #include "core/device_limits.h"
 #include "core/error.h"
 #include "core/tensor_checks.h"
-#include "dispatch/overload.h"
+#include "dispatch/operator.h"
+#include "dispatch/registration.h"
 
 namespace ascend_attn {
 namespace {
@@ -36,9 +36,9 @@ void no_backend(const AttentionUpdate& op, AttentionUpdate::Outputs&) {
                     op.lse.front().device());
 }
 
-TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {
+const Registration any_backend(c10::DispatchKey::CompositeExplicitAutograd, [](torch::Library& m) {
   register_kernel<AttentionUpdate, no_backend>(m);
-}
+});
 
 }  // namespace
 
@@ -87,9 +87,5 @@ AttentionUpdateGrad::Outputs AttentionUpdateGrad::check_and_allocate() const {
 at::Tensor rows_without_keys(const at::Tensor& stacked_lse) {
   return stacked_lse.amax(0).eq(-std::numeric_limits<double>::infinity());
 }
-
-template struct Overload<AttentionUpdate>;
-template struct Overload<AttentionUpdate, OutSignatureOf<AttentionUpdate>>;
-template struct Overload<AttentionUpdateGrad>;
 
 }  // namespace ascend_attn

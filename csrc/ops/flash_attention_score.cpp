@@ -1,7 +1,6 @@
 #include "ops/flash_attention_score.h"
 
 #include "core/error.h"
-#include "dispatch/overload.h"
 #include "ops/flash_attention_score_rules.h"
 
 namespace ascend_attn {
@@ -82,9 +81,5 @@ bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
   return pse_shift.dim() == 4 && pse_shift.sym_size(2) == kCompressedPseRows && queries == keys &&
          queries > kCompressedPseRows;
 }
-
-template struct Overload<FlashAttentionScore>;
-template struct Overload<FlashAttentionScoreGrad>;
-template struct Overload<FlashAttentionPseGrad>;
 
 }  // namespace ascend_attn

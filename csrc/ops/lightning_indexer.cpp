@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "core/error.h"
-#include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -116,9 +115,5 @@ void LightningIndexerGrad::check_key_lengths(const std::vector<Sequence>& sequen
     }
   }
 }
-
-template struct Overload<LightningIndexer>;
-template struct Overload<LightningIndexer, OutSignatureOf<LightningIndexer>>;
-template struct Overload<LightningIndexerGrad>;
 
 }  // namespace ascend_attn

@@ -5,7 +5,6 @@
 
 #include "core/error.h"
 #include "core/symbolic.h"
-#include "dispatch/overload.h"
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
@@ -177,8 +176,5 @@ PromptFlashAttention::Outputs PromptFlashAttention::check_and_allocate(OutputSou
   rules.check_quantization();
   return {rules.out(outputs)};
 }
-
-template struct Overload<PromptFlashAttention>;
-template struct Overload<PromptFlashAttention, OutSignatureOf<PromptFlashAttention>>;
 
 }  // namespace ascend_attn

@@ -3,7 +3,6 @@
 #include "core/determinism.h"
 #include "core/error.h"
 #include "core/memory.h"
-#include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -135,9 +134,5 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   return {new_like(query), new_like(key), new_like(value),
           new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }
-
-template struct Overload<SparseFlashAttention>;
-template struct Overload<SparseFlashAttention, OutSignatureOf<SparseFlashAttention>>;
-template struct Overload<SparseFlashAttentionGrad>;
 
 }  // namespace ascend_attn

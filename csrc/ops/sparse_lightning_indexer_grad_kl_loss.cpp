@@ -3,7 +3,6 @@
 #include "core/error.h"
 #include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
-#include "dispatch/overload.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -146,7 +145,5 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
   return {new_like(query_index), new_like(key_index), new_like(weights),
           new_tensor({1}, softmax_max.options())};
 }
-
-template struct Overload<SparseLightningIndexerGradKLLoss>;
 
 }  // namespace ascend_attn

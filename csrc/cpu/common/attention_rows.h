@@ -7,8 +7,6 @@
 #include <optional>
 #include <vector>
 
-#include <ATen/ops/zeros.h>
-
 #include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
 #include "cpu/common/parallel_tasks.h"
@@ -45,7 +43,8 @@ class OutputQuantization {
   OutputQuantization(const at::Tensor& scale, const std::optional<at::Tensor>& offset,
                      int64_t channels)
       : scale_(per_channel(scale, channels)),
-        offset_(offset ? per_channel(*offset, channels) : at::zeros({channels}, at::kFloat)) {}
+        offset_(offset ? per_channel(*offset, channels) : scale.new_zeros({channels}, at::kFloat)) {
+  }
 
   // Writes factor * from, the output of one head of `size` channels, to `to` in int8.
   template <typename T>
