@@ -44,8 +44,6 @@ struct FlashAttentionScore {
                                         "aclnnFlashAttentionVarLenScoreV2"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
-  // Only a graph's replay writes to given tensors, by `relaunch`.
-  static constexpr bool has_out_overload = false;
 
   at::Tensor query, key, value;
   FlashAttentionOptions options;
@@ -78,6 +76,7 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static const OperatorLimits limits;
   using Fields = FlashAttentionGradArguments;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
+  // Only a graph's replay writes to given tensors, by `relaunch`.
   static constexpr bool has_out_overload = false;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;

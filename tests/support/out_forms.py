@@ -14,6 +14,7 @@ FORMS: list[Operator] = [
     OPERATORS[name]
     for name in (
         "attention_update",
+        "flash_attention_score",
         "lightning_indexer",
         "prompt_flash_attention",
         "sparse_flash_attention",
