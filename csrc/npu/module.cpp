@@ -5,6 +5,7 @@
 
 #include "core/device_in_force.h"
 #include "core/tensor_checks.h"
+#include "npu/aclnn/launcher.h"
 #include "npu/aclnn/library.h"
 #include "npu/aclnn/product.h"
 
@@ -14,6 +15,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cann_version", [] { return GetCANNVersion("CANN"); });
   m.def("has_aclnn", &aclnn::has_function,
         "Whether the CANN of this process has an aclnn function.");
+  m.def("set_first_phase_only", &aclnn::set_first_phase_only,
+        "End calls of this thread after their first phase, without a launch.");
   set_npu_allocation(&at_npu::native::OpPreparation::apply_tensor_without_format);
   if (const auto device = device_of_process()) {
     set_default_limits(device);

@@ -31,6 +31,8 @@
 namespace ascend_attn::aclnn {
 namespace {
 
+thread_local bool first_phase_only = false;
+
 std::string on_one_line(std::string text) {
   std::ranges::replace(text, '\n', ' ');
   return text;
@@ -311,6 +313,8 @@ bool is_private(int format) {
 
 thread_local const at::Tensor* GivenWorkspace::current_ = nullptr;
 
+void set_first_phase_only(bool on) { first_phase_only = on; }
+
 Function::Function(const char* op, const char* name, bool reuses_executor)
     : op(op),
       name(name),
@@ -359,6 +363,10 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
   }
   const CallContext context(function, deterministic, fills);
   auto* const stream = context.stream;
+  if (first_phase_only) [[unlikely]] {
+    prepare(function, arguments, context, /*on_queue_thread=*/false);
+    return;
+  }
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {
     run(function, /*queued=*/true, [&function, arguments = arguments.to_heap(), context, stream] {

@@ -147,6 +147,11 @@ class GivenWorkspace {
   const at::Tensor* outer_;
 };
 
+// While it is on, the calls of this thread end after their first phase: CANN says whether it
+// accepts them, and nothing is launched. For `python -m ascend_attn_ops check`, which makes calls
+// that a device may not survive.
+void set_first_phase_only(bool on);
+
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
              Arguments& arguments, c10::ArrayRef<Fill> fills);
 
