@@ -55,6 +55,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                         help="how long a probe may take; default: 60")  # fmt: skip
     parser.add_argument("--lang", choices=("en", "zh"), default=language_of_locale(),
                         help="zh: verdicts and headings in Chinese as well")  # fmt: skip
+    parser.add_argument("--deviations", type=Path, metavar="FILE",
+                        help="known deviations beside those of the package")  # fmt: skip
     parser.set_defaults(run=_check)
 
 

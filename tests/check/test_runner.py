@@ -149,3 +149,18 @@ def test_a_report_tells_nothing_private(
     assert results.scrub(text) == "<python>/lib/x.py on <name>, <elsewhere>/y.so, 3/4, a/b"
     results._private_names.cache_clear()
     assert json.dumps(results.scrub("plain words")) == '"plain words"'
+
+
+def test_a_known_deviation_is_a_note_until_it_differs_no_more(tmp_path: Path) -> None:
+    report, deviations = tmp_path / "report.json", tmp_path / "deviations.json"
+    known = {"id": "numbers/fail", "product": "*", "cann": "*", "why": "the file is optional"}
+    deviations.write_text(json.dumps([known, {**known, "id": "numbers/succ*"}]))
+    only = ("--only", "numbers/fail", "numbers/succeed", "--deviations", deviations)
+    assert check("--json", report, *only) == 1
+    assert verdicts(report) == {"fail": "note", "succeed": "differs"}
+    texts = {x.id.partition("/")[2]: x.text for x in results.read(report)[1]}
+    assert texts["fail"].startswith("known: the file is optional: RuntimeError")
+    assert texts["succeed"].startswith("no longer differs: remove it")
+    elsewhere = [{**known, "product": "950"}]
+    deviations.write_text(json.dumps(elsewhere))
+    assert check("--json", report, "--only", "numbers/fail", "--deviations", deviations) == 1

@@ -15,6 +15,7 @@ from ascend_attn_ops import _library
 from ascend_attn_ops.check import results as files
 from ascend_attn_ops.check.results import Lines, Result, Table, Words
 from ascend_attn_ops.check.runner import Runner, Stopped, Task, child_command
+from ascend_attn_ops.device_limits import device_in_force
 
 
 def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> int:
@@ -41,7 +42,13 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     table = Table(Words(options.lang))
     results: list[Result] = []
 
+    deviations = files.known_deviations()
+    in_use = "{}:{}".format(*(device_in_force() or ("none", "")))
+    if options.deviations:
+        deviations += files.known_deviations(options.deviations)
+
     def add(result: Result) -> None:
+        result = files.explained(result, in_use, deviations)
         results.append(result)
         lines.add(result)
         table.add(result)
@@ -51,8 +58,10 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     try:
         with Runner(command, options.hang) as runner:
             tasks = _chosen(runner.tasks(), options)
+            results += done
             for result in done:
-                add(result)
+                lines.add(result)
+                table.add(result)
             ids = {result.id for result in done}
             left = [task for task in tasks if task.id not in ids]
             started = time.monotonic()

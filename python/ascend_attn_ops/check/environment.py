@@ -62,7 +62,7 @@ def _built(module: str) -> str:
 def _npu_facts() -> dict[str, Callable[[Context], str]]:
     libraries = ("libascendcl.so", "libopapi.so", "libcust_opapi.so", "libhccl.so")
     return {
-        "product": lambda context: str(device_in_force() or "limits are off"),
+        "product": lambda context: "{} with CANN {}".format(*(device_in_force() or ("?", "?"))),
         "SoC": lambda context: versions(_library.npu_module())["SoC"],
         "CANN": lambda context: versions(_library.npu_module())["CANN"],
         "driver": lambda context: _driver(),

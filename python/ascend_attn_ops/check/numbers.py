@@ -19,7 +19,6 @@ from ascend_attn_ops.check.gradients import (
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe
 from ascend_attn_ops.check.results import ERROR
 from ascend_attn_ops.check.samples import (
-    DIFFERENTIABLE_RECIPES,
     OPERATORS,
     Operator,
     Recipe,
@@ -37,16 +36,22 @@ ALL = (*HALF, torch.float32, torch.float64)
 
 def probes(context: Context) -> Iterator[Probe]:
     dtypes = (*HALF, torch.float32) if context.on_npu else ALL
+    recipes = {
+        operator: operator.device_recipes if context.on_npu else operator.recipes
+        for operator in OPERATORS.values()
+    }
     for operator in OPERATORS.values():
         for dtype in dtypes:
-            for recipe in operator.recipes:
-                yield _probe(context, forward, recipe, dtype, "")
-    for recipe in DIFFERENTIABLE_RECIPES:
+            for recipe in recipes[operator]:
+                yield _probe(forward, recipe, dtype, "")
+    for operator in OPERATORS.values():
         for dtype in dtypes:
-            yield _probe(context, backward, recipe, dtype, " through autograd")
+            for recipe in recipes[operator]:
+                if recipe.differentiable:
+                    yield _probe(backward, recipe, dtype, " through autograd")
 
 
-def _probe(context: Context, run: Any, recipe: Recipe, dtype: torch.dtype, what: str) -> Probe:
+def _probe(run: Any, recipe: Recipe, dtype: torch.dtype, what: str) -> Probe:
     short = str(dtype).removeprefix("torch.")
     name = f"{recipe.operator.name}{what}"
     quick = recipe.on_device and dtype == torch.bfloat16

@@ -38,6 +38,7 @@ class Context:
 
     device: str  # as torch names it: cpu, npu:0
     quick: bool = False
+    memory: int = 2 * 10**9  # bytes that probes may take on the device
 
     @property
     def on_npu(self) -> bool:

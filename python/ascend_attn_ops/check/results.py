@@ -11,7 +11,8 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -94,6 +95,43 @@ def scrub(text: str) -> str:
     text = re.sub(r"(?<![\w>.])/(?:[\w.+@-]+/)+(?=[\w.+@-])", "<elsewhere>/", text)
     names = _private_names()
     return names.sub("<name>", text) if names else text
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A probe that is known to differ, and why that does no harm."""
+
+    id: str  # a pattern of probes
+    product: str  # or *
+    cann: str  # or *
+    why: str
+
+    def applies_to(self, id: str, device: str) -> bool:
+        product, _, cann = device.partition(":")
+        return all(
+            fnmatchcase(x, pattern)
+            for x, pattern in ((id, self.id), (product, self.product), (cann, self.cann))
+        )
+
+
+def known_deviations(path: Path | None = None) -> list[Deviation]:
+    """Read a file of known deviations: those of the package, or of another path."""
+    path = path or Path(__file__).with_name("known_deviations.json")
+    return [Deviation(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def explained(result: Result, device: str, deviations: Iterable[Deviation]) -> Result:
+    """Turn a known difference into a note; say so of one that differs no more."""
+    for deviation in deviations:
+        if deviation.applies_to(result.id, device):
+            if result.verdict == "differs":
+                return replace(
+                    result, verdict="note", text=f"known: {deviation.why}: {result.text}"
+                )
+            if result.verdict == "pass":
+                text = f"no longer differs: remove it from the known deviations ({deviation.why})"
+                return replace(result, verdict="differs", text=text)
+    return result
 
 
 class Lines:

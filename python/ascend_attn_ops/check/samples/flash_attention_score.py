@@ -379,17 +379,17 @@ def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
     return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
 
 
-def torch_npu(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_fusion_attention_v2(
+def torch_npu(x: dict[str, Any]) -> Any:
+    return torch.ops.npu.npu_fusion_attention_v2(
         x["query"], x["key"], x["value"], x["num_heads"], x["layout"],
         scale=x["scale_value"], **fusion_options(x),
     )  # fmt: skip
 
 
-def torch_npu_grad(x: dict[str, Any]) -> None:
+def torch_npu_grad(x: dict[str, Any]) -> Any:
     # It draws the dropout mask of the forward once more: of so many bits.
     bits = 8 * x["drop_mask"].numel() if x.get("drop_mask") is not None else 0
-    torch.ops.npu.npu_fusion_attention_grad_v2(
+    return torch.ops.npu.npu_fusion_attention_grad_v2(
         x["query"], x["key"], x["value"], x["dy"], x["num_heads"], x["layout"],
         softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"],
         attention_in=x["attention_in"], scale_value=x["scale_value"], numels=bits,

@@ -29,7 +29,7 @@ from ascend_attn_ops.reference.sequences import (
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import Pages, SparseCase, indices, on_device
+from .sparse import Pages, SparseCase, indices, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -228,8 +228,8 @@ def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
     assert not (values[..., 1:] > values[..., :-1]).any(), "the values are not descending"
 
 
-def torch_npu(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_lightning_indexer(
+def torch_npu(x: dict[str, Any]) -> Any:
+    return torch.ops.npu.npu_lightning_indexer(
         x["query"], x["key"], x["weights"],
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_key=x["actual_seq_lengths_key"],
@@ -240,8 +240,8 @@ def torch_npu(x: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def torch_npu_grad(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_lightning_indexer_grad(
+def torch_npu_grad(x: dict[str, Any]) -> Any:
+    return torch.ops.npu.npu_lightning_indexer_grad(
         x["query"], x["key"], x["d_values"], x["sparse_indices"], x["weights"],
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_key=x["actual_seq_lengths_key"],
@@ -263,6 +263,7 @@ LIGHTNING_INDEXER = Operator(
     ),
     compare=assert_same_selection,
     on_device=on_device,
+    sized=sized(heads=64, d=128),
     torch_npu=torch_npu,
 )
 
@@ -272,6 +273,7 @@ LIGHTNING_INDEXER_GRAD = Operator(
     build_grad,
     expected=expected_gradient,
     on_device=on_device,
+    sized=sized(heads=64, d=128),
     torch_npu=torch_npu_grad,
 )
 

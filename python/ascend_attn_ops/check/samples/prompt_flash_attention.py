@@ -315,9 +315,9 @@ def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
     return both.amin(0), both.amax(0)
 
 
-def torch_npu(x: dict[str, Any]) -> None:
+def torch_npu(x: dict[str, Any]) -> Any:
     scales = ("deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2", "quant_offset2")
-    torch.ops.npu.npu_prompt_flash_attention(
+    return torch.ops.npu.npu_prompt_flash_attention(
         x["query"], x["key"], x["value"], atten_mask=x.get("atten_mask"),
         actual_seq_lengths=x["actual_seq_lengths_query"],
         actual_seq_lengths_kv=x["actual_seq_lengths_key"],

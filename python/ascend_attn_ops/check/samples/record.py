@@ -35,6 +35,10 @@ def every_case(case: Any) -> bool:
     return True
 
 
+def no_case(case: Any) -> None:
+    return None
+
+
 def random_gradient(sample: Sample, outputs: Outputs, output: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
@@ -80,6 +84,8 @@ class Operator:
     compare: Callable[[Sample, Outputs], None] | None = None
     # The cases within the limits of the device, a few of each form.
     on_device: Callable[[Any], bool] = every_case
+    # A case in sizes that devices accept, which does what the given one does; None: without one.
+    sized: Callable[[Any], Any | None] = no_case
     # torch_npu's own operator for the same call; None where it has none.
     torch_npu: Callable[[dict[str, Any]], Any] | None = None
     # The cases whose aclnn calls are compared with torch_npu's; None: those of `on_device`.
@@ -94,6 +100,13 @@ class Operator:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipes", [Recipe(self, case) for case in self.cases])
+
+    @property
+    def device_recipes(self) -> list[Recipe]:
+        """The recipes and those in sizes of devices, each once."""
+        sized = (self.sized(case) for case in self.cases)
+        cases = {case.id: case for case in [*self.cases, *filter(None, sized)]}
+        return [Recipe(self, case) for case in cases.values()]
 
     @property
     def overload(self) -> Any:

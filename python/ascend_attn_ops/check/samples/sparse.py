@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -188,3 +189,15 @@ def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
 
 def on_device(case: SparseCase) -> bool:
     return case.k >= 1024
+
+
+def sized(**sizes: Any) -> Callable[[SparseCase], SparseCase | None]:
+    """Other sizes for cases whose rows select as many keys as they see, or K.
+
+    Devices read out of bounds in rows with fewer: docs/specification/device.md.
+    """
+
+    def with_sizes(case: SparseCase) -> SparseCase | None:
+        return replace(case, **sizes) if case.pattern == "random" else None
+
+    return with_sizes

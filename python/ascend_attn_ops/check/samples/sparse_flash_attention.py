@@ -18,7 +18,7 @@ from ascend_attn_ops.reference.sequences import with_dense_keys
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import Pages, SparseCase, indices, on_device
+from .sparse import Pages, SparseCase, indices, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -222,8 +222,8 @@ def gradient_terms(exact: Sample) -> Outputs:
     return part(d_query, 1), part(d_key, 2), d_value, part(d_query_rope, 1), part(d_key_rope, 2)
 
 
-def torch_npu(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_sparse_flash_attention(
+def torch_npu(x: dict[str, Any]) -> Any:
+    return torch.ops.npu.npu_sparse_flash_attention(
         x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_kv=x["actual_seq_lengths_key"],
@@ -235,8 +235,8 @@ def torch_npu(x: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def torch_npu_grad(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_sparse_flash_attention_grad(
+def torch_npu_grad(x: dict[str, Any]) -> Any:
+    return torch.ops.npu.npu_sparse_flash_attention_grad(
         x["query"], x["key"], x["value"], x["sparse_indices"], x["d_out"], x["out"],
         x["softmax_max"], x["softmax_sum"], x["scale_value"], x["sparse_block_size"],
         query_rope=x["query_rope"], key_rope=x["key_rope"],
@@ -260,6 +260,7 @@ SPARSE_FLASH_ATTENTION = Operator(
     ),
     expected=expected,
     on_device=on_device,
+    sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu,
 )
 
@@ -269,6 +270,7 @@ SPARSE_FLASH_ATTENTION_GRAD = Operator(
     build_grad,
     expected=expected_gradient,
     on_device=on_device,
+    sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu_grad,
 )
 

@@ -22,7 +22,7 @@ from . import sparse_flash_attention
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import SparseCase, on_device
+from .sparse import SparseCase, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)), rope=8)
 
@@ -168,8 +168,8 @@ def scaled(sample: Sample, outputs: Outputs, d_loss: Tensor) -> Outputs:
     return tuple((d_loss * gradient).to(gradient.dtype) for gradient in outputs[:3])
 
 
-def torch_npu(x: dict[str, Any]) -> None:
-    torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
+def torch_npu(x: dict[str, Any]) -> Any:
+    return torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
         x["query"], x["key"], x["query_index"], x["key_index"], x["weights"],
         x["sparse_indices"], x["softmax_max"], x["softmax_sum"], x["scale_value"],
         query_rope=x["query_rope"], key_rope=x["key_rope"],
@@ -195,6 +195,7 @@ KL_LOSS = Operator(
     ),
     expected=expected,
     on_device=on_device,
+    sized=sized(heads=32, d=512, rope=64, index_heads=8, index_d=128, k=1024),
     torch_npu=torch_npu,
 )
 

@@ -1,0 +1,219 @@
+"""How calls behave together: streams, devices, graphs, determinism, memory, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops.check.numbers import compare, placed_on
+from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
+from ascend_attn_ops.check.samples import OPERATORS, Operator, Recipe, Sample, bytes_of
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+
+SECTION = "behaviour"
+HALF = torch.bfloat16
+CALLS = 1000
+GROWTH = 2**20  # bytes that the allocator may keep more after so many calls
+
+
+def probes(context: Context) -> Iterator[Probe]:
+    firsts = [
+        next(recipe for recipe in operator.recipes if recipe.on_device)
+        for operator in OPERATORS.values()
+        if not operator.in_place
+    ]
+    for name, run in EACH.items():
+        for recipe in firsts:
+            probe_name = f"{name}-{recipe.operator.name}"
+            yield Probe(SECTION, name, probe_name, partial(run, recipe), quick=name != "memory")
+    for name, probe in ONCE.items():
+        yield Probe(SECTION, name, name, probe, quick=True)
+
+
+def _placed(recipe: Recipe, context: Context) -> Sample:
+    sample = recipe.make(HALF)
+    if refused := context.refusal(sample):
+        raise Skip(refused)
+    return placed_on(sample, context.device)
+
+
+def _on_cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.cpu() for x in outputs)
+
+
+def _is_right(recipe: Recipe, outputs: tuple[Tensor, ...]) -> Outcome:
+    return compare(recipe.operator, recipe.make(HALF), _on_cpu(outputs))
+
+
+def _same_bits(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> int:
+    """Return how many elements differ."""
+    pairs = zip(_on_cpu(first), _on_cpu(second), strict=True)
+    return sum(int((bytes_of(x) != bytes_of(y)).sum()) for x, y in pairs)
+
+
+def deterministic(recipe: Recipe, context: Context) -> Outcome:
+    """Three equal calls, with torch.use_deterministic_algorithms."""
+    sample = _placed(recipe, context)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [sample.call(torch.ops.ascend) for _ in range(3)]
+    except ValueError as error:
+        return Outcome("refused", str(error))  # CANN 8.5 promises none
+    finally:
+        torch.use_deterministic_algorithms(before)
+    differing = sum(_same_bits(results[0], x) for x in results[1:])
+    assert not differing, f"{differing} bytes differ between equal calls"
+    return PASS
+
+
+def second_call(recipe: Recipe, context: Context) -> Outcome:
+    """A call after another one, whose outputs it must leave alone."""
+    sample = _placed(recipe, context)
+    first = sample.call(torch.ops.ascend)
+    before = tuple(x.clone() for x in first)
+    outcome = _is_right(recipe, sample.call(torch.ops.ascend))
+    assert not _same_bits(first, before), "the second call changes the results of the first"
+    return outcome
+
+
+def strided(recipe: Recipe, context: Context) -> Outcome:
+    """Every tensor a slice of a larger one, and with its axes in another order in memory."""
+    sample = _placed(recipe, context)
+    outcome = PASS
+    for variant in (sample.strided(), sample.transposed()):
+        outcome = _is_right(recipe, variant.call(torch.ops.ascend))
+    return outcome
+
+
+def memory(recipe: Recipe, context: Context) -> Outcome:
+    """Compare what the allocator has before and after many calls."""
+    if not context.on_npu:
+        raise Skip("torch does not count the CPU's memory")
+    sample = _placed(recipe, context)
+    npu = torch.get_device_module("npu")
+    for _ in range(10):
+        sample.call(torch.ops.ascend)
+    context.synchronize()
+    before = npu.memory_reserved()
+    for _ in range(CALLS):
+        sample.call(torch.ops.ascend)
+    context.synchronize()
+    grown = npu.memory_reserved() - before
+    assert grown <= GROWTH, f"{CALLS} calls have taken {grown} bytes"
+    return Outcome("pass", f"{grown} bytes more after {CALLS} calls")
+
+
+def stream(recipe: Recipe, context: Context) -> Outcome:
+    """On a stream beside the default one, which waits for it."""
+    npu = _npu(context)
+    sample = _placed(recipe, context)
+    side = npu.Stream()
+    side.wait_stream(npu.current_stream())
+    with npu.stream(side):
+        outputs = sample.call(torch.ops.ascend)
+    npu.current_stream().wait_stream(side)
+    return _is_right(recipe, outputs)
+
+
+def graph(recipe: Recipe, context: Context) -> Outcome:
+    """A captured call, replayed with other values in its tensors."""
+    npu = _npu(context)
+    if not hasattr(npu, "NPUGraph"):
+        raise Skip("this torch_npu captures no graphs")
+    sample = _placed(recipe, context)
+    captured = npu.NPUGraph()
+    try:
+        with npu.graph(captured):
+            outputs = sample.call(torch.ops.ascend)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if "captur" in str(error):
+            return Outcome("refused", str(error))  # the host reads lengths
+        raise
+    other = replace(recipe, case=recipe.case).make(HALF).scaled(0.5)
+    for name, x in placed_on(other, context.device).tensors.items():
+        sample.tensors[name].copy_(x)
+    captured.replay()
+    context.synchronize()
+    return compare(recipe.operator, other, _on_cpu(outputs))
+
+
+def _npu(context: Context) -> Any:
+    if not context.on_npu:
+        raise Skip("this is the CPU")
+    return torch.get_device_module("npu")
+
+
+EACH: dict[str, Callable[[Recipe, Context], Outcome]] = {
+    "determinism": deterministic,
+    "second-call": second_call,
+    "strides": strided,
+    "memory": memory,
+    "stream": stream,
+    "graph": graph,
+}
+
+
+def _dense(case: FlashCase, context: Context) -> tuple[Operator, Sample]:
+    operator = OPERATORS["flash_attention_score"]
+    sample = operator.make(case, HALF)
+    if refused := context.refusal(sample):
+        raise Skip(refused)
+    return operator, sample
+
+
+def two_devices(context: Context) -> Outcome:
+    """A call on the second device, while the first is the current one."""
+    npu = _npu(context)
+    if npu.device_count() < 2:
+        raise Skip("there is one device")
+    operator, sample = _dense(FlashCase(), context)
+    second = (torch.device(context.device).index or 0) ^ 1
+    outputs = placed_on(sample, f"npu:{second}").call(torch.ops.ascend)
+    npu.synchronize(second)
+    assert all(x.device.index == second for x in outputs), "outputs on another device"
+    return compare(operator, sample, _on_cpu(outputs))
+
+
+def after_an_error(context: Context) -> Outcome:
+    """A good call after one with wrong arguments."""
+    operator, sample = _dense(FlashCase(), context)
+    placed = placed_on(sample, context.device)
+    try:
+        placed.replace(num_heads=3).call(torch.ops.ascend)
+    except ValueError:
+        return compare(operator, sample, _on_cpu(placed.call(torch.ops.ascend)))
+    return Outcome("differs", "a wrong number of heads is accepted")
+
+
+def many_sequences(context: Context) -> Outcome:
+    """A pack of 1,000 sequences, some of them empty."""
+    lengths = tuple(i % 4 for i in range(1000))
+    case = FlashCase(layout="TND", lengths=(lengths, lengths), heads=(1, 1), d=(16, 16), mode=3)
+    operator, sample = _dense(case, context)
+    outputs = placed_on(sample, context.device).call(torch.ops.ascend)
+    return compare(operator, sample, _on_cpu(outputs))
+
+
+def other_lengths(context: Context) -> Outcome:
+    """The same tensors as packs of different lengths, one call after the other."""
+    outcome = PASS
+    for lengths in (((3, 6, 4), (5, 9, 4)), ((6, 3, 4), (9, 5, 4)), ((13,), (18,))):
+        case = FlashCase(layout="TND", lengths=lengths, mode=3)
+        operator, sample = _dense(case, context)
+        outputs = placed_on(sample, context.device).call(torch.ops.ascend)
+        outcome = compare(operator, sample, _on_cpu(outputs))
+    return outcome
+
+
+ONCE: dict[str, Callable[[Context], Outcome]] = {
+    "two devices": two_devices,
+    "a call after an error": after_an_error,
+    "1000 sequences": many_sequences,
+    "other lengths": other_lengths,
+}

@@ -1,0 +1,106 @@
+"""How long a call takes, on the device and on the host, beside torch_npu's own call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ascend_attn_ops.check.numbers import placed_on
+from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
+from ascend_attn_ops.check.samples import OPERATORS, Sample
+from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.sparse import SparseCase
+
+SECTION = "speed"
+HALF = torch.bfloat16
+SECONDS = 0.5  # of calls that are timed
+# TFLOP/s of one device for products in bfloat16, from Huawei's data sheets.
+PEAKS = {"A2": 376, "A3": 376}
+
+
+@dataclass(frozen=True)
+class Shape:
+    operator: str
+    name: str
+    case: Any
+    small: bool  # for the CPU and for --quick
+
+
+SHAPES = [
+    Shape("flash_attention_score", "1x256", FlashCase(
+        layout="BSND", b=1, s=(256, 256), heads=(4, 4), d=(128, 128), mode=3), True),
+    Shape("flash_attention_score", "1x4096", FlashCase(
+        layout="BSND", b=1, s=(4096, 4096), heads=(16, 16), d=(128, 128), mode=3), False),
+    Shape("flash_attention_score", "decode-8x4096", FlashCase(
+        layout="BSND", b=8, s=(1, 4096), heads=(32, 8), d=(128, 128)), False),
+    Shape("lightning_indexer", "1x64x2048", SparseCase(
+        b=1, s=(64, 2048), heads=64, d=128, k=1024), True),
+    Shape("sparse_flash_attention", "1x16x2048", SparseCase(
+        b=1, s=(16, 2048), heads=16, d=512, rope=64, k=1024, absorbed=True), True),
+    Shape("sparse_flash_attention", "1x512x8192", SparseCase(
+        b=1, s=(512, 8192), heads=64, d=512, rope=64, k=2048, absorbed=True), False),
+]  # fmt: skip
+
+
+def probes(context: Context) -> Iterator[Probe]:
+    for shape in SHAPES:
+        if shape.small or context.on_npu:
+            name = f"{shape.operator}-{shape.name}"
+            yield Probe(SECTION, name, name, partial(_run, shape), shape.small)
+
+
+def _run(shape: Shape, context: Context) -> Outcome:
+    operator = OPERATORS[shape.operator]
+    sample = operator.make(shape.case, HALF)
+    size = sum(x.nbytes for x in sample.tensors.values())
+    if 4 * size > context.memory:
+        raise Skip(f"needs {4 * size / 10**9:.1f} GB")
+    if refused := context.refusal(sample):
+        return Outcome("refused", refused)
+    placed = placed_on(sample, context.device)
+    whole, host = _times(lambda: placed.call(torch.ops.ascend), context)
+    figures = {"seconds": whole, "host seconds": host}
+    rate = _flops(placed) / whole / 1e12
+    text = f"{1e3 * whole:.3f} ms, {rate:.3g} TFLOP/s, host {1e6 * host:.0f} us"
+    if context.product and context.product.product in PEAKS:
+        text += f", {rate / PEAKS[context.product.product]:.1%} of the peak"
+    if context.on_npu and operator.torch_npu is not None:
+        defaults = {x.name: x.default_value for x in operator.overload._schema.arguments}
+        arguments = {**defaults, **placed.arguments}
+        call = operator.torch_npu
+        try:
+            their_whole, their_host = _times(lambda: call(arguments), context)
+        except (AttributeError, RuntimeError) as error:
+            text += f"; torch_npu's own call fails: {str(error).splitlines()[0]}"
+        else:
+            figures |= {"torch_npu seconds": their_whole, "torch_npu host seconds": their_host}
+            text += f"; torch_npu's own {1e3 * their_whole:.3f} ms, host {1e6 * their_host:.0f} us"
+    return Outcome("pass", text, {name: float(f"{x:.4g}") for name, x in figures.items()})
+
+
+def _times(call: Callable[[], Any], context: Context) -> tuple[float, float]:
+    """Return the seconds of a call, and those after which it returns to its caller."""
+    for _ in range(2):
+        call()
+    context.synchronize()
+    calls, host = 0, 0.0
+    started = time.perf_counter()
+    while calls < 3 or (time.perf_counter() - started < SECONDS and calls < 200):
+        before = time.perf_counter()
+        call()
+        host += time.perf_counter() - before
+        calls += 1
+    context.synchronize()
+    return (time.perf_counter() - started) / calls, host / calls
+
+
+def _flops(sample: Sample) -> int:
+    with FlopCounterMode(display=False) as counter:
+        sample.map(lambda x: x.to("meta")).call(torch.ops.ascend)
+    return int(counter.get_total_flops())
