@@ -15,7 +15,7 @@ import shlex
 __version__ = "0.1.0"
 from cann_simulator import _torch  # noqa: F401
 from cann_simulator._environment import environment
-from cann_simulator._functions import function
+from cann_simulator._functions import altered, function
 from cann_simulator._options import parse
 from cann_simulator._report import counts
 from cann_simulator._start import description, is_running, start
@@ -30,6 +30,7 @@ from cann_simulator.control import (
 )
 
 __all__ = [
+    "altered",
     "computing",
     "counts",
     "description",

@@ -7,7 +7,8 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cann_simulator._start import is_running
-from cann_simulator.control import library
+from cann_simulator.control import library, synchronize
 
 _Compute = TypeVar("_Compute", bound=Callable[..., Any])
 
@@ -116,6 +117,10 @@ def _parameters(prototype: str) -> list[_Parameter]:
 def _view(handle: int) -> _View:
     fields = _TensorFields()
     library().cann_sim_read_tensor(ctypes.c_void_p(handle), ctypes.byref(fields))
+    return _view_of(fields)
+
+
+def _view_of(fields: _TensorFields) -> _View:
     dimensions = range(fields.dimensions)
     return _View(
         fields.data or 0, tuple(fields.sizes[i] for i in dimensions),
@@ -263,3 +268,44 @@ def function(name: str, prototype: str) -> Callable[[_Compute], _Compute]:
         return compute
 
     return add
+
+
+_NUMBER = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_double)
+_TENSOR = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_TensorFields)
+)  # fmt: skip
+
+
+@contextmanager
+def altered(
+    function: str,
+    numbers: Mapping[str, Callable[[float], float]] | None = None,
+    tensors: Mapping[str, Callable[[Tensor], object]] | None = None,
+) -> Iterator[None]:
+    """Make the kernel of a function err: on other numbers, or in what it writes.
+
+    Args:
+        function: The name of the aclnn function.
+        numbers: By the name of an argument in the prototype, what the kernel takes its number for,
+            or each of its numbers.
+        tensors: By the name of an argument, a function that changes the tensor in place when the
+            kernel has run.
+    """
+
+    def number(of: bytes, name: bytes, value: float) -> float:
+        change = (numbers or {}).get(name.decode())
+        return float(change(value)) if change and of.decode() == function else value
+
+    def tensor(of: bytes, name: bytes, fields: Any) -> None:
+        change = (tensors or {}).get(name.decode())
+        if change and of.decode() == function:
+            with torch.no_grad():
+                change(_view_of(fields.contents).tensor())
+
+    callbacks = _NUMBER(number), _TENSOR(tensor)
+    library().cann_sim_alter(*callbacks)
+    try:
+        yield
+    finally:
+        synchronize()
+        library().cann_sim_alter(None, None)

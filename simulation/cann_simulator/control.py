@@ -23,7 +23,7 @@ def library() -> ctypes.CDLL:
     return opapi
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     import torch
 
     torch.get_device_module("npu").synchronize()
@@ -38,18 +38,18 @@ def recorded_calls() -> Iterator[list[dict[str, Any]]]:
     that torch_npu calls around them.
     """
     calls: list[dict[str, Any]] = []
-    _synchronize()
+    synchronize()
     library().cann_sim_start_log()
     try:
         yield calls
-        _synchronize()
+        synchronize()
     finally:
         calls += json.loads(library().cann_sim_take_log())
 
 
 def live_handles() -> dict[str, int]:
     """How many handles of each kind exist now, once the task queue is empty."""
-    _synchronize()
+    synchronize()
     counts: dict[str, int] = json.loads(library().cann_sim_live_handles())
     return counts
 
@@ -109,6 +109,6 @@ def unchecked(*harms: str) -> Iterator[None]:
     before = library().cann_sim_set_unchecked(",".join(harms).encode())
     try:
         yield
-        _synchronize()
+        synchronize()
     finally:
         library().cann_sim_restore_unchecked(before)

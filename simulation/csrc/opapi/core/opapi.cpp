@@ -39,6 +39,12 @@ struct Fault {
   int before;  // that many calls are as usual
 };
 
+// Changes that a test makes: to numbers before a kernel runs, and to tensors behind it.
+struct Alteration {
+  double (*number)(const char* function, const char* argument, double value) = nullptr;
+  void (*tensor)(const char* function, const char* argument, const cann_sim_tensor*) = nullptr;
+};
+
 // State that tests set and read.
 struct Control {
   std::mutex mutex;
@@ -47,6 +53,7 @@ struct Control {
   std::atomic<bool> logging{false};
   std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
+  Alteration alteration;
 };
 
 Control& control() {
@@ -264,13 +271,51 @@ void compute(const Function& function, std::vector<Value> values, const Launch& 
   }
 }
 
+void alter_numbers(const Function& function, std::vector<Value>& values, const Alteration& by) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto alter = [&, name = std::string(function.arguments[i].name)](auto& x) {
+      x = static_cast<std::decay_t<decltype(x)>>(
+          by.number(function.name.data(), name.c_str(), static_cast<double>(x)));
+    };
+    if (auto* number = std::get_if<double>(&values[i])) {
+      alter(*number);
+    } else if (auto* integer = std::get_if<int64_t>(&values[i])) {
+      alter(*integer);
+    } else if (auto* integers = std::get_if<std::vector<int64_t>>(&values[i])) {
+      std::ranges::for_each(*integers, alter);
+    }
+  }
+}
+
+void alter_tensors(const Function& function, const std::vector<Value>& values,
+                   const Alteration& by) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (const auto* view = std::get_if<TensorView>(&values[i])) {
+      const auto tensor = readable(*view);
+      by.tensor(function.name.data(), std::string(function.arguments[i].name).c_str(), &tensor);
+    }
+  }
+}
+
 int run(const aclOpExecutor& executor, void* workspace) {
   if (workspace) {
     // A device destroys other data there as well.
     std::memset(workspace, 0xA5, executor.workspace_size);
   }
-  return without_exceptions(executor.function, kRuntime,
-                            [&] { compute(executor.function, executor.values, executor.launch); });
+  const auto alteration = [] {
+    const std::lock_guard lock(control().mutex);
+    return control().alteration;
+  }();
+  return without_exceptions(executor.function, kRuntime, [&] {
+    auto values = executor.values;
+    if (alteration.number) {
+      alter_numbers(executor.function, values, alteration);
+    }
+    compute(executor.function, values, executor.launch);
+    if (alteration.tensor) {
+      alter_tensors(executor.function, values, alteration);
+    }
+  });
 }
 
 // The error of a call that touches memory out of turn.
@@ -482,6 +527,12 @@ void cann_sim_no_faults() {
   const std::lock_guard lock(control().mutex);
   control().faulty = false;
   control().faults.clear();
+}
+// Null pointers end it.
+void cann_sim_alter(double (*number)(const char*, const char*, double),
+                    void (*tensor)(const char*, const char*, const cann_sim_tensor*)) {
+  const std::lock_guard lock(control().mutex);
+  control().alteration = {number, tensor};
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }
 }  // extern "C"

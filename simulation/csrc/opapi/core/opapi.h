@@ -68,6 +68,27 @@ TensorView in_place_of(const TensorView& view, const at::Tensor& tensor);
 
 }  // namespace cann_sim
 
+// The part of a tensor that ctypes reads.
+struct cann_sim_tensor {
+  void* data;
+  int64_t dimensions;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int64_t offset;
+  int64_t dtype;
+};
+
+namespace cann_sim {
+
+// Valid while the view is.
+inline cann_sim_tensor readable(const TensorView& view) {
+  return {view.data,         static_cast<int64_t>(view.sizes.size()),
+          view.sizes.data(), view.strides.data(),
+          view.offset,       view.dtype};
+}
+
+}  // namespace cann_sim
+
 struct aclTensor : cann_sim::Counted<aclTensor> {
   explicit aclTensor(cann_sim::TensorView view) : view(std::move(view)) {}
   cann_sim::TensorView view;

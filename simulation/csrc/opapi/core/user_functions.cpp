@@ -135,26 +135,13 @@ using namespace cann_sim;
 
 extern "C" {
 
-// The part of a tensor that ctypes reads.
-struct cann_sim_tensor {
-  void* data;
-  int64_t dimensions;
-  const int64_t* sizes;
-  const int64_t* strides;
-  int64_t offset;
-  int64_t dtype;
-};
-
 bool cann_sim_add_function(const char* name, void* first_phase, void* second_phase) {
   NameTable table;
   return table.add(std::string(name) + "GetWorkspaceSize", first_phase) &&
          table.add(name, second_phase);
 }
 void cann_sim_read_tensor(const aclTensor* tensor, cann_sim_tensor* read) {
-  const auto& view = tensor->view;
-  *read = {view.data,         static_cast<int64_t>(view.sizes.size()),
-           view.sizes.data(), view.strides.data(),
-           view.offset,       view.dtype};
+  *read = readable(tensor->view);
 }
 int64_t cann_sim_read_list(const aclTensorList* list, const aclTensor* const** tensors) {
   *tensors = list->tensors.data();

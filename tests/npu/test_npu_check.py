@@ -1,0 +1,137 @@
+"""`python -m ascend_attn_ops check` on the simulated device: nothing differs, and a line notices
+each planted fault. This proves the check, and says nothing of a device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cann_simulator
+import pytest
+from ascend_attn_ops.check import results
+from check_faults import FATAL, FAULTS
+from conftest import TASK_QUEUE
+from support.checkout import ROOT
+
+pytestmark = pytest.mark.skipif(
+    TASK_QUEUE != 1, reason="starts processes of its own: once is enough"
+)
+
+SCRIPT = Path(__file__).with_name("check_faults.py")
+PRODUCTS = ("A2", "A3", "950", "310P")
+LEAST = {"A2": 60, "A3": 60, "950": 50, "310P": 10}
+
+each_product = pytest.mark.parametrize("product", PRODUCTS)
+
+
+def environment(product: str, cann: str = "9.1", **options: Any) -> dict[str, str]:
+    simulated = cann_simulator.environment(product=product, cann=cann, task_queue=0, **options)
+    return {**os.environ, **simulated, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def run(*arguments: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True,
+        check=False, timeout=550,
+    )  # fmt: skip
+
+
+@cache
+def survey(product: str) -> dict[str, Any]:
+    ran = run(SCRIPT, env=environment(product))
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@each_product
+def test_enough_faults_are_noticed(product: str) -> None:
+    noticed = [x for x in survey(product).values() if x and x[1] == "differs"]
+    assert len(noticed) >= LEAST[product]
+
+
+@each_product
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_line_notices_the_fault(product: str, fault: Any) -> None:
+    found = survey(product)
+    if fault.name not in found:
+        pytest.skip(f"Ascend {product} lacks {fault.function}")
+    if found[fault.name] is None:
+        pytest.skip(f"no line of Ascend {product} passes without the fault: {fault.line}")
+    line, verdict, text = found[fault.name]
+    assert verdict == "differs", (line, text)
+
+
+@pytest.mark.parametrize("name", FATAL)
+def test_a_crash_and_a_hang_of_the_device_are_lines(name: str) -> None:
+    ran = run(SCRIPT, name, env=environment("A2"))
+    assert ran.returncode == 0, ran.stderr
+    _, verdict, text = json.loads(ran.stdout.splitlines()[-1])
+    assert verdict == "differs"
+    assert text.startswith(("the process has ended, ", "")[name == "hang"])
+    assert FATAL[name][1] in text
+
+
+def check(folder: Path, env: dict[str, str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    report = folder / "report.json"
+    ran = run("-m", "ascend_attn_ops", "check", "--json", report, *arguments, env=env)
+    assert report.exists(), ran.stderr
+    found = {x.id: x for x in results.read(report)[1]}
+    return ran.returncode, found
+
+
+def test_a_missing_function_is_named(tmp_path: Path) -> None:
+    env = environment("A2", without=["aclnnSparseFlashAttention"])
+    status, found = check(tmp_path, env, "--only", "environment")
+    assert status == 1
+    differing = [x.text for x in found.values() if x.verdict == "differs"]
+    text = "aclnnSparseFlashAttention, which sparse_flash_attention calls, is not in this CANN"
+    assert differing == [text]
+
+
+DEVICES = [
+    ("A2", "9.1"), ("A3", "9.1"), ("950", "9.1"), ("310P", "9.1"), ("A2", "9.0"), ("A2", "8.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("product", "cann"), DEVICES)
+def test_the_simulated_device_passes(product: str, cann: str, tmp_path: Path) -> None:
+    status, found = check(
+        tmp_path, environment(product, cann), "--quick", "--only", "environment", "numbers",
+        "limits", "host code", "behaviour", "speed",
+    )  # fmt: skip
+    assert [x for x in found.values() if x.verdict == "differs"] == []
+    assert status == 0
+    refused = [x for x in found.values() if x.verdict in ("refused", "skipped")]
+    assert all(x.text for x in refused)
+    text = (tmp_path / "report.json").read_text()
+    assert str(ROOT) not in text
+    assert str(tmp_path) not in text
+
+
+def test_facts_run_on_every_product(tmp_path: Path) -> None:
+    """Which of them hold is the device's; dangerous ones are named, and not run."""
+    _, found = check(tmp_path, environment("A2"), "--only", "known facts")
+    assert {x.verdict for x in found.values()} <= {"pass", "differs", "note", "skipped"}
+    not_probed = [x for x in found.values() if x.text.startswith("not probed: ")]
+    assert {x.id for x in not_probed} == {
+        f"known facts/{name}"
+        for name in ("li-no-pairs", "li-grad-k-2048", "li-grad-mode-0", "li-grad-empty-sequence",
+                     "sfag-few-keys")
+    }  # fmt: skip
+
+
+def test_the_page_has_the_faults() -> None:
+    """docs/hardware.md shows which line notices what."""
+    page = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("% begin check faults\n")
+    table, _, _ = rest.partition("% end check faults")
+    rows = [f"| {fault.name} | `{fault.function}` | `{fault.line}` |" for fault in FAULTS]
+    rows += [f"| {name} | any | the probe that runs |" for name in FATAL]
+    assert [line for line in table.splitlines() if line.startswith("| ")][1:] == rows
