@@ -1,5 +1,6 @@
 // The kernels of the key Autograd. They call the backend directly unless a gradient is required;
 // then they record a torch::autograd::Function. Operators that work in place have their own.
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -42,17 +43,18 @@ concept WorksInPlace = std::tuple_size_v<typename Op::Outputs> == 0;
 template <typename Op>
 concept HasBackward = requires { &Op::backward; };
 
+using Operands = c10::SmallVector<at::Tensor, 8>;
+
 // Returns the tensors that autograd gives a gradient.
 template <typename Op>
-variable_list operands_of(const Op& op) {
+Operands operands_of(const Op& op) {
+  Operands operands;
   if constexpr (requires { op.operands(); }) {
-    return op.operands();
+    operands = op.operands();
   } else {
-    variable_list operands;
-    operands.reserve(kArgumentCount<Op>);
     for_each_tensor(op, [&](const at::Tensor& tensor, Place) { operands.push_back(tensor); });
-    return operands;
   }
+  return operands;
 }
 
 template <typename Op>
