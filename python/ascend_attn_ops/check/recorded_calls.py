@@ -129,7 +129,10 @@ def _results(sample: Sample, outputs: Any) -> dict[str, Tensor]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"ascend_attn_ops": metadata.version("ascend_attn_ops"), "torch": torch.__version__}
+    found = {
+        "ascend_attn_ops": sys.modules["ascend_attn_ops"].__version__,
+        "torch": torch.__version__,
+    }
     npu = _library.npu_module()
     if npu is not None:
         found |= {"torch_npu": metadata.version("torch_npu")}
