@@ -28,14 +28,27 @@ extensions = [
     "operator_pages",
     "public_names",
     "python_blocks",
+    "translations",
 ]
 
 html_theme = "furo"
 html_title = f"ascend_attn_ops {release}"
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_copy_source = False
+# The theme's own, and the switch of languages.
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/language.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_theme_options = {"navigation_with_keys": True}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

@@ -16,8 +16,12 @@ class RunPythonBlocks(SphinxTransform):
     default_priority = 500
 
     def apply(self, **kwargs: object) -> None:
+        # The blocks of a Chinese page are those of its English one, which run there.
+        chinese = self.env.docname.startswith("zh/")
         for block in self.document.findall(nodes.literal_block):
-            if block.get("language") == "python":
+            if chinese:
+                block.attributes.pop("testnodetype", None)
+            elif block.get("language") == "python":
                 # sphinx.ext.doctest looks for these; docstrings' examples have the same group.
                 block["testnodetype"] = "testcode"
                 block["groups"] = ["default"]
