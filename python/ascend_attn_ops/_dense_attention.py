@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -74,13 +76,15 @@ def mask_of_either_polarity(
 
 
 def warn_of_a_mask_without_keys(
-    name: str, atten_mask: Tensor | None, sparse_mode: int, out: Tensor
+    name: str, atten_mask: Tensor | None, sparse_mode: int, outputs: Sequence[Tensor]
 ) -> None:
     """Where a mask can be read at once: one of the other polarity often masks every key.
 
-    Called with `out`, after the operator has accepted and read the mask.
+    Called with the outputs, after the operator has accepted and read the mask.
     """
-    if atten_mask is None or whole(sparse_mode) not in (0, 1) or not out.numel():
+    if not isinstance(atten_mask, Tensor) or whole(sparse_mode) not in (0, 1):
+        return
+    if not outputs[0].numel():
         return
     if atten_mask.dtype not in (torch.bool, torch.uint8) or not readable(atten_mask):
         return

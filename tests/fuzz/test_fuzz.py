@@ -91,9 +91,11 @@ def spoiled(call: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tens
 
 @each_valid_class
 def test_a_wrong_element_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not findings(name, 10)
+    # Many outputs of calls without elements have none that could be wrong.
+    cases = 60 if "/empty/" in name else 10
+    assert not findings(name, cases)
     monkeypatch.setattr(Sample, "call", spoiled(Sample.call))
-    assert len(findings(name, 10)) >= 5
+    assert len(findings(name, cases)) >= 5
 
 
 @pytest.mark.parametrize("name", [x for x in CLASSES if x.startswith(OF_TWO_CALLS)])

@@ -153,7 +153,7 @@ def flash_attention_score(
         keep_prob, pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type,
     )  # fmt: skip
     name = "ascend::flash_attention_score"
-    warn_of_a_mask_without_keys(name, given_mask, sparse_mode, outputs[0])
+    warn_of_a_mask_without_keys(name, given_mask, sparse_mode, outputs)
     return outputs
 
 

@@ -124,5 +124,5 @@ def prompt_flash_attention(
         deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
         next_tokens, layout, num_key_value_heads, sparse_mode,
     )  # fmt: skip
-    warn_of_a_mask_without_keys("ascend::prompt_flash_attention", given_mask, sparse_mode, out)
+    warn_of_a_mask_without_keys("ascend::prompt_flash_attention", given_mask, sparse_mode, (out,))
     return out
