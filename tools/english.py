@@ -159,7 +159,8 @@ def tracked() -> list[Path]:
     names = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    return [ROOT / x for x in names if Path(x).suffix in READERS and (ROOT / x).exists()]
+    read = [x for x in names if Path(x).suffix in READERS and (ROOT / x).exists()]
+    return [ROOT / x for x in read if not x.startswith("docs/zh/") and x != "README.zh.md"]
 
 
 def main(names: list[str]) -> int:
