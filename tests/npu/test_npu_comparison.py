@@ -9,6 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.recording import replay
+from conftest import TASK_QUEUE
 from torch import Tensor
 
 OPTIONS = {"dtype": torch.bfloat16, "device": "npu"}
@@ -47,6 +48,7 @@ def test_an_error_on_the_npu_is_recorded(tmp_path: Path) -> None:
     assert replay(files[0], "npu").same_as_recorded
 
 
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
 def test_a_capture_is_refused() -> None:
     query = torch.randn(1, 6, 4, 64, **OPTIONS)
     attend(query)  # builds and keeps the mask, which a capture must not

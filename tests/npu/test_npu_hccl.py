@@ -81,8 +81,8 @@ while True:
             connections[name] = socket.socket(socket.AF_UNIX)
             try:
                 connections[name].connect("\\0" + name)
-                connections[name].send(message)
                 print("connected", flush=True)
+                connections[name].send(message)  # fails where the rank has closed already
                 connections[name].setblocking(False)
             except OSError:
                 pass
