@@ -10,6 +10,7 @@
 #include "core/sparse_mode.h"
 #include "core/value_checks.h"
 #include "cpu/common/capability.h"
+#include "cpu/common/matrix_products.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
@@ -178,6 +179,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   m.def("cpu_implementations", &cpu_implementations);
   m.def("check_cpu_capability", &cpu::check_capability);
+  m.def("matrix_products", [] { return cpu::name_of(cpu::product_choice().products); });
+  m.def("measured_choices_file", &cpu::measured_choices_file);
+  m.def("processor_name", &cpu::processor_name);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("check_statistics",
         [](const std::string& op, const at::Tensor& max, const at::Tensor& sum) {

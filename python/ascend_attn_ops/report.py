@@ -30,7 +30,7 @@ def print_report(language: str = "en") -> int:
 
     print(f"\n{words('CPU kernels use here')}")
     for kind, implementation in _C.cpu_implementations().items():
-        print(f"  {kind:<18} {implementation}")
+        print(f"  {kind:<19} {implementation}")
 
     failure = _cpu_failure()
     device = device_in_force()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops import _C, reference
+from ascend_attn_ops import _C, calibration, reference
 from support.checkout import ROOT
 from support.samples import OPERATORS, Sample
 from torch import Tensor
@@ -21,13 +23,16 @@ VARIABLE = "ASCEND_ATTN_OPS_CPU_CAPABILITY"
 CAPABILITIES = {"x86_64": ["baseline", "avx2", "avx512"]}.get(platform.machine(), ["baseline"])
 # Heads, size and selected keys: around the sizes of the blocks in which products are computed.
 SIZES = [(1, 1, 1), (3, 5, 2), (7, 17, 33), (8, 16, 7), (9, 31, 127), (17, 33, 9), (35, 130, 64)]
+# What may multiply bfloat16 where nothing else is held back.
+PRODUCTS = [f"native:{products}" for products in calibration.PRODUCTS]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
-def run(*command: str, capability: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, capability: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), VARIABLE: capability, **environment}
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), VARIABLE: capability},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -78,7 +83,7 @@ def test_products_with_mkldnn_switched_off() -> None:
     assert_products_of_odd_sizes()
 
 
-@pytest.mark.parametrize("capability", [*CAPABILITIES, "native"])
+@pytest.mark.parametrize("capability", [*CAPABILITIES, "native", *PRODUCTS])
 def test_products_of_odd_sizes(capability: str) -> None:
     program = "import test_cpu_capability as tests; tests.assert_products_of_odd_sizes()"
     result = run("-c", program, capability=capability)
@@ -96,27 +101,108 @@ def test_every_operator_at_the_baseline() -> None:
     assert_pass("test_numerics.py::test_matches_the_reference", 40, "baseline")
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", PRODUCTS)
+def test_every_operator_with_each_product(capability: str) -> None:
+    assert_pass("test_numerics.py::test_matches_the_reference", 40, capability)
+
+
+@pytest.mark.parametrize("capability", [*CAPABILITIES, *PRODUCTS])
 def test_the_backward_has_the_weights_of_the_forward(capability: str) -> None:
     assert_pass("test_probabilities.py", 5, capability)
 
 
-def implementations(capability: str) -> list[str]:
-    program = "from ascend_attn_ops import _C; print(*_C.cpu_implementations().values(), sep='\\n')"
-    return run("-c", program, capability=capability).stdout.splitlines()
+def implementations(capability: str, **environment: str) -> dict[str, str]:
+    printed = "json.dumps([_C.matrix_products(), _C.cpu_implementations()])"
+    program = f"import json; from ascend_attn_ops import _C; print({printed})"
+    products, rows = json.loads(run("-c", program, capability=capability, **environment).stdout)
+    return {"products": products, **rows}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_is_held_back(capability: str) -> None:
-    loops, bfloat16, float32, int8 = implementations(capability)
-    assert loops.endswith(f" ({VARIABLE}={capability})")
-    assert (bfloat16, float32, int8) == ("as float32", "vector blocks", "as float32")
+    rows = implementations(capability)
+    assert rows["vector loops"].endswith(f" ({VARIABLE}={capability})")
+    assert rows["bfloat16 products"] == rows["int8 products"] == "as float32"
+    assert rows["float32 products"] == "vector blocks"
+
+
+@pytest.mark.parametrize("capability", PRODUCTS)
+def test_products_are_chosen_by_the_variable(capability: str) -> None:
+    native, rows = implementations("native:bfloat16"), implementations(capability)
+    assert rows["products"] == capability.removeprefix("native:")
+    assert rows["products chosen by"] == VARIABLE
+    assert rows["int8 products"] == native["int8 products"]
+    if capability != "native:bfloat16":
+        assert rows["bfloat16 products"] == "as float32"
+    if capability == "native:portable":
+        assert rows["float32 products"] == "vector blocks"
+    else:
+        assert rows["float32 products"] == native["float32 products"]
 
 
 def test_native_holds_nothing_back() -> None:
     if os.environ.get(VARIABLE, "native") != "native":
         pytest.skip(f"{VARIABLE} is set")
-    assert implementations("native") == [*_C.cpu_implementations().values()]
+    rows = implementations("native")
+    assert rows.pop("products") == _C.matrix_products()
+    assert rows == _C.cpu_implementations()
+
+
+def measured_choices(folder: Path, text: str) -> dict[str, str]:
+    """What a process uses that finds this text in the file of measured choices."""
+    file = folder / "ascend_attn_ops" / "matrix_products"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    return implementations("native", XDG_CONFIG_HOME=str(folder))
+
+
+def test_a_measured_choice_is_used(tmp_path: Path) -> None:
+    rows = measured_choices(
+        tmp_path, f"another processor\tportable\n{_C.processor_name()}\tfloat32\n"
+    )
+    assert rows["products"] == "float32"
+    assert rows["products chosen by"].startswith("measured, ")
+
+
+@pytest.mark.parametrize("text", ["", "\0\n\t", "another processor\tportable\n", "{}\tfast\n"])
+def test_a_file_without_this_processor_changes_nothing(tmp_path: Path, text: str) -> None:
+    expected = implementations("native", XDG_CONFIG_HOME=str(tmp_path))
+    assert measured_choices(tmp_path, text.format(_C.processor_name())) == expected
+
+
+def test_a_choice_replaces_that_of_the_same_processor_alone(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "matrix_products"
+    for processor, products in [("a", "float32"), ("b", "portable"), ("a", "bfloat16")]:
+        calibration.write_choice(file, processor, products)
+    assert file.read_text() == "b\tportable\na\tbfloat16\n"
+    assert [path.name for path in file.parent.iterdir()] == ["matrix_products"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"bfloat16": 1.0, "float32": 2.0, "portable": 3.0}, "bfloat16"),
+        ({"bfloat16": 1.0, "float32": 0.5, "portable": 0.4}, "portable"),
+        ({"bfloat16": 1.0, "float32": 0.97, "portable": 3.0}, "bfloat16"),  # noise
+    ],
+)
+def test_calibration_chooses_the_fastest(
+    seconds: dict[str, float], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "matrix_products"
+    monkeypatch.setattr(calibration, "_times_in_new_process", lambda name: [seconds[name]] * 2)
+    monkeypatch.setattr(_C, "matrix_products", lambda: "bfloat16")
+    monkeypatch.setattr(_C, "measured_choices_file", lambda: str(file))
+    assert calibration.calibrate(dry_run=True) == 0
+    assert not file.exists()
+    assert calibration.calibrate() == 0
+    assert file.read_text() == f"{_C.processor_name()}\t{chosen}\n"
+
+
+def test_a_process_times_every_workload() -> None:
+    times = calibration._times_in_new_process("float32")
+    assert len(times) == len(calibration._workloads())
+    assert min(times) > 0
 
 
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="torch has products for x86-64")
@@ -124,7 +210,8 @@ def test_products_are_not_those_of_a_blas_with_threads() -> None:
     assert _C.cpu_implementations()["float32 products"] == "vector blocks"
 
 
-def test_an_unknown_capability() -> None:
-    last = run("-c", "import ascend_attn_ops", capability="sse9").stderr.splitlines()[-1]
-    known = " or ".join([*CAPABILITIES, "native"])
-    assert last == f"ValueError: {VARIABLE}=sse9: expected {known}"
+@pytest.mark.parametrize("capability", ["sse9", "native:", "native:int8", "avx2:float32"])
+def test_an_unknown_capability(capability: str) -> None:
+    last = run("-c", "import ascend_attn_ops", capability=capability).stderr.splitlines()[-1]
+    known = " or ".join([*CAPABILITIES, "native", *PRODUCTS])
+    assert last == f"ValueError: {VARIABLE}={capability}: expected {known}"

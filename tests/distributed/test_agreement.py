@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops import distributed
+from ascend_attn_ops import _C, distributed
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import SCALE, Sizes, inputs, of_ranks
 from support.processes import on_ranks
@@ -258,6 +259,24 @@ def test_wrong_on_one_rank(name: str) -> None:
     messages = on_ranks(3, wrong_call, name)
     assert len(set(messages)) == 1
     assert re.match(CASES[name][3], messages[0]), messages[0]
+
+
+def other_matrix_products(group: ProcessGroup) -> str:
+    with ops.limits(None):
+        shards = SequenceShards(LENGTHS, group)
+        x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
+        chosen = "float32" if group.rank() == WRONG_RANK else "bfloat16"
+        with mock.patch.object(_C, "matrix_products", return_value=chosen):
+            return message(lambda: indexer(x, shards))
+
+
+def test_ranks_choose_the_same_matrix_products() -> None:
+    for text in on_ranks(3, other_matrix_products):
+        assert re.match(
+            r"ValueError: .*: matrix products \(set ASCEND_ATTN_OPS_CPU_CAPABILITY\): expected the "
+            "same on all ranks, got 'bfloat16' on rank 0 and 'float32' on rank 2",
+            text,
+        )
 
 
 def breaks_a_limit(group: ProcessGroup) -> str:

@@ -78,7 +78,7 @@ PACKAGE_PARTS = {
     "distributed": Part(("distributed/*",), "several ranks", ("public",)),
     "integrations": Part(("integrations/*",), "transformers", ("public",)),
     "check": Part(
-        ("__main__.py", "report.py", "check/*"),
+        ("__main__.py", "report.py", "calibration.py", "check/*"),
         "the command line: report, limits, check",
         ("public",),
     ),

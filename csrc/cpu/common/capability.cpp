@@ -8,8 +8,8 @@
 namespace ascend_attn::cpu {
 namespace {
 
-constexpr const char* kVariable = "ASCEND_ATTN_OPS_CPU_CAPABILITY";
 constexpr std::string_view kNativeName = "native";
+constexpr std::string_view kNativeProducts[] = {"bfloat16", "float32", "portable"};
 
 struct Level {
   std::string_view name;
@@ -23,11 +23,11 @@ constexpr Level kLevels[] = {{"baseline", VectorUnit::baseline}};
 #endif
 
 std::string_view wanted() {
-  const char* value = std::getenv(kVariable);
+  const char* value = std::getenv(kCapabilityVariable);
   return value == nullptr || *value == '\0' ? kNativeName : value;
 }
 
-// Returns null for kNativeName, and for an unknown name.
+// Returns null for kNativeName with or without products, and for an unknown name.
 const Level* wanted_level() {
   const auto* level = std::ranges::find(kLevels, wanted(), &Level::name);
   return level == std::end(kLevels) ? nullptr : level;
@@ -54,8 +54,14 @@ VectorUnit vector_unit() {
 
 }  // namespace
 
+const char* const kCapabilityVariable = "ASCEND_ATTN_OPS_CPU_CAPABILITY";
 const VectorUnit kVectorUnit = vector_unit();
 const bool kNative = wanted_level() == nullptr;
+
+std::string_view wanted_products() {
+  constexpr size_t begin = kNativeName.size() + 1;
+  return wanted().starts_with("native:") ? wanted().substr(begin) : std::string_view();
+}
 
 std::string vector_unit_name() {
   std::string name = "the compiler's baseline";
@@ -66,18 +72,24 @@ std::string vector_unit_name() {
 #elif defined(__aarch64__)
   name = "NEON";
 #endif
-  return kNative ? name : name + " (" + kVariable + "=" + std::string(wanted()) + ")";
+  return kNative ? name : name + " (" + kCapabilityVariable + "=" + std::string(wanted()) + ")";
 }
 
 void check_capability() {
-  if (wanted() == kNativeName || wanted_level() != nullptr) {
+  if (wanted() == kNativeName || wanted_level() != nullptr ||
+      std::ranges::find(kNativeProducts, wanted_products()) != std::end(kNativeProducts)) {
     return;
   }
-  std::string message = std::string(kVariable) + "=" + std::string(wanted()) + ": expected ";
+  std::string message =
+      std::string(kCapabilityVariable) + "=" + std::string(wanted()) + ": expected ";
   for (const auto& level : kLevels) {
     message += std::string(level.name) + " or ";
   }
-  throw std::invalid_argument(message + std::string(kNativeName));
+  message += kNativeName;
+  for (const auto& products : kNativeProducts) {
+    message += " or native:" + std::string(products);
+  }
+  throw std::invalid_argument(message);
 }
 
 }  // namespace ascend_attn::cpu

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 namespace ascend_attn::cpu {
 
@@ -17,6 +18,11 @@ extern const VectorUnit kVectorUnit;
 
 // Whether nothing is held back. If something is, matrix products use the vector unit alone.
 extern const bool kNative;
+
+extern const char* const kCapabilityVariable;
+
+// What follows the colon of "native:float32" in the variable; empty where nothing does.
+std::string_view wanted_products();
 
 // Names the vector unit, and the variable if it is set.
 std::string vector_unit_name();

@@ -9,6 +9,7 @@
 
 #include "cpu/common/arm_gemm.h"
 #include "cpu/common/capability.h"
+#include "cpu/common/matrix_products.h"
 #include "cpu/common/portable_gemm.h"
 
 namespace ascend_attn::cpu {
@@ -85,7 +86,9 @@ bool has_brgemm() {
   return has;
 }
 
-bool has_float_brgemm() { return has_brgemm<multiply_float>(); }
+bool has_float_brgemm() {
+  return product_choice().products != MatrixProducts::portable && has_brgemm<multiply_float>();
+}
 bool has_int8_brgemm() { return has_brgemm<multiply_int8>(); }
 
 // Floats sum integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
@@ -127,7 +130,9 @@ void multiply_as_floats(const Product<uint8_t, int8_t, int32_t>& p) {
 
 // Not cpublas::could_pack(kBFloat16), which requires AMX: brgemm also supports AVX512 with
 // bfloat16.
-bool has_bfloat16_products() { return has_brgemm<multiply_bfloat16>(); }
+bool has_bfloat16_products() {
+  return product_choice().products == MatrixProducts::bfloat16 && has_brgemm<multiply_bfloat16>();
+}
 
 TileGemmScope::~TileGemmScope() { at::native::cpublas::brgemm_release(); }
 
@@ -159,7 +164,8 @@ std::vector<Implementation> implementations() {
           {"float32 products", has_float_brgemm() ? "brgemm" : "vector blocks"},
           {"int8 products", has_int8_brgemm() ? brgemm
                             : has_usmmla()    ? "USMMLA"
-                                              : "as float32"}};
+                                              : "as float32"},
+          {"products chosen by", product_choice().reason}};
 }
 
 }  // namespace ascend_attn::cpu

@@ -3,7 +3,7 @@
 //
 // Kernels are written for three types:
 //   Input        of the tensors: at::Half, at::BFloat16, float or double
-//   Operand      of A and B: bfloat16 where the processor multiplies it, otherwise float; or double
+//   Operand      of A and B: bfloat16 where has_bfloat16_products(), otherwise float; or double
 //   Accumulator  of C: float, or double
 // 8-bit integer products have an unsigned A, a signed B and an exact int32 C.
 #pragma once
@@ -60,7 +60,8 @@ class Tile : public Matrix<T> {
   at::DataPtr memory_;
 };
 
-// Returns whether the processor multiplies bfloat16 matrices. Tested once, by multiplying two.
+// Returns whether bfloat16 matrices are multiplied as they are: where the processor can, which is
+// tested once by multiplying two, and where that is chosen (matrix_products.h).
 bool has_bfloat16_products();
 
 // C (m, n) = A (m, k) * B (k, n), or C += A * B. B is packed by pack_rows or pack_transposed, and k

@@ -166,6 +166,9 @@ def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
     facts["gradient"] = [
         name for name, x in tensors.items() if x is not None and x.requires_grad and recorded
     ]
+    if any(x is not None and x.is_cpu for x in tensors.values()):
+        # Ranks that round differently would drift apart without a word.
+        facts["matrix products (set ASCEND_ATTN_OPS_CPU_CAPABILITY)"] = _C.matrix_products()
     return facts
 
 
