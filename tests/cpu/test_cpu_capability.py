@@ -23,7 +23,7 @@ VARIABLE = "ASCEND_ATTN_OPS_CPU_CAPABILITY"
 CAPABILITIES = {"x86_64": ["baseline", "avx2", "avx512"]}.get(platform.machine(), ["baseline"])
 # Heads, size and selected keys: around the sizes of the blocks in which products are computed.
 SIZES = [(1, 1, 1), (3, 5, 2), (7, 17, 33), (8, 16, 7), (9, 31, 127), (17, 33, 9), (35, 130, 64)]
-# What may multiply bfloat16 where nothing else is held back.
+# The products that may be chosen where nothing else is held back.
 PRODUCTS = [f"native:{products}" for products in calibration.PRODUCTS]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
@@ -149,7 +149,7 @@ def test_native_holds_nothing_back() -> None:
 
 
 def measured_choices(folder: Path, text: str) -> dict[str, str]:
-    """What a process uses that finds this text in the file of measured choices."""
+    """The products of a process that finds this text in the file of measured choices."""
     file = folder / "ascend_attn_ops" / "matrix_products"
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)

@@ -21,7 +21,7 @@ extern const bool kNative;
 
 extern const char* const kCapabilityVariable;
 
-// What follows the colon of "native:float32" in the variable; empty where nothing does.
+// The text after the colon of "native:float32" in the variable; empty where there is none.
 std::string_view wanted_products();
 
 // Names the vector unit, and the variable if it is set.
