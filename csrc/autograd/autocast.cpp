@@ -29,9 +29,11 @@ Positions kept_arguments(const SparseLightningIndexerGradKLLoss& op) {
 }
 Positions kept_arguments(const FlashAttentionScore& op) {
   constexpr int64_t kFirstTypeOfSlopes = 2;  // which are float32
-  return op.options.pse_type >= kFirstTypeOfSlopes
-             ? Positions{position_of(op, op.options.pse_shift)}
-             : Positions{};
+  Positions kept{position_of(op, op.extra.sink)};
+  if (op.options.pse_type >= kFirstTypeOfSlopes) {
+    kept.push_back(position_of(op, op.options.pse_shift));
+  }
+  return kept;
 }
 Positions kept_arguments(const PromptFlashAttention& op) {
   return {position_of(op, op.deq_scale1), position_of(op, op.quant_scale1),

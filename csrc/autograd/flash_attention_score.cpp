@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "autograd/saved_call.h"
 #include "core/error.h"
@@ -53,20 +54,34 @@ variable_list FlashAttentionScore::backward(AutogradContext& context,
   const SavedCall<FlashAttentionScore> saved(context);
   const auto& op = saved.op();
   Gradients gradients(op);
-  FlashAttentionGradArguments arguments{.query = op.query,
-                                        .key = op.key,
-                                        .value = op.value,
-                                        .dy = d_outputs[0],
-                                        .softmax_max = saved.output(1),
-                                        .softmax_sum = saved.output(2),
-                                        .attention_in = saved.output(0),
-                                        .options = op.options};
+  FlashAttentionExtendedGradArguments arguments{.query = op.query,
+                                                .key = op.key,
+                                                .value = op.value,
+                                                .dy = d_outputs[0],
+                                                .softmax_max = saved.output(1),
+                                                .softmax_sum = saved.output(2),
+                                                .attention_in = saved.output(0),
+                                                .options = op.options,
+                                                .extra = op.extra};
   if (context.saved_data("pse_requires_grad").toBool()) {
     std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
   }
   arguments.options.pse_shift = pse_of_gradient(op);
-  std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
-      call(FlashAttentionScoreGrad{arguments});
+  if (!op.extra.given()) {
+    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
+        call(FlashAttentionScoreGrad{arguments.without_extra()});
+    return gradients;
+  }
+  at::Tensor d_sink, d_query_rope, d_key_rope;
+  std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value), d_sink,
+           d_query_rope, d_key_rope) = call(FlashAttentionScoreExtendedGrad{arguments});
+  if (op.extra.sink) {
+    gradients.of(op.extra.sink) = std::move(d_sink);
+  }
+  if (op.extra.query_rope) {
+    gradients.of(op.extra.query_rope) = std::move(d_query_rope);
+    gradients.of(op.extra.key_rope) = std::move(d_key_rope);
+  }
   return gradients;
 }
 

@@ -155,8 +155,8 @@ class FlashAttentionGrad {
 };
 
 template <typename Input, typename Operand>
-void differentiate(const DenseAttentionGrad& attention,
-                   const FlashAttentionScoreGrad::Outputs& outputs) {
+void differentiate_as(const DenseAttentionGrad& attention,
+                      const FlashAttentionScoreGrad::Outputs& outputs) {
   using T = Accumulator<Operand>;
   using Worker = FlashAttentionGrad<Input, Operand>;
   const auto& forward = attention.forward;
@@ -186,17 +186,7 @@ void differentiate(const DenseAttentionGrad& attention,
 
 void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs) {
-  const DenseAttentionGrad attention(op);
-  const auto& [dq, dk, dv] = outputs;
-  if (attention.forward.layout == Layout::TND) {
-    const auto& sequences = attention.forward.sequences;
-    zero_unused_queries(dq, dq.size(0), sequences);
-    zero_unused_keys(dk, dk.size(0), sequences);
-    zero_unused_keys(dv, dv.size(0), sequences);
-  }
-  dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    differentiate<Input, Operand>(attention, outputs);
-  });
+  differentiate(DenseAttentionGrad(op), outputs);
 }
 
 const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
@@ -204,6 +194,21 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 });
 
 }  // namespace
+
+void differentiate(const DenseAttentionGrad& attention,
+                   const FlashAttentionScoreGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv] = outputs;
+  if (attention.forward.layout == Layout::TND) {
+    const auto& sequences = attention.forward.sequences;
+    zero_unused_queries(dq, dq.size(0), sequences);
+    zero_unused_keys(dk, dk.size(0), sequences);
+    zero_unused_keys(dv, dv.size(0), sequences);
+  }
+  dispatch_operand(attention.forward.query.scalar_type(), [&]<typename Input, typename Operand>() {
+    differentiate_as<Input, Operand>(attention, outputs);
+  });
+}
+
 }  // namespace ascend_attn::cpu
 
 void ascend_attn::FlashAttentionScoreGrad::check_values() const {

@@ -12,6 +12,7 @@
 #include "core/sparse_mode.h"
 #include "npu/aclnn/product.h"
 #include "npu/kernel.h"
+#include "npu/sink_and_ropes.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -166,7 +167,16 @@ std::optional<at::Tensor> mask_of(const Op& op, const Lists& lists) {
   return mask->expand({batches, -1, -1, -1}).contiguous();
 }
 
-void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
+// Refuses calls of a graph that updates lengths, where the launch computes more than CANN does.
+void check_not_updated(const char* op, const char* argument) {
+  check_implemented(GivenWorkspace::current() == nullptr, op, argument,
+                    "expected None on this device in a call whose lengths a graph updates, got a "
+                    "tensor");
+}
+
+std::vector<int64_t> cumulative(const IntegerList& ends) { return {ends.begin(), ends.end()}; }
+
+void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& outputs) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const Lists lists(op.query, op.key, o);
@@ -184,6 +194,20 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
     call(aclnn_packed_score, lists.query_ends, lists.key_ends);
   } else {
     call(aclnn_score);
+  }
+}
+
+void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
+  if (op.extra.query_rope) {
+    check_not_updated(op.name, "query_rope");
+    launch(join_ropes(op), outputs);
+  } else {
+    launch(op, outputs);
+  }
+  if (op.extra.sink) {
+    check_not_updated(op.name, "sink");
+    const Lists lists(op.query, op.key, op.options);
+    add_sink(op, outputs, cumulative(lists.query_ends));
   }
 }
 
@@ -234,30 +258,25 @@ bool is_refused_unless_bnsd(const FlashAttentionScoreGrad& op) {
   return size_of_head(op.query) == kKeySize && size_of_head(op.dy) == kValueSize;
 }
 
-// Returns a view of (B, S, N, D), (B, S, H) or (S, B, H) as (B, N, S, D).
-at::Tensor as_bnsd(const at::Tensor& tensor, Layout layout, int64_t head_size) {
-  const auto axes = axes_of(layout);
-  const auto with_heads = axes.merged() ? tensor.unflatten(-1, {-1, head_size}) : tensor;
-  return with_heads.permute({axes.batch, 2, axes.tokens, 3});
-}
-
 void flash_attention_score_grad_in_bnsd(const FlashAttentionScoreGrad& op,
                                         FlashAttentionScoreGrad::Outputs& outputs) {
   const auto layout = op.options.layout.value();
+  const auto heads = op.options.num_heads.expect_int();
+  const auto key_heads = key_heads_of(op.query, op.key, layout, heads);
   auto bnsd = op;
   bnsd.options.layout = LayoutArgument("BNSD");
-  for (auto* tensor : {&bnsd.query, &bnsd.key}) {
-    *tensor = as_bnsd(*tensor, layout, kKeySize).contiguous();
+  for (auto* tensor : {&bnsd.query, &bnsd.dy, &bnsd.attention_in}) {
+    *tensor = as_bnsd(*tensor, layout, heads).contiguous();
   }
-  for (auto* tensor : {&bnsd.value, &bnsd.dy, &bnsd.attention_in}) {
-    *tensor = as_bnsd(*tensor, layout, kValueSize).contiguous();
+  for (auto* tensor : {&bnsd.key, &bnsd.value}) {
+    *tensor = as_bnsd(*tensor, layout, key_heads).contiguous();
   }
   auto gradients = bnsd.check_and_allocate();
   launch_grad(bnsd, gradients);
   const auto& [dq, dk, dv] = outputs;
-  as_bnsd(dq, layout, kKeySize).copy_(std::get<0>(gradients));
-  as_bnsd(dk, layout, kKeySize).copy_(std::get<1>(gradients));
-  as_bnsd(dv, layout, kValueSize).copy_(std::get<2>(gradients));
+  as_bnsd(dq, layout, heads).copy_(std::get<0>(gradients));
+  as_bnsd(dk, layout, key_heads).copy_(std::get<1>(gradients));
+  as_bnsd(dv, layout, key_heads).copy_(std::get<2>(gradients));
 }
 
 void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
@@ -269,9 +288,28 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
   }
 }
 
+void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
+                                         FlashAttentionScoreExtendedGrad::Outputs& outputs) {
+  if (op.extra.query_rope) {
+    check_not_updated(op.name, "query_rope");
+    differentiate_joined(op, outputs, flash_attention_score_grad);
+  } else {
+    FlashAttentionScoreGrad::Outputs gradients{std::get<0>(outputs), std::get<1>(outputs),
+                                               std::get<2>(outputs)};
+    flash_attention_score_grad(FlashAttentionScoreGrad{op.without_extra()}, gradients);
+  }
+  if (op.extra.sink) {
+    check_not_updated(op.name, "sink");
+    const Lists lists(op.query, op.key, op.options);
+    differentiate_sink(op, std::get<3>(outputs), cumulative(lists.query_ends));
+  }
+}
+
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
   register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
+  register_kernel_and_relaunch<FlashAttentionScoreExtendedGrad,
+                               flash_attention_score_extended_grad>(m);
 });
 
 }  // namespace

@@ -11,8 +11,8 @@
 namespace ascend_attn {
 namespace {
 
-using OperatorsWithLists =
-    OperatorList<FlashAttentionScore, FlashAttentionScoreGrad, PromptFlashAttention>;
+using OperatorsWithLists = OperatorList<FlashAttentionScore, FlashAttentionScoreGrad,
+                                        FlashAttentionScoreExtendedGrad, PromptFlashAttention>;
 
 std::string relaunch_schema(const char* name, std::string_view schema) {
   const auto arguments = schema.substr(0, schema.rfind(") -> "));
@@ -34,6 +34,7 @@ void Relaunch<Op, Outputs(Parameters...)>::register_kernel(
 }
 template struct Relaunch<FlashAttentionScore>;
 template struct Relaunch<FlashAttentionScoreGrad>;
+template struct Relaunch<FlashAttentionScoreExtendedGrad>;
 template struct Relaunch<PromptFlashAttention>;
 
 }  // namespace ascend_attn

@@ -32,6 +32,9 @@ std::vector<Rule> with_common(std::vector<Rule> rules) {
 template <typename Op>
 FlashAttentionRules check_common(const Op& op) {
   FlashAttentionRules rules(op);
+  if constexpr (requires { op.extra; }) {
+    rules.check_extra(op.extra);
+  }
   rules.check_scores();
   rules.check_mask();
   rules.check_dropout();
@@ -67,6 +70,17 @@ FlashAttentionScoreGrad::Outputs FlashAttentionScoreGrad::check_and_allocate(
     OutputSource outputs) const {
   check_grad(*this);
   return {outputs.tensor_like(query), outputs.tensor_like(key), outputs.tensor_like(value)};
+}
+
+FlashAttentionScoreExtendedGrad::Outputs FlashAttentionScoreExtendedGrad::check_and_allocate(
+    OutputSource outputs) const {
+  check_grad(*this);
+  const auto like_or_empty = [&](const std::optional<at::Tensor>& given) {
+    return given ? outputs.tensor_like(*given) : outputs.tensor({0}, query.options());
+  };
+  return {outputs.tensor_like(query),      outputs.tensor_like(key),
+          outputs.tensor_like(value),      like_or_empty(extra.sink),
+          like_or_empty(extra.query_rope), like_or_empty(extra.key_rope)};
 }
 
 FlashAttentionPseGrad::Outputs FlashAttentionPseGrad::check_and_allocate() const {

@@ -35,11 +35,23 @@ inline constexpr char kFlashAttentionKeywords[] =
     "int pre_tokens=2147483647, int next_tokens=2147483647, int inner_precise=0, "
     "int sparse_mode=0, int pse_type=1";
 
+// Keyword arguments that came later, and stand last for the sake of older calls and saved graphs.
+struct SinkAndRopes {
+  static constexpr bool is_argument_group = true;
+
+  std::optional<at::Tensor> sink, query_rope, key_rope;
+
+  bool given() const { return sink || query_rope || key_rope; }
+};
+
+inline constexpr char kSinkAndRopesKeywords[] =
+    ", Tensor? sink=None, Tensor? query_rope=None, Tensor? key_rope=None";
+
 struct FlashAttentionScore {
   static constexpr const char* name = "flash_attention_score";
   static constexpr auto schema =
       join("(Tensor query, Tensor key, Tensor value, *, ", kFlashAttentionKeywords,
-           ") -> (Tensor out, Tensor softmax_max, Tensor softmax_sum)");
+           kSinkAndRopesKeywords, ") -> (Tensor out, Tensor softmax_max, Tensor softmax_sum)");
   static constexpr std::array functions{"aclnnFlashAttentionScoreV2",
                                         "aclnnFlashAttentionVarLenScoreV2"};
   static const OperatorLimits limits;
@@ -47,6 +59,7 @@ struct FlashAttentionScore {
 
   at::Tensor query, key, value;
   FlashAttentionOptions options;
+  SinkAndRopes extra;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
@@ -57,7 +70,6 @@ struct FlashAttentionScore {
                                           const std::vector<at::Tensor>& d_outputs);
 };
 
-// Arguments of both gradient operators.
 struct FlashAttentionGradArguments {
   at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
@@ -83,15 +95,42 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   void check_values() const;
 };
 
-// The gradient of pse_shift, which the device's function does not compute. CPU only, and called by
-// autograd alone.
-struct FlashAttentionPseGrad : FlashAttentionGradArguments {
-  static constexpr const char* name = "_flash_attention_score_pse_grad";
+// Arguments of the gradient operators below, which autograd alone calls.
+struct FlashAttentionExtendedGradArguments {
+  at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
+  FlashAttentionOptions options;
+  SinkAndRopes extra;
+
+  FlashAttentionGradArguments without_extra() const {
+    return {query, key, value, dy, softmax_max, softmax_sum, attention_in, options};
+  }
+};
+
+// The gradient of calls with a sink or with ropes.
+struct FlashAttentionScoreExtendedGrad : FlashAttentionExtendedGradArguments {
+  static constexpr const char* name = "_flash_attention_score_extended_grad";
   static constexpr auto schema =
-      join(kFlashAttentionGradTensors, kFlashAttentionKeywords, ") -> Tensor dpse");
+      join(kFlashAttentionGradTensors, kFlashAttentionKeywords, kSinkAndRopesKeywords,
+           ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dq_rope, Tensor dk_rope)");
+  static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
+  using Fields = FlashAttentionExtendedGradArguments;
+  // dq, dk, dv, dsink, dq_rope, dk_rope; the gradient of an absent tensor has shape (0).
+  using Outputs =
+      std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+  static constexpr bool has_out_overload = false;
+
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
+};
+
+// The gradient of pse_shift, which the device's function does not compute. CPU only.
+struct FlashAttentionPseGrad : FlashAttentionExtendedGradArguments {
+  static constexpr const char* name = "_flash_attention_score_pse_grad";
+  static constexpr auto schema = join(kFlashAttentionGradTensors, kFlashAttentionKeywords,
+                                      kSinkAndRopesKeywords, ") -> Tensor dpse");
   // No function of the device computes it, so it takes what the forward takes.
   static constexpr const OperatorLimits& limits = FlashAttentionScore::limits;
-  using Fields = FlashAttentionGradArguments;
+  using Fields = FlashAttentionExtendedGradArguments;
   using Outputs = std::tuple<at::Tensor>;  // dpse
 
   Outputs check_and_allocate() const;

@@ -180,7 +180,54 @@ void FlashAttentionRules::check_lengths() {
   }
 }
 
-void FlashAttentionRules::check_head_size() const { limits_.size("query", "D", head_size_); }
+void FlashAttentionRules::check_head_size() const {
+  limits_.size("query", "D", head_size_);
+  limits_.size("query_rope", "D", head_size_ + rope_size_);
+}
+
+void FlashAttentionRules::check_extra(const SinkAndRopes& extra) {
+  if (extra.sink) {
+    check_sink({"sink", *extra.sink});
+  }
+  check_present(extra.query_rope || !extra.key_rope, op_, "query_rope",
+                "expected a tensor because key_rope is given, got None");
+  check_present(extra.key_rope || !extra.query_rope, op_, "key_rope",
+                "expected a tensor because query_rope is given, got None");
+  if (!extra.query_rope) {
+    return;
+  }
+  const auto& rope = *extra.query_rope;
+  check_value(rope.dim() == axes_.rank, op_, "query_rope", "expected rank ", axes_.rank,
+              " for layout ", layout_name(layout_), ", got shape ", rope.sym_sizes());
+  const auto& width = rope.sym_size(-1);
+  check_value(!axes_.merged() || divides(heads_, width), op_, "query_rope",
+              "expected H to be a multiple of num_heads = ", heads_, ", got shape ",
+              rope.sym_sizes());
+  rope_size_ = axes_.merged() ? width / heads_ : width;
+  check_value(rope_size_ > 0, op_, "query_rope", "expected a head size of at least 1, got shape ",
+              rope.sym_sizes());
+  check_rope({"query_rope", rope}, query_, heads_);
+  check_rope({"key_rope", *extra.key_rope}, key_, key_heads_);
+}
+
+void FlashAttentionRules::check_sink(NamedTensor sink) const {
+  check_device(op_, sink, query());
+  check_dtype(op_, sink, statistics_dtype(query_));
+  check_value(fits_shape(sink.tensor, {{heads_}}), op_, sink.name, "expected shape (", heads_,
+              "), one score per query head, got ", sink.tensor.sym_sizes());
+}
+
+// A rope has the sizes of `beside`, but for its own head size.
+void FlashAttentionRules::check_rope(NamedTensor rope, const at::Tensor& beside,
+                                     const c10::SymInt& heads) const {
+  check_device(op_, rope, query());
+  check_dtype(op_, rope, query());
+  c10::SymDimVector sizes(beside.sym_sizes());
+  sizes.back() = axes_.merged() ? heads * rope_size_ : rope_size_;
+  check_value(fits_shape(rope.tensor, sizes), op_, rope.name, "expected ",
+              &beside == &query_ ? "query" : "key", "'s shape with Dr = ", rope_size_, ", ", sizes,
+              ", got ", rope.tensor.sym_sizes());
+}
 
 void FlashAttentionRules::check_scores() const {
   check_scale_value(op_, options_.scale_value);

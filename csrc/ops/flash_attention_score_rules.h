@@ -61,6 +61,7 @@ class FlashAttentionRules {
   explicit FlashAttentionRules(const Op& op)
       : FlashAttentionRules(Op::name, Op::limits, op.query, op.key, op.value, op.options) {}
 
+  void check_extra(const SinkAndRopes& extra);
   void check_head_size() const;  // against the device's limit
   void check_scores() const;     // pse_shift, pse_type, scale_value and the start indices
   void check_mask() const;       // atten_mask, sparse_mode, prefix, pre_tokens, next_tokens
@@ -78,6 +79,8 @@ class FlashAttentionRules {
 
   void read_axes();
   void check_lengths();
+  void check_sink(NamedTensor sink) const;
+  void check_rope(NamedTensor rope, const at::Tensor& beside, const c10::SymInt& heads) const;
   void check_pse_tensor() const;
   void check_packed_pse_tensor() const;
   void check_pse_slopes() const;
@@ -127,6 +130,7 @@ class FlashAttentionRules {
   // In layout TND: the cumulative lengths, without a 0 that closes both lists.
   c10::SymIntArrayRef query_ends_, key_ends_;
   c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
+  c10::SymInt rope_size_ = 0;
 };
 
 }  // namespace ascend_attn

@@ -28,6 +28,7 @@ using Operators =
                  FlashAttentionScoreGrad, ScatterPaKvCache, PromptFlashAttention, AttentionUpdate>;
 
 // Operators that only autograd calls.
-using PrivateOperators = OperatorList<FlashAttentionPseGrad, AttentionUpdateGrad>;
+using PrivateOperators =
+    OperatorList<FlashAttentionScoreExtendedGrad, FlashAttentionPseGrad, AttentionUpdateGrad>;
 
 }  // namespace ascend_attn

@@ -37,16 +37,28 @@ def no_layout() -> TypeError:
     return wrong(TypeError, _NAME, "layout", expected, "none")
 
 
-def default_scale(query: Tensor, num_heads: int, layout: str) -> float:
-    """1 / sqrt(D). Arguments that have no D are left to the operator's errors."""
+def default_scale(
+    query: Tensor, num_heads: int, layout: str, query_rope: Tensor | None = None
+) -> float:
+    """1 / sqrt(D), D with its rope. Arguments that have no D are left to the operator's errors."""
     shape = query.shape if isinstance(query, Tensor) else ()
     if not shape or not isinstance(layout, str) or layout not in _AXES:
         return 1.0
     size = shape[-1]
+    if isinstance(query_rope, Tensor) and query_rope.dim() == len(shape):
+        size = size + query_rope.shape[-1]
     if _AXES[layout][2] == len(shape) - 1:
         heads = whole(num_heads)
         size = size // heads if heads is not None and heads > 0 else 1
     return (size or 1) ** -0.5
+
+
+def sink_of_statistics(sink: Tensor, query: Tensor) -> Tensor:
+    """`sink` in the dtype of the softmax statistics. Other dtypes are left to the operator."""
+    if not isinstance(sink, Tensor) or not isinstance(query, Tensor):
+        return sink
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return sink.to(dtype) if sink.is_floating_point() and sink.dtype != dtype else sink
 
 
 def default_mask(sparse_mode: int, query: Tensor) -> Tensor | None:

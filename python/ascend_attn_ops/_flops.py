@@ -195,12 +195,15 @@ def _kept_pairs(a: SimpleNamespace) -> int:
 
 
 def _dense(a: SimpleNamespace) -> tuple[int, int, int]:
-    """Pairs of queries and keys over all heads, D, and the D of value."""
+    """Pairs of queries and keys over all heads, D with its rope, and the D of value."""
     merged = _C.layout_axes[a.layout][2] == a.query.dim() - 1
     size = a.query.shape[-1] // a.num_heads if merged else a.query.shape[-1]
     value_size = a.value.shape[-1]
     if merged:
         value_size = value_size * size // a.key.shape[-1]
+    rope = getattr(a, "query_rope", None)
+    if rope is not None:
+        size += rope.shape[-1] // a.num_heads if merged else rope.shape[-1]
     return _kept_pairs(a) * a.num_heads, size, value_size
 
 
@@ -211,7 +214,7 @@ def _(a: SimpleNamespace) -> int:
     return pairs * 2 * (size + value_size)
 
 
-@_formula("flash_attention_score_grad")
+@_formula("flash_attention_score_grad", "_flash_attention_score_extended_grad")
 def _(a: SimpleNamespace) -> int:
     pairs, size, value_size = _dense(a)
     # The scores again, dq and dk; the gradient of the weights, and dv.

@@ -11,7 +11,12 @@ from ascend_attn_ops._torch import tree_map_only
 from ascend_attn_ops._torch_npu import graph_handlers
 
 # Operators whose lengths are lists, which are a part of the launch.
-_OPERATORS = ("flash_attention_score", "flash_attention_score_grad", "prompt_flash_attention")
+_OPERATORS = (
+    "flash_attention_score",
+    "flash_attention_score_grad",
+    "_flash_attention_score_extended_grad",
+    "prompt_flash_attention",
+)
 _HANDLED = [f"{x}.{overload}" for x in _OPERATORS for overload in ("default", "relaunch")]
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 

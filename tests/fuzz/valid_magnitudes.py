@@ -84,7 +84,7 @@ def dense(random: Random) -> str:
     outputs = sample.call(torch.ops.ascend)
     d_out = randomness.Random(case.id, dtype).normal(*outputs[0].shape)
     calls = (flash_attention_score.gradient_call(x, outputs, d_out) for x in (sample, scaled))
-    assert_scaled(*calls, (-a, -b, 0), random)
+    assert_scaled(*calls, (-a, -b, 0, 0, -a, -b) if case.is_extended else (-a, -b, 0), random)
     return label(case, dtype)
 
 
@@ -141,7 +141,9 @@ def weights_of_dense(random: Random) -> str:
     if case.pse == "key" and case.b > 1:  # the gradient wants a bias for each batch
         case = replace(case, pse=None, pse_type=1)
     sample = with_scores(flash_attention_score.build(case, dtype), random)
-    weights(sample, probabilities.dense(sample), adds_up=case.keep_prob == 1)
+    # A sink has a part of the weight.
+    adds_up = case.keep_prob == 1 and not case.sink
+    weights(sample, probabilities.dense(sample), adds_up)
     return label(case, dtype)
 
 

@@ -12,7 +12,15 @@ STATISTICS = ("softmax_max", "softmax_sum")
 
 def kept_names(sample: Sample) -> set[str]:
     """The arguments that keep their dtype."""
-    names = {*STATISTICS, "weight", "deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2"}
+    names = {
+        *STATISTICS,
+        "sink",
+        "weight",
+        "deq_scale1",
+        "quant_scale1",
+        "deq_scale2",
+        "quant_scale2",
+    }
     slopes = sample.arguments.get("pse_type", 1) >= 2
     return names | {"quant_offset2"} | ({"pse_shift"} if slopes else set())
 

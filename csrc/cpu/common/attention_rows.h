@@ -105,13 +105,16 @@ class OutputRows {
       : attention_(attention), outputs_(outputs) {}
 
   void store(const DenseSequence& sequence, int64_t head, int64_t query,
-             const RowResult<T>& result) const {
-    const T factor = T(1) / result.sum;
+             RowResult<T> result) const {
+    T factor = T(1) / result.sum;
+    if (sink_ != nullptr && sequence.keys > 0) {
+      factor = add_sink(sink_[head], result);
+    }
     const int64_t size = attention_.value_size;
     const auto write = [&]<typename Element>(const auto& convert) {
       const HeadRows<Element> rows(static_cast<Element*>(data_), outputs_.out, sequence.batch, head,
                                    sequence.query_begin);
-      if (result.sum == 0) {
+      if (result.out == nullptr || result.sum == 0) {
         std::fill_n(rows.row(query), size, Element(0));
       } else {
         convert(rows.row(query));
@@ -137,11 +140,21 @@ class OutputRows {
     return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
   }
 
+  // Adds the score of a key without a value to the statistics. Returns the factor of the output.
+  static T add_sink(T sink, RowResult<T>& result) {
+    const T max = std::max(result.max, sink);
+    const T keys = softmax_weight(result.max, max);
+    result.sum = result.sum * keys + softmax_weight(sink, max);
+    result.max = max;
+    return keys / result.sum;
+  }
+
   const DenseAttention& attention_;
   const DenseOutputs& outputs_;
   void* data_ = outputs_.out.mutable_data_ptr();
   T* max_ = data_of(outputs_.softmax_max);
   T* sum_ = data_of(outputs_.softmax_sum);
+  const T* sink_ = attention_.sink.defined() ? attention_.sink.const_data_ptr<T>() : nullptr;
 };
 
 // Divides the rows into blocks, small enough for every thread to get several. Tasks that read their

@@ -1,6 +1,7 @@
 #include "cpu/common/dense_attention.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
 
 #include <algorithm>
 #include <atomic>
@@ -148,6 +149,17 @@ at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) cons
   // The head size comes last in every layout.
   return (axes.merged() ? tensor.unflatten(-1, {heads, -1}) : tensor)
       .permute({axes.batch, axes.heads, axes.tokens, 3});
+}
+
+void DenseAttention::add(const SinkAndRopes& extra) {
+  if (extra.sink) {
+    sink = extra.sink->contiguous();
+  }
+  if (extra.query_rope) {
+    query = at::cat({query, by_head(*extra.query_rope, heads)}, -1);
+    key = at::cat({key, by_head(*extra.key_rope, key_heads)}, -1);
+    size = query.size(-1);
+  }
 }
 
 void DenseAttention::read_sequences(const FlashAttentionOptions& options) {

@@ -42,7 +42,11 @@ struct DenseAttention {
   // For FlashAttentionScore, or for the forward pass of one of its gradients.
   template <typename Op>
   explicit DenseAttention(const Op& op)
-      : DenseAttention(Op::name, op.query, op.key, op.value, op.options) {}
+      : DenseAttention(Op::name, op.query, op.key, op.value, op.options) {
+    if constexpr (requires { op.extra; }) {
+      add(op.extra);
+    }
+  }
   explicit DenseAttention(const PromptFlashAttention& op);
 
   // Views a tensor of `heads` heads as (B, N, S, D), or (1, N, T, D).
@@ -65,7 +69,7 @@ struct DenseAttention {
   Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, size, value_size;
   double scale;
-  at::Tensor query, key, value;  // by head, with dense rows
+  at::Tensor query, key, value;  // by head, with dense rows; heads include their ropes
   std::vector<DenseSequence> sequences;
 
   int64_t pse_type = 1;
@@ -86,6 +90,8 @@ struct DenseAttention {
                : row + query * mask.stride(2);
   }
 
+  at::Tensor sink;  // (N), dense, in the dtype of the statistics; undefined if absent
+
   at::Tensor drop_mask;  // undefined if absent
   double keep_prob = 1;
 
@@ -94,6 +100,7 @@ struct DenseAttention {
                  const at::Tensor& value, const FlashAttentionOptions& options);
   DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value);
+  void add(const SinkAndRopes& extra);
   void read_sequences(const FlashAttentionOptions& options);
   void read_pse(const char* op, const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);

@@ -39,6 +39,10 @@ struct DenseAttentionGrad {
   at::Tensor softmax_max, softmax_sum;
 };
 
+// Computes dq, dk and dv, in the layout of the call. Heads of dq and dk include their ropes.
+void differentiate(const DenseAttentionGrad& attention,
+                   const FlashAttentionScoreGrad::Outputs& outputs);
+
 template <typename Input, typename Operand>
 class ScoreGradient {
  public:

@@ -13,6 +13,7 @@ from ascend_attn_ops._dense_attention import (
     given_or_drawn_mask,
     mask_of_either_polarity,
     no_layout,
+    sink_of_statistics,
     warn_of_a_mask_without_keys,
 )
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
@@ -47,6 +48,9 @@ def flash_attention_score(
     inner_precise: int = 0,
     sparse_mode: int = 0,
     pse_type: int = 1,
+    sink: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query over the keys that its mask keeps.
 
@@ -56,8 +60,12 @@ def flash_attention_score(
         S   = query @ key^T * scale_value + pse           pse_type 0, 2 and 3
         out = (softmax(S[kept]) * keep / keep_prob) @ value[kept]
 
-    Rows that keep no key are zero. Differentiable with respect to query, key and value; on the CPU
-    also with respect to pse_shift with pse_type 0 or 1.
+    Rows that keep no key are zero. A sink is the score of one more key, which has no value: it
+    takes part in the softmax alone. Ropes add their products to those of query and key, as if they
+    stood behind them in every head.
+
+    Differentiable with respect to query, key, value, sink and ropes; on the CPU also with respect
+    to pse_shift with pse_type 0 or 1.
 
     A bfloat16 call rounds the weights to bfloat16 before the product with value. The CPU computes
     float16 calls in float32, and rounds the results alone.
@@ -95,7 +103,8 @@ def flash_attention_score(
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.
-        scale_value: factor of the scores; None for 1 / sqrt(D). torch.ops requires a number.
+        scale_value: factor of the scores; None for 1 / sqrt(D), with ropes 1 / sqrt(D + Dr).
+            torch.ops requires a number.
         keep_prob: probability with which drop_mask keeps a weight.
         dropout_p: probability of dropping a weight. The mask is drawn on query's device and saved
             for the backward.
@@ -110,11 +119,18 @@ def flash_attention_score(
             with a band in the last sequence, mode 2 with a band in the first.
         pse_type: 0 adds pse_shift after the scale, 1 before it; without one both are the same.
             2 adds -slope * distance between query and key, 3 adds -slope * sqrt(distance).
+        sink: (N), an attention sink for every query head, as in gpt_oss: a score that scale_value,
+            bias, mask and dropout leave as it is. Any floating dtype: it is cast to float32
+            (float64 for float64 inputs), also under autocast. torch.ops requires that dtype.
+        query_rope: the part of query with rotary embeddings, where it is a tensor of its own, as in
+            multi-head latent attention: query's shape with Dr in place of D. Needs key_rope.
+        key_rope: the same of key, with key's heads. D + Dr is at most 768 on the NPU.
 
     Returns:
         out, in query's layout with head size Dv, and the statistics that the backward reads:
-        softmax_max, the maximum of each row, and softmax_sum, its sum of exp(S - maximum); float32
-        (float64 for float64 inputs), each value eight times: (B, N, Sq, 8), in TND (T1, N, 8).
+        softmax_max, the maximum of each row, and softmax_sum, its sum of exp(S - maximum), both
+        with the sink; float32 (float64 for float64 inputs), each value eight times: (B, N, Sq, 8),
+        in TND (T1, N, 8).
 
     Raises:
         TypeError: a dtype is not supported or disagrees; a float mask.
@@ -139,7 +155,9 @@ def flash_attention_score(
     given_mask = atten_mask
     atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
     if scale_value is None:
-        scale_value = default_scale(query, num_heads, layout)
+        scale_value = default_scale(query, num_heads, layout, query_rope)
+    if sink is not None:
+        sink = sink_of_statistics(sink, query)
     drop_mask = given_or_drawn_mask(
         drop_mask, keep_prob, dropout_p, generator, query, key, num_heads, layout,
         actual_seq_lengths_query, actual_seq_lengths_key,
@@ -150,7 +168,8 @@ def flash_attention_score(
     outputs = call(
         query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
         actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx, scale_value,
-        keep_prob, pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type,
+        keep_prob, pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type, sink, query_rope,
+        key_rope,
     )  # fmt: skip
     name = "ascend::flash_attention_score"
     warn_of_a_mask_without_keys(name, given_mask, sparse_mode, outputs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from ascend_attn_ops.check.samples.flash_attention_score import (
+    FLASH_ATTENTION_SCORE,
     FLASH_ATTENTION_SCORE_GRAD,
     OPERATORS,
     FlashCase,
@@ -295,7 +296,48 @@ def gradient_rules() -> Iterator[WrongCall]:
     yield wrong({"softmax_sum": normal(2, 4, 6, 8)}, "softmax_sum", TypeError)
 
 
+def sink_and_rope_rules() -> Iterator[WrongCall]:
+    """The forward alone has them: its gradients are those of an operator that autograd calls."""
+
+    def wrong(
+        case: FlashCase,
+        change: dict[str, Any],
+        argument: str,
+        expected: str,
+        exception: type[Exception] = ValueError,
+        limits: Product | None = None,
+    ) -> WrongCall:
+        return WrongCall(
+            f"{case.layout}-{argument}-{expected}", FLASH_ATTENTION_SCORE, case, change, argument,
+            exception, expected, limits=limits, code=r"16100\d",
+        )  # fmt: skip
+
+    sink = replace(PLAIN, sink=True)
+    rope, merged = replace(PLAIN, rope=4), replace(BSH, rope=4)
+    one_per_head = r"shape \(4\), one score per query head"
+    yield wrong(sink, {"sink": torch.ones(3)}, "sink", rf"{one_per_head}, got \[3\]")
+    yield wrong(sink, {"sink": torch.ones(1, 4)}, "sink", rf"{one_per_head}, got \[1, 4\]")
+    yield wrong(sink, {"sink": torch.ones(0)}, "sink", rf"{one_per_head}, got \[0\]")
+    yield wrong(sink, {"sink": torch.ones(4).long()}, "sink", "dtype float32", TypeError)
+    yield wrong(rope, {"key_rope": None}, "key_rope", "because query_rope is given")
+    yield wrong(rope, {"query_rope": None}, "query_rope", "because key_rope is given")
+    yield wrong(rope, {"query_rope": normal(2, 4, 5, 4)}, "query_rope", "query's shape with Dr = 4")
+    yield wrong(rope, {"query_rope": normal(4, 6, 4)}, "query_rope", "rank 4")
+    yield wrong(rope, {"query_rope": normal(2, 4, 6, 0)}, "query_rope", "at least 1")
+    yield wrong(rope, {"key_rope": normal(2, 2, 9, 5)}, "key_rope", "key's shape with Dr = 4")
+    yield wrong(rope, {"key_rope": normal(2, 1, 9, 4)}, "key_rope", "key's shape with Dr = 4")
+    yield wrong(rope, {"key_rope": normal(2, 2, 9, 4).half()}, "key_rope", "bfloat16", TypeError)
+    yield wrong(merged, {"query_rope": normal(2, 6, 18)}, "query_rope", "multiple of num_heads = 4")
+    yield wrong(merged, {"key_rope": normal(2, 9, 16)}, "key_rope", "key's shape with Dr = 4")
+    wide = replace(ONE_TOKEN, d=(512, 512), rope=257)
+    yield WrongCall(
+        "A2-ropes", FLASH_ATTENTION_SCORE, wide, None, "query_rope", ValueError,
+        r"D \(head size\) to be 1\.\.768.* got 769", limits="A2",
+    )  # fmt: skip
+
+
 WRONG_CALLS = [
+    *sink_and_rope_rules(),
     *(row for operator in OPERATORS for make in (rules, limits) for row in make(operator)),
     *gradient_rules(),
     *statistics_rules(FLASH_ATTENTION_SCORE_GRAD, PLAIN),

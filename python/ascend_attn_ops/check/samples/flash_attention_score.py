@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ from ascend_attn_ops.reference.operators.flash_attention_score import by_head, f
 
 from .masks import compressed_mask
 from .randomness import Random
-from .record import Gradient, Operator, Outputs, every_case
+from .record import Gradient, Operator, Outputs
 from .sample import Sample
 
 
@@ -42,6 +43,8 @@ class FlashCase:
     pse_type: int = 1
     start: tuple[int, int] | None = None  # q_start_idx, kv_start_idx
     keep_prob: float = 1.0
+    sink: bool = False
+    rope: int = 0  # Dr
 
     @property
     def id(self) -> str:
@@ -66,7 +69,14 @@ class FlashCase:
         parts += [f"pse{self.pse_type}{self.pse}"] if self.pse else []
         parts += [f"start{self.start[0]}x{self.start[1]}"] if self.start else []
         parts += [f"keep{self.keep_prob}"] if self.keep_prob < 1 else []
+        parts += ["sink"] if self.sink else []
+        parts += [f"rope{self.rope}"] if self.rope else []
         return "-".join(parts)
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether its gradient is that of an operator of its own."""
+        return self.sink or self.rope > 0
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -175,7 +185,23 @@ CASES = [
     replace(_TND, lengths=((0, 4, 3, 5, 0), (2, 6, 0, 8, 0)), tail=(2, 2), mode=8, pre=8, next=0),
     replace(_TND, lengths=((1, 1, 1), (4, 5, 3)), pse="keys"),
     replace(_TND, lengths=((2, 3), (3, 3)), tail=(1, 2), pse="keys", pse_type=0, keep_prob=0.4),
-]
+    FlashCase(sink=True),
+    FlashCase(layout="BSND", s=(7, 5), mode=3, heads=(4, 2), sink=True),  # rows without keys
+    FlashCase(layout="BSH", b=1, s=(70, 600), mode=4, pre=50, next=0, heads=(4, 2), sink=True),
+    FlashCase(layout="SBH", s=(6, 9), d=(24, 16), pse="full", pse_type=0, mode=3, sink=True),
+    FlashCase(s=(9, 12), mode=1, mask="11", pattern="rows", keep_prob=0.6, sink=True),
+    FlashCase(layout="BSND", s=(1, 1200), d=(40, 24), mode=3, sink=True),  # split-KV
+    FlashCase(layout="BSND", s=(5, 0), sink=True),
+    replace(_TND, heads=(4, 2), tail=(2, 3), closed=True, mode=3, sink=True),
+    replace(_TND, lengths=((3, 2, 4), (0, 4, 2)), mode=2, pse="keys", sink=True),
+    FlashCase(d=(16, 16), rope=8, mode=3),
+    FlashCase(layout="BSND", b=1, s=(70, 530), heads=(4, 2), d=(24, 17), rope=32, sink=True),
+    FlashCase(layout="BSH", s=(1, 90), heads=(4, 4), rope=4, pse="full"),
+    FlashCase(layout="SBH", s=(9, 7), heads=(4, 2), rope=5, mode=2, keep_prob=0.7),
+    replace(_TND, d=(32, 32), rope=16, mode=3),
+    replace(_TND, heads=(4, 2), d=(16, 16), rope=8, tail=(1, 4), closed=True, mode=4, pre=9, next=0,
+            lengths=((3, 7, 0), (5, 9, 2)), sink=True),
+]  # fmt: skip
 
 
 def full_mask(case: FlashCase, random: Random) -> Tensor:
@@ -237,7 +263,7 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
     options: dict[str, Any] = {
         "num_heads": n,
         "layout": case.layout,
-        "scale_value": d**-0.5,
+        "scale_value": (d + case.rope) ** -0.5,
         "keep_prob": case.keep_prob,
         "pre_tokens": case.pre,
         "next_tokens": case.next,
@@ -265,7 +291,18 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
         options["drop_mask"] = torch.randint(
             0, 256, (-(-bits // 8),), generator=random.generator, dtype=torch.uint8
         )
+    if case.sink:
+        # As large as scores are: some rows give the sink most of their weight.
+        sink = 2 * torch.randn(n, generator=random.generator, dtype=torch.float64)
+        options["sink"] = sink.to(torch.promote_types(dtype, torch.float32))
+    if case.rope:
+        options["query_rope"] = random.normal(*case.shape(0, n, case.rope))
+        options["key_rope"] = random.normal(*case.shape(1, nk, case.rope))
     return Sample("flash_attention_score", f"{case.id}-{dtype}", inputs, options)
+
+
+EXTENDED_GRADIENT = "_flash_attention_score_extended_grad"
+GRADIENTS = ("dq", "dk", "dv", "dsink", "dq_rope", "dk_rope")
 
 
 def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
@@ -279,17 +316,26 @@ def gradient_of(forward: Sample, random: Random) -> Sample:
 
 def gradient_call(forward: Sample, outputs: Outputs, d_out: Tensor) -> Sample:
     out, softmax_max, softmax_sum = outputs
-    return forward.of_gradient(
+    call = forward.of_gradient(
         dy=d_out, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=out
     )
+    return replace(call, operator=EXTENDED_GRADIENT) if is_extended(call) else call
 
 
-def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Outputs:
-    return gradient_call(sample, outputs, d_out).call(torch.ops.ascend)
+def is_extended(sample: Sample) -> bool:
+    return any(sample.options.get(name) is not None for name in ("sink", "query_rope"))
+
+
+def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Sequence[Any]:
+    """By the arguments of the forward: None for what the gradient operator does not return."""
+    gradients = gradient_call(sample, outputs, d_out).call(torch.ops.ascend)
+    return [*gradients, *[None] * (len(GRADIENTS) - len(gradients))]
 
 
 def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[Expected]:
-    return expected_gradient(gradient_call(sample, outputs, d_out))
+    bounds = expected_gradient(gradient_call(sample, outputs, d_out))
+    absent = torch.zeros(0)
+    return [*bounds, *[Expected(x, absent, absent) for x in GRADIENTS[len(bounds) :]]]
 
 
 def score_size(a: Arguments) -> float:
@@ -340,31 +386,44 @@ def expected(sample: Sample) -> list[Expected]:
 def expected_gradient(sample: Sample) -> list[Expected]:
     exact, dtype = sample.double(), sample.inputs["query"].dtype
     largest = score_size(sample.exact_arguments())
+    # The gradient operator proper has three.
     return [
         within(name, x, terms, dtype, largest)
         for name, x, terms in zip(
-            ("dq", "dk", "dv"), exact.call(reference), gradient_terms(exact), strict=True
+            GRADIENTS, exact.call(reference), gradient_terms(exact), strict=False
         )
     ]
 
 
 def gradient_terms(exact: Sample) -> Outputs:
-    """A of the three gradients, by the reference: beside every query stand zeros and its absolute
-    value, beside every key its absolute value and zeros. The scores are the same, and what the
-    gradients' parts beside are is what the absolute values would have."""
+    """A of the gradients, by the reference: beside every query stand zeros and its absolute value,
+    beside every key its absolute value and zeros, and so in their ropes. The scores are the same,
+    and what the gradients' parts beside are is what the absolute values would have."""
     a = exact.exact_arguments()
     heads, key_heads = head_counts(a)
-    query, key = exact.inputs["query"], exact.inputs["key"]
-    wider = {
-        "query": beside(a.layout, heads, query, torch.zeros_like(query), magnitude(query)),
-        "key": beside(a.layout, key_heads, key, magnitude(key), torch.zeros_like(key)),
+    wider: dict[str, Any] = {
         "value": magnitude(exact.inputs["value"]),
         "dy": magnitude(exact.inputs["dy"]),
         "attention_in": -magnitude(exact.inputs["attention_in"]),
         "softmax_sum": exact.inputs["softmax_sum"].abs(),  # a call may have any statistics
     }
-    dq, dk, dv = exact.replace(**wider).call(reference)
-    return part(dq, a.layout, heads, 1, 3).abs(), part(dk, a.layout, key_heads, 2, 3).abs(), dv
+    for name, x in exact.tensors.items():
+        if name in ("query", "query_rope"):
+            wider[name] = beside(a.layout, heads, x, torch.zeros_like(x), magnitude(x))
+        elif name in ("key", "key_rope"):
+            wider[name] = beside(a.layout, key_heads, x, magnitude(x), torch.zeros_like(x))
+
+    def of_query(x: Tensor) -> Tensor:
+        return part(x, a.layout, heads, 1, 3).abs() if x.dim() > 1 else x
+
+    def of_key(x: Tensor) -> Tensor:
+        return part(x, a.layout, key_heads, 2, 3).abs() if x.dim() > 1 else x
+
+    dq, dk, dv, *extended = exact.replace(**wider).call(reference)
+    if not extended:
+        return of_query(dq), of_key(dk), dv
+    dsink, dq_rope, dk_rope = extended
+    return of_query(dq), of_key(dk), dv, dsink, of_query(dq_rope), of_key(dk_rope)
 
 
 def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
@@ -402,6 +461,7 @@ DEVICE_CASES = [
     case
     for case in CASES
     if case.keep_prob == 1
+    and not case.is_extended
     and all(all(pair) for pair in case.sequences)
     and max(case.s) < 1000
     and (case.pse or case.pse_type == 1)
@@ -411,17 +471,23 @@ FLASH_ATTENTION_SCORE = Operator(
     "flash_attention_score",
     CASES,
     build,
-    Gradient(("query", "key", "value"), ("out",), backward, expected=expected_backward),
+    Gradient(
+        ("query", "key", "value", "sink", "query_rope", "key_rope"),
+        ("out",),
+        backward,
+        expected=expected_backward,
+    ),
     expected=expected,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,
-    torch_npu_takes=every_case,  # empty ones too
+    torch_npu_takes=lambda case: not case.is_extended,  # empty ones too
     keeps_executors=True,
 )
 
 FLASH_ATTENTION_SCORE_GRAD = replace(
     FLASH_ATTENTION_SCORE,
     name="flash_attention_score_grad",
+    cases=[case for case in CASES if not case.is_extended],
     build=build_grad,
     gradient=None,
     expected=expected_gradient,

@@ -38,7 +38,10 @@ _LENGTHS = "actual_seq_lengths_query B, actual_seq_lengths_key B"
 _SPARSE = "query BSNd, key {keys}d, value {keys}d, sparse_indices BS1k"
 _ROPES = "query_rope BSNr, key_rope {keys}r"
 _STATISTICS = "softmax_max B1SN, softmax_sum B1SN"
-_DENSE = "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}"
+_DENSE = (
+    "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}, sink N, query_rope {q}, "
+    "key_rope {k}"
+)
 _DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}"
 
 # In layout BSND; TND is the same without B, and S and T are its packed tokens.
@@ -71,6 +74,11 @@ LINES = {
     ),
     "flash_attention_score": Line(_DENSE, "{out} {stats} {stats}", "{dense}"),
     "flash_attention_score_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{q} {k} {k}", "{dense}"),
+    "_flash_attention_score_extended_grad": Line(
+        f"{_DENSE}, {_DENSE_SAVED}",
+        "{q} {k} {k} {sink} {dense_query_rope} {dense_key_rope}",
+        "{dense}",
+    ),
     "_flash_attention_score_pse_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{pse}", "{dense}"),
     "prompt_flash_attention": Line(
         "query {q}, key {k}, value {k}, atten_mask {mask}, quant_scale2 {scale}, "
@@ -217,6 +225,13 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "mask": _mask,
     "pse": _pse,
     "dense": _dense,
+    "sink": lambda call: ABSENT if call["sink"] is None else "N",
+    "dense_query_rope": lambda call: (
+        ABSENT if call["query_rope"] is None else _DENSE_LAYOUTS[call["layout"]][0]
+    ),
+    "dense_key_rope": lambda call: (
+        ABSENT if call["key_rope"] is None else _DENSE_LAYOUTS[call["layout"]][1]
+    ),
     "scale": _scale,
     "scatter": _scatter,
     "rows": _rows,

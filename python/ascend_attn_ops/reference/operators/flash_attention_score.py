@@ -41,7 +41,8 @@ def flash_attention_score(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         max = s.max(-1);  sum = exp(s - max).sum(-1)           over the keys that are kept
         out = (exp(s - max) * keep / keep_prob) @ v / sum
 
-    A row that keeps no key gives 0, with the statistics -FLT_MAX and FLT_MAX; 0, 0 and 0 when there
+    A sink is the score of one more key of every row, which has no value. A row that keeps no key
+    gives 0, with the statistics -FLT_MAX and FLT_MAX, or those of the sink; 0, 0 and 0 when there
     is no key at all. Differentiable by plain autograd.
 
     Returns out and the statistics, (B,N,Sq,8) in all layouts but TND: there (T,N,8), which holds
@@ -63,9 +64,12 @@ def flash_attention_score(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         s = s.masked_fill(~keep, -torch.inf)
         some = keep.any(-1, keepdim=True).expand(a.num_heads, sq, 1)
         if skv > 0:
-            maximum = torch.where(some, s.detach().amax(-1, keepdim=True), 0)
+            sink = sinks(a, dtype)
+            some = some | (sink != -torch.inf)
+            largest = torch.maximum(s.detach().amax(-1, keepdim=True), sink.detach())
+            maximum = torch.where(some, largest, 0)
             e = torch.where(some, (s - maximum).exp(), 0)
-            total = torch.where(some, e.sum(-1, keepdim=True), 1)
+            total = torch.where(some, e.sum(-1, keepdim=True) + (sink - maximum).exp(), 1)
             dropped = e * dropout(sequence, a, dtype)
             out[b, :, rows_q] = dropped / total @ v[b, :, rows_k]
             rows = slice(begin, begin + a.num_heads * sq)
@@ -92,16 +96,32 @@ def flash_attention_score_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns dq, dk, dv, each of the shape and dtype of what it belongs to.
     """
+    dq, dk, dv, *_ = gradients(a)
+    return dq, dk, dv
+
+
+@reference
+@torch.no_grad()
+def _flash_attention_score_extended_grad(a: Arguments) -> tuple[Tensor, ...]:
+    """The same, and the gradients of sink, query_rope and key_rope: (0,) for what is absent.
+
+    dsink = -sum of exp(sink - max) / sum * (dy * attention_in).sum(-1)      over all rows of a head
+    """
+    return gradients(a)
+
+
+def gradients(a: Arguments) -> tuple[Tensor, ...]:
     dtype = compute_dtype(a.query)
     q, k, v = by_head(a, dtype)
     d_out, out = (to_heads(x, a.num_heads, a.layout).to(dtype) for x in (a.dy, a.attention_in))
     group = a.num_heads // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
+    d_sink = torch.zeros(a.num_heads, dtype=torch.float64, device=q.device)
 
     begin = 0
     for sequence in sequences(q, k, a):
-        sq, _ = sequence.lengths
+        sq, skv = sequence.lengths
         b, rows_q, rows_k = sequence.batch, sequence.queries, sequence.keys
         rows = slice(begin, begin + a.num_heads * sq)
         maximum, total = (
@@ -119,20 +139,45 @@ def flash_attention_score_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         d_q[b, :, rows_q] = a.scale_value * (d_s @ k[b, :, rows_k])
         d_k[b, :, rows_k] = a.scale_value * (d_s.mT @ q[b, :, rows_q])
         d_v[b, :, rows_k] = (p * drop).mT @ d_out[b, :, rows_q]
+        if skv > 0:
+            of_sink = (sinks(a, dtype) - maximum).clamp(max=0).exp() / total
+            d_sink -= (of_sink * delta).sum((1, 2), dtype=torch.float64)
         begin += a.num_heads * sq
 
     d_k, d_v = (x.unflatten(1, (-1, group)).sum(2) for x in (d_k, d_v))
+    size = to_heads(a.query, a.num_heads, a.layout).shape[-1]
+    of_query, of_key = (
+        [from_heads(part, a.layout).to(a.query.dtype) for part in (x[..., :size], x[..., size:])]
+        for x in (d_q, d_k)
+    )
+    of_value = from_heads(d_v, a.layout).to(a.value.dtype)
+    absent = a.query.new_zeros(0)
+    sink, rope = (getattr(a, name, None) for name in ("sink", "query_rope"))
     return (
-        from_heads(d_q, a.layout).to(a.query.dtype),
-        from_heads(d_k, a.layout).to(a.key.dtype),
-        from_heads(d_v, a.layout).to(a.value.dtype),
+        of_query[0],
+        of_key[0],
+        of_value,
+        absent if sink is None else d_sink.to(sink.dtype),
+        *((absent, absent) if rope is None else (of_query[1], of_key[1])),
     )
 
 
+def sinks(a: Arguments, dtype: torch.dtype) -> Tensor:
+    """(N, 1, 1); minus infinity is none."""
+    sink: Tensor | None = getattr(a, "sink", None)
+    if sink is None:
+        return a.query.new_full((a.num_heads, 1, 1), -torch.inf, dtype=dtype)
+    return sink.to(dtype)[:, None, None]
+
+
 def by_head(a: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value; the ropes are a part of the heads."""
     q = to_heads(a.query, a.num_heads, a.layout)
     key_heads = a.key.shape[2] // q.shape[-1] if a.layout in ("BSH", "SBH") else None
     k, v = (to_heads(x, key_heads, a.layout) for x in (a.key, a.value))
+    if (query_rope := getattr(a, "query_rope", None)) is not None:
+        q = torch.cat((q, to_heads(query_rope, a.num_heads, a.layout)), -1)
+        k = torch.cat((k, to_heads(a.key_rope, key_heads, a.layout)), -1)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
