@@ -1,16 +1,9 @@
 #include "ops/flash_attention_score.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-
-#include <algorithm>
-#include <limits>
-#include <vector>
-
 #include "core/error.h"
-#include "core/sparse_mode.h"
 #include "npu/aclnn/product.h"
+#include "npu/dense_lists.h"
+#include "npu/flash_attention_extended.h"
 #include "npu/kernel.h"
 #include "npu/sink_and_ropes.h"
 
@@ -48,125 +41,6 @@ constexpr Launcher<FlashAttentionScoreGrad, ScoreGradPrototype<>, 0> aclnn_score
 constexpr Launcher<FlashAttentionScoreGrad, ScoreGradPrototype<AclIntArray, AclIntArray>, 1>
     aclnn_packed_score_grad{.reuses_executor = true};
 
-// The device computes the band in int32 and wraps around. Beyond that range a number bounds
-// nothing.
-int64_t within_int32(int64_t tokens) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  return std::clamp(tokens, -kMax, kMax);
-}
-
-// The lists of a call, on the host.
-struct Lists {
-  Lists(const at::Tensor& query, const at::Tensor& key, const FlashAttentionOptions& options);
-
-  IntegerList prefix, query_ends, key_ends;
-
- private:
-  void mark_padding(const at::Tensor& query, const at::Tensor& key,
-                    const FlashAttentionOptions& options);
-};
-
-Lists::Lists(const at::Tensor& query, const at::Tensor& key, const FlashAttentionOptions& options)
-    : prefix(integers_of(options.prefix)) {
-  if (options.layout == Layout::TND) {
-    query_ends = integers_of(options.actual_seq_lengths_query);
-    key_ends = integers_of(options.actual_seq_lengths_key);
-    mark_padding(query, key, options);
-  }
-}
-
-// A pack with tokens behind its sequences, of queries and of keys: from CANN 9.0 on A2 and A3 want
-// one more element in both lists, which is 0. It counts as a sequence, so that `prefix` has one
-// more too. Slopes and masks of every batch would need another row: with those the caller adds the
-// 0.
-void Lists::mark_padding(const at::Tensor& query, const at::Tensor& key,
-                         const FlashAttentionOptions& options) {
-  static const bool wanted = runs_on(kA2A3.since(Cann::v9_0));
-  const auto per_batch = [](const std::optional<at::Tensor>& tensor, int64_t rank) {
-    return tensor && tensor->dim() == rank && tensor->size(0) > 1;
-  };
-  if (per_batch(options.pse_shift, 2) || per_batch(options.atten_mask, 4)) {
-    return;
-  }
-  const auto padded = [](const at::Tensor& tokens, const IntegerList& ends) {
-    return !ends.empty() && ends.back() != 0 && tokens.size(0) > ends.back();
-  };
-  if (wanted && padded(query, query_ends) && padded(key, key_ends)) {
-    query_ends.push_back(0);
-    key_ends.push_back(0);
-    if (!prefix.empty()) {
-      prefix.push_back(0);
-    }
-  }
-}
-
-int64_t sum_of(const IntegerList& ends) {
-  return ends.empty() ? 0 : *std::ranges::max_element(ends);
-}
-
-// The position of each token in its sequence, for sequences that lie one behind the other. Made on
-// the device: a graph would copy from memory of the host again in every replay.
-at::Tensor positions_of(const IntegerList& ends, const at::TensorOptions& options) {
-  std::vector<at::Tensor> positions;
-  int64_t begin = 0;
-  for (const auto end : ends) {
-    if (end > begin) {
-      positions.push_back(at::arange(end - begin, options));
-      begin = end;
-    }
-  }
-  return at::cat(positions);
-}
-
-// In sparse_mode 0 the device leaves out whole tiles by pre_tokens and next_tokens, and within a
-// tile it keeps what the mask keeps: the mask has to hold the band too.
-template <typename Op>
-std::optional<at::Tensor> mask_with_band(const Op& op, const Lists& lists) {
-  const auto& o = op.options;
-  if (!o.atten_mask || o.sparse_mode != static_cast<int64_t>(SparseMode::standard)) {
-    return o.atten_mask;
-  }
-  const auto& mask = *o.atten_mask;
-  const auto queries = mask.size(-2);
-  const auto keys = mask.size(-1);
-  if (mask.numel() == 0 || (o.pre_tokens >= queries - 1 && o.next_tokens >= keys - 1)) {
-    return mask;
-  }
-  check_implemented(GivenWorkspace::current() == nullptr, op.name, "atten_mask",
-                    "expected pre_tokens and next_tokens that exclude nothing beside the mask of a "
-                    "call whose lengths a graph updates, got ",
-                    o.pre_tokens, " and ", o.next_tokens, "; put what they exclude into the mask");
-  // A mask of (sum Sq, sum Skv) has the scores of every sequence on its diagonal; all others are
-  // counted from the first token of a sequence.
-  const bool of_pack = o.layout == Layout::TND && mask.dim() == 2 &&
-                       queries == sum_of(lists.query_ends) && keys == sum_of(lists.key_ends);
-  const auto integers = mask.options().dtype(at::kInt);
-  const auto positions = [&](int64_t count, const IntegerList& ends) {
-    return of_pack ? positions_of(ends, integers) : at::arange(count, integers);
-  };
-  const auto rows = positions(queries, lists.query_ends).unsqueeze(-1);
-  const auto columns = positions(keys, lists.key_ends);
-  const auto behind = columns < rows - std::clamp(o.pre_tokens, -keys, queries);
-  const auto ahead = columns > rows + std::clamp(o.next_tokens, -queries, keys);
-  return mask.logical_or(behind.logical_or(ahead)).view(mask.scalar_type());
-}
-
-// The mask that the device gets.
-template <typename Op>
-std::optional<at::Tensor> mask_of(const Op& op, const Lists& lists) {
-  auto mask = mask_with_band(op, lists);
-  const auto batches = static_cast<int64_t>(lists.query_ends.size());
-  // The 0 that marks padding makes two sequences of one, and a mask of all heads wants both.
-  if (batches != 2 || !mask || mask->dim() != 4 || mask->size(0) != 1 || mask->size(1) == 1) {
-    return mask;
-  }
-  check_implemented(GivenWorkspace::current() == nullptr, op.name, "atten_mask",
-                    "expected a mask that all heads share, as a graph updates the lengths of a "
-                    "padded pack, got ",
-                    mask->sizes());
-  return mask->expand({batches, -1, -1, -1}).contiguous();
-}
-
 // Refuses calls of a graph that updates lengths, where the launch computes more than CANN does.
 void check_not_updated(const char* op, const char* argument) {
   check_implemented(GivenWorkspace::current() == nullptr, op, argument,
@@ -174,13 +48,11 @@ void check_not_updated(const char* op, const char* argument) {
                     "tensor");
 }
 
-std::vector<int64_t> cumulative(const IntegerList& ends) { return {ends.begin(), ends.end()}; }
-
 void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& outputs) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
-  const Lists lists(op.query, op.key, o);
-  const auto atten_mask = mask_of(op, lists);
+  const DenseLists lists(op.query, op.key, o);
+  const auto atten_mask = launched_mask(op.name, o, lists);
   // Never written: the function reserves this output.
   const auto softmax_out = new_tensor({0}, op.query.options());
   const auto call = [&](const auto& function, const auto&... lengths) {
@@ -198,16 +70,20 @@ void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
 }
 
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
-  if (op.extra.query_rope) {
+  const auto device = taken_by_device(op);
+  if (op.extra.query_rope && !device.ropes) {
     check_not_updated(op.name, "query_rope");
-    launch(join_ropes(op), outputs);
+    flash_attention_score(join_ropes(op), outputs);
+    return;
+  }
+  if (device.any()) {
+    launch_extended(op, device, outputs);
   } else {
     launch(op, outputs);
   }
-  if (op.extra.sink) {
+  if (op.extra.sink && !device.sink) {
     check_not_updated(op.name, "sink");
-    const Lists lists(op.query, op.key, op.options);
-    add_sink(op, outputs, cumulative(lists.query_ends));
+    add_sink(op, outputs, DenseLists(op.query, op.key, op.options).query_ends);
   }
 }
 
@@ -215,8 +91,8 @@ void launch_grad(const FlashAttentionScoreGrad& op,
                  const FlashAttentionScoreGrad::Outputs& outputs) {
   const auto& [dq, dk, dv] = outputs;
   const auto& o = op.options;
-  const Lists lists(op.query, op.key, o);
-  const auto atten_mask = mask_of(op, lists);
+  const DenseLists lists(op.query, op.key, o);
+  const auto atten_mask = launched_mask(op.name, o, lists);
   // Never written, since the function has no gradient of pse_shift; torch_npu passes its sizes as
   // well.
   const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
@@ -290,18 +166,25 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
 
 void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
                                          FlashAttentionScoreExtendedGrad::Outputs& outputs) {
-  if (op.extra.query_rope) {
+  auto device = taken_by_device(op);
+  if (op.extra.query_rope && !device.ropes) {
     check_not_updated(op.name, "query_rope");
-    differentiate_joined(op, outputs, flash_attention_score_grad);
+    differentiate_joined(op, outputs, flash_attention_score_extended_grad);
+    return;
+  }
+  const FlashAttentionScoreGrad plain{op.without_extra()};
+  device.sink = device.sink && !is_refused_unless_bnsd(plain);
+  if (device.any()) {
+    launch_extended_grad(op, device, outputs);
   } else {
     FlashAttentionScoreGrad::Outputs gradients{std::get<0>(outputs), std::get<1>(outputs),
                                                std::get<2>(outputs)};
-    flash_attention_score_grad(FlashAttentionScoreGrad{op.without_extra()}, gradients);
+    flash_attention_score_grad(plain, gradients);
   }
-  if (op.extra.sink) {
+  if (op.extra.sink && !device.sink) {
     check_not_updated(op.name, "sink");
-    const Lists lists(op.query, op.key, op.options);
-    differentiate_sink(op, std::get<3>(outputs), cumulative(lists.query_ends));
+    differentiate_sink(op, std::get<3>(outputs),
+                       DenseLists(op.query, op.key, op.options).query_ends);
   }
 }
 

@@ -7,7 +7,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
 
-#include <algorithm>
+#include <vector>
 
 #include "core/error.h"
 #include "npu/kernel.h"
@@ -38,7 +38,7 @@ void split(const at::Tensor& joined, Layout layout, int64_t heads, const at::Ten
 // The rows of the outputs of a call, in the order in which the statistics have them.
 class Rows {
  public:
-  Rows(const FlashAttentionOptions& options, const std::vector<int64_t>& query_ends,
+  Rows(const FlashAttentionOptions& options, const IntegerList& query_ends,
        const at::Tensor& softmax_max)
       : layout_(options.layout.value()), heads_(options.num_heads.expect_int()) {
     if (layout_ != Layout::TND) {
@@ -119,23 +119,26 @@ FlashAttentionScore join_ropes(const FlashAttentionScore& op) {
 
 void differentiate_joined(const FlashAttentionScoreExtendedGrad& op,
                           const FlashAttentionScoreExtendedGrad::Outputs& outputs,
-                          void (*launch)(const FlashAttentionScoreGrad&,
-                                         FlashAttentionScoreGrad::Outputs&)) {
+                          void (*differentiate)(const FlashAttentionScoreExtendedGrad&,
+                                                FlashAttentionScoreExtendedGrad::Outputs&)) {
   const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
   const auto layout = op.options.layout.value();
   const auto heads = op.options.num_heads.expect_int();
   const auto key_heads = key_heads_of(op.query, op.key, layout, heads);
-  FlashAttentionScoreGrad joined{op.without_extra()};
+  auto joined = op;
   joined.query = join(op.query, *op.extra.query_rope, layout, heads);
   joined.key = join(op.key, *op.extra.key_rope, layout, key_heads);
-  FlashAttentionScoreGrad::Outputs gradients{new_like(joined.query), new_like(joined.key), dv};
-  launch(joined, gradients);
+  joined.extra.query_rope.reset();
+  joined.extra.key_rope.reset();
+  FlashAttentionScoreExtendedGrad::Outputs gradients{
+      new_like(joined.query), new_like(joined.key), dv, d_sink, dq_rope, dk_rope};
+  differentiate(joined, gradients);
   split(std::get<0>(gradients), layout, heads, dq, dq_rope);
   split(std::get<1>(gradients), layout, key_heads, dk, dk_rope);
 }
 
 void add_sink(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& outputs,
-              const std::vector<int64_t>& query_ends) {
+              const IntegerList& query_ends) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   if (out.numel() == 0) {
     return;
@@ -156,7 +159,7 @@ void add_sink(const FlashAttentionScore& op, const FlashAttentionScore::Outputs&
 }
 
 void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Tensor& d_sink,
-                        const std::vector<int64_t>& query_ends) {
+                        const IntegerList& query_ends) {
   const Rows rows(op.options, query_ends, op.softmax_max);
   const auto max = rows.read(op.softmax_max);
   const auto sum = rows.read(op.softmax_sum);

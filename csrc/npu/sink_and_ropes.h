@@ -4,9 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "core/layout.h"
+#include "npu/aclnn/arguments.h"
 #include "ops/flash_attention_score.h"
 
 namespace ascend_attn::aclnn {
@@ -20,20 +20,20 @@ at::Tensor as_bnsd(const at::Tensor& tensor, Layout layout, int64_t heads);
 // Returns the call with the ropes behind the heads of query and key.
 FlashAttentionScore join_ropes(const FlashAttentionScore& op);
 
-// Computes gradients of a call with ropes by `launch`, which differentiates joined heads.
+// Computes the gradients of a call with ropes by `differentiate`, which gets joined heads.
 void differentiate_joined(const FlashAttentionScoreExtendedGrad& op,
                           const FlashAttentionScoreExtendedGrad::Outputs& outputs,
-                          void (*launch)(const FlashAttentionScoreGrad&,
-                                         FlashAttentionScoreGrad::Outputs&));
+                          void (*differentiate)(const FlashAttentionScoreExtendedGrad&,
+                                                FlashAttentionScoreExtendedGrad::Outputs&));
 
 // Adds the sink to the results of attention without one, given the cumulative lengths of layout
 // TND. A gradient that knows no sink is right with these results: it rebuilds the weights from the
 // statistics.
 void add_sink(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& outputs,
-              const std::vector<int64_t>& query_ends);
+              const IntegerList& query_ends);
 
 // Computes the gradient of the sink.
 void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Tensor& d_sink,
-                        const std::vector<int64_t>& query_ends);
+                        const IntegerList& query_ends);
 
 }  // namespace ascend_attn::aclnn

@@ -52,8 +52,11 @@ struct FlashAttentionScore {
   static constexpr auto schema =
       join("(Tensor query, Tensor key, Tensor value, *, ", kFlashAttentionKeywords,
            kSinkAndRopesKeywords, ") -> (Tensor out, Tensor softmax_max, Tensor softmax_sum)");
-  static constexpr std::array functions{"aclnnFlashAttentionScoreV2",
-                                        "aclnnFlashAttentionVarLenScoreV2"};
+  static constexpr std::array functions{
+      "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionVarLenScoreV2",
+      // With a sink or ropes: in layout TND and in the others, and on Ascend 950.
+      "aclnnFlashAttentionVarLenScoreV5", "aclnnFlashAttentionScoreV3",
+      "aclnnFlashAttentionScoreV4"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // out, softmax_max, softmax_sum
 
@@ -112,6 +115,9 @@ struct FlashAttentionScoreExtendedGrad : FlashAttentionExtendedGradArguments {
   static constexpr auto schema =
       join(kFlashAttentionGradTensors, kFlashAttentionKeywords, kSinkAndRopesKeywords,
            ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dq_rope, Tensor dk_rope)");
+  static constexpr std::array functions{"aclnnFlashAttentionUnpaddingScoreGradV5",
+                                        "aclnnFlashAttentionScoreGradV3",
+                                        "aclnnFlashAttentionScoreGradV4"};
   static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
   using Fields = FlashAttentionExtendedGradArguments;
   // dq, dk, dv, dsink, dq_rope, dk_rope; the gradient of an absent tensor has shape (0).

@@ -22,14 +22,23 @@ _SPARSE = (
     *_INDEXER_GRAD, "aclnnSparseLightningIndexerGradKLLoss",
 )  # fmt: skip
 
+# Dense attention with sinks or ropes: of A2 and A3, and of Ascend 950.
+_EXTENDED = (
+    "aclnnFlashAttentionScoreV3", "aclnnFlashAttentionScoreGradV3",
+    "aclnnFlashAttentionVarLenScoreV3", "aclnnFlashAttentionUnpaddingScoreGradV3",
+    "aclnnFlashAttentionVarLenScoreV5", "aclnnFlashAttentionUnpaddingScoreGradV5",
+)  # fmt: skip
+_EXTENDED_950 = ("aclnnFlashAttentionScoreV4", "aclnnFlashAttentionScoreGradV4")
+
 # The aclnn functions that the libraries of a product, or of one of its releases, lack.
 WITHOUT = {
     "A3": ("aclnnPromptFlashAttentionV2",),
-    "950-8.5": _SPARSE,
-    "950-9.0": _SPARSE,
+    "950-8.5": (*_SPARSE, *_EXTENDED, *_EXTENDED_950),
+    "950-9.0": (*_SPARSE, *_EXTENDED),
     "950-9.1": _INDEXER_GRAD,
     "310P": (
-        *_SPARSE, "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2",
+        *_SPARSE, *_EXTENDED, *_EXTENDED_950,
+        "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2",
         "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2",
         "aclnnScatterPaKvCache",
     ),

@@ -23,7 +23,12 @@ import cann_simulator  # noqa: E402
 # Every test runs on the first; where devices differ, on the others as well.
 DEVICES = [("A2", "9.1"), ("A2", "8.5"), ("950", "9.1")]
 WHERE_DEVICES_DIFFER = [
-    TESTS / "npu" / name for name in ("test_npu_devices.py", "test_torch_npu_operators_devices.py")
+    TESTS / "npu" / name
+    for name in (
+        "test_npu_devices.py",
+        "test_npu_sinks_and_ropes.py",
+        "test_torch_npu_operators_devices.py",
+    )
 ]
 # By level of the task queue: what one of them shows of streams, the others would show as well.
 STREAMS = {0: "lenient", 1: "strict", 2: "lenient"}

@@ -18,7 +18,10 @@ pytestmark = [
 ]
 
 NO_TENSOR, NULL_POINTER, INVALID, INNER_NULL_POINTER = -1, 161001, 161002, 561103
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.bfloat16: 27}
+DTYPES = {
+    torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.uint8: 4,
+    torch.bool: 12, torch.bfloat16: 27,
+}  # fmt: skip
 ND = 2
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 
@@ -180,20 +183,20 @@ def test_the_deterministic_gradient_takes_smaller_values() -> None:
 def packed(dtype: torch.dtype, rope: torch.dtype) -> int:
     """The forward of one sequence with ropes."""
     q, q_rope = new(4, 2, 64, dtype=dtype), new(4, 2, 32, dtype=rope)
-    statistics = new(4, 2, 8, dtype=F32)
+    statistics, mask = new(4, 2, 8, dtype=F32), new(4, 4, dtype=torch.bool)
     return First()(
-        "FlashAttentionVarLenScoreV3", q, q_rope, q, q_rope, q, *[None] * 5, (4,), (4,), None, None,
-        1.0, 1.0, 100, 100, 2, "TND", 0, 0, 1, statistics, statistics, new(0), q,
+        "FlashAttentionVarLenScoreV3", q, q_rope, q, q_rope, q, *[None] * 3, mask, None, (4,), (4,),
+        None, None, 1.0, 1.0, 100, 100, 2, "TND", 0, 0, 1, statistics, statistics, new(0), q,
     )  # fmt: skip
 
 
 def packed_grad(dtype: torch.dtype, rope: torch.dtype) -> int:
     q, q_rope = new(4, 2, 64, dtype=dtype), new(4, 2, 32, dtype=rope)
-    statistics = new(4, 2, 8, dtype=F32)
+    statistics, mask = new(4, 2, 8, dtype=F32), new(4, 4, dtype=torch.bool)
     return First()(
-        "FlashAttentionUnpaddingScoreGradV3", q, q_rope, q, q_rope, q, q, *[None] * 4, statistics,
-        statistics, None, q, None, (4,), (4,), None, None, 1.0, 1.0, 100, 100, 2, "TND", 0, 0, 1,
-        q, q_rope, q, q_rope, q, new(0),
+        "FlashAttentionUnpaddingScoreGradV3", q, q_rope, q, q_rope, q, q, *[None] * 3, mask,
+        statistics, statistics, None, q, None, (4,), (4,), None, None, 1.0, 1.0, 100, 100, 2, "TND",
+        0, 0, 1, q, q_rope, q, q_rope, q, new(0),
     )  # fmt: skip
 
 
@@ -202,6 +205,59 @@ def test_dtypes_of_ropes(call: Callable[[torch.dtype, torch.dtype], int]) -> Non
     assert call(BF16, BF16) == 0
     assert call(torch.float16, torch.float16) == INVALID
     assert call(F32, F32) == INVALID
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 0),
+        ({"mask": None}, INVALID),
+        ({"pse": "bias"}, INVALID),
+        ({"drop": "bits", "keep": 0.5}, INVALID),
+        ({"mode": 6, "prefix": (4,)}, INVALID),
+        ({"d": 72}, INVALID),
+        ({"rope": 80}, INVALID),
+        ({"value": 32}, INVALID),
+    ],
+    ids=str,
+)
+def test_calls_that_take_no_ropes(changes: dict[str, Any], status: int) -> None:
+    """The host pads no head beside a rope, and combines ropes with a mask alone."""
+    given: dict[str, Any] = {
+        "d": 64, "rope": 32, "mask": "mask", "pse": None, "drop": None, "keep": 1.0, "mode": 0,
+        "prefix": None, **changes,
+    }  # fmt: skip
+    tensors = {
+        "mask": new(4, 4, dtype=torch.bool), "bias": new(2 * 4 * 4),
+        "bits": new(4, dtype=torch.uint8), None: None,
+    }  # fmt: skip
+    q, q_rope = new(4, 2, given["d"]), new(4, 2, given["rope"])
+    v = new(4, 2, given.get("value", given["d"]))
+    statistics = new(4, 2, 8, dtype=F32)
+    actual = First()(
+        "FlashAttentionVarLenScoreV5", q, q_rope, q, q_rope, v, tensors[given["pse"]],
+        tensors[given["drop"]], None, tensors[given["mask"]], None, given["prefix"], (4,), (4,),
+        None, None, 1.0, given["keep"], 100, 100, 2, "TND", 0, given["mode"], 1, "", statistics,
+        statistics, new(0), v,
+    )  # fmt: skip
+    assert actual == status
+
+
+@pytest.mark.parametrize("wrong", ["dq_rope", "dk_rope", "dsink"])
+def test_gradients_of_ropes_and_sinks_have_their_shapes(wrong: str) -> None:
+    q, rope, sink = new(4, 2, 64), new(4, 2, 32), new(2, dtype=F32)
+    statistics, mask = new(4, 2, 8, dtype=F32), new(4, 4, dtype=torch.bool)
+
+    def gradient(**outputs: Tensor) -> int:
+        out = {"dq_rope": rope, "dk_rope": rope, "dsink": sink, **outputs}
+        return First()(
+            "FlashAttentionUnpaddingScoreGradV5", q, rope, q, rope, q, q, *[None] * 3, mask,
+            statistics, statistics, None, q, sink, None, (4,), (4,), None, None, 1.0, 1.0, 100, 100,
+            2, "TND", 0, 0, 1, "", q, out["dq_rope"], q, out["dk_rope"], q, new(0), out["dsink"],
+        )  # fmt: skip
+
+    assert gradient() == 0
+    assert gradient(**{wrong: new(3, dtype=F32 if wrong == "dsink" else BF16)}) == NULL_POINTER
 
 
 def test_sinks_of_a_float_gradient() -> None:

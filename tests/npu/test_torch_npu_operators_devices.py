@@ -40,7 +40,8 @@ def test_v3() -> None:
 
 
 def test_ropes() -> None:
-    packed.check(packed.V2, torch.bfloat16, {}, with_ropes=True)
+    """Ascend 950 takes these sizes alone."""
+    packed.check(packed.V2, torch.bfloat16, {}, with_ropes=True, sizes=(128, 64))
 
 
 def test_dropout() -> None:

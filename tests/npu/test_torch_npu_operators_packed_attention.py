@@ -60,17 +60,21 @@ def check(
     keys: list[int] = KEYS,
     with_sinks: bool = False,
     with_ropes: bool = False,
+    sizes: tuple[int, int] = (D, ROPE),
 ) -> None:
-    tq, tk = sum(queries), sum(keys)
-    shapes = [(tq, N, D), (tk, NK, D), (tk, NK, D)]
+    tq, tk, (d, rope) = sum(queries), sum(keys), sizes
+    shapes = [(tq, N, d), (tk, NK, d), (tk, NK, d)]
     if with_ropes:
-        shapes += [(tq, N, ROPE), (tk, NK, ROPE)]
+        shapes += [(tq, N, rope), (tk, NK, rope)]
+        # A2 and A3 take ropes beside a mask alone.
+        options = {"sparse_mode": 3, "atten_mask": compressed_mask(3).npu(), **options}
+        kept = of_mode(3, queries, keys, 0, 0)
     rounded = [values(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
     names = ["q", "k", "v", "query_rope", "key_rope"][: len(rounded)]
     if with_sinks:
         rounded.append(values(N, seed=8).float())
         names.append("sink")
-    dy = values(tq, N, D, seed=9).to(dtype)
+    dy = values(tq, N, d, seed=9).to(dtype)
 
     exact = [x.double().requires_grad_() for x in rounded]
     plain = dict(zip(names, exact, strict=True))

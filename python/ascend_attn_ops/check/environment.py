@@ -101,8 +101,8 @@ def _functions() -> Iterator[tuple[str, str, bool]]:
         if device is None or (device.product, device.cann) not in row["devices"]:
             continue
         for function in row["aclnn"]:
-            # An older version that is launched where the first is missing.
-            alternatives = [x for x in row["aclnn"] if x.rstrip("23") == function.rstrip("23")]
+            # Another version that is launched where the first is missing.
+            alternatives = [x for x in row["aclnn"] if x.rstrip("2345") == function.rstrip("2345")]
             yield row["operator"], function, function == alternatives[0]
 
 

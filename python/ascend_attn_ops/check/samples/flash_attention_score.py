@@ -199,6 +199,8 @@ CASES = [
     FlashCase(layout="BSH", s=(1, 90), heads=(4, 4), rope=4, pse="full"),
     FlashCase(layout="SBH", s=(9, 7), heads=(4, 2), rope=5, mode=2, keep_prob=0.7),
     replace(_TND, d=(32, 32), rope=16, mode=3),
+    replace(_TND, lengths=((3, 7), (5, 9)), d=(32, 32), rope=16, mode=3, sink=True),
+    FlashCase(s=(9, 7), d=(128, 128), rope=64, mode=3, sink=True),
     replace(_TND, heads=(4, 2), d=(16, 16), rope=8, tail=(1, 4), closed=True, mode=4, pre=9, next=0,
             lengths=((3, 7, 0), (5, 9, 2)), sink=True),
 ]  # fmt: skip
@@ -433,7 +435,8 @@ def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
         "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "prefix": "prefix",
         "actual_seq_qlen": "actual_seq_lengths_query", "actual_seq_kvlen": "actual_seq_lengths_key",
         "sparse_mode": "sparse_mode", "pse_type": "pse_type", "q_start_idx": "q_start_idx",
-        "kv_start_idx": "kv_start_idx",
+        "kv_start_idx": "kv_start_idx", "sink": "sink", "query_rope": "query_rope",
+        "key_rope": "key_rope",
     }  # fmt: skip
     return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
 
@@ -461,7 +464,8 @@ DEVICE_CASES = [
     case
     for case in CASES
     if case.keep_prob == 1
-    and not case.is_extended
+    # Other ropes are joined with query and key first.
+    and (not case.rope or case.layout == "TND")
     and all(all(pair) for pair in case.sequences)
     and max(case.s) < 1000
     and (case.pse or case.pse_type == 1)
@@ -480,7 +484,8 @@ FLASH_ATTENTION_SCORE = Operator(
     expected=expected,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,
-    torch_npu_takes=lambda case: not case.is_extended,  # empty ones too
+    # Empty ones too. It launches ropes alone by an older version.
+    torch_npu_takes=lambda case: not case.rope or (case.sink and case.layout == "TND"),
     keeps_executors=True,
 )
 

@@ -134,6 +134,43 @@ std::string sink_of_float_query(const Call& call) {
              : "";
 }
 
+// Beside ropes, the host of A2 and A3 pads nothing, and combines them with a mask alone.
+std::string ropes_of_a2(const Call& call) {
+  const auto* query_rope = call.find<TensorView>("queryRopeOptional");
+  const auto* key_rope = call.find<TensorView>("keyRopeOptional");
+  if (product() == Product::p950 || (!query_rope && !key_rope)) {
+    return {};
+  }
+  if (!query_rope || !key_rope) {
+    return "one of the ropes is nullptr";
+  }
+  constexpr int64_t kPrefixCompressed = 6;
+  constexpr int64_t kFirstPaddedTo128 = 196;
+  const auto size = call.get<TensorView>("query").sizes.back();
+  const auto unit = size < kFirstPaddedTo128 ? 16 : 128;
+  const bool given = call.find<TensorView>("pseShiftOptional") ||
+                     call.find<TensorView>("dropMaskOptional") || call.get<double>("keepProb") < 1;
+  const bool fits = call.get<TensorView>("value").sizes.back() == size && size % unit == 0 &&
+                    query_rope->sizes.back() <= size;
+  return !given && fits && call.find<TensorView>("attenMaskOptional") &&
+                 call.get<int64_t>("sparseMode") != kPrefixCompressed
+             ? ""
+             : "ropes are not supported with these arguments";
+}
+
+// Ascend 950 has kernels for one pair of sizes.
+std::string ropes_of_950(const Call& call) {
+  constexpr int64_t kSize = 128;
+  constexpr int64_t kRopeSize = 64;
+  const auto* rope = call.find<TensorView>("queryRopeOptional");
+  const auto& layout = call.get<std::string>("inputLayout");
+  const auto heads = layout == "BSH" || layout == "SBH" ? call.get<int64_t>("headNum") : 1;
+  return !rope || (call.get<TensorView>("query").sizes.back() == heads * kSize &&
+                   rope->sizes.back() == heads * kRopeSize)
+             ? ""
+             : "ropes: D is not 128 or Dr is not 64";
+}
+
 struct Refusal {
   std::vector<std::string_view> functions;  // without "aclnn"
   int status;
@@ -143,7 +180,7 @@ struct Refusal {
 const std::vector<std::string_view> kScores{
     "FlashAttentionScore",         "FlashAttentionScoreV2",       "FlashAttentionScoreV3",
     "FlashAttentionVarLenScore",   "FlashAttentionVarLenScoreV2", "FlashAttentionVarLenScoreV3",
-    "FlashAttentionVarLenScoreV4", "FlashAttentionVarLenScoreV5"};
+    "FlashAttentionVarLenScoreV4", "FlashAttentionVarLenScoreV5", "FlashAttentionScoreV4"};
 const std::vector<std::string_view> kScoreGrads{"FlashAttentionScoreGrad",
                                                 "FlashAttentionScoreGradV2",
                                                 "FlashAttentionScoreGradV3",
@@ -151,7 +188,8 @@ const std::vector<std::string_view> kScoreGrads{"FlashAttentionScoreGrad",
                                                 "FlashAttentionUnpaddingScoreGradV2",
                                                 "FlashAttentionUnpaddingScoreGradV3",
                                                 "FlashAttentionUnpaddingScoreGradV4",
-                                                "FlashAttentionUnpaddingScoreGradV5"};
+                                                "FlashAttentionUnpaddingScoreGradV5",
+                                                "FlashAttentionScoreGradV4"};
 
 const std::vector<Refusal>& refusals() {
   static const std::vector<Refusal> table{
@@ -163,6 +201,19 @@ const std::vector<Refusal>& refusals() {
        kNullPointer,
        {like("dqOut", "query"), like("dkOut", "key"), like("dvOut", "value"),
         like("dpseOut", "pseShiftOptional")}},
+      {{"FlashAttentionUnpaddingScoreGradV3", "FlashAttentionUnpaddingScoreGradV5",
+        "FlashAttentionScoreGradV4"},
+       kNullPointer,
+       {like("dqRopeOut", "queryRopeOptional"), like("dkRopeOut", "keyRopeOptional")}},
+      {{"FlashAttentionScoreGradV3", "FlashAttentionUnpaddingScoreGradV5",
+        "FlashAttentionScoreGradV4"},
+       kNullPointer,
+       {like("dsinkOut", "sinkOptional")}},
+      {{"FlashAttentionVarLenScoreV3", "FlashAttentionVarLenScoreV5",
+        "FlashAttentionUnpaddingScoreGradV3", "FlashAttentionUnpaddingScoreGradV5"},
+       kInvalid,
+       {ropes_of_a2}},
+      {{"FlashAttentionScoreV4", "FlashAttentionScoreGradV4"}, kInvalid, {ropes_of_950}},
       {{"FlashAttentionScoreGrad", "FlashAttentionScoreGradV2", "FlashAttentionScoreGradV3"},
        kNullPointer,
        {transposed_value}},

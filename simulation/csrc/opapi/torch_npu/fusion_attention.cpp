@@ -3,17 +3,9 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/maximum.h>
 
 namespace cann_sim {
-
-at::Tensor with_rope(const Call& call, std::string_view name, std::string_view rope) {
-  const auto rotated = call.optional_tensor(rope);
-  return rotated ? at::cat({call.tensor(name), *rotated}, -1) : call.tensor(name);
-}
 
 bool statistics_like_tokens(const Call& call) {
   return call.get<std::string>("softmaxLayout") == "same_as_input";
@@ -48,80 +40,7 @@ at::Tensor to_order_of_sequences(const Call& call, const at::Tensor& statistics)
   return at::empty_like(source).index_copy_(0, rows, source).view(statistics.sizes());
 }
 
-at::Tensor heads_last(const Call& call, const at::Tensor& x) {
-  const auto& layout = call.get<std::string>("inputLayout");
-  if (layout == "BSH" || layout == "SBH") {
-    return x.unflatten(-1, {call.get<int64_t>("headNum"), -1});
-  }
-  return layout == "BNSD" ? x.transpose(1, 2) : x;
-}
-
-at::Tensor statistic_of_heads(const Call& call, const at::Tensor& statistics) {
-  const auto& layout = call.get<std::string>("inputLayout");
-  const auto lane = statistics.select(-1, 0);
-  if (layout == "TND") {
-    return lane;
-  }
-  return layout == "SBH" ? lane.permute({2, 0, 1}) : lane.transpose(1, 2);
-}
-
-at::Tensor sinks_like(const Call& call, const at::Tensor& statistics) {
-  const auto sinks = call.tensor("sinkOptional");
-  return call.is_tnd("inputLayout") ? sinks.view({1, -1, 1}).expand_as(statistics)
-                                    : sinks.view({1, -1, 1, 1}).expand_as(statistics);
-}
-
 namespace {
-
-// A sink is a key of no value that every query of a head sees: it takes part in the softmax alone.
-void add_sinks(const Call& call, at::Tensor& out, at::Tensor& max, at::Tensor& sum) {
-  const auto sinks = sinks_like(call, max);
-  const auto max_of_both = at::maximum(max, sinks);
-  const auto sum_of_keys = sum * at::exp(max - max_of_both);
-  const auto sum_of_both = sum_of_keys + at::exp(sinks - max_of_both);
-  heads_last(call, out).mul_(statistic_of_heads(call, sum_of_keys / sum_of_both).unsqueeze(-1));
-  max = max_of_both;
-  sum = sum_of_both;
-}
-
-torch::jit::Stack with_sinks(const Call& call, OperatorArguments others) {
-  // In float32, so that the sinks' part is not a second rounding.
-  const auto sinks = call.optional_tensor("sinkOptional");
-  if (sinks) {
-    for (const auto* name : {"query", "key", "value"}) {
-      auto& given = others.try_emplace(name, call.tensor(name)).first->second;
-      given = given.toTensor().to(at::kFloat);
-    }
-    if (const auto pse = call.optional_tensor("pseShiftOptional")) {
-      others["pse_shift"] = pse->to(at::kFloat);
-    }
-  }
-  auto results = call.results(others);
-  if (sinks) {
-    const bool packed = call.is_tnd("inputLayout");
-    auto out = results[0].toTensor();
-    auto max = results[1].toTensor();
-    auto sum = results[2].toTensor();
-    if (packed) {
-      max = to_order_of_tokens(call, max);
-      sum = to_order_of_tokens(call, sum);
-    }
-    add_sinks(call, out, max, sum);
-    if (packed) {
-      max = to_order_of_sequences(call, max);
-      sum = to_order_of_sequences(call, sum);
-    }
-    results = {out, max, sum};
-  }
-  return results;
-}
-
-torch::jit::Stack dense(const Call& call) { return with_sinks(call, {}); }
-
-torch::jit::Stack packed_with_rope(const Call& call) {
-  return call.results({{"query", with_rope(call, "query", "queryRopeOptional")},
-                       {"key", with_rope(call, "key", "keyRopeOptional")}});
-}
 
 torch::jit::Stack like_tokens(const Call& call, torch::jit::Stack results) {
   if (statistics_like_tokens(call)) {
@@ -134,17 +53,13 @@ torch::jit::Stack like_tokens(const Call& call, torch::jit::Stack results) {
 
 }  // namespace
 
-torch::jit::Stack attention_with_all(const Call& call, OperatorArguments others) {
-  others["query"] = with_rope(call, "query", "queryRopeOptional");
-  others["key"] = with_rope(call, "key", "keyRopeOptional");
-  return like_tokens(call, with_sinks(call, std::move(others)));
+torch::jit::Stack attention_with_all(const Call& call, const OperatorArguments& others) {
+  return like_tokens(call, call.results(others));
 }
 
 namespace {
 
-torch::jit::Stack packed_like_tokens(const Call& call) { return like_tokens(call, call.results()); }
-
-torch::jit::Stack packed_with_all(const Call& call) { return attention_with_all(call); }
+torch::jit::Stack in_either_order(const Call& call) { return attention_with_all(call); }
 
 Function version(std::string_view name, Arguments arguments, void (*check)(const Call&),
                  torch::jit::Stack (*compute)(const Call&) = nullptr) {
@@ -158,25 +73,24 @@ Function version(std::string_view name, Arguments arguments, void (*check)(const
 
 const auto score_v1 = version("aclnnFlashAttentionScore",
                               join({kTensors, kTerms, kPrefix, kScalars, kOutputs}), check_tokens);
-const auto score_v3 =
-    version("aclnnFlashAttentionScoreV3",
-            join({kTensors, kTerms, kSink, kPrefix, kStarts, kScalars, kPseType, kOutputs}),
-            check_tokens, dense);
+const auto score_v3 = version(
+    "aclnnFlashAttentionScoreV3",
+    join({kTensors, kTerms, kSink, kPrefix, kStarts, kScalars, kPseType, kOutputs}), check_tokens);
 const auto var_len_v1 =
     version("aclnnFlashAttentionVarLenScore",
             join({kTensors, kTerms, kPrefix, kLengths, kScalars, kOutputs}), check_pack);
 const auto var_len_v3 =
     version("aclnnFlashAttentionVarLenScoreV3",
             join({kRopeTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
-            check_pack, packed_with_rope);
+            check_pack);
 const auto var_len_v4 =
     version("aclnnFlashAttentionVarLenScoreV4",
             join({kTensors, kTerms, kPrefix, kLengths, kScalars, kSoftmaxLayout, kOutputs}),
-            check_pack, packed_like_tokens);
+            check_pack, in_either_order);
 const auto var_len_v5 = version("aclnnFlashAttentionVarLenScoreV5",
                                 join({kRopeTensors, kTerms, kSink, kPrefix, kLengths, kStarts,
                                       kScalars, kPseType, kSoftmaxLayout, kOutputs}),
-                                check_pack, packed_with_all);
+                                check_pack, in_either_order);
 
 }  // namespace
 }  // namespace cann_sim

@@ -8,14 +8,11 @@
 
 namespace cann_sim {
 
-inline const Arguments kRopeTensors{kQuery, optional_input("queryRopeOptional", "", {ACL_BF16}),
-                                    kKey, optional_input("keyRopeOptional", "", {ACL_BF16}),
-                                    kValue};
-inline const Arguments kSink{optional_input("sinkOptional", "", kFloat)};
+inline const Arguments kRopeTensors{
+    kQuery, optional_input("queryRopeOptional", "query_rope", {ACL_BF16}), kKey,
+    optional_input("keyRopeOptional", "key_rope", {ACL_BF16}), kValue};
+inline const Arguments kSink{optional_input("sinkOptional", "sink", kFloat)};
 inline const Arguments kSoftmaxLayout{attribute("softmaxLayout")};
-
-// Query and key with their rotated parts behind them, as one head of both.
-at::Tensor with_rope(const Call& call, std::string_view name, std::string_view rope);
 
 // The statistics of packed sequences stand as (N, S_b, 8), one sequence behind the other, or with
 // `softmaxLayout` "same_as_input" as the tokens do: (T, N, 8).
@@ -23,16 +20,9 @@ bool statistics_like_tokens(const Call& call);
 at::Tensor to_order_of_tokens(const Call& call, const at::Tensor& statistics);
 at::Tensor to_order_of_sequences(const Call& call, const at::Tensor& statistics);
 
-// A tensor in the input layout as (..., N, D), and a statistic as (..., N), in the same order.
-at::Tensor heads_last(const Call& call, const at::Tensor& x);
-at::Tensor statistic_of_heads(const Call& call, const at::Tensor& statistics);
-// The sink of every row.
-at::Tensor sinks_like(const Call& call, const at::Tensor& statistics);
-
-// For versions that have ropes, sinks and an order of the statistics: the output and the
-// statistics, and dq, dk, dv and the gradients of both ropes and of the sinks. `others` are
+// For versions that have an order of the statistics: the results of the operator. `others` are
 // arguments of the operator that the call does not have itself.
-torch::jit::Stack attention_with_all(const Call& call, OperatorArguments others = {});
+torch::jit::Stack attention_with_all(const Call& call, const OperatorArguments& others = {});
 torch::jit::Stack gradients_with_all(const Call& call, OperatorArguments others = {});
 
 // The bits of a dropout that keeps elements with this probability: those of a byte from the lowest,

@@ -1,8 +1,4 @@
 // The versions of FlashAttentionScoreGrad that torch_npu calls beside V2.
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/exp.h>
-
 #include "opapi/torch_npu/fusion_attention.h"
 
 using namespace cann_sim;
@@ -10,43 +6,6 @@ using namespace cann_sim;
 namespace {
 
 using torch::jit::Stack;
-
-// A sink has no value: its score's gradient is the second term of the softmax's alone.
-at::Tensor sink_gradient(const Call& call, const at::Tensor& max, const at::Tensor& sum) {
-  const auto of_sink = at::exp(sinks_like(call, max) - max) / sum;
-  const auto of_rows = heads_last(call, call.tensor("dy").to(at::kFloat)) *
-                       heads_last(call, call.tensor("attentionInOptional").to(at::kFloat));
-  return (statistic_of_heads(call, of_sink) * of_rows.sum(-1)).flatten(0, -2).sum(0).neg();
-}
-
-Stack dense(const Call& call) {
-  auto gradients = call.results();
-  gradients.emplace_back(
-      sink_gradient(call, call.tensor("softmaxMaxOptional"), call.tensor("softmaxSumOptional")));
-  return gradients;
-}
-
-// The parts of a gradient that belong to a tensor and to what was behind it.
-void split_rope(const Call& call, std::string_view name, std::string_view rope, Stack& gradients,
-                size_t i) {
-  const auto both = gradients[i].toTensor();
-  const auto width = call.tensor(name).size(-1);
-  gradients[i] = both.narrow(-1, 0, width);
-  gradients.emplace_back(call.optional_tensor(rope) ? both.narrow(-1, width, both.size(-1) - width)
-                                                    : at::empty({0}, both.options()));
-}
-
-// dq, dk, dv, and the gradients of the two ropes.
-Stack with_ropes(const Call& call, OperatorArguments others = {}) {
-  others["query"] = with_rope(call, "query", "queryRopeOptional");
-  others["key"] = with_rope(call, "key", "keyRopeOptional");
-  auto gradients = call.results(others);
-  split_rope(call, "query", "queryRopeOptional", gradients, 0);
-  split_rope(call, "key", "keyRopeOptional", gradients, 1);
-  return gradients;
-}
-
-Stack packed_with_rope(const Call& call) { return with_ropes(call); }
 
 OperatorArguments statistics(const Call& call) {
   auto max = call.tensor("softmaxMaxOptional");
@@ -58,48 +17,38 @@ OperatorArguments statistics(const Call& call) {
   return {{"softmax_max", max}, {"softmax_sum", sum}};
 }
 
-Stack packed_like_tokens(const Call& call) { return call.results(statistics(call)); }
-
 }  // namespace
 
 Stack cann_sim::gradients_with_all(const Call& call, OperatorArguments others) {
-  const auto given = statistics(call);
-  others.insert(given.begin(), given.end());
-  auto gradients = with_ropes(call, std::move(others));
-  if (call.optional_tensor("sinkOptional")) {
-    auto max = given.at("softmax_max").toTensor();
-    auto sum = given.at("softmax_sum").toTensor();
-    if (call.is_tnd("inputLayout")) {
-      max = to_order_of_tokens(call, max);
-      sum = to_order_of_tokens(call, sum);
-    }
-    gradients.emplace_back(sink_gradient(call, max, sum));
-  }
-  return gradients;
+  others.merge(statistics(call));
+  return call.results(others);
 }
 
 namespace {
 
-Stack packed_with_all(const Call& call) { return gradients_with_all(call); }
+Stack in_either_order(const Call& call) { return gradients_with_all(call); }
 
-Function version(std::string_view name, Arguments arguments, Stack (*compute)(const Call&)) {
+Function version(std::string_view name, std::string_view schema_name, Arguments arguments,
+                 Stack (*compute)(const Call&) = nullptr) {
   return {.name = name,
-          .schema_name = "ascend::flash_attention_score_grad",
+          .schema_name = schema_name,
           .workspace = 4096,
           .arguments = std::move(arguments),
           .device = {.check = check_tokens, .faults = kMaskFaults},
           .compute = compute};
 }
 
-// In the order of the results of `with_ropes`, and the sink's.
-const Arguments kRopeGradients{output("dqOut", 0), optional_output("dqRopeOut", 3),
-                               output("dkOut", 1), optional_output("dkRopeOut", 4),
+constexpr std::string_view kPlain = "ascend::flash_attention_score_grad";
+constexpr std::string_view kExtended = "ascend::_flash_attention_score_extended_grad";
+
+const Arguments kRopeGradients{output("dqOut", 0), optional_output("dqRopeOut", 4),
+                               output("dkOut", 1), optional_output("dkRopeOut", 5),
                                output("dvOut", 2), attribute("dpseOut")};
 
 const auto grad_v1 =
-    version("aclnnFlashAttentionScoreGrad",
-            join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kScalars, kGradients}), nullptr);
-const auto grad_v3 = version("aclnnFlashAttentionScoreGradV3",
+    version("aclnnFlashAttentionScoreGrad", kPlain,
+            join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kScalars, kGradients}));
+const auto grad_v3 = version("aclnnFlashAttentionScoreGradV3", kExtended,
                              join({kTensors,
                                    kSaved,
                                    kTerms,
@@ -110,21 +59,18 @@ const auto grad_v3 = version("aclnnFlashAttentionScoreGradV3",
                                    kScalars,
                                    kPseType,
                                    kGradients,
-                                   {optional_output("dsinkOut", 3)}}),
-                             dense);
+                                   {optional_output("dsinkOut", 3)}}));
 const auto unpadding_v1 =
-    version("aclnnFlashAttentionUnpaddingScoreGrad",
-            join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kScalars, kGradients}),
-            nullptr);
-const auto unpadding_v3 = version("aclnnFlashAttentionUnpaddingScoreGradV3",
+    version("aclnnFlashAttentionUnpaddingScoreGrad", kPlain,
+            join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kScalars, kGradients}));
+const auto unpadding_v3 = version("aclnnFlashAttentionUnpaddingScoreGradV3", kExtended,
                                   join({kRopeTensors, kSaved, kTerms, kStatistics, kPrefix,
-                                        kLengths, kStarts, kScalars, kPseType, kRopeGradients}),
-                                  packed_with_rope);
-const auto unpadding_v4 = version("aclnnFlashAttentionUnpaddingScoreGradV4",
+                                        kLengths, kStarts, kScalars, kPseType, kRopeGradients}));
+const auto unpadding_v4 = version("aclnnFlashAttentionUnpaddingScoreGradV4", kPlain,
                                   join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths,
                                         kScalars, kGradients, kSoftmaxLayout}),
-                                  packed_like_tokens);
-const auto unpadding_v5 = version("aclnnFlashAttentionUnpaddingScoreGradV5",
+                                  in_either_order);
+const auto unpadding_v5 = version("aclnnFlashAttentionUnpaddingScoreGradV5", kExtended,
                                   join({kRopeTensors,
                                         kSaved,
                                         kTerms,
@@ -137,8 +83,8 @@ const auto unpadding_v5 = version("aclnnFlashAttentionUnpaddingScoreGradV5",
                                         kPseType,
                                         kSoftmaxLayout,
                                         kRopeGradients,
-                                        {optional_output("dsinkOut", 5)}}),
-                                  packed_with_all);
+                                        {optional_output("dsinkOut", 3)}}),
+                                  in_either_order);
 
 }  // namespace
 

@@ -8,6 +8,15 @@ namespace {
 using torch::jit::Stack;
 using Ends = std::vector<int64_t>;
 
+// A tensor in the input layout as (..., N, D).
+at::Tensor heads_last(const Call& call, const at::Tensor& x) {
+  const auto& layout = call.get<std::string>("inputLayout");
+  if (layout == "BSH" || layout == "SBH") {
+    return x.unflatten(-1, {call.get<int64_t>("headNum"), -1});
+  }
+  return layout == "BNSD" ? x.transpose(1, 2) : x;
+}
+
 int64_t elements_of_scores(const Call& call) {
   const auto query = heads_last(call, call.tensor("query"));
   const auto heads = query.size(-2);
@@ -28,9 +37,13 @@ int64_t elements_of_scores(const Call& call) {
   return elements;
 }
 
-// The kernel draws the dropout itself. Lengths of dense sequences come as empty lists.
-OperatorArguments drawn_dropout(const Call& call) {
+// The kernel draws the dropout itself. Lengths of dense sequences come as empty lists. Before CANN
+// 9.1 no kernel reads sinks.
+OperatorArguments arguments_of(const Call& call) {
   OperatorArguments arguments;
+  if (cann_version() < kCann91) {
+    arguments["sink"] = c10::IValue();
+  }
   if (!call.is_tnd("inputLayout")) {
     arguments["actual_seq_lengths_query"] = c10::IValue();
     arguments["actual_seq_lengths_key"] = c10::IValue();
@@ -45,36 +58,24 @@ OperatorArguments drawn_dropout(const Call& call) {
   return arguments;
 }
 
-Stack attention(const Call& call) { return attention_with_all(call, drawn_dropout(call)); }
-Stack gradients(const Call& call) { return gradients_with_all(call, drawn_dropout(call)); }
+Stack attention(const Call& call) { return attention_with_all(call, arguments_of(call)); }
+Stack gradients(const Call& call) { return gradients_with_all(call, arguments_of(call)); }
 
-const Arguments kRopes{optional_input("queryRopeOptional", "", kHalfOrFloat),
-                       optional_input("keyRopeOptional", "", kHalfOrFloat)};
+const Arguments kRopes{optional_input("queryRopeOptional", "query_rope", kHalfOrFloat),
+                       optional_input("keyRopeOptional", "key_rope", kHalfOrFloat)};
 const Arguments kScales{not_computed("dScaleQOptional"), not_computed("dScaleKOptional"),
                         not_computed("dScaleVOptional")};
 const Arguments kSeed{attribute("seed"), attribute("offset")};
 const Arguments kOutDtype{attribute("outDtype")};
 
-const Function score_v4{.name = "aclnnFlashAttentionScoreV4",
-                        .schema_name = "ascend::flash_attention_score",
-                        .workspace = 2048,
-                        .arguments = join({kTensors,
-                                           kTerms,
-                                           kRopes,
-                                           kScales,
-                                           // torch_npu does not give sinks to this function.
-                                           {not_computed("sinkOptional")},
-                                           kPrefix,
-                                           kLengths,
-                                           kStarts,
-                                           kScalars,
-                                           kOutDtype,
-                                           kPseType,
-                                           kSoftmaxLayout,
-                                           kSeed,
-                                           kOutputs}),
-                        .device = {.check = check_tokens, .faults = kMaskFaults},
-                        .compute = attention};
+const Function score_v4{
+    .name = "aclnnFlashAttentionScoreV4",
+    .schema_name = "ascend::flash_attention_score",
+    .workspace = 2048,
+    .arguments = join({kTensors, kTerms, kRopes, kScales, kSink, kPrefix, kLengths, kStarts,
+                       kScalars, kOutDtype, kPseType, kSoftmaxLayout, kSeed, kOutputs}),
+    .device = {.check = check_tokens, .faults = kMaskFaults},
+    .compute = attention};
 
 // The attributes of kScalars, around the layout of the statistics.
 const Arguments kScalarsOfGradient{attribute("scaleValue", "scale_value"),
@@ -89,7 +90,7 @@ const Arguments kScalarsOfGradient{attribute("scaleValue", "scale_value"),
 
 const Function grad_v4{
     .name = "aclnnFlashAttentionScoreGradV4",
-    .schema_name = "ascend::flash_attention_score_grad",
+    .schema_name = "ascend::_flash_attention_score_extended_grad",
     .workspace = 4096,
     .arguments = join({kTensors,
                        kSaved,
@@ -107,8 +108,8 @@ const Function grad_v4{
                        kSeed,
                        kOutDtype,
                        {output("dqOut", 0), output("dkOut", 1), output("dvOut", 2),
-                        optional_output("dqRopeOut", 3), optional_output("dkRopeOut", 4),
-                        attribute("dpseOut"), optional_output("dsinkOut", 5)}}),
+                        optional_output("dqRopeOut", 4), optional_output("dkRopeOut", 5),
+                        attribute("dpseOut"), optional_output("dsinkOut", 3)}}),
     .device = {.check = check_tokens, .faults = kMaskFaults},
     .compute = gradients};
 

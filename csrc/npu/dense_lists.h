@@ -1,0 +1,33 @@
+// Lists on the host, and masks, that the launches of dense attention share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "npu/aclnn/arguments.h"
+#include "ops/flash_attention_score.h"
+
+namespace ascend_attn::aclnn {
+
+// The device computes the band in int32 and wraps around. Beyond that range a number bounds
+// nothing.
+int64_t within_int32(int64_t tokens);
+
+// The lists of a call, on the host.
+struct DenseLists {
+  DenseLists(const at::Tensor& query, const at::Tensor& key, const FlashAttentionOptions& options);
+
+  IntegerList prefix, query_ends, key_ends;
+
+ private:
+  void mark_padding(const at::Tensor& query, const at::Tensor& key,
+                    const FlashAttentionOptions& options);
+};
+
+// Returns the mask that the device gets.
+std::optional<at::Tensor> launched_mask(const char* op, const FlashAttentionOptions& options,
+                                        const DenseLists& lists);
+
+}  // namespace ascend_attn::aclnn
