@@ -20,8 +20,15 @@ SOME = [
     if not operator.in_place
     for recipe in operator.recipes[::7]
 ]
-# The first of each operator in each layout, and of these one per operator.
-BY_LAYOUT = list({(r.operator.name, r.layout): r for r in reversed(RECIPES)}.values())
+
+
+def kind_of(recipe: Recipe) -> tuple[str, str, bool]:
+    """The operator, the layout, and whether another operator has the gradient."""
+    return recipe.operator.name, recipe.layout, getattr(recipe.case, "is_extended", False)
+
+
+# The first of each kind, and of these one per operator.
+BY_LAYOUT = list({kind_of(r): r for r in reversed(RECIPES)}.values())
 BSND = [recipe for recipe in BY_LAYOUT if recipe.layout in ("BSND", "")]
 
 

@@ -39,6 +39,13 @@ def score_grad(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
     return list(torch.autograd.grad(out, leaves, tensors[0]))
 
 
+def sink_grad(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (*tensors, tensors[0][0, :, 0].float())]
+    options: dict[str, Any] = {"num_heads": 2, "layout": "TND", **lengths}
+    out, *statistics = ops.flash_attention_score(*leaves[:3], sink=leaves[3], **options)
+    return [out.detach(), *statistics, *torch.autograd.grad(out, leaves, tensors[0])]
+
+
 def fused(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
     """torch_npu's own."""
     names = {QUERY: "actual_seq_lengths", KEY: "actual_seq_lengths_kv"}
@@ -60,6 +67,9 @@ CALLS: dict[str, tuple[Callable[..., list[Tensor]], Callable[[], list[Tensor]], 
     ),
     "its gradient": (
         score_grad, packed, [{QUERY: [8, 16], KEY: [8, 16]}, {QUERY: [5, 16], KEY: [9, 16]}], {},
+    ),
+    "its gradient with a sink": (
+        sink_grad, packed, [{QUERY: [8, 16], KEY: [8, 16]}, {QUERY: [5, 16], KEY: [9, 16]}], {},
     ),
     "npu_fused_infer_attention_score": (
         fused, dense, [{QUERY: [8, 8], KEY: [8, 8]}, {QUERY: [8, 8], KEY: [3, 5]}],
@@ -100,7 +110,7 @@ def test_updated_lengths(name: str) -> None:
 
 def per_launch(name: str, update: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A differentiated call is two, forward and backward, layer by layer."""
-    return [x for x in update for _ in range(2)] if name == "its gradient" else update
+    return [x for x in update for _ in range(2)] if "gradient" in name else update
 
 
 def launch(tensors: list[Tensor], lengths: list[int], memory: dict[str, Any]) -> None:

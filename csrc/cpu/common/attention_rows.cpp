@@ -58,6 +58,10 @@ class AttentionRows {
     result_ = result;
     std::fill_n(result_.max, task.rows(), std::numeric_limits<T>::lowest());
     std::fill_n(result_.sum, task.rows(), T(0));
+    // The first part has the sink, since parts are merged.
+    if (attention_.sink.defined() && index == 0) {
+      start_with_sinks(task);
+    }
     if (attention_.in_place(*task.sequence)) {
       attend_in_place(task, keys);
     } else {
@@ -67,6 +71,16 @@ class AttentionRows {
   }
 
  private:
+  void start_with_sinks(const RowsTask& task) {
+    const T* sinks = attention_.sink.const_data_ptr<T>();
+    for (int64_t at = 0; at < task.rows(); ++at) {
+      RowResult<T> row{nullptr, result_.max[at], result_.sum[at]};
+      row.start_with(sinks[task.head(at, attention_.group())]);
+      result_.max[at] = row.max;
+      result_.sum[at] = row.sum;
+    }
+  }
+
   void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
     const auto key = key_rows<Input>(attention_.key, sequence, task.key_head);
@@ -203,12 +217,11 @@ void attend_rows(const DenseAttention& attention, const DenseOutputs& outputs) {
       std::move(tasks), size, [&] { return std::make_unique<Worker>(attention); },
       [&](const RowsTask& task, const Partial<T>& result, int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) {
-          const int64_t head = task.key_head + at / task.rows_of_head;
           const int64_t row = task.first_row + at % task.rows_of_head;
           const auto of_row = result.keys > 0 ? RowResult<T>{result.out + at * size.columns,
                                                              result.max[at], result.sum[at]}
                                               : RowResult<T>{};
-          rows.store(*task.sequence, head * group + row % group, row / group, of_row);
+          rows.store(*task.sequence, task.head(at, group), row / group, of_row);
         }
       });
 }

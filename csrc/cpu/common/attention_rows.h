@@ -73,6 +73,14 @@ struct RowResult {
   const T* out = nullptr;
   T max = kLowest<T>;
   T sum = 0;
+
+  // Starts with the score of a key that has no value. Minus infinity is no sink.
+  void start_with(T sink) {
+    if (!(sink < kLowest<T>)) {
+      max = sink;
+      sum = 1;
+    }
+  }
 };
 
 // A task of attend_to_parts: rows of one key head, or all rows of neighbouring key heads.
@@ -88,6 +96,10 @@ struct RowsTask {
 
   int64_t parts() const { return begin < end ? at::divup(end, kPartKeys) - begin / kPartKeys : 1; }
   int64_t rows() const { return key_heads * rows_of_head; }
+  // Returns the query head of a row of the task.
+  int64_t head(int64_t at, int64_t group) const {
+    return (key_head + at / rows_of_head) * group + (first_row + at % rows_of_head) % group;
+  }
 };
 
 // Where the results of a call go.
@@ -106,10 +118,10 @@ class OutputRows {
 
   void store(const DenseSequence& sequence, int64_t head, int64_t query,
              RowResult<T> result) const {
-    T factor = T(1) / result.sum;
-    if (sink_ != nullptr && sequence.keys > 0) {
-      factor = add_sink(sink_[head], result);
+    if (result.out == nullptr && sink_ != nullptr && sequence.keys > 0) {
+      result.start_with(sink_[head]);
     }
+    const T factor = T(1) / result.sum;
     const int64_t size = attention_.value_size;
     const auto write = [&]<typename Element>(const auto& convert) {
       const HeadRows<Element> rows(static_cast<Element*>(data_), outputs_.out, sequence.batch, head,
@@ -138,15 +150,6 @@ class OutputRows {
  private:
   static T* data_of(const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
-  }
-
-  // Adds the score of a key without a value to the statistics. Returns the factor of the output.
-  static T add_sink(T sink, RowResult<T>& result) {
-    const T max = std::max(result.max, sink);
-    const T keys = softmax_weight(result.max, max);
-    result.sum = result.sum * keys + softmax_weight(sink, max);
-    result.max = max;
-    return keys / result.sum;
   }
 
   const DenseAttention& attention_;

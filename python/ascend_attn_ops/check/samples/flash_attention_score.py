@@ -186,8 +186,8 @@ CASES = [
     replace(_TND, lengths=((1, 1, 1), (4, 5, 3)), pse="keys"),
     replace(_TND, lengths=((2, 3), (3, 3)), tail=(1, 2), pse="keys", pse_type=0, keep_prob=0.4),
     FlashCase(sink=True),
-    FlashCase(layout="BSND", s=(7, 5), mode=3, heads=(4, 2), sink=True),  # rows without keys
-    FlashCase(layout="BSH", b=1, s=(70, 600), mode=4, pre=50, next=0, heads=(4, 2), sink=True),
+    FlashCase(layout="BSND", s=(7, 5), mode=3, heads=(4, 1), sink=True),  # rows without keys
+    FlashCase(layout="BSH", s=(70, 600), mode=4, pre=50, next=0, heads=(4, 2), sink=True),
     FlashCase(layout="SBH", s=(6, 9), d=(24, 16), pse="full", pse_type=0, mode=3, sink=True),
     FlashCase(s=(9, 12), mode=1, mask="11", pattern="rows", keep_prob=0.6, sink=True),
     FlashCase(layout="BSND", s=(1, 1200), d=(40, 24), mode=3, sink=True),  # split-KV
