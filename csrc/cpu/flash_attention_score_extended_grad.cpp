@@ -45,36 +45,16 @@ void differentiate_sink(const DenseAttentionGrad& grad, const at::Tensor& d_sink
   });
 }
 
-// Returns a tensor with heads of `gradient` and of `rope`.
-at::Tensor new_joined(const at::Tensor& gradient, const at::Tensor& rope) {
-  auto sizes = gradient.sizes().vec();
-  sizes.back() += rope.size(-1);
-  return gradient.new_empty(sizes);
-}
-
-void split(const DenseAttention& attention, const at::Tensor& joined, int64_t heads,
-           const at::Tensor& gradient, const at::Tensor& d_rope) {
-  const auto from = attention.by_head(joined, heads);
-  const auto to = attention.by_head(gradient, heads);
-  const int64_t size = to.size(-1);
-  to.copy_(from.narrow(-1, 0, size));
-  attention.by_head(d_rope, heads).copy_(from.narrow(-1, size, from.size(-1) - size));
-}
-
 void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
                                          FlashAttentionScoreExtendedGrad::Outputs& outputs) {
   const DenseAttentionGrad grad(op);
-  const auto& attention = grad.forward;
   const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
+  DenseGradients gradients{.dq = dq, .dk = dk, .dv = dv, .dq_rope = {}, .dk_rope = {}};
   if (op.extra.query_rope) {
-    const auto joined_dq = new_joined(dq, dq_rope);
-    const auto joined_dk = new_joined(dk, dk_rope);
-    differentiate(grad, {joined_dq, joined_dk, dv});
-    split(attention, joined_dq, attention.heads, dq, dq_rope);
-    split(attention, joined_dk, attention.key_heads, dk, dk_rope);
-  } else {
-    differentiate(grad, {dq, dk, dv});
+    gradients.dq_rope = dq_rope;
+    gradients.dk_rope = dk_rope;
   }
+  differentiate(grad, gradients);
   if (op.extra.sink) {
     differentiate_sink(grad, d_sink);
   }

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "cpu/common/parallel_tasks.h"
@@ -37,13 +38,17 @@ class FlashAttentionGrad {
  public:
   using T = Accumulator<Operand>;
 
-  FlashAttentionGrad(const DenseAttentionGrad& attention,
-                     const FlashAttentionScoreGrad::Outputs& outputs)
+  FlashAttentionGrad(const DenseAttentionGrad& attention, const DenseGradients& gradients)
       : tile_(attention),
         attention_(attention.forward),
-        dq_tensor_(attention_.by_head(std::get<0>(outputs), attention_.heads)),
-        dk_tensor_(attention_.by_head(std::get<1>(outputs), attention_.key_heads)),
-        dv_tensor_(attention_.by_head(std::get<2>(outputs), attention_.key_heads)) {}
+        dq_tensor_(attention_.by_head(gradients.dq, attention_.heads)),
+        dk_tensor_(attention_.by_head(gradients.dk, attention_.key_heads)),
+        dv_tensor_(attention_.by_head(gradients.dv, attention_.key_heads)) {
+    if (gradients.dq_rope.defined()) {
+      dq_rope_tensor_ = attention_.by_head(gradients.dq_rope, attention_.heads);
+      dk_rope_tensor_ = attention_.by_head(gradients.dk_rope, attention_.key_heads);
+    }
+  }
 
   void run(const KeysTask& task, QueryGradients<T>& dq) {
     const auto& sequence = *task.sequence;
@@ -84,9 +89,12 @@ class FlashAttentionGrad {
     zero_rows(dk_, 0, tile_.keys().size());
     zero_rows(dv_, 0, tile_.values().size());
     tile_.for_each_tile(begin, count, [&](const ScoreTile& tile) { add_products(tile, dq); });
-    store_keys(dv_, T(1), dv_tensor_, task, begin, count, attention_.value_size);
-    store_keys(dk_, static_cast<T>(attention_.scale), dk_tensor_, task, begin, count,
-               attention_.size);
+    store_keys(dv_, 0, T(1), dv_tensor_, task, begin, count);
+    const auto scale = static_cast<T>(attention_.scale);
+    store_keys(dk_, 0, scale, dk_tensor_, task, begin, count);
+    if (dk_rope_tensor_.defined()) {
+      store_keys(dk_, dk_tensor_.size(-1), scale, dk_rope_tensor_, task, begin, count);
+    }
   }
 
   // dv^T += dy^T * P, dk^T += q^T * dS, dq += dS * k
@@ -108,12 +116,14 @@ class FlashAttentionGrad {
                operand_b(rows, tile.width(), operand, packed_), sum.from(0, tile.begin), true});
   }
 
-  void store_keys(const Tile<T>& transposed, T factor, const at::Tensor& gradient,
-                  const KeysTask& task, int64_t begin, int64_t count, int64_t size) {
+  // Stores the part of heads that begins at row `first_row` of the transposed sums.
+  void store_keys(const Tile<T>& transposed, int64_t first_row, T factor,
+                  const at::Tensor& gradient, const KeysTask& task, int64_t begin, int64_t count) {
+    const int64_t size = gradient.size(-1);
     const auto& sequence = *task.sequence;
     const HeadRows<Input> rows(gradient.mutable_data_ptr<Input>(), gradient, sequence.batch,
                                task.key_head, sequence.key_begin + begin);
-    vectorized([=, from = transposed.data(), stride = transposed.stride()] {
+    vectorized([=, from = transposed.row(first_row), stride = transposed.stride()] {
       // In blocks, because a whole row of `from` is one element of each of many cache lines.
       constexpr int64_t block = 16;
       for (int64_t first = 0; first < count; first += block) {
@@ -128,24 +138,37 @@ class FlashAttentionGrad {
   }
 
   void store_queries(const KeysTask& task, QueryGradients<T>& dq) {
-    const auto& sequence = *task.sequence;
     const int64_t group = attention_.group();
-    const HeadRows<Input> rows(dq_tensor_.mutable_data_ptr<Input>(), dq_tensor_, sequence.batch,
-                               task.key_head * group, sequence.query_begin);
+    const auto factor = static_cast<T>(attention_.scale);
+    const auto rows = gradient_rows(dq_tensor_, task);
+    const auto ropes = dq_rope_tensor_.defined()
+                           ? std::optional(gradient_rows(dq_rope_tensor_, task))
+                           : std::nullopt;
+    const int64_t size = dq_tensor_.size(-1);
     const auto& sum = dq.parts.front();
-    for (int64_t row = 0; row < sequence.queries * group; ++row) {
+    for (int64_t row = 0; row < task.sequence->queries * group; ++row) {
       for (size_t part = 1; part < dq.parts.size(); ++part) {
         add(dq.parts[part].row(row), sum.row(row), attention_.size);
       }
-      scale(sum.row(row), static_cast<T>(attention_.scale), rows.row(row / group, row % group),
-            attention_.size);
+      scale(sum.row(row), factor, rows.row(row / group, row % group), size);
+      if (ropes) {
+        scale(sum.row(row) + size, factor, ropes->row(row / group, row % group),
+              attention_.size - size);
+      }
     }
     dq.parts.clear();
+  }
+
+  HeadRows<Input> gradient_rows(const at::Tensor& gradient, const KeysTask& task) const {
+    const auto& sequence = *task.sequence;
+    return {gradient.mutable_data_ptr<Input>(), gradient, sequence.batch,
+            task.key_head * attention_.group(), sequence.query_begin};
   }
 
   ScoreGradient<Input, Operand> tile_;
   const DenseAttention& attention_;
   at::Tensor dq_tensor_, dk_tensor_, dv_tensor_;
+  at::Tensor dq_rope_tensor_, dk_rope_tensor_;  // undefined if absent
   Tile<Operand> query_transposed_;
   Tile<Operand> d_out_transposed_;
   Tile<Operand> packed_{kRowBlock, kKeyBlock};
@@ -155,8 +178,7 @@ class FlashAttentionGrad {
 };
 
 template <typename Input, typename Operand>
-void differentiate_as(const DenseAttentionGrad& attention,
-                      const FlashAttentionScoreGrad::Outputs& outputs) {
+void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients& gradients) {
   using T = Accumulator<Operand>;
   using Worker = FlashAttentionGrad<Input, Operand>;
   const auto& forward = attention.forward;
@@ -180,13 +202,15 @@ void differentiate_as(const DenseAttentionGrad& attention,
     }
   }
   for_each_task(
-      tasks, [&] { return std::make_unique<Worker>(attention, outputs); },
+      tasks, [&] { return std::make_unique<Worker>(attention, gradients); },
       [&](Worker& worker, const KeysTask& task) { worker.run(task, dq[task.head_index]); });
 }
 
 void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs) {
-  differentiate(DenseAttentionGrad(op), outputs);
+  const auto& [dq, dk, dv] = outputs;
+  differentiate(DenseAttentionGrad(op),
+                {.dq = dq, .dk = dk, .dv = dv, .dq_rope = {}, .dk_rope = {}});
 }
 
 const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
@@ -195,17 +219,22 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 
 }  // namespace
 
-void differentiate(const DenseAttentionGrad& attention,
-                   const FlashAttentionScoreGrad::Outputs& outputs) {
-  const auto& [dq, dk, dv] = outputs;
+void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gradients) {
   if (attention.forward.layout == Layout::TND) {
     const auto& sequences = attention.forward.sequences;
-    zero_unused_queries(dq, dq.size(0), sequences);
-    zero_unused_keys(dk, dk.size(0), sequences);
-    zero_unused_keys(dv, dv.size(0), sequences);
+    for (const auto& tensor : {gradients.dq, gradients.dq_rope}) {
+      if (tensor.defined()) {
+        zero_unused_queries(tensor, tensor.size(0), sequences);
+      }
+    }
+    for (const auto& tensor : {gradients.dk, gradients.dv, gradients.dk_rope}) {
+      if (tensor.defined()) {
+        zero_unused_keys(tensor, tensor.size(0), sequences);
+      }
+    }
   }
   dispatch_operand(attention.forward.query.scalar_type(), [&]<typename Input, typename Operand>() {
-    differentiate_as<Input, Operand>(attention, outputs);
+    differentiate_as<Input, Operand>(attention, gradients);
   });
 }
 

@@ -46,9 +46,8 @@ class AttentionRows {
   void load(const RowsTask& task) {
     const int64_t group = attention_.group();
     for (int64_t h = 0; h < task.key_heads; ++h) {
-      load_rows(query_rows<Input>(attention_.query, *task.sequence, (task.key_head + h) * group),
-                group, task.first_row, task.rows_of_head, attention_.size, query_,
-                h * task.rows_of_head);
+      load_rows(joined_query_rows<Input>(attention_, *task.sequence, (task.key_head + h) * group),
+                group, task.first_row, task.rows_of_head, query_, h * task.rows_of_head);
     }
   }
 
@@ -83,7 +82,7 @@ class AttentionRows {
 
   void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
-    const auto key = key_rows<Input>(attention_.key, sequence, task.key_head);
+    const auto key = joined_key_rows<Input>(attention_, sequence, task.key_head);
     const auto value = key_rows<Input>(attention_.value, sequence, task.key_head);
     std::array<bool, kMaxRows / kRowBlock> started{};
     for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {

@@ -120,6 +120,15 @@ void load_rows(const HeadRows<const Input>& rows, int64_t group, int64_t first, 
   }
   zero_rows(tile, at + count, at + round_up(count, kRowStep));
 }
+template <typename Operand, typename Input>
+void load_rows(const JoinedRows<Input>& rows, int64_t group, int64_t first, int64_t count,
+               const Tile<Operand>& tile, int64_t at = 0) {
+  load_rows(rows.rows, group, first, count, rows.size, tile, at);
+  for (int64_t r = 0; rows.ropes && r < count; ++r) {
+    load_row(rows.ropes->row((first + r) / group, (first + r) % group),
+             tile.row(at + r) + rows.size, rows.rope_size);
+  }
+}
 
 // A block of keys, or of values, as an operand of products.
 template <typename Operand>
@@ -134,6 +143,10 @@ class KeyTile {
 
   template <typename Input>
   void load(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
+    load(JoinedRows<Input>{rows, {}, columns_, 0}, first, count);
+  }
+  template <typename Input>
+  void load(const JoinedRows<Input>& rows, int64_t first, int64_t count) {
     const auto source = dense_rows(rows, first, count);
     width_ = round_up(count, kKeyStep);
     by_rows_ = packed_.data() != nullptr ? operand_b(width_, size_, source, packed_) : source;
@@ -153,16 +166,19 @@ class KeyTile {
 
  private:
   template <typename Input>
-  Matrix<const Operand> dense_rows(const HeadRows<const Input>& rows, int64_t first,
+  Matrix<const Operand> dense_rows(const JoinedRows<Input>& rows, int64_t first,
                                    int64_t count) const {
     if constexpr (std::is_same_v<Operand, Input> && depth_step<Operand> > 1) {
       // Packed rows are read in place, unless they need zero padding.
-      if (count % kKeyStep == 0 && size_ == columns_) {
-        return {rows.row(first), rows.token_stride()};
+      if (count % kKeyStep == 0 && size_ == rows.size) {
+        return {rows.rows.row(first), rows.rows.token_stride()};
       }
     }
     for (int64_t r = 0; r < count; ++r) {
-      load_row(rows.row(first + r), rows_.row(r), columns_);
+      load_row(rows.rows.row(first + r), rows_.row(r), rows.size);
+      if (rows.ropes) {
+        load_row(rows.ropes->row(first + r), rows_.row(r) + rows.size, rows.rope_size);
+      }
     }
     zero_rows(rows_, count, round_up(count, kKeyStep));
     return rows_;

@@ -84,6 +84,14 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
               " for sparse_mode ", mode, ", got other values; True (1) masks a key out");
 }
 
+// Returns heads and ropes, both by head, in one tensor. Copies them in the order of the memory.
+at::Tensor joined(Layout layout, const at::Tensor& heads, const at::Tensor& ropes) {
+  if (layout == Layout::BNSD) {
+    return at::cat({heads, ropes}, -1);
+  }
+  return at::cat({heads.transpose(1, 2), ropes.transpose(1, 2)}, -1).transpose(1, 2);
+}
+
 }  // namespace
 
 DenseAttention::DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
@@ -155,10 +163,19 @@ void DenseAttention::add(const SinkAndRopes& extra) {
   if (extra.sink) {
     sink = extra.sink->contiguous();
   }
-  if (extra.query_rope) {
-    query = at::cat({query, by_head(*extra.query_rope, heads)}, -1);
-    key = at::cat({key, by_head(*extra.key_rope, key_heads)}, -1);
-    size = query.size(-1);
+  if (!extra.query_rope) {
+    return;
+  }
+  query_rope = by_head(with_dense_rows(*extra.query_rope), heads);
+  key_rope = by_head(with_dense_rows(*extra.key_rope), key_heads);
+  rope_size = query_rope.size(-1);
+  size += rope_size;
+  // Rows that read their keys in place have them in one piece.
+  if (std::ranges::any_of(sequences, [&](const auto& sequence) { return in_place(sequence); })) {
+    query = joined(layout, query, query_rope);
+    key = joined(layout, key, key_rope);
+    query_rope.reset();
+    key_rope.reset();
   }
 }
 

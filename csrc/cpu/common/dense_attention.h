@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "core/layout.h"
@@ -67,9 +68,13 @@ struct DenseAttention {
   }
 
   Layout layout;  // never BNSD_BSND, which is BNSD here
-  int64_t heads, key_heads, size, value_size;
+  int64_t heads, key_heads, value_size;
+  int64_t size;           // of the heads of query and key, with their ropes
+  int64_t rope_size = 0;  // of the part that has gradients of its own
   double scale;
-  at::Tensor query, key, value;  // by head, with dense rows; heads include their ropes
+  at::Tensor query, key, value;  // by head, with dense rows
+  // The same of parts of the heads that are tensors of their own; undefined if they are not.
+  at::Tensor query_rope, key_rope;
   std::vector<DenseSequence> sequences;
 
   int64_t pse_type = 1;
@@ -132,6 +137,15 @@ class HeadRows {
   int64_t token_stride_;
 };
 
+// The rows of one head of query or key, whose last part may lie in another tensor.
+template <typename T>
+struct JoinedRows {
+  HeadRows<const T> rows;
+  std::optional<HeadRows<const T>> ropes;
+  int64_t size;       // of `rows`
+  int64_t rope_size;  // of `ropes`
+};
+
 template <typename T>
 HeadRows<const T> query_rows(const at::Tensor& tensor, const DenseSequence& sequence,
                              int64_t head) {
@@ -141,6 +155,28 @@ template <typename T>
 HeadRows<const T> key_rows(const at::Tensor& tensor, const DenseSequence& sequence, int64_t head,
                            int64_t first = 0) {
   return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.key_begin + first};
+}
+
+template <typename T>
+JoinedRows<T> joined_query_rows(const DenseAttention& attention, const DenseSequence& sequence,
+                                int64_t head) {
+  JoinedRows<T> joined{
+      query_rows<T>(attention.query, sequence, head), {}, attention.query.size(-1), 0};
+  if (attention.query_rope.defined()) {
+    joined.ropes = query_rows<T>(attention.query_rope, sequence, head);
+    joined.rope_size = attention.rope_size;
+  }
+  return joined;
+}
+template <typename T>
+JoinedRows<T> joined_key_rows(const DenseAttention& attention, const DenseSequence& sequence,
+                              int64_t head) {
+  JoinedRows<T> joined{key_rows<T>(attention.key, sequence, head), {}, attention.key.size(-1), 0};
+  if (attention.key_rope.defined()) {
+    joined.ropes = key_rows<T>(attention.key_rope, sequence, head);
+    joined.rope_size = attention.rope_size;
+  }
+  return joined;
 }
 
 }  // namespace ascend_attn::cpu

@@ -39,9 +39,12 @@ struct DenseAttentionGrad {
   at::Tensor softmax_max, softmax_sum;
 };
 
-// Computes dq, dk and dv, in the layout of the call. Heads of dq and dk include their ropes.
-void differentiate(const DenseAttentionGrad& attention,
-                   const FlashAttentionScoreGrad::Outputs& outputs);
+// The gradients of a call, in its layout; undefined for absent ropes.
+struct DenseGradients {
+  at::Tensor dq, dk, dv;
+  at::Tensor dq_rope, dk_rope;
+};
+void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gradients);
 
 template <typename Input, typename Operand>
 class ScoreGradient {
@@ -73,8 +76,8 @@ class ScoreGradient {
   // Loads rows [first, first + rows) into query() and d_out().
   void load_queries(int64_t first, int64_t rows) {
     const int64_t group = attention_.group();
-    load_rows(query_rows<Input>(attention_.query, *sequence_, first_head()), group, first, rows,
-              attention_.size, query_);
+    load_rows(joined_query_rows<Input>(attention_, *sequence_, first_head()), group, first, rows,
+              query_);
     load_rows(query_rows<Input>(grad_.d_out, *sequence_, first_head()), group, first, rows,
               attention_.value_size, d_out_);
   }
@@ -84,7 +87,7 @@ class ScoreGradient {
   // keep the key.
   template <typename Function>
   void for_each_tile(int64_t begin, int64_t count, const Function& function) {
-    keys_.load(key_rows<Input>(attention_.key, *sequence_, key_head_), begin, count);
+    keys_.load(joined_key_rows<Input>(attention_, *sequence_, key_head_), begin, count);
     values_.load(key_rows<Input>(attention_.value, *sequence_, key_head_), begin, count);
     cpu::for_each_tile(*sequence_, attention_.group(), 0, sequence_->queries * attention_.group(),
                        begin, count, [&](const ScoreTile& tile) {
