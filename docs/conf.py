@@ -31,6 +31,9 @@ extensions = [
     "translations",
 ]
 
+# The specification of an operator stands on the operator's page: _ext/operator_pages.py.
+exclude_patterns = ["specification/*_*.md"]
+
 html_theme = "furo"
 html_title = f"ascend_attn_ops {release}"
 templates_path = ["_templates"]

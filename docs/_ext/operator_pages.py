@@ -1,15 +1,18 @@
 """Writes docs/operators/: one page per operator, and their index.
 
 The operators, their schemas and their limits come from the package, the docstring through autodoc.
-The prose comes from docs/specification, where what belongs on an operator's page is marked
+The prose comes from docs/specification. The specification of an operator is split at its headings
+and becomes part of the operator's page; Sphinx builds no page of its own for it. Marks enclose the
+parts that the pages need by name:
 
     % begin formula(lightning_indexer)
     ...
     % end formula(lightning_indexer)
 
-The operator's specification has `formula`, `shapes` and, where there is a sparse_mode, `masks`;
-device.md may have `device`. A new operator has a page as soon as it has a specification, and
-without one the build fails and says what is missing.
+Every operator has `formula`, `shapes` and, if it has a sparse_mode, `masks`. A gradient is written
+in the specification of its forward, but its marked parts go to its own page. device.md may have
+`device`. A new operator has a page as soon as it has a specification; without one the build fails
+and says what is missing.
 """
 
 from __future__ import annotations
@@ -39,14 +42,33 @@ def specification_of(operator: str, folder: Path) -> Path:
     raise ExtensionError(f"{operator} has no specification: expected docs/specification/{stem}.md")
 
 
-def included(heading: str, section: str, operator: str, page: Path) -> list[str]:
-    """A section of a specification, under a heading; the build fails where it is not there."""
-    text = page.read_text(encoding="utf-8")
-    begin, end = (f"% {edge} {section}({operator})" for edge in ("begin", "end"))
-    if not 0 <= text.find(begin) < text.find(end):
-        raise ExtensionError(f"docs/specification/{page.name}: expected '{begin}' ... '{end}'")
-    options = f":start-after: '{begin}'\n:end-before: '{end}'"
-    return [f"## {heading}", f"```{{include}} ../specification/{page.name}\n{options}\n```"]
+ON_THE_DEVICE = "On the device"
+MARKED = re.compile(r"^% begin (\w+)\((\w+)\)\n(.*?)^% end \1\(\2\)\n", re.M | re.S)
+
+
+def marked(kind: str, operator: str, page: Path) -> str:
+    """Returns the text between two marks; the build fails if they are missing."""
+    for match in MARKED.finditer(page.read_text(encoding="utf-8")):
+        if match.group(1, 2) == (kind, operator):
+            return match[3].strip()
+    marks = f"'% begin {kind}({operator})' ... '% end {kind}({operator})'"
+    raise ExtensionError(f"docs/specification/{page.name}: expected {marks}")
+
+
+def sections(operator: str, page: Path) -> dict[str, str]:
+    """Returns the text by heading; a link replaces the parts of another operator's page."""
+
+    def here(match: re.Match[str]) -> str:
+        kind, other, body = match.groups()
+        if other == operator:
+            return str(body)
+        link = f"[`{other}`]({other}.md) has the formula and the shapes.\n"
+        return link if kind == "formula" else ""
+
+    text = MARKED.sub(here, page.read_text(encoding="utf-8").partition("\n")[2])
+    introduction, *rest = re.split(r"^## (.*)\n", text, flags=re.M)
+    bodies = [body.strip() for body in rest[1::2]]
+    return {"": introduction.strip(), **dict(zip(rest[::2], bodies, strict=True))}
 
 
 def schema_of(operator: str) -> Any:
@@ -111,30 +133,79 @@ def limits_table(row: Row) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def operator_page(row: Row, specifications: Path) -> str:
-    operator = row["operator"]
-    page = specification_of(operator, specifications)
-    device = specifications / "device.md"
-    parts = [
-        f"# {operator}",
-        f"```{{eval-rst}}\n.. autofunction:: ascend_attn_ops.{operator}\n```",
-        *included("Formula", "formula", operator, page),
-        *included("Shapes and dtypes", "shapes", operator, page),
-        "## Example",
-        f"```{{doctest}}\n{example_of(operator)}\n```",
+def limits(row: Row) -> list[str]:
+    return [
         "## Limits by product",
         f"On an NPU this operator is {', '.join(aclnn_functions(row))} of CANN.",
         limits_table(row),
         "A quantity without a row has no limit of its own. A device without a column does not "
         "have the function: a call that is checked for it is an error.",
     ]
+
+
+def example(operator: str) -> list[str]:
+    return ["## Example", f"```{{doctest}}\n{example_of(operator)}\n```"]
+
+
+def forward_sections(row: Row, page: Path) -> list[str]:
+    """Returns the specification, with the example and the limits after the shapes."""
+    operator = row["operator"]
+    for kind in ("formula", "shapes"):
+        marked(kind, operator, page)
+    text = sections(operator, page)
+    text.pop(ON_THE_DEVICE, None)
+    introduction, formula = text.pop(""), text.pop("Formula")
+    shapes = next(heading for heading in text if heading.endswith(("hapes", "heads")))
+    parts = ["## Formula", introduction, formula, f"## {shapes}", text.pop(shapes)]
+    parts += [*example(operator), *limits(row)]
+    for heading, body in text.items():
+        parts += [f"## {heading}", body]
+    return parts
+
+
+def gradient_sections(row: Row, page: Path) -> list[str]:
+    operator = row["operator"]
+    forward = page.stem
+    parts = [
+        f"This is the backward of [`{forward}`]({forward}.md), whose page has the rules of both.",
+        "## Formula",
+        marked("formula", operator, page),
+        "## Shapes",
+        marked("shapes", operator, page),
+        *example(operator),
+        *limits(row),
+    ]
     if any(argument.name == "sparse_mode" for argument in schema_of(operator).arguments):
-        parts += included("Visible keys", "masks", operator, page)
-        parts.append("[Sparse modes](../sparse_modes.md) draws every mode.")
+        parts += ["## Which keys are kept", marked("masks", operator, page)]
+    return parts
+
+
+def device_section(operator: str, page: Path) -> list[str]:
+    """Collects the notes about the device, from the specification and from device.md."""
+    is_forward = page.stem == operator.removesuffix("_")
+    own = sections(operator, page).get(ON_THE_DEVICE) if is_forward else None
+    parts = [own] if own else []
+    device = page.with_name("device.md")
     if f"% begin device({operator})" in device.read_text(encoding="utf-8"):
-        heading, *section = included("What the device does", "device", operator, device)
         origin = "[Read from CANN's sources, not run on a device](../specification/device.md):"
-        parts += [heading, origin, *section]
+        parts += [origin, marked("device", operator, device)]
+    return parts
+
+
+def operator_page(row: Row, specifications: Path) -> str:
+    operator = row["operator"]
+    page = specification_of(operator, specifications)
+    parts = [
+        f"# {operator}",
+        f"```{{eval-rst}}\n.. autofunction:: ascend_attn_ops.{operator}\n```",
+    ]
+    if page.stem == operator.removesuffix("_"):
+        parts += forward_sections(row, page)
+    else:
+        parts += gradient_sections(row, page)
+    on_the_device = device_section(operator, page)
+    if on_the_device:
+        parts += ["## What the device does", *on_the_device]
     parts += [
         "## Schema",
         f"```text\ntorch.ops.ascend.{wrapped_schema(operator)}\n```",
@@ -142,8 +213,7 @@ def operator_page(row: Row, specifications: Path) -> str:
         "## Errors",
         f"An error is one line that begins with `ascend::{operator}:`. It is raised before "
         "anything is written, and is the same on the CPU and on the NPU: see [Limits and "
-        f"errors](../errors.md). [The specification](../specification/{page.name}) has every rule "
-        "and its reason.",
+        "errors](../errors.md).",
     ]
     return "\n\n".join(parts) + "\n"
 
