@@ -132,7 +132,7 @@ def sparse_memory(results: Results) -> str:
         for case, by in sparse_cases(results).items()
         if "bytes" in by["ours"]
     ]
-    return markdown(["added memory, MB", "sizes", "in all", "results and sums"], rows, 2)
+    return markdown(["added memory, MB", "sizes", "in all", "outputs and accumulators"], rows, 2)
 
 
 def indexer(results: Results) -> str:
