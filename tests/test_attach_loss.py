@@ -96,7 +96,7 @@ def test_scale_is_read_in_the_backward() -> None:
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_no_value_is_read(as_tensor: bool) -> None:
-    """A meta tensor has none: an operation that waited for the device would fail."""
+    """A meta tensor has no values: an operation that waits for the device would fail on it."""
     with torch.device("meta"):
         output, parameter = (torch.ones(3, requires_grad=True) for _ in range(2))
         scale = torch.ones(()) if as_tensor else 2.0

@@ -59,7 +59,7 @@ void replace(const at::Tensor& output, const at::Tensor& result) {
 }
 
 // A trace cannot write: it calls the functional overload, and the results replace the outputs until
-// the trace ends. The compiler then copies, or writes where they are.
+// the trace ends. The compiler then copies them, or writes in place.
 template <typename Op>
 typename Op::Outputs functionalize(const OutCall<Op>& operation) {
   check_tensors_given(operation);

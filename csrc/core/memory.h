@@ -71,8 +71,7 @@ class Elements {
 
   const Span& span() const { return span_; }
 
-  // Returns whether any element lies in a block. The span alone is too coarse where strides leave
-  // gaps.
+  // Returns whether any element is in a block. A span is too coarse if strides leave gaps.
   bool any_in(const Blocks& other) const {
     bool found = other.meet(span_);
     if (found && !sizes_.empty()) {

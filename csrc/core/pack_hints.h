@@ -17,12 +17,12 @@ inline std::string_view hint_for_rank(Layout layout, int64_t rank) {
   return layout == Layout::TND && rank == 4 ? "; tensor.flatten(0, 1) makes a batch one pack" : "";
 }
 
-// For an error about cumulative lengths that look like the counts of the sequences: read as counts
-// they add up to the tokens, read as sums they end before them.
+// Returns a hint for the error about cumulative lengths if they look like counts: they add up to
+// the number of tokens, and the last one is smaller.
 std::string_view hint_for_counts(c10::ArrayRef<int64_t> lengths, int64_t tokens);
 std::string_view hint_for_counts(c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
-// Warns once in a process of cumulative lengths that look like counts where no error says so: a
-// pack may have padding rows. Called by kernels, after all checks.
+// Warns once per process of valid cumulative lengths that look like counts: a pack may have padding
+// rows. Called by kernels, after all checks.
 void warn_of_counts(std::string_view op, c10::ArrayRef<int64_t> lengths, int64_t tokens);
 
 }  // namespace ascend_attn

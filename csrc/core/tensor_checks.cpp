@@ -93,7 +93,8 @@ at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& option
       return allocate(*known, options);
     }
   }
-  // Dense also where the options are those of a tensor that no backend takes.
+  // Outputs are dense even if the options are those of a sparse tensor, which every backend
+  // refuses.
   auto tensor = at::empty_symint(sizes, options.layout(at::kStrided));
   // Not is_cpu(), which is true of fake tensors too.
   if (tensor.key_set().has_backend(c10::BackendComponent::CPUBit)) {

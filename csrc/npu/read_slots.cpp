@@ -12,7 +12,7 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-// The slots of a token that are read.
+// The slots that the kernel reads for one token.
 struct Row {
   const int32_t* slots;
   int64_t count;

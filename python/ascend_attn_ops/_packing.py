@@ -218,7 +218,7 @@ def one_key_each(
 def closed(
     q: Tensor, k: Tensor, q_ends: list[int], k_ends: list[int]
 ) -> tuple[list[int], list[int]]:
-    """With the 0 that CANN wants where queries and keys have tokens after the last sequence."""
+    """Appends the 0 that CANN requires if queries and keys have tokens after the last sequence."""
     q_end, k_end = (ends[-1] if ends else 0 for ends in (q_ends, k_ends))
     if q.shape[0] > q_end and k.shape[0] > k_end:
         return [*q_ends, 0], [*k_ends, 0]

@@ -78,7 +78,7 @@ def floors(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor | float, ...]
 
 @each_recipe
 def test_each_argument_alone_gets_its_gradient(recipe: Recipe) -> None:
-    """Autograd drops, without a word, the gradients of tensors that it is not given one by one."""
+    """Autograd silently drops gradients of tensors that are not passed to it one by one."""
     sample = recipe.make(torch.float32)
     names = differentiable_names(sample)
     for name, expected in zip(names, gradients(sample), strict=True):
@@ -288,7 +288,7 @@ def test_deterministic_algorithms(recipe: Recipe) -> None:
     ids=lambda operator: operator.name,
 )
 def test_forward_mode_is_refused(operator: Operator) -> None:
-    """Optional tensors are refused too: the outputs would be constants to them."""
+    """Tangents of optional tensors are refused, too: ignoring them would be silently wrong."""
     samples = [recipe.make(torch.float32) for recipe in operator.recipes]
     sample = max(samples, key=lambda sample: len(sample.tensors))
     for name, x in sample.tensors.items():

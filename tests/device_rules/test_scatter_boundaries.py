@@ -66,7 +66,7 @@ def test_accepted(devices: list[Device], arguments: Arguments) -> None:
 
 @pytest.mark.parametrize("cann", ["8.5", "9.0"])
 def test_950_ignores_the_modes(cann: Any) -> None:
-    """A cache in fractal layout is then one of the wrong shape, and strides would be ignored."""
+    """So a cache in fractal layout has a wrong shape, and strides would be ignored."""
     with ops.limits("950", cann=cann):
         OPERATOR(**rows(cache_mode="PA_NZ", scatter_mode="Omni"))
         with pytest.raises(ValueError, match=re.escape("(num_blocks, block_size, N, D)")):

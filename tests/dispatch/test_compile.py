@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-# Every seventh: all operators, and among them every layout, mode and kind of emptiness.
+# Every seventh sample: these have every operator, layout, mode and kind of empty tensor.
 SOME = [
     recipe
     for operator in OPERATORS.values()

@@ -190,7 +190,7 @@ def test_errors_are_those_of_torch_ops(
 
 
 class Recording:
-    """Records the operator and runs it, in both kinds of modes."""
+    """A dispatch mode that records the operator and runs it, of either kind."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ class Unspeakable(Exception):
 
 
 class Raises:
-    """An option that raises when it is shown."""
+    """An option whose repr raises."""
 
     def __repr__(self) -> str:
         raise Unspeakable(3, "no text")
@@ -249,7 +249,7 @@ def wrong_call(group: ProcessGroup, name: str) -> str:
             text = message(lambda: function(wrong, shards, **options))
         else:
             text = message(lambda: function(x, shards))
-        # And the ranks are still in step.
+        # The ranks are still in step.
         function(x, shards)
     return text
 

@@ -88,10 +88,10 @@ def test_bytes_are_those_of_the_formula(ranks: int, lengths: list[int]) -> None:
     assert all(result == results[0] for result in results)
     forward, backward = results[0]
     tokens = sum(lengths) * (ranks - 1) / ranks
-    # Every rank's part of every sequence is rounded to at most two tokens more.
+    # Padding adds at most two tokens to each rank's shard of each sequence.
     padding = 2 * len(lengths) * (ranks - 1) if any(n % (2 * ranks) for n in lengths) else 0
     gathered = forward["all_gather_into_tensor"], backward["all_gather_into_tensor"]
-    # The loss has its gradients in the forward, and sums those of the indexer's key there.
+    # The forward of the loss computes the gradients, and sums that of the indexer's key.
     summed = forward["reduce_scatter_tensor"] + backward["reduce_scatter_tensor"]
     for received, per_token in zip((*gathered, summed), (1408, 1152, 2816), strict=True):
         assert tokens * per_token <= received <= (tokens + padding) * per_token

@@ -143,7 +143,7 @@ def test_scatter_refuses_what_it_cannot_write(
 
 
 def test_keys_of_a_part_whose_queries_see_none() -> None:
-    """The second sequence has ten queries, of which the last three see keys, and the part two."""
+    """In the second sequence, the last 3 of 10 queries see keys. The shard has its first two."""
     ends = torch.tensor([4, 14]), torch.tensor([5, 8])
     queries, keys = packed_lengths(*ends, Part(begin=3, size=3), sparse_mode=3)
     assert queries.tolist() == [1, 3]
@@ -193,7 +193,7 @@ def test_a_decision_is_made_once() -> None:
 
 
 def test_every_operator_has_its_axes() -> None:
-    """Or its record says that it takes no DTensors."""
+    """An operator has axes to shard, unless its record says that it takes no DTensors."""
     without = {x.name for x in OPERATORS.values() if not x.takes_dtensors}
     assert set(LINES) == registered.OPERATORS - without
 

@@ -244,7 +244,7 @@ def weighted(group: ProcessGroup) -> None:
 def kl_loss(
     functions: Any, tokens: dict[str, Tensor], weight: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    """The loss of these tokens, and its gradients; selected keys without the axis of heads."""
+    """Returns the loss and its gradients; the selection has no axis of heads."""
     x = {name: tokens[name].clone().requires_grad_() for name in (*QUERIES, *KEYS)}
     projections = x["query_index"], x["key_index"], x["weights"]
     ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}

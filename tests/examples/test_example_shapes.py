@@ -100,7 +100,7 @@ def test_the_examples_of_a_page(
     torch.manual_seed(0)
     before = device_in_force()
     assert before is not None
-    # Pages may lift the default, which a block of limits would hide from them.
+    # Sets the default, not `with limits(...)`: a page may change the default.
     ascend_attn_ops.set_limits(*device)  # type: ignore[arg-type]
     try:
         for block in python_blocks(PAGES[name]):
@@ -170,8 +170,8 @@ def test_device_shapes_of_the_demo(demo: Any, phase: str, device: Device) -> Non
             assert all(parameter.grad is not None for parameter in model.parameters())
 
         if (phase, device) == ("dense", Device("A2", "8.5")):
-            # Dense is K = 4096, all keys. CANN 8.5 trains with K = 2048 only, and as many tokens
-            # would leave nothing sparse.
+            # The dense phase selects all keys: K = 4096. CANN 8.5 trains with K = 2048 only, and
+            # with 2048 tokens the sparse phase would select all keys, too.
             with pytest.raises(ValueError, match=r"K \(.*\) to be 2048 on Ascend A2 with CANN 8.5"):
                 step()
         else:

@@ -26,7 +26,7 @@ def has_memory(x: Tensor) -> bool:
 
 
 def can_be_read(x: Tensor) -> bool:
-    """By torch, which reads memory that was freed, and copies as many elements as there are."""
+    """Returns whether torch can copy x: it reads freed memory, and copies every element."""
     if not has_memory(x) or x.numel() > _MOST_ELEMENTS:
         return False
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
@@ -65,13 +65,13 @@ class Before:
 
 
 def _state(x: Tensor) -> tuple[object, ...]:
-    # Inference tensors count no versions.
+    # Inference tensors have no version counter.
     version = -1 if x.is_inference() else x._version
     return x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, version
 
 
 def _with_elements(before: Tensor, x: Tensor, written: Iterable[Tensor]) -> Tensor:
-    """The bytes before, and where the elements of the written tensors lie, those of now."""
+    """Returns the old bytes, with the new ones where elements of written tensors are."""
     expected = before.clone()
     for y in written:
         if y.untyped_storage()._cdata == x.untyped_storage()._cdata:

@@ -80,8 +80,7 @@ def _rubbish(shape: list[int], x: Tensor) -> Tensor:
 
 
 def with_expanded(sample: Sample, names: Iterable[str], random: Random) -> Sample:
-    """Sometimes, tensors of other values: those of one slice for all of an axis, which is in memory
-    once, or slices that overlap."""
+    """Sometimes replaces tensors by views with a stride of 0 or with overlapping slices."""
     if random.random() < 0.8:
         return sample
     chosen = {id(sample.tensors[name]) for name in names if name in sample.tensors}

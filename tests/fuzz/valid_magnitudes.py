@@ -23,7 +23,7 @@ from .case import Case, Finding
 from .valid_dense import flash_case, label
 from .valid_sparse import sparse_case
 
-# The largest product of query and key, as a power of two: beyond it some scores overflow.
+# The largest product of query and key, as a power of two. Larger products make scores overflow.
 LARGEST_PRODUCT = 100
 # The largest element of a tensor, as a power of two.
 LARGEST = {torch.float16: 12, torch.bfloat16: 60, torch.float32: 60, torch.float64: 400}
@@ -141,7 +141,7 @@ def weights_of_dense(random: Random) -> str:
     if case.pse == "key" and case.b > 1:  # the gradient wants a bias for each batch
         case = replace(case, pse=None, pse_type=1)
     sample = with_scores(flash_attention_score.build(case, dtype), random)
-    # A sink has a part of the weight.
+    # With a sink, the weights of the keys add up to less than 1.
     adds_up = case.keep_prob == 1 and not case.sink
     weights(sample, probabilities.dense(sample), adds_up)
     return label(case, dtype)

@@ -57,7 +57,7 @@ ANYTHING: tuple[Callable[[], object], ...] = (
 
 
 def _number(r: Random, x: Any) -> object:
-    """Near it, or the same in another type."""
+    """Returns a number near x, or x in another type."""
     changes: list[Callable[[], object]] = [
         lambda: x + 1,
         lambda: x - 1,

@@ -67,7 +67,7 @@ def unchecked() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unchecked_samples(request: pytest.FixtureRequest) -> None:
-    """Samples that the device refuses are computed all the same."""
+    """Lifts the simulated device's checks for samples that a device refuses."""
     callspec = getattr(request.node, "callspec", None)
     recipe = callspec.params.get("recipe") if callspec else None
     if recipe and not recipe.on_device:

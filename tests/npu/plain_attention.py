@@ -26,7 +26,7 @@ def takes(operator: str, argument: str) -> pytest.MarkDecorator:
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
-    """Random, in float64, and the same for every dtype that they are then rounded to."""
+    """Returns random float64 values, so that every dtype rounds the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 

@@ -57,7 +57,7 @@ def test_current_stream(recipe: Recipe) -> None:
 
 @each_recipe
 def test_second_device(recipe: Recipe) -> None:
-    """The device of the tensors, whatever the current one is."""
+    """A call runs on the device of its tensors, which need not be the current one."""
     sample = recipe.make(torch.bfloat16)
     assert torch.npu.current_device() == 0
     on_npu = sample.to("npu:1")
@@ -69,7 +69,7 @@ def test_second_device(recipe: Recipe) -> None:
     assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
 
 
-# test_npu_devices.py has those that wait.
+# test_npu_devices.py tests the calls that wait.
 WITHOUT_WAITING = [recipe for recipe in DEVICE_RECIPES if not is_pack_gradient(recipe)]
 
 

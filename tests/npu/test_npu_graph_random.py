@@ -1,4 +1,4 @@
-"""Random operators in captured graphs: every replay draws what a call in its place would."""
+"""Random operators in captured graphs: every replay draws the numbers of an eager call."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_a_stream_that_waits_for_the_captured_one_is_captured() -> None:
 
 
 def test_a_stream_that_does_not_join_again() -> None:
-    """In a process of its own: an older torch_npu captures nothing after a capture that failed."""
+    """Needs its own process: after a failed capture, an older torch_npu cannot capture again."""
     output, _ = run_in_new_process("""
         import torch, torch_npu
         side = torch.npu.Stream()

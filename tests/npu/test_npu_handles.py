@@ -36,7 +36,7 @@ def test_success(recipe: Recipe) -> None:
 
 
 def workspace_of(sample: Sample) -> int:
-    """Bytes, as the simulation has them."""
+    """Returns the bytes of workspace that the simulated CANN asks for."""
     with cann_simulator.recorded_calls() as log:
         sample.call(torch.ops.ascend)
     return max(entry["workspace"] for entry in log if entry.get("phase") == 2)

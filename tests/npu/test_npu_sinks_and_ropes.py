@@ -1,4 +1,4 @@
-"""Sinks and ropes of dense attention: by the functions of CANN that take them, and by others.
+"""Sinks and ropes of dense attention, with and without functions of CANN that take them.
 
 Run on every device of run.py.
 """
@@ -84,7 +84,7 @@ LAUNCHED: list[tuple[FlashCase, torch.dtype, tuple[str, str], tuple[str, str]]] 
     (ROPES_OF_950, BF16, V2, V4),
     (JOINED, BF16, V2, V2),
     (replace(JOINED, sink=True), BF16, V3, V4),
-    # CANN's host code refuses its gradient in this layout, with a sink as without.
+    # CANN's host code refuses the gradient of these sizes in this layout, with or without a sink.
     (WIDE, BF16, ("ScoreV3", "ScoreGradV2"), V4),
 ]  # fmt: skip
 

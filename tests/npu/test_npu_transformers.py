@@ -43,7 +43,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def trained(name: str, device: str, arguments: dict[str, Any]) -> Any:
-    """Logits, gradients and the indexers' losses."""
+    """Returns logits, gradients and the indexers' losses of one training step."""
     model = model_of(name).to(device)
     text = tokens().to(device)
     there = {x: y.to(device) if isinstance(y, torch.Tensor) else y for x, y in arguments.items()}

@@ -1,5 +1,5 @@
-"""npu_fusion_attention, _v2 and _v3 of torch_npu with packed sequences (TND), and what they take
-there alone: ropes, and the statistics in the order of the tokens."""
+"""npu_fusion_attention, _v2 and _v3 of torch_npu with packed sequences (TND), and two options that
+only TND has: ropes, and statistics in the order of the tokens."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_large_rows_are_streamed_to_every_layout() -> None:
 
 
 def test_both_caches_may_be_slices_of_one_buffer() -> None:
-    """Block by block, as vLLM has it; elements of both would be an error."""
+    """The blocks of the caches alternate, as in vLLM; caches that share elements are an error."""
     buffer = torch.zeros(BLOCKS, 2, BLOCK, HEADS, D).bfloat16()
     key, value = rows(), rows()
     torch.ops.ascend.scatter_pa_kv_cache_(key, buffer[:, 0], SLOTS, value, buffer[:, 1])

@@ -51,7 +51,7 @@ def test_a_wrong_call_is_refused_on_fake_tensors(row: WrongCall) -> None:
     ids=good_id,
 )
 def test_the_call_that_was_changed_is_good(row: WrongCall) -> None:
-    """Or else the row would prove nothing."""
+    """The unchanged call must be valid; otherwise its error would prove nothing."""
     with ascend_attn_ops.limits(row.limits_of_good):
         row.good().call(torch.ops.ascend)
 

@@ -1,4 +1,4 @@
-"""Tensors without memory, and sizes whose products no 64 bits hold, are errors and cost nothing."""
+"""Tensors without memory, and sizes whose product overflows 64 bits, are errors without cost."""
 
 from __future__ import annotations
 

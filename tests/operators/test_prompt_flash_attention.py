@@ -235,7 +235,7 @@ def test_legal(case: PromptCase, changes: dict[str, Any]) -> None:
 
 NOTHING_MASKED = torch.zeros(128, 128, dtype=torch.bool, device="meta")
 
-# The largest sizes, and what else is just within the limits of a product.
+# Calls just within the limits of a product.
 WITHIN_LIMITS: list[tuple[str, PromptCase, dict[str, Any]]] = [
     ("A2", PromptCase(b=65536, d=16), {}),
     ("A2", PromptCase(b=128, d=15), {}),

@@ -407,7 +407,7 @@ def test_a_cache_may_lie_between_the_rows() -> None:
 
 @no_limits
 def test_a_cache_of_one_block_may_have_any_stride() -> None:
-    """Nothing is multiplied by it, nor divided."""
+    """With one block, the stride between blocks is never used."""
     buffer = torch.zeros(64)
     caches = buffer[:32].view(2, 2, 8).transpose(0, 1).unsqueeze(0), buffer[32:].view(1, 2, 2, 8)
     for cache in (x.as_strided(x.shape, (0, *x.stride()[1:])) for x in caches):

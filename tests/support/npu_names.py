@@ -45,7 +45,7 @@ def attention(
 
 
 def causal(queries: int, keys: int) -> Tensor:
-    """Down to the bottom right corner."""
+    """Returns a causal mask aligned to the bottom right; True keeps a key."""
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 

@@ -1,5 +1,5 @@
-"""The weights P of attention, one by one, as an operator's forward and backward have them: through
-values, and through incoming gradients, that are 1 in one channel and 0 in the others."""
+"""Reads the attention weights P that a forward and its backward use. A value, or an incoming
+gradient, that is 1 in one channel and 0 in the others shows one weight."""
 
 from __future__ import annotations
 

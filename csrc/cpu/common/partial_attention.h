@@ -144,8 +144,8 @@ void attend_by_parts(const std::vector<Task>& tasks, ResultSize size, const Make
   });
 }
 
-// Attention of every row to its keys. The keys of a task are divided into parts, whose results are
-// merged in order, even if one thread computes them all: so results do not depend on the threads.
+// Computes attention with split-KV: the keys of a task are divided into parts, whose results are
+// merged in order. One thread does the same, so results do not depend on the thread count.
 //
 // A task has parts(), rows() and a cost. A worker, from make_worker(), computes the parts of the
 // task that it loaded: load(task), and part(task, index, result), which sets result.keys.

@@ -111,11 +111,11 @@ class Layout:
         return self.world_size == 1 or self.width == 0
 
     def rows(self, rank: int | None = None) -> list[Rows]:
-        """The parts of a rank; of this one by default."""
+        """Returns the rows that a rank holds, by default this one."""
         return self._rows[self.rank if rank is None else rank]
 
     def index(self, name: str, device: torch.device) -> Tensor:
-        """Token numbers, on a device; copied there once."""
+        """Returns token numbers on a device; they are copied there once."""
         index = self._indices.get((name, str(device)))
         if index is None:
             index = self._indices[name, "cpu"].to(device)
@@ -173,7 +173,7 @@ def _begins(parts: tuple[Part, ...]) -> Iterator[int]:
 def _concatenated(
     ranges: Iterable[tuple[int, int]], device: torch.device | str | None = None
 ) -> Tensor:
-    """The whole numbers of ranges, int64."""
+    """Returns the integers of all ranges as one int64 tensor."""
     numbers = [torch.arange(begin, end, device=device) for begin, end in ranges]
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *numbers])
 

@@ -140,7 +140,7 @@ def sum_gradients(
 
 
 class RunParts(torch.autograd.Function):
-    """`run_parts`, and its gradient: local queries and keys in, outputs of the local tokens out.
+    """`run_parts` with a gradient, from local queries and keys to the outputs of local tokens.
 
     Saves the local keys and gathers them again in the backward, unless `save_gathered`.
     """

@@ -335,7 +335,7 @@ def lightning_indexer_kl_loss(
             "softmax_sum": softmax_sum, "query_rope": query_rope, "weight": weight,
         },
         keys={"key_index": key_index, "key": key, "key_rope": key_rope},
-        # A tensor's number is on its device.
+        # Reading a tensor's value would wait for its device.
         options={
             "reduction": reduction,
             "normalizer": "a tensor" if isinstance(normalizer, Tensor) else normalizer,

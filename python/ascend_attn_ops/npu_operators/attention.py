@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 
 
 def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out in the layout of the output, and lse, (B, N, Sq, 1) or (T, N, 1), +inf without keys."""
+    """Returns out in the output's layout, and lse (B, N, Sq, 1) or (T, N, 1), +inf without keys."""
     if inputs.sparse_mode not in range(5):
         raise unsupported(inputs.name, "sparse_mode", "0 to 4", inputs.sparse_mode)
     batch = _batch(inputs)

@@ -247,7 +247,7 @@ def _tokens(
             positions = torch.arange(query.shape[1], device=query.device)
             on_device = lengths_on(list(lengths), query)
             assert on_device is not None
-            # Not a product: padding may hold anything, also NaN.
+            # Multiplying by a mask would keep the NaN that padding may hold.
             tokens = torch.where(positions < on_device[:, None], weight, 0)
     # Without tokens the sum is zero, and so is its mean.
     return max(count, 1) if tokens is None else one_for_zero(tokens.sum(dtype=dtype))

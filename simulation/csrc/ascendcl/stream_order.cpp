@@ -111,7 +111,7 @@ class Order {
 
  private:
   size_t number_of(aclrtStream stream) {
-    // The stream of none is the host's own.
+    // A null stream stands for the host.
     const auto [place, is_new] = numbers_.try_emplace(stream, numbers_.size());
     if (is_new) {
       clocks_.resize(numbers_.size());

@@ -22,12 +22,12 @@ namespace cann_sim {
 struct Stream;
 
 using Tasks = std::vector<Task>;
-// A handle of a group of tasks is the address of its part, which an update gives other tasks.
+// The handle of a task group is the address of its Tasks, which an update replaces.
 using Graph = std::deque<Tasks>;
-// How many tasks of each captured stream are known to be before something.
+// The number of tasks of each captured stream that happen before something.
 using Past = std::map<const Stream*, size_t>;
 
-// Memory before an operator of torch ran in a capture, where a device runs nothing.
+// The memory as it was before an operator of torch ran in a capture: a device runs nothing then.
 struct Saved {
   void* address;
   std::vector<char> data;

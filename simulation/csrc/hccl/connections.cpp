@@ -167,7 +167,7 @@ class Waiting {
   std::vector<Socket> sockets_;
 };
 
-// False where the other side has ended.
+// Returns false if the other side has ended.
 bool write_all(const Socket& socket, const char* data, size_t bytes) {
   while (bytes) {
     const auto written = ::send(socket.get(), data, bytes, MSG_NOSIGNAL);

@@ -222,7 +222,7 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         wrong(DROP, {"drop_mask": bools(26).byte()}, "drop_mask", "at least 27 bytes"),
         wrong(ODD_DROP, {"drop_mask": bools(11).byte()}, "drop_mask", "at least 12 bytes"),
     )
-    # A mode that needs a mask, and none.
+    # Modes that need a mask, without one.
     for case in (ROWS, replace(ROWS, mode=2), CAUSAL, BAND, FULL_PREFIX, PREFIX, *TND_MASKED):
         row = wrong(case, {"atten_mask": None}, "atten_mask", "None.*161001")
         yield replace(row, id=f"{case.layout}-mode {case.mode} without a mask")

@@ -164,7 +164,7 @@ def full_mask(case: PromptCase, random: Random) -> Tensor:
 
 
 def deq_scale(value: float, dtype: torch.dtype) -> Tensor:
-    """A scale of one value; the half of a uint64 that does not count is set."""
+    """Returns a scale; in a uint64, the ignored upper half is not zero."""
     scale = torch.tensor([value])
     if dtype == torch.float32:
         return scale
@@ -296,7 +296,7 @@ def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
     layout = "BSND" if options["layout"] == "BNSD_BSND" else options["layout"]
 
     def at_once(heads: Tensor) -> Tensor:
-        """As `quantized`, with the offset added before the product is rounded."""
+        """Does the same as `quantized`, but adds the offset before rounding the product."""
         n, d = heads.shape[1], heads.shape[3]
         scales, offsets = (
             x.double().flatten().expand(n * d).view(n, 1, d)

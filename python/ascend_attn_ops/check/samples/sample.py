@@ -15,7 +15,7 @@ from ascend_attn_ops.reference.declaration import Arguments
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    """The outputs of an operator: one comes as a tensor, none as None."""
+    """Returns the outputs as a tuple, although one output is a tensor and none is None."""
     if outputs is None:
         return ()
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
@@ -112,7 +112,7 @@ class Sample:
         return self.map(lambda x: x.double() if x.is_floating_point() else x)
 
     def exact_arguments(self) -> Arguments:
-        """In fp64, and also those that the sample leaves at their defaults."""
+        """Returns all arguments in float64, including defaults."""
         exact = self.double()
         bound = signature(getattr(reference, self.operator)).bind(*exact.args, **exact.options)
         bound.apply_defaults()

@@ -65,9 +65,9 @@ class Local:
     values: dict[int, Any]
     # Where a result stands in a larger one that is zero elsewhere: its dimension, begin and size.
     pads: list[Cut | None]
-    # The query tokens of this rank, where they are sharded and lengths are tensors.
+    # The query tokens of this rank, if they are sharded and the lengths are tensors.
     tokens: Part | None
-    # The heads of this rank, of statistics that come as one process has them.
+    # The heads of this rank, if the statistics are not sharded.
     heads: Part | None
 
 

@@ -179,9 +179,9 @@ def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:
 def _masks_for_generate(
     inputs_embeds: Tensor, attention_mask: Tensor | None = None, **others: Any
 ) -> Any:
-    """generate() asks for a mask of all pairs beside a static cache: a prompt goes without it.
+    """Skips the mask of all pairs that generate() builds for the prompt with a static cache.
 
-    For a single token it is small, and torch.compile wants its shape to stay.
+    The mask of a single token is small, and torch.compile needs it to keep its shape.
     """
     if inputs_embeds.shape[1] > 1:
         return attention_mask

@@ -298,7 +298,7 @@ struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
 
 namespace cann_sim {
 
-// Leaves a copy of the executor of a first phase for later calls, if this one has announced a key.
+// Caches a copy of a first phase's executor for later calls, if the call has announced a key.
 void keep_executor(const aclOpExecutor& executor);
 
 Value value_of(const aclTensor* tensor);

@@ -17,7 +17,7 @@ OperatorArguments PagedKeys::in_layout_of_query(const Call& call) const {
     TORCH_CHECK(call.find<TensorView>(name), layout, " PA_BSND without ", name);
   }
   const auto table = call.tensor("blockTableOptional");
-  // Not the ends, whatever the layout of the queries is.
+  // With paged keys the lengths are counts, not cumulative, even if the queries are TND.
   const auto sizes = call.elements(lengths);
   const bool packed = call.is_tnd(query_layout);
   OperatorArguments arguments;

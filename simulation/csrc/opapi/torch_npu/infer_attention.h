@@ -24,12 +24,12 @@ struct InferAttention {
   // The ends of packed sequences; for keys in a cache their numbers.
   Lengths query_lengths = {}, key_lengths = {};
   Optional block_table = {};
-  // How many positions are unused behind the sequences, which then stand at the right.
+  // The padding behind right-aligned sequences.
   Optional query_padding = {}, key_padding = {};
-  // Keys and values before those of every batch.
+  // A prefix of keys and values that every batch shares.
   Optional key_prefix = {}, value_prefix = {};
   Lengths prefix_length = {};
-  // More of the head of query and key.
+  // The rotary part of query and key, beyond D.
   Optional query_rope = {}, key_rope = {};
   Optional sinks = {};
 };
