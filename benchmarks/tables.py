@@ -272,6 +272,19 @@ def dense_memory(results: Results) -> str:
     return memory(results.cases("flash_attention_score"), columns)
 
 
+def sinks_and_ropes(results: Results) -> str:
+    peers = {"a sink": ("without",), "ropes": ("joined heads", "joined in the call")}
+    rows = []
+    for case, by in results.cases("sinks_and_ropes").items():
+        sizes, kind, step = case.split(", ")
+        for peer in peers[kind]:
+            ratio = by["ours"]["seconds"] / by[peer]["seconds"]
+            columns = [ms(by["ours"]), peer, f"{ratio:.2f}x"]
+            rows.append([sizes, kind, step.replace("+", " + "), *columns])
+    header = ["sizes", "with", "", "ms", "compared with", "takes"]
+    return markdown(header, rows, 3)
+
+
 def dense_decode(results: Results) -> str:
     rows = []
     for case, by in results.cases("dense_decode").items():

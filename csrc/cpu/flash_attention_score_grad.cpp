@@ -50,10 +50,15 @@ class FlashAttentionGrad {
     }
   }
 
-  void run(const KeysTask& task, QueryGradients<T>& dq) {
+  // `sink_sums`: the gradients of the sinks of one sequence, by query head.
+  void run(const KeysTask& task, QueryGradients<T>& dq, double* sink_sums) {
     const auto& sequence = *task.sequence;
     const auto parts = static_cast<int64_t>(dq.parts.size());
     tile_.start(sequence, task.key_head);
+    // Without any key, the statistics are 0 and do not include the sink.
+    if (attention_.sink.defined() && task.part == 0 && sequence.keys > 0) {
+      tile_.add_sink_gradients(sink_sums + tile_.first_head());
+    }
     transpose_queries(sequence.queries * attention_.group());
     auto& own_dq = dq.parts[task.part];
     own_dq =
@@ -184,10 +189,15 @@ void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients&
   const auto& forward = attention.forward;
   const auto heads = static_cast<int64_t>(forward.sequences.size()) * forward.key_heads;
   if (heads == 0) {
+    if (gradients.dsink.defined()) {
+      gradients.dsink.zero_();
+    }
     return;
   }
   const int64_t wanted = at::divup(2 * at::get_num_threads(), heads);
   std::vector<QueryGradients<T>> dq(heads);
+  const auto sequences = static_cast<int64_t>(forward.sequences.size());
+  std::vector<double> sink_sums(forward.sink.defined() ? sequences * forward.heads : 0);
   std::vector<KeysTask> tasks;
   for (const auto& sequence : forward.sequences) {
     const int64_t blocks = std::max<int64_t>(at::divup(sequence.keys, kKeyBlock), 1);
@@ -203,14 +213,25 @@ void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients&
   }
   for_each_task(
       tasks, [&] { return std::make_unique<Worker>(attention, gradients); },
-      [&](Worker& worker, const KeysTask& task) { worker.run(task, dq[task.head_index]); });
+      [&](Worker& worker, const KeysTask& task) {
+        double* sums =
+            sink_sums.empty() ? nullptr : sink_sums.data() + task.sequence->index * forward.heads;
+        worker.run(task, dq[task.head_index], sums);
+      });
+  for (int64_t head = 0; gradients.dsink.defined() && head < forward.heads; ++head) {
+    double sum = 0;
+    for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+      sum += sink_sums[sequence * forward.heads + head];
+    }
+    gradients.dsink.mutable_data_ptr<T>()[head] = static_cast<T>(sum);
+  }
 }
 
 void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs) {
   const auto& [dq, dk, dv] = outputs;
   differentiate(DenseAttentionGrad(op),
-                {.dq = dq, .dk = dk, .dv = dv, .dq_rope = {}, .dk_rope = {}});
+                {.dq = dq, .dk = dk, .dv = dv, .dsink = {}, .dq_rope = {}, .dk_rope = {}});
 }
 
 const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {

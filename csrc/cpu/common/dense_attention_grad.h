@@ -39,10 +39,10 @@ struct DenseAttentionGrad {
   at::Tensor softmax_max, softmax_sum;
 };
 
-// The gradients of a call, in its layout; undefined for absent ropes.
+// The gradients of a call, in its layout; undefined for an absent sink and absent ropes.
 struct DenseGradients {
   at::Tensor dq, dk, dv;
-  at::Tensor dq_rope, dk_rope;
+  at::Tensor dsink, dq_rope, dk_rope;
 };
 void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gradients);
 
@@ -70,6 +70,18 @@ class ScoreGradient {
       max()[row] = grad_.softmax_max.const_data_ptr<T>()[at];
       inverse_sum()[row] = T(1) / grad_.softmax_sum.const_data_ptr<T>()[at];
       delta()[row] = dot(d_out.row(query, head), out.row(query, head), attention_.value_size);
+    }
+  }
+
+  // Adds the gradients of the group's sinks to `sums`. A sink has the score of a key without a
+  // value, so that its P * dP is 0.
+  void add_sink_gradients(double* sums) const {
+    const int64_t group = attention_.group();
+    const T* sinks = attention_.sink.const_data_ptr<T>() + first_head();
+    for (int64_t row = 0; row < sequence_->queries * group; ++row) {
+      const int64_t head = row % group;
+      const T weight = softmax_weight(sinks[head], max()[row]) * inverse_sum()[row];
+      sums[head] -= static_cast<double>(weight) * static_cast<double>(delta()[row]);
     }
   }
 
