@@ -128,18 +128,13 @@ class FlashAttentionGrad {
     const auto& sequence = *task.sequence;
     const HeadRows<Input> rows(gradient.mutable_data_ptr<Input>(), gradient, sequence.batch,
                                task.key_head, sequence.key_begin + begin);
-    vectorized([=, from = transposed.row(first_row), stride = transposed.stride()] {
-      // In blocks, because a whole row of `from` is one element of each of many cache lines.
-      constexpr int64_t block = 16;
-      for (int64_t first = 0; first < count; first += block) {
-        const int64_t end = std::min(first + block, count);
-        for (int64_t d = 0; d < size; ++d) {
-          for (int64_t j = first; j < end; ++j) {
-            rows.row(j)[d] = static_cast<Input>(factor * from[d * stride + j]);
-          }
-        }
+    for (int64_t first = 0; first < count; first += kRowBlock) {
+      const int64_t end = std::min(first + kRowBlock, count);
+      transpose(transposed.from(first_row, first), size, end - first, by_key_.from(0));
+      for (int64_t j = first; j < end; ++j) {
+        scale(by_key_.row(j - first), factor, rows.row(j), size);
       }
-    });
+    }
   }
 
   void store_queries(const KeysTask& task, QueryGradients<T>& dq) {
@@ -178,6 +173,7 @@ class FlashAttentionGrad {
   Tile<Operand> d_out_transposed_;
   Tile<Operand> packed_{kRowBlock, kKeyBlock};
   Tile<Operand> rounded_{kRowBlock, kKeyBlock};
+  Tile<T> by_key_{kRowBlock, std::max(tile_.keys().size(), tile_.values().size())};
   Tile<T> dk_{tile_.keys().size(), kKeyBlock};    // (size, keys)
   Tile<T> dv_{tile_.values().size(), kKeyBlock};  // (value size, keys)
 };

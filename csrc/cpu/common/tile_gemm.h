@@ -115,7 +115,8 @@ void pack_rows(int64_t k, int64_t n, std::type_identity_t<Matrix<const T>> rows,
 
 // to (columns, rows) = transpose of from (rows, columns)
 template <typename T>
-void transpose(const Tile<T>& from, int64_t rows, int64_t columns, const Matrix<T>& to) {
+void transpose(const std::type_identity_t<Matrix<const T>>& from, int64_t rows, int64_t columns,
+               const Matrix<T>& to) {
   constexpr int64_t size = sizeof(T);
   transpose_bytes<BitsOf<size>>(rows, columns, from.data(), from.stride() * size, to.data(),
                                 to.stride() * size);
