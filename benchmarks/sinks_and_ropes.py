@@ -2,12 +2,13 @@
 
     python benchmarks/sinks_and_ropes.py
 
-The peer of a sink is the call without one. The peers of ropes are heads that have both parts: joined
-before, as a model may hold them, and in every call.
+The peer of a sink is the call without one. The peers of ropes are heads that have both parts:
+joined before, as a model may hold them, and in every call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ SINK, ROPES = "a sink", "ropes"
 COLUMNS = {SINK: ("without",), ROPES: ("joined heads", "joined in the call")}
 SIZES = "S={} N={} D={} bfloat16 causal"
 
-Calls = dict[str, Call]
+Calls = dict[str, partial[Tensor]]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -53,20 +54,20 @@ def normal(*shape: int) -> Tensor:
 
 
 def sinks(tokens: int, heads: int, d: int) -> Calls:
-    tensors = [normal(tokens, heads, d) for _ in range(3)]
+    q, k, v = (normal(tokens, heads, d) for _ in range(3))
     return {
-        "ours": partial(attend_with_sink, *tensors, torch.randn(heads)),
-        "without": partial(attend, *tensors),
+        "ours": partial(attend_with_sink, q, k, v, torch.randn(heads)),
+        "without": partial(attend, q, k, v),
     }
 
 
 def ropes(tokens: int, heads: int, d: int, rope: int) -> Calls:
     q, k, v = (normal(tokens, heads, d) for _ in range(3))
     q_rope, k_rope = (normal(tokens, heads, rope) for _ in range(2))
-    joined = [torch.cat(pair, -1) for pair in ((q, q_rope), (k, k_rope))]
+    joined_q, joined_k = (torch.cat(pair, -1) for pair in ((q, q_rope), (k, k_rope)))
     return {
         "ours": partial(attend_with_ropes, q, k, v, q_rope, k_rope),
-        "joined heads": partial(attend, *joined, v),
+        "joined heads": partial(attend, joined_q, joined_k, v),
         "joined in the call": partial(attend_joined, q, k, v, q_rope, k_rope),
     }
 
@@ -84,13 +85,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; milliseconds, and ratios")
     with ascend_attn_ops.limits(None):
         for sizes, (kind, calls) in CASES.items():
-            steps = {
-                "forward": calls,
-                "forward+backward": {
-                    name: partial(differentiated, call.func, *call.args)  # type: ignore[attr-defined]
-                    for name, call in calls.items()
-                },
+            backward = {
+                name: partial(differentiated, call.func, *call.args) for name, call in calls.items()
             }
+            steps: dict[str, Mapping[str, Call]] = {"forward": calls, "forward+backward": backward}
             for step, timed in steps.items():
                 case = f"{sizes}, {kind}, {step}"
                 seconds = interleaved_medians(timed, arguments.rounds)
