@@ -51,14 +51,13 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
     """Train on `loss` in the backward of `output`, without adding it to the trainer's own loss.
 
     Returns `output` unchanged. When its gradient arrives in the backward, `scale` times the
-    gradient of `loss` is added to what `loss` depends on, as if the trainer had minimised its own
-    loss plus ``scale * loss``. A layer can so train its indexer under any trainer. Nothing waits
-    for the device.
+    gradient of `loss` flows into the tensors that `loss` depends on, as if the trainer had
+    minimised its own loss plus ``scale * loss``. This lets a layer train its indexer in any
+    trainer. Nothing waits for the device.
 
-    Works under torch.compile, activation checkpointing, accumulation of gradients, and where
-    `output` itself requires no gradient. A loss that is attached to an output that no gradient
-    reaches is not trained on. Nor is a loss that requires no gradient: the first one warns, while
-    gradients are recorded.
+    Works under torch.compile, with activation checkpointing, gradient accumulation, and an `output`
+    that requires no gradient. The loss has no effect if no gradient reaches the returned tensor, or
+    if `loss` requires none; the first loss that requires none warns in grad mode.
 
     Args:
         output: any tensor on the way to the trainer's loss: the layer's output.
@@ -109,9 +108,9 @@ def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
 
     A policy for :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`. A checkpoint
     keeps what the operators return: attention outputs and statistics, selected indices, the
-    gradients of the KL loss. All else is recomputed in the backward. In eager mode and under
-    torch.compile, with ``use_reentrant=False``. A dropout mask is drawn again: by torch's own
-    generators the same one, by a `generator` that was passed another.
+    gradients of the KL loss. Everything else is recomputed in the backward. The policy works in
+    eager mode and under torch.compile, with ``use_reentrant=False``. A dropout mask is drawn again:
+    torch's own generators draw the same mask, a `generator` that you pass draws another one.
 
     Example:
         >>> import functools, torch, ascend_attn_ops

@@ -61,14 +61,14 @@ def flash_attention_score(
         out = (softmax(S[kept]) * keep / keep_prob) @ value[kept]
 
     Rows that keep no key are zero. A sink is the score of one more key, which has no value: it
-    takes part in the softmax alone. Ropes add their products to those of query and key, as if they
-    stood behind them in every head.
+    enters the softmax only. Ropes are the rotary parts of query and key in separate tensors: the
+    result is that of their concatenation with query and key in every head.
 
     Differentiable with respect to query, key, value, sink and ropes; on the CPU also with respect
     to pse_shift with pse_type 0 or 1.
 
     A bfloat16 call rounds the weights to bfloat16 before the product with value. The CPU computes
-    float16 calls in float32, and rounds the results alone.
+    float16 calls in float32, and rounds only the results.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (Sq, B, N*D) in SBH, (B, Sq, N, D) in BSND,
@@ -88,18 +88,18 @@ def flash_attention_score(
         drop_mask: uint8, one bit per element of (B, N, Sq, Skv), lowest bit first, 1 keeps. Needs
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
-            (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND of the longest Sq and Skv, or
-            there (sum Sq, sum Skv). Mode 5: (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes
+            (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND with the longest Sq and Skv,
+            or (sum Sq, sum Skv). Mode 5: (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes
             take a compressed mask, (2048, 2048) or in mode 6 (3072, 2048); None builds it once and
-            keeps it.
-        attn_mask: the polarity of scaled_dot_product_attention, True keeps a key. Instead of
+            caches it.
+        attn_mask: as in scaled_dot_product_attention, True keeps a key. Pass it instead of
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
             queries keep.
         actual_seq_lengths_query: TND: the cumulative lengths of the sequences, without a
             leading 0 (lengths 3, 2, 4 are given as 3, 5, 9), a list, or a tensor, which is read
-            on the host. Where query and key have tokens behind the last sequence, a 0 closes both
-            lists (3, 5, 9, 0): Atlas A2 and A3 want it from CANN 9.0 on.
+            on the host. If both query and key have padding rows, a 0 may close both lists
+            (3, 5, 9, 0), which Atlas A2 and A3 require from CANN 9.0 on; else it is added.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.
@@ -111,7 +111,7 @@ def flash_attention_score(
         generator: draws the mask of dropout_p, on query's device; None for the default generator.
         pre_tokens: sparse_mode 0, 4, 7 and 8: how many keys before the diagonal are kept.
         next_tokens: how many after it. `python -m ascend_attn_ops mask` draws every mode.
-        inner_precise: passed to the device, which with 2 takes care of rows without keys; the CPU
+        inner_precise: passed to the device, which handles rows without keys if it is 2; the CPU
             always computes as with 2.
         sparse_mode: which keys are kept. 0: those of atten_mask within pre_tokens and next_tokens;
             1: those of atten_mask; 2: causal from the top left; 3: causal to the bottom right;
@@ -122,9 +122,9 @@ def flash_attention_score(
         sink: (N), an attention sink for every query head, as in gpt_oss: a score that scale_value,
             bias, mask and dropout leave as it is. Any floating dtype: it is cast to float32
             (float64 for float64 inputs), also under autocast. torch.ops requires that dtype.
-        query_rope: the part of query with rotary embeddings, where it is a tensor of its own, as in
-            multi-head latent attention: query's shape with Dr in place of D. Needs key_rope.
-        key_rope: the same of key, with key's heads. D + Dr is at most 768 on the NPU.
+        query_rope: the rotary part of query as a separate tensor, as in multi-head latent
+            attention: query's shape with Dr instead of D. Requires key_rope.
+        key_rope: the rotary part of key, with key's heads. D + Dr is at most 768 on the NPU.
 
     Returns:
         out, in query's layout with head size Dv, and the statistics that the backward reads:

@@ -40,14 +40,14 @@ def lightning_indexer(
         query: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16 (float32
             and float64 as well when the device limits are off).
         key: (B, S2, 1, Didx) or (T2, 1, Didx), or with layout_key "PA_BSND" a cache, (num_blocks,
-            block_size, 1, Didx), whose blocks may lie apart; query's dtype.
+            block_size, 1, Didx), with any gaps between its blocks; query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative. The
-            gradient and some NPUs want query's dtype.
+            gradient and some NPUs require query's dtype.
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
-            valid tokens per batch, optional; the others have no part and zero gradients. TND:
-            required, cumulative lengths without a leading 0 (lengths 3, 2, 4 are 3, 5, 9).
+            valid tokens per batch, optional; padding is ignored and gets zero gradients. TND:
+            required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
-            number of keys of each sequence, no sums in either layout.
+            number of keys of each sequence, not cumulative, in either layout.
         layout: "BSND" or "TND", of the queries.
         sparse_count: K, how many keys to select.
         sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
@@ -61,8 +61,8 @@ def lightning_indexer(
             are not read.
 
     Returns:
-        sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): keys, counted from the first of their
-        sequence, best first, equal scores in the order of the keys, padded with -1; and
+        sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): the indices of the
+        keys in their sequence, best first, equal scores by index, padded with -1; and
         sparse_values, their scores in query's dtype and the same shape, padded with -inf; (0,)
         without return_values.
 

@@ -47,21 +47,21 @@ def sparse_flash_attention(
 
     Differentiable with respect to query, key, value, query_rope and key_rope. **To train on an NPU,
     every row has to select min(K, visible) keys or blocks**: the kernel of the gradient reads that
-    many slots, and -1 in one of them makes it read outside its tensors. Where your own scores leave
-    keys out, let a row select them after all others, and -1 only behind its visible keys::
+    many slots, and -1 in one of them makes it read outside its tensors. If your own scores mask
+    keys, let a row select them after all others, and use -1 only behind its visible keys::
 
         scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
         scores = scores.masked_fill(~visible, -torch.inf)
         values, indices = scores.topk(min(K, scores.shape[-1]))
         sparse_indices = indices.masked_fill(values == -torch.inf, -1).int()
 
-    To attend to fewer keys, choose a smaller K. :func:`lightning_indexer` selects keys so.
+    To attend to fewer keys, choose a smaller K. :func:`lightning_indexer` selects in this way.
 
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
             float64 as well when the device limits are off).
         key: (B, S2, 1, D) or (T2, 1, D), or with layout_key "PA_BSND" a cache, (num_blocks,
-            block_size, 1, D), whose blocks may lie apart; query's dtype.
+            block_size, 1, D), with any gaps between its blocks; query's dtype.
         value: as key. Under device limits it has to be key itself: absorbed MLA.
         sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. Keys, or
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
@@ -69,13 +69,13 @@ def sparse_flash_attention(
             occurs twice counts twice.
         scale_value: factor of the scores: 1 / sqrt(head size before absorption), which for
             DeepSeek-V3.2 is (128 + 64)**-0.5, times the square of YaRN's mscale (1.874 for factor
-            40) where the checkpoint has it.
+            40) if the checkpoint uses it.
         actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
-            valid tokens per batch, optional; the others have no part and zero gradients. TND:
-            required, cumulative lengths without a leading 0 (lengths 3, 2, 4 are 3, 5, 9).
+            valid tokens per batch, optional; padding is ignored and gets zero gradients. TND:
+            required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
-            number of keys of each sequence, no sums in either layout.
-        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. With key_rope or not at all; the
+            number of keys of each sequence, not cumulative, in either layout.
+        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither; the
             NPU requires both.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr), or a cache like key's; query's dtype.
         sparse_block_size: keys per index; with "PA_BSND" a divisor of block_size.
@@ -90,8 +90,8 @@ def sparse_flash_attention(
             block block_table[b, s // block_size] of the caches. For inference only.
         block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
             are not read.
-        return_softmax_lse: whether to return the statistics, which a backward needs. None: unless
-            keys are paged, since the device has none then.
+        return_softmax_lse: whether to return the statistics, which a backward needs. None returns
+            them unless keys are paged; the device has none for paged keys.
 
     Returns:
         out, with query's shape and dtype; softmax_max and softmax_sum, float32 (float64 for float64

@@ -132,15 +132,15 @@ def lightning_indexer_kl_loss(
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
         actual_seq_lengths_query: B numbers, as a list or an int32 tensor; the NPU's kernel reads
             them on the host, so that a tensor on the NPU makes the call wait for it. BSND: valid
-            tokens per batch, optional; the others have no part and zero gradients. TND: required,
-            cumulative lengths without a leading 0 (lengths 3, 2, 4 are 3, 5, 9).
+            tokens per batch, optional; padding is ignored and gets zero gradients. TND: required,
+            cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.
         deterministic: as in :func:`sparse_flash_attention`.
         weight: a factor of each token's loss and gradients, (B, S1) or (T1,): bool, False for
-            padding and for tokens that are not to be trained on, or floating point. A token whose
-            factor is 0 is not read. The NPU takes bool only.
+            padding and other masked tokens, or floating point. Tokens with factor 0 are not read.
+            The NPU takes bool only.
         reduction: "sum" over the query tokens that belong to a sequence, or their "mean": the sum
             divided by their number, or by the sum of their weights.
         normalizer: what the sum is divided by, e.g. the number of valid tokens of all ranks; a
