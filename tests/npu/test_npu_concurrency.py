@@ -8,6 +8,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
+from conftest import run_in_new_process
 from device_samples import DEVICE_RECIPES, first, is_launched, is_pack_gradient
 from support.samples import RECIPES, Recipe, named_tensors
 from support.tolerance import assert_same_bits
@@ -53,6 +54,27 @@ def test_current_stream(recipe: Recipe) -> None:
             sample.call(torch.ops.ascend)
         streams |= {entry["stream"] for entry in log if entry.get("phase") == 2}
     assert len(streams) == 3
+
+
+def test_streams_that_launch_synchronously() -> None:
+    """torch_npu destroys an event on the caller's thread, and its queue waits for it later."""
+    output, _ = run_in_new_process("""
+        import torch, torch_npu
+
+        def attend():
+            x = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device="npu")
+            out = torch_npu.npu_fusion_attention(x, x, x, 2, "BSND")[0]
+            torch.npu.synchronize()
+            return bool((out == 1).all())
+
+        results = []
+        for _ in range(50):
+            with torch.npu.stream(torch_npu.npu.SyncLaunchStream()):
+                results.append(attend())
+            results.append(attend())
+        print(all(results))
+    """)
+    assert output == "True\n"
 
 
 @each_recipe

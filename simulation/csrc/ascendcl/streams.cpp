@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -69,6 +70,18 @@ aclError report_kernel_failure() {
 }
 
 Event* as_event(aclrtEvent event) { return static_cast<Event*>(event); }
+
+// Keeps the latest destroyed events. Where a stream launches synchronously, torch_npu destroys an
+// event on the caller's thread, and its task queue waits for that event later.
+void keep_destroyed(std::unique_ptr<Event> event) {
+  constexpr size_t kKept = 256;
+  static auto& kept = *new std::deque<std::unique_ptr<Event>>;
+  const std::lock_guard lock(state().mutex);
+  kept.push_back(std::move(event));
+  if (kept.size() > kKept) {
+    kept.pop_front();
+  }
+}
 
 // Runs the waiting tasks of a stream up to the first that must still wait.
 aclError run_waiting(Stream& stream) {
@@ -357,7 +370,7 @@ aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
   return aclrtCreateEventExWithFlag(event, flag);
 }
 aclError aclrtDestroyEvent(aclrtEvent event) {
-  delete as_event(event);
+  keep_destroyed(std::unique_ptr<Event>(as_event(event)));
   return ACL_SUCCESS;
 }
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
