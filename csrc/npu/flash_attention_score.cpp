@@ -42,10 +42,15 @@ constexpr Launcher<FlashAttentionScoreGrad, ScoreGradPrototype<AclIntArray, AclI
     aclnn_packed_score_grad{.reuses_executor = true};
 
 // Refuses calls of a graph that updates lengths, where the launch computes more than CANN does.
-void check_not_updated(const char* op, const char* argument) {
-  check_implemented(GivenWorkspace::current() == nullptr, op, argument,
-                    "expected None on this device in a call whose lengths a graph updates, got a "
-                    "tensor");
+template <typename Op>
+void check_updates(const Op& op, TakenByDevice device) {
+  const auto check = [&](const char* argument, bool taken) {
+    check_implemented(taken || GivenWorkspace::current() == nullptr, op.name, argument,
+                      "expected None on this device in a call whose lengths a graph updates, got a "
+                      "tensor");
+  };
+  check("query_rope", !op.extra.query_rope || device.ropes);
+  check("sink", !op.extra.sink || device.sink);
 }
 
 void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& outputs) {
@@ -71,8 +76,8 @@ void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
 
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
   const auto device = taken_by_device(op);
+  check_updates(op, device);
   if (op.extra.query_rope && !device.ropes) {
-    check_not_updated(op.name, "query_rope");
     flash_attention_score(join_ropes(op), outputs);
     return;
   }
@@ -82,7 +87,6 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
     launch(op, outputs);
   }
   if (op.extra.sink && !device.sink) {
-    check_not_updated(op.name, "sink");
     add_sink(op, outputs, DenseLists(op.query, op.key, op.options).query_ends);
   }
 }
@@ -167,8 +171,8 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
 void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
                                          FlashAttentionScoreExtendedGrad::Outputs& outputs) {
   auto device = taken_by_device(op);
+  check_updates(op, device);
   if (op.extra.query_rope && !device.ropes) {
-    check_not_updated(op.name, "query_rope");
     differentiate_joined(op, outputs, flash_attention_score_extended_grad);
     return;
   }
@@ -182,7 +186,6 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
     flash_attention_score_grad(plain, gradients);
   }
   if (op.extra.sink && !device.sink) {
-    check_not_updated(op.name, "sink");
     differentiate_sink(op, std::get<3>(outputs),
                        DenseLists(op.query, op.key, op.options).query_ends);
   }

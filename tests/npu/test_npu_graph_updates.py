@@ -236,6 +236,26 @@ def test_strided_tensors() -> None:
         launch(views, [3, 5], memory)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "sink"), (torch.half, "query_rope")])
+def test_what_the_launch_computes_is_not_updated(dtype: torch.dtype, name: str) -> None:
+    """No function of CANN takes a sink beside float32, or ropes beside float16."""
+    x = torch.ones(8, 2, 16, dtype=dtype, device="npu")
+    extra = {"query_rope": x, "key_rope": x}
+    if name == "sink":
+        extra = {"sink": torch.ones(2, device="npu")}
+    statistics = [torch.zeros(8, 2, 8, device="npu") for _ in range(2)]
+    out = [torch.zeros_like(x), *statistics]
+    with pytest.raises(
+        NotImplementedError, match=f"{name}: expected None on this device in a call"
+    ):
+        torch.ops.ascend.flash_attention_score.relaunch(
+            x, x, x, num_heads=2, layout="TND", scale_value=1.0, actual_seq_lengths_query=[8],
+            actual_seq_lengths_key=[8], workspace=torch.empty(0, dtype=torch.uint8, device="npu"),
+            out=out, **extra,
+        )  # fmt: skip
+    assert not any(x.any() for x in out)
+
+
 def test_calls_without_lengths_have_nothing_to_update() -> None:
     tensors = dense()
     graph, outputs = capture(lambda: prompt(tensors), auto_dispatch_capture=True)
