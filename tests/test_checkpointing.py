@@ -26,7 +26,7 @@ save_attention = partial(create_selective_checkpoint_contexts, ops.save_attentio
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operators that are computed, without results that a checkpoint has kept."""
+    """Counts the operators that run; results that a checkpoint keeps do not run again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ascend_attn_ops.compare: what it notices, where, and what it leaves alone."""
+"""ascend_attn_ops.compare: the differences it reports, their places, and the calls it skips."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def python_blocks(page: Path) -> list[str]:
     return [textwrap.dedent(x) for x in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
 
 
-# Lifts the limits for all that it computes, which takes long; the build of the docs runs it.
+# This page lifts the limits throughout and takes long; building the docs runs it.
 WITHOUT_LIMITS = ROOT / "docs" / "tutorials" / "train_an_indexer.md"
 
 PAGES = {

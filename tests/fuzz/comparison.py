@@ -78,7 +78,7 @@ def _for_reference(operator: Operator, arguments: dict[str, Any]) -> Sample | No
                 if "Tensor" in kind:
                     value = torch.tensor(value, dtype=torch.int32)
             elif "List[int]" in kind and not isinstance(value, (list, type(None))):
-                # torch.ops takes one number for all, and the keys of a dict.
+                # torch.ops repeats a single number, and takes a dict as the list of its keys.
                 return None
             elif "List[int]" in kind and value is not None:
                 # It takes the numbers of numpy, too.
@@ -162,7 +162,7 @@ def check_results(operator: Operator, arguments: dict[str, Any], outcome: Outcom
 
 
 def check_gradients(outcome: Outcome, arguments: dict[str, Any]) -> None:
-    """The backward works for whatever the forward took, or says that there is none."""
+    """Checks that the backward runs for every valid forward, or says that there is none."""
     outputs = [x for x in outcome.outputs if x.requires_grad]
     inputs = [x for x in tensors_in(arguments) if x.requires_grad]
     if not inputs:

@@ -42,7 +42,7 @@ def lengths(random: Random, count: int, largest: int) -> tuple[int, ...]:
 def scaled(
     sample: Sample, names: Iterable[str], random: Random, exponents: tuple[int, int] = (-10, 6)
 ) -> Sample:
-    """Some of the tensors times a power of two, which leaves every digit as it is."""
+    """Multiplies some of the tensors by a power of two, which changes no digit."""
     present = [name for name in names if name in sample.tensors]
     changed = random.sample(present, random.randint(0, len(present)))
 
@@ -77,7 +77,7 @@ def with_special(sample: Sample, names: Sequence[str], random: Random) -> tuple[
 
 
 def with_float32_weights(sample: Sample, random: Random) -> Sample:
-    """Sometimes: the indexer takes its weights in float32 beside half types."""
+    """Sometimes converts the indexer's weights to float32, which it takes with half types."""
     weights = sample.tensors["weights"]
     if weights.dtype.itemsize > 2 or random.random() < 0.7:
         return sample

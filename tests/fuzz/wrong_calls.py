@@ -101,7 +101,7 @@ def change(
             _alias(r, arguments)
             kinds.append("alias")
         else:
-            # Arguments that the call has are worth more than those that it leaves at defaults.
+            # Change the arguments of the call more often than its defaults.
             given = [name for name, x in arguments.items() if x is not None]
             name = r.choice(given if given and choice < 36 else list(parameters))
             kind, arguments[name] = changed_value(r, arguments.get(name))

@@ -30,7 +30,7 @@ WHERE_DEVICES_DIFFER = [
         "test_torch_npu_operators_devices.py",
     )
 ]
-# By level of the task queue: what one of them shows of streams, the others would show as well.
+# The mode of streams by level of the task queue. Strict streams find the same errors at any level.
 STREAMS = {0: "lenient", 1: "strict", 2: "lenient"}
 
 # pytest's status where the arguments choose no test.

@@ -26,7 +26,7 @@ def test_histogram_of_integers(dtype: torch.dtype, bins: int, low: int, high: in
 
 
 def test_a_histogram_is_exact_beyond_float() -> None:
-    """Every number has a bin of its own, which the next float32 does not tell apart."""
+    """Every integer has its own bin, although float32 cannot distinguish neighbouring integers."""
     x = torch.arange(2**30, 2**30 + 8, dtype=torch.int32)
     found = torch.histc(x.npu(), 8, 2**30, 2**30 + 8)
     assert found.cpu().tolist() == [1] * 8

@@ -96,7 +96,7 @@ def test_loss_beside_an_infinite_key(heads: int, dtype: torch.dtype) -> None:
 def test_dense_gradients_of_an_infinite_key_that_no_query_sees(
     queries: int, dtype: torch.dtype
 ) -> None:
-    """Queries are padded to whole tiles; those of padding have no part."""
+    """Queries are padded to whole tiles; the padding must not change a result."""
     query, key, value = (torch.randn(1, 1, n, 4, dtype=dtype) for n in (queries, 32, 32))
     key[0, 0, queries + 2, 0] = torch.inf
     options = {"num_heads": 1, "layout": "BNSD", "scale_value": 0.5, "sparse_mode": 2}

@@ -113,7 +113,7 @@ def test_strides_of_the_sources_change_nothing(case: CacheCase) -> None:
 @pytest.mark.parametrize("mode", ["Norm", "PA_NZ"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_bit_pattern_survives(dtype: torch.dtype, mode: str) -> None:
-    """Payloads of NaN, signalling ones too, infinities, both zeros, subnormal numbers."""
+    """These include NaN payloads, signalling NaN, infinities, both zeros and subnormal numbers."""
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     key = patterns.view(512, 2, 64).view(dtype)
     cache = torch.zeros(4, 128, 2, 64, dtype=dtype)

@@ -138,7 +138,7 @@ def test_ropes_are_a_part_of_the_heads(layout: str, dtype: torch.dtype) -> None:
     leaves = [x.requires_grad_() for x in (query, key, value, *ropes)]
     parts = [placed(x) for x in leaves]
     joined = [placed(torch.cat((x, y), -1)) for x, y in zip(leaves[:2], ropes, strict=True)]
-    # Both have the default scale, of D + Dr.
+    # Both calls use the default scale, 1 / sqrt(D + Dr).
     outputs = attend(*parts[:3], query_rope=parts[3], key_rope=parts[4], **options)
     expected = attend(*joined, parts[2], **options)
     assert_same_bits(outputs, expected)

@@ -15,5 +15,5 @@ def overloads() -> dict[str, set[str]]:
     return found
 
 
-# All operators, those that only autograd calls among them.
+# All operators, including those that only autograd calls.
 OPERATORS = frozenset(overloads())

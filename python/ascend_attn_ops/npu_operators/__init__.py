@@ -104,6 +104,6 @@ def _add(torch_npu: ModuleType, library: torch.library.Library, translation: Tra
         _replaced.append((torch_npu, operator, of_torch_npu))
         setattr(torch_npu, operator, getattr(operators, operator))
         if of_torch_npu is not None:
-            # It says why torch.ops.atb cannot be loaded.
+            # This kernel raises the error that says why torch.ops.atb cannot be loaded.
             library.impl(operator, of_torch_npu, "PrivateUse1")
     register(library, translation, getattr(operators, operator).default._schema)

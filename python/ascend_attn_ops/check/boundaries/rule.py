@@ -12,6 +12,6 @@ class Rule:
     operator: str
     text: str  # of the error, which names the argument
     devices: tuple[str, ...]  # "A2:9.1"
-    # Their arguments, with tensors on the device meta.
+    # Return the arguments of a call, with meta tensors.
     inside: Callable[[], dict[str, Any]]
     outside: Callable[[], dict[str, Any]]

@@ -115,7 +115,7 @@ class Choice:
         return local
 
     def _wanted(self, letters: str, axis: str | None, key_heads: bool) -> Placement | None:
-        """None where the tensor does not have the axis."""
+        """Returns the placement that shards an axis; None if the tensor does not have the axis."""
         if axis is None:
             return None
         if axis == "N" and letters == PER_SEQUENCE:

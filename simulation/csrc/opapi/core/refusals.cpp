@@ -56,7 +56,7 @@ Rule like(std::string_view output, std::string_view input) {
   };
 }
 
-// The same for a list of tensors that are alike.
+// The same for a list of tensors of equal shape and dtype.
 Rule like_first(std::string_view output, std::string_view list) {
   return [=](const Call& call) {
     const auto* view = call.find<TensorView>(output);

@@ -18,7 +18,7 @@ at::Tensor turned_halves(const at::Tensor& x) {
   return at::cat({-parts[1], parts[0]}, -1);
 }
 
-// Pairs of elements (a, b) as (-b, a). Its transpose is its negative.
+// Maps pairs of elements (a, b) to (-b, a). The transpose of this map is its negative.
 at::Tensor turned(const at::Tensor& x, int64_t mode) {
   switch (mode) {
     case kHalves:
@@ -55,7 +55,7 @@ Stack rotation(const Call& call) {
   return {x * in_float(call, "cos") + turned(x, mode) * in_float(call, "sin")};
 }
 
-// A matrix that turns x may be given in the place of a mode.
+// The caller may pass a rotation matrix instead of a mode.
 Stack rotation_v2(const Call& call) {
   if (!call.optional_tensor("rotateOptional")) {
     return rotation(call);
