@@ -7,13 +7,14 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ascend_attn_ops.device_limits import table
-from conftest import DEVICE, TASK_QUEUE
+from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from faulty_calls import FAULTS, MESSAGE, Fault
 from support.samples import OPERATORS
 
@@ -60,6 +61,10 @@ def test_a_function_of_every_operator_is_called(faulty: FaultyCalls) -> None:
     assert called == {row["operator"] for row in table()}
 
 
+# The state of a queue after a failure on its thread, which may end or wait for more.
+STOPPED = "(?:stopped|ended and needs a new process)"
+
+
 def line_of(operator: str, function: str, fault: Fault) -> str:
     """The pattern of our line, of which there is one."""
     phase = "GetWorkspaceSize" if fault.phase == 1 else ""
@@ -96,9 +101,88 @@ def test_fault(operator: str, function: str, name: str, faulty: FaultyCalls) -> 
     if on_queue:
         # torch_npu reports it when it likes to, and knows the function alone; its queue is dead.
         assert f"the current working operator name is {function}." in answer["text"]
-        stopped = rf"ascend::{operator}: {function}: torch_npu's task queue has stopped, after: "
+        stopped = rf"ascend::{operator}: {function}: torch_npu's task queue has {STOPPED}, after: "
         assert re.fullmatch(rf"{stopped}{line} \[[\w ]*361001\]", answer["next"]), answer["next"]
     else:
         assert re.fullmatch(line, answer["text"]), answer["text"]
         assert answer["where"] == ("wait" if fault is not None and fault.phase == 3 else "call")
         assert answer["next"] == "right"
+
+
+# A failure on the thread of a task queue stops that queue, so that these tests run in processes of
+# their own.
+FAILING_CALL = """
+    import faulthandler, re
+    import ascend_attn_ops as ops, cann_simulator, torch, torch_npu
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    inputs = {
+        device: torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device=device)
+        for device in ("npu:0", "npu:1")
+    }
+    for device in inputs:
+        torch.npu.synchronize(device)
+
+    def call(device):
+        x = inputs[device]
+        out = ops.flash_attention_score(x, x, x, num_heads=2, layout="BSND")[0]
+        torch.npu.synchronize(device)
+        return bool((out.cpu() == 1).all())
+
+    def attempt(device="npu:0"):
+        try:
+            print("right" if call(device) else "wrong")
+        except RuntimeError as error:
+            later = re.search("task queue has (stopped|ended)", str(error))
+            print(later[1] if later else "failed")
+
+    def fail(device="npu:0"):
+        with cann_simulator.fail("aclnnFlashAttentionScoreV2", phase=2):
+            attempt(device)
+"""
+
+
+def outcomes_of(code: str) -> list[str]:
+    """Runs the attempts of `code` in a new process and returns how each ended."""
+    setup = textwrap.dedent(FAILING_CALL)
+    return run_in_new_process(setup + textwrap.dedent(code))[0].split()
+
+
+def test_a_stream_that_launches_synchronously_has_no_queue_to_fail() -> None:
+    outcomes = outcomes_of("""
+        with torch.npu.stream(torch_npu.npu.SyncLaunchStream()):
+            fail()
+            attempt()
+        attempt()
+    """)
+    assert outcomes == ["failed", "right", "right"]
+
+
+def test_a_queue_stops_for_its_device_alone() -> None:
+    outcomes = outcomes_of("""
+        fail()
+        attempt("npu:1")
+        attempt()
+        with torch.npu.stream(torch_npu.npu.SyncLaunchStream()):
+            attempt()
+        attempt()
+        attempt("npu:1")
+    """)
+    later = {"stopped", "ended"} if TASK_QUEUE else {"right"}
+    assert outcomes[:2] + outcomes[3::2] == ["failed", "right", "right", "right"]
+    assert set(outcomes[2::2]) <= later
+
+
+def test_a_queue_goes_on_after_the_device_is_restarted() -> None:
+    outcomes = outcomes_of("""
+        fail()
+        torch_npu.npu.stop_device(0)
+        torch_npu.npu.restart_device(0)
+        attempt()
+        attempt()
+    """)
+    # The thread of a queue may end after a failure:
+    # nothing revives it, and torch_npu's own work would wait forever.
+    assert outcomes == ["failed", "right", "right"] or (
+        TASK_QUEUE and outcomes == ["failed", "ended", "ended"]
+    )

@@ -14,12 +14,17 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <functional>
+#include <future>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "core/error.h"
@@ -32,6 +37,9 @@ namespace ascend_attn::aclnn {
 namespace {
 
 thread_local bool first_phase_only = false;
+
+// A queue that works runs an empty task in microseconds, behind others in milliseconds.
+constexpr auto kProbeTime = std::chrono::seconds(5);
 
 std::string on_one_line(std::string text) {
   std::ranges::replace(text, '\n', ' ');
@@ -51,53 +59,121 @@ void check_status(const Function& function, const char* phase, int status) {
   }
 }
 
-// The first failure on a thread of the task queue, for the rest of the process. torch_npu reports
-// it at the next synchronisation, by the function's name alone, and from then on drops all work
-// without a word: a later call must not appear to succeed.
-class QueueFailure {
- public:
-  static QueueFailure& instance() {
-    static QueueFailure failure;
-    return failure;
-  }
+// Runs `task` through torch_npu: on the thread of the task queue, or at once if there is no queue
+// or the current stream launches synchronously.
+void run(const Function& function, const std::function<int()>& task) {
+  RunAclCall(function.name, task);
+}
 
-  void set(const char* what) {
-    const std::lock_guard lock(mutex_);
-    if (!failed_) {
-      message_ = on_one_line(what);  // torch_npu's own have several
-      failed_ = true;
+// Whether the task queue of the current device runs what is enqueued. The thread of the queue must
+// be alive: without it, torch_npu waits forever when it enqueues after restart_device.
+bool runs_tasks(const Function& function) {
+  auto promise = std::make_shared<std::promise<void>>();
+  auto done = promise->get_future();
+  try {
+    run(function, [promise = std::move(promise)] {
+      promise->set_value();
+      return 0;
+    });
+    // A queue that stops keeps what it has not run.
+    if (done.wait_for(kProbeTime) != std::future_status::ready) {
+      return false;
     }
+    done.get();
+    return true;
+  } catch (const std::exception&) {
+    // torch_npu raises the failure of a queue once, and breaks the promise of work that it drops.
+    return false;
+  }
+}
+
+// Becomes true when the thread that asked for it has ended.
+std::shared_ptr<const std::atomic<bool>> end_of_this_thread() {
+  struct End {
+    std::shared_ptr<std::atomic<bool>> reached = std::make_shared<std::atomic<bool>>(false);
+    ~End() { *reached = true; }
+  };
+  thread_local const End end;
+  return end.reached;
+}
+
+// The first failure of each device's task queue. torch_npu raises it once, by the function's name
+// alone, and from then on drops the device's work without a word: a later call must not appear to
+// succeed. torch_npu exports no sign that a queue works again, as after restart_device, so a later
+// call asks the queue itself. The thread of a queue may end after a failure; torch_npu starts no
+// other.
+class QueueFailures {
+ public:
+  static QueueFailures& instance() {
+    static QueueFailures failures;
+    return failures;
   }
 
-  void check(const Function& function) {
-    if (failed_) [[unlikely]] {
-      const std::lock_guard lock(mutex_);
-      raise(Violation::runtime, function.op, function.name,
-            "torch_npu's task queue has stopped, after: " + message_, Status::runtime);
+  // Called on the thread of the queue of `device`.
+  void add(c10::DeviceIndex device, const char* what) {
+    const std::lock_guard lock(mutex_);
+    // torch_npu's own messages have several lines.
+    failures_.try_emplace(device, Failure{end_of_this_thread(), on_one_line(what)});
+    any_ = true;
+  }
+
+  // Raises if the queue of the current device, `device`, has stopped, unless the current stream
+  // does without it.
+  void check(const Function& function, c10::DeviceIndex device) {
+    if (any_ && !c10_npu::getCurrentNPUStream(device).isSyncLaunchStream()) [[unlikely]] {
+      check_queue(function, device);
     }
   }
 
  private:
-  std::atomic<bool> failed_ = false;
+  struct Failure {
+    std::shared_ptr<const std::atomic<bool>> thread_ended;
+    std::string message;
+  };
+
+  void check_queue(const Function& function, c10::DeviceIndex device) {
+    std::unique_lock lock(mutex_);
+    const auto found = failures_.find(device);
+    if (found == failures_.end()) {
+      return;
+    }
+    const auto failure = found->second;
+    lock.unlock();
+    const bool ended = *failure.thread_ended;
+    if (ended || !runs_tasks(function)) {
+      raise(Violation::runtime, function.op, function.name,
+            std::string("torch_npu's task queue has ") +
+                (ended ? "ended and needs a new process" : "stopped") +
+                ", after: " + failure.message,
+            Status::runtime);
+    }
+    lock.lock();
+    failures_.erase(device);
+    any_ = !failures_.empty();
+  }
+
+  std::atomic<bool> any_ = false;
   std::mutex mutex_;
-  std::string message_;
+  std::map<c10::DeviceIndex, Failure> failures_;
 };
 
-// Hands `task` to the task queue; without a queue it runs at once.
+// The same as run(), and remembers a failure on the thread of the device's task queue.
 template <typename Task>
-void run(const Function& function, bool queued, Task task) {
-  if (!queued) {
-    RunAclCall(function.name, std::move(task));
-    return;
-  }
-  RunAclCall(function.name, [task = std::move(task)] {
+void run_on_queue(const Function& function, c10::DeviceIndex device, Task task) {
+  const auto caller = std::this_thread::get_id();
+  const auto note = [caller, device](const char* what) {
+    if (std::this_thread::get_id() != caller) {
+      QueueFailures::instance().add(device, what);
+    }
+  };
+  run(function, [note, task = std::move(task)] {
     try {
       return task();
     } catch (const c10::Error& error) {
-      QueueFailure::instance().set(error.what_without_backtrace());
+      note(error.what_without_backtrace());
       throw;
     } catch (const std::exception& error) {  // no memory, among others
-      QueueFailure::instance().set(error.what());
+      note(error.what());
       throw;
     }
   });
@@ -356,11 +432,11 @@ void check_tensor(const Function& function, int position, const TensorArgument& 
 
 void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
              Arguments& arguments, c10::ArrayRef<Fill> fills) {
-  QueueFailure::instance().check(function);
   std::optional<c10::DeviceGuard> guard;
   if (device.index() != c10_npu::current_device()) {
     guard.emplace(device);
   }
+  QueueFailures::instance().check(function, device.index());
   const CallContext context(function, deterministic, fills);
   auto* const stream = context.stream;
   if (first_phase_only) [[unlikely]] {
@@ -369,17 +445,18 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
   }
   const auto level = OpApiGetTaskQueueEnable();
   if (level == 2) {
-    run(function, /*queued=*/true, [&function, arguments = arguments.to_heap(), context, stream] {
-      InitExecSubTheadCtx(stream);
-      auto prepared = prepare(function, *arguments, context, /*on_queue_thread=*/true);
-      // The block that torch_npu keeps for the stream: the caller's stream is not current here.
-      at::Tensor workspace;
-      if (prepared.workspace_size != 0) {
-        workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
-      }
-      auto* const address = workspace.defined() ? workspace.storage().mutable_data() : nullptr;
-      return execute(function, prepared, address, stream, context.fills);
-    });
+    run_on_queue(
+        function, device.index(), [&function, arguments = arguments.to_heap(), context, stream] {
+          InitExecSubTheadCtx(stream);
+          auto prepared = prepare(function, *arguments, context, /*on_queue_thread=*/true);
+          // The block that torch_npu keeps for the stream: the caller's stream is not current here.
+          at::Tensor workspace;
+          if (prepared.workspace_size != 0) {
+            workspace = at_npu::native::allocate_workspace(prepared.workspace_size, stream);
+          }
+          auto* const address = workspace.defined() ? workspace.storage().mutable_data() : nullptr;
+          return execute(function, prepared, address, stream, context.fills);
+        });
     return;
   }
   auto prepared = prepare(function, arguments, context, /*on_queue_thread=*/false);
@@ -401,12 +478,12 @@ void enqueue(const Function& function, c10::Device device, DeterministicContext 
     return execute(function, prepared, address, stream, fills);
   };
   if (level == 0) {
-    run(function, /*queued=*/false, [&] { return second_phase(prepared); });
+    run(function, [&] { return second_phase(prepared); });
   } else {
-    run(function, /*queued=*/true,
-        [second_phase, prepared = std::make_shared<Prepared>(std::move(prepared))] {
-          return second_phase(*prepared);
-        });
+    run_on_queue(function, device.index(),
+                 [second_phase, prepared = std::make_shared<Prepared>(std::move(prepared))] {
+                   return second_phase(*prepared);
+                 });
   }
 }
 
