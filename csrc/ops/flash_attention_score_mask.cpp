@@ -33,12 +33,11 @@ void FlashAttentionRules::check_mask() const {
   const NamedTensor argument{"atten_mask", *options_.atten_mask};
   const auto dtype = argument.tensor.scalar_type();
   check_device(op_, argument, query());
-  check_type(dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
-             "expected dtype bool or uint8, where True (1) masks a key out, got ",
-             dtype_name(dtype),
-             c10::isFloatingType(dtype) ? "; pse_shift takes what is added to "
-                                          "the scores"
-                                        : "");
+  check_type(
+      dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
+      "expected dtype bool or uint8, where True (1) masks a key out, got ", dtype_name(dtype),
+      c10::isFloatingType(dtype) ? "; pass what is added to the scores as pse_shift with pse_type=0"
+                                 : "");
   compressed ? check_compressed_mask() : check_full_mask();
   if (kind == SparseMode::prefix || kind == SparseMode::prefix_compressed) {
     check_prefix();
@@ -84,13 +83,18 @@ void FlashAttentionRules::check_full_mask() const {
                 batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got ", mask.sym_sizes());
     return;
   }
-  check_value(per_batch || has_shape(mask, {{1, 1, queries_, keys_}}) ||
-                  has_shape(mask, {{queries_, keys_}}),
-              op_, "atten_mask",
+  if (per_batch || has_shape(mask, {{1, 1, queries_, keys_}}) ||
+      has_shape(mask, {{queries_, keys_}})) {
+    return;
+  }
+  check_value(false, op_, "atten_mask",
               "expected shape (B, N, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv) for "
               "sparse_mode ",
               mode, ", with B, N, Sq, Skv = ", batch_, ", ", heads_, ", ", queries_, ", ", keys_,
-              ", got ", mask.sym_sizes(), "; other shapes are not broadcast, expand them");
+              ", got ", mask.sym_sizes(),
+              "; ascend_attn_ops.flash_attention_score expands axes of 1",
+              has_shape(mask, {{batch_, keys_}}) ? ": pass it mask[:, None, None]"
+                                                 : " of masks with four axes");
 }
 
 void FlashAttentionRules::check_compressed_mask() const {

@@ -81,10 +81,41 @@ def mask_of_either_polarity(
     if attn_mask.dtype != torch.bool:
         got = dtype_name(attn_mask.dtype)
         if attn_mask.is_floating_point():
-            got += "; pse_shift takes what is added to the scores"
+            got += "; pass what is added to the scores as pse_shift with pse_type=0"
         raise wrong(TypeError, _NAME, "attn_mask", "dtype bool, where True keeps a key", got)
     check_memory(_NAME, "attn_mask", attn_mask)
     return ~attn_mask
+
+
+def expanded_mask(
+    atten_mask: Tensor | None,
+    sparse_mode: int,
+    query: Tensor,
+    key: Tensor,
+    num_heads: int,
+    layout: str,
+) -> Tensor | None:
+    """A full mask of four axes with its axes of 1 expanded to a shape that the operator takes.
+
+    Expanding is a view and reads no value. Other masks are returned as they are, because the
+    operator accepts or refuses them.
+    """
+    if not isinstance(atten_mask, Tensor) or atten_mask.is_nested or atten_mask.dim() != 4:
+        return atten_mask
+    if whole(sparse_mode) not in (0, 1) or layout == "TND":
+        return atten_mask
+    if not _have_scores(query, key, num_heads, layout):
+        return atten_mask
+    batch, tokens, _ = _AXES[layout]
+    per_head = atten_mask.shape[1] != 1
+    shape = (
+        query.shape[batch] if per_head else atten_mask.shape[0],
+        whole(num_heads) if per_head else 1,
+        query.shape[tokens],
+        key.shape[tokens],
+    )
+    pairs = zip(atten_mask.shape, shape, strict=True)
+    return atten_mask.expand(shape) if all(x in (1, y) for x, y in pairs) else atten_mask
 
 
 def warn_of_a_mask_without_keys(

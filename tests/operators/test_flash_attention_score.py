@@ -400,7 +400,7 @@ NOTHING = torch.zeros(6, 9, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("options", "exception", "words"),
     [
-        ({"attn_mask": torch.zeros(6, 9)}, TypeError, "attn_mask: .* pse_shift takes"),
+        ({"attn_mask": torch.zeros(6, 9)}, TypeError, "attn_mask: .* as pse_shift with pse_type=0"),
         ({"attn_mask": NOTHING.byte()}, TypeError, "attn_mask: expected dtype bool"),
         (
             {"attn_mask": NOTHING, "atten_mask": NOTHING},

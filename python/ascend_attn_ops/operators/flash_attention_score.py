@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._dense_attention import (
     default_scale,
+    expanded_mask,
     given_or_drawn_mask,
     mask_of_either_polarity,
     no_layout,
@@ -89,9 +90,12 @@ def flash_attention_score(
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
             (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND with the longest Sq and Skv,
-            or (sum Sq, sum Skv). Mode 5: (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes
-            take a compressed mask, (2048, 2048) or in mode 6 (3072, 2048); None builds it once and
-            caches it.
+            or (sum Sq, sum Skv). Outside TND, axes of 1 in a mask of four axes are expanded, so
+            key padding may be (B, 1, 1, Skv); torch.ops does not expand them. This copies nothing
+            on the CPU, but the NPU makes the mask contiguous in every call, which takes
+            B * Sq * Skv bytes, times N with a mask per head. Mode 5: (B, N, Sq, Skv) or
+            (B, 1, Sq, Skv). The other modes take a compressed mask, (2048, 2048) or in mode 6
+            (3072, 2048); None builds it once and caches it.
         attn_mask: as in scaled_dot_product_attention, True keeps a key. Pass it instead of
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
@@ -154,6 +158,7 @@ def flash_attention_score(
         raise no_layout()
     given_mask = atten_mask
     atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
+    atten_mask = expanded_mask(atten_mask, sparse_mode, query, key, num_heads, layout)
     if scale_value is None:
         scale_value = default_scale(query, num_heads, layout, query_rope)
     if sink is not None:
@@ -240,6 +245,7 @@ def flash_attention_score_grad(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
+    atten_mask = expanded_mask(atten_mask, sparse_mode, query, key, num_heads, layout)
     call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
     return call(
         query, key, value, dy, softmax_max, softmax_sum, attention_in, num_heads, layout, pse_shift,

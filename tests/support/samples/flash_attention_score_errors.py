@@ -120,7 +120,7 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
             MASKED,
             {"atten_mask": bools(2, 1, 1, 9)},
             "atten_mask",
-            "other shapes are not broadcast",
+            "expands axes of 1 of masks with four axes",
         ),
         wrong(MASKED, {"atten_mask": bools(1, 2, 6, 9)}, "atten_mask", r"\(1, 1, Sq, Skv\)"),
         wrong(MASKED, {"atten_mask": bools(2, 6, 9)}, "atten_mask", r"or \(Sq, Skv\)"),
