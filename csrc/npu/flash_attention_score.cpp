@@ -57,6 +57,7 @@ void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
+  check_number_of_lengths(op.name, lists);
   const auto atten_mask = launched_mask(op.name, o, lists);
   // Never written: the function reserves this output.
   const auto softmax_out = new_tensor({0}, op.query.options());
