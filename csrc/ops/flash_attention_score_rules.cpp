@@ -325,9 +325,20 @@ void FlashAttentionRules::check_pse_slopes() const {
   check_value(is_packed() || same(queries_, keys_), op_, "pse_type",
               "expected Sq = Skv for slopes (pse_type 2 and 3) outside layout TND, got Sq = ",
               queries_, ", Skv = ", keys_);
+  check_start("q_start_idx", options_.q_start_idx);
+  check_start("kv_start_idx", options_.kv_start_idx);
   if (is_packed() && limits_) {
     check_slopes_of_sequences();
   }
+}
+
+void FlashAttentionRules::check_start(const char* argument,
+                                      const OptionalIntListField& list) const {
+  // The distance of two positions, in sequences of any length, is a number of 64 bits.
+  constexpr int64_t kLargest = int64_t{1} << 61;
+  const auto start = given(list) ? (*list)[0].maybe_as_int().value_or(0) : 0;
+  check_value(start >= -kLargest && start <= kLargest, op_, argument,
+              "expected a first element from -2^61 to 2^61, got ", start);
 }
 
 void FlashAttentionRules::check_slopes_of_sequences() const {

@@ -84,6 +84,7 @@ class FlashAttentionRules {
   void check_pse_tensor() const;
   void check_packed_pse_tensor() const;
   void check_pse_slopes() const;
+  void check_start(const char* argument, const OptionalIntListField& list) const;
   void check_slopes_of_sequences() const;
   void check_full_mask() const;
   void check_compressed_mask() const;

@@ -235,6 +235,18 @@ def test_only_the_first_start_indices_count_and_only_with_that_of_the_keys() -> 
     assert not torch.equal(call([9], [4])[0], expected[0])
 
 
+@pytest.mark.parametrize("argument", ["q_start_idx", "kv_start_idx"])
+@pytest.mark.parametrize("start", [-(2**63), -(2**61) - 1, 2**61 + 1, 2**63 - 1])
+def test_positions_whose_distance_overflows(argument: str, start: int) -> None:
+    sample = build(FlashCase(s=(6, 6), pse="N", pse_type=2), torch.float64)
+    starts = {"q_start_idx": [2**61], "kv_start_idx": [-(2**61)]}
+    largest = replace(sample, options={**sample.options, **starts})
+    torch.testing.assert_close(largest.call(torch.ops.ascend), largest.call(reference))
+    outside = replace(sample, options={**sample.options, **starts, argument: [start]})
+    with pytest.raises(ValueError, match=rf"{argument}: expected a first .*, got {start} "):
+        outside.call(torch.ops.ascend)
+
+
 def test_packed_pse_of_either_size_is_the_full_one() -> None:
     """DECISION: sum(Sq * Skv) may be T2, and then the two forms have as many elements."""
     case = FlashCase(layout="TND", lengths=((2, 0), (3, 3)), pse="full", heads=(1, 1))
