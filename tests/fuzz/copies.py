@@ -98,7 +98,8 @@ class Once:
         return next(self._rest)
 
     def __repr__(self) -> str:
-        return f"iter({self.items})"
+        # The library's and torch's errors show it: torch cannot print a tensor without memory.
+        return f"iter of {len(self.items)}"
 
 
 def as_lists(x: Any) -> Any:

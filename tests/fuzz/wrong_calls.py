@@ -288,7 +288,9 @@ def shown(x: object) -> str:
             return f"<{x.dtype} {x.layout} nested={x.is_nested}>"
         where = "" if has_memory(x) else f" on {x.device}"
         return f"<{x.dtype} {list(x.shape)} strides {list(x.stride())}{where}{what}>"
-    text = repr(x)
+    if isinstance(x, Once):
+        return f"iter({shown(x.items)})"
+    text = f"[{', '.join(map(shown, x[:9]))}]" if isinstance(x, (list, tuple)) else repr(x)
     return text if len(text) < 80 else f"{text[:80]}..."
 
 
