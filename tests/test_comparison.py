@@ -56,12 +56,11 @@ def test_right_calls_are_compared_and_do_not_differ(operator: Operator) -> None:
 @pytest.mark.parametrize(
     ("operator", "output"),
     [
-        (operator, number)
+        pytest.param(operator, number, id=f"{operator.name}-{name}")
         for operator in OPERATORS.values()
         if not operator.in_place
-        for number in range(len(operator.output_names))
+        for number, name in enumerate(operator.output_names)
     ],
-    ids=str,
 )
 def test_a_wrong_element_of_any_output_is_noticed(operator: Operator, output: int) -> None:
     sample = operator.small_sample()

@@ -55,7 +55,9 @@ def test_the_limits_refuse_another_value(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    "value_of", [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:]], ids=str
+    "value_of",
+    [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:]],
+    ids=["detach", "view", "slice"],
 )
 def test_the_same_elements_are_key(value_of: Callable[[Tensor], Tensor], device: str) -> None:
     key = bfloat16(1, D, device=device).requires_grad_()
