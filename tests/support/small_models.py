@@ -24,6 +24,11 @@ _SPARSE = {
     "index_head_dim": 32, "index_topk": 12,
 }  # fmt: skip
 del _SPARSE["head_dim"]
+# torch's grouped products of matrices, the default of the experts, take no float64.
+_WITH_EXPERTS = {
+    **_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "sliding_window": 7, "experts_implementation": "batched_mm",
+}  # fmt: skip
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", _DENSE),
@@ -31,7 +36,35 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("MistralForCausalLM", {**_DENSE, "sliding_window": 7}),
     "Gemma2": ("Gemma2ForCausalLM", {**_DENSE, "sliding_window": 7, "query_pre_attn_scalar": 16}),
     "Gemma3": ("Gemma3ForCausalLM", {**_DENSE, "sliding_window": 7, "query_pre_attn_scalar": 16}),
-    "GptOss": ("GptOssForCausalLM", {**_DENSE, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "GptOss": (
+        "GptOssForCausalLM",
+        {
+            **_WITH_EXPERTS,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "GraniteMoeSWA": ("GraniteMoeSWAForCausalLM", _WITH_EXPERTS),
+    "Flint": ("FlintForCausalLM", {**_WITH_EXPERTS, "num_experts": 4}),
+    "MiMo-V2-Flash": (
+        "MiMoV2FlashForCausalLM",
+        {**_WITH_EXPERTS, "n_routed_experts": 4, "head_dim": 24, "v_head_dim": 16},
+    ),
+    "DeepSeek-V4": (
+        "DeepseekV4ForCausalLM",
+        {
+            **_WITH_EXPERTS,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 32,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 4,
+            "n_routed_experts": 4,
+        },
+    ),
+    "Inkling2": ("Inkling2ForCausalLM", _DENSE),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _SPARSE),
     "GLM-MoE-DSA": (
         "GlmMoeDsaForCausalLM",

@@ -14,15 +14,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 import ascend_attn_ops as ops
+from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._packing import begins_of_runs, without_empty
+from ascend_attn_ops.integrations.transformers._sequences import packed
 
 NAME = "ascend"
 
 # Arguments of models that flash_attention_score does not have, and what they are.
 _REFUSED = {
     "softcap": "a soft cap of the scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks that differ between tokens",
     "position_bias": "a position bias",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
@@ -30,21 +31,28 @@ _REFUSED = {
     "output_attentions": "the attention weights as an output",
 }
 
+# Layers that append keys of their own, which their masks are not asked for.
+_COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+
 
 def register() -> None:
     """Make ``attn_implementation="ascend"`` known to transformers, for its dense models.
 
     Attention then is :func:`ascend_attn_ops.flash_attention_score`, forward and backward, with
-    grouped heads, sliding windows and dropout. Causal masks, windows, padding and packed sequences
-    (position_ids that start over) reach it as modes and lengths, and no mask of all pairs is built.
-    That happens for other patterns only (images that attend both ways, padding of encoders), and
-    under torch.compile where there may be padding or packed sequences, whose lengths a graph cannot
-    know. Static and dynamic caches work. The output of a padding token differs from that in
-    transformers: generate() needs left padding.
+    grouped heads, sliding windows, dropout and attention sinks. Causal masks, windows, padding and
+    packed sequences (position_ids that start over) reach it as modes and lengths, and no mask of
+    all pairs is built. That happens for other patterns only (images that attend both ways, padding
+    of encoders), and under torch.compile where there may be padding or packed sequences, whose
+    lengths a graph cannot know. Static and dynamic caches work. The output of a padding token
+    differs from that in transformers: generate() needs left padding.
 
-    Features that the operator lacks raise NotImplementedError in the forward: soft caps, sinks,
-    position biases, paged caches, output_attentions, models that compute their attention
-    themselves, and models with an indexer, which are for :func:`enable_dsa`.
+    transformers' eager attention of gpt_oss attends across packed sequences, this one within them,
+    except under torch.compile.
+
+    Features that the operator lacks raise NotImplementedError in the forward: soft caps, sinks that
+    differ between tokens, position biases, paged caches, output_attentions, models that compute
+    their attention themselves, models with compressed keys (DeepSeek-V4), and models with an
+    indexer, which are for :func:`enable_dsa`.
 
     Calling it again has no effect; :func:`unregister` undoes it.
 
@@ -98,10 +106,16 @@ def mask(
       sequence, and beside them stands the window, or 0. The queries are the last keys; further keys
       are not read. transformers passes on a mask of four axes as it is.
     """
-    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+    layer_types = getattr(config, "layer_types", None) or ()
+    if "indexed_attention" in layer_types:
         raise NotImplementedError(
             f'attn_implementation="{NAME}": {type(config).__name__} has an indexer; load the model '
             "with another implementation and call enable_dsa(model)"
+        )
+    if not _COMPRESSED.isdisjoint(layer_types):
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}": {type(config).__name__} has layers with compressed '
+            'keys; use another implementation, such as "eager"'
         )
     config_class: Any = type(config)
     if config is not None and not _lets_attention_be_chosen(config_class):
@@ -202,9 +216,12 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of tensors (B, heads, tokens, size); returns (B, tokens, heads, size).
+
+    s_aux is transformers' name of the attention sinks, (heads,).
 
     Raises:
         NotImplementedError: the model's attention has something that the operator has not.
@@ -222,16 +239,23 @@ def attention(
         "num_heads": query.shape[1],
         "scale_value": scaling,
         "dropout_p": dropout,
+        "sink": s_aux,
     }
+    # transformers tells the masks of models where packed sequences begin, but not those of gpt_oss.
+    positions = None if s_aux is None else kwargs.get("position_ids")
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ends = _ends_of_positions(positions, query, key) if causal else None
+        if ends is not None:
+            window = sliding_window if key.shape[2] > (sliding_window or 0) else None
+            return _in_pack(query, key, value, ends, {**options, **_causal(window)}), None
         _check_packing(kwargs)
         return _without_mask(query, key, value, bool(causal), sliding_window, options), None
     if attention_mask.dtype == torch.bool:
         options["attn_mask"] = attention_mask.expand(-1, -1, query.shape[2], -1)
         return _in_batches(query, key, value, {**options, "sparse_mode": 1}), None
     if attention_mask.dtype == torch.int32 and attention_mask.shape[1:3] == (1, 2):
-        return _in_sequences(query, key, value, attention_mask, options), None
+        return _in_sequences(query, key, value, attention_mask, positions, options), None
     raise TypeError(
         f'attn_implementation="{NAME}": attention_mask: expected (B, keys), or bool of shape '
         f"(B, 1, queries, keys) where True keeps a key, got {attention_mask.dtype} of shape "
@@ -282,26 +306,65 @@ def _in_batches(query: Tensor, key: Tensor, value: Tensor, options: dict[str, An
 
 
 def _in_sequences(
-    query: Tensor, key: Tensor, value: Tensor, brief: Tensor, options: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    brief: Tensor,
+    position_ids: Tensor | None,
+    options: dict[str, Any],
 ) -> Tensor:
-    batch, heads, queries, _ = query.shape
     keys = brief.shape[-1]
     key, value = key[:, :, :keys], value[:, :, :keys]
-    window, ends = _lengths(brief, batch, queries)
+    window, ends = _lengths(brief, query.shape[0], query.shape[2])
     options = {**options, **_causal(window)}
     if ends is None:
+        ends = _ends_of_positions(position_ids, query, key)
+    if ends is None:
         return _in_batches(query, key, value, options)
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    return _in_pack(query, key, value, ends, options)
+
+
+def _in_pack(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: list[tuple[int, int]],
+    options: dict[str, Any],
+) -> Tensor:
+    batch, heads, queries, _ = query.shape
+    tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     query_ends, key_ends = map(list, zip(*ends, strict=True))
     out, *_ = ops.flash_attention_score(
-        *packed, **options, layout="TND",
+        *tensors, **options, layout="TND",
         actual_seq_lengths_query=query_ends, actual_seq_lengths_key=key_ends,
     )  # fmt: skip
     return out.view(batch, queries, heads, -1)
 
 
-# All layers get the same mask, whose lengths are read on the host once.
+# All layers get the same mask and positions, whose lengths are read on the host once.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_positions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _ends_of_positions(
+    position_ids: Tensor | None, query: Tensor, key: Tensor
+) -> list[tuple[int, int]] | None:
+    """The ends of the queries and keys of sequences whose positions start over, if any do."""
+    batch, _, queries, _ = query.shape
+    # Keys of a cache have no positions here.
+    if position_ids is None or key.shape[2] != queries or queries == 1:
+        return None
+    if position_ids.shape not in ((batch, queries), (1, queries)):
+        return None
+    if is_compiling() or captures(query.device):
+        return None
+    version = None if position_ids.is_inference() else position_ids._version
+    known = _positions.get(position_ids)
+    if known is None or version is None or known[0] != version:
+        found = packed(position_ids.expand(batch, -1))
+        ends = None if found is None else [(end, end) for end in found.query_ends]
+        known = _positions[position_ids] = version, ends
+    return known[1]
 
 
 def _lengths(
