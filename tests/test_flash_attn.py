@@ -315,7 +315,7 @@ def test_compiles() -> None:
 
 
 def test_signatures_are_those_of_flash_attn_2_8() -> None:
-    """Names, order and defaults, as its documentation has them."""
+    """Names, order and defaults, as its documentation has them; behind them the names of sinks."""
     common = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
               "deterministic", "return_attn_probs"]  # fmt: skip
     expected = {
@@ -337,10 +337,11 @@ def test_signatures_are_those_of_flash_attn_2_8() -> None:
         "block_table": None, "k": None, "v": None, "rotary_cos": None, "rotary_sin": None,
         "cache_seqlens": None, "cache_batch_idx": None, "cache_leftpad": None,
         "rotary_interleaved": True, "num_splits": 0, "return_softmax_lse": False,
+        "s_aux": None, "learnable_sink": None,
     }  # fmt: skip
     for name, parameters in expected.items():
         signature = inspect.signature(getattr(flash_attn, name)).parameters
-        assert list(signature) == parameters
+        assert list(signature) == [*parameters, "s_aux", "learnable_sink"]
         for argument, parameter in signature.items():
             if parameter.default is not parameter.empty:
                 assert parameter.default == defaults[argument], argument

@@ -279,6 +279,8 @@ return_attn_probs"
 PASS = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
 SEQUENCES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 DESCALE = "q_descale k_descale v_descale"
+# The names of sinks in vLLM's FlashAttention-3 and in FlashAttention-4.
+SINK = "s_aux learnable_sink"
 SIGNATURES = {
     (flash_attn, "flash_attn_qkvpacked_func"): f"qkv {PACKED}",
     (flash_attn, "flash_attn_kvpacked_func"): f"q kv {PACKED}",
@@ -292,16 +294,17 @@ deterministic rng_state",
     (flash_attn, "_flash_attn_varlen_backward"): f"dout q k v out softmax_lse dq dk dv {SEQUENCES} \
 {PASS} deterministic rng_state zero_tensors",
     (flash_attn_interface, "flash_attn_func"): f"q k v softmax_scale causal qv {DESCALE} \
-window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin \
+return_attn_probs {SINK}",
     (flash_attn_interface, "flash_attn_varlen_func"): f"q k v {SEQUENCES} seqused_q seqused_k \
 softmax_scale causal qv {DESCALE} window_size attention_chunk softcap num_splits pack_gqa \
-deterministic sm_margin return_attn_probs",
+deterministic sm_margin return_attn_probs {SINK}",
     (flash_attn_interface, "flash_attn_qkvpacked_func"): f"qkv softmax_scale causal {DESCALE} \
 window_size attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
     (flash_attn_interface, "flash_attn_with_kvcache"): f"q k_cache v_cache k v qv rotary_cos \
 rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new \
 max_seqlen_q rotary_seqlens {DESCALE} softmax_scale causal window_size attention_chunk softcap \
-rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
+rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse {SINK}",
     (flash_attn_interface, "_flash_attn_forward"): f"q k v k_new v_new qv out_ cu_seqlens_q \
 cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q max_seqlen_k page_table \
 kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary {DESCALE} softmax_scale causal \

@@ -94,6 +94,7 @@ class Options(NamedTuple):
     scale: float | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
+    sink: Tensor | None = None
 
 
 def options_of(
@@ -105,6 +106,7 @@ def options_of(
     slopes: Tensor | None,
     dropout_p: float,
     return_lse: bool,
+    sink: Tensor | None = None,
 ) -> Options:
     """Check what the operator knows by other names; the rest is the operator's to refuse."""
     if softmax_scale is not None and not isinstance(softmax_scale, float):
@@ -119,7 +121,20 @@ def options_of(
         expected = "a tensor or None"
         raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)
     mask = mask_of(function, causal, window_size)
-    return Options(function, mask, slopes, softmax_scale, dropout_p, return_lse)
+    return Options(function, mask, slopes, softmax_scale, dropout_p, return_lse, sink)
+
+
+def sink_of(function: str, s_aux: Tensor | None, learnable_sink: Tensor | None) -> Tensor | None:
+    """The sink by either of its names: vLLM's FlashAttention-3 has the first, 4 has the second."""
+    for name, x in (("s_aux", s_aux), ("learnable_sink", learnable_sink)):
+        if x is not None and not isinstance(x, Tensor):
+            raise wrong(TypeError, function, name, "a tensor or None", type(x).__name__)
+    if s_aux is None:
+        return learnable_sink
+    if learnable_sink is not None:
+        expected = "None beside s_aux, another name of the same"
+        raise wrong(ValueError, function, "learnable_sink", expected, "a tensor")
+    return s_aux
 
 
 def under_autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -140,6 +155,15 @@ def check_values_of_slopes(function: str, slopes: Tensor | None) -> None:
         return
     if readable(slopes) and not bool((slopes > 0).all()):
         raise wrong(ValueError, function, "alibi_slopes", "positive slopes", "others")
+
+
+def on_meta(function: str, argument: str, x: Tensor | None, q: Tensor) -> Tensor | None:
+    """A tensor without values, for a check that does not see on which device it is."""
+    if x is None:
+        return None
+    if x.device != q.device:
+        raise wrong(ValueError, function, argument, f"device {q.device} (q's)", str(x.device))
+    return x.to("meta")
 
 
 def check_deterministic(function: str, q: Tensor, deterministic: bool) -> None:
@@ -173,11 +197,21 @@ def attend(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     out, maximum, total = flash_attention_score(
         q, k, v, num_heads=q.shape[2], layout="BSND", pse_shift=options.slopes,
         pse_type=1 if options.slopes is None else 2, scale_value=options.scale,
-        dropout_p=options.dropout_p, **options.mask._asdict(),
+        dropout_p=options.dropout_p, sink=options.sink, **options.mask._asdict(),
     )  # fmt: skip
     if not options.return_lse:
         return out, None
-    return out, log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])
+    return out, _log_sum_exp(maximum, total, options.sink)
+
+
+def _log_sum_exp(maximum: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:
+    """(..., nheads, tokens), of statistics in this order."""
+    lse = log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])
+    if sink is None:
+        return lse
+    # The operator's statistics of sequences without any key leave the sink out.
+    own = sink.detach().to(lse.dtype)[:, None]
+    return lse.where((lse != WITHOUT_KEYS) | (own == -torch.inf), own)
 
 
 def attend_in_rows(
@@ -222,11 +256,11 @@ def attend_packed(
     sequence uses; None for all."""
     call = packed_call(options, q, k, q_ends, k_ends, used)
     out, maximum, total = flash_attention_score(
-        q, k, v, dropout_p=options.dropout_p, **call.keywords
+        q, k, v, dropout_p=options.dropout_p, sink=options.sink, **call.keywords
     )
     if not options.return_lse:
         return out, None
-    lse = packed_log_sum_exp(maximum, total, call.q_ends)
+    lse = packed_log_sum_exp(maximum, total, call.q_ends, options.sink)
     return out, call.shifted(lse, 1)
 
 
@@ -306,22 +340,26 @@ def _leads(options: Options, q_ends: list[int], k_ends: list[int]) -> tuple[int,
     """How many keys come before the first query, seqlen_k - seqlen_q. The operator takes one number
     for all sequences: the largest, and by how much it exceeds that of each sequence.
 
-    Where no key comes after its query, a larger number adds the same to all scores of a row.
+    Where no key comes after its query, a larger number adds the same to all scores of a row, but
+    nothing to a sink.
     """
     lengths = list(zip(lengths_between(q_ends), lengths_between(k_ends), strict=False))
     leads = [keys - queries for queries, keys in lengths if queries and keys]
     lead = max(leads, default=0)
-    if min(leads, default=0) != lead and not options.mask.looks_back:
+    moved = options.mask.looks_back and options.sink is None
+    if min(leads, default=0) != lead and not moved:
+        otherwise = "causal attention, or one" if options.sink is None else "beside a sink one"
         refuse(
             options.function, "alibi_slopes",
-            "causal attention, or one seqlen_k - seqlen_q for all sequences",
-            shown(sorted(set(leads))),
+            f"{otherwise} seqlen_k - seqlen_q for all sequences", shown(sorted(set(leads))),
         )  # fmt: skip
     return lead, [lead - (keys - queries) for queries, keys in lengths]
 
 
-def packed_log_sum_exp(maximum: Tensor, total: Tensor, ends: list[int]) -> Tensor:
+def packed_log_sum_exp(
+    maximum: Tensor, total: Tensor, ends: list[int], sink: Tensor | None = None
+) -> Tensor:
     """(nheads, total_q), where tokens after the last sequence see no key."""
-    lse = by_head(log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0]), ends)
+    lse = _log_sum_exp(by_head(maximum[..., :1], ends), by_head(total[..., :1], ends), sink)
     lse[:, ends[-1] :] = WITHOUT_KEYS
     return lse

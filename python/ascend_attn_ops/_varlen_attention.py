@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
+from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._flash_passes import packed_forward, packed_gradients
 from ascend_attn_ops._packing import ends_of
 
@@ -35,6 +36,45 @@ class Kernels:
     def remove(self) -> None:
         # Its kernels go with it.
         self._library = None
+
+
+def register_flash_attention_impl(impl: str = "ascend") -> None:
+    """Let torch.nn.attention activate the operators as its flash attention, by the name `impl`.
+
+    While they are active, :func:`torch.nn.attention.varlen.varlen_attn` runs on the CPU and on an
+    NPU: forward and backward, with windows, grouped heads, return_aux, seqused_k and block_table,
+    and under torch.compile. Where a query sees no key its lse is +inf, as flash-attn's. The lengths
+    are read as in :func:`ascend_attn_ops.flash_attn.flash_attn_varlen_func`.
+
+    Args:
+        impl: the name.
+
+    Raises:
+        TypeError: impl is not a string.
+        NotImplementedError: this torch has no such registry, which came with 2.10.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops.flash_attn import register_flash_attention_impl
+        >>> register_flash_attention_impl()
+        >>> torch.nn.attention.activate_flash_attention_impl("ascend")
+        >>> from torch.nn.attention.varlen import varlen_attn
+        >>> q, k, v = torch.randn(3, 9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
+        >>> cu_seq = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+        >>> varlen_attn(q, k, v, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
+        torch.Size([9, 8, 64])
+    """
+    if not isinstance(impl, str):
+        function = "register_flash_attention_impl"
+        raise wrong(TypeError, function, "impl", "a string", type(impl).__name__)
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise NotImplementedError(
+            "register_flash_attention_impl: expected a torch with "
+            "torch.nn.attention.register_flash_attention_impl (from 2.10 on), "
+            f"got {torch.__version__}; flash_attn_varlen_func needs none"
+        )
+    register(impl, register_fn=Kernels)
 
 
 def forward(

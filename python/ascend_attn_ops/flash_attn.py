@@ -22,7 +22,7 @@ from ascend_attn_ops._flash_passes import (
     _flash_attn_varlen_forward,
 )
 from ascend_attn_ops._packing import ends_of, lengths_between
-from ascend_attn_ops._varlen_attention import Kernels
+from ascend_attn_ops._varlen_attention import register_flash_attention_impl
 
 __all__ = [
     "_flash_attn_backward",
@@ -52,6 +52,9 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention of sequences that all have one length, with gradients.
 
@@ -77,11 +80,15 @@ def flash_attn_func(
             torch.use_deterministic_algorithms alone, without which True is an error there.
         return_attn_probs: return the log-sum-exp, too. An error with dropout_p, as the operators
             keep no probabilities.
+        s_aux: an attention sink of each query head, (nheads,), of any floating dtype; with a
+            gradient. flash-attn 2 has none; this is its name in vLLM's FlashAttention-3.
+        learnable_sink: s_aux by its name in FlashAttention-4.
 
     Returns:
         out, (batch_size, seqlen_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse,
         S_dmask): softmax_lse is float32 (batch_size, nheads, seqlen_q), **+inf** in rows that see
-        no key, and has no gradient; S_dmask is empty.
+        no key, and has no gradient; S_dmask is empty. With a sink, softmax_lse includes it, and is
+        the sink in rows that see no key.
 
     Raises:
         NotImplementedError: softcap, and what is said above.
@@ -102,7 +109,7 @@ def flash_attn_func(
     conventions.check_tensors(name, 4, "q k v", q, k, v)
     options = _options(
         name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+        deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
     out, lse = conventions.attend(options, q, k, v)
     return out if lse is None else (out, lse, q.new_empty(0))
@@ -125,6 +132,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention of packed sequences, with gradients.
 
@@ -149,15 +159,16 @@ def flash_attn_varlen_func(
         max_seqlen_k: as max_seqlen_q.
         dropout_p, softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         alibi_slopes: as there. Where seqlen_k - seqlen_q differs between sequences, no key may come
-            after the diagonal.
-        deterministic, return_attn_probs: as there.
+            after the diagonal, and there may be no sink.
+        deterministic, return_attn_probs, s_aux, learnable_sink: as there.
         block_table: int32 (batch_size, max_num_blocks). Every call copies the blocks of each
             sequence to contiguous memory.
 
     Returns:
         out, (total_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse, S_dmask):
         softmax_lse is float32 (nheads, total_q), **+inf** in rows that see no key, and has no
-        gradient; S_dmask is empty.
+        gradient; S_dmask is empty. A sink is a part of it as in :func:`flash_attn_func`; rows
+        behind the last sequence have +inf.
 
     Raises:
         As :func:`flash_attn_func`; the operator is called with layout "TND".
@@ -175,7 +186,7 @@ def flash_attn_varlen_func(
     conventions.check_tensors(name, 3 if block_table is None else 4, "k v", k, v)
     options = _options(
         name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+        deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
     q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
     k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
@@ -333,6 +344,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Write new keys and values into a cache, in place, and attend to all that it holds then.
 
@@ -366,11 +380,13 @@ def flash_attn_with_kvcache(
         num_splits: of no effect: the kernels divide the work themselves.
         return_softmax_lse: return the log-sum-exp, too, by which
             :func:`ascend_attn_ops.attention_update` merges the result with others; it wants -inf
-            where this is +inf.
+            where this is +inf. Only one of the parts may include a sink.
+        s_aux, learnable_sink: as in :func:`flash_attn_func`, without a gradient.
 
     Returns:
         out, (batch_size, seqlen_q, nheads, headdim of v_cache). With return_softmax_lse (out,
-        softmax_lse), float32 (batch_size, nheads, seqlen_q), **+inf** in rows that see no key.
+        softmax_lse), float32 (batch_size, nheads, seqlen_q), **+inf** in rows that see no key, or
+        the sink.
 
     Raises:
         NotImplementedError: softcap, rotary_cos, cache_leftpad; an argument requires grad while
@@ -392,9 +408,11 @@ def flash_attn_with_kvcache(
     name = "flash_attn_with_kvcache"
     conventions.check_tensors(name, 4, "q k_cache v_cache", q, k_cache, v_cache)
     check_flag(name, "return_softmax_lse", return_softmax_lse)
+    sink = conventions.sink_of(name, s_aux, learnable_sink)
     options = conventions.options_of(
-        name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse
-    )
+        name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse,
+        sink,
+    )  # fmt: skip
     for argument, given in (
         ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad),
     ):  # fmt: skip
@@ -407,10 +425,10 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         check_new(name, q.shape[0], k, v)
         new = k.shape[1]
-    tensors = (q, k_cache, v_cache, k, v)
+    tensors = (q, k_cache, v_cache, k, v, sink)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         conventions.refuse(
-            name, "q, k_cache, v_cache, k, v", "no gradient to be wanted",
+            name, "q, k_cache, v_cache, k, v, s_aux", "no gradient to be wanted",
             "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
             "tensor",
         )  # fmt: skip
@@ -425,51 +443,14 @@ def flash_attn_with_kvcache(
         slopes = None if alibi_slopes is None else alibi_slopes.to("meta")
         # The values of a table on the CPU are checked.
         seen = table if table is None or table.is_cpu else table.to("meta")
-        without_values = options._replace(slopes=slopes, return_lse=False)
+        without_values = options._replace(
+            slopes=slopes, sink=conventions.on_meta(name, "s_aux", sink, q), return_lse=False
+        )
         shapes = q.to("meta"), k_cache.to("meta"), v_cache.to("meta")
         attend(without_values, *shapes, seen, lengths)
         append(k_cache, v_cache, table, k, v, 0 if cache_seqlens is None else cache_seqlens)
     out, lse = attend(options, q, k_cache, v_cache, table, lengths)
     return out if lse is None else (out, lse)
-
-
-def register_flash_attention_impl(impl: str = "ascend") -> None:
-    """Let torch.nn.attention activate the operators as its flash attention, by the name `impl`.
-
-    While they are active, :func:`torch.nn.attention.varlen.varlen_attn` runs on the CPU and on an
-    NPU: forward and backward, with windows, grouped heads, return_aux, seqused_k and block_table,
-    and under torch.compile. Where a query sees no key its lse is +inf, as flash-attn's. The lengths
-    are read as in :func:`flash_attn_varlen_func`.
-
-    Args:
-        impl: the name.
-
-    Raises:
-        TypeError: impl is not a string.
-        NotImplementedError: this torch has no such registry, which came with 2.10.
-
-    Example:
-        >>> import torch
-        >>> from ascend_attn_ops.flash_attn import register_flash_attention_impl
-        >>> register_flash_attention_impl()
-        >>> torch.nn.attention.activate_flash_attention_impl("ascend")
-        >>> from torch.nn.attention.varlen import varlen_attn
-        >>> q, k, v = torch.randn(3, 9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
-        >>> cu_seq = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-        >>> varlen_attn(q, k, v, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
-        torch.Size([9, 8, 64])
-    """
-    if not isinstance(impl, str):
-        function = "register_flash_attention_impl"
-        raise wrong(TypeError, function, "impl", "a string", type(impl).__name__)
-    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if register is None:
-        raise NotImplementedError(
-            "register_flash_attention_impl: expected a torch with "
-            "torch.nn.attention.register_flash_attention_impl (from 2.10 on), "
-            f"got {torch.__version__}; flash_attn_varlen_func needs none"
-        )
-    register(impl, register_fn=Kernels)
 
 
 def _options(
@@ -483,11 +464,12 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    sink: Tensor | None,
 ) -> conventions.Options:
     check_flag(function, "return_attn_probs", return_attn_probs)
     options = conventions.options_of(
         function, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
-        return_attn_probs,
+        return_attn_probs, sink,
     )  # fmt: skip
     if return_attn_probs and float(dropout_p) > 0:
         conventions.refuse(

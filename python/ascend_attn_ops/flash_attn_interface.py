@@ -4,7 +4,8 @@
 ``from flash_attn_interface import flash_attn_func``. They are documented in
 `ascend_attn_ops.flash_attn`. `num_splits`, `pack_gqa`, `sm_margin` and the largest lengths guide a
 launch there and have no effect here. `qv`, descaling factors, `attention_chunk` and `softcap` raise
-NotImplementedError.
+NotImplementedError. Sinks are an addition of vLLM's version (`s_aux`) and of FlashAttention-4
+(`learnable_sink`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Attention:
     """:func:`ascend_attn_ops.flash_attn.flash_attn_func` with FlashAttention-3's signature.
 
@@ -75,7 +79,7 @@ def flash_attn_func(
     )  # fmt: skip
     result = flash_attn.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-        return_attn_probs,
+        return_attn_probs, s_aux=s_aux, learnable_sink=learnable_sink,
     )  # fmt: skip
     return result if isinstance(result, Tensor) else result[:2]
 
@@ -104,6 +108,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Attention:
     """:func:`ascend_attn_ops.flash_attn.flash_attn_varlen_func` with FlashAttention-3's signature.
 
@@ -122,8 +129,9 @@ def flash_attn_varlen_func(
     conventions.check_tensors(name, 3, "q k v", q, k, v)
     conventions.check_deterministic(name, q, deterministic)
     options = conventions.options_of(
-        name, causal, window_size, softmax_scale, softcap, None, 0.0, return_attn_probs
-    )
+        name, causal, window_size, softmax_scale, softcap, None, 0.0, return_attn_probs,
+        conventions.sink_of(name, s_aux, learnable_sink),
+    )  # fmt: skip
     q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
     k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
     used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, len(q_ends))
@@ -201,6 +209,9 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """:func:`ascend_attn_ops.flash_attn.flash_attn_with_kvcache` with FlashAttention-3's signature.
 
@@ -221,7 +232,7 @@ def flash_attn_with_kvcache(
     result = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        return_softmax_lse=return_softmax_lse,
+        return_softmax_lse=return_softmax_lse, s_aux=s_aux, learnable_sink=learnable_sink,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return result

@@ -53,7 +53,7 @@ def _flash_attn_varlen(r: Random) -> Arguments:
     return {
         "q": _normal(r, 5, 4, 8), "k": _normal(r, 5, 2, 8), "v": _normal(r, 5, 2, 8),
         "cu_seqlens_q": ends, "cu_seqlens_k": ends.clone(), "max_seqlen_q": 3, "max_seqlen_k": 3,
-        "softmax_scale": 0.3, "causal": r.random() < 0.5,
+        "softmax_scale": 0.3, "causal": r.random() < 0.5, "learnable_sink": _normal(r, 4),
     }  # fmt: skip
 
 

@@ -32,8 +32,12 @@ def attend(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     alibi_slopes: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of (batch_size, seqlen, nheads, headdim), in float64 and differentiable."""
+    """out and lse of (batch_size, seqlen, nheads, headdim), in float64 and differentiable.
+
+    A sink is the score of one more key, whose value is 0.
+    """
     batch, sq, heads, size = q.shape
     skv = k.shape[1]
     group = heads // k.shape[2]
@@ -46,6 +50,11 @@ def attend(
         bias -= alibi_slopes.double().expand(batch, heads)[..., None, None] * distance
     bias = bias.masked_fill(~seen, -torch.inf)
     scale = size**-0.5 if softmax_scale is None else softmax_scale
+    if s_aux is not None:
+        column = s_aux.double().view(1, heads, 1, 1).expand(batch, heads, sq, 1)
+        scores = torch.cat((q @ k.mT * scale + bias, column), -1)
+        out = scores.softmax(-1)[..., :-1] @ v
+        return out.transpose(1, 2), scores.detach().logsumexp(-1)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     # A row that sees no key: 0, which not every torch says, and +inf.
     some = seen.any(-1)
@@ -65,6 +74,7 @@ def attend_packed(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence after another: out (total_q, nheads, headdim) and lse (nheads, total_q)."""
     out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64)
@@ -83,6 +93,7 @@ def attend_packed(
             causal=causal,
             window_size=window_size,
             softmax_scale=softmax_scale,
+            s_aux=s_aux,
         )
         outs.append(part[0])
         lse[:, q_begin:q_end] = part_lse[0]
