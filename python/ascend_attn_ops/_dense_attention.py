@@ -134,9 +134,18 @@ def warn_of_a_mask_without_keys(
     if is_functorch_wrapped_tensor(atten_mask) or not atten_mask.numel():
         return
     # Most masks keep the first key of the first row: the others are then not read.
-    if atten_mask[(0,) * atten_mask.dim()] and bool(atten_mask.all()):
+    if atten_mask[(0,) * atten_mask.dim()] and bool(_each_element_once(atten_mask).all()):
         text = "masks every key, as True masks a key out; pass ~mask for one where True keeps a key"
         warn_once(name, "atten_mask", text, stacklevel=4)
+
+
+def _each_element_once(tensor: Tensor) -> Tensor:
+    """The memory that an expanded or overlapping tensor spans, as one axis; others as they are.
+
+    Such a tensor can have more elements than a machine could read.
+    """
+    span = 1 + sum((n - 1) * x for n, x in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)) if span < tensor.numel() else tensor
 
 
 def given_or_drawn_mask(

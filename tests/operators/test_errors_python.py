@@ -488,3 +488,12 @@ def test_an_expanded_mask_is_not_read_as_often_as_it_is_repeated() -> None:
     expanded = mask.expand(Q.shape[2], K.shape[2])
     with pytest.warns(UserWarning, match="atten_mask: masks every key"):
         assert not dense(atten_mask=expanded, sparse_mode=1).any()
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+@pytest.mark.parametrize("stride", [0, 1])
+def test_a_larger_mask_is_not_read_as_often_as_its_rows_are_repeated(stride: int) -> None:
+    elements = torch.ones(2**20, dtype=torch.bool)
+    larger = elements.as_strided((2**19, 2**19), (stride, 1))  # 2^38 elements take minutes
+    with pytest.warns(UserWarning, match="atten_mask: masks every key"):
+        assert not prompt(atten_mask=larger, sparse_mode=1).any()
