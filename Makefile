@@ -19,7 +19,8 @@
 #
 # `build-npu`, which the NPU tests and benchmarks need, also builds simulation/, the simulated CANN.
 # Targets set up .venv and .venv-npu in this checkout as needed, and reuse them. PYTHON selects the
-# interpreter, MAX_JOBS the number of parallel compilers. VERSIONS="2.7.1 2.10.0:2.10.0.post4" are
+# interpreter, MAX_JOBS the number of parallel compilers, TEST_JOBS that of the processes which run
+# tests (0: none besides pytest's own). VERSIONS="2.7.1 2.10.0:2.10.0.post4" are
 # versions of torch, each alone or with that of torch_npu.
 
 PYTHON ?= python3
@@ -46,6 +47,9 @@ demo-full: build
 
 test: test-cpu test-npu
 
+TEST_JOBS ?= $(shell nproc)
+IN_PARALLEL = -n $(TEST_JOBS) --dist=worksteal
+
 # 5 is pytest's status where it runs no test: what PYTEST_ARGS choose may all be in the other half.
 NONE_CHOSEN = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
@@ -55,10 +59,10 @@ CPU_ARGS = $(filter-out $(IN_NPU),$(PYTEST_ARGS))
 ONLY_NPU = $(and $(filter $(IN_NPU),$(PYTEST_ARGS)),$(if $(filter tests% ./tests%,$(CPU_ARGS)),,yes))
 
 test-cpu: build
-	$(if $(ONLY_NPU),,$(CPU) -m pytest --ignore=tests/npu $(CPU_ARGS) $(NONE_CHOSEN))
+	$(if $(ONLY_NPU),,$(CPU) -m pytest --ignore=tests/npu $(IN_PARALLEL) $(CPU_ARGS) $(NONE_CHOSEN))
 
 test-npu: build-npu
-	$(NPU) tests/npu/run.py $(PYTEST_ARGS) $(NONE_CHOSEN)
+	$(NPU) tests/npu/run.py $(IN_PARALLEL) $(PYTEST_ARGS) $(NONE_CHOSEN)
 
 # SECONDS is a variable of bash, which counts up: from the environment it would be any number.
 fuzz: build
@@ -153,7 +157,7 @@ build-npu: build .venv-npu/ready
 # torch_npu has an environment of its own: where it is installed, `import torch` loads it.
 .venv-npu/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-npu
-	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'numpy>=1.26,<3' \
+	$(NPU) $(PIP_INSTALL) $(TORCH) $(BUILD_TOOLS) 'pytest>=8,<10' 'pytest-xdist>=3.6,<4' 'numpy>=1.26,<3' \
 		'pyyaml>=6,<7' 'matplotlib>=3.8,<4' 'transformers>=5.23,<5.24' 'accelerate>=1.1,<2'
 	$(NPU) $(PIP_INSTALL) --no-deps $(TORCH_NPU)
 	touch $@

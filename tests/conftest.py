@@ -7,8 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import ascend_attn_ops
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two threads execute the code for several threads; OpenMP reads these when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import ascend_attn_ops
 from support import processes
 
 NPU_TESTS = Path(__file__).with_name("npu")

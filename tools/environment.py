@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 TOOLS = ["setuptools>=77,<82", "wheel", "ninja>=1.11"]
-TESTS = ["pytest>=8,<10", "numpy>=1.26,<3", "expecttest>=0.3,<1"]
+TESTS = ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "numpy>=1.26,<3", "expecttest>=0.3,<1"]
 # matplotlib for the examples' tests; torch_npu imports yaml.
 TESTS += ["matplotlib>=3.8,<4", "pyyaml>=6,<7"]
 MODELS = ["transformers>=5.23,<5.24; python_version >= '3.11'", "psutil>=5,<8"]

@@ -123,7 +123,9 @@ def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> boo
 
 
 def test(row: Row, kind: str, log: Path, sources: Path, *command: object, sample: int) -> None:
-    succeeded = run(log, sources, *command, "-q", f"--sample={sample}")
+    jobs = os.environ.get("TEST_JOBS") or os.cpu_count()
+    parallel = ("-n", jobs, "--dist=worksteal")
+    succeeded = run(log, sources, *command, "-q", *parallel, f"--sample={sample}")
     # pytest's last lines: the NPU tests run once for each device and level of the task queue.
     endings = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", log.read_text(), re.M)
     counts: Counter[str] = Counter()
