@@ -17,10 +17,11 @@ void check_length(std::string_view op, std::string_view argument, Layout layout,
                   int64_t length, int64_t previous, int64_t tokens, std::string_view hint = {}) {
   if (layout == Layout::TND) {
     check_value(length >= previous, op, argument,
-                "expected inclusive prefix sums that never decrease, got ", length, " after ",
+                "expected cumulative sequence lengths that never decrease, got ", length, " after ",
                 previous, " at ", batch, hint);
-    check_value(length <= tokens, op, argument, "expected prefix sums of at most T = ", tokens,
-                ", got ", length, " at ", batch);
+    check_value(length <= tokens, op, argument,
+                "expected cumulative sequence lengths of at most T = ", tokens, ", got ", length,
+                " at ", batch);
   } else {
     check_value(length >= 0 && length <= tokens, op, argument, "expected counts in 0..S = ", tokens,
                 ", got ", length, " at ", batch);

@@ -149,7 +149,7 @@ void FlashAttentionRules::check_lengths() {
   for (const auto& [name, list] :
        {std::pair(query_name, query_lengths), std::pair(key_name, key_lengths)}) {
     check_present(given(list), op_, name,
-                  "expected the inclusive prefix sums of the sequence lengths (lengths 2, 3, 4 are "
+                  "expected the cumulative sequence lengths (lengths 2, 3, 4 are "
                   "given as 2, 5, 9), which layout TND requires, got none");
   }
   check_value(query_lengths->size() == key_lengths->size(), op_, key_name,

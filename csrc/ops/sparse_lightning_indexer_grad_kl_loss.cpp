@@ -12,10 +12,10 @@ constexpr Rule kQueryRope{"query_rope", "a tensor"};
 constexpr Rule kWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
 constexpr Rule kKeysCoverQueries{
     "query", "at most as many query tokens as key tokens, in all and in every sequence"};
-constexpr Rule kNoPadding{"actual_seq_lengths_query", "the last prefix sums to be T1 and T2",
+constexpr Rule kNoPadding{"actual_seq_lengths_query", "the last cumulative lengths to be T1 and T2",
                           kA2A3.before(Cann::v9_1)};
-constexpr Rule kNoPaddingOn950{"actual_seq_lengths_query", "the last prefix sums to be T1 and T2",
-                               k950};
+constexpr Rule kNoPaddingOn950{"actual_seq_lengths_query",
+                               "the last cumulative lengths to be T1 and T2", k950};
 constexpr Rule kHeadPairs{"query_index", "Nidx 24 with N1 48, and neither without the other", k950};
 
 void check_keys_cover_queries(const DeviceLimits& device_limits, const c10::SymInt& queries,

@@ -211,10 +211,10 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
   }
   if (layout_ == Layout::TND) {
     check_present(query_lengths.has_value(), op_, query_name,
-                  "expected the inclusive prefix sums of the sequence lengths, which layout TND "
+                  "expected the cumulative sequence lengths, which layout TND "
                   "requires, got None");
     check_present(key_lengths.has_value(), op_, key_name,
-                  "expected the inclusive prefix sums of the sequence lengths, which layout TND "
+                  "expected the cumulative sequence lengths, which layout TND "
                   "requires, got None");
     const auto query_count = count(query_name, *query_lengths);
     const auto key_count = count(key_name, *key_lengths);

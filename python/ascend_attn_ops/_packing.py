@@ -149,7 +149,7 @@ def ends_of(function: str, argument: str, cu_seqlens: object) -> list[int]:
         expected = "a tensor, or its values as a list"
         raise wrong(TypeError, function, argument, expected, type(cu_seqlens).__name__)
     if len(values) < 2 or values[0] != 0:
-        expected = "the batch_size + 1 prefix sums of the lengths, of which the first is 0"
+        expected = "the batch_size + 1 cumulative sequence lengths, of which the first is 0"
         if values and values[0] != 0:
             expected += " (of counts: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int())"
         raise wrong(ValueError, function, argument, expected, shown(values))

@@ -179,7 +179,7 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      "cur_attn_out: expected"),
     ("npu_ring_attention_update", {**PACKED_RING, "input_layout": "TND"},
      {"actual_seq_qlen": torch.tensor([0, 4])}, ValueError,
-     r"actual_seq_qlen: expected prefix sums from 0 to T = 5, got \[0, 4\]"),
+     r"actual_seq_qlen: expected cumulative sequence lengths from 0 to T = 5, got \[0, 4\]"),
     ("npu_rotary_mul", ROTARY, {"rotary_mode": "quarter"}, NotImplementedError,
      "rotary_mode: expected"),
 ]  # fmt: skip

@@ -70,6 +70,7 @@ def _by_token(name: str, share: Tensor, cu_seqlens: Tensor | None, layout: str) 
     ends = cu_seqlens.tolist() if has_values(cu_seqlens) else [0, tokens]
     if not ends or ends[0] != 0 or ends[-1] != tokens:
         raise ValueError(
-            f"{name}: actual_seq_qlen: expected prefix sums from 0 to T = {tokens}, got {ends}"
+            f"{name}: actual_seq_qlen: expected cumulative sequence lengths from 0 to "
+            f"T = {tokens}, got {ends}"
         )
     return by_head(share, ends[1:]).transpose(0, 1)

@@ -252,11 +252,11 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      "query: expected at most as many query tokens as key tokens, in all and in every sequence on "
      "Ascend A2, got 6 query tokens and 5 key tokens"),
     (KL, "A2:9.0", packed([3, 5], [3, 50]), packed([3, 5], [3, 50], t1=1),
-     "actual_seq_lengths_query: expected the last prefix sums to be T1 and T2 on Ascend A2 with "
-     "CANN 9.0, got 5 of 6 and 50 of 50"),
+     "actual_seq_lengths_query: expected the last cumulative lengths to be T1 and T2 on Ascend A2 "
+     "with CANN 9.0, got 5 of 6 and 50 of 50"),
     (KL, "950:9.1", packed([3, 5], [3, 50]), packed([3, 5], [3, 50], t1=1),
-     "actual_seq_lengths_query: expected the last prefix sums to be T1 and T2 on Ascend 950, got 5 "
-     "of 6 and 50 of 50"),
+     "actual_seq_lengths_query: expected the last cumulative lengths to be T1 and T2 on Ascend "
+     "950, got 5 of 6 and 50 of 50"),
 ]  # fmt: skip
 
 
