@@ -48,6 +48,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                         help="print what two reports say differently")  # fmt: skip
     parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE",
                         help="run calls that ascend_attn_ops.record wrote")  # fmt: skip
+    parser.add_argument("--recorded", type=Path, metavar="FOLDER",
+                        help="repeat the recorded calls of CANN's kernels")  # fmt: skip
     parser.add_argument("--memory", type=_bytes, default=2 * 10**9, metavar="SIZE",
                         help="the most memory to take on the device; default: 2GB")  # fmt: skip
     parser.add_argument("--dangerous", action="store_true",

@@ -6,8 +6,9 @@ The CPU's results are compared with the kernels' in tests/operators/test_recorde
 from __future__ import annotations
 
 import pytest
+from ascend_attn_ops.check.kernel_calls import KernelCall
 from conftest import DEVICE
-from support.recorded_calls import FILE, RecordedCall, recorded_calls
+from support.recorded_calls import FILE, recorded_calls
 from support.tolerance import assert_same_bits
 
 pytestmark = [
@@ -18,6 +19,6 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("call", recorded_calls(), ids=lambda call: call.id)
-def test_same_as_the_kernel(call: RecordedCall) -> None:
+def test_same_as_the_kernel(call: KernelCall) -> None:
     expected, actual = call.run("cpu"), call.run("npu")
     assert_same_bits(tuple(actual.values()), tuple(expected.values()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.recorded_calls import FILE, RecordedCall, recorded_calls
+from ascend_attn_ops.check.kernel_calls import KernelCall
+from support.recorded_calls import FILE, assert_same_as_the_kernel, recorded_calls
 
 pytestmark = [
     pytest.mark.usefixtures("no_limits"),
@@ -12,5 +13,5 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("call", recorded_calls(), ids=lambda call: call.id)
-def test_same_as_the_kernel(call: RecordedCall) -> None:
-    call.check(call.run("cpu"))
+def test_same_as_the_kernel(call: KernelCall) -> None:
+    assert_same_as_the_kernel(call, call.run("cpu"))

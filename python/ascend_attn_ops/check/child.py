@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ascend_attn_ops.check import (
     known_facts,
     limits,
     numbers,
+    recorded_kernels,
     speed,
 )
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Probes, Skip
@@ -36,6 +38,7 @@ SECTIONS: dict[str, Probes] = {
     "limits": limits.probes,
     "known facts": known_facts.probes,
     "host code": host_code.probes,
+    "recorded kernels": recorded_kernels.probes,
     "behaviour": behaviour.probes,
     "communication": communication.probes,
     "speed": speed.probes,
@@ -111,8 +114,8 @@ def serve(context: Context) -> None:
 
 
 def main() -> None:
-    device, quick, memory = json.loads(sys.argv[1])
-    context = Context(device, quick, memory)
+    device, quick, memory, recorded = json.loads(sys.argv[1])
+    context = Context(device, quick, memory, recorded and Path(recorded))
     limit_memory(context)
     serve(context)
 

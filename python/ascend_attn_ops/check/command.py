@@ -13,6 +13,7 @@ from typing import Any
 import ascend_attn_ops
 from ascend_attn_ops import _library
 from ascend_attn_ops.check import results as files
+from ascend_attn_ops.check.kernel_calls import PATTERNS, files_in
 from ascend_attn_ops.check.results import Lines, Result, Table, Words
 from ascend_attn_ops.check.runner import Runner, Stopped, Task, child_command
 from ascend_attn_ops.device_limits import device_in_force
@@ -30,6 +31,10 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     device = options.device or ("cpu" if _library.npu_module() is None else "npu:0")
     if options.replay:
         return _replay(options.replay, device)
+    if options.recorded and not files_in(options.recorded):
+        raise SystemExit(
+            f"--recorded: expected a folder with {' or '.join(PATTERNS)}, got {options.recorded}"
+        )
     header = {
         "format": files.FORMAT,
         "ascend_attn_ops": ascend_attn_ops.__version__,
@@ -54,7 +59,7 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
         table.add(result)
 
     finished = False
-    command = command or child_command(device, options.quick, options.memory)
+    command = command or child_command(device, options.quick, options.memory, options.recorded)
     try:
         with Runner(command, options.hang) as runner:
             tasks = _chosen(runner.tasks(), options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -39,6 +40,7 @@ class Context:
     device: str  # as torch names it: cpu, npu:0
     quick: bool = False
     memory: int = 2 * 10**9  # bytes that probes may take on the device
+    recorded: Path | None = None  # the folder of recorded calls
 
     @property
     def on_npu(self) -> bool:

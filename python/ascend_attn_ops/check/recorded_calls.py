@@ -21,7 +21,7 @@ from torch import Tensor
 from ascend_attn_ops import _library
 from ascend_attn_ops.check.comparing import difference, not_comparable, on_the_host
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
-from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of
+from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of, sample_of
 from ascend_attn_ops.device_limits import device_in_force, limits
 from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
@@ -227,14 +227,7 @@ def read(file: str | Path) -> Recorded:
 
 
 def _recorded(content: dict[str, Any], tensors: Mapping[str, Tensor]) -> Recorded:
-    operator = str(content["operator"])
-    if operator not in OPERATORS:
-        raise ValueError(f"there is no operator {operator!r}")
-    schema = OPERATORS[operator].overload._schema.arguments
     given = dict(content["arguments"])
-    unknown = given.keys() - {x.name for x in schema}
-    if unknown:
-        raise ValueError(f"{operator} has no argument {', '.join(sorted(unknown))}")
     built: dict[str, Tensor] = {}
 
     def value(x: Any) -> Any:
@@ -249,11 +242,10 @@ def _recorded(content: dict[str, Any], tensors: Mapping[str, Tensor]) -> Recorde
             built[name] = _with_strides(tensors[name], x["stride"])
         return built[name]
 
-    inputs = {x.name: value(given[x.name]) for x in schema if not x.kwarg_only}
-    options = {x.name: value(given[x.name]) for x in schema if x.kwarg_only and x.name in given}
+    arguments = {name: value(x) for name, x in given.items()}
     product, cann = content["limits"] or (None, None)
     return Recorded(
-        Sample(operator, "", inputs, options),
+        sample_of(str(content["operator"]), "", arguments),
         {n.removeprefix("outputs."): x for n, x in tensors.items() if n.startswith("outputs.")},
         product,
         cann,

@@ -25,7 +25,8 @@ FORMAT = 1
 CHINESE = {
     "pass": "通过", "differs": "不一致", "refused": "被拒绝", "skipped": "跳过", "note": "说明",
     "environment": "环境", "numbers": "数值", "limits": "限制", "known facts": "已知行为",
-    "host code": "主机代码", "behaviour": "行为", "communication": "通信", "speed": "速度",
+    "host code": "主机代码", "recorded kernels": "录制的 kernel 调用",
+    "behaviour": "行为", "communication": "通信", "speed": "速度",
     "largest error": "最大误差", "of the allowed one": "(与允许误差之比)",
     # The headings of `report`.
     "Shared objects": "动态库", "CPU kernels use here": "本机的 CPU kernel",

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ascend_attn_ops.check.results import Result, scrub
@@ -36,8 +37,8 @@ class Stopped(Exception):
     """Raised when the child has ended, or does not answer; the message says how."""
 
 
-def child_command(device: str, quick: bool, memory: int) -> list[str]:
-    options = json.dumps([device, quick, memory])
+def child_command(device: str, quick: bool, memory: int, recorded: Path | None = None) -> list[str]:
+    options = json.dumps([device, quick, memory, recorded and str(recorded)])
     return [sys.executable, "-m", "ascend_attn_ops.check.child", options]
 
 

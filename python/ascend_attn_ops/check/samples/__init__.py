@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
 from ascend_attn_ops.check.samples.record import Gradient, Operator, Recipe
 from ascend_attn_ops.check.samples.sample import Sample, as_tuple, bytes_of, named_tensors
@@ -38,6 +40,29 @@ FIRST_DIFFERENTIABLE = list(
     {recipe.operator.name: recipe for recipe in reversed(DIFFERENTIABLE_RECIPES)}.values()
 )[::-1]
 
+
+def sample_of(operator: str, id: str, arguments: Mapping[str, Any]) -> Sample:
+    """Build a sample from the named arguments of a file.
+
+    Raises:
+        ValueError: there is no such operator or argument, or a positional argument is missing.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"there is no operator {operator!r}")
+    schema = OPERATORS[operator].overload._schema.arguments
+    if unknown := arguments.keys() - {x.name for x in schema}:
+        raise ValueError(f"{operator} has no argument {', '.join(sorted(unknown))}")
+    positional = [x.name for x in schema if not x.kwarg_only]
+    if missing := [name for name in positional if name not in arguments]:
+        raise ValueError(f"{operator} needs an argument {', '.join(missing)}")
+    return Sample(
+        operator,
+        id,
+        {name: arguments[name] for name in positional},
+        {name: x for name, x in arguments.items() if name not in positional},
+    )
+
+
 __all__ = [
     "DIFFERENTIABLE_RECIPES",
     "FIRST_DIFFERENTIABLE",
@@ -51,4 +76,5 @@ __all__ = [
     "as_tuple",
     "bytes_of",
     "named_tensors",
+    "sample_of",
 ]

@@ -1,0 +1,98 @@
+"""`check --recorded` on the simulated device: two columns tell where a difference comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import cann_simulator
+import pytest
+import torch
+from ascend_attn_ops.check import child, recorded_kernels, results
+from ascend_attn_ops.check.kernel_calls import KernelCall
+from ascend_attn_ops.check.probe import Context, Probe
+from conftest import DEVICE, TASK_QUEUE
+from support.recorded_calls import FILE, recorded_calls
+from test_npu_check import check, environment
+
+pytestmark = [
+    pytest.mark.skipif(not FILE.exists(), reason="a source distribution has no recorded calls"),
+    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="the recorded kernels are those of A2"),
+]
+
+CONTEXT = Context("npu:0", recorded=FILE.parent)
+KERNEL = "aclnnSparseFlashAttention"
+
+
+def of_kernel() -> KernelCall:
+    """The first recorded call of sparse_flash_attention that is within the limits."""
+    return next(
+        call for call in recorded_calls()
+        if call.sample.operator == "sparse_flash_attention" and not CONTEXT.refusal(call.sample)
+    )  # fmt: skip
+
+
+def line(call: KernelCall) -> results.Result:
+    def run(context: Context) -> object:
+        return recorded_kernels._run(call, context)
+
+    probe = Probe(recorded_kernels.SECTION, call.id, call.id, run)  # type: ignore[arg-type]
+    return child.run(probe, CONTEXT)
+
+
+def slightly_off(x: torch.Tensor) -> None:
+    x *= 1.001
+
+
+def test_both_columns_notice_a_fault_of_the_device() -> None:
+    call = of_kernel()
+    assert line(call).verdict == "pass"
+    with cann_simulator.altered(KERNEL, tensors={"softmaxSum": slightly_off}):
+        found = line(call)
+    assert found.verdict == "differs"
+    assert found.text.startswith("it differs from both: a finding about the device; ")
+    assert "softmax_sum: from the recording " in found.text
+    assert "softmax_sum: from the CPU 0.001 of the maximum, 100.0" in found.text
+
+
+def test_one_column_notices_a_fault_of_the_recording() -> None:
+    call = of_kernel()
+    wrong = {**call.outputs, "softmax_sum": call.outputs["softmax_sum"] * 1.001}
+    found = line(replace(call, outputs=wrong))
+    assert found.verdict == "differs"
+    finding = "the recording alone differs: a finding about the recording or the device; "
+    assert found.text.startswith(finding)
+    assert "from the CPU " not in found.text.splitlines()[1]
+
+
+def test_one_column_notices_a_fault_of_the_cpu() -> None:
+    """The device and the recording have the same sums, and the CPU operator has others."""
+    call = of_kernel()
+    with cann_simulator.altered(KERNEL, tensors={"softmaxSum": slightly_off}):
+        recorded = replace(call, outputs=call.run("npu"))
+        found = line(recorded)
+    assert found.verdict == "differs"
+    assert found.text.startswith("the CPU operator alone differs: a finding about the CPU operator")
+    assert found.figures["recording"] == 0
+
+
+@pytest.mark.skipif(TASK_QUEUE != 1, reason="starts processes of its own: once is enough")
+@pytest.mark.parametrize("product", ["A2", "A3"])
+def test_the_simulated_device_repeats_the_recorded_calls(product: str, tmp_path: Path) -> None:
+    only = ("--quick", "--only", recorded_kernels.SECTION, "--recorded", FILE.parent)
+    status, found = check(tmp_path, environment(product), *only)
+    assert status == 0
+    assert len(found) == len(recorded_calls())
+    assert {x.verdict for x in found.values()} <= {"pass", "refused"}
+    assert all(x.text for x in found.values())
+    passed = [x for x in found.values() if x.verdict == "pass"]
+    assert all(x.figures.keys() == {"recording", "CPU"} for x in passed)
+    assert len({x.id.split("/")[1].split("-")[0] for x in passed}) == 6
+
+
+@pytest.mark.skipif(TASK_QUEUE != 1, reason="starts processes of its own: once is enough")
+def test_another_product_has_other_kernels(tmp_path: Path) -> None:
+    only = ("--only", recorded_kernels.SECTION, "--recorded", FILE.parent)
+    status, found = check(tmp_path, environment("310P"), *only)
+    assert status == 0
+    assert {x.text for x in found.values()} == {"the recorded kernels are those of A2 and A3"}
