@@ -55,17 +55,6 @@ void DenseLists::mark_padding(const at::Tensor& query, const at::Tensor& key,
   }
 }
 
-// The host code of A2 and A3 copies the lengths into arrays of this size without a check. Further
-// key lengths overwrite the scale, and the device would compute with 0 in its place.
-void check_number_of_lengths(const char* op, const DenseLists& lists) {
-  constexpr size_t kMost = 20000;
-  static const bool bounded = runs_on(kA2A3);
-  check_implemented(!bounded || lists.query_ends.size() <= kMost, op, "actual_seq_lengths_query",
-                    "expected at most ", kMost,
-                    " lengths on Ascend A2 and A3, with the 0 that closes a padded pack, got ",
-                    lists.query_ends.size(), "; divide the pack into several calls");
-}
-
 namespace {
 
 int64_t sum_of(const IntegerList& ends) {

@@ -26,9 +26,6 @@ struct DenseLists {
                     const FlashAttentionOptions& options);
 };
 
-// Refuses packs with more lengths than the forward functions hold.
-void check_number_of_lengths(const char* op, const DenseLists& lists);
-
 // Returns the mask that the device gets.
 std::optional<at::Tensor> launched_mask(const char* op, const FlashAttentionOptions& options,
                                         const DenseLists& lists);

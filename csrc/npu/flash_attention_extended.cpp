@@ -178,7 +178,6 @@ void launch_extended(const FlashAttentionScore& op, TakenByDevice device,
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
-  check_number_of_lengths(op.name, lists);
   const auto atten_mask = launched_mask(op.name, o, lists);
   const auto sink = if_taken(device.sink, op.extra.sink);
   const auto& query_rope = op.extra.query_rope;

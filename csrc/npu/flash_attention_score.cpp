@@ -1,10 +1,15 @@
 #include "ops/flash_attention_score.h"
 
+#include <cstddef>
+#include <tuple>
+#include <vector>
+
 #include "core/error.h"
 #include "npu/aclnn/product.h"
 #include "npu/dense_lists.h"
 #include "npu/flash_attention_extended.h"
 #include "npu/kernel.h"
+#include "npu/pack_parts.h"
 #include "npu/sink_and_ropes.h"
 
 namespace ascend_attn::aclnn {
@@ -57,7 +62,6 @@ void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
-  check_number_of_lengths(op.name, lists);
   const auto atten_mask = launched_mask(op.name, o, lists);
   // Never written: the function reserves this output.
   const auto softmax_out = new_tensor({0}, op.query.options());
@@ -75,11 +79,11 @@ void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
   }
 }
 
-void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
+void attend(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& outputs) {
   const auto device = taken_by_device(op);
   check_updates(op, device);
   if (op.extra.query_rope && !device.ropes) {
-    flash_attention_score(join_ropes(op), outputs);
+    attend(join_ropes(op), outputs);
     return;
   }
   if (device.any()) {
@@ -90,6 +94,32 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
   if (op.extra.sink && !device.sink) {
     add_sink(op, outputs, DenseLists(op.query, op.key, op.options).query_ends);
   }
+}
+
+// Computes a call by `launch`, in parts if its pack has more lengths than a launch takes.
+// `outputs_of` returns a part's rows of the outputs.
+template <auto launch, typename Op, typename OutputsOf>
+void launch_parts(const Op& op, typename Op::Outputs& outputs, const OutputsOf& outputs_of) {
+  const bool divided =
+      for_each_part(op.name, op.query, op.key, op.options, [&](const PackPart& part) {
+        auto of_part = outputs_of(part);
+        if (part.has_scores) {
+          launch(call_of(part, op), of_part);
+        } else {
+          std::apply([](const auto&... output) { (fill_output(output, 0), ...); }, of_part);
+        }
+      });
+  if (!divided) {
+    launch(op, outputs);
+  }
+}
+
+void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
+  const auto& [out, softmax_max, softmax_sum] = outputs;
+  launch_parts<attend>(op, outputs, [&](const PackPart& part) {
+    return FlashAttentionScore::Outputs{part.queries(out), part.queries(softmax_max),
+                                        part.queries(softmax_sum)};
+  });
 }
 
 void launch_grad(const FlashAttentionScoreGrad& op,
@@ -160,8 +190,7 @@ void flash_attention_score_grad_in_bnsd(const FlashAttentionScoreGrad& op,
   as_bnsd(dv, layout, key_heads).copy_(std::get<2>(gradients));
 }
 
-void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
-                                FlashAttentionScoreGrad::Outputs& outputs) {
+void differentiate(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::Outputs& outputs) {
   if (is_refused_unless_bnsd(op)) {
     flash_attention_score_grad_in_bnsd(op, outputs);
   } else {
@@ -169,12 +198,20 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
   }
 }
 
-void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
-                                         FlashAttentionScoreExtendedGrad::Outputs& outputs) {
+void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
+                                FlashAttentionScoreGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv] = outputs;
+  launch_parts<differentiate>(op, outputs, [&](const PackPart& part) {
+    return FlashAttentionScoreGrad::Outputs{part.queries(dq), part.keys(dk), part.keys(dv)};
+  });
+}
+
+void differentiate_extended(const FlashAttentionScoreExtendedGrad& op,
+                            FlashAttentionScoreExtendedGrad::Outputs& outputs) {
   auto device = taken_by_device(op);
   check_updates(op, device);
   if (op.extra.query_rope && !device.ropes) {
-    differentiate_joined(op, outputs, flash_attention_score_extended_grad);
+    differentiate_joined(op, outputs, differentiate_extended);
     return;
   }
   const FlashAttentionScoreGrad plain{op.without_extra()};
@@ -184,11 +221,31 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
   } else {
     FlashAttentionScoreGrad::Outputs gradients{std::get<0>(outputs), std::get<1>(outputs),
                                                std::get<2>(outputs)};
-    flash_attention_score_grad(plain, gradients);
+    differentiate(plain, gradients);
   }
   if (op.extra.sink && !device.sink) {
     differentiate_sink(op, std::get<3>(outputs),
                        DenseLists(op.query, op.key, op.options).query_ends);
+  }
+}
+
+void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
+                                         FlashAttentionScoreExtendedGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
+  std::vector<at::Tensor> d_sinks;
+  launch_parts<differentiate_extended>(op, outputs, [&](const PackPart& part) {
+    d_sinks.push_back(new_like(d_sink));
+    return FlashAttentionScoreExtendedGrad::Outputs{
+        part.queries(dq),
+        part.keys(dk),
+        part.keys(dv),
+        d_sinks.back(),
+        op.extra.query_rope ? part.queries(dq_rope) : dq_rope,
+        op.extra.key_rope ? part.keys(dk_rope) : dk_rope};
+  });
+  // In the order of the parts, so that every run gives the same bits.
+  for (size_t i = 0; op.extra.sink && i < d_sinks.size(); ++i) {
+    i == 0 ? d_sink.copy_(d_sinks[i]) : d_sink.add_(d_sinks[i]);
   }
 }
 

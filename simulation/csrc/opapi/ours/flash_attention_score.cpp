@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 
 #include "ascendcl/runtime.h"
 #include "opapi/ours/flash_attention_score.h"
@@ -33,7 +34,14 @@ namespace {
 
 using Ends = std::vector<int64_t>;
 
-int64_t sum_of(const Ends& ends) { return ends.empty() ? 0 : *std::ranges::max_element(ends); }
+// The host code of A2 and A3 copies the lengths of a forward call into arrays of this size, without
+// a check. It counts the tokens by what the arrays hold.
+constexpr size_t kLengthsOnHost = 20000;
+
+int64_t sum_of(const Ends& ends) {
+  const auto counted = is_a2_or_a3() ? std::min(ends.size(), kLengthsOnHost) : ends.size();
+  return ends.empty() ? 0 : *std::ranges::max_element(std::span(ends).first(counted));
+}
 
 }  // namespace
 
@@ -51,6 +59,19 @@ void check_pack(const Call& call) {
       !query_ends.empty() && query_ends.back() == 0 && !key_ends.empty() && key_ends.back() == 0;
   TORCH_CHECK(!is_a2_or_a3() || cann_version() < kCann90 || !padded || said,
               "the last of the lengths should be 0 in a padded pack");
+}
+
+// Behind the arrays of lengths lies the scale, which further key lengths overwrite.
+OperatorArguments overwritten_arguments(const Call& call) {
+  OperatorArguments arguments;
+  if (is_a2_or_a3() && call.get<Ends>("actualSeqKvLenOptional").size() > kLengthsOnHost) {
+    arguments["scale_value"] = 0.0;
+  }
+  return arguments;
+}
+
+torch::jit::Stack attention_of_pack(const Call& call) {
+  return call.results(overwritten_arguments(call));
 }
 
 namespace {
@@ -123,7 +144,8 @@ const Function var_len_score{
     .schema_name = "ascend::flash_attention_score",
     .workspace = 2048,
     .arguments = join({kTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
-    .device = {.check = check_pack, .faults = kMaskFaults}};
+    .device = {.check = check_pack, .faults = kMaskFaults},
+    .compute = attention_of_pack};
 const Function score_grad{.name = "aclnnFlashAttentionScoreGradV2",
                           .schema_name = "ascend::flash_attention_score_grad",
                           .workspace = 4096,

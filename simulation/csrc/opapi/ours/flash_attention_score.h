@@ -42,6 +42,10 @@ inline const Arguments kGradients{output("dqOut"), output("dkOut"), output("dvOu
 void check_tokens(const Call& call);
 void check_pack(const Call& call);
 
+// The forward of packed sequences: the operator's results with the arguments that reach the kernel.
+torch::jit::Stack attention_of_pack(const Call& call);
+OperatorArguments overwritten_arguments(const Call& call);
+
 // In mode 0 the tokens only let the kernel leave out whole tiles: what the mask alone lets through
 // within a tile is computed.
 std::string mask_beyond_tokens(const Call& call);

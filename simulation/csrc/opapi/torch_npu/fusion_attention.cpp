@@ -59,7 +59,9 @@ torch::jit::Stack attention_with_all(const Call& call, const OperatorArguments& 
 
 namespace {
 
-torch::jit::Stack in_either_order(const Call& call) { return attention_with_all(call); }
+torch::jit::Stack in_either_order(const Call& call) {
+  return attention_with_all(call, overwritten_arguments(call));
+}
 
 Function version(std::string_view name, Arguments arguments, void (*check)(const Call&),
                  torch::jit::Stack (*compute)(const Call&) = nullptr) {
@@ -76,13 +78,13 @@ const auto score_v1 = version("aclnnFlashAttentionScore",
 const auto score_v3 = version(
     "aclnnFlashAttentionScoreV3",
     join({kTensors, kTerms, kSink, kPrefix, kStarts, kScalars, kPseType, kOutputs}), check_tokens);
-const auto var_len_v1 =
-    version("aclnnFlashAttentionVarLenScore",
-            join({kTensors, kTerms, kPrefix, kLengths, kScalars, kOutputs}), check_pack);
+const auto var_len_v1 = version("aclnnFlashAttentionVarLenScore",
+                                join({kTensors, kTerms, kPrefix, kLengths, kScalars, kOutputs}),
+                                check_pack, attention_of_pack);
 const auto var_len_v3 =
     version("aclnnFlashAttentionVarLenScoreV3",
             join({kRopeTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
-            check_pack);
+            check_pack, attention_of_pack);
 const auto var_len_v4 =
     version("aclnnFlashAttentionVarLenScoreV4",
             join({kTensors, kTerms, kPrefix, kLengths, kScalars, kSoftmaxLayout, kOutputs}),
