@@ -201,10 +201,10 @@ def attend(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     )  # fmt: skip
     if not options.return_lse:
         return out, None
-    return out, _log_sum_exp(maximum, total, options.sink)
+    return out, dense_log_sum_exp(maximum, total, options.sink)
 
 
-def _log_sum_exp(maximum: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:
+def dense_log_sum_exp(maximum: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:
     """(..., nheads, tokens), of statistics in this order."""
     lse = log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])
     if sink is None:
@@ -360,6 +360,6 @@ def packed_log_sum_exp(
     maximum: Tensor, total: Tensor, ends: list[int], sink: Tensor | None = None
 ) -> Tensor:
     """(nheads, total_q), where tokens after the last sequence see no key."""
-    lse = _log_sum_exp(by_head(maximum[..., :1], ends), by_head(total[..., :1], ends), sink)
+    lse = dense_log_sum_exp(by_head(maximum[..., :1], ends), by_head(total[..., :1], ends), sink)
     lse[:, ends[-1] :] = WITHOUT_KEYS
     return lse

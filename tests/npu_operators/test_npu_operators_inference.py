@@ -114,6 +114,38 @@ def test_fused_full_masks(mode: int, shape: tuple[int, ...], dtype: torch.dtype)
     assert_close(lse, expected_lse[..., None])
 
 
+@pytest.mark.parametrize("mode", [0, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_sinks(mode: int, masked: bool) -> None:
+    tensors, sink = inputs(), torch.randn(N).bfloat16()
+    options: dict[str, Any] = {"sparse_mode": mode, "atten_mask": SQUARE if mode else None}
+    mask = torch.rand(SQ, SKV) < 0.4
+    mask[2] = True  # a row without keys
+    if masked:
+        options = {"sparse_mode": 1, "atten_mask": mask}
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        *tensors, num_query_heads=N, num_key_value_heads=NK, input_layout="BNSD",
+        actual_seq_qlen=Q_LENGTHS, actual_seq_kvlen=K_LENGTHS, learnable_sink=sink,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    for b, (lq, lk) in enumerate(zip(Q_LENGTHS, K_LENGTHS, strict=True)):
+        one = [tensors[0][b : b + 1, :, :lq], *(x[b : b + 1, :, :lk] for x in tensors[1:])]
+        keep = ~mask[:lq, :lk] if masked else causal(lq, lk) if mode else None
+        expected, expected_lse = attention(*one, keep, sink=sink)
+        assert_close(out[b, :, :lq], expected[0])
+        assert_close(lse[b, :, :lq, 0], expected_lse[0])
+
+
+def test_fused_sinks_of_another_dtype() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"learnable_sink: expected float16 or bfloat16, got .* float32"
+    ):
+        torch_npu.npu_fused_infer_attention_score_v2(
+            *inputs(), num_query_heads=N, num_key_value_heads=NK, input_layout="BNSD",
+            learnable_sink=torch.zeros(N),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", ["TND", "NTD", "TND_NTD", "NTD_TND"])
 def test_fused_packed_sequences(layout: str) -> None:
     torch.manual_seed(0)

@@ -30,15 +30,19 @@ def attention(
     scale: float = 1.0,
     bias: Tensor | float = 0.0,
     weight: Tensor | float = 1.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, Sq, Dv) and log-sum-exp (B, N, Sq) of (B, N, S, D), in float64. `keep`: True where
-    a query sees a key; `weight` multiplies the probabilities. A row without keys: 0 and +inf."""
+    a query sees a key; `weight` multiplies the probabilities. A row without keys: 0 and +inf, or
+    the sink, which is the score of one more key, whose value is 0."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
     scores = query.double() @ key.mT * scale + bias
     if keep is not None:
         scores = scores.masked_fill(~keep, -torch.inf)
     lse = scores.logsumexp(-1)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.double()[:, None])
     some = lse > -torch.inf
     weights = (scores - torch.where(some, lse, 0)[..., None]).exp() * weight
     return weights @ value, torch.where(some, lse, torch.inf)

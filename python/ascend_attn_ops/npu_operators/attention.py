@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._flash_conventions import WITHOUT_KEYS, packed_log_sum_exp
+from ascend_attn_ops._dense_attention import sink_of_statistics
+from ascend_attn_ops._flash_conventions import dense_log_sum_exp, packed_log_sum_exp
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, lengths_between, with_gaps
-from ascend_attn_ops._statistics import log_sum_exp_or
 from ascend_attn_ops.npu_operators.layouts import (
     LAYOUTS,
     check_ropes,
@@ -51,6 +51,7 @@ class Inputs(NamedTuple):
     pre_tokens: int = ALL_TOKENS
     next_tokens: int = ALL_TOKENS
     return_softmax_lse: bool = False
+    sink: Tensor | None = None
 
 
 class Batch(NamedTuple):
@@ -66,9 +67,15 @@ class Batch(NamedTuple):
 
 
 def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Returns out in the output's layout, and lse (B, N, Sq, 1) or (T, N, 1), +inf without keys."""
+    """Returns out in the output's layout, and lse (B, N, Sq, 1) or (T, N, 1). Without keys lse is
+    +inf, or the sink."""
     if inputs.sparse_mode not in range(5):
         raise unsupported(inputs.name, "sparse_mode", "0 to 4", inputs.sparse_mode)
+    if inputs.sink is not None:
+        if inputs.sink.dtype not in (torch.float16, torch.bfloat16):
+            expected = "float16 or bfloat16"
+            raise unsupported(inputs.name, "learnable_sink", expected, inputs.sink)
+        inputs = inputs._replace(sink=sink_of_statistics(inputs.sink, inputs.query))
     batch = _batch(inputs)
     if inputs.atten_mask is not None and inputs.sparse_mode not in _MASKED_BY_MODE:
         out, lse = _with_full_mask(inputs, batch, inputs.atten_mask)
@@ -166,9 +173,10 @@ def _packed(inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor]:
         query, key, value, num_heads=inputs.num_heads, layout="TND",
         atten_mask=_square(inputs.atten_mask),
         actual_seq_lengths_query=query_list, actual_seq_lengths_key=key_list,
-        scale_value=inputs.scale_value, inner_precise=2, sparse_mode=inputs.sparse_mode, **band,
+        scale_value=inputs.scale_value, inner_precise=2, sparse_mode=inputs.sparse_mode,
+        sink=inputs.sink, **band,
     )  # fmt: skip
-    lse = packed_log_sum_exp(maximum, total, query_ends)
+    lse = packed_log_sum_exp(maximum, total, query_ends, inputs.sink)
     if not dense:
         return out, lse.transpose(0, 1).contiguous()
     sizes = batch.query.shape[:2]
@@ -197,9 +205,9 @@ def _with_full_mask(inputs: Inputs, batch: Batch, mask: Tensor) -> tuple[Tensor,
     out, maximum, total = torch.ops.ascend.flash_attention_score(
         batch.query, batch.key, batch.value, num_heads=inputs.num_heads, layout="BSND",
         atten_mask=masked.expand(sizes, 1, queries, keys), scale_value=inputs.scale_value,
-        inner_precise=2, sparse_mode=1,
+        inner_precise=2, sparse_mode=1, sink=inputs.sink,
     )  # fmt: skip
-    return out, log_sum_exp_or(WITHOUT_KEYS, maximum[..., 0], total[..., 0])
+    return out, dense_log_sum_exp(maximum, total, inputs.sink)
 
 
 def _full_mask(name: str, mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:

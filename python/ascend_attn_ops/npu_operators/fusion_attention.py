@@ -1,6 +1,6 @@
 """npu_fusion_attention, its versions and their gradients: what flash_attention_score lacks.
 
-That is dropout by seed and offset, and ropes. In _v3, which is made for graphs, what is drawn and
+That is dropout by seed and offset. In _v3, which is made for graphs, what is drawn and
 the lengths are tensors. The operators are called, not the public functions: torch_npu builds no
 mask, and its scale is 1. `options` are arguments of flash_attention_score or of its gradient.
 """
@@ -21,6 +21,8 @@ from ascend_attn_ops.npu_operators.layouts import check_ropes
 from ascend_attn_ops.npu_operators.translation import has_values, unsupported
 
 _LAST_SEED = 2**62
+# Arguments that the public operator of the gradient lacks.
+_EXTRA = ("sink", "query_rope", "key_rope")
 Options = dict[str, Any]
 
 
@@ -58,13 +60,14 @@ def forward_v2(
     offset: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    query, key = _with_ropes(name, options, query, key, query_rope, key_rope)
+    check_ropes(name, query_rope, key_rope)
+    options |= {"query_rope": query_rope, "key_rope": key_rope}
     return forward(name, query, key, seed=seed, offset=offset, **options)
 
 
 def forward_v3(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
     options |= _lengths_on_host(query, key, options)
-    seed, offset = torch.zeros(2, 1, dtype=torch.int64, device=query.device)
+    seed, offset = (torch.zeros(1, dtype=torch.int64, device=query.device) for _ in range(2))
     keep_prob, mask = options["keep_prob"], None
     if keep_prob < 1:
         seed = torch.randint(1, _LAST_SEED, (1,), device=query.device)
@@ -85,16 +88,8 @@ def grad(
     numels: int,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    mask = None
-    if options["keep_prob"] != 1:
-        if seed == offset == 0 and has_values(query):
-            raise ValueError(
-                f"{name}: seed: expected the seed and offset that the forward returned, got 0 and "
-                "0, which it returns where it is compiled; npu_fusion_attention_v3 returns tensors "
-                "there"
-            )
-        mask = mask_of(numels, options["keep_prob"], seed, offset, query.device)
-    return _gradients(name, query, key, softmax_in, mask, options)
+    mask = _mask_again(name, query, seed, offset, numels, options)
+    return _gradients(name, query, key, softmax_in, mask, options)[:5]
 
 
 def grad_v2(
@@ -109,11 +104,27 @@ def grad_v2(
     numels: int,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    joined = _with_ropes(name, options, query, key, query_rope, key_rope)
-    dq, dk, dv, dpse, d_sink = grad(name, *joined, softmax_in, seed, offset, numels, **options)
-    dq, dq_rope = _without_rope(options, query, dq, query, query_rope)
-    dk, dk_rope = _without_rope(options, query, dk, key, key_rope)
-    return dq, dk, dv, dpse, dq_rope, dk_rope, d_sink
+    check_ropes(name, query_rope, key_rope)
+    mask = _mask_again(name, query, seed, offset, numels, options)
+    options |= {"query_rope": query_rope, "key_rope": key_rope}
+    *gradients, d_sink, dq_rope, dk_rope = _gradients(name, query, key, softmax_in, mask, options)
+    ropes = (None, None) if query_rope is None else (dq_rope, dk_rope)
+    return *gradients, *ropes, d_sink
+
+
+def _mask_again(
+    name: str, query: Tensor, seed: int, offset: int, numels: int, options: Options
+) -> Tensor | None:
+    """The mask that the forward drew."""
+    if options["keep_prob"] == 1:
+        return None
+    if seed == offset == 0 and has_values(query):
+        raise ValueError(
+            f"{name}: seed: expected the seed and offset that the forward returned, got 0 and "
+            "0, which it returns where it is compiled; npu_fusion_attention_v3 returns tensors "
+            "there"
+        )
+    return mask_of(numels, options["keep_prob"], seed, offset, query.device)
 
 
 def grad_v3(
@@ -132,15 +143,20 @@ def grad_v3(
             missing = "seed" if seed is None else "offset"
             raise ValueError(f"{name}: {missing}: expected that of the forward, got None")
         mask = mask_of(_scores(query, key, options), keep_prob, seed, offset, query.device)
-    dq, dk, dv, dpse, d_sink = _gradients(name, query, key, softmax_in, mask, options)
+    dq, dk, dv, dpse, d_sink, *_ = _gradients(name, query, key, softmax_in, mask, options)
     # torch_npu's fake tensors have an empty one, too.
     return dq, dk, dv, query.new_empty(0) if dpse is None else dpse, d_sink
 
 
 def autograd_v3(
-    query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pse: Tensor | None,
+    sink: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
-    return _FusionAttentionV3.apply(options, query, key, value, pse)
+    return _FusionAttentionV3.apply(options, query, key, value, pse, sink)
 
 
 class _FusionAttentionV3(torch.autograd.Function):
@@ -154,10 +170,13 @@ class _FusionAttentionV3(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         pse: Tensor | None,
+        sink: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with below_autograd():
-            outputs = torch.ops.npu.npu_fusion_attention_v3(query, key, value, pse=pse, **options)
-        ctx.save_for_backward(query, key, value, pse, *outputs)
+            outputs = torch.ops.npu.npu_fusion_attention_v3(
+                query, key, value, pse=pse, sink=sink, **options
+            )
+        ctx.save_for_backward(query, key, value, pse, sink, *outputs)
         ctx.options = {**options, "scale_value": options["scale"]}
         del ctx.options["scale"]
         ctx.mark_non_differentiable(*outputs[1:])
@@ -165,12 +184,15 @@ class _FusionAttentionV3(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, pse, out, maximum, total, softmax, seed, offset = ctx.saved_tensors
-        dq, dk, dv, dpse, _ = torch.ops.npu.npu_fusion_attention_grad_v3(
+        saved = ctx.saved_tensors
+        query, key, value, pse, sink, out, maximum, total, softmax, seed, offset = saved
+        dq, dk, dv, dpse, d_sink = torch.ops.npu.npu_fusion_attention_grad_v3(
             query, key, value, d_outputs[0], pse=pse, softmax_max=maximum, softmax_sum=total,
-            softmax_in=softmax, attention_in=out, seed=seed, offset=offset, **ctx.options,
+            softmax_in=softmax, attention_in=out, seed=seed, offset=offset, sink=sink,
+            **ctx.options,
         )  # fmt: skip
-        return None, dq, dk, dv, dpse if ctx.needs_input_grad[4] else None
+        d_pse = dpse if ctx.needs_input_grad[4] else None
+        return None, dq, dk, dv, d_pse, None if sink is None else d_sink
 
 
 def _gradients(
@@ -181,18 +203,26 @@ def _gradients(
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Any, ...]:
-    """dq, dk, dv, dpse, and an empty tensor in the place of the gradient of a sink."""
+    """dq, dk, dv, dpse, d_sink, dq_rope, dk_rope. Without a bias dpse is None, the others empty."""
     if softmax_in is not None and softmax_in.numel():
         raise unsupported(name, "softmax_in", "the empty tensor of the forward", softmax_in)
     for argument in ("softmax_max", "softmax_sum", "attention_in"):
         if options[argument] is None:
             raise ValueError(f"{name}: {argument}: expected the result of the forward, got None")
     arguments = {**options, "query": query, "key": key, "drop_mask": mask}
-    dq, dk, dv = torch.ops.ascend.flash_attention_score_grad(**arguments)
+    if any(arguments.get(name) is not None for name in _EXTRA):
+        found = torch.ops.ascend._flash_attention_score_extended_grad(**arguments)
+    else:
+        plain = {name: x for name, x in arguments.items() if name not in _EXTRA}
+        absent = query.new_empty(0)
+        found = (
+            *torch.ops.ascend.flash_attention_score_grad(**plain), absent.float(), absent, absent,
+        )  # fmt: skip
+    dq, dk, dv, d_sink, dq_rope, dk_rope = found
     dpse = None
     if options["pse_shift"] is not None and options.get("pse_type", 1) <= 1:
         dpse = torch.ops.ascend._flash_attention_score_pse_grad(**arguments)
-    return dq, dk, dv, dpse, query.new_empty(0, dtype=torch.float32)
+    return dq, dk, dv, dpse, d_sink, dq_rope, dk_rope
 
 
 def _lengths_on_host(query: Tensor, key: Tensor, options: Options) -> Options:
@@ -210,45 +240,3 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> int:
         query, key, options["num_heads"], options["layout"], options["actual_seq_lengths_query"],
         options["actual_seq_lengths_key"],
     )  # fmt: skip
-
-
-def _with_ropes(
-    name: str,
-    options: Options,
-    query: Tensor,
-    key: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """With the ropes as further channels of each head: the scores are the sum of both products."""
-    check_ropes(name, query_rope, key_rope)
-    if query_rope is None or key_rope is None:
-        return query, key
-    axes = _axes_of_heads(options, query, query), _axes_of_heads(options, query, key)
-    pairs = (query, query_rope), (key, key_rope)
-    joined_query, joined_key = (
-        torch.cat([x.unflatten(-1, heads) for x in pair], -1).flatten(-len(heads))
-        for pair, heads in zip(pairs, axes, strict=True)
-    )
-    return joined_query, joined_key
-
-
-def _without_rope(
-    options: Options, query: Tensor, gradient: Any, x: Tensor, rope: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of what `_with_ropes` joined."""
-    if rope is None:
-        return gradient, None
-    heads = _axes_of_heads(options, query, x)
-    size = rope.unflatten(-1, heads).shape[-1]
-    both = gradient.unflatten(-1, heads)
-    parts = both[..., :-size], both[..., -size:]
-    d_x, d_rope = (part.flatten(-len(heads)).contiguous() for part in parts)
-    return d_x, d_rope
-
-
-def _axes_of_heads(options: Options, query: Tensor, x: Tensor) -> tuple[int, ...]:
-    """The axes that the last one of query or key stands for: heads and channels, in BSH and SBH."""
-    if options["layout"] not in ("BSH", "SBH"):
-        return (-1,)
-    return x.shape[-1] // max(query.shape[-1] // options["num_heads"], 1), -1

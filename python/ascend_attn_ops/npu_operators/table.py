@@ -19,6 +19,8 @@ _MASKS = ("gen_mask_parallel", "sync")
 _PRECISION = ("inner_precise",)
 # Absorbed latent attention, the mode that has ropes and one head of keys.
 _ABSORBED = {"attention_mode": [2]}
+# The gradient that knows sinks and ropes.
+_FUSION_GRAD = "_flash_attention_score_extended_grad"
 _NO_BAND = {"pre_tokens": [ALL_TOKENS_SPARSE], "next_tokens": [ALL_TOKENS_SPARSE]}
 
 TABLE = [
@@ -29,11 +31,11 @@ TABLE = [
                 without_effect=_MASKS, differentiable=True),
     Translation("npu::npu_fusion_attention_v3", "flash_attention_score", fusion.forward_v3,
                 without_effect=_MASKS, autograd=fusion.autograd_v3),
-    Translation("npu::npu_fusion_attention_grad", "flash_attention_score_grad", fusion.grad,
+    Translation("npu::npu_fusion_attention_grad", _FUSION_GRAD, fusion.grad,
                 without_effect=_MASKS),
-    Translation("npu::npu_fusion_attention_grad_v2", "flash_attention_score_grad", fusion.grad_v2,
+    Translation("npu::npu_fusion_attention_grad_v2", _FUSION_GRAD, fusion.grad_v2,
                 without_effect=_MASKS),
-    Translation("npu::npu_fusion_attention_grad_v3", "flash_attention_score_grad", fusion.grad_v3,
+    Translation("npu::npu_fusion_attention_grad_v3", _FUSION_GRAD, fusion.grad_v3,
                 without_effect=_MASKS),
     # For inference.
     Translation("npu::npu_prompt_flash_attention", "prompt_flash_attention", inference.prompt,

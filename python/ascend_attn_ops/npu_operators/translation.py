@@ -28,6 +28,7 @@ NAMES = {
     "input_layout": "layout",
     "layout_kv": "layout_key",
     "layout_query": "layout",
+    "learnable_sink": "sink",
     "next_tockens": "next_tokens",
     "num_query_heads": "num_heads",
     "pre_tockens": "pre_tokens",
