@@ -19,7 +19,8 @@ from support.samples import Sample
 # by the sum in the forward and after it in the backward; in the others that of rescaling the
 # earlier ones of several blocks of keys.
 ROUNDING = {
-    torch.bfloat16: 5 * 2**-9,  # two roundings in each direction, and their products
+    # The forward may round a weight up and its result too, by 2^-8 each, the backward both down.
+    torch.bfloat16: ((1 + 2**-8) / (1 - 2**-8)) ** 2 - 1,
     torch.float16: 2**-10,
     torch.float32: 2**-16,
     torch.float64: 2**-43,
