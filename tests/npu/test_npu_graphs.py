@@ -259,25 +259,33 @@ def packed(seed: int = 0) -> list[Tensor]:
 
 
 @captured
-def test_the_host_cannot_wait_in_a_capture() -> None:
+@pytest.mark.parametrize(
+    ("wait", "end"),
+    [("torch.npu.current_stream().synchronize()", "kept"), ("torch.npu.synchronize()", "lost")],
+)
+def test_the_host_cannot_wait_in_a_capture(wait: str, end: str) -> None:
     """In a process of its own: an older torch_npu captures nothing after a capture that failed."""
-    output, _ = run_in_new_process("""
+    output, _ = run_in_new_process(f"""
         import torch, torch_npu
         x = torch.ones(4, device="npu")
+        graph = torch.npu.NPUGraph()
         try:
-            with torch.npu.graph(torch.npu.NPUGraph()):
+            with torch.npu.graph(graph):
                 y = x * 2
                 try:
-                    y.tolist()
+                    {wait}
                 except RuntimeError as error:
                     assert "while a graph is being captured" in str(error), error
                 else:
-                    raise AssertionError("read what nothing has computed")
+                    raise AssertionError("waited for what nothing computes")
         except RuntimeError:
-            # What was captured so far is lost, as on a device.
             print("lost")
+        else:
+            graph.replay()
+            assert y.tolist() == [2] * 4
+            print("kept")
     """)
-    assert output.endswith("lost\n")
+    assert output.endswith(f"{end}\n")
 
 
 @captured

@@ -131,8 +131,9 @@ aclError happens(Occurrence& occurrence) {
   return ACL_SUCCESS;
 }
 
-// The error of a call that makes the host wait while a graph is captured, which the capture does
-// not survive. Without a stream it is for all of them.
+// The error of a call that makes the host wait while a graph is captured. Without a stream the call
+// waits for all of them, and the capture becomes invalid; waiting for one stream is only refused,
+// as torch_npu's own tests expect.
 aclError check_may_wait(const Stream* stream, const char* call) {
   const std::lock_guard lock(state().mutex);
   for (auto* capture : state().captures) {
@@ -140,7 +141,7 @@ aclError check_may_wait(const Stream* stream, const char* call) {
                                   : thread_mode() != ACL_MODEL_RI_CAPTURE_MODE_RELAXED &&
                                         capture->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
     if (concerned) {
-      capture->valid = false;
+      capture->valid = capture->valid && stream;
       return failed(stream ? ACL_ERROR_RT_STREAM_CAPTURED : ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
                     std::string(call) + ": the host cannot wait for " +
                         (stream ? name_of(*stream) : "the device") +
