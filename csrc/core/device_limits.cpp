@@ -55,7 +55,7 @@ void DeviceLimits::dtype(std::string_view argument, c10::ScalarType dtype) const
 }
 
 void DeviceLimits::size(std::string_view argument, std::string_view quantity,
-                        const c10::SymInt& value) const {
+                        const c10::SymInt& value, std::string_view hint) const {
   if (!device_) {
     return;
   }
@@ -79,7 +79,7 @@ void DeviceLimits::size(std::string_view argument, std::string_view quantity,
     });
     reject(Violation::value, argument,
            c10::str(quantity, " (", limit->meaning, ") to be ", allowed), of_version,
-           std::to_string(*known));
+           c10::str(*known, hint));
   }
 }
 

@@ -24,8 +24,10 @@ class DeviceLimits {
   // Returns whether limits are on, for one of these devices.
   bool on(Devices devices) const { return device_ && devices.contain(*device_); }
   void dtype(std::string_view argument, c10::ScalarType dtype) const;
-  // Checks a quantity of the operator's table, if this device limits it.
-  void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value) const;
+  // Checks a quantity of the operator's table, if this device limits it. `hint` follows the value
+  // in the error.
+  void size(std::string_view argument, std::string_view quantity, const c10::SymInt& value,
+            std::string_view hint = {}) const;
   // Checks a rule of the operator's table, if it is one of this device.
   template <typename... Got>
   void rule(const Rule& rule, bool holds, const Got&... got) const {

@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 
 #include "core/memory.h"
+#include "npu/absent_ropes.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/read_slots.h"
@@ -45,6 +46,7 @@ void sparse_flash_attention(const SparseFlashAttention& op,
                             SparseFlashAttention::Outputs& outputs) {
   constexpr int64_t kAbsorbed = 2;
   const auto selection = launched_selection(op);
+  const auto ropes = ropes_or_zeros(op.query, op.key, op.options.query_rope, op.options.key_rope);
   const auto& [out, softmax_max, softmax_sum] = outputs;
   Fills fills;
   if (op.options.layout == Layout::TND) {
@@ -54,11 +56,10 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   }
   aclnn_sparse_flash_attention.with(fills)(
       op.query, op.key, op.value, selection, op.pages.block_table,
-      op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
-      op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
-      op.options.layout.text(), op.pages.layout(op.options.layout), op.options.sparse_mode,
-      op.options.pre_tokens, op.options.next_tokens, kAbsorbed, op.return_softmax_lse, out,
-      softmax_max, softmax_sum);
+      op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, ropes.query,
+      ropes.key, op.options.scale_value, op.options.sparse_block_size, op.options.layout.text(),
+      op.pages.layout(op.options.layout), op.options.sparse_mode, op.options.pre_tokens,
+      op.options.next_tokens, kAbsorbed, op.return_softmax_lse, out, softmax_max, softmax_sum);
   if (op.options.sparse_block_size >= kWholeBlocks && selection.numel() != 0) {
     // The kernel gives rows that select nothing an output of inf.
     out.masked_fill_(selection.narrow(-1, 0, 1) < 0, 0);

@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "core/sparse_mode.h"
+#include "npu/absent_ropes.h"
 #include "npu/aclnn/product.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
@@ -44,10 +45,11 @@ void launch_loss(const Op& op, const Op::Outputs& outputs) {
     check_cores(op);
   }
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
+  const auto ropes = ropes_or_zeros(op.query, op.key, op.query_rope, op.key_rope);
   aclnn_sparse_lightning_indexer_grad_kl_loss(
       op.query, op.key, op.query_index, op.key_index, op.weights,
-      with_head_axis(op.sparse_indices, op.query), op.softmax_max, op.softmax_sum, op.query_rope,
-      op.key_rope, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.scale_value,
+      with_head_axis(op.sparse_indices, op.query), op.softmax_max, op.softmax_sum, ropes.query,
+      ropes.key, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.scale_value,
       op.layout.text(), op.sparse_mode, op.pre_tokens, op.next_tokens,
       DeterministicContext{deterministic}, d_query_index, d_key_index, d_weights, loss);
 }

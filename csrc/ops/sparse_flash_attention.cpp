@@ -18,7 +18,6 @@ constexpr Rule kWholePages{"sparse_block_size", "a divisor of block_size"};
 // The device reads the keys in place of the values, as absorbed multi-head latent attention does,
 // and would silently give wrong results for other values.
 constexpr Rule kValueIsKey{"value", "key itself", kAllDevices, Violation::not_implemented};
-constexpr Rule kQueryRope{"query_rope", "a tensor"};
 // With fewer, the kernel of the gradient copies beyond a core's memory.
 constexpr Rule kSelectionOfLargestBlocks{"sparse_indices",
                                          "K of at least 8 for sparse_block_size 128", kA2A3};
@@ -73,7 +72,7 @@ const OperatorLimits SparseFlashAttention::limits{
      kPageSize,
      kPreTokens,
      kNextTokens},
-    {kNotEmpty, kSelection, kWholePages, kQueryRope, kValueIsKey}};
+    {kNotEmpty, kSelection, kWholePages, kValueIsKey}};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
     name,
@@ -98,7 +97,6 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSou
   device_limits.rule(kWholePages,
                      !pages.given() || !block_size || *block_size % options.sparse_block_size == 0,
                      options.sparse_block_size);
-  device_limits.rule(kQueryRope, options.query_rope.has_value(), "None");
   device_limits.size("pre_tokens", "pre_tokens", options.pre_tokens);
   device_limits.size("next_tokens", "next_tokens", options.next_tokens);
   check_value_is_key(*this, device_limits);

@@ -1,5 +1,7 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
+#include <string_view>
+
 #include "core/error.h"
 #include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
@@ -8,7 +10,6 @@
 namespace ascend_attn {
 namespace {
 
-constexpr Rule kQueryRope{"query_rope", "a tensor"};
 constexpr Rule kWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
 constexpr Rule kKeysCoverQueries{
     "query", "at most as many query tokens as key tokens, in all and in every sequence"};
@@ -17,6 +18,16 @@ constexpr Rule kNoPadding{"actual_seq_lengths_query", "the last cumulative lengt
 constexpr Rule kNoPaddingOn950{"actual_seq_lengths_query",
                                "the last cumulative lengths to be T1 and T2", k950};
 constexpr Rule kHeadPairs{"query_index", "Nidx 24 with N1 48, and neither without the other", k950};
+
+// Returns a hint for a selection that is wider than that of common indexers: the keys of its tail
+// are not the indexer's choice.
+std::string_view hint_for_tail(const c10::SymInt& count) {
+  constexpr int64_t kIndexerCount = 2048;
+  return count.maybe_as_int().value_or(0) > kIndexerCount
+             ? "; for a selection with a tail of recent keys, pass the indexer's own K (2048) to "
+               "the loss"
+             : "";
+}
 
 void check_keys_cover_queries(const DeviceLimits& device_limits, const c10::SymInt& queries,
                               const c10::SymInt& keys) {
@@ -95,8 +106,7 @@ const OperatorLimits SparseLightningIndexerGradKLLoss::limits{
      kIndexDim,
      {"K", "selected keys per token", {.one_of = {2048}}, kA2A3.before(Cann::v9_0)},
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}}},
-    {kNotEmpty, kQueryRope, kWeightsOf8_5, kKeysCoverQueries, kNoPadding, kNoPaddingOn950,
-     kHeadPairs}};
+    {kNotEmpty, kWeightsOf8_5, kKeysCoverQueries, kNoPadding, kNoPaddingOn950, kHeadPairs}};
 
 SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::check_and_allocate()
     const {
@@ -132,10 +142,10 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     device_limits.rule(kHeadPairs,
                        (rules.heads().maybe_as_int() == 48) == (index_heads.maybe_as_int() == 24),
                        "N1 ", rules.heads(), " and Nidx ", index_heads);
-    device_limits.size("sparse_indices", "K", sparse_indices.sym_size(-1));
+    const auto count = sparse_indices.sym_size(-1);
+    device_limits.size("sparse_indices", "K", count, hint_for_tail(count));
     device_limits.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
                        dtype_name(weights.scalar_type()));
-    device_limits.rule(kQueryRope, query_rope.has_value(), "None");
     if (rules.layout() == Layout::TND) {
       check_packed(device_limits, query, key, *actual_seq_lengths_query, *actual_seq_lengths_key);
     } else {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from device_rules.accepted_here import ACCEPTED_HERE, without_heads
+from device_rules.accepted_here import ACCEPTED_HERE, launched_otherwise
 from device_rules.verdicts import OPERATORS, Answer, answers
 
 PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
@@ -68,7 +68,7 @@ def test_the_share_of_verdicts_that_agree() -> None:
     ]
     agree = sum(answer.agrees for answer in every) / len(every)
     only_here = sum(
-        not a.accepted_there and a.error_here is None and not without_heads(a.parameters)
+        not a.accepted_there and a.error_here is None and not launched_otherwise(a.parameters)
         for a in every
     ) / len(every)
     assert agree >= AGREE, f"{agree:.1%} agree"

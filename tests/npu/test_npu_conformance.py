@@ -167,7 +167,7 @@ def steps(log: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [r for r in DEVICE_RECIPES if r.operator.torch_npu], ids=lambda recipe: recipe.id
+    "recipe", [r for r in COMPARABLE if r.on_device], ids=lambda recipe: recipe.id
 )
 def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None:
     """Around the first phase: which functions reuse executors, and which switch that off."""

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(TASK_QUEUE != 1, reason="the first phases are called directly: once"),
 ]
 
-NO_TENSOR, NULL_POINTER, INVALID, INNER_NULL_POINTER = -1, 161001, 161002, 561103
+NO_TENSOR, NULL_POINTER, INVALID, TILING, INNER_NULL_POINTER = -1, 161001, 161002, 561002, 561103
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.uint8: 4,
     torch.bool: 12, torch.bfloat16: 27,
@@ -318,6 +318,51 @@ def test_outputs_of_sparse_attention() -> None:
     assert attention(q, None, lse=False) == 0
     assert attention(q.float(), statistics) == INNER_NULL_POINTER
     assert attention(q, statistics.bfloat16()) == INNER_NULL_POINTER
+
+
+def test_sparse_attention_and_its_loss_need_ropes() -> None:
+    """The gradient does not."""
+    q, k, ropes = new(1, 2, 8, 512), new(1, 9, 1, 512), (new(1, 2, 8, 64), new(1, 9, 1, 64))
+    indices, statistics = new(1, 2, 1, 8, dtype=I32), new(1, 1, 2, 8, dtype=F32)
+    q_index, k_index, weights = new(1, 2, 8, 128), new(1, 9, 1, 128), new(1, 2, 8)
+
+    def attention(*ropes: Any) -> int:
+        return First()(
+            "SparseFlashAttention", q, k, k, indices, None, None, None, *ropes, 1.0, 1, "BSND",
+            "BSND", 3, 100, 100, 2, True, q, statistics, statistics,
+        )  # fmt: skip
+
+    def gradient(*ropes: Any) -> int:
+        return First()(
+            "SparseFlashAttentionGrad", q, k, k, indices, q, q, statistics, statistics, None, None,
+            *ropes, 1.0, 1, "BSND", 3, 100, 100, False, q, k, k, *ropes,
+        )  # fmt: skip
+
+    def loss(*ropes: Any) -> int:
+        return First()(
+            "SparseLightningIndexerGradKLLoss", q, k, q_index, k_index, weights, indices,
+            statistics, statistics, *ropes, None, None, 1.0, "BSND", 3, 100, 100, False,
+            q_index, k_index, weights, new(1, dtype=F32),
+        )  # fmt: skip
+
+    for call, without in ((attention, TILING), (gradient, 0), (loss, TILING)):
+        assert call(*ropes) == 0
+        assert call(None, None) == without
+
+
+def test_sparse_attention_has_no_statistics_of_pages() -> None:
+    q, cache, rope = new(2, 8, 512), new(4, 16, 1, 512), new(4, 16, 1, 64)
+    lengths, statistics = new(2, dtype=I32), new(1, 2, 8, dtype=F32)
+
+    def attention(lse: bool) -> int:
+        return First()(
+            "SparseFlashAttention", q, cache, cache, new(2, 1, 8, dtype=I32),
+            new(2, 2, dtype=I32), lengths, lengths, new(2, 8, 64), rope, 1.0, 1, "TND", "PA_BSND",
+            3, 100, 100, 2, lse, q, statistics, statistics,
+        )  # fmt: skip
+
+    assert attention(False) == 0
+    assert attention(True) == TILING
 
 
 def test_sparse_attention_takes_the_key_for_a_missing_value() -> None:

@@ -42,6 +42,7 @@ LOSS = {
     **{x: SPARSE_GRAD[x] for x in ("softmax_max", "softmax_sum")},
     "query_index": bf16(1, 3, 8, 128), "key_index": bf16(1, 3, 1, 128), "weights": bf16(1, 3, 8),
 }  # fmt: skip
+NO_ROPES = {"query_rope": None, "key_rope": None}
 ROTARY = {"input": bf16(1, 3, 4, 64), "r1": bf16(1, 3, 1, 64), "r2": bf16(1, 3, 1, 64)}
 LSE = {"lse": [torch.zeros(4)] * 2, "local_out": [torch.ones(4, 8)] * 2}
 RING = {
@@ -161,6 +162,10 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_sparse_flash_attention", SPARSE, {"query": bf16(1, 3, 16, 512).requires_grad_()},
      ValueError, "return_softmax_lse: expected True"),
     ("npu_sparse_flash_attention", SPARSE, {"pre_tokens": 3}, ValueError, "pre_tokens"),
+    ("npu_sparse_flash_attention", SPARSE, NO_ROPES, ValueError,
+     "query_rope: expected a tensor, without which CANN refuses the call, got None"),
+    ("npu_sparse_lightning_indexer_grad_kl_loss", LOSS, NO_ROPES, ValueError,
+     "query_rope: expected a tensor, without which CANN refuses the call, got None"),
     ("npu_sparse_flash_attention_grad", SPARSE_GRAD, {"attention_mode": 0}, NotImplementedError,
      "attention_mode"),
     ("npu_sparse_lightning_indexer_grad_kl_loss", LOSS, {"next_tokens": 3}, NotImplementedError,

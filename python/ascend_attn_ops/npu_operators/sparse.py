@@ -1,4 +1,4 @@
-"""npu_sparse_flash_attention and npu_lightning_indexer: what they refuse beside the operators."""
+"""The sparse operators of torch_npu: what they refuse beside ours."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_attn_ops.device_limits import device_in_force
 from ascend_attn_ops.npu_operators.translation import unsupported
 
 _PAGED = "PA_BSND"
@@ -19,8 +20,11 @@ def attention(
     layout_key: str,
     block_table: Tensor | None,
     return_softmax_lse: bool,
+    query_rope: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_rope(name, query_rope)
+    options["query_rope"] = query_rope
     tensors = (_given(name, value), *(x for x in options.values() if isinstance(x, Tensor)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors) and not return_softmax_lse:
         raise ValueError(
@@ -41,6 +45,11 @@ def attention_grad(name: str, value: Tensor | None, **options: Any) -> tuple[Ten
     return torch.ops.ascend.sparse_flash_attention_grad(value=_given(name, value), **options)
 
 
+def loss(name: str, query_rope: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+    _check_rope(name, query_rope)
+    return torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss(query_rope=query_rope, **options)
+
+
 def indexer(
     name: str,
     layout: str,
@@ -57,6 +66,15 @@ def indexer(
         layout=layout, layout_key=layout_key, block_table=block_table, return_values=return_values,
         **options,
     )  # fmt: skip
+
+
+def _check_rope(name: str, query_rope: Tensor | None) -> None:
+    """Our operators pass zeros to CANN's functions; torch_npu passes what it is given."""
+    if query_rope is None and device_in_force() is not None:
+        raise ValueError(
+            f"{name}: query_rope: expected a tensor, without which CANN refuses the call, got "
+            "None; torch.ops.ascend takes the same call"
+        )
 
 
 def _given(name: str, value: Tensor | None) -> Tensor:

@@ -57,7 +57,7 @@ TABLE = [
     Translation("npu::npu_lightning_indexer_grad", "lightning_indexer_grad",
                 names={"dy": "d_values"}, only=_NO_BAND),
     Translation("npu::npu_sparse_lightning_indexer_grad_kl_loss",
-                "sparse_lightning_indexer_grad_kl_loss", only=_NO_BAND),
+                "sparse_lightning_indexer_grad_kl_loss", sparse.loss, only=_NO_BAND),
     # Caches, merging and layers.
     Translation("npu::npu_scatter_pa_kv_cache", "scatter_pa_kv_cache_"),
     Translation("atb::_npu_reshape_and_cache", "scatter_pa_kv_cache_"),

@@ -75,8 +75,8 @@ def sparse_flash_attention(
             required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
             number of keys of each sequence, not cumulative, in either layout.
-        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither; the
-            NPU requires both.
+        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither
+            (NoPE): the NPU then reads zeros, from a buffer that all calls share.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr), or a cache like key's; query's dtype.
         sparse_block_size: keys per index; with "PA_BSND" a divisor of block_size.
         layout: "BSND" or "TND", of the queries.

@@ -123,12 +123,13 @@ def lightning_indexer_kl_loss(
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32.
         sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. The keys
             selected for each token, counted from the first key of the sequence, padded with -1.
+            For a selection with a tail of recent keys, pass the indexer's own K.
         softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
             :func:`sparse_flash_attention` over the same keys: p is not renormalised, and with other
             statistics it does not sum to one.
         scale_value: factor of the main attention's scores, as in `sparse_flash_attention`; the
             indexer's scores have none.
-        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. The NPU requires both ropes.
+        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
         actual_seq_lengths_query: B numbers, as a list or an int32 tensor; the NPU's kernel reads
             them on the host, so that a tensor on the NPU makes the call wait for it. BSND: valid

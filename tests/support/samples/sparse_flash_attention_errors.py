@@ -28,7 +28,7 @@ WRONG_CALLS = [
     ),
     *shared.limit_rules(
         SPARSE_FLASH_ATTENTION, shared.DEVICE,
-        N=HEADS, Dr=ROPE, block=BLOCK, no_ropes=("query_rope", {"rope": 0}),
+        N=HEADS, Dr=ROPE, block=BLOCK,
     ),
     *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE),
     *statistics_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.BSND),

@@ -28,11 +28,11 @@ WRONG_CALLS = [
         KL_LOSS, replace(shared.DEVICE, heads=32),
         K_too_large=("sparse_indices", {"k": 9216}),
         K_between=("sparse_indices", {"k": 2049}),
+        K_with_a_tail=("sparse_indices", {"k": 2176}),
         N1=("query", {"heads": 16}),
         Dr=("query_rope", {"rope": 32}),
         Nidx=("query_index", {"index_heads": 4}),
         Didx=("query_index", {"index_d": 64}),
-        no_ropes=("(query|key)_rope", {"rope": 0}),
         more_queries=("query", {"s": (6, 5)}),
     ),
 ]  # fmt: skip

@@ -150,6 +150,11 @@ BOUNDARIES = [
         {"query": torch.ones(1, 1, 2, 768), "key": torch.ones(1, 1, 3, 768)}, "query",
         "D (head size) to be 1..768 on {device}, got 769", (FORWARD,),
     ),
+    Boundary(
+        "head size with a rope", FlashCase(b=1, s=(2, 3), heads=(1, 1), d=(512, 512), rope=257), {},
+        {"query_rope": torch.ones(1, 1, 2, 256), "key_rope": torch.ones(1, 1, 3, 256)},
+        "query_rope", "D (head size) to be 1..768 on {device}, got 769", (FORWARD,),
+    ),
 ]  # fmt: skip
 
 

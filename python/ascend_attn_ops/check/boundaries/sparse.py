@@ -135,6 +135,9 @@ def packed(query: list[int], key: list[int], **others: Any) -> Sizes:
     return tnd(query, key, on_host=True, **others)
 
 
+# The hint of the error for a K that no indexer has alone.
+TAIL = "; for a selection with a tail of recent keys, pass the indexer's own K (2048) to the loss"
+
 # Operator, device, what it accepts, what it refuses and the rule that the error states.
 RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
     (LI, "A2:9.1", Sizes(n_index=1), Sizes(n_index=65),
@@ -188,8 +191,10 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      "query: expected N1 (query heads) to be 1..128 on Ascend 950, got 129"),
     (SFA, "A2:8.5", Sizes(k=1, s2=2**18), Sizes(k=0),
      "sparse_indices: expected at least one key or block per token on Ascend A2, got 0"),
-    (SFA, "A2:9.1", Sizes(), Sizes(dr=0),
-     "query_rope: expected a tensor on Ascend A2, got None"),
+    (SFA, "A2:9.1", Sizes(dr=0, k=2176), Sizes(dr=0, k=0),
+     "sparse_indices: expected at least one key or block per token on Ascend A2, got 0"),
+    (SFA, "950:9.1", Sizes(dr=0, k=2176), Sizes(dr=32),
+     "query_rope: expected Dr (head size of the rope part) to be 64 on Ascend 950, got 32"),
     (SFA, "A2:9.1", Sizes(options={"sparse_block_size": 128}),
      Sizes(options={"sparse_block_size": 3}),
      "sparse_block_size: expected sparse_block_size (keys per block) to be one of 1, 2, 4, 8, 16, "
@@ -204,6 +209,14 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      "CANN 8.5, got 1024"),
     (SFAG, "A2:9.0", Sizes(k=1, options={"pre_tokens": 3}), Sizes(k=0),
      "sparse_indices: expected at least one key or block per token on Ascend A2, got 0"),
+    (SFAG, "A2:9.0", Sizes(dr=0, k=2176), Sizes(dr=0, k=0),
+     "sparse_indices: expected at least one key or block per token on Ascend A2, got 0"),
+    (SFAG, "A2:8.5", Sizes(dr=0), Sizes(dr=0, k=2176),
+     "sparse_indices: expected K (selected keys or blocks per token) to be 2048 on Ascend A2 with "
+     "CANN 8.5, got 2176"),
+    (SFAG, "950:9.1", Sizes(dr=0), Sizes(dr=0, k=2176),
+     "sparse_indices: expected K (selected keys per token) to be a multiple of 1024 in 1024..8192 "
+     "on Ascend 950, got 2176"),
     (SFAG, "A2:9.1", Sizes(options={"sparse_block_size": 64}),
      Sizes(options={"sparse_block_size": 5}),
      "sparse_block_size: expected sparse_block_size (keys per block) to be one of 1, 2, 4, 8, 16, "
@@ -235,8 +248,15 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
     (KL, "A2:8.5", Sizes(k=2048), Sizes(k=1024),
      "sparse_indices: expected K (selected keys per token) to be 2048 on Ascend A2 with CANN 8.5, "
      "got 1024"),
-    (KL, "A3:9.0", Sizes(weights=torch.float32), Sizes(dr=0),
-     "query_rope: expected a tensor on Ascend A3, got None"),
+    (KL, "A3:9.0", Sizes(weights=torch.float32, dr=0), Sizes(dr=0, k=2176),
+     "sparse_indices: expected K (selected keys per token) to be a multiple of 1024 in 1024..8192 "
+     f"on Ascend A3 with CANN 9.0, got 2176{TAIL}"),
+    (KL, "950:9.1", Sizes(dr=0, k=3072), Sizes(dr=0, k=2176),
+     "sparse_indices: expected K (selected keys per token) to be a multiple of 1024 in 1024..8192 "
+     f"on Ascend 950, got 2176{TAIL}"),
+    (KL, "A2:8.5", Sizes(dr=0), Sizes(dr=0, k=2176),
+     "sparse_indices: expected K (selected keys per token) to be 2048 on Ascend A2 with CANN 8.5, "
+     f"got 2176{TAIL}"),
     (KL, "A2:8.5", Sizes(), Sizes(weights=torch.float32),
      "weights: expected query's dtype on Ascend A2 with CANN 8.5, got float32"),
     (KL, "A2:9.0", Sizes(s1=8192, s2=8192), Sizes(s1=8193, s2=8193),

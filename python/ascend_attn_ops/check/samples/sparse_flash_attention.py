@@ -76,6 +76,7 @@ CASES = [
     replace(_TND, lengths=((), ())),
     SparseCase(s=(3, 5), heads=8, d=512, rope=64, k=1024, absorbed=True),
     replace(_TND, heads=16, d=512, rope=64, k=1024, absorbed=True),
+    SparseCase(s=(3, 5), heads=8, d=512, k=2176, absorbed=True),
 ]
 
 PAGED_CASES = [
@@ -262,6 +263,7 @@ SPARSE_FLASH_ATTENTION = Operator(
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu,
+    torch_npu_takes=lambda case: on_device(case) and case.rope,  # as CANN's function
 )
 
 SPARSE_FLASH_ATTENTION_GRAD = Operator(

@@ -62,6 +62,7 @@ CASES = [
     replace(_TND, lengths=((), ())),
     SparseCase(s=(3, 5), heads=32, d=512, rope=64, index_heads=8, index_d=128, k=1024),
     replace(_TND, heads=32, d=512, rope=64, index_heads=16, index_d=128, k=2048),
+    SparseCase(s=(3, 5), heads=32, d=512, index_heads=8, index_d=128, k=2048),
 ]
 
 
@@ -197,6 +198,7 @@ KL_LOSS = Operator(
     on_device=on_device,
     sized=sized(heads=32, d=512, rope=64, index_heads=8, index_d=128, k=1024),
     torch_npu=torch_npu,
+    torch_npu_takes=lambda case: on_device(case) and case.rope,  # as CANN's function
 )
 
 OPERATORS = [KL_LOSS]

@@ -14,6 +14,7 @@ namespace {
 constexpr int kNoTensor = -1;
 constexpr int kNullPointer = 161001;
 constexpr int kInvalid = 161002;
+constexpr int kTiling = 561002;
 constexpr int kInnerNullPointer = 561103;
 
 // Why the host refuses a call; empty if it does not.
@@ -102,6 +103,13 @@ Rule statistics_missing(std::string_view argument) {
   return [=](const Call& call) {
     return call.get<bool>("returnSoftmaxLse") ? null(argument)(call) : "";
   };
+}
+
+std::string paged_statistics(const Call& call) {
+  return call.get<bool>("returnSoftmaxLse") &&
+                 call.get<std::string>("layoutKvOptional") == "PA_BSND"
+             ? "when returnSoftmaxLse is true, layoutKv PA_BSND is not supported"
+             : "";
 }
 
 // The host pads no value of 128 beside a key of 192, and then transposes it with the key's shape.
@@ -234,6 +242,9 @@ const std::vector<Refusal>& refusals() {
        kNoTensor,
        {statistics_missing("softmaxMax"), statistics_missing("softmaxSum")}},
       {{"SparseFlashAttention"},
+       kTiling,
+       {null("queryRopeOptional"), null("keyRopeOptional"), paged_statistics}},
+      {{"SparseFlashAttention"},
        kInnerNullPointer,
        {dtype_of("attentionOut", "query"), dtype_in("softmaxMax", kFloat),
         dtype_in("softmaxSum", kFloat)}},
@@ -241,6 +252,7 @@ const std::vector<Refusal>& refusals() {
        kInnerNullPointer,
        {dtype_of("dQueryOut", "query"), dtype_of("dKeyOut", "key"),
         dtype_of("dValueOut", "value")}},
+      {{"SparseLightningIndexerGradKLLoss"}, kTiling, {null("queryRope"), null("keyRope")}},
       {{"SparseLightningIndexerGradKLLoss"},
        kInnerNullPointer,
        {dtype_of("dQueryIndex", "queryIndex"), dtype_of("dKeyIndex", "keyIndex"),
