@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
+import torch.distributed as dist
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import relative_error
@@ -38,7 +40,10 @@ def run(tokens: dict[str, Tensor], call: Any, layout: str = "TND") -> dict[str, 
         name: tokens[name].detach().clone().requires_grad_() for name in ("query", "key", "value")
     }
     batch = [x.unsqueeze(0) if layout == "BSND" else x for x in leaves.values()]
-    out, softmax_max, softmax_sum = call(*batch, num_heads=HEADS, layout=layout)
+    options = {}
+    if "sink" in tokens:
+        options["sink"] = leaves["sink"] = tokens["sink"].detach().clone().requires_grad_()
+    out, softmax_max, softmax_sum = call(*batch, num_heads=HEADS, layout=layout, **options)
     out.backward(tokens["d_out"].reshape(out.shape))
     results = {"out": out, "max": softmax_max, "sum": softmax_sum}
     if layout == "BSND":
@@ -69,12 +74,16 @@ def one_process(tokens: dict[str, Tensor], lengths: list[int], **options: Any) -
 def of_ranks(
     tokens: dict[str, Tensor], shards: SequenceShards, layout: str = "TND", **options: Any
 ) -> dict[str, Tensor]:
-    local = {name: shards.shard(x) for name, x in tokens.items()}
+    local = {name: x if name == "sink" else shards.shard(x) for name, x in tokens.items()}
 
     def call(*args: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
         return distributed.flash_attention_score(*args, **keywords, **options, shards=shards)
 
-    return run(local, call, layout)
+    results = run(local, call, layout)
+    if "d_sink" in results:
+        # Every rank has the gradient of its tokens, as of other parameters.
+        dist.all_reduce(results["d_sink"], group=shards.group)
+    return results
 
 
 def compare(group: ProcessGroup, method: str, modes: list[dict[str, int]]) -> None:
@@ -95,7 +104,9 @@ def check(
 ) -> None:
     tolerance = 1e-14 if expected["out"].dtype == torch.float64 else 1e-6
     for name, whole in expected.items():
-        if method != "ring" and (name in ("out", "max", "sum", "d_query") or method == "ulysses"):
+        if name == "d_sink":
+            assert relative_error(actual[name], whole) <= tolerance, name
+        elif method != "ring" and (name in ("out", "max", "sum", "d_query") or method == "ulysses"):
             assert torch.equal(actual[name], shards.shard(whole)), name
         else:
             assert relative_error(shards.unshard(actual[name]), whole) <= tolerance, name
@@ -140,6 +151,61 @@ def grouped_heads(group: ProcessGroup, method: str) -> None:
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_grouped_heads_and_smaller_values(method: str) -> None:
     on_ranks(4, grouped_heads, method)
+
+
+def with_sinks(group: ProcessGroup, method: str, modes: list[dict[str, int]]) -> None:
+    with ops.limits(None):
+        for lengths in LENGTHS:
+            for dtype in (torch.float64, torch.float32):
+                # Beside scores of up to 10, of some weight and of nearly none.
+                tokens = inputs(lengths, dtype, key_heads=HEADS, value_dim=8)
+                tokens["sink"] = torch.linspace(-6, 6, HEADS, dtype=dtype)
+                shards = SequenceShards(lengths, group)
+                for mode in modes:
+                    expected = one_process(tokens, lengths, **mode)
+                    layout = "BSND" if len(lengths) == 1 else "TND"
+                    actual = of_ranks(tokens, shards, layout, method=method, **mode)
+                    assert expected["d_sink"].any()
+                    check(shards, actual, expected, method)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_sinks_are_counted_once(method: str, ranks: int) -> None:
+    on_ranks(ranks, with_sinks, method, ALL_MODES[:2] if method == "ring" else ALL_MODES[2:])
+
+
+def wrong_sinks(group: ProcessGroup, method: str) -> list[str]:
+    shards = SequenceShards([19], group)
+    query = torch.randn(shards.local_tokens, HEADS, DIM)
+    sinks: list[Any] = [
+        torch.zeros(HEADS + 1), torch.zeros(1), torch.zeros(HEADS).long(), [0.0] * HEADS,
+        # Another one on the second rank.
+        None if group.rank() else torch.zeros(HEADS),
+    ]  # fmt: skip
+    texts = []
+    for sink in sinks:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            distributed.flash_attention_score(
+                query, query, query, num_heads=HEADS, shards=shards, method=method, sink=sink
+            )
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_wrong_sinks(method: str) -> None:
+    first, second = on_ranks(2, wrong_sinks, method)
+    expected = [
+        r"shape \(12\), one score per query head, got \[13\]", r"shape \(12\), .* got \[1\]",
+        r"dtype float32, got int64", r"a tensor of this rank's tokens, got list",
+    ]  # fmt: skip
+    for texts in (first, second):
+        for text, pattern in zip(texts, expected, strict=False):
+            assert re.search(rf"ascend::flash_attention_score: sink: expected {pattern}", text)
+        assert "sink" in texts[-1]
+        assert "\n" not in texts[-1]
+    assert first[-1] == second[-1]
 
 
 def without_keys(group: ProcessGroup, method: str) -> None:

@@ -77,6 +77,13 @@ def tokens_to_heads(layout: Layout, x: Tensor) -> Tensor:
     return rows.index_select(0, layout.index("from_padded", x.device))
 
 
+def own_heads(layout: Layout, count: int) -> slice:
+    """Which of `count` heads `tokens_to_heads` gives to this rank."""
+    share = count // layout.world_size
+    begin = 0 if layout.alone else layout.rank * share
+    return slice(begin, begin + share)
+
+
 def heads_to_tokens(layout: Layout, x: Tensor) -> Tensor:
     """(tokens, N / P, D) of this rank's heads -> (local_tokens, N, D) of all heads."""
     size = layout.world_size

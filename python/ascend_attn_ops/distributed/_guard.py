@@ -21,8 +21,10 @@ Named = Mapping[str, "Tensor | None"]
 
 # These have the tokens second to last, (1, T, N) in TND.
 _STATISTICS = ("softmax_max", "softmax_sum")
+# All tokens share these, which have no axis of tokens.
+_SHARED = ("sink",)
 # These keep their dtype under autocast, as in the operators.
-_NEVER_CAST = (*_STATISTICS, "weight")
+_NEVER_CAST = (*_STATISTICS, "weight", *_SHARED)
 
 
 def batch_first(x: Tensor, layout: str) -> Tensor:
@@ -130,6 +132,9 @@ def _local_tokens(
             raise ValueError(
                 f"{where}: {argument}: expected device {_devices(shards, device)}, got {x.device}"
             )
+        if argument in _SHARED:
+            result[argument] = x
+            continue
         leading = (1,) * ((argument in _STATISTICS) + (layout == "BSND"))
         shape = (*leading, shards.local_tokens)
         if tuple(x.shape[: len(shape)]) != shape:
@@ -160,7 +165,8 @@ def _cast(argument: str, x: Any) -> Any:
 def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of the tensors that have to be equal on all ranks."""
     facts: dict[str, Any] = {
-        name: x if x is None else (*x.shape[1:], str(x.dtype)) for name, x in tensors.items()
+        name: x if x is None else (*x.shape[name not in _SHARED :], str(x.dtype))
+        for name, x in tensors.items()
     }
     recorded = torch.is_grad_enabled()
     facts["gradient"] = [

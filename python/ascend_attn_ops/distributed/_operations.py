@@ -180,13 +180,14 @@ class IndexerLoss(Operation):
 
 @dataclass(frozen=True)
 class DenseAttention(DifferentiableOperation):
-    """flash_attention_score; queries: query; keys: key and value.
+    """flash_attention_score; queries: query and sink; keys: key and value.
 
     Outputs: out (tokens, N, Dv), softmax_max and softmax_sum (tokens, N, 8).
     """
 
     name: ClassVar[str] = "flash_attention_score"
     differentiable: ClassVar[int] = 0
+    shared: ClassVar[int] = 1
 
     num_heads: int
     scale_value: float
@@ -209,7 +210,10 @@ class DenseAttention(DifferentiableOperation):
             ]
 
         one = replace(self, num_heads=self.num_heads // self.ranks, ranks=1)
-        return one.on_meta(part, share(queries), share(keys))
+        query, sink = queries
+        if sink is not None:
+            sink = sink[: one.num_heads]
+        return one.on_meta(part, [*share([query]), sink], share(keys))
 
     def last_key(self, part: Rows) -> int:
         if self.sparse_mode != 4:
@@ -237,20 +241,39 @@ class DenseAttention(DifferentiableOperation):
         return options
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
-        (query,), (key, value) = queries, keys
+        (query, sink), (key, value) = queries, keys
         out, softmax_max, softmax_sum = ops.flash_attention_score(
-            query, key, value, **self._options(part, query, key.shape[1])
+            query, key, value, sink=sink, **self._options(part, query, key.shape[1])
         )
         return out[0], softmax_max[0].transpose(0, 1), softmax_sum[0].transpose(0, 1)
 
     def backward(
         self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
     ) -> tuple[Gradients, Gradients]:
-        (query,), (key, value) = queries, keys
+        (query, sink), (key, value) = queries, keys
         out, softmax_max, softmax_sum = outputs
-        d_query, d_key, d_value = ops.flash_attention_score_grad(
+        d_query, d_key, d_value, d_sink = dense_gradients(
             query, key, value, d.unsqueeze(0),
             softmax_max.transpose(0, 1).unsqueeze(0), softmax_sum.transpose(0, 1).unsqueeze(0),
-            out.unsqueeze(0), **self._options(part, query, key.shape[1]),
+            out.unsqueeze(0), sink, self._options(part, query, key.shape[1]),
         )  # fmt: skip
-        return (d_query,), (d_key, d_value)
+        return (d_query, d_sink), (d_key, d_value)
+
+
+def dense_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    attention_in: Tensor,
+    sink: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sink."""
+    tensors = (query, key, value, dy, softmax_max, softmax_sum, attention_in)
+    if sink is None:
+        return *ops.flash_attention_score_grad(*tensors, **options), None
+    found = torch.ops.ascend._flash_attention_score_extended_grad(*tensors, sink=sink, **options)
+    return found[:4]

@@ -37,6 +37,8 @@ class Operation(ABC):
     name: ClassVar[str]
     # The keys' kinds, by which they are kept for the next operator; empty to keep none.
     kinds: ClassVar[tuple[str, ...]] = ()
+    # How many of the last queries have no axis of tokens: all tokens share them.
+    shared: ClassVar[int] = 0
 
     sparse_mode: int
 
@@ -49,15 +51,22 @@ class Operation(ABC):
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The outputs of one part."""
 
+    def queries(self, part: Rows, queries: Tensors) -> list[Any]:
+        """Returns the tensors of one part."""
+        count = len(queries) - self.shared
+        return [*part.queries(queries[:count]), *queries[count:]]
+
     def on_part(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The same of local tokens and all keys."""
-        return self.forward(part, part.queries(queries), part.keys(keys, self.last_key(part)))
+        return self.forward(part, self.queries(part, queries), part.keys(keys, self.last_key(part)))
 
     def on_meta(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The same without data."""
-        last = self.last_key(part)
+        last, count = self.last_key(part), len(queries) - self.shared
+        shared = [x if x is None else x.to("meta") for x in queries[count:]]
         with torch.no_grad():
-            return self.forward(part, _meta(queries, part.count), _meta(keys, last))
+            own = [*_meta(queries[:count], part.count), *shared]
+            return self.forward(part, own, _meta(keys, last))
 
     def check_values(  # noqa: B027, an operation may read no values
         self, parts: Sequence[Rows], queries: Tensors
@@ -113,6 +122,7 @@ def sum_gradients(
     queries: Tensors,
     full: Tensors,
     gradients: Callable[[Rows], tuple[Gradients, Gradients]],
+    shared: int = 0,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """The gradients of the local queries, and those of all keys that the local queries cause.
 
@@ -120,6 +130,7 @@ def sum_gradients(
         layout: which tokens are local.
         queries, full: the tensors to differentiate; tensors of integers have no gradient.
         gradients: those of one part, batches of one.
+        shared: how many of the last queries all tokens share. Their gradients are summed.
     """
     # Every part adds to the keys, and every rank: summed in bfloat16, they would lose digits.
     d_full = [None if x is None else x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in full]
@@ -134,9 +145,21 @@ def sum_gradients(
         torch.cat([x[:0], *(d[i][0] for d in pieces)])  # type: ignore[index]
         if x is not None and x.is_floating_point()
         else None
-        for i, x in enumerate(queries)
+        for i, x in enumerate(queries[: len(queries) - shared])
     ]
+    for i in range(len(queries) - shared, len(queries)):
+        x = queries[i]
+        d_rows.append(None if x is None else sum_of(x, [d[i] for d in pieces]))
     return d_rows, d_full
+
+
+def sum_of(x: Tensor, gradients: Sequence[Tensor | None]) -> Tensor:
+    """The gradient of a tensor that several parts share."""
+    total = x.new_zeros(x.shape, dtype=sum_dtype(x))
+    for d in gradients:
+        if d is not None:
+            total += d
+    return total.to(x.dtype)
 
 
 class RunParts(torch.autograd.Function):
@@ -179,10 +202,11 @@ class RunParts(torch.autograd.Function):
         def gradients(part: Rows) -> tuple[Gradients, Gradients]:
             own = [x[part.here] for x in outputs]
             seen = part.keys(full, operation.last_key(part))
-            return operation.backward(part, part.queries(queries), seen, own, d_out[part.here])
+            rows = operation.queries(part, queries)
+            return operation.backward(part, rows, seen, own, d_out[part.here])
 
         with LimitsOfCall(ctx.limits):
-            d_queries, d_full = sum_gradients(shards, queries, full, gradients)
+            d_queries, d_full = sum_gradients(shards, queries, full, gradients, operation.shared)
         wanted = ctx.needs_input_grad[4 + query_count :]
         d_keys = [
             None if x is None or d is None or not want else reduce_scatter(shards, d).to(x.dtype)

@@ -16,7 +16,7 @@ from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._communication import sum_dtype
 from ascend_attn_ops.distributed._layout import Layout, Rows
 from ascend_attn_ops.distributed._operations import DenseAttention
-from ascend_attn_ops.distributed._parts import limits_in_force, run_parts, saved_tensors
+from ascend_attn_ops.distributed._parts import limits_in_force, run_parts, saved_tensors, sum_of
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 # out, softmax_max and softmax_sum of some queries, tokens first.
@@ -85,26 +85,31 @@ class Ring(torch.autograd.Function):
         operation: DenseAttention,
         shards: SequenceShards,
         query: Tensor,
+        sink: Tensor | None,
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
         results: list[Result | None] = [None] * len(shards.rows())
         for source, keys in _rounds(shards, [shards.pad(key), shards.pad(value)]):
             for block, number, part, rows in _blocks(operation, shards, source):
+                before = results[number]
+                # One block of each row includes the sink.
+                queries = block.queries(part, [query, sink if before is None else None])
                 out, softmax_max, softmax_sum = block.forward(
-                    part, part.queries([query]), [x[rows].unsqueeze(0) for x in keys]
+                    part, queries, [x[rows].unsqueeze(0) for x in keys]
                 )
                 result = (out.to(sum_dtype(out)), softmax_max, softmax_sum)
-                before = results[number]
                 results[number] = result if before is None else merge(before, result)
         found = [result for result in results if result is not None]
         if found:
             out, softmax_max, softmax_sum = (torch.cat(x) for x in zip(*found, strict=True))
         else:
-            out, softmax_max, softmax_sum = run_parts(operation, shards, [query], [key, value])
+            out, softmax_max, softmax_sum = run_parts(
+                operation, shards, [query, sink], [key, value]
+            )
         out = out.to(query.dtype)
         ctx.mark_non_differentiable(softmax_max, softmax_sum)
-        ctx.save_for_backward(query, key, value, out, softmax_max, softmax_sum)
+        ctx.save_for_backward(query, sink, key, value, out, softmax_max, softmax_sum)
         ctx.operation, ctx.shards, ctx.limits = operation, shards, limits_in_force()
         return out, softmax_max, softmax_sum
 
@@ -112,24 +117,30 @@ class Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         operation, shards = ctx.operation, ctx.shards
-        query, key, value, *outputs = saved_tensors(ctx)
+        query, sink, key, value, *outputs = saved_tensors(ctx)
         d_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
         keys = [shards.pad(key), shards.pad(value)]
         # They travel with their keys, and are home after as many steps as there are ranks.
         d_keys = [x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in keys]
+        d_sinks: dict[int, Tensor | None] = {}
         for source, theirs in _rounds(shards, keys):
             with LimitsOfCall(ctx.limits):
-                for block, _number, part, rows in _blocks(operation, shards, source):
-                    (d,), d_block = block.backward(
-                        part, part.queries([query]), [x[rows].unsqueeze(0) for x in theirs],
+                for block, number, part, rows in _blocks(operation, shards, source):
+                    # The gradient of the sink needs no keys: any block of a row has all of it.
+                    own = None if number in d_sinks else sink
+                    (d, d_sink), d_block = block.backward(
+                        part, block.queries(part, [query, own]),
+                        [x[rows].unsqueeze(0) for x in theirs],
                         [x[part.here] for x in outputs], d_out[part.here],
                     )  # fmt: skip
                     assert d is not None
                     d_query[part.here] += d[0]
+                    d_sinks.setdefault(number, d_sink)
                     for total, d_key in zip(d_keys, d_block, strict=True):
                         assert d_key is not None
                         total[rows] += d_key[0]
             if shards.world_size > 1:
                 d_keys = _Exchange(shards, d_keys).wait()
         d_key, d_value = (d[: shards.local_tokens].to(key.dtype) for d in d_keys)
-        return None, None, d_query.to(query.dtype), d_key, d_value
+        d_shared = None if sink is None else sum_of(sink, list(d_sinks.values()))
+        return None, None, d_query.to(query.dtype), d_shared, d_key, d_value

@@ -12,15 +12,15 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 import ascend_attn_ops as ops
-from ascend_attn_ops._arguments import check_count, shown
-from ascend_attn_ops._dense_attention import default_mask, default_scale
+from ascend_attn_ops._arguments import check_count, shown, wrong
+from ascend_attn_ops._dense_attention import default_mask, default_scale, sink_of_statistics
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._statistics import LANES, by_head
 from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._communication import heads_to_tokens, tokens_to_heads
+from ascend_attn_ops.distributed._communication import heads_to_tokens, own_heads, tokens_to_heads
 from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
-from ascend_attn_ops.distributed._operations import DenseAttention
+from ascend_attn_ops.distributed._operations import DenseAttention, dense_gradients
 from ascend_attn_ops.distributed._parts import distinct, limits_in_force, run, saved_tensors
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
@@ -45,11 +45,12 @@ def flash_attention_score(
     inner_precise: int = 0,
     sparse_mode: int = 0,
     save_gathered: bool = False,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`ascend_attn_ops.flash_attention_score` of local tokens, over the keys of all ranks.
 
-    A collective call, as is its backward. Differentiable with respect to query, key and value.
-    Position biases, masks as tensors, prefixes and dropout are not supported.
+    A collective call, as is its backward. Differentiable with respect to query, key, value and
+    sink. Position biases, masks as tensors, prefixes, dropout and separate ropes are not supported.
 
     Args:
         query: local tokens, (T, N, D), or (1, T, N, D) in layout BSND.
@@ -70,6 +71,9 @@ def flash_attention_score(
         sparse_mode: 0, all keys; 2 and 3, causal; 4, a band.
         save_gathered: "allgather": keep the keys of all ranks for the backward, instead of
             gathering them again.
+        sink: (N), the attention sinks of all heads, the same on all ranks. It is counted once,
+            however many ranks have keys. Its gradient on a rank is that of the local tokens: sum
+            it over the ranks, as the gradients of all parameters.
 
     Returns:
         out, with query's shape and head size Dv; softmax_max and softmax_sum, float32 (float64 for
@@ -98,12 +102,15 @@ def flash_attention_score(
         scale_value = default_scale(query, num_heads, layout)
     _check_method(method, sparse_mode, pre_tokens, next_tokens)
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
+    if sink is not None:
+        sink = sink_of_statistics(sink, query)
     if method == "ulysses":
         _check_heads(num_heads, {"query": query, "key": key, "value": value}, shards.world_size)
+        _check_sink(num_heads, sink)
     ranks = shards.world_size if method == "ulysses" else 1
     queries, keys = guard(
         replace(operation, ranks=ranks), shards, layout,
-        queries={"query": query}, keys={"key": key, "value": value},
+        queries={"query": query, "sink": sink}, keys={"key": key, "value": value},
         options={"method": method, "save_gathered": save_gathered},
     )  # fmt: skip
     with without_autocast(shards):
@@ -152,6 +159,13 @@ def _check_heads(num_heads: int, tensors: dict[str, Tensor], ranks: int) -> None
             )
 
 
+def _check_sink(num_heads: int, sink: Tensor | None) -> None:
+    """Checks what a rank's share of the sink no longer shows."""
+    if isinstance(sink, Tensor) and list(sink.shape) != [num_heads]:
+        expected = f"shape ({num_heads}), one score per query head"
+        raise wrong(ValueError, _WHERE, "sink", expected, str(list(sink.shape)))
+
+
 class _Ulysses(torch.autograd.Function):
     """Tokens of all heads become heads of all tokens, and back."""
 
@@ -161,9 +175,11 @@ class _Ulysses(torch.autograd.Function):
         operation: DenseAttention,
         shards: SequenceShards,
         query: Tensor,
+        sink: Tensor | None,
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
+        own = None if sink is None else sink[own_heads(shards, operation.num_heads)]
         heads = [tokens_to_heads(shards, x) for x in (query, key, value)]
         ends = list(accumulate(shards.lengths))
         options = {
@@ -175,8 +191,8 @@ class _Ulysses(torch.autograd.Function):
             "actual_seq_lengths_key": ends,
         }
         del options["ranks"]
-        out, softmax_max, softmax_sum = ops.flash_attention_score(*heads, **options)
-        ctx.save_for_backward(*heads, out, softmax_max, softmax_sum)
+        out, softmax_max, softmax_sum = ops.flash_attention_score(*heads, sink=own, **options)
+        ctx.save_for_backward(*heads, own, out, softmax_max, softmax_sum)
         ctx.operation, ctx.shards, ctx.options = operation, shards, options
         ctx.limits = limits_in_force()
         # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
@@ -188,10 +204,16 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, softmax_max, softmax_sum = saved_tensors(ctx)
+        query, key, value, sink, out, softmax_max, softmax_sum = saved_tensors(ctx)
         d_heads = tokens_to_heads(ctx.shards, d_out)
         with LimitsOfCall(ctx.limits):
-            gradients = ops.flash_attention_score_grad(
-                query, key, value, d_heads, softmax_max, softmax_sum, out, **ctx.options
+            *gradients, d_own = dense_gradients(
+                query, key, value, d_heads, softmax_max, softmax_sum, out, sink, ctx.options
             )
-        return None, None, *(heads_to_tokens(ctx.shards, x) for x in gradients)
+        d_query, d_key, d_value = (heads_to_tokens(ctx.shards, x) for x in gradients)
+        d_sink = None
+        if d_own is not None:
+            heads = ctx.operation.num_heads
+            d_sink = d_own.new_zeros(heads)
+            d_sink[own_heads(ctx.shards, heads)] = d_own
+        return None, None, d_query, d_sink, d_key, d_value
