@@ -17,8 +17,13 @@ namespace {
 
 constexpr int64_t kNone = -2;  // no block, and no gap either
 
-// How many keys each row sees, beside the selection's axes of heads and slots: (B, S1, 1, 1) or
-// (T1, 1, 1), where B and S1 may be 1. A row of no sequence sees any number.
+}  // namespace
+
+at::Tensor sequences_of_rows(const at::Tensor& ends, const at::Tensor& rows) {
+  return at::searchsorted(ends, rows, /*out_int32=*/false, /*right=*/true)
+      .clamp_max(ends.size(0) - 1);
+}
+
 at::Tensor visible_keys_of_rows(const at::Tensor& query, const at::Tensor& key,
                                 const SparseAttentionOptions& options, bool paged) {
   const auto integers = query.options().dtype(at::kLong);
@@ -39,8 +44,7 @@ at::Tensor visible_keys_of_rows(const at::Tensor& query, const at::Tensor& key,
       return at::cat({at::zeros({1}, ends.options()), ends.narrow(0, 0, ends.size(0) - 1)});
     };
     const auto keys = paged ? *key_lengths : *key_lengths - begins(*key_lengths);
-    const auto sequences = at::searchsorted(query_ends, rows, /*out_int32=*/false, /*right=*/true)
-                               .clamp_max(query_ends.size(0) - 1);
+    const auto sequences = sequences_of_rows(query_ends, rows);
     visible = (causal ? keys - query_ends : keys).index_select(0, sequences);
     if (causal) {
       visible = visible + (rows + 1);
@@ -48,8 +52,6 @@ at::Tensor visible_keys_of_rows(const at::Tensor& query, const at::Tensor& key,
   }
   return visible.clamp_min(0).unsqueeze(-1).unsqueeze(-1);
 }
-
-}  // namespace
 
 at::Tensor ended_by_first_gap(const at::Tensor& selection) {
   return selection.size(-1) == 0

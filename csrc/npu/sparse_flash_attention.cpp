@@ -7,6 +7,7 @@
 #include "npu/absent_ropes.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
+#include "npu/paged_statistics.h"
 #include "npu/read_slots.h"
 #include "npu/selection.h"
 #include "ops/sparse_indices.h"
@@ -42,8 +43,7 @@ at::Tensor launched_selection(const SparseFlashAttention& op) {
                              op.pages.given());
 }
 
-void sparse_flash_attention(const SparseFlashAttention& op,
-                            SparseFlashAttention::Outputs& outputs) {
+void launch(const SparseFlashAttention& op, SparseFlashAttention::Outputs& outputs) {
   constexpr int64_t kAbsorbed = 2;
   const auto selection = launched_selection(op);
   const auto ropes = ropes_or_zeros(op.query, op.key, op.options.query_rope, op.options.key_rope);
@@ -63,6 +63,15 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   if (op.options.sparse_block_size >= kWholeBlocks && selection.numel() != 0) {
     // The kernel gives rows that select nothing an output of inf.
     out.masked_fill_(selection.narrow(-1, 0, 1) < 0, 0);
+  }
+}
+
+void sparse_flash_attention(const SparseFlashAttention& op,
+                            SparseFlashAttention::Outputs& outputs) {
+  if (op.pages.given() && op.return_softmax_lse) {
+    attend_to_gathered_keys(op, outputs, launch);
+  } else {
+    launch(op, outputs);
   }
 }
 

@@ -90,8 +90,6 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);
-  check_value(!pages.given() || !return_softmax_lse, name, "return_softmax_lse",
-              "expected False because layout_key is PA_BSND, got True");
   const auto& device_limits = rules.limits();
   const auto block_size = key.sym_size(1).maybe_as_int();
   device_limits.rule(kWholePages,

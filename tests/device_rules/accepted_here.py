@@ -21,10 +21,18 @@ def without_ropes(x: ParameterSet) -> bool:
     return x.arguments.get("query_rope") is None and x.arguments.get("key_rope") is None
 
 
+def statistics_of_pages(x: ParameterSet) -> bool:
+    paged = x.arguments.get("layout_key") == "PA_BSND"
+    return paged and x.arguments.get("return_softmax_lse", True)
+
+
 def launched_otherwise(x: ParameterSet) -> bool:
     """Whether the launch passes other arguments than CANN was asked about."""
-    takes_none = ("sparse_flash_attention", "sparse_lightning_indexer_grad_kl_loss")
-    return without_heads(x) or (x.operator in takes_none and without_ropes(x))
+    if x.operator == "sparse_lightning_indexer_grad_kl_loss":
+        return without_heads(x) or without_ropes(x)
+    if x.operator == "sparse_flash_attention":
+        return without_heads(x) or without_ropes(x) or statistics_of_pages(x)
+    return without_heads(x)
 
 
 # For each operator: the name of a class, as the documentation has it, and which sets belong to it.
@@ -37,6 +45,7 @@ ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
     "sparse_flash_attention": {
         "indices without the axis of heads": without_heads,
         "calls without ropes": without_ropes,
+        "statistics of paged keys": statistics_of_pages,
     },
     "sparse_flash_attention_grad": {"indices without the axis of heads": without_heads},
     "sparse_lightning_indexer_grad_kl_loss": {"calls without ropes": without_ropes},

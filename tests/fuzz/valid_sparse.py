@@ -86,6 +86,7 @@ def sparse_case(
     fields["selection_heads"] = random.random() < 0.8
     fields["index_heads"] = random.choice((0, 1, 2, 3, 4, 8, 9, 16))
     fields["index_d"] = draw.size(random)
+    fields["statistics"] = paged and random.random() < 0.5
     case = Fuzzed(**fields)
     return without_elements(random, case, loss) if empty else case
 

@@ -109,6 +109,33 @@ def test_only_selected_blocks_are_read() -> None:
         )  # fmt: skip
 
 
+def test_statistics_on_request() -> None:
+    """torch.ops returns them by default, the public function does not."""
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(3, 16, 1, 32, generator=generator)
+    query = torch.randn(2, 4, 32, generator=generator)
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    indices = torch.tensor([[[17, 3, -1]], [[-1, -1, -1]]], dtype=torch.int32)
+    options: dict[str, Any] = {
+        "scale_value": 0.5, "layout": "TND", "layout_key": "PA_BSND", "block_table": table,
+        "actual_seq_lengths_query": torch.tensor([2], dtype=torch.int32),
+        "actual_seq_lengths_key": torch.tensor([20], dtype=torch.int32),
+    }  # fmt: skip
+    given = (query, cache, cache, indices)
+    _, maximum, total = torch.ops.ascend.sparse_flash_attention(*given, **options)
+    scores = 0.5 * query[0].double() @ torch.stack((cache[0, 1, 0], cache[2, 3, 0])).double().T
+    lse = scores.logsumexp(-1)
+    torch.testing.assert_close((maximum + total.log())[0, 0].double(), lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(maximum[0, 0].double(), scores.amax(-1), rtol=1e-5, atol=1e-5)
+    assert maximum.shape == total.shape == (1, 2, 4)
+    assert not maximum[0, 1].any()
+    assert not total[0, 1].any()
+    _, *none = ops.sparse_flash_attention(*given, **options)
+    assert [x.shape for x in none] == [(0,), (0,)]
+    _, *statistics = ops.sparse_flash_attention(*given, **options, return_softmax_lse=True)
+    assert all(map(torch.equal, statistics, (maximum, total)))
+
+
 def test_statistics_are_optional() -> None:
     sample = ATTENTION.small_sample()
     public = {**sample.inputs, **sample.options}

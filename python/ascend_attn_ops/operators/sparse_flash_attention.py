@@ -90,8 +90,9 @@ def sparse_flash_attention(
             block block_table[b, s // block_size] of the caches. For inference only.
         block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
             are not read.
-        return_softmax_lse: whether to return the statistics, which a backward needs. None returns
-            them unless keys are paged; the device has none for paged keys.
+        return_softmax_lse: whether to return the statistics, which a backward needs, and by which
+            :func:`attention_update` merges results over parts of the keys. None returns them unless
+            keys are paged: an NPU then has to copy the selected keys.
 
     Returns:
         out, with query's shape and dtype; softmax_max and softmax_sum, float32 (float64 for float64

@@ -35,10 +35,6 @@ WRONG_CALLS = [
     *shared.token_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
     *shared.page_rules(SPARSE_FLASH_ATTENTION),
     *shared.page_limit_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
-    WrongCall(
-        "pages-statistics", SPARSE_FLASH_ATTENTION, shared.PAGES[0], {"return_softmax_lse": True},
-        "return_softmax_lse",
-    ),
     *(
         WrongCall(
             f"pages-{name} axis {axis} too long", SPARSE_FLASH_ATTENTION, shared.PAGES[0],

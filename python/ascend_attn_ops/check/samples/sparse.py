@@ -38,6 +38,7 @@ class SparseCase:
     absorbed: bool = False  # value is key
     selection_heads: bool = True  # whether sparse_indices have the axis of heads
     page: int = 0  # rows per block of the cache that has the keys; 0: keys side by side
+    statistics: bool = False  # of paged keys; those of others are always returned
 
     @property
     def id(self) -> str:
@@ -57,6 +58,7 @@ class SparseCase:
         parts += ["absorbed"] if self.absorbed else []
         parts += [] if self.selection_heads else ["noheads"]
         parts += [f"page{self.page}"] if self.page else []
+        parts += ["statistics"] if self.page and self.statistics else []
         return "-".join(parts)
 
     def tokens(self, side: int) -> tuple[int, ...]:

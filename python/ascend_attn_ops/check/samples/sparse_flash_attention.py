@@ -99,6 +99,20 @@ PAGED_CASES = [
     ),
 ]  # fmt: skip
 
+# On an NPU the launch gathers the keys: those that the tokens select, or all if they are fewer.
+PAGED_CASES += [
+    replace(case, statistics=True)
+    for case in [
+        *(case for case in PAGED_CASES if case.k < 1024),
+        SparseCase(b=2, s=(3, 60), lengths=((2, 3), (60, 33)), block=8, k=4, page=16, mode=0),
+        SparseCase(b=2, s=(3, 90), lengths=((2, 3), (90, 33)), pattern="first", k=5, page=16),
+        SparseCase(b=2, s=(3, 90), lengths=((3, 2), (90, 71)), pattern="hole", k=5, page=32),
+        SparseCase(b=2, s=(3, 90), lengths=((3, 2), (90, 2)), pattern="future", k=5, page=32),
+        replace(_TND, lengths=((5, 0, 2), (90, 3, 60)), tail=(2, 3), block=4, k=3, page=16),
+        replace(_TND, lengths=((5, 6), (3, 90)), pattern="duplicates", k=4, page=32, rope=8),
+    ]
+]
+
 
 def build(case: SparseCase, dtype: torch.dtype) -> Sample:
     random = Random(case.id, dtype)
@@ -117,7 +131,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         pages = Pages.draw(case, random)
         for caches, name in ((inputs, "key"), (inputs, "value"), (rope, "key_rope")):
             caches[name] = pages.cache(case, caches[name])
-        paged = {**pages.options, "return_softmax_lse": False}
+        paged = {**pages.options, "return_softmax_lse": case.statistics}
     if case.absorbed:
         inputs["value"] = inputs["key"]
     options = {
@@ -263,7 +277,8 @@ SPARSE_FLASH_ATTENTION = Operator(
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu,
-    torch_npu_takes=lambda case: on_device(case) and case.rope,  # as CANN's function
+    # As CANN's function, which takes no paged keys beside statistics either: no sample has both.
+    torch_npu_takes=lambda case: on_device(case) and case.rope,
 )
 
 SPARSE_FLASH_ATTENTION_GRAD = Operator(
