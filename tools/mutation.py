@@ -60,9 +60,9 @@ FIRST = {
 }
 # They start processes, which run what other files test as well.
 SLOW = {
-    "test_benchmarks", "test_distributed_example", "test_dtensor", "test_example",
-    "test_int8_example", "test_killed_rank", "test_limits", "test_packaging", "test_paged_decode",
-    "test_training", "test_transformers_example",
+    "test_benchmarks", "test_context_parallel_decode", "test_distributed_example", "test_dtensor",
+    "test_example", "test_int8_example", "test_killed_rank", "test_limits", "test_packaging",
+    "test_paged_decode", "test_training", "test_transformers_example",
 }  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""Decoding with keys on several ranks: its parts alone, and the example as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from types import ModuleType
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from support.checkout import EXAMPLES
+
+SCRIPT = EXAMPLES / "context_parallel_decode.py"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import context_parallel_decode
+
+    return context_parallel_decode
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_key_is_on_one_rank(example: ModuleType, ranks: int) -> None:
+    for length in (0, 1, 15, 16, 17, 40, 64, 100):
+        positions = torch.arange(length)
+        local = []
+        for rank in range(ranks):
+            part = example.Part(rank, ranks)
+            mine = positions[part.has(positions)]
+            local.append(mine)
+            # Its keys are numbered without gaps, in order.
+            assert part.local(mine).tolist() == list(range(len(mine)))
+            assert part.count(torch.tensor(length)).item() == len(mine)
+        assert torch.cat(local).sort().values.equal(positions)
+
+
+def test_a_selection_is_dealt_out(example: ModuleType) -> None:
+    """Blocks of 16: position 16 is the second rank's first key, and 33 the first rank's 18th."""
+    indices = torch.tensor([[33, 16, 2, 31, -1], [-1, -1, -1, -1, -1]], dtype=torch.int32)
+    first, second = (example.Part(rank, 2).selection(indices) for rank in range(2))
+    assert first.tolist() == [[17, 2, -1, -1, -1], [-1] * 5]
+    assert second.tolist() == [[0, 15, -1, -1, -1], [-1] * 5]
+    assert first.dtype == torch.int32
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_merged_parts_are_the_softmax_over_all_keys(example: ModuleType, ranks: int) -> None:
+    """In float64, over a selection that leaves some ranks without keys, and one row without any."""
+    generator = torch.Generator().manual_seed(ranks)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    length, heads = 70, 3
+    latent, rope = normal(length, 1, example.LATENT), normal(length, 1, example.ROPE)
+    query, query_rope = normal(1, 3, heads, example.LATENT), normal(1, 3, heads, example.ROPE)
+    indices = torch.full((1, 3, 1, 9), -1, dtype=torch.int32)
+    indices[0, 0, 0] = torch.tensor([69, 3, 40, 17, 16, 55, 8, 31, 64])
+    indices[0, 1, 0, :2] = torch.tensor([5, 1])
+    lengths = torch.tensor([length], dtype=torch.int32)
+    parts = []
+    with ops.limits(None):
+        for rank in range(ranks):
+            part = example.Part(rank, ranks)
+            cache = example.Cache.empty(part, 1, length, latent)
+            cache.write(latent, rope, torch.arange(length)[None])
+            parts.append(cache.attend(query, query_rope, indices, lengths))
+        out, _ = ops.attention_update([lse for _, lse in parts], [x for x, _ in parts])
+    keys = torch.cat((latent, rope), -1)[:, 0]
+    for row in range(3):
+        selected = indices[0, row, 0][indices[0, row, 0] >= 0].long()
+        q = torch.cat((query, query_rope), -1)[0, row]
+        weights = (q @ keys[selected].T * example.SCALE).softmax(-1)
+        torch.testing.assert_close(out[0, row], weights @ latent[selected, 0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_decode_what_one_decodes(ranks: int) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc-per-node={ranks}", str(SCRIPT), "--steps=3"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = re.search(rf"{ranks} ranks, 3 steps of 3 sequences: .* is (\S+)", result.stdout)
+    assert found, result.stdout
+
+
+def test_says_how_to_start_it() -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "torchrun --nproc-per-node 2" in result.stderr
