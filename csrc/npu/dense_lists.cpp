@@ -32,15 +32,11 @@ DenseLists::DenseLists(const at::Tensor& query, const at::Tensor& key,
 
 // A pack with tokens behind its sequences, of queries and of keys: from CANN 9.0 on A2 and A3 want
 // one more element in both lists, which is 0. It counts as a sequence, so that `prefix` has one
-// more too. Slopes and masks of every batch would need another row: with those the caller adds the
-// 0.
+// more too. Beside slopes or a mask of every sequence, the caller adds the 0.
 void DenseLists::mark_padding(const at::Tensor& query, const at::Tensor& key,
                               const FlashAttentionOptions& options) {
   static const bool wanted = runs_on(kA2A3.since(Cann::v9_0));
-  const auto per_batch = [](const std::optional<at::Tensor>& tensor, int64_t rank) {
-    return tensor && tensor->dim() == rank && tensor->size(0) > 1;
-  };
-  if (per_batch(options.pse_shift, 2) || per_batch(options.atten_mask, 4)) {
+  if (has_row_per_sequence(options)) {
     return;
   }
   const auto padded = [](const at::Tensor& tokens, const IntegerList& ends) {

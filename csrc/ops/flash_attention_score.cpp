@@ -90,6 +90,13 @@ FlashAttentionPseGrad::Outputs FlashAttentionPseGrad::check_and_allocate() const
   return {new_like(*options.pse_shift)};
 }
 
+bool has_row_per_sequence(const FlashAttentionOptions& options) {
+  const auto has_rows = [](const std::optional<at::Tensor>& tensor, int64_t rank) {
+    return tensor && tensor->dim() == rank && tensor->sym_size(0) > 1;
+  };
+  return has_rows(options.pse_shift, 2) || has_rows(options.atten_mask, 4);
+}
+
 bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
                        const c10::SymInt& keys) {
   return pse_shift.dim() == 4 && pse_shift.sym_size(2) == kCompressedPseRows && queries == keys &&

@@ -145,6 +145,10 @@ struct FlashAttentionPseGrad : FlashAttentionExtendedGradArguments {
 // Each row of the softmax statistics repeats its value this many times, as on the device.
 inline constexpr int64_t kStatisticsLanes = 8;
 
+// Returns whether slopes or a mask of a pack have a row for each of several sequences. A 0 that
+// closes the lists would need a row too.
+bool has_row_per_sequence(const FlashAttentionOptions& options);
+
 // The number of rows in the compressed form of pse_shift.
 inline constexpr int64_t kCompressedPseRows = 1024;
 

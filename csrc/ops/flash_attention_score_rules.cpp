@@ -168,7 +168,8 @@ void FlashAttentionRules::check_lengths() {
   }
   check_sequence_lengths(op_, query_name, layout_, query_ends_, queries_);
   check_sequence_lengths(op_, key_name, layout_, key_ends_, keys_);
-  if (limits_ && !closed) {
+  // The launch closes other packs itself.
+  if (limits_ && !closed && has_row_per_sequence(options_)) {
     const auto behind = [](const c10::SymInt& tokens, const c10::SymInt& sum) {
       const auto known_tokens = tokens.maybe_as_int();
       const auto known_sum = sum.maybe_as_int();

@@ -19,8 +19,8 @@ namespace ascend_attn {
 
 inline constexpr Rule kPaddedPack{"actual_seq_lengths_query",
                                   "both lists of lengths to end with 0 (100, 200, 0) where query "
-                                  "and key have tokens behind their "
-                                  "last sequence",
+                                  "and key have padding rows beside slopes or a mask of every "
+                                  "sequence",
                                   kA2A3.since(Cann::v9_0)};
 inline constexpr Rule kPseOfTypeZero{"pse_shift", "a tensor for pse_type 0", kA2A3};
 inline constexpr Rule kPsePerKeyOfGradient{

@@ -17,6 +17,15 @@ def without_heads(x: ParameterSet) -> bool:
     return len(shapes[1]) == len(shapes[0]) - 1
 
 
+def padded_pack(x: ParameterSet) -> bool:
+    """Without the 0 that the launch adds."""
+    for side in ("query", "key"):
+        ends = x.arguments.get(f"actual_seq_lengths_{side}")
+        if not ends or not 0 < ends[-1] < x.arguments[side]["shape"][0]:
+            return False
+    return bool(x.arguments["layout"] == "TND")
+
+
 def without_ropes(x: ParameterSet) -> bool:
     return x.arguments.get("query_rope") is None and x.arguments.get("key_rope") is None
 
@@ -32,11 +41,14 @@ def launched_otherwise(x: ParameterSet) -> bool:
         return without_heads(x) or without_ropes(x)
     if x.operator == "sparse_flash_attention":
         return without_heads(x) or without_ropes(x) or statistics_of_pages(x)
+    if x.operator == "flash_attention_score":
+        return padded_pack(x)
     return without_heads(x)
 
 
 # For each operator: the name of a class, as the documentation has it, and which sets belong to it.
 ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
+    "flash_attention_score": {"padded packs without a closing 0": padded_pack},
     "flash_attention_score_grad": {
         "tokens beyond 32 bits": lambda x: any(
             abs(x.arguments.get(name, 0)) >= 2**31 for name in ("pre_tokens", "next_tokens")

@@ -35,3 +35,12 @@ def test_both_sides_of_a_rule(row: Boundary) -> None:
                 call(operator, row.case, row.refused)
         with ascend_attn_ops.limits(None):
             call(operator, row.case, row.refused)
+
+
+@pytest.mark.parametrize("mode", [None, 3])
+def test_the_launch_closes_padded_packs(mode: int | None) -> None:
+    """So that no device refuses one."""
+    case = FlashCase(layout="TND", lengths=((3, 4), (5, 6)), tail=(1, 2), mode=mode)
+    for product, cann in (("A2", "9.1"), ("A3", "9.0"), ("A2", "8.5"), ("950", "9.1")):
+        with ascend_attn_ops.limits(product, cann):  # type: ignore[arg-type]
+            call("flash_attention_score", case, {})

@@ -352,7 +352,7 @@ def test_padded_packs(lengths: Any, tail: tuple[int, int]) -> None:
     case = FlashCase(layout="TND", lengths=lengths, tail=tail, mode=3)
     if not (sum(lengths[0]) + tail[0] and sum(lengths[1]) + tail[1]):
         pytest.skip("no tokens: nothing is padded")
-    end = [0] if all(tail) and PRODUCT == "A2" and CANN >= "9.0" and sum(lengths[0]) else []
+    end = [0] if all(tail) and PRODUCT != "950" and CANN >= "9.0" and sum(lengths[0]) else []
     for build in (flash_attention_score.build, flash_attention_score.build_grad):
         sample = build(case, torch.bfloat16)
         with cann_simulator.recorded_calls() as log:

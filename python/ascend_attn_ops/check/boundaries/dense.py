@@ -22,7 +22,7 @@ EVERYWHERE = (*ATLAS, *P950)
 
 LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 TND = FlashCase(layout="TND", lengths=((3, 4), (5, 6)), heads=(2, 2), d=(8, 8))
-PADDED = replace(TND, tail=(1, 2))
+PADDED = replace(TND, tail=(1, 2), mode=1, mask="B1")
 BAND = replace(TND, mode=4, pre=3, next=2)
 MODE_7 = replace(TND, mode=7, pre=6, next=-1)
 MODE_8 = replace(TND, mode=8, pre=9, next=2, lengths=((3, 4), (5, 4)))
@@ -51,10 +51,13 @@ class Boundary:
 BOUNDARIES = [
     Boundary(
         "padded packs", PADDED, {},
-        {LENGTHS[0]: [3, 7, 0], LENGTHS[1]: [5, 11, 0]},
+        {
+            LENGTHS[0]: [3, 7, 0], LENGTHS[1]: [5, 11, 0],
+            "atten_mask": torch.zeros(3, 1, 4, 6, dtype=torch.bool),
+        },
         "actual_seq_lengths_query",
-        "both lists of lengths to end with 0 (100, 200, 0) where query and key have tokens behind "
-        "their last sequence on {device}, got 7 of T1 = 8 and 11 of T2 = 13",
+        "both lists of lengths to end with 0 (100, 200, 0) where query and key have padding rows "
+        "beside slopes or a mask of every sequence on {device}, got 7 of T1 = 8 and 11 of T2 = 13",
         (FORWARD,), (("A2", "9.1"), ("A2", "9.0"), ("A3", "9.1")),
         (("A2", "8.5"), ("950", "9.1")), of_version=True,
     ),
@@ -164,8 +167,8 @@ def arguments(operator: str, case: FlashCase, change: dict[str, Any]) -> dict[st
         sample = (build if operator == FORWARD else build_grad)(case, torch.bfloat16)
     given = {}
     for name, x in {**sample.arguments, **change}.items():
-        is_input = name in change and isinstance(x, torch.Tensor)
-        given[name] = x.to(torch.bfloat16) if is_input else x
+        is_number = name in change and isinstance(x, torch.Tensor) and x.is_floating_point()
+        given[name] = x.to(torch.bfloat16) if is_number else x
     return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.items()}
 
 
