@@ -77,10 +77,13 @@ def test_compiled_once_for_all_sizes(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
     for batch, lengths in ((3, (6, 9)), (5, (10, 12)), (7, (11, 17))):
         tensors = inputs(dtype, lengths, batch)
         assert_same_bits(results(compiled, tensors), results(attend, tensors))
-    assert counter.frame_count == 1
+        frames.append(counter.frame_count)
+    # torch may start the first trace again.
+    assert frames == frames[:1] * 3
 
 
 @EXPORT_LOSES_STAR_ARGUMENTS
