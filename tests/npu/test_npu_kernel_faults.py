@@ -95,6 +95,17 @@ def test_row_without_keys() -> None:
     assert out[0, 1].isinf().all()
 
 
+def test_row_without_keys_in_small_blocks() -> None:
+    """Its statistics are those of as many keys as it has slots, far below all others."""
+    indices = [[1, 0], [-1, -1]]
+    out, softmax_max, softmax_sum = (x.cpu() for x in forward(sparse(indices, keys=80), block=4))
+    assert (out[0, 1].float().abs() < 1e-25).all()
+    assert (softmax_max[0, 0, 1] == -2e38).all()
+    assert (softmax_sum[0, 0, 1] == 2).all()
+    assert (softmax_max[0, 0, 0].abs() < 1e3).all()
+    assert out[0, 0].float().abs().max() > 0.01
+
+
 def test_padding_in_the_gradient() -> None:
     message = "row 1 of sparse_indices has -1 in slot 3 of the 4 that are read: .* out of bounds"
     with pytest.raises(RuntimeError, match=message):
@@ -165,6 +176,20 @@ def test_sequences_of_unequal_lengths() -> None:
     with pytest.raises(RuntimeError, match="sequence 1 has 2 queries and 5 keys, and sequence 0"):
         gradient([2, 2], [4, 5])
     gradient([2, 2], [5, 5])
+
+
+def test_more_slots_than_keys_of_an_indexer_without_a_causal_mask() -> None:
+    def gradient(slots: int, mode: int) -> None:
+        torch.ops.npu.npu_lightning_indexer_grad(
+            normal(1, 2, 64, 128), normal(1, 7, 1, 128), normal(1, 2, 1, slots),
+            integers(*[range(slots)] * 2)[None, :, None] % 7, normal(1, 2, 64),
+            layout="BSND", sparse_mode=mode,
+        )  # fmt: skip
+
+    with pytest.raises(RuntimeError, match="sequence 0 has 7 keys for the 8 slots of a row"):
+        gradient(8, mode=0)
+    gradient(7, mode=0)
+    gradient(8, mode=3)
 
 
 def test_deterministic_loss_on_an_odd_number_of_cores() -> None:

@@ -41,6 +41,38 @@ const KernelFault kFaultOfSelection{
                                            queries.size() * rows, " rows into outputs of ", rows);
     }};
 
+const KernelFault kManyIndices{
+    Harm::bounds, [](const Call& call) -> std::string {
+      constexpr int64_t kMost = 2048;
+      const auto count = call.get<TensorView>("sparseIndices").sizes.back();
+      return cann_version() >= kCann91 || count <= kMost
+                 ? ""
+                 : c10::str(count, " indices a row: the device has buffers for ", kMost);
+    }};
+
+// Without a causal mask the kernel reads every slot of a row, padding as well.
+const KernelFault kMoreIndicesThanKeys{
+    Harm::bounds, [](const Call& call) -> std::string {
+      if (call.get<int64_t>("sparseMode") != 0) {
+        return {};
+      }
+      const bool packed = call.is_tnd("inputLayout");
+      const auto count = call.get<TensorView>("sparseIndices").sizes.back();
+      // In layout BSND the kernel ignores lengths.
+      const auto queries =
+          SequenceLengths{"query", packed ? "actualSeqQLenOptional" : "", packed}.of(call);
+      const auto keys =
+          SequenceLengths{"key", packed ? "actualSeqKvLenOptional" : "", packed}.of(call);
+      for (size_t b = 0; b < queries.size(); ++b) {
+        if (queries[b] > 0 && keys.at(b) < count) {
+          return c10::str("sequence ", b, " has ", keys[b], " keys for the ", count,
+                          " slots of a row, which sparseMode 0 reads: the device reads and writes "
+                          "out of bounds");
+        }
+      }
+      return {};
+    }};
+
 const KernelFault kFaultOfGradient{
     Harm::results, [](const Call& call) -> std::string {
       if (!call.is_tnd("inputLayout")) {
@@ -138,7 +170,7 @@ const Function lightning_indexer_grad{
                   output("dweightsOut")},
     .device = {.written = written_gradient,
                .spoil = spoil_unequal_sequences,
-               .faults = {kFaultOfGradient}}};
+               .faults = {kManyIndices, kMoreIndicesThanKeys, kFaultOfGradient}}};
 
 }  // namespace
 

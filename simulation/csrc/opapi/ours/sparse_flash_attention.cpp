@@ -99,17 +99,29 @@ std::string hole(const Call& call) {
              : "";
 }
 
-// The output of a row that sees keys and selects none is infinite.
+// A row that sees keys and selects none: its output is infinite, or with small blocks the mean of
+// as many keys of almost no score as it has slots.
 void spoil_empty_rows(const Call& call) {
-  if (has_small_blocks(call) || !has_faults(Harm::results)) {
+  if (!has_faults(Harm::results)) {
     return;
   }
+  const bool small = has_small_blocks(call);
   const auto out = call.tensor("attentionOut");
+  const auto max = call.optional_tensor("softmaxMax");
+  const auto sum = call.optional_tensor("softmaxSum");
   const bool packed = call.is_tnd("layoutQueryOptional");
   find_in_forward(call, [&](const SparseRow& row) -> std::string {
-    if (!row.slots.empty() && row.slots[0] == -1) {
-      (packed ? out[row.number] : out[row.number / out.size(1)][row.number % out.size(1)])
-          .fill_(std::numeric_limits<float>::infinity());
+    if (row.slots.empty() || row.slots[0] != -1) {
+      return {};
+    }
+    const auto of_row = [&](const at::Tensor& x, int64_t axis) {
+      return packed ? x.select(axis, row.number)
+                    : x.select(0, row.number / out.size(1)).select(axis, row.number % out.size(1));
+    };
+    of_row(out, 0).fill_(small ? 1e-26 : std::numeric_limits<double>::infinity());
+    if (small && max && max->numel() > 0) {
+      of_row(*max, 1).fill_(-2e38);
+      of_row(*sum, 1).fill_(static_cast<int64_t>(row.slots.size()));
     }
     return {};
   });
