@@ -94,6 +94,8 @@ def expanded_mask(
     key: Tensor,
     num_heads: int,
     layout: str,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
 ) -> Tensor | None:
     """A full mask of four axes with its axes of 1 expanded to a shape that the operator takes.
 
@@ -102,20 +104,45 @@ def expanded_mask(
     """
     if not isinstance(atten_mask, Tensor) or atten_mask.is_nested or atten_mask.dim() != 4:
         return atten_mask
-    if whole(sparse_mode) not in (0, 1) or layout == "TND":
+    if whole(sparse_mode) not in (0, 1) or 1 not in atten_mask.shape:
         return atten_mask
-    if not _have_scores(query, key, num_heads, layout):
+    if not have_scores(query, key, num_heads, layout):
         return atten_mask
-    batch, tokens, _ = _AXES[layout]
+    if layout == "TND":
+        first, heads, *others = atten_mask.shape
+        if 1 not in others and (first > 1 or heads == 1):
+            return atten_mask  # without reading the lengths
+        sizes = _sizes_of_pack(actual_seq_lengths_query, actual_seq_lengths_key)
+        if sizes is None:
+            return atten_mask
+        batch, queries, keys = sizes
+    else:
+        batch_axis, tokens, _ = _AXES[layout]
+        batch, queries, keys = query.shape[batch_axis], query.shape[tokens], key.shape[tokens]
     per_head = atten_mask.shape[1] != 1
     shape = (
-        query.shape[batch] if per_head else atten_mask.shape[0],
+        batch if per_head else atten_mask.shape[0],
         whole(num_heads) if per_head else 1,
-        query.shape[tokens],
-        key.shape[tokens],
+        queries,
+        keys,
     )
     pairs = zip(atten_mask.shape, shape, strict=True)
     return atten_mask.expand(shape) if all(x in (1, y) for x, y in pairs) else atten_mask
+
+
+def _sizes_of_pack(
+    actual_seq_lengths_query: Lengths, actual_seq_lengths_key: Lengths
+) -> tuple[int, int, int] | None:
+    """The number of sequences, and their most queries and keys; None without readable lengths."""
+    longest = []
+    count = 0
+    for ends in (actual_seq_lengths_query, actual_seq_lengths_key):
+        read = lengths_of(ends)
+        if read is None or not hasattr(read, "__iter__"):
+            return None
+        count = len(read)
+        longest.append(max(lengths_between(read, closed=True), default=0))
+    return count, longest[0], longest[1]
 
 
 def warn_of_a_mask_without_keys(
@@ -179,7 +206,7 @@ def given_or_drawn_mask(
         expected = "a torch.Generator or None"
         raise wrong(TypeError, _NAME, "generator", expected, type(generator).__name__)
     # The operator refuses what returns None here, before it looks for a mask.
-    if not _have_scores(query, key, num_heads, layout):
+    if not have_scores(query, key, num_heads, layout):
         return None
     num_heads = whole(num_heads)
     ends: list[Lengths] = [None, None]
@@ -203,7 +230,7 @@ def given_or_drawn_mask(
     return draw_drop_mask(scores, 1 - dropout_p, query.device, generator)
 
 
-def _have_scores(query: Tensor, key: Tensor, num_heads: int, layout: str) -> bool:
+def have_scores(query: Tensor, key: Tensor, num_heads: int, layout: str) -> bool:
     """Whether `number_of_scores` can be told: the tensors have the layout, and query the heads."""
     if not (isinstance(layout, str) and layout in _AXES):
         return False

@@ -96,3 +96,51 @@ def test_a_mask_of_keys_per_batch_names_its_axes() -> None:
     with pytest.raises(ValueError, match=r"atten_mask: .* pass it mask\[:, None, None\] "):
         attend(q, k, v, atten_mask=mask)
     attend(q, k, v, atten_mask=mask[:, None, None])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low"), [(torch.float16, -30000.0), (torch.bfloat16, -1e30)], ids=str
+)
+def test_padding_as_a_bias(dtype: torch.dtype, low: float) -> None:
+    """A finite low score has the weight 0: results have the bits of the mask's."""
+    q, k, v = (x.to(dtype) for x in qkv(6, 9))
+    padding = torch.arange(9) >= torch.tensor([5, 8])[:, None]
+    bias = torch.zeros(B, N, 1, 9, dtype=dtype).masked_fill(padding[:, None, None], low)
+    options: dict[str, Any] = {"num_heads": N, "layout": "BNSD"}
+    masked = score(q, k, v, atten_mask=padding[:, None, None], **options)
+    assert_same_bits(score(q, k, v, pse_shift=bias, pse_type=0, **options), masked)
+
+
+def pack(x: Tensor, lengths: list[int]) -> Tensor:
+    """(B, N, S, D) in layout TND, without padding."""
+    return torch.cat([y[:, :n].transpose(0, 1) for y, n in zip(x, lengths, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "shape", [(B, 1, 1, 9), (1, 1, 1, 9), (1, N, 6, 9), (B, N, 1, 9), (1, N, 1, 9), (B, 1, 6, 1)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("mode", [0, 1])
+def test_masks_of_packs_are_expanded(shape: tuple[int, ...], mode: int) -> None:
+    """To the longest sequences, and to the number of sequences."""
+    q, k, v = qkv(6, 9)
+    queries, keys = [6, 4], [5, 9]
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    packed = pack(q, queries), pack(k, keys), pack(v, keys)
+    options: dict[str, Any] = {
+        "num_heads": N, "layout": "TND", "sparse_mode": mode, "scale_value": 0.3,
+        "actual_seq_lengths_query": [6, 10], "actual_seq_lengths_key": [5, 14],
+    }  # fmt: skip
+    full = mask.expand(B, N, 6, 9).contiguous()
+    expected = score(*packed, atten_mask=full, **options)
+    actual = score(*packed, atten_mask=mask, **options)
+    assert_same_bits(actual, expected)
+    inputs = (*packed, expected[0], *expected[1:], expected[0])
+    assert_same_bits(
+        ascend_attn_ops.flash_attention_score_grad(*inputs, atten_mask=mask, **options),
+        ascend_attn_ops.flash_attention_score_grad(*inputs, atten_mask=full, **options),
+    )
+
+
+def score(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return ascend_attn_ops.flash_attention_score(q, k, v, **options)

@@ -19,6 +19,7 @@ from ascend_attn_ops._dense_attention import (
 )
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
 from ascend_attn_ops._packing import Lengths
+from ascend_attn_ops._padded_batches import padded_batch
 
 _OPERATOR = Operator("flash_attention_score")
 _GRADIENT = Operator("flash_attention_score_grad")
@@ -100,10 +101,14 @@ def flash_attention_score(
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
             queries keep.
-        actual_seq_lengths_query: TND: the cumulative lengths of the sequences, without a
-            leading 0 (lengths 3, 2, 4 are given as 3, 5, 9), a list, or a tensor, which is read
-            on the host. If both query and key have padding rows, a 0 may close both lists
-            (3, 5, 9, 0), which Atlas A2 and A3 require from CANN 9.0 on; else it is added.
+        actual_seq_lengths_query: a list, or a tensor, which is read on the host: on the NPU the
+            call waits for it. TND: the cumulative lengths of the sequences, without a leading 0
+            (lengths 3, 2, 4 are given as 3, 5, 9). If both query and key have padding rows, a 0
+            may close both lists (3, 5, 9, 0), which Atlas A2 and A3 require from CANN 9.0 on; else
+            it is added. Other layouts: how many of its first tokens each batch uses; None for all.
+            The call packs them, which copies inputs and outputs once, and sparse_mode 2, 3, 4 and
+            6 relate to these lengths. Results and gradients of the padding are zero. torch.ops
+            takes no lengths there.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.
@@ -156,11 +161,30 @@ def flash_attention_score(
     """
     if layout is None:
         raise no_layout()
-    given_mask = atten_mask
-    atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
-    atten_mask = expanded_mask(atten_mask, sparse_mode, query, key, num_heads, layout)
     if scale_value is None:
         scale_value = default_scale(query, num_heads, layout, query_rope)
+    lengths = actual_seq_lengths_query, actual_seq_lengths_key
+    padded = padded_batch(_OPERATOR.name, query, key, value, num_heads, layout, lengths)
+    if padded is not None:
+        if not padded.complete:
+            tensors = {"query": query, "key": key, "value": value}
+            options = {
+                "num_heads": num_heads, "pse_shift": pse_shift, "drop_mask": drop_mask,
+                "atten_mask": atten_mask, "attn_mask": attn_mask, "prefix": prefix,
+                "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx,
+                "scale_value": scale_value, "keep_prob": keep_prob, "dropout_p": dropout_p,
+                "generator": generator, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+                "inner_precise": inner_precise, "sparse_mode": sparse_mode, "pse_type": pse_type,
+                "sink": sink, "query_rope": query_rope, "key_rope": key_rope,
+            }  # fmt: skip
+            return padded.attend(flash_attention_score, tensors, options)
+        actual_seq_lengths_query = actual_seq_lengths_key = None
+    given_mask = atten_mask
+    atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
+    atten_mask = expanded_mask(
+        atten_mask, sparse_mode, query, key, num_heads, layout, actual_seq_lengths_query,
+        actual_seq_lengths_key,
+    )  # fmt: skip
     if sink is not None:
         sink = sink_of_statistics(sink, query)
     drop_mask = given_or_drawn_mask(
@@ -245,7 +269,27 @@ def flash_attention_score_grad(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
-    atten_mask = expanded_mask(atten_mask, sparse_mode, query, key, num_heads, layout)
+    lengths = actual_seq_lengths_query, actual_seq_lengths_key
+    padded = padded_batch(_GRADIENT.name, query, key, value, num_heads, layout, lengths)
+    if padded is not None:
+        if not padded.complete:
+            tensors = {
+                "query": query, "key": key, "value": value, "dy": dy, "softmax_max": softmax_max,
+                "softmax_sum": softmax_sum, "attention_in": attention_in,
+            }  # fmt: skip
+            options = {
+                "num_heads": num_heads, "pse_shift": pse_shift, "drop_mask": drop_mask,
+                "atten_mask": atten_mask, "prefix": prefix, "q_start_idx": q_start_idx,
+                "kv_start_idx": kv_start_idx, "scale_value": scale_value, "keep_prob": keep_prob,
+                "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+                "inner_precise": inner_precise, "sparse_mode": sparse_mode, "pse_type": pse_type,
+            }  # fmt: skip
+            return padded.differentiate(flash_attention_score_grad, tensors, options)
+        actual_seq_lengths_query = actual_seq_lengths_key = None
+    atten_mask = expanded_mask(
+        atten_mask, sparse_mode, query, key, num_heads, layout, actual_seq_lengths_query,
+        actual_seq_lengths_key,
+    )  # fmt: skip
     call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
     return call(
         query, key, value, dy, softmax_max, softmax_sum, attention_in, num_heads, layout, pse_shift,

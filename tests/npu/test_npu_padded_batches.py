@@ -1,0 +1,58 @@
+"""Lengths of padded batches in layouts other than TND, which CANN does not take there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ascend_attn_ops
+import cann_simulator
+import pytest
+import torch
+from conftest import attention_functions
+from support.tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+QUERIES, KEYS = [5, 2, 0], [6, 7, 3]
+
+
+def results(device: str, layout: str, **options: Any) -> tuple[Tensor, ...]:
+    """The outputs, and the gradients of query, key and value."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"BSND": [(3, 6, 2, 16), (3, 7, 2, 16)], "SBH": [(6, 3, 32), (7, 3, 32)]}[layout]
+    query, key = (torch.randn(x, generator=generator).half() for x in shapes)
+    leaves = [x.to(device).clone().requires_grad_() for x in (query, key, key)]
+    d_out = torch.ones(shapes[0], dtype=torch.float16, device=device)
+    before = cann_simulator.waits()
+    outputs = ascend_attn_ops.flash_attention_score(
+        *leaves, num_heads=2, layout=layout, actual_seq_lengths_query=QUERIES,
+        actual_seq_lengths_key=KEYS, **options,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(outputs[0], leaves, d_out)
+    assert cann_simulator.waits() == before
+    return *outputs, *gradients
+
+
+@pytest.mark.parametrize("layout", ["BSND", "SBH"])
+@pytest.mark.parametrize("mode", [0, 3])
+def test_padding_is_left_out_without_waiting(layout: str, mode: int) -> None:
+    expected = results("cpu", layout, sparse_mode=mode)
+    with cann_simulator.recorded_calls() as log:
+        actual = results("npu", layout, sparse_mode=mode)
+    assert_same_bits(tuple(x.cpu() for x in actual), tuple(x.detach() for x in expected))
+    assert set(attention_functions(log)) == {
+        "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2"
+    }  # fmt: skip
+    calls = [x["arguments"] for x in log if "actualSeqQLenOptional" in x.get("arguments", ())]
+    assert [x["actualSeqQLenOptional"] for x in calls] == [[5, 7, 7]] * 2
+    assert [x["actualSeqKvLenOptional"] for x in calls] == [[6, 13, 16]] * 2
+
+
+def test_a_mask_of_keys() -> None:
+    mask = torch.arange(7) > torch.tensor([3, 6, 1])[:, None]
+    options = {"sparse_mode": 1, "atten_mask": mask[:, None, None]}
+    expected = results("cpu", "BSND", **options)
+    options["atten_mask"] = mask.npu()[:, None, None]
+    actual = results("npu", "BSND", **options)
+    assert_same_bits(tuple(x.cpu() for x in actual), tuple(x.detach() for x in expected))
