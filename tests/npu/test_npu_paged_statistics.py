@@ -79,6 +79,17 @@ def test_results_are_those_of_the_cpu(case: SparseCase) -> None:
     assert_same_bits(tuple(x.cpu() for x in found), sample.call(torch.ops.ascend))
 
 
+@pytest.mark.parametrize("case", [SELECTED, WHOLE, PACKED_WHOLE], ids=lambda case: case.id)
+def test_rows_that_select_nothing_are_zero(case: SparseCase) -> None:
+    """The kernel gives them other statistics."""
+    sample = made(case)
+    indices = sample.inputs["sparse_indices"].clone()
+    indices.flatten(0, -2)[::3] = -1
+    sample = sample.replace(sparse_indices=indices)
+    found = sample.to("npu").call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in found), sample.call(torch.ops.ascend))
+
+
 @pytest.mark.parametrize("case", [SELECTED, WHOLE], ids=lambda case: case.id)
 def test_blocks_apart(case: SparseCase) -> None:
     """Caches that are slices of a buffer, whose other half is NaN."""
