@@ -172,7 +172,6 @@ FORWARD, GRADIENT = "sparse_flash_attention", "sparse_flash_attention_grad"
         (FORWARD, [-1, -1], 8, 16, None),
         (FORWARD, [1, -1], 4, 7, None),
         (FORWARD, [1, 0], 16, 23, None),
-        (FORWARD, [-1, -1], 1, 9, None),
     ],
 )  # fmt: skip
 def test_rows_that_the_device_computes_wrong(
