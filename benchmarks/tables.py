@@ -273,7 +273,11 @@ def dense_memory(results: Results) -> str:
 
 
 def sinks_and_ropes(results: Results) -> str:
-    peers = {"a sink": ("without",), "ropes": ("joined heads", "joined in the call")}
+    peers = {
+        "a sink": ("without",),
+        "ropes": ("joined heads", "joined in the call"),
+        "many sequences": ("few sequences",),
+    }
     rows = []
     for case, by in results.cases("sinks_and_ropes").items():
         sizes, kind, step = case.split(", ")
