@@ -6,18 +6,63 @@ import re
 
 import pytest
 from ascend_attn_ops.check.known_facts import FACTS, Fact
+from ascend_attn_ops.check.samples import OPERATORS
+from ascend_attn_ops.check.unprobed_facts import UNPROBED, Unprobed
 from support.checkout import ROOT
 
 PAGE = (ROOT / "docs/specification/device.md").read_text(encoding="utf-8")
+SECTIONS = {
+    section.splitlines()[0]: section for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+}
+STATEMENTS: list[Fact | Unprobed] = [*FACTS, *UNPROBED]
+
+# Paragraphs that say what this library does, or that explain the statement before them.
+EXPLANATIONS = {
+    "lightning_indexer_grad": (
+        "The limits refuse all of these", "The defect in TND is in the kernel",
+        "every run of consecutive sequences",
+    ),
+    "sparse_flash_attention": (
+        "executed off the device", "These workarounds run on the device", "In a graph capture",
+    ),
+    "sparse_lightning_indexer_grad_kl_loss": ("**Weights of tokens.**",),
+    "flash_attention_score": (
+        "The launch passes pre_tokens and next_tokens", "A part without any pair",
+        "The launch uses functions of CANN that take them", "Otherwise it calls the functions",
+        "A graph that updates lengths",
+    ),
+    "flash_attention_score_grad": ("launches such a gradient in layout BNSD",),
+    "scatter_pa_kv_cache_": ("the launch first makes key and value",),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.id)
-def test_a_fact_is_quoted_from_the_page(fact: Fact) -> None:
-    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-    (text,) = (x for x in section if x.splitlines()[0] == fact.operator)
-    assert fact.quote in " ".join(text.split())
+def blocks(section: str) -> list[str]:
+    """The paragraphs and the rows of tables, each on one line."""
+    found = []
+    for block in re.split(r"\n\s*\n", section)[1:]:
+        if block.startswith("|"):
+            found += [line.strip("| ") for line in block.splitlines()[2:]]
+        elif not block.startswith("% "):
+            found.append(" ".join(block.split()))
+    return [x for x in found if x]
+
+
+@pytest.mark.parametrize("fact", STATEMENTS, ids=lambda fact: fact.id)
+def test_a_fact_is_quoted_from_the_page(fact: Fact | Unprobed) -> None:
+    assert any(fact.quote in block for block in blocks(SECTIONS[fact.operator]))
+
+
+@pytest.mark.parametrize("operator", [x for x in SECTIONS if x in OPERATORS])
+def test_every_statement_of_the_page_is_probed_or_has_a_reason(operator: str) -> None:
+    quotes = [x.quote for x in STATEMENTS if x.operator == operator]
+    quotes += EXPLANATIONS.get(operator, ())
+    assert [x for x in blocks(SECTIONS[operator]) if not any(y in x for y in quotes)] == []
+
+
+def test_every_reason_is_given() -> None:
+    assert all(x.why for x in UNPROBED)
 
 
 def test_names_are_unique() -> None:
-    names = [fact.id for fact in FACTS]
+    names = [fact.id for fact in STATEMENTS]
     assert len(names) == len(set(names))

@@ -20,6 +20,7 @@ from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.check.unprobed_facts import UNPROBED
 from ascend_attn_ops.device_limits import limits, table
 
 SECTION = "known facts"
@@ -29,6 +30,8 @@ ATLAS = ("A2", "A3")
 
 ATTENTION = SparseCase(heads=8, d=512, rope=64, k=16, absorbed=True)
 PACK = replace(ATTENTION, layout="TND", lengths=((3, 2), (5, 3)), tail=(2, 1))
+PAGED = replace(ATTENTION, s=(1, 48), lengths=((1, 1), (48, 33)), page=32)
+LOSS = replace(ATTENTION, heads=64, k=2048, index_heads=64, index_d=128)
 INDEXER = SparseCase(heads=64, d=128, k=1024)
 INDEXER_PACK = replace(INDEXER, layout="TND", lengths=((3, 2), (5, 3)), tail=(2, 1))
 
@@ -55,6 +58,14 @@ def probes(context: Context) -> Iterator[Probe]:
         if device.product in fact.products and device.cann in fact.releases:
             run = partial(_run, fact)
             yield Probe(SECTION, fact.operator, fact.id, run, quick=True, danger=fact.danger)
+    for unprobed in UNPROBED:
+        if device.product in unprobed.products:
+            run = partial(_not_probed, unprobed.why)
+            yield Probe(SECTION, f"{unprobed.operator}, not probed", unprobed.id, run, quick=True)
+
+
+def _not_probed(why: str, context: Context) -> Outcome:
+    raise Skip(f"not probed: {why}")
 
 
 def _without_device(context: Context) -> Outcome:
@@ -237,9 +248,12 @@ def masked_rows(context: Context) -> Outcome:
         raise Skip("aclnnPromptFlashAttentionV3 is not in this CANN")
     query = torch.ones(1, 2, 4, 16, dtype=torch.float16, device=context.device)
     mask = torch.ones(4, 4, dtype=torch.bool, device=context.device)
-    out = torch.ops.ascend.prompt_flash_attention(
-        query, query, query, num_heads=2, layout="BNSD", scale_value=0.25, atten_mask=mask
-    )
+    try:
+        out = torch.ops.ascend.prompt_flash_attention(
+            query, query, query, num_heads=2, layout="BNSD", scale_value=0.25, atten_mask=mask
+        )
+    except NotImplementedError as error:  # of the limits
+        return Outcome("refused", str(error))
     return as_said(bool((out.cpu() == 0).all()), f"such a row is {float(out.flatten()[0]):g}")
 
 
@@ -265,6 +279,19 @@ def gradient_of_wide_keys(context: Context) -> Outcome:
     except RuntimeError as error:
         return Outcome("pass", str(error))
     return Outcome("differs", "the gradient is accepted")
+
+
+def takes(operator: str, case: SparseCase, accepted: bool, context: Context) -> Outcome:
+    """Whether CANN takes a call of torch_npu's operator."""
+    sample = made(operator, case)
+    if case.page:
+        sample = sample.replace(return_softmax_lse=True)
+    try:
+        theirs(sample, context)
+    except RuntimeError as error:
+        refused = str(error).splitlines()[0]
+        return Outcome("differs", refused) if accepted else Outcome("pass", refused)
+    return as_said(accepted, "the call is accepted")
 
 
 def dangerous(operator: str, case: SparseCase, context: Context) -> Outcome:
@@ -305,6 +332,10 @@ FACTS = [
            "padding rows", partial(padding_rows, SFA, PACK, 0)),
     sparse("sfa-slots-behind-padding", SFA, "slots behind a row's first -1 are attended to again",
            slots_behind_padding, products=ATLAS),
+    sparse("sfa-without-ropes", SFA, "The function requires ropes of 64 elements",
+           partial(takes, SFA, replace(ATTENTION, rope=0), False), products=ATLAS),
+    sparse("sfa-paged-statistics", SFA, "**Statistics with paged keys.** The function refuses them",
+           partial(takes, SFA, PAGED, False), products=ATLAS),
     sparse("sfa-cut-block-2", SFA, "a row is wrong if a block in which its visible keys end",
            partial(cut_block, SFA, 2), products=ATLAS),
     sparse("sfa-cut-block-4", SFA, "a row is wrong if a block in which its visible keys end",
@@ -320,6 +351,12 @@ FACTS = [
            partial(cut_block, SFAG, 16), products=ATLAS),
     sparse("sfag-lengths", SFAG, "The function ignores lengths in layout BSND",
            partial(lengths_in_bsnd, SFAG, ATTENTION)),
+    sparse("sfag-without-ropes", SFAG, "The function takes a call without ropes",
+           partial(takes, SFAG, replace(ATTENTION, k=2048, rope=0), True), products=ATLAS),
+    sparse("kl-lengths", KL, "The function ignores lengths in layout BSND",
+           partial(lengths_in_bsnd, KL, LOSS)),
+    sparse("kl-without-ropes", KL, "**Without ropes.** As in [sparse_flash_attention]",
+           partial(takes, KL, replace(LOSS, rope=0), False), products=ATLAS),
     Fact("fa-mask-beside-tokens", FA, "compute within a tile whatever the mask lets through",
          mask_beside_tokens, ATLAS),
     Fact("fa-grad-wide-keys", FAG, "values of 128 beside keys of 192", gradient_of_wide_keys,

@@ -20,6 +20,7 @@ from ascend_attn_ops.check.samples.sparse import SparseCase
 SECTION = "speed"
 HALF = torch.bfloat16
 SECONDS = 0.5  # of calls that are timed
+LARGE_PRODUCT = 1e-3  # seconds
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,16 @@ def _run(shape: Shape, context: Context) -> Outcome:
 
 @cache
 def _matmul_rate(context: Context) -> float:
-    """Return the TFLOP/s of a large product of bfloat16: what the device can do at most."""
-    size = 4096 if context.on_npu else 1024
-    x = torch.ones(size, size, dtype=HALF, device=context.device)
-    seconds, _ = _times(lambda: x @ x, context)
+    """Return the TFLOP/s of a large product of bfloat16: what the device can do at most.
+
+    A product is large enough when it takes far longer than its launch. The simulated device and the
+    CPU would take minutes for those of an NPU.
+    """
+    size, seconds = 512, 0.0
+    while seconds < LARGE_PRODUCT and size < 4096:
+        size *= 2
+        x = torch.ones(size, size, dtype=HALF, device=context.device)
+        seconds, _ = _times(partial(torch.matmul, x, x), context)
     return 2 * size**3 / seconds / 1e12
 
 

@@ -1,0 +1,81 @@
+"""Statements of docs/specification/device.md that no probe tries, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALL = ("A2", "A3", "950", "310P")
+SPARSE = ("A2", "A3", "950")
+PROMPT = ("A2", "A3", "310P")
+ATLAS = ("A2", "A3")
+
+
+@dataclass(frozen=True)
+class Unprobed:
+    id: str
+    operator: str
+    quote: str  # of the page, as for a fact
+    why: str
+    products: tuple[str, ...] = ALL
+
+
+LIMITS = "the section limits has the calls"
+ENVIRONMENT = "the section environment looks for the function"
+ARGUMENT = "torch_npu's operator has no such argument; behaviour tries determinism"
+ROUNDING = "ties are too rare to tell it from other roundings within the tolerances"
+SINKS = "the section numbers calls the functions with sinks and ropes"
+
+LI, LIG = "lightning_indexer", "lightning_indexer_grad"
+SFA, SFAG = "sparse_flash_attention", "sparse_flash_attention_grad"
+KL = "sparse_lightning_indexer_grad_kl_loss"
+FA, FAG = "flash_attention_score", "flash_attention_score_grad"
+PFA, SCATTER = "prompt_flash_attention", "scatter_pa_kv_cache_"
+
+UNPROBED = [
+    *(
+        Unprobed(id, operator, "Ascend 950 has the function from CANN 9.1", ENVIRONMENT, ("950",))
+        for id, operator in (
+            ("li-950", LI), ("sfa-950", SFA), ("sfag-950", SFAG), ("kl-950", KL)
+        )
+    ),
+    Unprobed("li-grad-large-key", LIG, "a key of 2^32 elements or more",
+             "such a key takes 8 GB", SPARSE),
+    Unprobed("li-grad-deterministic", LIG, "This function obeys its argument `deterministic`",
+             ARGUMENT, SPARSE),
+    Unprobed("sfa-any-k", SFA, "K has no limit", "the sections numbers and limits have many K",
+             SPARSE),
+    Unprobed("sfag-workspace", SFAG, "109 GB for K = 8192", "such a call takes 109 GB", SPARSE),
+    Unprobed("sfag-rounding", SFAG, "P and dS are rounded half away from zero", ROUNDING, SPARSE),
+    Unprobed("sfag-deterministic", SFAG, "The function ignores its argument `deterministic`",
+             ARGUMENT, SPARSE),
+    Unprobed("kl-odd-cores", KL, "the deterministic kernel hangs if the number of AI cores is odd",
+             "the device would hang", SPARSE),
+    Unprobed("kl-rounding", KL, "P and dS are rounded half away from zero", ROUNDING, SPARSE),
+    Unprobed("kl-deterministic", KL, "The function ignores its argument `deterministic`",
+             ARGUMENT, SPARSE),
+    Unprobed("kl-k-1024", KL, "The function takes multiples of 1024", LIMITS, SPARSE),
+    Unprobed("fa-many-lengths", FA, "into arrays of 20000 elements without a check",
+             "the host would write over its own memory", ATLAS),
+    Unprobed("fa-sink", FA, "sink | A2, A3 in float16 and bfloat16", SINKS, ATLAS),
+    Unprobed("fa-ropes", FA, "ropes | A2, A3 in TND and bfloat16", SINKS, ATLAS),
+    Unprobed("fa-sink-and-ropes-950", FA, "both | 950 from CANN 9.1", SINKS, ("950",)),
+    Unprobed("fa-sink-gradient", FA, "compute the gradient of a sink wrong",
+             "this library never launches that function", ATLAS),
+    Unprobed("fa-grad-tokens-wrap", FAG, "pre_tokens and next_tokens beyond 32 bits wrap around",
+             LIMITS, ATLAS),
+    Unprobed("pfa-int8-empty", PFA, "int8 with an empty key or value", LIMITS, PROMPT),
+    Unprobed("pfa-mode-3-tokens", PFA, "mode 3 with next_tokens of -2147483647 or less", LIMITS,
+             PROMPT),
+    Unprobed("pfa-accepted", PFA, "A3, through V3 of the function", LIMITS, PROMPT),
+    Unprobed("pfa-v2", PFA, "It always computes with inner_precise 1",
+             "the CANN of the probe would have to lack V3", PROMPT),
+    Unprobed("scatter-few-slots", SCATTER, "num_blocks * block_size < T, in every mode", LIMITS,
+             ATLAS),
+    Unprobed("scatter-large-heads", SCATTER, "Rope with heads of 1536 elements and more",
+             "the device writes beyond a core's memory", ATLAS),
+    Unprobed("scatter-dtypes", SCATTER, "Rope and Omni in other dtypes", LIMITS, ATLAS),
+    Unprobed("scatter-empty", SCATTER, "N, D, T, B or block_size of 0", LIMITS),
+    Unprobed("scatter-950-modes", SCATTER, "cache_mode and scatter_mode are ignored by 8.5 and 9.0",
+             "the sections numbers and limits have the modes", ("950",)),
+    Unprobed("scatter-accepted", SCATTER, "PA_NZ caches of five axes", LIMITS),
+]  # fmt: skip
