@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,6 +80,59 @@ def test_a_difference_is_recorded_and_replays_to_the_same(tmp_path: Path) -> Non
     assert outcome.difference is not None
     assert outcome.difference.startswith("out: 1 of ")
     assert outcome.same_as_recorded
+
+
+# A training script, and a program that replays a file, on a machine whose gradient errs.
+TRAINING = """
+import sys, torch, ascend_attn_ops as ops
+from test_comparison import Faulty
+torch.manual_seed(3)
+projection = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+key = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
+optimizer = torch.optim.SGD(projection.parameters(), lr=0.1)
+with Faulty("flash_attention_score_grad", 0, 1), ops.record(sys.argv[1], when="differs") as files:
+    for step in range(2):
+        query = projection(torch.randn(1, 6, 4, 64, dtype=torch.bfloat16))
+        out = ops.flash_attention_score(query, key, key, num_heads=4, layout="BSND")[0]
+        out.float().square().mean().backward()
+        optimizer.step()
+assert len(files) == 2, files
+"""
+REPLAY = """
+import sys
+from ascend_attn_ops.__main__ import main
+from test_comparison import Faulty
+with Faulty("flash_attention_score_grad", 0, 1):
+    sys.exit(main(["check", "--device", "cpu", "--replay", sys.argv[1]]))
+"""
+
+
+def test_a_failing_training_call_replays_to_the_same_in_a_fresh_process(tmp_path: Path) -> None:
+    def run(code: str, argument: Path) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment["ASCEND_ATTN_OPS_LIMITS"] = "none"
+        command = [sys.executable, "-c", code, str(argument)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    trained = run(TRAINING, tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        with safetensors.safe_open(str(file), framework="pt") as opened:
+            recorded = json.loads(opened.metadata()[recorded_calls._METADATA])["differs"]
+        assert recorded.startswith("dq: 1 of ")
+        replayed = run(REPLAY, file)
+        assert replayed.returncode == 1, replayed.stderr
+        where, difference, same = replayed.stdout.split("\n  here")[0:3]
+        assert where.splitlines()[1].startswith("flash_attention_score_grad, called at ")
+        text = difference.removeprefix(", against the reference: ").replace("\n    ", "\n")
+        assert text == recorded
+        assert same.strip() == ": the recorded bits"
+    # Where the operator is right, the same file shows no difference.
+    outcome = replay(files[0])
+    assert outcome.difference is None
+    assert outcome.same_as_recorded is False
 
 
 def test_the_command_says_which_files_are_none(
