@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
@@ -20,11 +21,11 @@ def bfloat16(*shape: int) -> Tensor:
     return torch.randn(*shape).bfloat16()
 
 
-def dense(lengths: list[int]) -> None:
+def dense(lengths: list[int], **options: Any) -> None:
     x = bfloat16(T, N, D)
     ops.flash_attention_score(
         x, x, x, num_heads=N, layout="TND", actual_seq_lengths_query=lengths,
-        actual_seq_lengths_key=lengths,
+        actual_seq_lengths_key=lengths, **options,
     )  # fmt: skip
 
 
@@ -44,10 +45,11 @@ def test_counts_that_decrease(call: Callable[[list[int]], None]) -> None:
 
 
 def test_counts_where_the_device_refuses_padding_rows() -> None:
+    mask = torch.zeros(3, 1, 4, 4, dtype=torch.bool)  # one for each sequence
     with pytest.raises(ValueError, match=rf"got 7 of T1 = 16 and 7 of T2 = 16{COUNTS}"):
-        dense([4, 5, 7])
+        dense([4, 5, 7], atten_mask=mask, sparse_mode=1)
     with pytest.raises(ValueError, match=r"got 8 of T1 = 16 and 8 of T2 = 16; on the CPU"):
-        dense([4, 5, 8])
+        dense([4, 5, 8], atten_mask=mask, sparse_mode=1)
 
 
 @pytest.mark.parametrize(
