@@ -167,9 +167,9 @@ def warn_of_a_mask_without_keys(
 
 
 def _each_element_once(tensor: Tensor) -> Tensor:
-    """The memory that an expanded or overlapping tensor spans, as one axis; others as they are.
+    """Returns the memory that an expanded or overlapping tensor spans; other tensors as they are.
 
-    Such a tensor can have more elements than a machine could read.
+    An expanded tensor can have more elements than a machine could read.
     """
     span = 1 + sum((n - 1) * x for n, x in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((span,), (1,)) if span < tensor.numel() else tensor
