@@ -18,17 +18,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 HEADS, KEY_HEADS, DIM, VALUE_DIM = 12, 12, 16, 16
+OF_QUERIES = ("out", "max", "sum", "d_query", "d_query_rope")
 LENGTHS = [[32], [37], [5, 6, 29, 64], [0, 3, 0, 4, 11, 13, 0], [2], [1, 0, 1]]
 
 
 def inputs(
-    lengths: list[int], dtype: torch.dtype, key_heads: int = KEY_HEADS, value_dim: int = VALUE_DIM
-) -> dict[str, Tensor]:
+    lengths: list[int], dtype: torch.dtype, key_heads: int = KEY_HEADS, value_dim: int = VALUE_DIM,
+    rope_dim: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     shapes = {
         "query": (HEADS, DIM), "key": (key_heads, DIM), "value": (key_heads, value_dim),
         "d_out": (HEADS, value_dim),
     }  # fmt: skip
+    if rope_dim:
+        shapes |= {"query_rope": (HEADS, rope_dim), "key_rope": (key_heads, rope_dim)}
     return {
         name: torch.randn(sum(lengths), *shape, generator=generator).bfloat16().to(dtype)
         for name, shape in shapes.items()
@@ -37,13 +41,13 @@ def inputs(
 
 def run(tokens: dict[str, Tensor], call: Any, layout: str = "TND") -> dict[str, Tensor]:
     leaves = {
-        name: tokens[name].detach().clone().requires_grad_() for name in ("query", "key", "value")
+        name: x.detach().clone().requires_grad_() for name, x in tokens.items() if name != "d_out"
     }
-    batch = [x.unsqueeze(0) if layout == "BSND" else x for x in leaves.values()]
-    options = {}
-    if "sink" in tokens:
-        options["sink"] = leaves["sink"] = tokens["sink"].detach().clone().requires_grad_()
-    out, softmax_max, softmax_sum = call(*batch, num_heads=HEADS, layout=layout, **options)
+    batch = {
+        name: x.unsqueeze(0) if layout == "BSND" and name != "sink" else x
+        for name, x in leaves.items()
+    }
+    out, softmax_max, softmax_sum = call(**batch, num_heads=HEADS, layout=layout)
     out.backward(tokens["d_out"].reshape(out.shape))
     results = {"out": out, "max": softmax_max, "sum": softmax_sum}
     if layout == "BSND":
@@ -106,7 +110,7 @@ def check(
     for name, whole in expected.items():
         if name == "d_sink":
             assert relative_error(actual[name], whole) <= tolerance, name
-        elif method != "ring" and (name in ("out", "max", "sum", "d_query") or method == "ulysses"):
+        elif method == "ulysses" or (method == "allgather" and name in OF_QUERIES):
             assert torch.equal(actual[name], shards.shard(whole)), name
         else:
             assert relative_error(shards.unshard(actual[name]), whole) <= tolerance, name
@@ -173,6 +177,94 @@ def with_sinks(group: ProcessGroup, method: str, modes: list[dict[str, int]]) ->
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_sinks_are_counted_once(method: str, ranks: int) -> None:
     on_ranks(ranks, with_sinks, method, ALL_MODES[:2] if method == "ring" else ALL_MODES[2:])
+
+
+def with_ropes(group: ProcessGroup, method: str, modes: list[dict[str, int]]) -> None:
+    with ops.limits(None):
+        for number, lengths in enumerate(LENGTHS):
+            for dtype in (torch.float64, torch.float32):
+                tokens = inputs(lengths, dtype, value_dim=8, rope_dim=(8, 24)[number % 2])
+                if number % 2:
+                    tokens["sink"] = torch.linspace(-6, 6, HEADS, dtype=dtype)
+                shards = SequenceShards(lengths, group)
+                for mode in modes:
+                    expected = one_process(tokens, lengths, **mode)
+                    layout = "BSND" if len(lengths) == 1 else "TND"
+                    actual = of_ranks(tokens, shards, layout, method=method, **mode)
+                    assert expected["d_query_rope"].any()
+                    assert expected["d_key_rope"].any()
+                    check(shards, actual, expected, method)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_ropes(method: str, ranks: int) -> None:
+    on_ranks(ranks, with_ropes, method, ALL_MODES[:2] if method == "ring" else ALL_MODES[2:])
+
+
+def ropes_as_a_part_of_the_heads(group: ProcessGroup, method: str) -> None:
+    """Under autocast, with few key heads, gathered keys saved: as concatenated heads without."""
+    tokens = inputs([19, 6, 40], torch.float32, key_heads=4, rope_dim=8)
+    shards = SequenceShards([19, 6, 40], group)
+    local = {name: shards.shard(x) for name, x in tokens.items() if name != "d_out"}
+    options: dict[str, Any] = {
+        "num_heads": HEADS, "shards": shards, "method": method, "sparse_mode": 3,
+        "save_gathered": method == "allgather",
+    }  # fmt: skip
+    heads = {
+        name: torch.cat((local[name], local[f"{name}_rope"]), -1).bfloat16()
+        for name in ("query", "key")
+    }
+    expected, *_ = distributed.flash_attention_score(
+        **heads, value=local["value"].bfloat16(), **options
+    )
+    for x in local.values():
+        x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, *_ = distributed.flash_attention_score(**local, **options)
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
+    out.float().square().sum().backward()
+    assert all(x.grad.any() and x.grad.dtype == x.dtype for x in local.values())
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_ropes_under_autocast(method: str) -> None:
+    on_ranks(2, ropes_as_a_part_of_the_heads, method)
+
+
+def wrong_ropes(group: ProcessGroup, method: str) -> list[str]:
+    shards = SequenceShards([19], group)
+    query = torch.randn(shards.local_tokens, HEADS, DIM)
+    rope = query[..., :8]
+    ropes: list[dict[str, Any]] = [
+        {"query_rope": rope}, {"key_rope": rope}, {"query_rope": rope, "key_rope": query},
+        {"query_rope": rope, "key_rope": rope[1:]}, {"query_rope": rope.half(), "key_rope": rope},
+        # Only on the first rank.
+        {} if group.rank() else {"query_rope": rope, "key_rope": rope},
+    ]  # fmt: skip
+    texts = []
+    for options in ropes:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            distributed.flash_attention_score(
+                query, query, query, num_heads=HEADS, shards=shards, method=method,
+                scale_value=1.0, **options,
+            )  # fmt: skip
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_wrong_ropes(method: str) -> None:
+    first, second = on_ranks(2, wrong_ropes, method)
+    expected = [
+        "key_rope: expected a tensor", "query_rope: expected a tensor",
+        "key_rope: expected .*Dr = 8", "key_rope: expected the .* local tokens",
+        "query_rope: expected dtype float32", "query_rope",
+    ]  # fmt: skip
+    for texts in (first, second):
+        for text, pattern in zip(texts, expected, strict=True):
+            assert re.search(pattern, text), text
+            assert "\n" not in text
 
 
 def wrong_sinks(group: ProcessGroup, method: str) -> list[str]:

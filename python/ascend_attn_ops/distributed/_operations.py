@@ -180,7 +180,7 @@ class IndexerLoss(Operation):
 
 @dataclass(frozen=True)
 class DenseAttention(DifferentiableOperation):
-    """flash_attention_score; queries: query and sink; keys: key and value.
+    """flash_attention_score; queries: query, its rope and sink; keys: key, value and key's rope.
 
     Outputs: out (tokens, N, Dv), softmax_max and softmax_sum (tokens, N, 8).
     """
@@ -210,10 +210,10 @@ class DenseAttention(DifferentiableOperation):
             ]
 
         one = replace(self, num_heads=self.num_heads // self.ranks, ranks=1)
-        query, sink = queries
+        *of_tokens, sink = queries
         if sink is not None:
             sink = sink[: one.num_heads]
-        return one.on_meta(part, [*share([query]), sink], share(keys))
+        return one.on_meta(part, [*share(of_tokens), sink], share(keys))
 
     def last_key(self, part: Rows) -> int:
         if self.sparse_mode != 4:
@@ -241,39 +241,44 @@ class DenseAttention(DifferentiableOperation):
         return options
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
-        (query, sink), (key, value) = queries, keys
+        (query, query_rope, sink), (key, value, key_rope) = queries, keys
         out, softmax_max, softmax_sum = ops.flash_attention_score(
-            query, key, value, sink=sink, **self._options(part, query, key.shape[1])
-        )
+            query, key, value, sink=sink, query_rope=query_rope, key_rope=key_rope,
+            **self._options(part, query, key.shape[1]),
+        )  # fmt: skip
         return out[0], softmax_max[0].transpose(0, 1), softmax_sum[0].transpose(0, 1)
 
     def backward(
         self, part: Rows, queries: Tensors, keys: Tensors, outputs: Tensors, d: Tensor
     ) -> tuple[Gradients, Gradients]:
-        (query, sink), (key, value) = queries, keys
         out, softmax_max, softmax_sum = outputs
-        d_query, d_key, d_value, d_sink = dense_gradients(
-            query, key, value, d.unsqueeze(0),
-            softmax_max.transpose(0, 1).unsqueeze(0), softmax_sum.transpose(0, 1).unsqueeze(0),
-            out.unsqueeze(0), sink, self._options(part, query, key.shape[1]),
+        return dense_gradients(
+            queries, keys, d.unsqueeze(0), softmax_max.transpose(0, 1).unsqueeze(0),
+            softmax_sum.transpose(0, 1).unsqueeze(0), out.unsqueeze(0),
+            self._options(part, queries[0], keys[0].shape[1]),
         )  # fmt: skip
-        return (d_query, d_sink), (d_key, d_value)
 
 
 def dense_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    queries: Tensors,
+    keys: Tensors,
     dy: Tensor,
     softmax_max: Tensor,
     softmax_sum: Tensor,
     attention_in: Tensor,
-    sink: Tensor | None,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and sink."""
+) -> tuple[Gradients, Gradients]:
+    """The gradients of query, its rope and sink, and of key, value and key's rope."""
+    (query, query_rope, sink), (key, value, key_rope) = queries, keys
     tensors = (query, key, value, dy, softmax_max, softmax_sum, attention_in)
-    if sink is None:
-        return *ops.flash_attention_score_grad(*tensors, **options), None
-    found = torch.ops.ascend._flash_attention_score_extended_grad(*tensors, sink=sink, **options)
-    return found[:4]
+    extensions = {"sink": sink, "query_rope": query_rope, "key_rope": key_rope}
+    if all(x is None for x in extensions.values()):
+        d_query, d_key, d_value = ops.flash_attention_score_grad(*tensors, **options)
+        return (d_query, None, None), (d_key, d_value, None)
+    d_query, d_key, d_value, *d_extensions = torch.ops.ascend._flash_attention_score_extended_grad(
+        *tensors, **extensions, **options
+    )
+    d_sink, d_query_rope, d_key_rope = (
+        None if x is None else d for x, d in zip(extensions.values(), d_extensions, strict=True)
+    )
+    return (d_query, d_query_rope, d_sink), (d_key, d_value, d_key_rope)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from ascend_attn_ops._statistics import merge as merge_statistics
 from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._communication import sum_dtype
-from ascend_attn_ops.distributed._layout import Layout, Rows
+from ascend_attn_ops.distributed._layout import Layout, Rows, Tensors
 from ascend_attn_ops.distributed._operations import DenseAttention
 from ascend_attn_ops.distributed._parts import limits_in_force, run_parts, saved_tensors, sum_of
 from ascend_attn_ops.distributed.shards import SequenceShards
@@ -33,24 +33,24 @@ def merge(x: Result, y: Result) -> Result:
 class _Exchange:
     """Tensors on their way to the next rank, and others from the one before."""
 
-    def __init__(self, shards: Layout, tensors: list[Tensor]) -> None:
+    def __init__(self, shards: Layout, tensors: Tensors) -> None:
         rank, size, group = shards.rank, shards.world_size, shards.group
         self.sent = tensors  # not to be freed before they have arrived
-        self.received = [torch.empty_like(x) for x in tensors]
+        self.received = [x if x is None else torch.empty_like(x) for x in tensors]
         self.works = dist.batch_isend_irecv([
             *(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size)
-              for x in tensors),
+              for x in tensors if x is not None),
             *(dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size)
-              for x in self.received),
+              for x in self.received if x is not None),
         ])  # fmt: skip
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Tensors:
         for work in self.works:
             work.wait()
         return self.received
 
 
-def _rounds(shards: Layout, keys: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+def _rounds(shards: Layout, keys: Tensors) -> Iterator[tuple[int, Tensors]]:
     """The keys of every rank, this one's first, and whose they are; the next travel meanwhile."""
     for step in range(shards.world_size):
         last = step + 1 == shards.world_size
@@ -78,6 +78,32 @@ def _blocks(
             yield operation if diagonal else of_all_keys, number, part, theirs.here
 
 
+def _padded(shards: Layout, keys: Tensors) -> Tensors:
+    return [x if x is None else shards.pad(x) for x in keys]
+
+
+def _batches(tensors: Tensors, rows: slice) -> Tensors:
+    """Some rows as batches of one."""
+    return [x if x is None else x[rows].unsqueeze(0) for x in tensors]
+
+
+def _zeros(tensors: Tensors) -> Tensors:
+    """Sums of gradients."""
+    return [x if x is None else x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in tensors]
+
+
+def _add(totals: Tensors, rows: slice, gradients: Tensors) -> None:
+    """Adds gradients of `_batches` to the rows."""
+    for total, d in zip(totals, gradients, strict=True):
+        if total is not None:
+            total[rows] += d[0]
+
+
+def _cast(gradients: Tensors, tensors: Tensors) -> Tensors:
+    """The gradients in the dtypes of their tensors."""
+    return [d if x is None else d.to(x.dtype) for x, d in zip(tensors, gradients, strict=True)]
+
+
 class Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -85,19 +111,18 @@ class Ring(torch.autograd.Function):
         operation: DenseAttention,
         shards: SequenceShards,
         query: Tensor,
+        query_rope: Tensor | None,
         sink: Tensor | None,
-        key: Tensor,
-        value: Tensor,
+        *keys: Tensor | None,
     ) -> tuple[Tensor, ...]:
         results: list[Result | None] = [None] * len(shards.rows())
-        for source, keys in _rounds(shards, [shards.pad(key), shards.pad(value)]):
+        for source, theirs in _rounds(shards, _padded(shards, keys)):
             for block, number, part, rows in _blocks(operation, shards, source):
                 before = results[number]
                 # One block of each row includes the sink.
-                queries = block.queries(part, [query, sink if before is None else None])
-                out, softmax_max, softmax_sum = block.forward(
-                    part, queries, [x[rows].unsqueeze(0) for x in keys]
-                )
+                own = sink if before is None else None
+                queries = block.queries(part, [query, query_rope, own])
+                out, softmax_max, softmax_sum = block.forward(part, queries, _batches(theirs, rows))
                 result = (out.to(sum_dtype(out)), softmax_max, softmax_sum)
                 results[number] = result if before is None else merge(before, result)
         found = [result for result in results if result is not None]
@@ -105,11 +130,11 @@ class Ring(torch.autograd.Function):
             out, softmax_max, softmax_sum = (torch.cat(x) for x in zip(*found, strict=True))
         else:
             out, softmax_max, softmax_sum = run_parts(
-                operation, shards, [query, sink], [key, value]
+                operation, shards, [query, query_rope, sink], keys
             )
         out = out.to(query.dtype)
         ctx.mark_non_differentiable(softmax_max, softmax_sum)
-        ctx.save_for_backward(query, sink, key, value, out, softmax_max, softmax_sum)
+        ctx.save_for_backward(query, query_rope, sink, *keys, out, softmax_max, softmax_sum)
         ctx.operation, ctx.shards, ctx.limits = operation, shards, limits_in_force()
         return out, softmax_max, softmax_sum
 
@@ -117,30 +142,28 @@ class Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         operation, shards = ctx.operation, ctx.shards
-        query, sink, key, value, *outputs = saved_tensors(ctx)
-        d_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
-        keys = [shards.pad(key), shards.pad(value)]
+        saved = saved_tensors(ctx)
+        (query, query_rope, sink), keys, outputs = saved[:3], saved[3:6], saved[6:]
+        queries = [query, query_rope]
+        d_queries = _zeros(queries)
+        padded = _padded(shards, keys)
         # They travel with their keys, and are home after as many steps as there are ranks.
-        d_keys = [x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in keys]
+        d_keys = _zeros(padded)
         d_sinks: dict[int, Tensor | None] = {}
-        for source, theirs in _rounds(shards, keys):
+        for source, theirs in _rounds(shards, padded):
             with LimitsOfCall(ctx.limits):
                 for block, number, part, rows in _blocks(operation, shards, source):
                     # The gradient of the sink needs no keys: any block of a row has all of it.
                     own = None if number in d_sinks else sink
-                    (d, d_sink), d_block = block.backward(
-                        part, block.queries(part, [query, own]),
-                        [x[rows].unsqueeze(0) for x in theirs],
+                    (*d_rows, d_sink), d_block = block.backward(
+                        part, block.queries(part, [*queries, own]), _batches(theirs, rows),
                         [x[part.here] for x in outputs], d_out[part.here],
                     )  # fmt: skip
-                    assert d is not None
-                    d_query[part.here] += d[0]
                     d_sinks.setdefault(number, d_sink)
-                    for total, d_key in zip(d_keys, d_block, strict=True):
-                        assert d_key is not None
-                        total[rows] += d_key[0]
+                    _add(d_queries, part.here, d_rows)
+                    _add(d_keys, rows, d_block)
             if shards.world_size > 1:
                 d_keys = _Exchange(shards, d_keys).wait()
-        d_key, d_value = (d[: shards.local_tokens].to(key.dtype) for d in d_keys)
+        d_own = [x if x is None else x[: shards.local_tokens] for x in d_keys]
         d_shared = None if sink is None else sum_of(sink, list(d_sinks.values()))
-        return None, None, d_query.to(query.dtype), d_shared, d_key, d_value
+        return None, None, *_cast(d_queries, queries), d_shared, *_cast(d_own, keys)

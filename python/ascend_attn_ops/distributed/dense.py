@@ -19,7 +19,7 @@ from ascend_attn_ops._statistics import LANES, by_head
 from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._communication import heads_to_tokens, own_heads, tokens_to_heads
-from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
+from ascend_attn_ops.distributed._guard import Named, batch_first, guard, without_autocast
 from ascend_attn_ops.distributed._operations import DenseAttention, dense_gradients
 from ascend_attn_ops.distributed._parts import distinct, limits_in_force, run, saved_tensors
 from ascend_attn_ops.distributed._ring import Ring
@@ -46,11 +46,13 @@ def flash_attention_score(
     sparse_mode: int = 0,
     save_gathered: bool = False,
     sink: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`ascend_attn_ops.flash_attention_score` of local tokens, over the keys of all ranks.
 
-    A collective call, as is its backward. Differentiable with respect to query, key, value and
-    sink. Position biases, masks as tensors, prefixes, dropout and separate ropes are not supported.
+    A collective call, as is its backward. Differentiable with respect to query, key, value, sink
+    and ropes. Position biases, masks as tensors, prefixes and dropout are not supported.
 
     Args:
         query: local tokens, (T, N, D), or (1, T, N, D) in layout BSND.
@@ -64,7 +66,7 @@ def flash_attention_score(
             merges the results, each rounded to query's dtype: sparse_mode 0, 2 and 3, not under
             torch.compile. "ulysses" exchanges tokens for heads: the number of ranks must divide N
             and Nk.
-        scale_value: factor of the scores; None for 1 / sqrt(D).
+        scale_value: factor of the scores; None for 1 / sqrt(D), with ropes 1 / sqrt(D + Dr).
         pre_tokens: sparse_mode 4: how many keys before the diagonal are kept.
         next_tokens: how many after it. Neither may be negative.
         inner_precise: as in the operator.
@@ -74,6 +76,9 @@ def flash_attention_score(
         sink: (N), the attention sinks of all heads, the same on all ranks. It is counted once,
             however many ranks have keys. Its gradient on a rank is that of the local tokens: sum
             it over the ranks, as the gradients of all parameters.
+        query_rope: the rotary part of the local queries as a separate tensor, query's shape with Dr
+            instead of D. Requires key_rope.
+        key_rope: the rotary part of the local keys, with key's heads. It travels with key.
 
     Returns:
         out, with query's shape and head size Dv; softmax_max and softmax_sum, float32 (float64 for
@@ -99,26 +104,28 @@ def flash_attention_score(
     # A sequence has as many queries as keys.
     mode = 3 if sparse_mode == 2 else sparse_mode
     if scale_value is None:
-        scale_value = default_scale(query, num_heads, layout)
+        scale_value = default_scale(query, num_heads, layout, query_rope)
     _check_method(method, sparse_mode, pre_tokens, next_tokens)
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
     if sink is not None:
         sink = sink_of_statistics(sink, query)
+    keys = {"key": key, "value": value, "key_rope": key_rope}
+    of_tokens = {"query": query, "query_rope": query_rope}
     if method == "ulysses":
-        _check_heads(num_heads, {"query": query, "key": key, "value": value}, shards.world_size)
+        _check_heads(num_heads, {**of_tokens, **keys}, shards.world_size)
         _check_sink(num_heads, sink)
     ranks = shards.world_size if method == "ulysses" else 1
-    queries, keys = guard(
+    own, seen = guard(
         replace(operation, ranks=ranks), shards, layout,
-        queries={"query": query, "sink": sink}, keys={"key": key, "value": value},
+        queries={**of_tokens, "sink": sink}, keys=keys,
         options={"method": method, "save_gathered": save_gathered},
     )  # fmt: skip
     with without_autocast(shards):
         if method == "allgather" or shards.tokens == 0:
-            outputs = run(operation, shards, save_gathered, queries, keys)
+            outputs = run(operation, shards, save_gathered, own, seen)
         else:
             function = Ring if method == "ring" else _Ulysses
-            outputs = function.apply(operation, shards, *distinct([*queries, *keys]))
+            outputs = function.apply(operation, shards, *distinct([*own, *seen]))
     out, *statistics = outputs
     if layout == "BSND":
         statistics = [x.transpose(0, 1).unsqueeze(0) for x in statistics]
@@ -147,7 +154,7 @@ def _check_method(method: str, sparse_mode: int, pre_tokens: int, next_tokens: i
         )
 
 
-def _check_heads(num_heads: int, tensors: dict[str, Tensor], ranks: int) -> None:
+def _check_heads(num_heads: int, tensors: Named, ranks: int) -> None:
     heads = {"num_heads": check_count(_WHERE, "num_heads", num_heads)}
     # The operator refuses other ranks of tensors.
     heads |= {name: x.shape[-2] for name, x in tensors.items() if x is not None and x.dim() > 2}
@@ -175,12 +182,14 @@ class _Ulysses(torch.autograd.Function):
         operation: DenseAttention,
         shards: SequenceShards,
         query: Tensor,
+        query_rope: Tensor | None,
         sink: Tensor | None,
-        key: Tensor,
-        value: Tensor,
+        *keys: Tensor | None,
     ) -> tuple[Tensor, ...]:
         own = None if sink is None else sink[own_heads(shards, operation.num_heads)]
-        heads = [tokens_to_heads(shards, x) for x in (query, key, value)]
+        given = (query, query_rope, *keys)
+        heads: list[Any] = [x if x is None else tokens_to_heads(shards, x) for x in given]
+        of_query, of_rope, key, value, key_rope = heads
         ends = list(accumulate(shards.lengths))
         options = {
             **vars(operation),
@@ -191,8 +200,12 @@ class _Ulysses(torch.autograd.Function):
             "actual_seq_lengths_key": ends,
         }
         del options["ranks"]
-        out, softmax_max, softmax_sum = ops.flash_attention_score(*heads, sink=own, **options)
-        ctx.save_for_backward(*heads, own, out, softmax_max, softmax_sum)
+        out, softmax_max, softmax_sum = ops.flash_attention_score(
+            of_query, key, value, sink=own, query_rope=of_rope, key_rope=key_rope, **options
+        )
+        ctx.save_for_backward(
+            of_query, of_rope, own, key, value, key_rope, out, softmax_max, softmax_sum
+        )
         ctx.operation, ctx.shards, ctx.options = operation, shards, options
         ctx.limits = limits_in_force()
         # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
@@ -204,16 +217,19 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, out, softmax_max, softmax_sum = saved_tensors(ctx)
+        saved = saved_tensors(ctx)
+        queries, keys, (out, softmax_max, softmax_sum) = saved[:3], saved[3:6], saved[6:]
         d_heads = tokens_to_heads(ctx.shards, d_out)
         with LimitsOfCall(ctx.limits):
-            *gradients, d_own = dense_gradients(
-                query, key, value, d_heads, softmax_max, softmax_sum, out, sink, ctx.options
+            (*d_queries, d_own), d_seen = dense_gradients(
+                queries, keys, d_heads, softmax_max, softmax_sum, out, ctx.options
             )
-        d_query, d_key, d_value = (heads_to_tokens(ctx.shards, x) for x in gradients)
+        d_query, d_query_rope, *d_keys = (
+            x if x is None else heads_to_tokens(ctx.shards, x) for x in (*d_queries, *d_seen)
+        )
         d_sink = None
         if d_own is not None:
             heads = ctx.operation.num_heads
             d_sink = d_own.new_zeros(heads)
             d_sink[own_heads(ctx.shards, heads)] = d_own
-        return None, None, d_query, d_sink, d_key, d_value
+        return None, None, d_query, d_query_rope, d_sink, *d_keys
