@@ -30,9 +30,19 @@ def wrong(kind: type[Error], function: str, argument: str, expected: str, got: s
 
 
 @cache
-def warn_once(function: str, argument: str, text: str, stacklevel: int = 3) -> None:
-    """Warns of what is no error but hardly meant, at its first occurrence in a process."""
-    warnings.warn(f"{function}: {argument}: {text}", stacklevel=stacklevel)
+def warn_once(function: str, argument: str, text: str) -> None:
+    """Warns of what is no error but hardly meant, at its first occurrence in a process.
+
+    The warning shows the line that called this package.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_of_this_package(frame.f_globals):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"{function}: {argument}: {text}", stacklevel=level)
+
+
+def _is_of_this_package(names: dict[str, Any]) -> bool:
+    return str(names.get("__name__")).partition(".")[0] == __package__
 
 
 def refuse_traces(function: str) -> None:

@@ -163,7 +163,7 @@ def warn_of_a_mask_without_keys(
     # Most masks keep the first key of the first row: the others are then not read.
     if atten_mask[(0,) * atten_mask.dim()] and bool(_each_element_once(atten_mask).all()):
         text = "masks every key, as True masks a key out; pass ~mask for one where True keeps a key"
-        warn_once(name, "atten_mask", text, stacklevel=4)
+        warn_once(name, "atten_mask", text)
 
 
 def _each_element_once(tensor: Tensor) -> Tensor:

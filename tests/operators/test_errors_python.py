@@ -454,16 +454,21 @@ def dense(**changes: Any) -> Tensor:
     return ops.flash_attention_score(Q, K, K, **arguments)[0]
 
 
+def padded(**changes: Any) -> Tensor:
+    """Lengths of a padded batch, which the call packs."""
+    return dense(actual_seq_lengths_query=[1], **changes)
+
+
 def prompt(**changes: Any) -> Tensor:
     return ops.prompt_flash_attention(Q, K, K, num_heads=4, layout="BNSD", **changes)
 
 
 @pytest.mark.usefixtures("no_warning_yet")
-@pytest.mark.parametrize("attend", [dense, prompt])
+@pytest.mark.parametrize("attend", [dense, padded, prompt])
 def test_a_mask_of_all_keys_warns_once(attend: Callable[..., Tensor]) -> None:
     mask = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool)
     few = mask.clone()
-    few[-1, -1] = False
+    few[0, -1] = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(atten_mask=~mask, sparse_mode=1)
