@@ -478,6 +478,11 @@ def test_a_mask_of_all_keys_warns_once(attend: Callable[..., Tensor]) -> None:
     assert not any(out.any() for out in outs)
     assert len(seen) == 1
     assert seen[0].filename == __file__
+
+
+@pytest.mark.parametrize("attend", [dense, prompt])
+def test_a_sparse_mask_of_all_keys_is_not_read(attend: Callable[..., Tensor]) -> None:
+    mask = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"Could not run 'ascend::.* 'SparseCPU'"):
         attend(atten_mask=mask.to_sparse(), sparse_mode=1)
 
