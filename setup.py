@@ -22,6 +22,9 @@ from setuptools import setup
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "simulation"))
+from precompiled_header import precompiled  # noqa: E402
+
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 7, 1)
 COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
 # No kernel reads floating-point exceptions or errno; loops that may raise them are not vectorised
@@ -184,6 +187,7 @@ def build_command() -> Any:
                 versions["torch_npu"] = metadata.version("torch_npu")
             # setuptools compares times, which do not tell that torch is another.
             self.force = self.force or modules.get(module) != versions
+            ext.extra_compile_args += precompiled(self.compiler, ext, Path(self.build_temp, module))
             super().build_extension(ext)
             record.write_text(json.dumps({**modules, module: versions}, indent=2) + "\n")
 

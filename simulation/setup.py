@@ -18,10 +18,14 @@ from setuptools import setup
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+from precompiled_header import precompiled  # noqa: E402
+
 OLDEST_PYTHON = (3, 10)
 PACKAGE = "cann_simulator"
 # An installed CANN has its libraries in lib64.
 LIBRARIES = f"{PACKAGE}.cann.lib64"
+LIBRARIES_WITH_TENSORS = ("libopapi", "libcpu_fallback")
 EMPTY_LIBRARIES = ["acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
 # Read by cann_simulator/_built_with.py before it loads the libraries.
 BUILT_WITH = "built_with.json"
@@ -124,6 +128,8 @@ def build_command(versions: dict[str, str]) -> Any:
 
         def build_extension(self, ext: Any) -> None:
             ext.library_dirs.append(str(Path(self.get_ext_fullpath(ext.name)).parent))
+            if ext.name.endswith(LIBRARIES_WITH_TENSORS):
+                ext.extra_compile_args += precompiled(self.compiler, ext, Path(self.build_temp))
             super().build_extension(ext)
 
         def run(self) -> None:
