@@ -25,6 +25,11 @@ TASK_QUEUE = int(os.environ["TASK_QUEUE_ENABLE"])
 # The device of the process: ("A2", "9.1").
 DEVICE = (os.environ["CANN_SIM_PRODUCT"], os.environ["CANN_SIM_VERSION"])
 
+# For tests that start processes, or whole programs, and are alike at each level of the task queue.
+once = pytest.mark.skipif(
+    TASK_QUEUE != 1, reason="in processes of its own, and independent of the task queue: once"
+)
+
 # Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
 _ON_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
 

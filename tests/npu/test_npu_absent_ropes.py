@@ -10,7 +10,7 @@ import pytest
 import torch
 from arrivals import arriving
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import TASK_QUEUE, run_in_new_process
+from conftest import TASK_QUEUE, once, run_in_new_process
 from support.samples import OPERATORS, Sample
 from support.tolerance import assert_same_bits
 
@@ -133,6 +133,7 @@ def test_another_stream_reads_them_in_order() -> None:
     assert_same_bits(tuple(x.cpu() for x in outputs), tuple(x.cpu() for x in expected))
 
 
+@once
 def test_inference_mode_makes_zeros_for_training() -> None:
     """In a process of its own, whose first zeros come from inference mode."""
     run_in_new_process(

@@ -16,12 +16,10 @@ import pytest
 from ascend_attn_ops.check import results
 from ascend_attn_ops.check.known_facts import FACTS
 from check_faults import FATAL, FAULTS
-from conftest import TASK_QUEUE
+from conftest import once
 from support.checkout import ROOT
 
-pytestmark = pytest.mark.skipif(
-    TASK_QUEUE != 1, reason="starts processes of its own: once is enough"
-)
+pytestmark = once
 
 SCRIPT = Path(__file__).with_name("check_faults.py")
 PRODUCTS = ("A2", "A3", "950", "310P")

@@ -11,7 +11,7 @@ import torch
 from ascend_attn_ops.check import child, recorded_kernels, results
 from ascend_attn_ops.check.kernel_calls import KernelCall
 from ascend_attn_ops.check.probe import Context, Probe
-from conftest import DEVICE, TASK_QUEUE
+from conftest import DEVICE, once
 from support.recorded_calls import FILE, recorded_calls
 from test_npu_check import check, environment
 
@@ -76,7 +76,7 @@ def test_one_column_notices_a_fault_of_the_cpu() -> None:
     assert found.figures["recording"] == 0
 
 
-@pytest.mark.skipif(TASK_QUEUE != 1, reason="starts processes of its own: once is enough")
+@once
 @pytest.mark.parametrize("product", ["A2", "A3"])
 def test_the_simulated_device_repeats_the_recorded_calls(product: str, tmp_path: Path) -> None:
     only = ("--quick", "--only", recorded_kernels.SECTION, "--recorded", FILE.parent)
@@ -90,7 +90,7 @@ def test_the_simulated_device_repeats_the_recorded_calls(product: str, tmp_path:
     assert len({x.id.split("/")[1].split("-")[0] for x in passed}) == 6
 
 
-@pytest.mark.skipif(TASK_QUEUE != 1, reason="starts processes of its own: once is enough")
+@once
 def test_another_product_has_other_kernels(tmp_path: Path) -> None:
     only = ("--only", recorded_kernels.SECTION, "--recorded", FILE.parent)
     status, found = check(tmp_path, environment("310P"), *only)

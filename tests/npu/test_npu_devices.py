@@ -28,7 +28,7 @@ from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.device_limits import device_in_force
 from cann_simulator._products import missing_functions
-from conftest import DEVICE, TASK_QUEUE, run_in_new_process
+from conftest import DEVICE, TASK_QUEUE, once, run_in_new_process
 from device_samples import first
 from support.samples import Sample
 from support.tolerance import assert_same_bits
@@ -164,6 +164,7 @@ ROWS_BEHIND = """
 """
 
 
+@once
 @lacks("aclnnLightningIndexer")
 def test_the_simulation_leaves_them_alone() -> None:
     text, _ = run_in_new_process(ROWS_BEHIND)
@@ -386,6 +387,7 @@ MASKED_ROW = """
 """
 
 
+@once
 @pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="in processes of its own: once")
 @pytest.mark.parametrize(
     ("environment", "expected"),

@@ -19,6 +19,7 @@ from conftest import (
     TASK_QUEUE,
     each_caller_failure,
     each_queue_failure,
+    once,
     operator_fails,
     run_in_new_process,
 )
@@ -113,6 +114,7 @@ def test_a_tensor_on_another_device(operator: str, name: str) -> None:
             sample.replace(**{name: elsewhere}).call(torch.ops.ascend)
 
 
+@once
 def test_missing_function(tmp_path: Path) -> None:
     """A CANN without an operator library."""
     for folder in os.environ["LD_LIBRARY_PATH"].split(os.pathsep):
@@ -134,6 +136,7 @@ def test_missing_function(tmp_path: Path) -> None:
     assert "aclnnSparseFlashAttention: is not in this CANN" in text
 
 
+@once
 @pytest.mark.parametrize("product", [name for name, _ in _C.products])
 def test_product(product: str) -> None:
     text, _ = run_in_new_process(
@@ -159,6 +162,7 @@ def test_product(product: str) -> None:
         assert "product" in outcome
 
 
+@once
 def test_310p() -> None:
     """Its own limits: no bfloat16."""
     text, _ = run_in_new_process(
@@ -202,6 +206,7 @@ def test_a_private_format_is_refused(operator: str, name: str) -> None:
     assert not any("function" in entry for entry in log)
 
 
+@once
 def test_report() -> None:
     """`python -m ascend_attn_ops` says what it runs on and that every function is there."""
     command = [sys.executable, "-m", "ascend_attn_ops"]

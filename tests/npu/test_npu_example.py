@@ -17,7 +17,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
-from conftest import TASK_QUEUE, attention_functions
+from conftest import attention_functions, once
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
@@ -59,6 +59,7 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@once
 @pytest.mark.usefixtures("no_leak", "deterministic")
 def test_the_examples_do_what_they_do_on_the_cpu(
     tmp_path: Path, run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
@@ -95,10 +96,6 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     assert texts[0] == texts[1]
     assert any("3 of 3 sequences equal" in line for line in texts[0])
     assert attention_functions(calls)["aclnnScatterPaKvCache"] > 0
-
-
-# Their operators run at every level in other tests.
-once = pytest.mark.skipif(TASK_QUEUE != 1, reason="a program of operators that others test: once")
 
 
 @once

@@ -12,7 +12,7 @@ from pathlib import Path
 import cann_simulator
 import pytest
 import torch
-from conftest import DEVICE, TASK_QUEUE
+from conftest import DEVICE, TASK_QUEUE, once
 from test_npu_example import EXAMPLES, OPTIONS
 
 pytestmark = pytest.mark.skipif(
@@ -42,9 +42,6 @@ def run_ranks(
 
 
 RANKS = Path(__file__).with_name("hccl_ranks.py")
-
-
-once = pytest.mark.skipif(TASK_QUEUE != 1, reason="in processes of its own: once")
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=once)])

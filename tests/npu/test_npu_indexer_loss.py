@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import run_in_new_process
+from conftest import once, run_in_new_process
 from support.samples import OPERATORS
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -80,6 +80,7 @@ for cores in (5, 6, 13):
 """
 
 
+@once
 def test_determinism_on_a_stream_with_few_cores() -> None:
     """With 12 tokens and an odd number of cores below that, the kernel waits for ever."""
     refused, *ran = run_in_new_process(LIMITED_STREAM)[0].splitlines()

@@ -17,12 +17,10 @@ import torch_npu
 from ascend_attn_ops import _C
 from cann_simulator._products import SOC_OF_PRODUCT, device_of
 from cann_simulator.control import library
-from conftest import TASK_QUEUE
+from conftest import once
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = os.pathsep.join(str(ROOT / folder) for folder in ("python", "simulation"))
-
-once = pytest.mark.skipif(TASK_QUEUE != 1, reason="in processes of its own: once")
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import TASK_QUEUE, attention_functions, run_in_new_process
+from conftest import TASK_QUEUE, attention_functions, once, run_in_new_process
 from device_samples import DEVICE_RECIPES, to_npu
 from support.out_forms import OutCall, out_call
 from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall
@@ -355,6 +355,7 @@ def test_a_capture_is_not_checked_and_says_so() -> None:
     assert err.count("sparse_flash_attention: the values of calls in a graph are not") == 1
 
 
+@once
 @pytest.mark.parametrize("value", ["1", "0", ""])
 def test_the_environment_asks_for_it(value: str) -> None:
     out, _ = run_in_new_process(
