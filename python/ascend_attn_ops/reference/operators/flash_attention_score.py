@@ -209,6 +209,7 @@ def from_heads(x: Tensor, layout: str) -> Tensor:
 
 
 def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
+    """Yields the sequences; in TND, where there may be thousands, only those with queries."""
     if a.layout != "TND":
         sq, skv = q.shape[2], k.shape[2]
         for b in range(q.shape[0]):
@@ -220,7 +221,8 @@ def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
     band = filled[0 if a.sparse_mode == 8 else -1] if filled else -1
     pairs = 0
     for i, (queries, keys) in enumerate(both):
-        yield Span(i, 0, queries, keys, pairs, i == band)
+        if queries.stop > queries.start:
+            yield Span(i, 0, queries, keys, pairs, i == band)
         pairs += (queries.stop - queries.start) * (keys.stop - keys.start)
 
 
