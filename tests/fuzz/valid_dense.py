@@ -74,6 +74,37 @@ def long_case(random: Random) -> FuzzedFlash:
     return FuzzedFlash(layout=layout, b=1, s=(n, n), **{"mode": mode, **masks, **fields})
 
 
+def pack_case(random: Random) -> FuzzedFlash:
+    """More sequences than a launch on the NPU takes. Few have queries, which take time."""
+    count = random.randint(2049, 2300)
+    filled = set(random.sample(range(count), 20))
+    queries = tuple(random.randint(1, 3) if i in filled else 0 for i in range(count))
+    keys = tuple(n + random.choice((0, 0, 1)) for n in queries)
+    modes: list[dict[str, Any]] = [
+        {"mode": None}, {"mode": 2}, {"mode": 3}, {"mode": 4, "pre": 1, "next": 0},
+        {"mode": 6, "prefix": tuple(keys)},
+    ]  # fmt: skip
+    return FuzzedFlash(
+        layout="TND",
+        lengths=(queries, keys),
+        tail=random.choice(((0, 0), (2, 3))),
+        heads=random.choice(((2, 1), (1, 1), (3, 3))),
+        d=(random.randint(1, 9),) * 2,
+        pse=random.choice((None, None, "full", "keys")),
+        keep_prob=random.choice((1.0, 0.6)),
+        sink=random.random() < 0.5,
+        rope=random.choice((0, 0, 4)),
+        seed=random.getrandbits(32),
+        **random.choice(modes),
+    )
+
+
+def long_pack(random: Random) -> str:
+    """The results and gradients of a pack."""
+    case, dtype = pack_case(random), random.choice(draw.DTYPES)
+    return forward_and_backward(random, case, dtype)
+
+
 def flash_case(random: Random) -> FuzzedFlash:
     if random.random() < 0.004:
         return long_case(random)
@@ -230,7 +261,10 @@ def empty(random: Random) -> str:
         s = (0, case.s[1]) if random.randrange(2) else (case.s[0], 0)
         # Slopes want as many queries as keys.
         case = replace(case, s=s, **({"pse": None, "pse_type": 1} if case.pse_type > 1 else {}))
-    dtype = random.choice(draw.DTYPES)
+    return forward_and_backward(random, case, random.choice(draw.DTYPES))
+
+
+def forward_and_backward(random: Random, case: FuzzedFlash, dtype: torch.dtype) -> str:
     sample = flash_call(random, case, dtype)
     check(sample, run(sample, random, same_on_all_threads=True))
     call = flash_attention_score.gradient_of(sample, randomness.Random(case.id, dtype))
@@ -317,6 +351,7 @@ CASES: dict[str, Case] = {
     "valid/flash_attention_score": attention,
     "valid/flash_attention_score_grad": attention_gradient,
     "valid/empty/flash_attention_score": empty,
+    "valid/long_pack/flash_attention_score": long_pack,
     "valid/prompt_flash_attention": prompt,
     "valid/empty/prompt_flash_attention": partial(prompt, empty=True),
 }
