@@ -23,7 +23,7 @@ pytestmark = once
 
 SCRIPT = Path(__file__).with_name("check_faults.py")
 PRODUCTS = ("A2", "A3", "950", "310P")
-LEAST = {"A2": 60, "A3": 60, "950": 50, "310P": 10}
+LEAST = {"A2": 60, "A3": 60, "950": 50, "310P": 12}
 
 each_product = pytest.mark.parametrize("product", PRODUCTS)
 

@@ -16,7 +16,6 @@ from ascend_attn_ops.check.samples import OPERATORS, Operator, Recipe, Sample, b
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 
 SECTION = "behaviour"
-HALF = torch.bfloat16
 CALLS = 1000
 GROWTH = 2**20  # bytes that the allocator may keep more after so many calls
 
@@ -35,8 +34,14 @@ def probes(context: Context) -> Iterator[Probe]:
         yield Probe(SECTION, name, name, probe, quick=True)
 
 
+def _half(context: Context) -> torch.dtype:
+    """Returns bfloat16, or float16 on Ascend 310P, which has no bfloat16."""
+    on_310p = context.product is not None and context.product[0] == "310P"
+    return torch.float16 if on_310p else torch.bfloat16
+
+
 def _placed(recipe: Recipe, context: Context) -> Sample:
-    sample = recipe.make(HALF)
+    sample = recipe.make(_half(context))
     if refused := context.refusal(sample):
         raise Skip(refused)
     return placed_on(sample, context.device)
@@ -46,8 +51,8 @@ def _on_cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.cpu() for x in outputs)
 
 
-def _is_right(recipe: Recipe, outputs: tuple[Tensor, ...]) -> Outcome:
-    return compare(recipe.operator, recipe.make(HALF), _on_cpu(outputs))
+def _is_right(recipe: Recipe, outputs: tuple[Tensor, ...], context: Context) -> Outcome:
+    return compare(recipe.operator, recipe.make(_half(context)), _on_cpu(outputs))
 
 
 def _same_bits(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> int:
@@ -77,7 +82,7 @@ def second_call(recipe: Recipe, context: Context) -> Outcome:
     sample = _placed(recipe, context)
     first = sample.call(torch.ops.ascend)
     before = tuple(x.clone() for x in first)
-    outcome = _is_right(recipe, sample.call(torch.ops.ascend))
+    outcome = _is_right(recipe, sample.call(torch.ops.ascend), context)
     assert not _same_bits(first, before), "the second call changes the results of the first"
     return outcome
 
@@ -87,7 +92,7 @@ def strided(recipe: Recipe, context: Context) -> Outcome:
     sample = _placed(recipe, context)
     outcome = PASS
     for variant in (sample.strided(), sample.transposed()):
-        outcome = _is_right(recipe, variant.call(torch.ops.ascend))
+        outcome = _is_right(recipe, variant.call(torch.ops.ascend), context)
     return outcome
 
 
@@ -118,7 +123,7 @@ def stream(recipe: Recipe, context: Context) -> Outcome:
     with npu.stream(side):
         outputs = sample.call(torch.ops.ascend)
     npu.current_stream().wait_stream(side)
-    return _is_right(recipe, outputs)
+    return _is_right(recipe, outputs, context)
 
 
 def graph(recipe: Recipe, context: Context) -> Outcome:
@@ -135,7 +140,7 @@ def graph(recipe: Recipe, context: Context) -> Outcome:
         if "captur" in str(error):
             return Outcome("refused", str(error))  # the host reads lengths
         raise
-    other = replace(recipe, case=recipe.case).make(HALF).scaled(0.5)
+    other = replace(recipe, case=recipe.case).make(_half(context)).scaled(0.5)
     for name, x in placed_on(other, context.device).tensors.items():
         sample.tensors[name].copy_(x)
     captured.replay()
@@ -161,7 +166,7 @@ EACH: dict[str, Callable[[Recipe, Context], Outcome]] = {
 
 def _dense(case: FlashCase, context: Context) -> tuple[Operator, Sample]:
     operator = OPERATORS["flash_attention_score"]
-    sample = operator.make(case, HALF)
+    sample = operator.make(case, _half(context))
     if refused := context.refusal(sample):
         raise Skip(refused)
     return operator, sample
