@@ -1,7 +1,7 @@
 """A call on each side of the rules of the limits, for the product in use.
 
-No call is launched: CANN says in its first phase whether it accepts it. A call outside could write
-where it may not.
+CANN says in its first phase whether it accepts a call. A call outside is never launched: it could
+write where it may not. A small call inside is launched, and compared with the reference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from torch import Tensor
 
 from ascend_attn_ops import _library
 from ascend_attn_ops.check import boundaries
-from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
-from ascend_attn_ops.check.samples import named_tensors
+from ascend_attn_ops.check.numbers import compare, placed_on
+from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
+from ascend_attn_ops.check.samples import OPERATORS, Sample, named_tensors, sample_of
 from ascend_attn_ops.device_limits import limits
 
 SECTION = "limits"
+# Larger calls end after their first phase: the reference takes too long for them.
+MOST_PRODUCTS = 2**24
+# The compressed masks of the sparse modes, which are triangles.
+COMPRESSED = (2048, 2048)
 
 
 def probes(context: Context) -> Iterator[Probe]:
@@ -107,8 +112,56 @@ def on_device(arguments: dict[str, Any], context: Context) -> dict[str, Any]:
 
 
 def inside(operator: str, arguments: Callable[[], dict[str, Any]], context: Context) -> Outcome:
-    refused = refusal_of_device(operator, arguments(), context)
-    return Outcome("differs", f"refused by CANN: {refused}") if refused else PASS
+    given = arguments()
+    if refused := refusal_of_device(operator, given, context):
+        return Outcome("differs", f"refused by CANN: {refused}")
+    if reason := _not_launched(given, context):
+        return Outcome("pass", f"first phase only: {reason}")
+    schema = OPERATORS[operator].overload._schema.arguments
+    defaults = {x.name: x.default_value for x in schema if x.has_default_value()}
+    sample = _with_values(sample_of(operator, "inside", {**defaults, **given}))
+    outputs = placed_on(sample, context.device).call(torch.ops.ascend)
+    return compare(OPERATORS[operator], sample, tuple(x.cpu() for x in outputs))
+
+
+def _not_launched(arguments: dict[str, Any], context: Context) -> str | None:
+    """Returns why a call ends after its first phase; None if it is launched."""
+    if context.quick:
+        return "--quick launches none of these calls"
+    tensors = named_tensors(arguments)
+    for name, x in tensors.items():
+        if x.dtype != torch.bool and not x.is_floating_point() and name != "sparse_indices":
+            return f"{name} has integers, and arbitrary ones may be wrong"
+    query, key = tensors.get("query"), tensors.get("key")
+    if query is None or key is None:
+        return None
+    products = query.numel() * key.numel() // max(1, query.shape[-1])
+    if products > MOST_PRODUCTS:
+        return f"{products} products are more than {MOST_PRODUCTS}"
+    return None
+
+
+def _with_values(sample: Sample) -> Sample:
+    """Replaces meta tensors by random values, masks of no key and a selection of the first key."""
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(x: Tensor) -> Tensor:
+        size = (x.untyped_storage().nbytes() // x.itemsize,)
+        if x.is_floating_point():
+            whole = 0.25 + 0.5 * torch.rand(size, generator=generator)
+        else:
+            whole = torch.full(size, 0 if x.dtype == torch.bool else -1)
+        filled = whole.to(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+        if x.dtype == torch.bool and x.shape[-2:] == COMPRESSED:
+            filled.copy_(torch.ones(COMPRESSED, dtype=torch.bool).triu(1))
+        elif x.dtype == torch.int32:
+            filled[..., 0] = 0
+        return filled
+
+    filled = sample.map(fill)
+    # A sum of exp(score - maximum) is at least 1.
+    sums = {name: 1 + x for name, x in filled.tensors.items() if name.startswith("softmax_sum")}
+    return filled.replace(**sums)
 
 
 def outside(operator: str, arguments: Callable[[], dict[str, Any]], context: Context) -> Outcome:
