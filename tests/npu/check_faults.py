@@ -253,6 +253,8 @@ FAULTS = [
     Fault("too much workspace", FA, LINE_FA, status(FA, 0, 0)),
     Fault("a rule that is stricter", SFA, "limits/sparse_flash_attention-*-inside",
           status(SFA, 1, 161002)),
+    Fault("a wrong result just inside a limit", FA,
+          "limits/flash_attention_score-query-D-*-inside", tensors(FA, attentionOutOut=scaled)),
     Fault("padding rows that are written", LI, "known facts/li-padding-rows",
           tensors(LI, sparseIndicesOut=lambda x: x[-2:].fill_(-1))),
     Fault("sums that differ from call to call", SFAG,
@@ -265,6 +267,15 @@ FAULTS = [
     Fault("a pack of many sequences", PACK, "behaviour/1000 sequences",
           tensors(PACK, attentionOutOut=row_unwritten)),
 ]  # fmt: skip
+
+# By product and pattern of lines: why no such line passes there without the fault.
+WITHOUT_LINE = {
+    "950": {
+        "*prompt*": "the limits exclude `prompt_flash_attention`",
+        "host code/*": "the known refusals of CANN's host code are those of Atlas A2 and A3",
+    },
+    "310P": {"numbers/attention_update-*": "the limits exclude `attention_update`"},
+}
 
 
 def crash(x: Tensor) -> None:
