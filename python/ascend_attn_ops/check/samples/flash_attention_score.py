@@ -15,7 +15,7 @@ from ascend_attn_ops.check.bounds import Expected, largest_score, magnitude, of_
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.flash_attention_score import by_head, from_heads, to_heads
 
-from .masks import compressed_mask, full_mask
+from .masks import compressed_mask, prefix_mask, random_mask
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
@@ -213,6 +213,17 @@ CASES = [
             lengths=((3, 7, 0), (5, 9, 2)), sink=True),
     replace(_LONG_PACK, mode=7, pre=2, next=0, keep_prob=0.6),
 ]  # fmt: skip
+
+
+def full_mask(case: FlashCase, random: Random) -> Tensor:
+    sq, skv = (max(x) for x in zip(*case.sequences, strict=True)) if case.sequences else case.s
+    batch = len(case.sequences)
+    axes = {"BN": (batch, case.heads[0]), "B1": (batch, 1), "11": (1, 1)}.get(case.mask, ())
+    if case.mask == "sum":
+        sq, skv = (sum(x) for x in case.lengths)
+    if case.mode == 5 and case.prefix is not None:
+        return prefix_mask((*axes, sq, skv), case.prefix).to(case.mask_dtype)
+    return random_mask((*axes, sq, skv), case.pattern, random).to(case.mask_dtype)
 
 
 def pse_shift(case: FlashCase, random: Random) -> Tensor:
