@@ -100,6 +100,11 @@ def by_head(statistics: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.cat(rows, 1)
 
 
+def by_token(statistics: Tensor, ends: Sequence[int]) -> Tensor:
+    """The same as (T, N, ...) that hold (N, ...) of one token after another."""
+    return by_head(statistics, ends).transpose(0, 1)
+
+
 def by_sequence(x: Tensor, ends: Sequence[int]) -> Tensor:
     """The inverse of `by_head`."""
     heads, tokens = x.shape[:2]

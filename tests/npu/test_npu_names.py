@@ -136,6 +136,21 @@ def inference(**options: Any) -> dict[str, Any]:
 
 
 TND = {"actual_seq_qlen": [3, 5, 10], "actual_seq_kvlen": [7, 8, 14]}
+TND_OF_V3 = {name: torch.tensor(ends) for name, ends in TND.items()}
+BY_TOKEN = {"softmax_layout": "TND"}
+
+
+def packed_gradient(version: str, lengths: dict[str, Any], sink: Tensor | None) -> dict[str, Any]:
+    """A call of the gradient's operator with statistics in the order of tokens."""
+    call = tree_map_only(Tensor, Tensor.detach, fusion("TND", sink=sink, **BY_TOKEN, **lengths))
+    out, maximum, total, *_ = getattr(torch_npu, f"npu_fusion_attention{version}")(**call)
+    scale = call.pop("scale")
+    return {
+        **call, "scale_value": scale, "dy": bf16(*out.shape), "attention_in": out,
+        "softmax_max": maximum, "softmax_sum": total,
+    }  # fmt: skip
+
+
 CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "every key": ("npu_fusion_attention_v2", lambda: fusion("BSND")),
     "causal": (
@@ -147,6 +162,27 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     ),
     "packed": (
         "npu_fusion_attention_v2", lambda: fusion("TND", atten_mask=SQUARE, sparse_mode=3, **TND)
+    ),
+    "statistics by token": ("npu_fusion_attention", lambda: fusion("TND", **TND, **BY_TOKEN)),
+    "statistics by token with sinks": (
+        "npu_fusion_attention_v2",
+        lambda: fusion("TND", sink=torch.randn(4, requires_grad=True), **TND, **BY_TOKEN),
+    ),
+    "statistics by token, _v3": (
+        "npu_fusion_attention_v3", lambda: fusion("TND", **TND_OF_V3, **BY_TOKEN)
+    ),
+    "statistics by token with sinks, _v3": (
+        "npu_fusion_attention_v3",
+        lambda: fusion("TND", sink=torch.randn(4, requires_grad=True), **TND_OF_V3, **BY_TOKEN),
+    ),
+    "gradient by token": (
+        "npu_fusion_attention_grad", lambda: packed_gradient("", TND, None)
+    ),
+    "gradient by token, _v2": (
+        "npu_fusion_attention_grad_v2", lambda: packed_gradient("_v2", TND, torch.randn(4))
+    ),
+    "gradient by token, _v3": (
+        "npu_fusion_attention_grad_v3", lambda: packed_gradient("_v3", TND_OF_V3, torch.randn(4))
     ),
     "bias": ("npu_fusion_attention_v2", lambda: fusion("BSND", pse=bf16(2, 4, 5, 7), pse_type=0)),
     "mask of dropout": (
@@ -171,14 +207,16 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 def results(name: str, call: dict[str, Any], device: str) -> tuple[Tensor, ...]:
-    """The outputs that are tensors, but the empty ones, and the gradients."""
+    """The outputs that are tensors, but the empty ones and seeds in int64, and the gradients."""
     on_device = tree_map_only(
         Tensor, lambda x: x.detach().to(device).requires_grad_(x.requires_grad), call
     )
+    on_device |= {x: call[x] for x in TND if x in call}  # _v3 takes tensors on the host
     if call.get("value") is call["key"]:
         on_device["value"] = on_device["key"]
     outputs = getattr(torch_npu, name)(**on_device)
-    found = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.numel()]
+    tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+    found = [x for x in tensors if x.numel() and x.dtype != torch.int64]
     assert all(x.device.type == device for x in found)
     inputs = [x for x in on_device.values() if isinstance(x, Tensor) and x.requires_grad]
     if inputs:

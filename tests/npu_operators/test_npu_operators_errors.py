@@ -21,6 +21,12 @@ DENSE = {"query": QUERY, "key": KEY, "value": KEY}
 FUSION = {**DENSE, "head_num": 4, "input_layout": "BSND"}
 STATISTICS = {"softmax_max": torch.zeros(2, 4, 5, 8), "softmax_sum": torch.ones(2, 4, 5, 8)}
 FUSION_GRAD = {**FUSION, "dy": QUERY, **STATISTICS, "attention_in": QUERY}
+PACKED_GRAD = {
+    "query": QUERY[0], "key": KEY[0], "value": KEY[0], "head_num": 4, "input_layout": "TND",
+    "dy": QUERY[0], "attention_in": QUERY[0], "softmax_layout": "TND", "actual_seq_qlen": [3, 5],
+    "actual_seq_kvlen": [3, 7], "softmax_max": torch.zeros(5, 4, 8),
+    "softmax_sum": torch.ones(5, 4, 8),
+}  # fmt: skip
 INFERENCE = {**DENSE, "num_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND"}
 STEP = {**INFERENCE, "query": QUERY[:, :1]}
 INFERENCE_2 = {**DENSE, "num_query_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND"}
@@ -115,6 +121,16 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_fusion_attention", FUSION, {"sparse_mode": 3}, ValueError, "atten_mask: expected"),
     ("npu_fusion_attention", FUSION, {"seed": 4}, NotImplementedError, "seed: expected 0"),
     ("npu_fusion_attention", FUSION, {"keep_prob": 0.0}, ValueError, "keep_prob: expected"),
+    ("npu_fusion_attention", FUSION, {"softmax_layout": "TND"}, ValueError,
+     "softmax_layout: expected '', or 'TND' in input_layout TND, got 'TND' in input_layout BSND"),
+    ("npu_fusion_attention_v3", FUSION, {"softmax_layout": "NTD"}, ValueError,
+     "softmax_layout: expected '', or 'TND' in input_layout TND, got 'NTD'"),
+    ("npu_fusion_attention_grad_v2", FUSION_GRAD, {"softmax_layout": "TND"}, ValueError,
+     "softmax_layout: expected"),
+    ("npu_fusion_attention_grad", PACKED_GRAD, {"actual_seq_qlen": [3, 9]}, ValueError,
+     "actual_seq_lengths_query: expected"),
+    ("npu_fusion_attention_grad", PACKED_GRAD, {"softmax_sum": torch.ones(5, 32)}, ValueError,
+     "softmax_sum: expected"),
     ("npu_fusion_attention_v2", FUSION, {"query_rope": QUERY}, ValueError, "key_rope: expected"),
     ("npu_fusion_attention_grad", FUSION_GRAD, {"softmax_in": QUERY}, NotImplementedError,
      "softmax_in: expected"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -95,6 +96,36 @@ def test_packed_sequences(name: str) -> None:
         batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
         parts.append(attention(*batch, causal(q1 - q0, k1 - k0))[0][0].transpose(0, 1))
     assert_as_stated(out, torch.cat(parts), tensors)
+
+
+@each_version
+@pytest.mark.parametrize("ends", [[3, 3, 8], [2, 7, 0]])
+def test_statistics_in_the_order_of_tokens(name: str, ends: list[int]) -> None:
+    """In the second pack, one token is behind the sequences; a 0 closes the lengths."""
+    torch.manual_seed(0)
+    tensors = [drawn(8, N, D), drawn(8, NK, D), drawn(8, NK, DV)]
+    lengths: Any = torch.tensor(ends) if name.endswith("v3") else ends
+    pack = {"softmax_layout": "TND", "actual_seq_qlen": lengths, "actual_seq_kvlen": lengths}
+    out, maximum, total, softmax, *_ = getattr(torch_npu, name)(*tensors, N, "TND", **pack)
+    outs, rows = [], []
+    for begin, end in itertools.pairwise([0, *(x for x in ends if x)]):
+        batch = [x[begin:end].transpose(0, 1)[None] for x in tensors]
+        of_sequence, lse = attention(*batch)
+        outs.append(of_sequence[0].transpose(0, 1))
+        rows.append(lse[0].T)
+    last = max(ends)
+    assert_close((maximum + total.log())[:last], torch.cat(rows)[..., None].expand(-1, -1, 8))
+    assert maximum.is_contiguous()
+    weight = torch.randn(last, N, DV, dtype=torch.float64)
+    expected = torch.autograd.grad(torch.cat(outs), tensors, weight, retain_graph=True)
+    by_autograd = torch.autograd.grad(out[:last], tensors, weight, retain_graph=True)
+    dy = torch.nn.functional.pad(weight, (0, 0, 0, 0, 0, 8 - last))
+    by_operator = getattr(torch_npu, name.replace("attention", "attention_grad"))(
+        *(x.detach() for x in tensors), dy, N, "TND", **pack, softmax_in=softmax,
+        softmax_max=maximum, softmax_sum=total, attention_in=out.detach(),
+    )  # fmt: skip
+    assert_close(by_autograd, expected)
+    assert_close(by_operator[:3], expected)
 
 
 @each_version

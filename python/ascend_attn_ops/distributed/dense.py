@@ -15,7 +15,7 @@ import ascend_attn_ops as ops
 from ascend_attn_ops._arguments import check_count, shown, wrong
 from ascend_attn_ops._dense_attention import default_mask, default_scale, sink_of_statistics
 from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops._statistics import LANES, by_head
+from ascend_attn_ops._statistics import LANES, by_token
 from ascend_attn_ops.device_limits import LimitsOfCall
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._communication import heads_to_tokens, own_heads, tokens_to_heads
@@ -209,7 +209,7 @@ class _Ulysses(torch.autograd.Function):
         ctx.operation, ctx.shards, ctx.options = operation, shards, options
         ctx.limits = limits_in_force()
         # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
-        lanes = (by_head(x[..., :1], ends).transpose(0, 1) for x in (softmax_max, softmax_sum))
+        lanes = (by_token(x[..., :1], ends) for x in (softmax_max, softmax_sum))
         statistics = [heads_to_tokens(shards, x).expand(-1, -1, LANES).contiguous() for x in lanes]
         ctx.mark_non_differentiable(*statistics)
         return heads_to_tokens(shards, out), *statistics

@@ -1,8 +1,9 @@
 """npu_fusion_attention, its versions and their gradients: what flash_attention_score lacks.
 
-That is dropout by seed and offset. In _v3, which is made for graphs, what is drawn and
-the lengths are tensors. The operators are called, not the public functions: torch_npu builds no
-mask, and its scale is 1. `options` are arguments of flash_attention_score or of its gradient.
+That is dropout by seed and offset, and the order of a pack's statistics. In _v3, which is made for
+graphs, what is drawn and the lengths are tensors. The operators are called, not the public
+functions: torch_npu builds no mask, and its scale is 1. `options` are arguments of
+flash_attention_score or of its gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ascend_attn_ops._dense_attention import number_of_scores
 from ascend_attn_ops._packing import lengths_of
+from ascend_attn_ops._statistics import by_sequence, by_token
 from ascend_attn_ops._torch import below_autograd
 from ascend_attn_ops.npu_operators.dropout import drop_mask as mask_of
 from ascend_attn_ops.npu_operators.layouts import check_ropes
@@ -31,6 +33,7 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    softmax_layout: str,
     drop_mask: Tensor | None = None,
     seed: int = 0,
     offset: int = 0,
@@ -38,16 +41,15 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     if drop_mask is None and (seed or offset):
         raise unsupported(name, "seed", "0 without a dropout_mask, as it is drawn", (seed, offset))
+    ordered_by_token = _ordered_by_token(name, softmax_layout, options)
     scores = _scores(query, key, options)
     if drop_mask is None and options["keep_prob"] < 1:
         drawn = torch.randint(1, _LAST_SEED, (), device=query.device)
         # In a graph the number would be a constant: 0, as torch_npu has it there.
         seed = int(drawn.item()) if has_values(query) else 0
         drop_mask = mask_of(scores, options["keep_prob"], drawn, offset, query.device)
-    out, maximum, total = torch.ops.ascend.flash_attention_score(
-        query, key, value, drop_mask=drop_mask, **options
-    )
-    return out, maximum, total, query.new_empty(0), seed, offset, scores
+    results = _attention(query, key, value, drop_mask, ordered_by_token, options)
+    return *results, query.new_empty(0), seed, offset, scores
 
 
 def forward_v2(
@@ -56,26 +58,57 @@ def forward_v2(
     key: Tensor,
     query_rope: Tensor | None,
     key_rope: Tensor | None,
+    softmax_layout: str,
     seed: int = 0,
     offset: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     check_ropes(name, query_rope, key_rope)
     options |= {"query_rope": query_rope, "key_rope": key_rope}
-    return forward(name, query, key, seed=seed, offset=offset, **options)
+    options |= {"softmax_layout": softmax_layout, "seed": seed, "offset": offset}
+    return forward(name, query, key, **options)
 
 
-def forward_v3(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+def forward_v3(
+    name: str, query: Tensor, key: Tensor, value: Tensor, softmax_layout: str, **options: Any
+) -> tuple[Tensor, ...]:
+    ordered_by_token = _ordered_by_token(name, softmax_layout, options)
     options |= _lengths_on_host(query, key, options)
     seed, offset = (torch.zeros(1, dtype=torch.int64, device=query.device) for _ in range(2))
     keep_prob, mask = options["keep_prob"], None
     if keep_prob < 1:
         seed = torch.randint(1, _LAST_SEED, (1,), device=query.device)
         mask = mask_of(_scores(query, key, options), keep_prob, seed, offset, query.device)
-    statistics = torch.ops.ascend.flash_attention_score(
+    results = _attention(query, key, value, mask, ordered_by_token, options)
+    return *results, query.new_empty(0), seed, offset
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    ordered_by_token: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, softmax_max and softmax_sum."""
+    out, maximum, total = torch.ops.ascend.flash_attention_score(
         query, key, value, drop_mask=mask, **options
     )
-    return *statistics, query.new_empty(0), seed, offset
+    if ordered_by_token:
+        ends = options["actual_seq_lengths_query"]
+        maximum, total = (by_token(x, ends).contiguous() for x in (maximum, total))
+    return out, maximum, total
+
+
+def _ordered_by_token(name: str, softmax_layout: str, options: Options) -> bool:
+    """Whether a pack's statistics hold one token after another, not one sequence after another."""
+    if softmax_layout not in ("", "TND") or (softmax_layout and options["layout"] != "TND"):
+        raise ValueError(
+            f"{name}: softmax_layout: expected '', or 'TND' in input_layout TND, got "
+            f"{softmax_layout!r} in input_layout {options['layout']}"
+        )
+    return softmax_layout == "TND"
 
 
 def grad(
@@ -83,13 +116,14 @@ def grad(
     query: Tensor,
     key: Tensor,
     softmax_in: Tensor | None,
+    softmax_layout: str,
     seed: int,
     offset: int,
     numels: int,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
     mask = _mask_again(name, query, seed, offset, numels, options)
-    return _gradients(name, query, key, softmax_in, mask, options)[:5]
+    return _gradients(name, query, key, softmax_in, softmax_layout, mask, options)[:5]
 
 
 def grad_v2(
@@ -99,6 +133,7 @@ def grad_v2(
     query_rope: Tensor | None,
     key_rope: Tensor | None,
     softmax_in: Tensor | None,
+    softmax_layout: str,
     seed: int,
     offset: int,
     numels: int,
@@ -107,7 +142,9 @@ def grad_v2(
     check_ropes(name, query_rope, key_rope)
     mask = _mask_again(name, query, seed, offset, numels, options)
     options |= {"query_rope": query_rope, "key_rope": key_rope}
-    *gradients, d_sink, dq_rope, dk_rope = _gradients(name, query, key, softmax_in, mask, options)
+    *gradients, d_sink, dq_rope, dk_rope = _gradients(
+        name, query, key, softmax_in, softmax_layout, mask, options
+    )
     ropes = (None, None) if query_rope is None else (dq_rope, dk_rope)
     return *gradients, *ropes, d_sink
 
@@ -132,6 +169,7 @@ def grad_v3(
     query: Tensor,
     key: Tensor,
     softmax_in: Tensor | None,
+    softmax_layout: str,
     seed: Tensor | None,
     offset: Tensor | None,
     **options: Any,
@@ -143,7 +181,9 @@ def grad_v3(
             missing = "seed" if seed is None else "offset"
             raise ValueError(f"{name}: {missing}: expected that of the forward, got None")
         mask = mask_of(_scores(query, key, options), keep_prob, seed, offset, query.device)
-    dq, dk, dv, dpse, d_sink, *_ = _gradients(name, query, key, softmax_in, mask, options)
+    dq, dk, dv, dpse, d_sink, *_ = _gradients(
+        name, query, key, softmax_in, softmax_layout, mask, options
+    )
     # torch_npu's fake tensors have an empty one, too.
     return dq, dk, dv, query.new_empty(0) if dpse is None else dpse, d_sink
 
@@ -200,6 +240,7 @@ def _gradients(
     query: Tensor,
     key: Tensor,
     softmax_in: Tensor | None,
+    softmax_layout: str,
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Any, ...]:
@@ -209,6 +250,8 @@ def _gradients(
     for argument in ("softmax_max", "softmax_sum", "attention_in"):
         if options[argument] is None:
             raise ValueError(f"{name}: {argument}: expected the result of the forward, got None")
+    if _ordered_by_token(name, softmax_layout, options):
+        options = {**options, **_ordered_by_sequence(options)}
     arguments = {**options, "query": query, "key": key, "drop_mask": mask}
     if any(arguments.get(name) is not None for name in _EXTRA):
         found = torch.ops.ascend._flash_attention_score_extended_grad(**arguments)
@@ -223,6 +266,17 @@ def _gradients(
     if options["pse_shift"] is not None and options.get("pse_type", 1) <= 1:
         dpse = torch.ops.ascend._flash_attention_score_pse_grad(**arguments)
     return dq, dk, dv, dpse, d_sink, dq_rope, dk_rope
+
+
+def _ordered_by_sequence(options: Options) -> Options:
+    """The statistics in our order. The operator refuses lengths and shapes that do not fit."""
+    statistics = {x: options[x] for x in ("softmax_max", "softmax_sum")}
+    ends = options["actual_seq_lengths_query"] or ()
+    return {
+        name: by_sequence(x.transpose(0, 1), ends)
+        for name, x in statistics.items()
+        if x.dim() == 3 and all(end <= x.shape[0] for end in ends)
+    }
 
 
 def _lengths_on_host(query: Tensor, key: Tensor, options: Options) -> Options:

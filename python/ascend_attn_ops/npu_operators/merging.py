@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._statistics import by_head, merge
+from ascend_attn_ops._statistics import by_token, merge
 from ascend_attn_ops.npu_operators.translation import has_values, unsupported
 
 
@@ -48,7 +48,7 @@ def ring_attention_update(
         if layout == "SBH":
             share = share.permute(2, 0, 1)  # (S, B, N)
         elif layout == "TND":
-            share = _by_token(name, share, actual_seq_lengths_query, input_softmax_layout)
+            share = _packed(name, share, actual_seq_lengths_query, input_softmax_layout)
         else:
             raise unsupported(name, "input_layout", "SBH or TND", layout)
         heads = out.unflatten(2, (share.shape[2], -1)) if layout == "SBH" else out
@@ -56,7 +56,7 @@ def ring_attention_update(
     return merged.to(prev_attn_out.dtype), maximum, total
 
 
-def _by_token(name: str, share: Tensor, cu_seqlens: Tensor | None, layout: str) -> Tensor:
+def _packed(name: str, share: Tensor, cu_seqlens: Tensor | None, layout: str) -> Tensor:
     """(T, N), from statistics that hold (N, length) of one sequence after another unless their
     layout is TND as well."""
     if layout == "TND":
@@ -73,4 +73,4 @@ def _by_token(name: str, share: Tensor, cu_seqlens: Tensor | None, layout: str) 
             f"{name}: actual_seq_qlen: expected cumulative sequence lengths from 0 to "
             f"T = {tokens}, got {ends}"
         )
-    return by_head(share, ends[1:]).transpose(0, 1)
+    return by_token(share, ends[1:])
