@@ -191,15 +191,19 @@ class _Ulysses(torch.autograd.Function):
         heads: list[Any] = [x if x is None else tokens_to_heads(shards, x) for x in given]
         of_query, of_rope, key, value, key_rope = heads
         ends = list(accumulate(shards.lengths))
-        options = {
-            **vars(operation),
+        # Dynamo of torch 2.10 cannot unpack vars(operation).
+        options: dict[str, Any] = {
             "num_heads": operation.num_heads // shards.world_size,
             "layout": "TND",
             "atten_mask": default_mask(operation.sparse_mode, query),
             "actual_seq_lengths_query": ends,
             "actual_seq_lengths_key": ends,
+            "scale_value": operation.scale_value,
+            "sparse_mode": operation.sparse_mode,
+            "pre_tokens": operation.pre_tokens,
+            "next_tokens": operation.next_tokens,
+            "inner_precise": operation.inner_precise,
         }
-        del options["ranks"]
         out, softmax_max, softmax_sum = ops.flash_attention_score(
             of_query, key, value, sink=own, query_rope=of_rope, key_rope=key_rope, **options
         )
