@@ -66,7 +66,7 @@ class CallObserver(TorchDispatchMode):
         if any(_unpacks(x) for x in tensors_in([args, dict(kwargs)])):
             return NotImplemented  # a DTensor makes a call of its local tensors
         self._refuse_capture()
-        call = Call(_sample(name, func, args, kwargs), _place(sys._getframe(1)))
+        call = Call(_sample(name, func, args, kwargs), _place(sys._getframe().f_back))
         return self.observe(call, lambda: func(*args, **kwargs))
 
     def _refuse_capture(self) -> None:
