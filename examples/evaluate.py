@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+from precision import autocast
 from sparse_lm import (
     AttentionInputs,
     LatentAttention,
@@ -84,7 +85,9 @@ def mean(values: Iterable[float]) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dict[str, float]]:
+def evaluate(
+    model: SparseLM, windows: Tensor, batch_size: int, dtype: str
+) -> dict[str, dict[str, float]]:
     """Measure the attention mass each selection captures, and the LM's bits per byte with it.
 
     Mass is measured in a dense pass, so that all selections face the same attention. Queries with
@@ -94,6 +97,7 @@ def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dic
         model: the trained model.
         windows: held-out text, (number of windows, S + 1) int64.
         batch_size: how many windows to run at once.
+        dtype: of the activations, "bfloat16" or "float32".
     """
     mass: dict[str, list[float]] = defaultdict(list)
     bits: dict[str, list[float]] = defaultdict(list)
@@ -108,7 +112,7 @@ def evaluate(model: SparseLM, windows: Tensor, batch_size: int) -> dict[str, dic
     for batch in windows.split(batch_size):
         for name, select in SELECTIONS.items():
             chosen = select_all_and_measure if name == "dense" else select
-            with torch.autocast(batch.device.type, torch.bfloat16):
+            with autocast(batch.device, dtype):
                 lm_loss, _ = model(batch, chosen)
             bits[name] += [lm_loss.item() / math.log(2)] * len(batch)
     return {

@@ -22,6 +22,7 @@ import ascend_attn_ops as ops
 import matplotlib
 import torch
 from npu import register_npu
+from precision import autocast, fast_dtype
 from python_corpus import load_corpus, sample_windows
 from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
@@ -123,7 +124,7 @@ def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: in
     device = parameters[0].device
     for step in range(steps):
         windows = sample_windows(text, batch_size, length + 1, seed=step).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast(device, fast_dtype(device.type)):
             bits, _ = run(model, windows, attend_training)
         bits.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from evaluate import evaluate
 from npu import register_npu
 from parallel import Parallel, checkpoints
+from precision import autocast, fast_dtype
 from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
 from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
@@ -81,6 +82,11 @@ def parse_arguments() -> argparse.Namespace:
     train.add_argument("--learning-rate", type=float, default=1.5e-3, help="of the language model")
     train.add_argument("--indexer-learning-rate", type=float, default=3e-3)
     train.add_argument("--eval-windows", type=int, default=16, help="held-out sequences")
+    train.add_argument(
+        "--dtype", choices=["bfloat16", "float32"],
+        help="of activations and products. Default: bfloat16; float32 on a CPU without AVX-512, "
+        "where torch is slow in bfloat16",
+    )  # fmt: skip
     model = parser.add_argument_group("model")
     for name, default in asdict(ModelConfig()).items():
         model.add_argument("--" + name.replace("_", "-"), type=int, default=default)
@@ -96,6 +102,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.top_k >= arguments.sequence_length:
         parser.error("--top-k must be less than --sequence-length: nothing would be sparse")
+    if arguments.dtype is None:
+        on_npu = arguments.device_shapes  # which has no float32
+        arguments.dtype = "bfloat16" if on_npu else fast_dtype(arguments.device)
     return arguments
 
 
@@ -118,7 +127,7 @@ class Trainer:
         fields = asdict(ModelConfig())
         self.config = ModelConfig(**{name: getattr(arguments, name) for name in fields})
         torch.manual_seed(arguments.seed)
-        # Parameters are fp32; under autocast the model computes, and calls the operators, in bf16.
+        # Parameters are fp32; under autocast the model computes, and calls the operators, in dtype.
         self.model = SparseLM(self.config).to(device)
         parallel.shard_parameters(self.model)
         self.groups = self.model.parameter_groups()
@@ -157,7 +166,7 @@ class Trainer:
         select = select_all if self.phase == "dense" else select_by_indexer
         text = self.parallel.my_sequences(text).to(self.device)
         shards = self.parallel.shards(len(text), text.shape[1] - 1)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with autocast(self.device, self.arguments.dtype):
             lm_loss, kl_loss = self.model(text, select, shards)
         # No parameter contributes to both losses, so adding them trades nothing off.
         (self.parallel.gradient_factor * (lm_loss + kl_loss)).backward()
@@ -251,7 +260,7 @@ def finish(trainer: Trainer, held_out_text: Tensor, start: float) -> None:
         held_out_text, arguments.eval_windows, arguments.sequence_length + 1, arguments.seed
     )
     print("evaluating on held-out text ...", flush=True)
-    held_out = evaluate(model, windows.to(trainer.device), arguments.batch_size)
+    held_out = evaluate(model, windows.to(trainer.device), arguments.batch_size, arguments.dtype)
     metrics: dict[str, Any] = {
         **trainer.recipe,
         "held_out": held_out,
@@ -276,7 +285,7 @@ def main() -> None:
     if parallel.is_main:
         print(
             f"text: {len(train_text):,} bytes to train on, {len(held_out_text):,} held out; "
-            f"threads: {torch.get_num_threads()}; output: {arguments.out}",
+            f"threads: {torch.get_num_threads()}; {arguments.dtype}; output: {arguments.out}",
             flush=True,
         )
     start = time.perf_counter()

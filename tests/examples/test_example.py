@@ -128,3 +128,31 @@ def test_checkpoint_of_another_recipe_is_refused(finished: tuple[Path, str]) -> 
     )  # fmt: skip
     assert result.returncode != 0
     assert "--learning-rate 0.0015, not 0.5" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "machine", "capability", "expected"),
+    [
+        ("cpu", "x86_64", "AVX512", "bfloat16"),
+        ("cpu", "x86_64", "AVX2", "float32"),
+        ("cpu", "AMD64", "DEFAULT", "float32"),
+        ("cpu", "aarch64", "DEFAULT", "bfloat16"),
+        ("npu", "x86_64", "AVX2", "bfloat16"),
+    ],
+)
+def test_processors_that_are_slow_in_bfloat16_train_in_float32(
+    monkeypatch: pytest.MonkeyPatch, device: str, machine: str, capability: str, expected: str
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    from precision import fast_dtype
+
+    assert fast_dtype(device) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_chosen_dtype_is_used(tmp_path: Path, dtype: str) -> None:
+    changes = {"warmup-steps": 1, "sparse-steps": 1, "eval-windows": 1, "dtype": dtype}
+    assert f"; {dtype}; " in run(*command(tmp_path, **changes))
+    assert load(tmp_path)[0]["dtype"] == dtype
