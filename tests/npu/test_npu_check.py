@@ -117,6 +117,14 @@ def test_the_simulated_device_passes(product: str, cann: str, tmp_path: Path) ->
     assert str(tmp_path) not in text
 
 
+def test_a_limit_of_values_refuses_a_sample(tmp_path: Path) -> None:
+    name = "numbers/lightning_indexer_grad-BSND-B2-S6x20-L5+6x17+9"
+    status, found = check(tmp_path, environment("A2"), "--only", name)
+    assert status == 0
+    refused = [x.text for x in found.values() if "K-" not in x.id and x.verdict == "refused"]
+    assert any("expected at least K keys in every sequence" in x for x in refused)
+
+
 # At a level with a queue, a probe whose call fails must not leave a stopped queue to the next.
 @pytest.mark.parametrize(("product", "cann", "level"), [("A2", "9.1", 1), ("950", "9.1", 0)])
 def test_the_facts_hold(product: str, cann: str, level: int, tmp_path: Path) -> None:
