@@ -125,6 +125,21 @@ def test_a_limit_of_values_refuses_a_sample(tmp_path: Path) -> None:
     assert any("expected at least K keys in every sequence" in x for x in refused)
 
 
+def test_distributed_operators_equal_those_of_one_device(tmp_path: Path) -> None:
+    status, found = check(tmp_path, environment("A2"), "--only", "communication")
+    assert status == 0
+    assert len(found) == 6
+    assert {x.verdict for x in found.values()} == {"pass"}
+    # The section names the operators that a product lacks.
+    status, found = check(
+        tmp_path, environment("310P"), "--only", "communication/sparse_flash_attention"
+    )
+    assert status == 0
+    (line,) = found.values()
+    assert line.verdict == "refused"
+    assert "Ascend 310P" in line.text
+
+
 # At a level with a queue, a probe whose call fails must not leave a stopped queue to the next.
 @pytest.mark.parametrize(("product", "cann", "level"), [("A2", "9.1", 1), ("950", "9.1", 0)])
 def test_the_facts_hold(product: str, cann: str, level: int, tmp_path: Path) -> None:

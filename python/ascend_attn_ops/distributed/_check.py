@@ -1,7 +1,8 @@
 """The ranks of the section `communication` of `python -m ascend_attn_ops check`.
 
 Each rank has its shards of the tokens on its own device, and compares what it gets with the call of
-one device. Prints a line of JSON: the largest error of each result, relative to its maximum.
+one device. Prints a line of JSON: for each operator the largest error of each result, relative to
+its maximum; as "refusal" the message, if the limits of the device refuse the other operators.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,37 +26,149 @@ from ascend_attn_ops.distributed.shards import SequenceShards
 
 LENGTHS = [64, 1, 190]
 HEADS, DIM = 4, 64
+# Every release trains with 2048 keys on a device: all visible ones of these lengths.
+SELECTED = {"npu": 2048, "cpu": 24}
+# The tokens of a layer of sparse attention; `latent` is both key and value.
+SPARSE = {
+    "query": (64, 512), "query_rope": (64, 64), "query_index": (64, 128), "weights": (64,),
+    "latent": (1, 512), "key_rope": (1, 64), "key_index": (1, 128),
+    "d_out": (64, 512), "d_values": (1,),
+}  # fmt: skip
+SCALE = 192**-0.5
+INDEXER = ("query_index", "key_index", "weights")
+ATTENTION = ("query", "latent", "query_rope", "key_rope")
+
+Results = dict[str, Tensor]
+Errors = dict[str, dict[str, float] | str]
 
 
-def compare(method: Method, device: str) -> dict[str, float]:
+def random_tokens(device: str, shapes: dict[str, tuple[int, ...]]) -> Results:
     generator = torch.Generator().manual_seed(0)
-    tokens = [
-        torch.randn(sum(LENGTHS), HEADS, DIM, generator=generator).to(device, torch.bfloat16)
-        for _ in range(4)
-    ]
+    return {
+        name: torch.randn(sum(LENGTHS), *shape, generator=generator).to(device, torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error, relative to the maximum; for integers, how many elements differ."""
+    if not actual.is_floating_point():
+        return float((actual.cpu() != expected.cpu()).sum())
+    # A device that leaves out a key has no score where the other one has: an infinite error.
+    x, y = (value.double().cpu() for value in (actual, expected))
+    differences = torch.where(x == y, 0, (x - y).abs())
+    return float(differences.max() / y[y.isfinite()].abs().max())
+
+
+def errors(of_ranks: Results, of_one: Results, shards: SequenceShards) -> dict[str, float]:
+    return {
+        name: error(x, of_one[name] if x.dim() == 0 else shards.shard(of_one[name]))
+        for name, x in of_ranks.items()
+    }
+
+
+def dense(method: Method, device: str) -> Errors:
+    tokens = random_tokens(device, dict.fromkeys(("query", "key", "value", "d_out"), (HEADS, DIM)))
     ends = list(accumulate(LENGTHS))
 
-    def gradients(leaves: list[Tensor], out: Tensor, d_out: Tensor) -> Tensor:
-        return torch.cat(torch.autograd.grad(out, leaves, d_out), -1)
+    def run(call: Callable[..., Any], given: Results, **where: Any) -> Results:
+        *leaves, d_out = (x.detach().requires_grad_() for x in given.values())
+        out, *_ = call(*leaves, num_heads=HEADS, sparse_mode=3, **where)
+        gradients = torch.autograd.grad(out, leaves, d_out.detach())
+        return {"out": out.detach(), "gradients": torch.cat(gradients, -1)}
 
-    leaves = [x.detach().requires_grad_() for x in tokens[:3]]
-    expected, *_ = ops.flash_attention_score(
-        *leaves, num_heads=HEADS, layout="TND", sparse_mode=3,
-        actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
-    )  # fmt: skip
-    of_one = gradients(leaves, expected, tokens[3])
     shards = SequenceShards(LENGTHS)
-    local = [shards.shard(x) for x in tokens]
-    leaves = [x.detach().requires_grad_() for x in local[:3]]
-    out, *_ = distributed.flash_attention_score(
-        *leaves, num_heads=HEADS, shards=shards, sparse_mode=3, method=method
+    local = {name: shards.shard(x) for name, x in tokens.items()}
+    try:
+        of_one = run(
+            ops.flash_attention_score, tokens, layout="TND",
+            actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
+        )  # fmt: skip
+        of_ranks = run(distributed.flash_attention_score, local, shards=shards, method=method)
+    except (ValueError, NotImplementedError) as error:
+        return refusal(error)
+    return {"flash_attention_score": errors(of_ranks, of_one, shards)}
+
+
+def indexer(functions: Any, x: Results, selected: int, **where: Any) -> tuple[Results, Tensor]:
+    leaves = [x[name].detach().requires_grad_() for name in INDEXER]
+    query, key, weights = leaves
+    indices, values = functions.lightning_indexer(
+        query, key, weights, sparse_count=selected, return_values=True, **where
     )
-    of_ranks = gradients(leaves, out, local[3])
-    pairs = {"out": (out, expected), "gradients": (of_ranks, of_one)}
-    return {
-        name: float((x.double().cpu() - shards.shard(y).double().cpu()).abs().max() / y.abs().max())
-        for name, (x, y) in pairs.items()
-    }
+    # An early row sees fewer keys; there is -1 in the place of the others.
+    d_values = torch.where(indices < 0, 0, x["d_values"].unsqueeze(-1))
+    gradients = torch.autograd.grad(values, leaves, d_values.to(values.dtype))
+    # Keys of nearly the same score may exchange their places.
+    keys = indices.cpu().sort(-1).values.to(indices.device)
+    return {"keys": keys, "values": values.detach(), **named(INDEXER, gradients)}, indices
+
+
+def attention(
+    functions: Any, x: Results, indices: Tensor, **where: Any
+) -> tuple[Results, list[Tensor]]:
+    leaves = [x[name].detach().requires_grad_() for name in ATTENTION]
+    query, latent, query_rope, key_rope = leaves
+    out, *statistics = functions.sparse_flash_attention(
+        query, latent, latent, indices, query_rope=query_rope, key_rope=key_rope,
+        scale_value=SCALE, **where,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, leaves, x["d_out"])
+    # Tokens first.
+    flat = (value.reshape(value.shape[-2:]) for value in statistics)
+    found = {"out": out.detach(), **dict(zip(("softmax_max", "softmax_sum"), flat, strict=True))}
+    return {**found, **named(ATTENTION, gradients)}, statistics
+
+
+def loss(
+    functions: Any, x: Results, indices: Tensor, statistics: list[Tensor], **where: Any
+) -> Results:
+    leaves = [x[name].detach().requires_grad_() for name in INDEXER]
+    found = functions.lightning_indexer_kl_loss(
+        x["query"], x["latent"], *leaves, indices, *statistics, scale_value=SCALE,
+        query_rope=x["query_rope"], key_rope=x["key_rope"], **where,
+    )  # fmt: skip
+    return {"loss": found.detach(), **named(INDEXER, torch.autograd.grad(found, leaves))}
+
+
+def named(names: tuple[str, ...], gradients: tuple[Tensor, ...]) -> Results:
+    return {f"d_{name}": d for name, d in zip(names, gradients, strict=True)}
+
+
+def sparse(kind: str, device: str) -> Errors:
+    """The three operators of a layer; each side goes on with its own results."""
+    tokens = random_tokens(device, SPARSE)
+    shards = SequenceShards(LENGTHS)
+    local = {name: shards.shard(x) for name, x in tokens.items()}
+    ends = list(accumulate(LENGTHS))
+    lists = {"actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends}
+    tensors = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in lists.items()}
+    selected = SELECTED[kind]
+
+    def layer(
+        functions: Any, x: Results, where: dict[str, Any], of_loss: dict[str, Any]
+    ) -> Iterator[tuple[str, Results]]:
+        found, indices = indexer(functions, x, selected, **where)
+        yield "lightning_indexer", found
+        found, statistics = attention(functions, x, indices, **where)
+        yield "sparse_flash_attention", found
+        yield "lightning_indexer_kl_loss", loss(functions, x, indices, statistics, **of_loss)
+
+    of_one = layer(ops, tokens, {"layout": "TND", **tensors}, {"layout": "TND", **lists})
+    of_ranks = layer(distributed, local, {"shards": shards}, {"shards": shards})
+    found: Errors = {}
+    try:
+        for (name, one), (_, of_rank) in zip(of_one, of_ranks, strict=True):
+            found[name] = errors(of_rank, one, shards)
+    except (ValueError, NotImplementedError) as error:
+        return found | refusal(error)
+    return found
+
+
+def refusal(error: Exception) -> Errors:
+    if "Ascend " not in str(error):
+        raise error
+    return {"refusal": str(error)}
 
 
 def main() -> None:
@@ -62,10 +178,11 @@ def main() -> None:
     if kind == "npu":
         torch.get_device_module("npu").set_device(rank)
     dist.init_process_group("cpu:gloo,npu:hccl" if kind == "npu" else "gloo")
-    errors = compare(method, device)  # type: ignore[arg-type]
+    with ops.limits(None) if kind == "cpu" else nullcontext():
+        found = sparse(kind, device) if method == "sparse" else dense(method, device)  # type: ignore[arg-type]
     dist.barrier()
     if rank == 0:
-        print(json.dumps(errors), flush=True)
+        print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 
