@@ -73,7 +73,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     )]  # fmt: skip
     only = ["--only", "numbers/succeed", "numbers/skip", "numbers/interrupt"]
     options = ["check", "--device", "cpu", "--dangerous", "--json", str(report), *only]
-    ran = subprocess.run(run + options, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(run + options, capture_output=True, text=True, timeout=180, check=False)
     assert ran.returncode == 1, ran.stderr
     assert "interrupted" in ran.stderr
     assert verdicts(report) == {"succeed": "pass", "skip": "skipped"}

@@ -6,11 +6,13 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import ascend_attn_ops
 import pytest
+from support.checkout import ROOT
 
 PACKAGE = Path(ascend_attn_ops.__file__).parent
 # Each takes longer to import than the package may.
@@ -101,3 +103,9 @@ def test_private_parts_are_imported_in_one_module(package: str) -> None:
         if (names := list(private_parts(file.read_text(), package)))
     }
     assert found.keys() == {f"_{package}.py"}, found
+
+
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """pytest imports them by their name alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
