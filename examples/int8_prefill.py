@@ -117,14 +117,16 @@ def run(model: SparseLM, text: Tensor, attend: Attention) -> tuple[Tensor, list[
     return loss / math.log(2), captured
 
 
-def train(model: SparseLM, text: Tensor, steps: int, batch_size: int, length: int) -> None:
+def train(
+    model: SparseLM, text: Tensor, steps: int, batch_size: int, length: int, dtype: str
+) -> None:
     parameters, _ = model.parameter_groups()
     optimizer = torch.optim.AdamW(parameters, lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, steps, pct_start=0.05)
     device = parameters[0].device
     for step in range(steps):
         windows = sample_windows(text, batch_size, length + 1, seed=step).to(device)
-        with autocast(device, fast_dtype(device.type)):
+        with autocast(device, dtype):
             bits, _ = run(model, windows, attend_training)
         bits.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -241,6 +243,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=2, help="of training")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8, help="held-out sequences")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"],
+        help="of training. Default: bfloat16; float32 on a CPU without AVX-512",
+    )  # fmt: skip
     own = parser.parse_args()
     own.out.mkdir(parents=True, exist_ok=True)
     if own.device == "npu":
@@ -255,7 +261,8 @@ def main() -> None:
         else:
             torch.manual_seed(0)
             model = SparseLM(ModelConfig()).to(own.device)
-            train(model, train_text, own.steps, own.batch_size, own.sequence_length)
+            dtype = own.dtype or fast_dtype(own.device)
+            train(model, train_text, own.steps, own.batch_size, own.sequence_length, dtype)
             state = {"recipe": asdict(ModelConfig()), "model": model.state_dict()}
             torch.save(state, own.out / "checkpoint.pt")
         layers, bits = compare(model.eval(), text)

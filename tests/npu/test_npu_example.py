@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
     "warmup-steps": 3, "sparse-steps": 3, "hidden-size": 64, "heads": 4, "head-dim": 32,
     "latent-dim": 64, "rope-dim": 16, "index-heads": 4, "index-dim": 32, "top-k": 16,
-    "sequence-length": 96, "eval-windows": 2,
+    "sequence-length": 96, "eval-windows": 2, "dtype": "bfloat16",
 }  # fmt: skip
 
 TRANSFORMERS = {
@@ -104,7 +104,10 @@ def test_int8_prefill(
 ) -> None:
     tables = []
     for device in ("cpu", "npu"):
-        options = {"steps": 3, "sequence-length": 96, "windows": 2, "out": tmp_path / device}
+        options = {
+            "steps": 3, "sequence-length": 96, "windows": 2, "dtype": "bfloat16",
+            "out": tmp_path / device,
+        }  # fmt: skip
         run_example("int8_prefill", {**options, "device": device})
         tables.append((tmp_path / device / "errors.md").read_text())
     assert tables[0] == tables[1]
