@@ -10,7 +10,7 @@ import torch
 def fast_dtype(device: str) -> str:
     """Return "bfloat16", or "float32" on processors where torch is slow in bfloat16.
 
-    Without AVX-512, torch multiplies bfloat16 matrices about 100 times slower than float32 ones.
+    Without AVX-512, torch multiplies bfloat16 matrices far slower than float32 ones.
     """
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

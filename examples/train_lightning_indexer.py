@@ -103,8 +103,9 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.top_k >= arguments.sequence_length:
         parser.error("--top-k must be less than --sequence-length: nothing would be sparse")
     if arguments.dtype is None:
-        on_npu = arguments.device_shapes  # which has no float32
-        arguments.dtype = "bfloat16" if on_npu else fast_dtype(arguments.device)
+        # The NPU's limits, which apply to its shapes, exclude float32.
+        fastest = fast_dtype(arguments.device)
+        arguments.dtype = "bfloat16" if arguments.device_shapes else fastest
     return arguments
 
 
