@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops._arguments import shown, warn_once
+from ascend_attn_ops._arguments import shown
 from torch import Tensor
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -440,70 +439,3 @@ def test_positions_of_the_indexer_broadcast() -> None:
 )
 def test_values_are_shown_on_one_short_line(value: object, text: str) -> None:
     assert shown(value) == text
-
-
-@pytest.fixture
-def no_warning_yet() -> Iterator[None]:
-    warn_once.cache_clear()
-    yield
-    warn_once.cache_clear()
-
-
-def dense(**changes: Any) -> Tensor:
-    arguments: dict[str, Any] = {"num_heads": 4, "layout": "BNSD", **changes}
-    return ops.flash_attention_score(Q, K, K, **arguments)[0]
-
-
-def padded(**changes: Any) -> Tensor:
-    """Lengths of a padded batch, which the call packs."""
-    return dense(actual_seq_lengths_query=[1], **changes)
-
-
-def prompt(**changes: Any) -> Tensor:
-    return ops.prompt_flash_attention(Q, K, K, num_heads=4, layout="BNSD", **changes)
-
-
-@pytest.mark.usefixtures("no_warning_yet")
-@pytest.mark.parametrize("attend", [dense, padded, prompt])
-def test_a_mask_of_all_keys_warns_once(attend: Callable[..., Tensor]) -> None:
-    mask = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool)
-    few = mask.clone()
-    few[0, -1] = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attend(atten_mask=~mask, sparse_mode=1)
-        attend(atten_mask=few, sparse_mode=1)
-    with pytest.warns(UserWarning, match="atten_mask: masks every key, as True masks") as seen:
-        outs = [attend(atten_mask=mask, sparse_mode=1) for _ in range(3)]
-    assert not any(out.any() for out in outs)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-
-
-@pytest.mark.parametrize("attend", [dense, prompt])
-def test_a_sparse_mask_of_all_keys_is_not_read(attend: Callable[..., Tensor]) -> None:
-    mask = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match=r"Could not run 'ascend::.* 'SparseCPU'"):
-        attend(atten_mask=mask.to_sparse(), sparse_mode=1)
-
-
-@pytest.mark.usefixtures("no_warning_yet")
-def test_an_expanded_mask_is_not_read_as_often_as_it_is_repeated() -> None:
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match="atten_mask"):  # reading 2^40 elements takes minutes
-        dense(atten_mask=mask.expand(2**20, 2**20), sparse_mode=1)
-    overlapping = torch.ones(2**22, dtype=torch.bool).as_strided((2**20, 2**20), (1, 1))
-    with pytest.raises(ValueError, match="atten_mask"):
-        dense(atten_mask=overlapping, sparse_mode=1)
-    expanded = mask.expand(Q.shape[2], K.shape[2])
-    with pytest.warns(UserWarning, match="atten_mask: masks every key"):
-        assert not dense(atten_mask=expanded, sparse_mode=1).any()
-
-
-@pytest.mark.usefixtures("no_warning_yet")
-@pytest.mark.parametrize("stride", [0, 1])
-def test_a_larger_mask_is_not_read_as_often_as_its_rows_are_repeated(stride: int) -> None:
-    elements = torch.ones(2**20, dtype=torch.bool)
-    larger = elements.as_strided((2**19, 2**19), (stride, 1))  # 2^38 elements take minutes
-    with pytest.warns(UserWarning, match="atten_mask: masks every key"):
-        assert not prompt(atten_mask=larger, sparse_mode=1).any()
