@@ -17,7 +17,7 @@ NEW_MEMORY = {"PYTORCH_NO_NPU_MEMORY_CACHING": "1"}
 def test_memory_is_new() -> None:
     text, _ = run_in_new_process(
         """
-        import torch
+        import torch, torch_npu
         for _ in range(2):
             x = torch.empty(64, dtype=torch.int32, device="npu")
             print((x.cpu() == 0x7F7F7F7F).all().item())
