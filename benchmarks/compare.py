@@ -2,6 +2,8 @@
 
     python benchmarks/compare.py OLD.json NEW.json
 
+Figures are compared with those of the same processor and as many threads.
+
 The exit status is 1 if anything takes more than 1.1 times as long. The last line says how much the
 time of everything else (torch, and the limits of the machine) has changed: where that is far from 1
 the machine was not as busy as before, and both runs should be repeated.
@@ -15,7 +17,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from results import Results
+from results import Results, load, of_processor
 
 SLOWER = 1.1
 Ratios = dict[tuple[str, str, str], float]
@@ -46,14 +48,22 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
+def of_one_machine(old: list[Results], new: list[Results]) -> tuple[Results, Results]:
+    """Return the results that both files have of a processor, with as many threads."""
+    for results in new:
+        before = of_processor(old, results.cpu)
+        if before is not None and before.about["machine"] == results.about["machine"]:
+            return before, results
+    first, second = ([x.about["machine"] for x in machines] for machines in (old, new))
+    raise SystemExit(f"no machine in common: {first} and {second}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     arguments = parser.parse_args()
-    old, new = (Results.load(path) for path in (arguments.old, arguments.new))
-    if old.about["machine"] != new.about["machine"]:
-        raise SystemExit(f"two machines: {old.about['machine']} and {new.about['machine']}")
+    old, new = of_one_machine(load(arguments.old), load(arguments.new))
     times = ratios(old, new)
     ours = {key: ratio for key, ratio in times.items() if is_ours(key[2])}
     if not ours:

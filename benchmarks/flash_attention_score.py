@@ -133,6 +133,7 @@ def rows(shape: Shape, rounds: int) -> list[Row]:
             {peer: call_of(make, shape, backward) for peer, make in peers.items()},
             shape.flops(products),
             rounds,
+            dtype=shape.dtype,
         )
     return result
 

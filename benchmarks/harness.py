@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 Call = Callable[[], object]
 
 PEAK_SIZE = 2048
+# Without AVX512, torch multiplies half types in plain loops: its calls would take minutes.
+SLOW = 20
 # The count that torch chose, before a benchmark sets another.
 THREADS = torch.get_num_threads()
 
@@ -44,15 +47,51 @@ class Row:
     seconds: float
     times_ours: float
     gflops: float
-    peak_gflops: float  # of a large bf16 matmul, timed in turn with the others
+    peak_gflops: float  # of `peak_product`, timed in turn with the others
+
+
+@cache
+def product_seconds() -> dict[torch.dtype, float]:
+    """Return the time of a small product of torch in bfloat16 and in float32."""
+    operands = {dtype: torch.ones(512, 512, dtype=dtype) for dtype in (torch.bfloat16, torch.float)}
+    calls = {str(dtype): partial(torch.mm, x, x) for dtype, x in operands.items()}
+    return dict(zip(operands, interleaved_medians(calls, 3).values(), strict=True))
+
+
+def peak_dtype() -> torch.dtype:
+    """Return the dtype in which torch multiplies faster, bfloat16 or float32."""
+    seconds = product_seconds()
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def peak_product() -> Call:
+    """Return a large matrix product of torch, in the dtype in which it is faster."""
+    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).to(peak_dtype()) for _ in range(2))
+    return partial(torch.mm, a, b)
+
+
+def torch_is_slow(dtype: torch.dtype) -> bool:
+    """Return whether torch's own attention would take minutes in this dtype."""
+    seconds = product_seconds()
+    return dtype.itemsize == 2 and seconds[torch.bfloat16] > SLOW * seconds[torch.float]
 
 
 def measure(
-    case: str, ours: Call, others: Mapping[str, Call], products: int, rounds: int = 5
+    case: str,
+    ours: Call,
+    others: Mapping[str, Call],
+    products: int,
+    rounds: int = 5,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Row]:
-    """Time implementations of one operator that needs `products` floating-point operations."""
-    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16() for _ in range(2))
-    calls = {"ours": ours, **others, "peak": lambda: a @ b}
+    """Time implementations of one operator that needs `products` floating-point operations.
+
+    Torch's are left out where torch is slow in `dtype`.
+    """
+    if torch_is_slow(dtype):
+        others = {name: call for name, call in others.items() if not name.startswith("torch")}
+    calls = {"ours": ours, **others, "peak": peak_product()}
     seconds = interleaved_medians(calls, rounds)
     peak = 2 * PEAK_SIZE**3 / seconds.pop("peak") / 1e9
     return [
@@ -83,11 +122,12 @@ def interleaved_medians(
 def report(record: Recorder, rows: Sequence[Row]) -> None:
     """Print the rows as a table, and record them."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"{'':64} {'ms':>9} {'x ours':>7} {'GFLOP/s':>8} {'bf16 matmul':>12} {'share':>6}")
+    matmul = f"{str(peak_dtype()).removeprefix('torch.')} matmul"
+    print(f"{'':64} {'ms':>9} {'x ours':>7} {'GFLOP/s':>8} {matmul:>15} {'share':>6}")
     for row in rows:
         print(
             f"{row.case + ', ' + row.implementation:64} {row.seconds * 1e3:9.1f} "
-            f"{row.times_ours:7.1f} {row.gflops:8.0f} {row.peak_gflops:12.0f} "
+            f"{row.times_ours:7.1f} {row.gflops:8.0f} {row.peak_gflops:15.0f} "
             f"{row.gflops / row.peak_gflops:6.0%}"
         )
         record.add(

@@ -136,7 +136,7 @@ CASES = [
 
 def rows(prompts: Prompts, rounds: int) -> list[Row]:
     peers = {"torch SDPA": torch_sdpa(prompts)}
-    return measure(str(prompts), ours(prompts), peers, prompts.flops(), rounds)
+    return measure(str(prompts), ours(prompts), peers, prompts.flops(), rounds, dtype=prompts.dtype)
 
 
 INT8_CASES = [

@@ -1,7 +1,7 @@
-"""The results of a run of benchmarks in a JSON file: each measured with what, where and when.
+"""The results of benchmarks in a JSON file, by processor: measured with what, where and when.
 
-Every benchmark takes `--json FILE` and adds its rows to that file. A row that is measured again
-replaces its predecessor, so that one benchmark can be repeated alone.
+Every benchmark takes `--json FILE` and adds its rows to those of its processor. A row that is
+measured again replaces its predecessor, so that one benchmark can be repeated alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -26,29 +27,14 @@ Figures = dict[str, float]
 
 @dataclass
 class Results:
-    """Figures that one machine measured, by benchmark, case and implementation."""
+    """Figures that one processor measured, by benchmark, case and implementation."""
 
     about: dict[str, Any] = field(default_factory=dict)
     rows: dict[tuple[str, str, str], Figures] = field(default_factory=dict)
 
-    @staticmethod
-    def load(path: Path) -> Results:
-        content = json.loads(path.read_text())
-        rows = {}
-        for row in content.pop("rows"):
-            key = (row.pop("benchmark"), row.pop("case"), row.pop("implementation"))
-            rows[key] = row
-        return Results(content, rows)
-
-    def save(self, path: Path) -> None:
-        """One row a line, so that a difference between two runs can be read."""
-        about = json.dumps(self.about, indent=1).removesuffix("\n}")
-        lines = [
-            json.dumps(dict(zip(("benchmark", "case", "implementation"), key, strict=True)) | row)
-            for key, row in self.rows.items()
-        ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{about},\n "rows": [\n' + ",\n".join(lines) + "\n]}\n")
+    @property
+    def cpu(self) -> str:
+        return str(self.about["machine"]["cpu"])
 
     def cases(self, benchmark: str) -> dict[str, dict[str, Figures]]:
         """Return the figures of a benchmark by case and implementation, in the order measured."""
@@ -59,6 +45,36 @@ class Results:
         if not found:
             raise SystemExit(f"no results of benchmarks/{benchmark}.py")
         return found
+
+
+def load(path: Path) -> list[Results]:
+    """Return what each processor measured, in the order of the file."""
+    found = []
+    for content in json.loads(path.read_text()):
+        rows = {}
+        for row in content.pop("rows"):
+            key = (row.pop("benchmark"), row.pop("case"), row.pop("implementation"))
+            rows[key] = row
+        found.append(Results(content, rows))
+    return found
+
+
+def save(path: Path, machines: Sequence[Results]) -> None:
+    """One row a line, so that a difference between two runs can be read."""
+    texts = []
+    for results in machines:
+        about = json.dumps(results.about, indent=1).removesuffix("\n}")
+        lines = [
+            json.dumps(dict(zip(("benchmark", "case", "implementation"), key, strict=True)) | row)
+            for key, row in results.rows.items()
+        ]
+        texts.append(f'{about},\n "rows": [\n' + ",\n".join(lines) + "\n]}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[" + ",\n".join(texts) + "]\n")
+
+
+def of_processor(machines: Sequence[Results], cpu: str) -> Results | None:
+    return next((results for results in machines if results.cpu == cpu), None)
 
 
 class Recorder:
@@ -73,16 +89,19 @@ class Recorder:
     def add(self, case: str, implementation: str, **figures: float) -> None:
         if self.path is None:
             return
-        results = Results.load(self.path) if self.path.exists() else Results()
+        machines = load(self.path) if self.path.exists() else []
+        results = of_processor(machines, processor())
+        if results is None:
+            results = Results({"machine": {"cpu": processor()}})
+            machines.append(results)
         results.about["date"] = date.today().isoformat()
-        machine = results.about.setdefault("machine", {"cpu": processor()})
         if self.threads is not None:
-            machine.setdefault("threads", self.threads)
+            results.about["machine"].setdefault("threads", self.threads)
         # torch_npu is in an environment of its own.
         results.about.setdefault("versions", {}).update(versions())
         row = results.rows.setdefault((self.benchmark, case, implementation), {})
         row.update({name: float(f"{value:.5g}") for name, value in figures.items()})
-        results.save(self.path)
+        save(self.path, machines)
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The tables of the documentation, each made of the results of a run.
 
-A table is a function of the results that returns Markdown. The pages say where it belongs; see
-write_tables.py.
+A table is a function that returns Markdown: of the results of one processor in TABLES, of those of
+all processors in COMPARED. The pages say where it belongs; see write_tables.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from results import Figures, Results
 
 Table = Callable[[Results], str]
+Comparison = Callable[[Sequence[Results]], str]
 ByImplementation = Mapping[str, Figures]
 NOTHING = "\N{EN DASH}"
 
@@ -68,7 +69,7 @@ def machine(results: Results) -> str:
     packages = ", ".join(f"{x} {versions[x]}" for x in ("torch", "torch_npu", "transformers"))
     return (
         f"The figures are of {about['date']}, with {packages}, on\n"
-        f"{count} thread{'' if count == 1 else 's'} of this processor: {about['machine']['cpu']}."
+        f"{count} thread{'' if count == 1 else 's'} of this processor: {results.cpu}."
     )
 
 
@@ -422,6 +423,34 @@ def simulated(results: Results) -> str:
     return markdown(["µs per call", "CPU", "NPU"], rows)
 
 
+def widest(cpu: str) -> str:
+    """Name a processor with one of its features: `AMD EPYC, AVX2`."""
+    name, _, features = cpu.removesuffix(")").partition(" (")
+    present = features.split(", ")
+    order = ("AMX_BF16", "AVX512_BF16", "AVX512F", "AVX2", "SVE")
+    return ", ".join([name, *(x for x in order if x in present)][:2])
+
+
+def processors(machines: Sequence[Results]) -> str:
+    """The operators that all processors have measured."""
+    header, rows = ["", "sizes"], []
+    for results in machines:
+        header += [f"{widest(results.cpu)}: ms", "share of its matmul peak"]
+    for name in ("sparse_flash_attention", "lightning_indexer", "flash_attention_score",
+                 "prompt_flash_attention"):  # fmt: skip
+        measured = [results.rows for results in machines]
+        for benchmark, case, implementation in machines[0].rows:
+            key = benchmark, case, implementation
+            found = [rows.get(key, {}) for rows in measured]
+            if (benchmark, implementation) == (name, "ours") and all("gflops" in x for x in found):
+                first, _, sizes = case.partition(" ")
+                operator, sizes = (name, case) if "=" in first else (first, sizes)
+                cells = [cell for x in found for cell in (ms(x), share_of_peak(x))]
+                rows.append([f"`{operator}`", sizes, *cells])
+    return markdown(header, rows, 2)
+
+
+COMPARED: dict[str, Comparison] = {"processors": processors}
 TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (

@@ -18,7 +18,7 @@ import scatter_pa_kv_cache
 import sparse_decode
 import sparse_flash_attention
 import torch
-from harness import PEAK_SIZE, Call, interleaved_medians, recorder
+from harness import Call, interleaved_medians, peak_product, recorder
 from results import parser
 
 
@@ -42,7 +42,6 @@ def calls() -> dict[str, Call]:
     step = sparse_decode.make_step(8, 4096)
     dense = flash_attention_score.Shape()
     prompts = prompt_flash_attention.Prompts()
-    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16() for _ in range(2))
     return {
         "sparse_flash_attention": partial(sparse_flash_attention.forward_of, operators, sparse),
         "sparse_flash_attention_grad": partial(
@@ -70,7 +69,7 @@ def calls() -> dict[str, Call]:
         "scatter_pa_kv_cache_, 32768 tokens": (
             scatter_pa_kv_cache.Case.make(32768, "random").norm()["ours"]
         ),
-        "torch, matmul": lambda: a @ b,
+        "torch, matmul": peak_product(),
     }
 
 

@@ -2,7 +2,9 @@
 
     python benchmarks/write_tables.py [RESULTS.json]
 
-A table stands between two comments of a page, which do not show:
+The results replace those of the same processor in results.json. Tables and pictures show the first
+processor of that file; one table compares all of them. A table stands between two comments of a
+page, which do not show:
 
     <!-- bench: NAME -->
     <!-- bench end -->
@@ -12,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from results import Results
-from tables import TABLES
+from results import Results, load, of_processor, save
+from tables import COMPARED, TABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -29,26 +32,37 @@ def pages() -> dict[Path, str]:
     return {path: text for path, text in texts.items() if "<!-- bench: " in text}
 
 
-def with_tables(page: str, results: Results) -> str:
+def table(name: str, machines: Sequence[Results]) -> str:
+    return COMPARED[name](machines) if name in COMPARED else TABLES[name](machines[0])
+
+
+def with_tables(page: str, machines: Sequence[Results]) -> str:
     """Return the text of a page with new tables in their places."""
     if page.count("<!-- bench: ") != len(PLACE.findall(page)):
         raise ValueError("a table without an end")
-    return PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]](results)}\n{place[3]}", page)
+    return PLACE.sub(lambda place: f"{place[1]}{table(place[2], machines)}\n{place[3]}", page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
-    results = Results.load(parser.parse_args().results)
+    path = parser.parse_args().results
+    machines = load(RESULTS)
+    for results in load(path):
+        before = of_processor(machines, results.cpu)
+        if before is None:
+            machines.append(results)
+        else:
+            machines[machines.index(before)] = results
     # All of them, before one is written.
-    written = {path: with_tables(page, results) for path, page in pages().items()}
+    written = {path: with_tables(page, machines) for path, page in pages().items()}
     for path, page in written.items():
         path.write_text(page, encoding="utf-8")
     from pictures import PICTURES  # needs matplotlib, unlike the tables
 
     for name, draw in PICTURES.items():
-        draw(results, ROOT / "docs" / "images" / name)
-    results.save(RESULTS)
+        draw(machines[0], ROOT / "docs" / "images" / name)
+    save(RESULTS, machines)
 
 
 if __name__ == "__main__":

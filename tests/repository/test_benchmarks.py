@@ -34,12 +34,12 @@ def record(path: Path, **seconds: float) -> None:
 
 
 def test_a_row_that_is_measured_again_replaces_the_first(tmp_path: Path) -> None:
-    from results import Results
+    from results import load
 
     path = tmp_path / "folder" / "results.json"
     record(path)
     record(path, ours=0.123456789)
-    results = Results.load(path)
+    (results,) = load(path)
     assert results.about["machine"]["threads"] == 2
     version = results.about["versions"]["torch"]
     assert version.partition("+")[0] == torch.__version__.partition("+")[0]
@@ -80,20 +80,21 @@ def test_what_is_slower_is_named(tmp_path: Path) -> None:
 def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
     old, other, empty = (tmp_path / f"{name}.json" for name in ("old", "other", "empty"))
     record(old)
-    content = json.loads(old.read_text())
-    other.write_text(json.dumps(content | {"machine": {"cpu": "another", "threads": 2}}))
-    empty.write_text(json.dumps(content | {"rows": []}))
-    for new, message in ((other, "two machines: "), (empty, "nothing of ours in common")):
+    (content,) = json.loads(old.read_text())
+    another = content | {"machine": {"cpu": "another", "threads": 2}}
+    other.write_text(json.dumps([another]))
+    empty.write_text(json.dumps([content | {"rows": []}]))
+    for new, message in ((other, "no machine in common: "), (empty, "nothing of ours in common")):
         failed = compare(old, new)
         assert failed.returncode == 1
         assert message in failed.stderr
     partial = tmp_path / "partial.json"
-    partial.write_text(json.dumps(content | {"rows": content["rows"][:2]}))
+    partial.write_text(json.dumps([another, content | {"rows": content["rows"][:2]}]))
     assert compare(old, partial).stdout.count("not measured again: ") == 2
 
 
 def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
-    from results import Results
+    from results import load
     from write_tables import with_tables
 
     path = tmp_path / "results.json"
@@ -107,22 +108,43 @@ def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
             "| `sparse_flash_attention` | 100 | 50% | \N{EN DASH} | 2.5x |",
         ]
     )
-    written = with_tables(page, Results.load(path))
+    written = with_tables(page, load(path))
     assert written == page.replace("old", table)
-    assert with_tables(written, Results.load(path)) == written
+    assert with_tables(written, load(path)) == written
     with pytest.raises(ValueError, match="a table without an end"):
-        with_tables("<!-- bench: readme -->\n", Results.load(path))
+        with_tables("<!-- bench: readme -->\n", load(path))
+
+
+def test_the_table_of_processors(tmp_path: Path) -> None:
+    from results import Results, load
+    from write_tables import with_tables
+
+    path = tmp_path / "results.json"
+    record(path)
+    (here,) = load(path)
+    here.about["machine"]["cpu"] = "One (AVX2, AVX512F, AVX512_BF16)"
+    rows = {key: row | {"seconds": row["seconds"] / 2} for key, row in list(here.rows.items())[:3]}
+    other = Results({"machine": {"cpu": "Another"}}, rows)
+    page = with_tables("<!-- bench: processors -->\n<!-- bench end -->", [here, other])
+    assert page.splitlines()[1:-1] == [
+        "| | sizes | One, AVX512_BF16: ms | share of its matmul peak | Another: ms | share of its "
+        "matmul peak |",
+        "|---|---|---:|---:|---:|---:|",
+        "| `sparse_flash_attention` | S=8 | 100 | 50% | 50.0 | 50% |",
+        "| `sparse_flash_attention_grad` | S=8 | 200 | 50% | 100 | 50% |",
+    ]
 
 
 def test_the_table_of_threads(tmp_path: Path) -> None:
-    from results import Recorder, Results
+    from results import Recorder, load
     from tables import threads
 
     path = tmp_path / "results.json"
     for count, seconds in ((1, 0.3), (2, 0.16), (3, 0.1)):
         for name in ("f, decoding", "torch, matmul"):
             Recorder("threads", path).add(name, str(count), seconds=seconds, threads=count)
-    assert threads(Results.load(path)).splitlines() == [
+    (results,) = load(path)
+    assert threads(results).splitlines() == [
         "| | 1 thread, ms | with 2 threads | with 3 threads |",
         "|---|---:|---:|---:|",
         "| `f`, decoding | 300 | 1.88x | 3.00x |",
@@ -132,16 +154,16 @@ def test_the_table_of_threads(tmp_path: Path) -> None:
 
 def test_the_docs_are_those_of_the_committed_results() -> None:
     """Nobody has edited a table by hand, and every table has a place."""
-    from results import Results
-    from tables import TABLES
+    from results import load
+    from tables import COMPARED, TABLES
     from write_tables import PLACE, RESULTS, pages, with_tables
 
-    results = Results.load(RESULTS)
+    machines = load(RESULTS)
     used = set()
     for path, page in pages().items():
-        assert with_tables(page, results) == page, f"{path}: python benchmarks/write_tables.py"
+        assert with_tables(page, machines) == page, f"{path}: python benchmarks/write_tables.py"
         used |= {name for _, name, _ in PLACE.findall(page)}
-    assert used == set(TABLES)
+    assert used == {*TABLES, *COMPARED}
 
 
 @pytest.mark.parametrize(
