@@ -25,7 +25,9 @@ if __name__ == "__main__":
 import cann_simulator
 import torch
 from ascend_attn_ops.check import child, runner
+from ascend_attn_ops.check.behaviour import CASES_OF_LENGTHS
 from ascend_attn_ops.check.probe import Context, Probe
+from ascend_attn_ops.check.samples import OPERATORS
 from torch import Tensor
 
 Planted = Callable[[], AbstractContextManager[None]]
@@ -123,6 +125,13 @@ class Unsteady:
     def __call__(self, x: Tensor) -> None:
         if next(self.calls) % 2:
             x.copy_(torch.where(x == 0, x, x * (1 + 2 * torch.finfo(x.dtype).eps)))
+
+
+def kept(name: str) -> Callable[[float], float]:
+    """Returns a change of the lengths of an update's keys into those of the capture."""
+    captured, updated = (OPERATORS[name].make(x, torch.float16) for x in CASES_OF_LENGTHS[name])
+    lengths = [x.options["actual_seq_lengths_key"] for x in (updated, captured)]
+    return dict(zip(*lengths, strict=True)).__getitem__
 
 
 def next_key(x: Tensor) -> None:
@@ -262,6 +271,13 @@ FAULTS = [
           (lambda change: tensors(SFAG, dQueryOut=change))(Unsteady())),
     Fault("a replay of a graph that computes nothing", FA, "behaviour/graph-flash_attention_score",
           tensors(FA, attentionOutOut=nothing_written)),
+    Fault("a graph that keeps its lengths", PACK, "behaviour/graph-lengths-flash_attention_score",
+          numbers(PACK, actualSeqKvLenOptional=kept("flash_attention_score"))),
+    Fault("a graph that keeps a prompt's lengths", PFA,
+          "behaviour/graph-lengths-prompt_flash_attention",
+          numbers(PFA, actualSeqLengthsKv=kept("prompt_flash_attention"))),
+    Fault("an update that computes nothing", PACK, "behaviour/graph-lengths-flash_attention_score",
+          tensors(PACK, attentionOutOut=nothing_written)),
     Fault("host code that refuses", FAG, "host code/flash_attention_score_grad-*",
           status(FAG, 1, 161001)),
     Fault("a pack of many sequences", PACK, "behaviour/1000 sequences",
@@ -274,7 +290,10 @@ WITHOUT_LINE = {
         "*prompt*": "the limits exclude `prompt_flash_attention`",
         "host code/*": "the known refusals of CANN's host code are those of Atlas A2 and A3",
     },
-    "310P": {"numbers/attention_update-*": "the limits exclude `attention_update`"},
+    "310P": {
+        "numbers/attention_update-*": "the limits exclude `attention_update`",
+        "behaviour/graph-lengths-*": "the limits exclude lengths of `prompt_flash_attention`",
+    },
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from ascend_attn_ops.check import results
 from ascend_attn_ops.check.known_facts import FACTS
 from check_faults import FATAL, FAULTS, WITHOUT_LINE
-from conftest import once
+from conftest import once, run_in_new_process
 from support.checkout import ROOT
 
 pytestmark = once
@@ -139,6 +139,29 @@ def test_distributed_operators_equal_those_of_one_device(tmp_path: Path) -> None
     (line,) = found.values()
     assert line.verdict == "refused"
     assert "Ascend 310P" in line.text
+
+
+def test_a_cann_that_updates_no_graphs_is_named() -> None:
+    output, _ = run_in_new_process(
+        """
+        import torch_npu
+        from ascend_attn_ops.check import behaviour, child
+        from ascend_attn_ops.check.probe import Context
+
+        def missing(stream):
+            raise RuntimeError("Failed to find function aclmdlRICaptureTaskGrpBegin")
+
+        torch_npu.npu.graphs.graph_task_group_begin = missing
+        context = Context("npu:0")
+        probes = {x.name: x for x in behaviour.probes(context)}
+        found = child.run(probes["graph-lengths-flash_attention_score"], context)
+        print(found.verdict, found.text)
+    """,
+        **environment("A2"),
+    )
+    assert output.startswith(
+        "skipped this CANN captures no such graph: Failed to find function acl"
+    )
 
 
 # At a level with a queue, a probe whose call fails must not leave a stopped queue to the next.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,11 @@ from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Operator, Recipe, Sample, bytes_of
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
 
 SECTION = "behaviour"
 CALLS = 1000
+LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")  # lists, a part of the launch
 GROWTH = 2**20  # bytes that the allocator may keep more after so many calls
 
 
@@ -128,24 +130,34 @@ def stream(recipe: Recipe, context: Context) -> Outcome:
 
 def graph(recipe: Recipe, context: Context) -> Outcome:
     """A captured call, replayed with other values in its tensors."""
+    other = replace(recipe, case=recipe.case).make(_half(context)).scaled(0.5)
+    return _replayed(_placed(recipe, context), other, context)
+
+
+def _replayed(sample: Sample, other: Sample, context: Context, **options: Any) -> Outcome:
+    """Captures a call, and compares a replay with the values and the lengths of another one."""
     npu = _npu(context)
     if not hasattr(npu, "NPUGraph"):
         raise Skip("this torch_npu captures no graphs")
-    sample = _placed(recipe, context)
     captured = npu.NPUGraph()
     try:
-        with npu.graph(captured):
+        with npu.graph(captured, **options):
             outputs = sample.call(torch.ops.ascend)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         if "captur" in str(error):
             return Outcome("refused", str(error))  # the host reads lengths
+        if "Failed to find function" in str(error):
+            raise Skip(f"this CANN captures no such graph: {error}") from error
         raise
-    other = replace(recipe, case=recipe.case).make(_half(context)).scaled(0.5)
     for name, x in placed_on(other, context.device).tensors.items():
         sample.tensors[name].copy_(x)
+    if options:
+        lengths = {name: x for name, x in other.options.items() if name in LENGTHS}
+        context.synchronize()
+        captured.update(cpu_update_input=[lengths])
     captured.replay()
     context.synchronize()
-    return compare(recipe.operator, other, _on_cpu(outputs))
+    return compare(OPERATORS[sample.operator], other, _on_cpu(outputs))
 
 
 def _npu(context: Context) -> Any:
@@ -217,9 +229,36 @@ def other_lengths(context: Context) -> Outcome:
     return outcome
 
 
+def graph_lengths(name: str, cases: Sequence[Any], context: Context) -> Outcome:
+    """A captured call with lists of lengths, which the graph replaces before the replay."""
+    if not hasattr(_npu(context), "register_npu_graph_handler"):
+        raise Skip("this torch_npu updates no lengths in a graph")
+    first, other = (OPERATORS[name].make(case, _half(context)) for case in cases)
+    if refused := context.refusal(first) or context.refusal(other):
+        raise Skip(refused)
+    first = placed_on(first, context.device)
+    return _replayed(first, other, context, auto_dispatch_capture=True)
+
+
+# The first lengths are the longest: an update may not need more workspace than the capture.
+CASES_OF_LENGTHS: dict[str, Sequence[Any]] = {
+    "flash_attention_score": tuple(
+        FlashCase(layout="TND", lengths=lengths, mode=3)
+        for lengths in (((3, 6, 4), (5, 9, 4)), ((6, 3, 4), (9, 5, 4)))
+    ),
+    "prompt_flash_attention": tuple(
+        PromptCase(layout="BSND", s=(16, 32), d=16, lengths=(None, lengths))
+        for lengths in ((32, 32), (9, 20))
+    ),
+}
+
 ONCE: dict[str, Callable[[Context], Outcome]] = {
     "two devices": two_devices,
     "a call after an error": after_an_error,
     "1000 sequences": many_sequences,
     "other lengths": other_lengths,
+    **{
+        f"graph-lengths-{name}": partial(graph_lengths, name, cases)
+        for name, cases in CASES_OF_LENGTHS.items()
+    },
 }
