@@ -283,6 +283,7 @@ def main() -> None:
         for level in LEVELS:
             times, bare = in_new_process(operator, arguments.rounds, level)
             case = f"{operator}, level {level}"
+            parts = parts_of(operator)
             if bare is not None:
                 record.add(case, "two phases", seconds=bare / 1e6)
             for name, shown in ((OURS, "ours"), (OPERATOR, "ours, torch.ops"), (THEIRS, THEIRS)):
@@ -297,7 +298,8 @@ def main() -> None:
                 floor = f"{bare:12.1f}" if index == 0 and bare is not None else ""
                 label = str(level) if index == 0 else ""
                 print(f"{label:<18}{what:>8}{cells}{theirs:>18.1f}{floor}", flush=True)
-            parts = parts_of(operator)
+            if operator in PACKS:
+                record.add(case, "ours", parts=parts)
             if parts > 1:
                 per_part = "".join(f"{times[x][0] / parts:>11.1f}{'':7}" for x in (OURS, OPERATOR))
                 print(f"{'':<18}{'a part':>8}{per_part}", flush=True)

@@ -277,12 +277,11 @@ def sinks_and_ropes(results: Results) -> str:
     peers = {
         "a sink": ("without",),
         "ropes": ("joined heads", "joined in the call"),
-        "many sequences": ("few sequences",),
     }
     rows = []
     for case, by in results.cases("sinks_and_ropes").items():
         sizes, kind, step = case.split(", ")
-        for peer in peers[kind]:
+        for peer in peers.get(kind, ()):
             ratio = by[peer]["seconds"] / by["ours"]["seconds"]
             columns = [peer, ms(by["ours"]), f"{ratio:.2f}x"]
             rows.append([sizes, f"{kind}, {step.replace('+', ' + ')}", *columns])
@@ -357,16 +356,16 @@ def scatter(results: Results) -> str:
 def host_time(results: Results) -> str:
     rows = []
     for case, by in results.cases("host_time").items():
-        operator, level = case.split(", level ")
-        name, _, pack = operator.partition(", ")
+        name, level = case.split(", level ")
+        if "parts" in by["ours"]:
+            continue
         theirs = by["torch_npu"]
         cells = [
             f"{microseconds(by[ours])} ({by[ours]['seconds'] / theirs['seconds']:.2f})"
             for ours in ("ours", "ours, torch.ops")
         ]
         bare = microseconds(by["two phases"]) if "two phases" in by else NOTHING
-        label = f"`{name}`, {pack}" if pack else f"`{name}`"
-        rows.append([label, level, *cells, microseconds(theirs), bare])
+        rows.append([f"`{name}`", level, *cells, microseconds(theirs), bare])
     header = ["", "`TASK_QUEUE_ENABLE`", "`ascend_attn_ops`", "`torch.ops.ascend`", "torch_npu"]
     return markdown([*header, "the two bare C calls"], rows)
 
@@ -450,7 +449,45 @@ def processors(machines: Sequence[Results]) -> str:
     return markdown(header, rows, 2)
 
 
-COMPARED: dict[str, Comparison] = {"processors": processors}
+def many_sequences(machines: Sequence[Results]) -> str:
+    rows = []
+    for results in machines:
+        for (benchmark, case, implementation), few in results.rows.items():
+            if (benchmark, implementation) == ("sinks_and_ropes", "few sequences"):
+                sizes, _, step = case.split(", ")
+                ours = results.rows[benchmark, case, "ours"]
+                ratio = f"{few['seconds'] / ours['seconds']:.2f}x"
+                label = widest(results.cpu)
+                rows.append([label, sizes, step.replace("+", " + "), ms(ours), ms(few), ratio])
+    header = ["", "sizes", "", "short ones, ms", "long ones, ms", "long ones take"]
+    return markdown(header, rows, 3)
+
+
+def divided_launches(machines: Sequence[Results]) -> str:
+    rows = []
+    for results in machines:
+        for case, by in results.cases("host_time").items():
+            name, _, level = case.partition(", level ")
+            ours, theirs = by["ours"], by["torch_npu"]
+            if "parts" in ours:
+                operator, _, pack = name.partition(", ")
+                part = f"{ours['seconds'] / ours['parts'] * 1e6:.1f}"
+                times = microseconds(ours), part, microseconds(theirs)
+                rows.append([widest(results.cpu), f"`{operator}`, {pack}", level, *times])
+    header = [
+        "",
+        "",
+        "`TASK_QUEUE_ENABLE`",
+        "`ascend_attn_ops`",
+        "per part",
+        "torch_npu, one launch",
+    ]
+    return markdown(header, rows, 3)
+
+
+COMPARED: dict[str, Comparison] = {
+    table.__name__: table for table in (processors, many_sequences, divided_launches)
+}
 TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
