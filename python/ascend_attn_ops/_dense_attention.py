@@ -88,6 +88,7 @@ def mask_of_either_polarity(
 
 
 def expanded_mask(
+    name: str,
     atten_mask: Tensor | None,
     sparse_mode: int,
     query: Tensor,
@@ -128,8 +129,11 @@ def expanded_mask(
         queries,
         keys,
     )
-    pairs = zip(atten_mask.shape, shape, strict=True)
-    return atten_mask.expand(shape) if all(x in (1, y) for x, y in pairs) else atten_mask
+    if any(x not in (1, y) for x, y in zip(atten_mask.shape, shape, strict=True)):
+        return atten_mask
+    if not torch.compiler.is_compiling():
+        check_memory(name, "atten_mask", atten_mask)
+    return atten_mask.expand(shape)
 
 
 def _sizes_of_pack(

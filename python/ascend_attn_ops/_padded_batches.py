@@ -191,7 +191,7 @@ def padded_batch(
 
     None is also the answer for tensors that do not have the layout: the operator refuses them.
     """
-    if layout == "TND" or not isinstance(layout, str) or layout not in _AXES:
+    if not isinstance(layout, str) or layout == "TND" or layout not in _AXES:
         return None
     if all(x is None for x in given) or not have_scores(query, key, num_heads, layout):
         return None

@@ -253,6 +253,9 @@ class WrongCalls:
                 return
             if " builds it" in through_torch.text:
                 return
+            if "atten_mask: expected shape" in through_torch.text:
+                # The public function expands its axes of 1, and may refuse what comes after it.
+                return
             texts = f"{public.text} / {through_torch.text}"
             raise Finding(f"torch.ops and the public function differ: {texts}")
 
