@@ -103,16 +103,19 @@ def _matmul_rate(context: Context) -> float:
 
 def _times(call: Callable[[], Any], context: Context) -> tuple[float, float]:
     """Return the seconds of a call, and those after which it returns to its caller."""
+    # The second call builds and loads nothing. A device takes calls faster than it runs them, so
+    # the time of one decides how many follow.
     for _ in range(2):
+        started = time.perf_counter()
         call()
-    context.synchronize()
-    calls, host = 0, 0.0
+        context.synchronize()
+        one = time.perf_counter() - started
+    calls, host = max(3, min(200, int(SECONDS / one))), 0.0
     started = time.perf_counter()
-    while calls < 3 or (time.perf_counter() - started < SECONDS and calls < 200):
+    for _ in range(calls):
         before = time.perf_counter()
         call()
         host += time.perf_counter() - before
-        calls += 1
     context.synchronize()
     return (time.perf_counter() - started) / calls, host / calls
 
