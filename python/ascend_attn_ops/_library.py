@@ -14,6 +14,9 @@ import torch
 from ascend_attn_ops import _C, _built_with, _npu_graphs, _value_checks
 from ascend_attn_ops.device_limits import apply_environment
 
+# A part of the error of a call whose aclnn function CANN's libraries lack.
+LACKS = "is not in this CANN"
+
 # Stands in for the NPU kernels while they cannot be loaded.
 _without_npu: torch.library.Library | None = None
 

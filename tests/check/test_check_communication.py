@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
 import torch
+from ascend_attn_ops import _library
 from ascend_attn_ops.check import communication
 from ascend_attn_ops.check.probe import Context, Outcome
 from ascend_attn_ops.distributed import _check
@@ -15,22 +18,22 @@ CPU = Context("cpu")
 
 
 @pytest.fixture(autouse=True)
-def fresh_ranks() -> Iterator[None]:
-    communication._of_ranks.cache_clear()
-    yield
-    communication._of_ranks.cache_clear()
+def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communication, "_found", {})
 
 
 def outcomes(names: set[str]) -> dict[str, Outcome]:
     return {x.name: x.run(CPU) for x in communication.probes(CPU) if x.name in names}
 
 
-def test_the_sparse_operators_equal_those_of_one_device() -> None:
-    found = outcomes(set(communication.SPARSE_OPERATORS))
-    assert {name: x.verdict for name, x in found.items()} == dict.fromkeys(
-        communication.SPARSE_OPERATORS, "pass"
-    )
-    assert communication._of_ranks.cache_info().misses == 1, "the ranks start once"
+def test_the_operators_equal_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Any] = []
+    start = communication._start
+    monkeypatch.setattr(communication, "_start", lambda *x: starts.append(x) or start(*x))
+    names = {*communication.METHODS, *communication.SPARSE_OPERATORS}
+    found = outcomes(names)
+    assert {name: x.verdict for name, x in found.items()} == dict.fromkeys(names, "pass")
+    assert len(starts) == 1
     texts = {name: x.text for name, x in found.items()}
     assert "keys differs in 0 places" in texts["lightning_indexer"]
     for result in ("out", "softmax_max", "softmax_sum", "d_query", "d_latent", "d_key_rope"):
@@ -43,7 +46,6 @@ def test_the_sparse_operators_equal_those_of_one_device() -> None:
 def test_one_wrong_result_is_a_difference(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: dict[str, Any] = {name: {"out": 0.0} for name in communication.SPARSE_OPERATORS}
     errors["lightning_indexer"] = {"keys": wrong, "values": 0.0}
-    communication._of_ranks.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(communication, "_of_ranks", lambda kind, method: errors)
         found = outcomes(set(communication.SPARSE_OPERATORS))
@@ -57,3 +59,61 @@ def test_an_error_is_relative_and_sees_what_is_missing() -> None:
     assert _check.error(torch.tensor([4.0, -torch.inf, -torch.inf]), scores) == torch.inf
     assert _check.error(torch.tensor([4.0, torch.nan, -torch.inf]), scores) != 0
     assert _check.error(torch.tensor([1, 2, -1]), torch.tensor([1, 3, -1])) == 1
+
+
+# Ranks that hang, or fail, in the second method of the two or three that they are asked for.
+RANKS = """
+import json, sys, time
+for method in sys.argv[3:]:
+    if method == "ring":
+        {}
+    print(json.dumps({"method": method, "errors": {"flash_attention_score": {"out": 0.0}}}))
+    sys.stdout.flush()
+"""
+
+
+def ranks_that(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    code = RANKS.replace("{}", end, 1)
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        arguments = command[command.index("ascend_attn_ops.distributed._check") :]
+        return popen([sys.executable, "-c", code, *arguments], **options)
+
+    monkeypatch.setattr(communication.subprocess, "Popen", start)
+
+
+def test_a_hang_costs_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communication, "SECONDS", 2)
+    ranks_that(monkeypatch, "time.sleep(600)")
+    started = time.monotonic()
+    found = outcomes(set(communication.METHODS))
+    assert time.monotonic() - started < 20
+    assert {name: x.verdict for name, x in found.items()} == {
+        "allgather": "pass", "ring": "differs", "ulysses": "skipped",
+    }  # fmt: skip
+    assert found["ring"].text == "the ranks have not come to an end in 2 seconds"
+    assert "they stop in ring" in found["ulysses"].text
+    # The runner waits for longer than the ranks may take.
+    probe = next(communication.probes(CPU))
+    assert 2 + communication.GRACE < probe.longest <= 120
+
+
+def test_methods_behind_one_that_fails_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_that(monkeypatch, "raise ValueError('another')")
+    found = outcomes(set(communication.METHODS))
+    assert {name: x.verdict for name, x in found.items()} == {
+        "allgather": "pass", "ring": "differs", "ulysses": "pass",
+    }  # fmt: skip
+    assert found["ring"].text == "the ranks fail: ValueError: another"
+
+
+def test_a_function_that_cann_lacks_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"aclnnLightningIndexerGrad {_library.LACKS}"
+    answer = {"refusal": text}
+    monkeypatch.setattr(communication, "_of_ranks", lambda kind, method: answer)
+    found = outcomes({"lightning_indexer"})["lightning_indexer"]
+    assert (found.verdict, found.text) == ("skipped", text)
+    with pytest.raises(NotImplementedError, match="other"):
+        _check.refusal(NotImplementedError("other"))
+    assert _check.refusal(NotImplementedError(text)) == answer

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ascend_attn_ops import _library
 from ascend_attn_ops.check import (
     behaviour,
     communication,
@@ -67,7 +68,7 @@ def run(probe: Probe, context: Context) -> Result:
         outcome = Outcome("differs", str(error) or traceback.format_exc(limit=-1))
     except NotImplementedError as error:
         # The section `environment` has a line for each function.
-        is_missing = "is not in this CANN" in str(error)
+        is_missing = _library.LACKS in str(error)
         outcome = Outcome("skipped" if is_missing else "differs", str(error))
     except Exception as error:
         outcome = Outcome("differs", f"{type(error).__name__}: {error}")
@@ -115,7 +116,9 @@ def serve(context: Context) -> None:
             answers.flush()
 
         probes = {probe.id: probe for probe in probes_of(context)}
-        answer([[x.section, x.group, x.id, x.quick, x.danger] for x in probes.values()])
+        answer([
+            [x.section, x.group, x.id, x.quick, x.danger, x.longest] for x in probes.values()
+        ])  # fmt: skip
         for line in sys.stdin:
             result = run(probes[json.loads(line)], context)
             # A probe that expects an error may leave a stopped task queue as well.

@@ -85,6 +85,7 @@ class Probe:
     quick: bool = False
     # The harm that the probe may do to the device or the process; it runs only on request.
     danger: str = ""
+    longest: float = 0.0  # seconds that it may take, if more than those of --hang
 
     @property
     def id(self) -> str:

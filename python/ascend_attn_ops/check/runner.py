@@ -31,6 +31,7 @@ class Task:
     id: str
     quick: bool
     danger: str
+    longest: float  # seconds
 
 
 class Stopped(Exception):
@@ -136,7 +137,7 @@ class Runner:
     def run(self, task: Task) -> Result:
         """Run a probe; a crash and a hang are results too."""
         try:
-            result, stopped = self._started().run(task.id, self._hang)
+            result, stopped = self._started().run(task.id, max(self._hang, task.longest))
         except Stopped as how:
             self._end(0)
             return Result(task.section, task.group, task.id, "differs", str(how))

@@ -1,8 +1,9 @@
 """The ranks of the section `communication` of `python -m ascend_attn_ops check`.
 
 Each rank has its shards of the tokens on its own device, and compares what it gets with the call of
-one device. Prints a line of JSON: for each operator the largest error of each result, relative to
-its maximum; as "refusal" the message, if the limits of the device refuse the other operators.
+one device. Prints a line of JSON for each method: the method, and for each operator the largest
+error of each result, relative to its maximum; as "refusal" the message, if the limits of the device
+refuse the other operators, or CANN lacks them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ascend_attn_ops as ops
-from ascend_attn_ops import distributed
+from ascend_attn_ops import _library, distributed
 from ascend_attn_ops.distributed.dense import Method
 from ascend_attn_ops.distributed.shards import SequenceShards
 
@@ -166,23 +167,24 @@ def sparse(kind: str, device: str) -> Errors:
 
 
 def refusal(error: Exception) -> Errors:
-    if "Ascend " not in str(error):
+    if "Ascend " not in str(error) and _library.LACKS not in str(error):
         raise error
     return {"refusal": str(error)}
 
 
 def main() -> None:
-    kind, method = sys.argv[1:]
+    kind, *methods = sys.argv[1:]
     rank = int(os.environ["RANK"])
     device = f"{kind}:{rank}" if kind == "npu" else kind
     if kind == "npu":
         torch.get_device_module("npu").set_device(rank)
     dist.init_process_group("cpu:gloo,npu:hccl" if kind == "npu" else "gloo")
-    with ops.limits(None) if kind == "cpu" else nullcontext():
-        found = sparse(kind, device) if method == "sparse" else dense(method, device)  # type: ignore[arg-type]
-    dist.barrier()
-    if rank == 0:
-        print(json.dumps(found), flush=True)
+    for method in methods:
+        with ops.limits(None) if kind == "cpu" else nullcontext():
+            found = sparse(kind, device) if method == "sparse" else dense(method, device)  # type: ignore[arg-type]
+        dist.barrier()
+        if rank == 0:
+            print(json.dumps({"method": method, "errors": found}), flush=True)
     dist.destroy_process_group()
 
 
