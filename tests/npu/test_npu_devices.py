@@ -111,6 +111,22 @@ def test_the_simulation_reads_dense_rows() -> None:
     assert not torch.equal(written[1], key.cpu()[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16, torch.int32], ids=str)
+def test_dtypes_of_caches(dtype: torch.dtype) -> None:
+    """The simulated device takes the dtypes that the limits accept."""
+    rows = torch.arange(6).view(3, 1, 2).to(dtype)
+    cache, slots = torch.zeros(1, 4, 1, 2, dtype=dtype), torch.tensor([3, -1, 0], dtype=torch.int32)
+    x = {name: tensor.npu() for name, tensor in (("rows", rows), ("key", cache), ("value", cache))}
+    arguments = (x["rows"], x["key"], slots.npu(), x["rows"], x["value"])
+    if PRODUCT != "950":
+        with pytest.raises(RuntimeError, match=r"key: dtype \w+ is not supported"):
+            ops.scatter_pa_kv_cache_(*arguments)
+        return
+    ops.scatter_pa_kv_cache_(*arguments)
+    for name in ("key", "value"):
+        assert x[name].flatten().tolist() == [4, 5, 0, 0, 0, 0, 0, 1]
+
+
 # Packs: rows behind the last sequence.
 
 PACKS = [

@@ -2,6 +2,8 @@
 #include <ATen/TensorOperators.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+
 #include "ascendcl/runtime.h"
 #include "opapi/core/opapi.h"
 
@@ -9,8 +11,10 @@ using namespace cann_sim;
 
 namespace {
 
-// The dtypes of Atlas A2 and A3.
-const std::vector<aclDataType> kCache{ACL_FLOAT16, ACL_BF16, ACL_INT8};
+// The dtypes of Ascend 950, and those of Atlas A2 and A3.
+const std::vector<aclDataType> kCache{ACL_FLOAT16, ACL_BF16,   ACL_INT8,  ACL_FLOAT, ACL_UINT8,
+                                      ACL_INT16,   ACL_UINT16, ACL_INT32, ACL_UINT32};
+const std::vector<aclDataType> kCacheOfA2{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 const std::vector<aclDataType> kIndex{ACL_INT32, ACL_INT64};
 
 bool reads_dense_rows() { return product() == Product::a2 || product() == Product::a3; }
@@ -24,9 +28,12 @@ std::vector<int64_t> dense_strides(const TensorView& view) {
 }
 
 // Releases before 9.1 refuse rows with gaps.
-void check_rows(const Call& call) {
+void check_dtypes_and_rows(const Call& call) {
   for (const auto* name : {"key", "value"}) {
     const auto* view = call.find<TensorView>(name);
+    TORCH_CHECK(!view || product() == Product::p950 ||
+                    std::ranges::find(kCacheOfA2, view->dtype) != kCacheOfA2.end(),
+                name, ": dtype ", c10::str(scalar_type(view->dtype)), " is not supported");
     TORCH_CHECK(
         !view || !reads_dense_rows() || cann_version() >= kCann91 || view->tensor().is_contiguous(),
         name, " is not contiguous");
@@ -85,8 +92,9 @@ const Function scatter_pa_kv_cache{
                   attribute("cacheModeOptional", "cache_mode"),
                   attribute("scatterModeOptional", "scatter_mode"),
                   attribute("stridesOptional", "strides"), attribute("offsetsOptional", "offsets")},
-    .device = {
-        .check = check_rows, .change = change_sources, .faults = {{Harm::bounds, large_head}}}};
+    .device = {.check = check_dtypes_and_rows,
+               .change = change_sources,
+               .faults = {{Harm::bounds, large_head}}}};
 
 }  // namespace
 
