@@ -40,7 +40,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--device", help="cpu, or an NPU such as npu:0 (default, if there is one)")
     parser.add_argument("--quick", action="store_true", help="a part of the probes, in a minute")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="sections, groups "
-                        "such as an operator, or probes such as 'numbers/*TND*'")  # fmt: skip
+                        "such as an operator; probes such as '*TND*', 'li-grad-*'")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
     parser.add_argument("--resume", type=Path, metavar="FILE",
                         help="go on with a run that has left FILE.jsonl or FILE.json")  # fmt: skip

@@ -62,6 +62,28 @@ def test_status_0_says_that_nothing_differs(capsys: pytest.CaptureFixture[str]) 
     assert check("--only", "numbers/fail") == 1
 
 
+@pytest.mark.parametrize("name", ["numbers/succeed", "succeed", "suc*", "*/succeed"])
+def test_a_probe_has_its_name_with_and_without_the_section(name: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert check("--json", report, "--only", name) == 0
+    assert verdicts(report) == {"succeed": "pass"}
+
+
+@pytest.mark.parametrize("name", ["num*", "numbers", "all", "al*"])
+def test_a_pattern_of_a_section_or_a_group(name: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert check("--json", report, "--quick", "--only", name) == 0
+    assert verdicts(report) == {"succeed": "pass"}
+
+
+def test_a_name_that_is_none_is_named_beside_those_that_exist() -> None:
+    with pytest.raises(SystemExit, match=re.escape(
+        "--only: expected a section (numbers), a group such as an operator, or a probe; "
+        "similar names: succeed, numbers/succeed, got 'succeeds'"
+    )):  # fmt: skip
+        check("--only", "numbers/skip", "succeeds")
+
+
 def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     run = [sys.executable, "-c", (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import time
 from collections.abc import Sequence
@@ -120,19 +121,30 @@ def _resumed(path: Any, header: dict[str, Any]) -> list[Result]:
 
 def _chosen(tasks: Sequence[Task], options: argparse.Namespace) -> list[Task]:
     """Tasks of --only, which names sections, groups such as an operator, or probes."""
-
-    def matches(task: Task, name: str) -> bool:
-        return name == task.section or fnmatchcase(task.id, name) or task.group.startswith(name)
-
     if options.quick:
         tasks = [task for task in tasks if task.quick]
-    chosen = [
+    for name in options.only:
+        if not any(_matches(task, name) for task in tasks):
+            raise SystemExit(f"--only: expected {_names_like(name, tasks)}, got {name!r}")
+    return [
         task for task in tasks
-        if not options.only or any(matches(task, name) for name in options.only)
+        if not options.only or any(_matches(task, name) for name in options.only)
     ]  # fmt: skip
-    if not chosen:
-        raise SystemExit(f"--only: expected a section or a probe, got {' '.join(options.only)}")
-    return chosen
+
+
+def _matches(task: Task, name: str) -> bool:
+    """Whether a name or a shell pattern is that of a section, a group or a probe."""
+    names = (task.section, task.group, task.id, task.id.partition("/")[2])
+    return any(fnmatchcase(x, name) for x in names) or task.group.startswith(name)
+
+
+def _names_like(name: str, tasks: Sequence[Task]) -> str:
+    """Return the sections, and the groups and probes that a wrong name may mean."""
+    sections = list(dict.fromkeys(task.section for task in tasks))
+    names = {x for task in tasks for x in (task.group, task.id, task.id.partition("/")[2])}
+    text = f"a section ({', '.join(sections)}), a group such as an operator, or a probe"
+    similar = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
+    return f"{text}; similar names: {', '.join(similar)}" if similar else text
 
 
 def _show_progress(text: str) -> None:
