@@ -20,8 +20,8 @@ SECTION = "communication"
 METHODS = ("allgather", "ring", "ulysses")
 SPARSE = "sparse"
 SPARSE_OPERATORS = ("lightning_indexer", "sparse_flash_attention", "lightning_indexer_kl_loss")
-# Two ranks import torch and compute for 15 seconds on two idle cores, and for 50 where other
-# programs take these too. The ranks of all lines start once, so a hang costs this time once.
+# Two ranks import torch and run all methods in 18 to 35 seconds on two cores that other programs
+# load threefold. The ranks of all lines start once, so a hang costs this time once.
 SECONDS = 80
 GRACE = 30  # seconds that torchrun waits for ranks that it has asked to end
 
