@@ -182,7 +182,7 @@ def flash_attention_score(
     given_mask = atten_mask
     atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
     atten_mask = expanded_mask(
-        "ascend::flash_attention_score", atten_mask, sparse_mode, query, key, num_heads, layout,
+        _OPERATOR.name, atten_mask, sparse_mode, query, key, num_heads, layout,
         actual_seq_lengths_query, actual_seq_lengths_key,
     )  # fmt: skip
     if sink is not None:
@@ -287,8 +287,8 @@ def flash_attention_score_grad(
             return padded.differentiate(flash_attention_score_grad, tensors, options)
         actual_seq_lengths_query = actual_seq_lengths_key = None
     atten_mask = expanded_mask(
-        "ascend::flash_attention_score_grad", atten_mask, sparse_mode, query, key, num_heads,
-        layout, actual_seq_lengths_query, actual_seq_lengths_key,
+        _GRADIENT.name, atten_mask, sparse_mode, query, key, num_heads, layout,
+        actual_seq_lengths_query, actual_seq_lengths_key,
     )  # fmt: skip
     call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
     return call(
