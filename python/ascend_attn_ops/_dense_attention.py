@@ -103,9 +103,10 @@ def expanded_mask(
     Expanding is a view and reads no value. Other masks are returned as they are, because the
     operator accepts or refuses them.
     """
-    if not isinstance(atten_mask, Tensor) or atten_mask.layout != torch.strided:
+    if not isinstance(atten_mask, Tensor) or atten_mask.is_nested or atten_mask.dim() != 4:
         return atten_mask
-    if atten_mask.is_nested or atten_mask.dim() != 4:
+    # Dynamo reads no layouts in a backward.
+    if not torch.compiler.is_compiling() and atten_mask.layout != torch.strided:
         return atten_mask
     if whole(sparse_mode) not in (0, 1) or 1 not in atten_mask.shape:
         return atten_mask
