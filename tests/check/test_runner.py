@@ -87,7 +87,9 @@ def test_a_name_that_is_none_is_named_beside_those_that_exist() -> None:
 def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     run = [sys.executable, "-c", (
-        "import sys\n"
+        # A background job of a shell ignores the signal, and so do its children.
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from ascend_attn_ops.__main__ import main\n"
         "from ascend_attn_ops.check import command\n"
         f"command.child_command = lambda *options: {CHILD}\n"
