@@ -3,8 +3,8 @@
     python benchmarks/write_tables.py [RESULTS.json]
 
 The results replace those of the same processor in results.json. Tables and pictures show the first
-processor of that file; one table compares all of them. A table stands between two comments of a
-page, which do not show:
+processor of that file, or all of them, which they then name. A table stands between two comments of
+a page, which do not show:
 
     <!-- bench: NAME -->
     <!-- bench end -->
