@@ -111,6 +111,9 @@ def test_the_simulation_reads_dense_rows() -> None:
     assert not torch.equal(written[1], key.cpu()[1])
 
 
+@pytest.mark.skipif(
+    PRODUCT != "950" and TASK_QUEUE == 2, reason="the refusal on the queue's thread ends the queue"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16, torch.int32], ids=str)
 def test_dtypes_of_caches(dtype: torch.dtype) -> None:
     """The simulated device takes the dtypes that the limits accept."""
