@@ -20,8 +20,9 @@ const OperatorLimits PromptFlashAttention::limits{
     {{on(Product::A2), {at::kHalf, at::kBFloat16, at::kChar}},
      // A3 has only the third version of the function.
      {on(Product::A3).since(Cann::v9_1), {at::kHalf, at::kBFloat16, at::kChar}},
+     {k950.since(Cann::v9_0), {at::kHalf, at::kBFloat16}},
      {k310P, {at::kHalf}}},
-    {{"B", "batch size", {.min = 0, .max = 65536}, kA2A3},
+    {{"B", "batch size", {.min = 0, .max = 65536}, on(Product::A2, Product::A3, Product::P950)},
      {"B", "batch size", {.min = 0, .max = 128}, k310P},
      {"B in BSH", "batch size in layout BSH", {.min = 0, .max = 300}, k310P},
      {"unaligned B",
@@ -32,6 +33,7 @@ const OperatorLimits PromptFlashAttention::limits{
      {"S", "tokens per sequence", {.min = 0, .max = 65535}, k310P},
      {"D", "head size", {.min = 1, .max = 512}}},
     {prompt_rules::kNotEmptyInt8, prompt_rules::kBandOfEmpty, prompt_rules::kNextOfMode3,
+     prompt_rules::kAlignedSize, prompt_rules::kAlignedSizeInt8, prompt_rules::kBandOfOneQuery,
      prompt_rules::kNoScales, prompt_rules::kModeZero, prompt_rules::kAllPreTokens,
      prompt_rules::kNextTokens, prompt_rules::kBoolMask, prompt_rules::kMaskSizes,
      prompt_rules::kKeyHeads, prompt_rules::kNoQueryLengths, prompt_rules::kNoKeyLengths}};
@@ -131,6 +133,10 @@ void PromptFlashAttentionRules::check_limits() const {
   limits_.size("query", is_310p() && layout_ == Layout::BSH ? "B in BSH" : "B", batch_);
   if (size && *size % aligned != 0) {
     limits_.size("query", "unaligned B", batch_);
+  }
+  if (size && layout_ == Layout::BNSD_BSND) {
+    limits_.rule(prompt_rules::kAlignedSize, *size % 16 == 0, *size);
+    limits_.rule(prompt_rules::kAlignedSizeInt8, !op_.quant_scale2 || *size % 32 == 0, *size);
   }
   for (const auto& [argument, name, size_of] :
        {std::tuple("query", "B", &batch_), std::tuple("query", "Sq", &queries_),

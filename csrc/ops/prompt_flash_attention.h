@@ -21,9 +21,9 @@ struct PromptFlashAttention {
       "Tensor? quant_scale2=None, Tensor? quant_offset2=None, float scale_value, "
       "int pre_tokens=2147483647, int next_tokens=0, str layout=\"BSH\", "
       "SymInt num_key_value_heads=0, int sparse_mode=0) -> Tensor out";
-  // The second one where CANN lacks the first.
+  // The second one on Ascend 950.
   static constexpr std::array functions{"aclnnPromptFlashAttentionV3",
-                                        "aclnnPromptFlashAttentionV2"};
+                                        "aclnnFusedInferAttentionScoreV5"};
   static const OperatorLimits limits;
   static constexpr const char* no_gradient =
       "this is an operator for inference; flash_attention_score trains";

@@ -19,6 +19,14 @@ inline constexpr Rule kBandOfEmpty{
     "pre_tokens, next_tokens", "a band that meets every batch, also one without queries or keys,"};
 inline constexpr Rule kNextOfMode3{"next_tokens", "more than -2147483647 in sparse_mode 3", kA2A3};
 
+inline constexpr Rule kAlignedSize{"query", "a D that is a multiple of 16 in layout BNSD_BSND",
+                                   k950};
+inline constexpr Rule kAlignedSizeInt8{
+    "query", "a D that is a multiple of 32 in layout BNSD_BSND for an int8 output", k950};
+inline constexpr Rule kBandOfOneQuery{
+    "pre_tokens", "a band from key 0 on where Sq = 1 (a mask in sparse_mode 1 expresses any other)",
+    k950};
+
 inline constexpr Rule kNoScales{"deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2",
                                 "None", k310P};
 inline constexpr Rule kModeZero{"sparse_mode", "0", k310P};
@@ -53,6 +61,7 @@ class PromptFlashAttentionRules {
   void check_full_mask() const;
   void check_compressed_mask() const;
   void check_band() const;
+  void check_band_of_one_query() const;
 
   void check_scales_of_inputs() const;
   void check_scales_of_output() const;

@@ -30,14 +30,20 @@ _EXTENDED = (
 )  # fmt: skip
 _EXTENDED_950 = ("aclnnFlashAttentionScoreV4", "aclnnFlashAttentionScoreGradV4")
 
+# Attention for inference: of A2 and A3, and of Ascend 950.
+_INFER = ("aclnnFusedInferAttentionScoreV4",)
+_INFER_950 = ("aclnnFusedInferAttentionScoreV5",)
+
 # The aclnn functions that the libraries of a product, or of one of its releases, lack.
 WITHOUT = {
-    "A3": ("aclnnPromptFlashAttentionV2",),
-    "950-8.5": (*_SPARSE, *_EXTENDED, *_EXTENDED_950),
+    "A2": _INFER_950,
+    "A3": _INFER_950,
+    "950": _INFER,
+    "950-8.5": (*_SPARSE, *_EXTENDED, *_EXTENDED_950, *_INFER_950),
     "950-9.0": (*_SPARSE, *_EXTENDED),
     "950-9.1": _INDEXER_GRAD,
     "310P": (
-        *_SPARSE, *_EXTENDED, *_EXTENDED_950,
+        *_SPARSE, *_EXTENDED, *_EXTENDED_950, *_INFER, *_INFER_950,
         "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2",
         "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2",
         "aclnnScatterPaKvCache",

@@ -158,6 +158,7 @@ KL = "aclnnSparseLightningIndexerGradKLLoss"
 PFA, SCATTER, UPDATE = (
     "aclnnPromptFlashAttentionV3", "aclnnScatterPaKvCache", "aclnnAttentionUpdate"
 )  # fmt: skip
+FIA = "aclnnFusedInferAttentionScoreV5"
 
 # Lines of the section `numbers`, all in bfloat16 or float16.
 LINE_FA = "numbers/flash_attention_score-BNSD-*bfloat16"
@@ -278,6 +279,13 @@ FAULTS = [
           numbers(PFA, actualSeqLengthsKv=kept("prompt_flash_attention"))),
     Fault("an update that computes nothing", PACK, "behaviour/graph-lengths-flash_attention_score",
           tensors(PACK, attentionOutOut=nothing_written)),
+    Fault("a wrong element of a prompt on Ascend 950", FIA, LINE_PFA,
+          tensors(FIA, attentionOut=last_element)),
+    Fault("a prompt on Ascend 950 that a graph leaves out", FIA, "behaviour/graph-prompt*",
+          tensors(FIA, attentionOut=nothing_written)),
+    Fault("a graph that keeps a prompt's lengths on Ascend 950", FIA,
+          "behaviour/graph-lengths-prompt_flash_attention",
+          numbers(FIA, actualSeqLengthsKvOptional=kept("prompt_flash_attention"))),
     Fault("host code that refuses", FAG, "host code/flash_attention_score_grad-*",
           status(FAG, 1, 161001)),
     Fault("a pack of many sequences", PACK, "behaviour/1000 sequences",
@@ -287,7 +295,6 @@ FAULTS = [
 # By product and pattern of lines: why no such line passes there without the fault.
 WITHOUT_LINE = {
     "950": {
-        "*prompt*": "the limits exclude `prompt_flash_attention`",
         "host code/*": "the known refusals of CANN's host code are those of Atlas A2 and A3",
     },
     "310P": {
@@ -323,7 +330,8 @@ def survey() -> dict[str, Any]:
     found: dict[str, Any] = {}
     by_line: dict[str, Probe | None] = {}
     for fault in FAULTS:
-        if not context.has_aclnn(fault.function):
+        launched = fault.function != PFA or context.product[0] != "950"
+        if not context.has_aclnn(fault.function) or not launched:
             continue
         if fault.line not in by_line:
             by_line[fault.line] = first(fault.line, probes, context)

@@ -61,7 +61,7 @@ def test_enough_faults_are_noticed(product: str) -> None:
 def test_a_line_notices_the_fault(product: str, fault: Any) -> None:
     found = survey(product)
     if fault.name not in found:
-        pytest.skip(f"Ascend {product} lacks {fault.function}")
+        pytest.skip(f"Ascend {product} launches no {fault.function}")
     if found[fault.name] is None:
         reasons = WITHOUT_LINE[product].items()
         (reason,) = (why for lines, why in reasons if fnmatchcase(fault.line, lines))

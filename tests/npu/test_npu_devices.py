@@ -6,10 +6,10 @@ Run on every device of run.py. The simulation refuses and miscomputes what the d
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ import torch_npu
 from ascend_attn_ops.check.samples import (
     flash_attention_score,
     lightning_indexer,
+    prompt_flash_attention,
     sparse_flash_attention,
 )
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.device_limits import device_in_force
 from cann_simulator._products import missing_functions
@@ -386,45 +388,43 @@ def test_padded_packs(lengths: Any, tail: tuple[int, int]) -> None:
         assert call["actualSeqKvLenOptional"] == [*accumulate(lengths[1]), *end]
 
 
-# PromptFlashAttention, whose second version averages the values in rows without keys.
+# PromptFlashAttention, which Ascend 950 lacks: its launch is FusedInferAttentionScore V5.
 
-V3 = "aclnnPromptFlashAttentionV3"
-
-MASKED_ROW = """
-    import json
-    import torch, ascend_attn_ops
-    import cann_simulator
-    x = torch.arange(1, 7.).half().view(1, 1, 3, 2)
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]], dtype=torch.bool)
-    with ascend_attn_ops.limits(None), cann_simulator.recorded_calls() as log:
-        out = ascend_attn_ops.prompt_flash_attention(
-            x.npu(), x.npu(), x.npu(), num_heads=1, layout="BNSD", sparse_mode=1,
-            atten_mask=mask.npu()).cpu()
-    (call,) = [x for x in log if x.get("phase") == 1 and "Prompt" in x["function"]]
-    inner_precise = call["arguments"].get("innerPrecise")
-    print(json.dumps([call["function"], inner_precise, out[0, 0, 1].tolist()]))
-"""
-
-
-@once
-@pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="in processes of its own: once")
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"cann": "8.5"}, [V3, 2, [0.0, 0.0]]),
-        ({"product": "A3"}, [V3, 2, [0.0, 0.0]]),
-        (
-            {"without": ["aclnnPromptFlashAttentionV3"]},
-            ["aclnnPromptFlashAttentionV2", None, [3.0, 4.0]],
-        ),
-    ],
-    ids=str,
+PROMPT_FUNCTION = (
+    "aclnnFusedInferAttentionScoreV5" if PRODUCT == "950" else "aclnnPromptFlashAttentionV3"
 )
-def test_prompt_flash_attention(environment: dict[str, Any], expected: list[Any]) -> None:
-    text, _ = run_in_new_process(
-        MASKED_ROW, **cann_simulator.environment(task_queue=TASK_QUEUE, **environment)
-    )
-    assert json.loads(text.splitlines()[-1]) == expected
+PROMPT_CASES = [x for x in prompt_flash_attention.CASES if x.inputs == "float"]
+ONE_QUERY = PromptCase(b=3, s=(1, 9), heads=(4, 2), d=16)
+ONE_QUERY_CASES = [
+    ONE_QUERY,
+    replace(ONE_QUERY, lengths=((1, 0, 1), (9, 4, 0)), layout="BSH"),
+    replace(ONE_QUERY, mode=2, lengths=(None, (9, 4, 0))),
+    replace(ONE_QUERY, mode=3, lengths=((1, 0, 1), (9, 4, 5)), layout="BSND"),
+    replace(ONE_QUERY, mode=4, pre=8, next=-3, lengths=(None, (9, 4, 6))),
+    replace(ONE_QUERY, mask="B1S", larger=(2, 3), next=4, pre=0),
+    replace(ONE_QUERY, mask="S", next=0, layout="BNSD_BSND"),
+    replace(ONE_QUERY, mask="1S", mode=1, lengths=((0, 1, 1), None)),
+    replace(ONE_QUERY, mode=4, pre=8, next=0, output="int8", d=32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*PROMPT_CASES, *ONE_QUERY_CASES], ids=lambda case: case.id)
+def test_prompts(case: PromptCase) -> None:
+    sample = prompt_flash_attention.build(case, torch.float16)
+    expected = sample.call(torch.ops.ascend)
+    with cann_simulator.recorded_calls() as log:
+        actual = sample.to("npu").call(torch.ops.ascend)
+    assert_same_bits(cpu(actual), expected)
+    calls = first_phases(log, PROMPT_FUNCTION)
+    assert [x["innerPrecise"] for x in calls] == [2] * bool(expected[0].numel())
+
+
+@pytest.mark.skipif(PRODUCT != "950", reason="the other products count the mode")
+def test_a_band_that_key_lengths_cannot_express() -> None:
+    case = replace(ONE_QUERY, mode=4, pre=3, next=0)
+    sample = prompt_flash_attention.build(case, torch.float16)
+    with pytest.raises(NotImplementedError, match=r"pre_tokens: .*band from key 0 on where Sq = 1"):
+        sample.to("npu").call(torch.ops.ascend)
 
 
 @lacks("aclnnSparseFlashAttentionGrad")

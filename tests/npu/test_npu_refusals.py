@@ -411,7 +411,7 @@ def test_output_of_prompt_attention() -> None:
 
     def prompt(out: torch.dtype) -> int:
         return First()(
-            "PromptFlashAttentionV2", q, q, q, *[None] * 9, 2, 1.0, 100, 100, "BNSD", 2, 0,
+            "PromptFlashAttentionV3", q, q, q, *[None] * 9, 2, 1.0, 100, 100, "BNSD", 2, 0, 2,
             new(1, 2, 4, 64, dtype=out),
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 ALL = ("A2", "A3", "950", "310P")
 SPARSE = ("A2", "A3", "950")
 PROMPT = ("A2", "A3", "310P")
+P950 = ("950",)
 ATLAS = ("A2", "A3")
 
 
@@ -67,8 +68,15 @@ UNPROBED = [
     Unprobed("pfa-mode-3-tokens", PFA, "mode 3 with next_tokens of -2147483647 or less", LIMITS,
              PROMPT),
     Unprobed("pfa-accepted", PFA, "A3, through V3 of the function", LIMITS, PROMPT),
-    Unprobed("pfa-v2", PFA, "It always computes with inner_precise 1",
-             "the CANN of the probe would have to lack V3", PROMPT),
+    Unprobed("pfa-950-sizes", PFA, "D that is not a multiple of 16 in layout BNSD_BSND", LIMITS,
+             P950),
+    Unprobed("pfa-950-arguments", PFA, "full masks of two axes; a float16 quant_scale2",
+             "the section numbers makes calls that have them", P950),
+    Unprobed("pfa-950-one-query", PFA, "CANN documents that FusedInferAttentionScore ignores",
+             "the launch says the same with lengths, so that either reading gives its results",
+             P950),
+    Unprobed("pfa-deprecation", PFA, "V1 carries the same notice", "a header is no call",
+             PROMPT),
     Unprobed("scatter-few-slots", SCATTER, "num_blocks * block_size < T, in every mode", LIMITS,
              ATLAS),
     Unprobed("scatter-large-heads", SCATTER, "Rope with heads of 1536 elements and more",

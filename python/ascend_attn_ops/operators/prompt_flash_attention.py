@@ -111,7 +111,7 @@ def prompt_flash_attention(
         (torch.Size([2, 6, 4, 64]), False)
 
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
-    aclnnPromptFlashAttentionV2 and V3.
+    aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.
     """
     given_mask = atten_mask
     if atten_mask is None:

@@ -365,8 +365,12 @@ def limits() -> Iterator[WrongCall]:
         yield wrong(product, PromptCase(), None, "query", expected, TypeError, dtype)
     int8 = PromptCase(inputs="int8")
     yield wrong("310P", int8, None, "query", "expected dtype", TypeError)
-    function = "aclnnPromptFlashAttentionV3"
-    yield wrong("950", PromptCase(), None, "product", function, NotImplementedError)
+    yield from (
+        wrong("950", int8, None, "query", "expected dtype", TypeError),
+        wrong("950", PromptCase(b=65537, d=16), None, "query", r"expected B .* 0\.\.65536"),
+        wrong("950", replace(PromptCase(), layout="BNSD_BSND"), None, "query", "multiple of 16"),
+        wrong("950", replace(TO_INT8, layout="BNSD_BSND", d=16), None, "query", "multiple of 32"),
+    )
 
 
 WRONG_CALLS = [*RULES, *devices(), *values(), *gradients(), *limits()]

@@ -228,7 +228,7 @@ const std::vector<Refusal>& refusals() {
       {{"FlashAttentionScoreGradV3", "FlashAttentionUnpaddingScoreGradV5"},
        kInvalid,
        {sink_of_float_query}},
-      {{"PromptFlashAttentionV2"},
+      {{"PromptFlashAttentionV3"},
        kInnerNullPointer,
        {dtype_in("attentionOut", {ACL_FLOAT16, ACL_BF16, ACL_INT8})}},
       {{"LightningIndexer"}, kNoTensor, {null("query")}},

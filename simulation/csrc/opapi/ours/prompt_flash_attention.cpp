@@ -1,5 +1,4 @@
-// PromptFlashAttention. Prototype: docs/specification/prompt_flash_attention.md. V3 is what
-// torch_npu calls: the same, and innerPrecise.
+// PromptFlashAttention V3. Prototype: docs/specification/prompt_flash_attention.md.
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -16,39 +15,34 @@ const std::vector<aclDataType> kMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
 const std::vector<aclDataType> kDeqScale{ACL_UINT64, ACL_FLOAT};
 const std::vector<aclDataType> kQuantScale{ACL_FLOAT, ACL_BF16, ACL_FLOAT16};
 
-std::vector<Argument> arguments(bool has_inner_precise) {
-  std::vector<Argument> all{input("query", "query", kInput),
-                            input("key", "key", kInput),
-                            input("value", "value", kInput),
-                            optional_input("pseShift", "", kHalf),
-                            optional_input("attenMask", "atten_mask", kMask),
-                            attribute("actualSeqLengths", "actual_seq_lengths_query"),
-                            attribute("actualSeqLengthsKv", "actual_seq_lengths_key"),
-                            optional_input("deqScale1", "deq_scale1", kDeqScale),
-                            optional_input("quantScale1", "quant_scale1", {ACL_FLOAT}),
-                            optional_input("deqScale2", "deq_scale2", kDeqScale),
-                            optional_input("quantScale2", "quant_scale2", kQuantScale),
-                            optional_input("quantOffset2", "quant_offset2", kQuantScale),
-                            attribute("numHeads", "num_heads"),
-                            attribute("scaleValue", "scale_value"),
-                            attribute("preTokens", "pre_tokens"),
-                            attribute("nextTokens", "next_tokens"),
-                            attribute("inputLayout", "layout"),
-                            attribute("numKeyValueHeads", "num_key_value_heads"),
-                            attribute("sparseMode", "sparse_mode")};
-  if (has_inner_precise) {
-    all.push_back(attribute("innerPrecise"));
-  }
-  all.push_back(output("attentionOut"));
-  return all;
-}
+const Arguments kArguments{input("query", "query", kInput),
+                           input("key", "key", kInput),
+                           input("value", "value", kInput),
+                           optional_input("pseShift", "", kHalf),
+                           optional_input("attenMask", "atten_mask", kMask),
+                           attribute("actualSeqLengths", "actual_seq_lengths_query"),
+                           attribute("actualSeqLengthsKv", "actual_seq_lengths_key"),
+                           optional_input("deqScale1", "deq_scale1", kDeqScale),
+                           optional_input("quantScale1", "quant_scale1", {ACL_FLOAT}),
+                           optional_input("deqScale2", "deq_scale2", kDeqScale),
+                           optional_input("quantScale2", "quant_scale2", kQuantScale),
+                           optional_input("quantOffset2", "quant_offset2", kQuantScale),
+                           attribute("numHeads", "num_heads"),
+                           attribute("scaleValue", "scale_value"),
+                           attribute("preTokens", "pre_tokens"),
+                           attribute("nextTokens", "next_tokens"),
+                           attribute("inputLayout", "layout"),
+                           attribute("numKeyValueHeads", "num_key_value_heads"),
+                           attribute("sparseMode", "sparse_mode"),
+                           attribute("innerPrecise"),
+                           output("attentionOut")};
 
 void check_product(const Call&) {
   TORCH_CHECK(product() != Product::p950, "a runtime error on this product");
 }
 
-// A row that the content of the mask masks whole is the mean of the values: V2, and V3 unless
-// innerPrecise asks for the correction of such rows. The softmax of float16 inputs in float16 is
+// A row that the content of the mask masks whole is the mean of the values, unless innerPrecise
+// asks for the correction of such rows. The softmax of float16 inputs in float16 is
 // not simulated.
 void average_masked_rows(const Call& call) {
   const auto& value = call.get<TensorView>("value");
@@ -106,37 +100,16 @@ torch::jit::Stack with_pse(const Call& call) {
                           .key_lengths = lengths_of(call, "actualSeqLengthsKv")});
 }
 
-const Function v2{.name = "aclnnPromptFlashAttentionV2",
-                  .schema_name = "ascend::prompt_flash_attention",
-                  .workspace = 1024,
-                  .arguments = arguments(/*has_inner_precise=*/false),
-                  .device = {.check = check_product, .spoil = average_masked_rows},
-                  .compute = with_pse};
 const Function v3{.name = "aclnnPromptFlashAttentionV3",
                   .schema_name = "ascend::prompt_flash_attention",
                   .workspace = 1024,
-                  .arguments = arguments(/*has_inner_precise=*/true),
+                  .arguments = kArguments,
                   .device = {.check = check_product, .spoil = correct_masked_rows},
                   .compute = with_pse};
 
 }  // namespace
 
 extern "C" {
-
-int aclnnPromptFlashAttentionV2GetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor pse, Tensor mask, IntArray query_lengths,
-    IntArray key_lengths, Tensor deq_scale1, Tensor quant_scale1, Tensor deq_scale2,
-    Tensor quant_scale2, Tensor quant_offset2, int64_t heads, double scale, int64_t pre,
-    int64_t next, char* layout, int64_t key_heads, int64_t mode, Tensor out,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(v2, workspace_size, executor, query, key, value, pse, mask, query_lengths,
-                 key_lengths, deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2,
-                 heads, scale, pre, next, layout, key_heads, mode, out);
-}
-int aclnnPromptFlashAttentionV2(void* workspace, uint64_t size, aclOpExecutor* executor,
-                                aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
 
 int aclnnPromptFlashAttentionV3GetWorkspaceSize(
     Tensor query, Tensor key, Tensor value, Tensor pse, Tensor mask, IntArray query_lengths,

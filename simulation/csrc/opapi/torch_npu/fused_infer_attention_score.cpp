@@ -1,10 +1,16 @@
 // FusedInferAttentionScore: V3, which npu_fused_infer_attention_score calls, V4 of its _v2, and V5
 // of both on Ascend 950.
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
 #include "opapi/torch_npu/infer_attention.h"
 
 using namespace cann_sim;
 
 namespace {
+
+const std::vector<aclDataType> kFloatOrBfloat16{ACL_FLOAT, ACL_BF16};
 
 const Arguments kInputs{input("query", "", kHalf),
                         input("key", "", kHalf),
@@ -16,8 +22,8 @@ const Arguments kInputs{input("query", "", kHalf),
                         not_computed("deqScale1Optional"),
                         not_computed("quantScale1Optional"),
                         not_computed("deqScale2Optional"),
-                        not_computed("quantScale2Optional"),
-                        not_computed("quantOffset2Optional"),
+                        optional_input("quantScale2Optional", "", kFloatOrBfloat16),
+                        optional_input("quantOffset2Optional", "", kFloatOrBfloat16),
                         not_computed("antiquantScaleOptional"),
                         not_computed("antiquantOffsetOptional"),
                         optional_input("blockTableOptional", "", kInt32),
@@ -74,10 +80,69 @@ InferAttention arguments_of(const Call& call) {
           .key_rope = call.optional_tensor("keyRopeOptional")};
 }
 
-torch::jit::Stack without_sinks(const Call& call) { return infer_attention(arguments_of(call)); }
+torch::jit::Stack without_sinks(const Call& call) {
+  TORCH_CHECK(!call.optional_tensor("quantScale2Optional"),
+              "the simulation computes quantScale2 of V4 and V5 only");
+  return infer_attention(arguments_of(call));
+}
+
+// The int8 output is this library's, which rounds once.
+torch::jit::Stack with_int8_output(const InferAttention& given, const Call& call) {
+  TORCH_CHECK(!given.pse && !given.block_table && !given.query_rope && !given.sinks &&
+                  !given.query_padding && !given.key_padding && !given.key_prefix,
+              "the simulation computes quantScale2 without pseShift, blocks, ropes, sinks, padding "
+              "sizes and prefixes only");
+  OperatorArguments arguments{{"query", given.query},
+                              {"key", given.key},
+                              {"value", given.value},
+                              {"num_heads", given.heads},
+                              {"quant_scale2", call.tensor("quantScale2Optional")},
+                              {"scale_value", given.scale},
+                              {"pre_tokens", given.pre_tokens},
+                              {"next_tokens", given.next_tokens},
+                              {"layout", given.layout},
+                              {"num_key_value_heads", given.key_heads},
+                              {"sparse_mode", given.sparse_mode}};
+  const auto add = [&](const char* name, const auto& value) {
+    if (value) {
+      arguments[name] = *value;
+    }
+  };
+  add("atten_mask", given.mask);
+  add("actual_seq_lengths_query", given.query_lengths);
+  add("actual_seq_lengths_key", given.key_lengths);
+  add("quant_offset2", call.optional_tensor("quantOffset2Optional"));
+  auto results = call_operator("ascend::prompt_flash_attention", "", arguments);
+  results.emplace_back(at::empty({0}, at::kFloat));
+  return results;
+}
+
+// The kernel for decoding ignores what relates a query to its position, and the query's length.
+void change_for_one_query(InferAttention& arguments) {
+  const auto& sizes = arguments.query.sizes();
+  const auto& layout = arguments.layout;
+  const bool is_decoding =
+      !arguments.query_rope && ((layout == "BNSD" && sizes[2] == 1) ||
+                                ((layout == "BSND" || layout == "BSH") && sizes[1] == 1));
+  if (!is_decoding) {
+    return;
+  }
+  constexpr int64_t kFirstCompressedMode = 2;
+  if (arguments.sparse_mode >= kFirstCompressedMode) {
+    arguments.mask.reset();
+  }
+  arguments.sparse_mode = 0;
+  arguments.pre_tokens = arguments.next_tokens = std::numeric_limits<int32_t>::max();
+  arguments.query_lengths.reset();
+  arguments.log_sum_exp_without_keys = std::numeric_limits<float>::lowest();
+}
 
 torch::jit::Stack with_sinks(const Call& call) {
   auto arguments = arguments_of(call);
+  change_for_one_query(arguments);
+  if (call.optional_tensor("quantScale2Optional")) {
+    return with_int8_output(arguments, call);
+  }
   if (const auto sinks = call.optional_tensor("learnableSinkOptional")) {
     arguments.sinks = sinks->to(at::kFloat);
   }

@@ -157,7 +157,7 @@ at::Tensor mask_of(const InferAttention& arguments, int64_t batch, int64_t queri
   auto mask = arguments.mask->to(at::kBool);
   constexpr int64_t kFirstCompressedMode = 2;
   if (arguments.sparse_mode >= kFirstCompressedMode) {
-    return mask;
+    return mask.view({mask.size(-2), mask.size(-1)});
   }
   const bool one_row_per_batch =
       mask.dim() == 2 && mask.size(0) == batches && mask.size(0) != queries;
@@ -204,7 +204,8 @@ Attention attention(const InferAttention& arguments, const at::Tensor& query, co
   auto log_sum_exp = max + at::log(results[2].toTensor().select(-1, 0));
   const auto empty = keys == 0 ? at::full_like(max, true, at::kBool)
                                : max.eq(std::numeric_limits<float>::lowest());
-  log_sum_exp.masked_fill_(empty, arguments.sinks ? -kInfinity : kInfinity);
+  log_sum_exp.masked_fill_(empty,
+                           arguments.sinks ? -kInfinity : arguments.log_sum_exp_without_keys);
   if (arguments.sinks) {
     const auto with_sinks = at::logaddexp(log_sum_exp, arguments.sinks->view({1, -1, 1}));
     out = out * at::exp(log_sum_exp - with_sinks).unsqueeze(-1);
@@ -239,8 +240,8 @@ torch::jit::Stack infer_attention(const InferAttention& arguments) {
 
   auto out = at::zeros(arguments.out_sizes, arguments.query.options());
   const auto out_view = heads_first(out, out_layout, arguments.heads);
-  auto log_sum_exp =
-      at::full({query.size(0), query.size(1), query.size(2), 1}, kInfinity, at::kFloat);
+  auto log_sum_exp = at::full({query.size(0), query.size(1), query.size(2), 1},
+                              arguments.log_sum_exp_without_keys, at::kFloat);
   for (int64_t batch = 0; batch < batches; ++batch) {
     const auto where = sequences.at(batch);
     const auto row = packed ? 0 : batch;

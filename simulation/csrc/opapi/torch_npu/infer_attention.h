@@ -4,6 +4,8 @@
 
 #include <ATen/core/TensorBody.h>
 
+#include <limits>
+
 #include "opapi/core/opapi.h"
 
 namespace cann_sim {
@@ -32,10 +34,12 @@ struct InferAttention {
   // The rotary part of query and key, beyond D.
   Optional query_rope = {}, key_rope = {};
   Optional sinks = {};
+  // The log-sum-exp of rows without keys.
+  float log_sum_exp_without_keys = std::numeric_limits<float>::infinity();
 };
 
 // The output, and the log of the sum of exp(score) as (B, N, S, 1), or (T, N, 1) of packed
-// sequences. It is inf in rows without keys, where the output is 0. Positions that belong to no
+// sequences. In rows without keys the output is 0. Positions that belong to no
 // sequence are such rows.
 torch::jit::Stack infer_attention(const InferAttention& arguments);
 

@@ -1,0 +1,84 @@
+// FusedInferAttentionScore of CANN: V4 is for Atlas A2 and A3, V5 for Ascend 950. Both take the
+// same arguments but three, which have no effect without a position bias.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "npu/aclnn/launcher.h"
+
+namespace ascend_attn::aclnn {
+
+// A call with unquantised inputs.
+struct FusedInfer {
+  const at::Tensor& query;
+  const at::Tensor& key;
+  const at::Tensor& value;
+  std::optional<at::Tensor> atten_mask = {};
+  IntegerList query_lengths = {}, key_lengths = {};
+  std::optional<at::Tensor> quant_scale2 = {}, quant_offset2 = {};
+  int64_t num_heads;
+  double scale_value;
+  int64_t pre_tokens = INT32_MAX, next_tokens = INT32_MAX;
+  std::string_view layout;
+  int64_t num_key_value_heads;
+  int64_t sparse_mode = 0;
+  int64_t inner_precise;
+  const at::Tensor& out;
+};
+
+template <typename... Starts>
+struct FusedInferPrototype {
+  template <typename... PseType>
+  using With = int(AclTensor query, AclTensorList key, AclTensorList value, AclTensor pse_shift,
+                   AclTensor atten_mask, AclIntArray actual_seq_lengths,
+                   AclIntArray actual_seq_lengths_kv, AclTensor deq_scale1, AclTensor quant_scale1,
+                   AclTensor deq_scale2, AclTensor quant_scale2, AclTensor quant_offset2,
+                   AclTensor antiquant_scale, AclTensor antiquant_offset, AclTensor block_table,
+                   AclTensor query_padding_size, AclTensor kv_padding_size,
+                   AclTensor key_antiquant_scale, AclTensor key_antiquant_offset,
+                   AclTensor value_antiquant_scale, AclTensor value_antiquant_offset,
+                   AclTensor key_shared_prefix, AclTensor value_shared_prefix,
+                   AclIntArray actual_shared_prefix_len, AclTensor query_rope, AclTensor key_rope,
+                   AclTensor key_rope_antiquant_scale, AclTensor dequant_scale_query,
+                   AclTensor learnable_sink, Starts... starts, int64_t num_heads,
+                   double scale_value, int64_t pre_tokens, int64_t next_tokens, char* input_layout,
+                   int64_t num_key_value_heads, int64_t sparse_mode, int64_t inner_precise,
+                   int64_t block_size, int64_t antiquant_mode, bool softmax_lse_flag,
+                   int64_t key_antiquant_mode, int64_t value_antiquant_mode,
+                   int64_t query_quant_mode, PseType... pse_type, AclTensor attention_out,
+                   AclTensor softmax_lse);
+};
+using FusedInferV4 = FusedInferPrototype<>::With<>;
+using FusedInferV5 = FusedInferPrototype<AclIntArray, AclIntArray>::With<int64_t>;
+
+// Calls one of the functions that `Op` declares, which has that prototype.
+template <typename Op, typename Prototype, size_t index>
+void launch(const FusedInfer& call) {
+  static constexpr Launcher<Op, Prototype, index> function;
+  constexpr auto none = std::nullopt;
+  constexpr int64_t zero = 0;
+  const IntegerList no_list;
+  const auto with = [&](auto... starts) {
+    return [&, starts...](auto... pse_type) {
+      function(call.query, at::TensorList(call.key), at::TensorList(call.value), none,
+               call.atten_mask, call.query_lengths, call.key_lengths, none, none, none,
+               call.quant_scale2, call.quant_offset2, none, none, none, none, none, none, none,
+               none, none, none, none, no_list, none, none, none, none, none, starts...,
+               call.num_heads, call.scale_value, call.pre_tokens, call.next_tokens, call.layout,
+               call.num_key_value_heads, call.sparse_mode, call.inner_precise, zero, zero, false,
+               zero, zero, zero, pse_type..., call.out, none);
+    };
+  };
+  if constexpr (std::same_as<Prototype, FusedInferV5>) {
+    with(no_list, no_list)(zero);
+  } else {
+    with()();
+  }
+}
+
+}  // namespace ascend_attn::aclnn
