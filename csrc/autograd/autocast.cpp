@@ -40,6 +40,11 @@ Positions kept_arguments(const PromptFlashAttention& op) {
           position_of(op, op.deq_scale2), position_of(op, op.quant_scale2),
           position_of(op, op.quant_offset2)};
 }
+Positions kept_arguments(const FusedInferAttentionScore& op) {
+  // A sink is float32 or as query.
+  return op.sink && op.sink->scalar_type() == at::kFloat ? Positions{position_of(op, op.sink)}
+                                                         : Positions();
+}
 
 // Leaves integers, float64 and tensors of other devices as they are.
 template <typename Op, at::DeviceType device>
@@ -69,7 +74,7 @@ typename Op::Outputs cast_and_call(const Op& op) {
 
 using CastOperators =
     OperatorList<LightningIndexer, SparseFlashAttention, SparseLightningIndexerGradKLLoss,
-                 FlashAttentionScore, PromptFlashAttention>;
+                 FlashAttentionScore, PromptFlashAttention, FusedInferAttentionScore>;
 
 template <at::DeviceType device>
 void register_autocast(torch::Library& library) {

@@ -21,6 +21,10 @@ std::string_view layout_name(Layout layout) {
       return "SBH";
     case Layout::BNSD_BSND:
       return "BNSD_BSND";
+    case Layout::NTD:
+      return "NTD";
+    case Layout::NBSD:
+      return "NBSD";
   }
   return "unknown";
 }

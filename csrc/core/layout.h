@@ -1,5 +1,6 @@
 // Tensor layouts, named by their axes: B batch, S sequence, N heads, D head size, H = N * D, T the
-// packed tokens of all sequences. BNSD_BSND takes BNSD inputs and returns a BSND output.
+// packed tokens of all sequences. BNSD_BSND takes BNSD inputs and returns a BSND output. NTD and
+// NBSD are a part of such pairs alone.
 #pragma once
 
 #include <array>
@@ -10,12 +11,12 @@
 
 namespace ascend_attn {
 
-enum class Layout { BSND, TND, BNSD, BSH, SBH, BNSD_BSND };
+enum class Layout { BSND, TND, BNSD, BSH, SBH, BNSD_BSND, NTD, NBSD };
 
 // The position of each axis in a layout.
 struct LayoutAxes {
   int64_t rank;
-  int64_t batch;  // -1 in TND, which has none
+  int64_t batch;  // -1 in TND and NTD, which have none
   int64_t tokens;
   int64_t heads;  // the axis H in BSH and SBH
 
@@ -24,6 +25,7 @@ struct LayoutAxes {
   bool packed() const { return batch < 0; }
 };
 
+// The layouts that a LayoutArgument names.
 inline constexpr std::array kLayouts{Layout::BSND, Layout::TND, Layout::BNSD,
                                      Layout::BSH,  Layout::SBH, Layout::BNSD_BSND};
 
@@ -40,6 +42,10 @@ constexpr LayoutAxes axes_of(Layout layout) {
       return {.rank = 3, .batch = 0, .tokens = 1, .heads = 2};
     case Layout::SBH:
       return {.rank = 3, .batch = 1, .tokens = 0, .heads = 2};
+    case Layout::NTD:
+      return {.rank = 3, .batch = -1, .tokens = 1, .heads = 0};
+    case Layout::NBSD:
+      return {.rank = 4, .batch = 1, .tokens = 2, .heads = 0};
   }
   return {};
 }

@@ -15,7 +15,7 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
       zero_unused_queries(output, output.size(0), attention.sequences);
     }
   }
-  attend(attention, {attention.by_head(out, attention.heads), softmax_max, softmax_sum, {}});
+  attend(attention, {attention.by_head(out, attention.heads), softmax_max, softmax_sum, {}, {}});
 }
 
 const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {

@@ -11,16 +11,6 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Zeroes the rows of `out`, (B, N, Sq, D), past the valid length of their batch.
-void zero_padding(const DenseAttention& attention, const at::Tensor& out) {
-  for (const auto& sequence : attention.sequences) {
-    const int64_t padding = out.size(2) - sequence.queries;
-    if (padding > 0) {
-      out[sequence.batch].narrow(1, sequence.queries, padding).zero_();
-    }
-  }
-}
-
 // Reads a scalar scale: float32, or uint64, whose low half is a float32 of which the upper 19 bits
 // count.
 float read_scale(const at::Tensor& scale) {
@@ -80,7 +70,7 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   if (op.quant_scale2) {
     to.quantization.emplace(*op.quant_scale2, op.quant_offset2, attention.heads * attention.size);
   }
-  zero_padding(attention, to.out);
+  attention.fill_padding(to.out, 0);
   scales ? attend_int8(attention, *scales, to) : attend(attention, to);
 }
 

@@ -5,6 +5,7 @@
 #include "dispatch/operator.h"
 #include "ops/attention_update.h"
 #include "ops/flash_attention_score.h"
+#include "ops/fused_infer_attention_score.h"
 #include "ops/lightning_indexer.h"
 #include "ops/prompt_flash_attention.h"
 #include "ops/scatter_pa_kv_cache.h"
@@ -22,10 +23,10 @@ struct OperatorList {
   }
 };
 
-using Operators =
-    OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-                 SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                 FlashAttentionScoreGrad, ScatterPaKvCache, PromptFlashAttention, AttentionUpdate>;
+using Operators = OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
+                               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss,
+                               FlashAttentionScore, FlashAttentionScoreGrad, ScatterPaKvCache,
+                               PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
 
 // Operators that only autograd calls.
 using PrivateOperators =

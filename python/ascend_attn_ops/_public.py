@@ -18,6 +18,7 @@ from ascend_attn_ops.operators.flash_attention_score import (
     flash_attention_score,
     flash_attention_score_grad,
 )
+from ascend_attn_ops.operators.fused_infer_attention_score import fused_infer_attention_score
 from ascend_attn_ops.operators.lightning_indexer import lightning_indexer, lightning_indexer_grad
 from ascend_attn_ops.operators.prompt_flash_attention import prompt_flash_attention
 from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
@@ -41,6 +42,7 @@ __all__ = [
     "compare",
     "flash_attention_score",
     "flash_attention_score_grad",
+    "fused_infer_attention_score",
     "gather_paged_kv",
     "lightning_indexer",
     "lightning_indexer_grad",

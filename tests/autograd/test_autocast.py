@@ -24,6 +24,7 @@ CAST = (
     "sparse_lightning_indexer_grad_kl_loss",
     "flash_attention_score",
     "prompt_flash_attention",
+    "fused_infer_attention_score",
 )
 HALF = [torch.bfloat16, torch.float16]
 

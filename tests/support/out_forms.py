@@ -15,6 +15,7 @@ FORMS: list[Operator] = [
     for name in (
         "attention_update",
         "flash_attention_score",
+        "fused_infer_attention_score",
         "lightning_indexer",
         "prompt_flash_attention",
         "sparse_flash_attention",

@@ -82,8 +82,8 @@ class AttentionRows {
 
   void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
-    const auto key = joined_key_rows<Input>(attention_, sequence, task.key_head);
-    const auto value = key_rows<Input>(attention_.value, sequence, task.key_head);
+    const auto key = HeadKeys<Input>::keys(attention_, sequence, task.key_head);
+    const auto value = HeadKeys<Input>::values(attention_, sequence, task.key_head);
     std::array<bool, kMaxRows / kRowBlock> started{};
     for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {
       keys_.load(key, begin, count);
@@ -116,8 +116,9 @@ class AttentionRows {
     const auto& sequence = *task.sequence;
     const int64_t last = part.end;
     std::fill_n(out(0).data(), task.rows() * values_.size(), T(0));
-    for (int64_t begin = part.begin; begin < last; begin += kKeysInPlace) {
-      const int64_t count = std::min(kKeysInPlace, last - begin);
+    // Runs end at multiples of kKeysInPlace, as pages do.
+    for (int64_t begin = part.begin, count = 0; begin < last; begin += count) {
+      count = std::min(kKeysInPlace - begin % kKeysInPlace, last - begin);
       const ScoreTile tile(sequence, /*group=*/1, 0, 1, begin, count);
       for (int64_t h = 0; h < task.key_heads; ++h) {
         const int64_t head = task.key_head + h;

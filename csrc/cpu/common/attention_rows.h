@@ -107,6 +107,7 @@ struct DenseOutputs {
   at::Tensor out;                                  // by head
   at::Tensor softmax_max, softmax_sum;             // undefined if the operator returns none
   std::optional<OutputQuantization> quantization;  // of an int8 `out`
+  at::Tensor softmax_lse;                          // by head; undefined if it is not wanted
 };
 
 // Stores rows of `out`, in int8 or as Output, and their statistics.
@@ -118,7 +119,8 @@ class OutputRows {
 
   void store(const DenseSequence& sequence, int64_t head, int64_t query,
              RowResult<T> result) const {
-    if (result.out == nullptr && sink_ != nullptr && sequence.keys > 0) {
+    // As on the device: the statistics of a sequence without keys know no sink.
+    if (result.out == nullptr && sink_ != nullptr && (sequence.keys > 0 || lse_ != nullptr)) {
       result.start_with(sink_[head]);
     }
     const T factor = T(1) / result.sum;
@@ -137,6 +139,12 @@ class OutputRows {
           [&](int8_t* row) { outputs_.quantization->store(result.out, factor, head, size, row); });
     } else {
       write.template operator()<Output>([&](Output* row) { scale(result.out, factor, row, size); });
+    }
+    if (lse_ != nullptr) {
+      const HeadRows<T> rows(lse_, outputs_.softmax_lse, sequence.batch, head,
+                             sequence.query_begin);
+      *rows.row(query) =
+          result.sum == 0 ? -std::numeric_limits<T>::infinity() : result.max + std::log(result.sum);
     }
     if (max_ != nullptr) {
       // As on the device: a row without keys has a maximum and a sum, unless its sequence has none.
@@ -157,6 +165,7 @@ class OutputRows {
   void* data_ = outputs_.out.mutable_data_ptr();
   T* max_ = data_of(outputs_.softmax_max);
   T* sum_ = data_of(outputs_.softmax_sum);
+  T* lse_ = data_of(outputs_.softmax_lse);
   const T* sink_ = attention_.sink.defined() ? attention_.sink.const_data_ptr<T>() : nullptr;
 };
 

@@ -130,6 +130,19 @@ void load_rows(const JoinedRows<Input>& rows, int64_t group, int64_t first, int6
   }
 }
 
+// Copies a row whose fractals are `stride` elements apart; 0 if it is in one piece.
+template <typename Operand, typename Input>
+void load_fractals(const Input* from, int64_t stride, Operand* to, int64_t columns) {
+  if (stride == 0) {
+    load_row(from, to, columns);
+    return;
+  }
+  for (int64_t column = 0; column < columns; column += kFractalColumns) {
+    load_row(from, to + column, kFractalColumns);
+    from += stride;
+  }
+}
+
 // A block of keys, or of values, as an operand of products.
 template <typename Operand>
 class KeyTile {
@@ -147,12 +160,21 @@ class KeyTile {
   }
   template <typename Input>
   void load(const JoinedRows<Input>& rows, int64_t first, int64_t count) {
-    const auto source = dense_rows(rows, first, count);
-    width_ = round_up(count, kKeyStep);
-    by_rows_ = packed_.data() != nullptr ? operand_b(width_, size_, source, packed_) : source;
-    if (transposed_.data() != nullptr) {
-      pack_transposed(size_, width_, source, transposed_.data());
+    pack(dense_rows(rows, first, count), count);
+  }
+  template <typename Input>
+  void load(const HeadKeys<Input>& keys, int64_t first, int64_t count) {
+    if (count <= keys.run(first)) {
+      pack(dense_rows(keys.rows(first), 0, count), count);
+      return;
     }
+    for (int64_t at = 0; at < count;) {
+      const int64_t run = std::min(count - at, keys.run(first + at));
+      copy_rows(keys.rows(first + at), 0, run, at);
+      at += run;
+    }
+    pad_rows(count);
+    pack(rows_, count);
   }
 
   // Returns operand B (keys, size), starting at key `begin`, a multiple of depth_step.
@@ -170,18 +192,35 @@ class KeyTile {
                                    int64_t count) const {
     if constexpr (std::is_same_v<Operand, Input> && depth_step<Operand> > 1) {
       // Packed rows are read in place, unless they need zero padding.
-      if (count % kKeyStep == 0 && size_ == rows.size) {
+      if (count % kKeyStep == 0 && size_ == rows.size && rows.fractal_stride == 0) {
         return {rows.rows.row(first), rows.rows.token_stride()};
       }
     }
+    copy_rows(rows, first, count, 0);
+    pad_rows(count);
+    return rows_;
+  }
+
+  // Copies rows [first, first + count) to the tile's rows from `at` on.
+  template <typename Input>
+  void copy_rows(const JoinedRows<Input>& rows, int64_t first, int64_t count, int64_t at) const {
     for (int64_t r = 0; r < count; ++r) {
-      load_row(rows.rows.row(first + r), rows_.row(r), rows.size);
+      auto* to = rows_.row(at + r);
+      load_fractals(rows.rows.row(first + r), rows.fractal_stride, to, rows.size);
       if (rows.ropes) {
-        load_row(rows.ropes->row(first + r), rows_.row(r) + rows.size, rows.rope_size);
+        load_fractals(rows.ropes->row(first + r), rows.rope_fractal_stride, to + rows.size,
+                      rows.rope_size);
       }
     }
-    zero_rows(rows_, count, round_up(count, kKeyStep));
-    return rows_;
+  }
+  void pad_rows(int64_t count) const { zero_rows(rows_, count, round_up(count, kKeyStep)); }
+
+  void pack(const Matrix<const Operand>& source, int64_t count) {
+    width_ = round_up(count, kKeyStep);
+    by_rows_ = packed_.data() != nullptr ? operand_b(width_, size_, source, packed_) : source;
+    if (transposed_.data() != nullptr) {
+      pack_transposed(size_, width_, source, transposed_.data());
+    }
   }
 
   int64_t size_, columns_;

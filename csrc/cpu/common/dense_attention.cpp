@@ -129,30 +129,51 @@ DenseAttention::DenseAttention(const PromptFlashAttention& op)
     : DenseAttention(op.layout == Layout::BNSD_BSND ? Layout::BNSD : op.layout.value(),
                      op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
   const auto mode = static_cast<SparseMode>(op.sparse_mode);
-  DenseSequence sequence;
   for (int64_t b = 0; b < query.size(0); ++b) {
-    sequence.index = b;
-    sequence.batch = b;
-    sequence.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)).expect_int();
-    sequence.keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)).expect_int();
-    sequence.kept = {sequence.keys};
-    if (op.atten_mask) {
-      sequence.kept = kept_keys(mode, sequence.queries, sequence.keys, op.pre_tokens,
-                                op.next_tokens, /*prefix=*/0, /*is_band=*/false);
-    }
-    sequences.push_back(sequence);
+    add_sequence(
+        {.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)).expect_int(),
+         .keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)).expect_int(),
+         .batch = b},
+        op.atten_mask.has_value(), mode, op.pre_tokens, op.next_tokens);
   }
-  if (op.atten_mask && (mode == SparseMode::standard || mode == SparseMode::all_mask)) {
-    use_full_mask(*op.atten_mask);
-  } else if (op.atten_mask) {
-    check_compressed_mask(op.name, *op.atten_mask, op.sparse_mode);
+  if (op.atten_mask) {
+    read_mask_of_inference(op.name, *op.atten_mask, mode);
   }
 }
 
-at::Tensor DenseAttention::by_head(const at::Tensor& tensor, int64_t heads) const {
+void DenseAttention::add_sequence(const Sequence& tokens, bool masked, SparseMode mode,
+                                  int64_t pre_tokens, int64_t next_tokens) {
+  const KeptKeys all{tokens.keys};
+  const auto kept = masked ? kept_keys(mode, tokens.queries, tokens.keys, pre_tokens, next_tokens,
+                                       /*prefix=*/0, /*is_band=*/false)
+                           : all;
+  const auto index = static_cast<int64_t>(sequences.size());
+  sequences.push_back({tokens, index, /*rows_before=*/0, /*pairs_before=*/0, kept});
+}
+
+void DenseAttention::read_mask_of_inference(const char* op, const at::Tensor& given,
+                                            SparseMode mode) {
+  if (has_compressed_mask(mode)) {
+    check_compressed_mask(op, given, static_cast<int64_t>(mode));
+    return;
+  }
+  // A mask of two axes has one row for each batch where each has a single query.
+  use_full_mask(given.dim() == 2 && query.size(2) == 1 ? given.unsqueeze(1) : given);
+}
+
+void DenseAttention::fill_padding(const at::Tensor& output, const at::Scalar& value) const {
+  for (const auto& sequence : sequences) {
+    const int64_t padding = output.size(2) - sequence.queries;
+    if (padding > 0 && !axes_of(layout).packed()) {
+      output[sequence.batch].narrow(1, sequence.queries, padding).fill_(value);
+    }
+  }
+}
+
+at::Tensor DenseAttention::by_head(Layout layout, const at::Tensor& tensor, int64_t heads) {
   const auto axes = axes_of(layout);
   if (axes.packed()) {
-    return tensor.transpose(axes.tokens, axes.heads).unsqueeze(0);
+    return tensor.permute({axes.heads, axes.tokens, 2}).unsqueeze(0);
   }
   // The head size comes last in every layout.
   return (axes.merged() ? tensor.unflatten(-1, {heads, -1}) : tensor)
@@ -166,8 +187,13 @@ void DenseAttention::add(const SinkAndRopes& extra) {
   if (!extra.query_rope) {
     return;
   }
-  query_rope = by_head(with_dense_rows(*extra.query_rope), heads);
-  key_rope = by_head(with_dense_rows(*extra.key_rope), key_heads);
+  add_ropes(by_head(with_dense_rows(*extra.query_rope), heads),
+            by_head(with_dense_rows(*extra.key_rope), key_heads));
+}
+
+void DenseAttention::add_ropes(const at::Tensor& of_query, const at::Tensor& of_key) {
+  query_rope = of_query;
+  key_rope = of_key;
   rope_size = query_rope.size(-1);
   size += rope_size;
   // Rows that read their keys in place have them in one piece.

@@ -11,6 +11,7 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/token_rows.h"
 #include "ops/flash_attention_score.h"
+#include "ops/fused_infer_attention_score.h"
 #include "ops/prompt_flash_attention.h"
 
 namespace ascend_attn::cpu {
@@ -21,6 +22,7 @@ struct DenseSequence : Sequence {
   int64_t rows_before = 0;   // queries of the sequences before this one
   int64_t pairs_before = 0;  // the sum of their queries * keys
   KeptKeys kept;
+  const int32_t* blocks = nullptr;  // the pages of its keys; null if they are contiguous
 };
 
 // Locates the values of a row in pse_shift.
@@ -49,9 +51,15 @@ struct DenseAttention {
     }
   }
   explicit DenseAttention(const PromptFlashAttention& op);
+  explicit DenseAttention(const FusedInferAttentionScore& op);
 
   // Views a tensor of `heads` heads as (B, N, S, D), or (1, N, T, D).
-  at::Tensor by_head(const at::Tensor& tensor, int64_t heads) const;
+  at::Tensor by_head(const at::Tensor& tensor, int64_t heads) const {
+    return by_head(layout, tensor, heads);
+  }
+  static at::Tensor by_head(Layout layout, const at::Tensor& tensor, int64_t heads);
+  // Fills the rows of an output by head that are behind the valid length of their batch.
+  void fill_padding(const at::Tensor& output, const at::Scalar& value) const;
   // Query heads per key head. Rows of a key head are numbered token * group + head within the
   // group.
   int64_t group() const { return heads / key_heads; }
@@ -64,7 +72,7 @@ struct DenseAttention {
   // Returns whether the rows of a sequence read their keys in place: a single one for each key
   // head. Not in float32 and float64, where the bits of a row do not depend on how many there are.
   bool in_place(const DenseSequence& sequence) const {
-    return query.element_size() == 2 && sequence.queries * group() == 1;
+    return whole_keys && query.element_size() == 2 && sequence.queries * group() == 1;
   }
 
   Layout layout;  // never BNSD_BSND, which is BNSD here
@@ -75,6 +83,10 @@ struct DenseAttention {
   at::Tensor query, key, value;  // by head, with dense rows
   // The same of parts of the heads that are tensors of their own; undefined if they are not.
   at::Tensor query_rope, key_rope;
+  // In pages, keys and values are (num_blocks, N, block_size, D), and in fractal ones (num_blocks,
+  // N, block_size, D / 16, 16).
+  at::Tensor block_table;  // undefined if keys are contiguous
+  bool whole_keys = true;  // every key is one row of memory
   std::vector<DenseSequence> sequences;
 
   int64_t pse_type = 1;
@@ -106,10 +118,18 @@ struct DenseAttention {
   DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value);
   void add(const SinkAndRopes& extra);
+  // By head. Joins them with query and key where rows are read in place.
+  void add_ropes(const at::Tensor& of_query, const at::Tensor& of_key);
+  // For the operators for inference.
+  void add_sequence(const Sequence& tokens, bool masked, SparseMode mode, int64_t pre_tokens,
+                    int64_t next_tokens);
   void read_sequences(const FlashAttentionOptions& options);
   void read_pse(const char* op, const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);
+  void read_mask_of_inference(const char* op, const at::Tensor& given, SparseMode mode);
   void use_full_mask(const at::Tensor& given);
+  // Finds the pages of every sequence, and checks the numbers of those that are read.
+  void read_block_table(const at::Tensor& given);
 };
 
 // Returns null for an undefined tensor.
@@ -144,6 +164,9 @@ struct JoinedRows {
   std::optional<HeadRows<const T>> ropes;
   int64_t size;       // of `rows`
   int64_t rope_size;  // of `ropes`
+  // Between the fractals of a row, or of its rope; 0 if rows are in one piece.
+  int64_t fractal_stride = 0;
+  int64_t rope_fractal_stride = 0;
 };
 
 template <typename T>
@@ -151,10 +174,16 @@ HeadRows<const T> query_rows(const at::Tensor& tensor, const DenseSequence& sequ
                              int64_t head) {
   return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.query_begin};
 }
+// From key `first` on; in pages, to the end of the page of that key.
 template <typename T>
 HeadRows<const T> key_rows(const at::Tensor& tensor, const DenseSequence& sequence, int64_t head,
                            int64_t first = 0) {
-  return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.key_begin + first};
+  const auto* data = tensor.const_data_ptr<T>();
+  if (sequence.blocks == nullptr) {
+    return {data, tensor, sequence.batch, head, sequence.key_begin + first};
+  }
+  const int64_t block_size = tensor.size(2);
+  return {data, tensor, sequence.blocks[first / block_size], head, first % block_size};
 }
 
 template <typename T>
@@ -178,5 +207,60 @@ JoinedRows<T> joined_key_rows(const DenseAttention& attention, const DenseSequen
   }
   return joined;
 }
+
+// The keys, or the values, of one head of a sequence, contiguous or in pages.
+template <typename T>
+class HeadKeys {
+ public:
+  static HeadKeys keys(const DenseAttention& attention, const DenseSequence& sequence,
+                       int64_t head) {
+    const int64_t ropes = attention.key_rope.defined() ? attention.rope_size : 0;
+    return {attention.key,
+            ropes ? &attention.key_rope : nullptr,
+            sequence,
+            head,
+            attention.size - ropes,
+            ropes};
+  }
+  static HeadKeys values(const DenseAttention& attention, const DenseSequence& sequence,
+                         int64_t head) {
+    return {attention.value, nullptr, sequence, head, attention.value_size, 0};
+  }
+
+  // Returns how many keys from `first` on are in one page.
+  int64_t run(int64_t first) const {
+    return sequence_.blocks == nullptr ? sequence_.keys - first
+                                       : tensor_.size(2) - first % tensor_.size(2);
+  }
+  // Returns the rows of such a run.
+  JoinedRows<T> rows(int64_t first) const {
+    JoinedRows<T> joined{key_rows<T>(tensor_, sequence_, head_, first), {}, size_, rope_size_};
+    joined.fractal_stride = fractal_stride(tensor_);
+    if (ropes_ != nullptr) {
+      joined.ropes = key_rows<T>(*ropes_, sequence_, head_, first);
+      joined.rope_fractal_stride = fractal_stride(*ropes_);
+    }
+    return joined;
+  }
+
+ private:
+  HeadKeys(const at::Tensor& tensor, const at::Tensor* ropes, const DenseSequence& sequence,
+           int64_t head, int64_t size, int64_t rope_size)
+      : tensor_(tensor),
+        ropes_(ropes),
+        sequence_(sequence),
+        head_(head),
+        size_(size),
+        rope_size_(rope_size) {}
+
+  static int64_t fractal_stride(const at::Tensor& tensor) {
+    return tensor.dim() == 5 ? tensor.stride(3) : 0;
+  }
+
+  const at::Tensor& tensor_;
+  const at::Tensor* ropes_;
+  const DenseSequence& sequence_;
+  int64_t head_, size_, rope_size_;
+};
 
 }  // namespace ascend_attn::cpu

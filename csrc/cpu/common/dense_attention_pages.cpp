@@ -1,0 +1,87 @@
+// Calls of dense attention whose keys may lie in the pages of a cache.
+#include "core/error.h"
+#include "core/symbolic.h"
+#include "core/tensor_checks.h"
+#include "cpu/common/attention_tiles.h"
+#include "cpu/common/dense_attention.h"
+
+namespace ascend_attn::cpu {
+namespace {
+
+// Views pages as (num_blocks, N, block_size, D), and fractal ones as (num_blocks, N, block_size,
+// D / 16, 16).
+at::Tensor pages_by_head(PageForm form, const at::Tensor& pages, int64_t heads) {
+  const auto dense = with_dense_rows(pages);
+  switch (form) {
+    case PageForm::rows:
+      return dense.unflatten(-1, {heads, -1}).transpose(1, 2);
+    case PageForm::heads:
+      return dense;
+    case PageForm::fractals:
+      return dense.permute({0, 1, 3, 2, 4});
+  }
+  return {};
+}
+
+// Checks the numbers of the blocks from which keys [begin, end) are read.
+void check_blocks(const DenseSequence& sequence, int64_t begin, int64_t end, int64_t block_size,
+                  int64_t num_blocks) {
+  for (int64_t at = begin / block_size; at * block_size < end; ++at) {
+    const int64_t block = sequence.blocks[at];
+    check_value(block >= 0 && block < num_blocks, FusedInferAttentionScore::name, "block_table",
+                "expected block numbers in 0..", num_blocks - 1, ", got ", block, " at [",
+                sequence.index, ", ", at, "], for the ", sequence.keys, " keys of the sequence");
+  }
+}
+
+}  // namespace
+
+DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
+    : layout(op.infer_layout().inputs),
+      heads(op.num_heads.expect_int()),
+      key_heads(op.key_heads().expect_int()),
+      scale(op.scale_value) {
+  const auto keys_by_head = [&](const at::Tensor& tensor) {
+    return op.block_table ? pages_by_head(op.page_form(), tensor, key_heads)
+                          : by_head(with_dense_rows(tensor), key_heads);
+  };
+  const auto size_of_heads = [](const at::Tensor& tensor) {
+    return tensor.dim() == 5 ? tensor.size(3) * tensor.size(4) : tensor.size(3);
+  };
+  query = by_head(with_dense_rows(op.query), heads);
+  key = keys_by_head(op.key);
+  value = keys_by_head(op.value);
+  size = query.size(3);
+  value_size = size_of_heads(value);
+  if (op.sink) {
+    sink = op.sink->to(statistics_dtype(op.query)).contiguous();
+  }
+  const auto mode = static_cast<SparseMode>(op.sparse_mode);
+  for (const auto& tokens : op.sequences()) {
+    add_sequence(tokens, op.atten_mask.has_value(), mode, op.pre_tokens, op.next_tokens);
+  }
+  if (op.atten_mask) {
+    read_mask_of_inference(op.name, *op.atten_mask, mode);
+  }
+  if (op.block_table) {
+    whole_keys = op.page_form() != PageForm::fractals && !op.query_rope;
+    read_block_table(*op.block_table);
+  }
+  if (op.query_rope) {
+    add_ropes(by_head(with_dense_rows(*op.query_rope), heads), keys_by_head(*op.key_rope));
+  }
+}
+
+void DenseAttention::read_block_table(const at::Tensor& given) {
+  block_table = on_host(given).contiguous();
+  for (auto& sequence : sequences) {
+    sequence.blocks = block_table.const_data_ptr<int32_t>() + sequence.index * block_table.size(1);
+    if (!sequence.empty()) {
+      const int64_t begin = sequence.kept.begin(0) / kKeyStep * kKeyStep;
+      check_blocks(sequence, begin, sequence.kept.end(sequence.queries - 1), key.size(2),
+                   key.size(0));
+    }
+  }
+}
+
+}  // namespace ascend_attn::cpu

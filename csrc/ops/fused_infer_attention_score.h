@@ -1,0 +1,94 @@
+// FusedInferAttentionScore: attention for serving, with keys that are contiguous or in the pages of
+// a cache, separate ropes, sinks and the log-sum-exp.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "core/sequence_lengths.h"
+#include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
+
+namespace ascend_attn {
+
+struct OperatorLimits;
+
+// The layouts of the inputs and of the output, which one name or a pair of names gives.
+struct InferLayout {
+  std::string_view name;
+  Layout inputs;
+  Layout output;
+
+  bool is_pair() const { return inputs != output; }
+  bool packed() const { return axes_of(inputs).packed(); }
+};
+inline constexpr std::array<InferLayout, 12> kInferLayouts{{
+    {"BSH", Layout::BSH, Layout::BSH},
+    {"BSND", Layout::BSND, Layout::BSND},
+    {"BNSD", Layout::BNSD, Layout::BNSD},
+    {"TND", Layout::TND, Layout::TND},
+    {"BNSD_BSND", Layout::BNSD, Layout::BSND},
+    {"BSH_BNSD", Layout::BSH, Layout::BNSD},
+    {"BSND_BNSD", Layout::BSND, Layout::BNSD},
+    {"NTD_TND", Layout::NTD, Layout::TND},
+    {"BSH_NBSD", Layout::BSH, Layout::NBSD},
+    {"BSND_NBSD", Layout::BSND, Layout::NBSD},
+    {"BNSD_NBSD", Layout::BNSD, Layout::NBSD},
+    {"TND_NTD", Layout::TND, Layout::NTD},
+}};
+
+// The forms of a page, by the rank of key.
+enum class PageForm {
+  rows = 3,      // (num_blocks, block_size, Nk * D)
+  heads = 4,     // (num_blocks, Nk, block_size, D)
+  fractals = 5,  // NZ: (num_blocks, Nk, D / 16, block_size, 16)
+};
+inline constexpr int64_t kFractalColumns = 16;
+
+struct FusedInferAttentionScore {
+  static constexpr const char* name = "fused_infer_attention_score";
+  static constexpr const char* schema =
+      "(Tensor query, Tensor key, Tensor value, *, SymInt num_heads, SymInt num_key_value_heads=0, "
+      "str layout=\"BSH\", Tensor? atten_mask=None, SymInt[]? actual_seq_lengths_query=None, "
+      "SymInt[]? actual_seq_lengths_key=None, Tensor? block_table=None, SymInt block_size=0, "
+      "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? sink=None, float scale_value, "
+      "int pre_tokens=2147483647, int next_tokens=2147483647, int sparse_mode=0, "
+      "int inner_precise=0, bool return_softmax_lse=False) -> (Tensor out, Tensor softmax_lse)";
+  // The second one on Ascend 950.
+  static constexpr std::array functions{"aclnnFusedInferAttentionScoreV4",
+                                        "aclnnFusedInferAttentionScoreV5"};
+  static const OperatorLimits limits;
+  static constexpr const char* no_gradient =
+      "this is an operator for inference; flash_attention_score trains";
+  using Outputs = std::tuple<at::Tensor, at::Tensor>;  // out, softmax_lse
+
+  at::Tensor query, key, value;
+  c10::SymInt num_heads, num_key_value_heads;
+  std::string_view layout;
+  std::optional<at::Tensor> atten_mask;
+  OptionalIntListField actual_seq_lengths_query, actual_seq_lengths_key;
+  std::optional<at::Tensor> block_table;
+  c10::SymInt block_size;  // only read beside block_table
+  std::optional<at::Tensor> query_rope, key_rope, sink;
+  double scale_value;
+  int64_t pre_tokens, next_tokens, sparse_mode, inner_precise;
+  bool return_softmax_lse;
+
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
+  void check_values() const;
+
+  // Raises unless `layout` is the name of one.
+  const InferLayout& infer_layout() const;
+  // These are valid only after check_and_allocate has accepted the call.
+  c10::SymInt key_heads() const;
+  PageForm page_form() const { return static_cast<PageForm>(key.dim()); }
+  // The block_size that key has.
+  c10::SymInt page_size() const;
+  // The tokens of each sequence, without `batch` in packed layouts; empty while a length is
+  // symbolic. Where keys are paged, key_begin is 0.
+  std::vector<Sequence> sequences() const;
+};
+
+}  // namespace ascend_attn

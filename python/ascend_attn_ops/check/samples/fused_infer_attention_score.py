@@ -1,0 +1,329 @@
+"""Samples of fused_infer_attention_score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops import reference
+from ascend_attn_ops.check.bounds import OF_TERMS, Expected, largest_score, magnitude, within
+from ascend_attn_ops.reference.operators.fused_infer_attention_score import (
+    by_head,
+    from_pages,
+    layouts,
+)
+
+from .masks import compressed_mask, random_mask
+from .randomness import Random
+from .record import Operator
+from .sample import Sample
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class InferCase:
+    layout: str = "BNSD"
+    b: int = 2
+    s: tuple[int, int] = (5, 7)  # Sq, Skv; not of packed layouts
+    # Counts, in packed layouts those of every sequence.
+    lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+    heads: tuple[int, int] = (4, 4)  # N, Nk
+    d: int = 64
+    dv: int = 0  # 0: d
+    rope: int = 0
+    pages: str = ""  # "rows", "heads" or "fractals"
+    block_size: int = 16
+    mode: int = 0
+    mask: str = ""  # of a full mask, its leading axes: "S", "BS", "1S", "B1S" or "11S"
+    larger: tuple[int, int] = (0, 0)  # rows and columns more than there are scores
+    mask_dtype: torch.dtype = torch.bool
+    pre: int = INT32_MAX
+    next: int = INT32_MAX
+    sink: str = ""  # "float32", or "query" for its dtype
+    lse: bool = False
+
+    @property
+    def id(self) -> str:
+        n, nk = self.heads
+        parts = [self.layout]
+        parts += [] if self.packed else [f"B{self.b}-S{self.s[0]}x{self.s[1]}"]
+        parts += [f"H{n}" + (f"x{nk}" if n != nk else ""), f"D{self.d}"]
+        parts += [f"Dv{self.dv}"] if self.dv else []
+        parts += [f"rope{self.rope}"] if self.rope else []
+        for side, lengths in zip("qk", self.lengths, strict=True):
+            parts += [f"L{side}{'+'.join(map(str, lengths))}"] if lengths is not None else []
+        parts += [f"{self.pages}-of-{self.block_size}"] if self.pages else []
+        parts += [f"mode{self.mode}"] if self.mode else []
+        parts += [f"mask{self.mask}"] if self.mask else []
+        parts += [f"larger{self.larger[0]}x{self.larger[1]}"] if any(self.larger) else []
+        has_mask = bool(self.mask) or self.mode >= 2
+        parts += [str(self.mask_dtype).removeprefix("torch.")] if has_mask else []
+        parts += [f"pre{self.pre}"] if self.pre < INT32_MAX else []
+        parts += [f"next{self.next}"] if self.next < INT32_MAX else []
+        parts += [f"sink-{self.sink}"] if self.sink else []
+        parts += ["lse"] if self.lse else []
+        return "-".join(parts)
+
+    @property
+    def inputs(self) -> str:
+        return self.layout.partition("_")[0]
+
+    @property
+    def packed(self) -> bool:
+        return "T" in self.inputs
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths[0] or ()) if self.packed else self.b
+
+    def tokens(self, side: int) -> int:
+        return sum(self.lengths[side] or ()) if self.packed else self.s[side]
+
+    @property
+    def most_keys(self) -> int:
+        """The most keys that a sequence has."""
+        return max(self.lengths[1] or (self.s[1],), default=0)
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that a sequence has room for, one more than it needs."""
+        return -(-self.most_keys // self.block_size) + 1
+
+    @property
+    def room(self) -> int:
+        return self.blocks * self.block_size if self.pages else self.s[1]
+
+    def shape(self, side: int, size: int) -> tuple[int, ...]:
+        b, s, heads = self.b, self.tokens(side), self.heads[side]
+        return {
+            "BSH": (b, s, heads * size),
+            "BSND": (b, s, heads, size),
+            "BNSD": (b, heads, s, size),
+            "TND": (s, heads, size),
+            "NTD": (heads, s, size),
+        }[self.inputs]
+
+    def shape_of_keys(self, size: int) -> tuple[int, ...]:
+        heads, blocks = self.heads[1], self.sequences * self.blocks + 1
+        return {
+            "": self.shape(1, size) if not self.pages else (),
+            "rows": (blocks, self.block_size, heads * size),
+            "heads": (blocks, heads, self.block_size, size),
+            "fractals": (blocks, heads, size // 16, self.block_size, 16),
+        }[self.pages]
+
+    def resized(self) -> InferCase:
+        if self.packed:
+            queries, keys = (tuple(lengths or ()) for lengths in self.lengths)
+            more = (*queries[:-1], queries[-1] + 6), (*keys[:-1], keys[-1] + 8)
+            return replace(self, lengths=more)
+        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
+
+
+_PACK = InferCase(layout="TND", lengths=((3, 0, 6, 4), (5, 2, 9, 4)))
+# A graph that vLLM pads: with queries without keys, and repeated sums.
+_PADDED_GRAPH = replace(
+    _PACK, lengths=((1, 1, 2, 1, 1, 0, 1, 1), (40, 17, 33, 0, 0, 0, 0, 0)), pages="rows",
+    heads=(4, 2), mode=3, lse=True,
+)  # fmt: skip
+_ABSORBED = InferCase(
+    layout="BNSD", s=(1, 0), lengths=(None, (70, 33)), heads=(8, 1), d=512, rope=64, pages="rows"
+)
+_DECODE = InferCase(layout="BSND", b=3, s=(1, 0), lengths=(None, (40, 1, 33)), heads=(4, 2),
+                    pages="rows")  # fmt: skip
+
+# Within the limits of a device.
+DEVICE_CASES = [
+    InferCase(lse=True),
+    InferCase(),
+    InferCase(layout="BSH", heads=(4, 2), mask="11S", next=1),
+    InferCase(layout="BSND", s=(7, 5), heads=(3, 1), mask="BS", lse=True),
+    InferCase(layout="BNSD_BSND", s=(9, 11), heads=(6, 3), mode=3, lse=True),
+    InferCase(layout="BSH_BNSD", s=(9, 11), heads=(4, 2), mode=2, lse=True),
+    InferCase(layout="BSND_BNSD", b=3, s=(9, 11), heads=(4, 2), d=128, mode=4, pre=4, next=1),
+    InferCase(layout="BSH", b=3, s=(9, 12), lengths=((9, 0, 4), (12, 7, 0)), lse=True),
+    InferCase(layout="BSND", b=3, s=(9, 12), lengths=(None, (5, 12, 0, 99, -1)), mode=3, lse=True),
+    InferCase(b=1, s=(130, 700), heads=(6, 2), mode=3, lse=True),
+    InferCase(layout="BSND", b=1, s=(3, 70), heads=(64, 1), mode=4, pre=30, next=9),
+    InferCase(s=(9, 12), lengths=((4,), None), mask="S"),
+    InferCase(s=(9, 12), mask="1S", mask_dtype=torch.uint8, mode=1, pre=0, next=0, lse=True),
+    InferCase(layout="BSND", s=(9, 12), mask="B1S", larger=(3, 20), mode=1),
+    InferCase(b=3, s=(1, 33), heads=(4, 2), mask="S", mask_dtype=torch.int8),
+    InferCase(layout="BSH", b=1, s=(1, 600), heads=(8, 8), lse=True),
+    InferCase(b=3, s=(1, 600), heads=(4, 4), d=128, lengths=(None, (600, 77, 0)), lse=True),
+    InferCase(d=192, dv=128, s=(6, 9), mode=3),
+    InferCase(d=128, rope=64, s=(6, 9), heads=(4, 4), mode=3, lse=True),
+    InferCase(layout="BSH", d=128, rope=64, s=(6, 9), heads=(4, 2), mask="BS"),
+    # Packs.
+    _PACK,
+    replace(_PACK, mode=3, heads=(4, 2), lse=True),
+    replace(_PACK, mode=4, pre=2, next=1, d=128, lse=True),
+    replace(_PACK, d=192, dv=128, mode=3, lse=True),
+    replace(_PACK, d=128, rope=64, heads=(4, 4), mode=3, lse=True),
+    replace(_PACK, layout="NTD_TND", mode=3, lse=True),
+    _PADDED_GRAPH,
+    # Pages.
+    _DECODE,
+    replace(_DECODE, pages="heads", layout="BNSD", d=128, lse=True),
+    replace(_DECODE, pages="fractals", layout="BSH", lse=True),
+    replace(_DECODE, s=(8, 0), lengths=((8, 1, 5), (40, 1, 33)), mode=3, lse=True),
+    replace(_DECODE, s=(1, 0), lengths=(None, (700, 65, 300)), heads=(2, 2), block_size=128),
+    replace(_DECODE, s=(3, 0), mask="B1S", mask_dtype=torch.int8, pages="heads"),
+    replace(_PADDED_GRAPH, pages="heads", block_size=32),
+    replace(_PACK, pages="fractals", mode=3, heads=(4, 2), lse=True),
+    replace(
+        _PACK,
+        lengths=((30, 1, 80), (300, 600, 80)),
+        pages="rows",
+        mode=3,
+        heads=(4, 1),
+        block_size=128,
+    ),
+    replace(_PACK, lengths=((3, 1, 1), (30, 100, 200)), pages="rows", mode=4, pre=20, next=0),
+    # Absorbed latent attention.
+    _ABSORBED,
+    replace(_ABSORBED, layout="BSND_NBSD", lse=True),
+    replace(_ABSORBED, layout="BNSD_NBSD", s=(3, 0), mode=3),
+    replace(_ABSORBED, layout="BSND", pages="fractals", lse=True),
+    replace(_ABSORBED, layout="TND_NTD", lengths=((1, 2), (70, 33)), mode=3),
+    replace(_ABSORBED, layout="TND", lengths=((1, 1), (70, 600)), pages="heads", block_size=128),
+    # Sinks.
+    InferCase(layout="BSND", s=(6, 9), sink="query", lse=True),
+    replace(_DECODE, sink="float32", lse=True),
+    replace(_PADDED_GRAPH, sink="query"),
+    replace(_PACK, mode=4, pre=2, next=0, sink="float32", heads=(4, 2), lse=True),
+]
+
+CASES = [
+    *DEVICE_CASES[:1],
+    # Sizes that no device takes. torch.compile gets the pairs, with batches of any size.
+    InferCase(layout="BSND_NBSD", s=(5, 7), d=12, rope=3, mask="B1S", lse=True),
+    InferCase(layout="BSH_NBSD", s=(65, 257), heads=(3, 3), d=33),
+    InferCase(layout="BNSD_NBSD", s=(7, 9), heads=(6, 3), d=20, mode=3),
+    *DEVICE_CASES[1:],
+    InferCase(d=17, dv=5, s=(9, 11), heads=(6, 3), mode=3, lse=True),
+    replace(_PACK, layout="TND_NTD", d=12, mode=2, lse=True),
+    replace(_PACK, pages="heads", d=16, dv=24, rope=8, heads=(2, 1), mode=2, lse=True),
+    replace(_DECODE, s=(1, 0), d=32, rope=16, heads=(2, 2), lse=True),
+    replace(_DECODE, pages="heads", d=24, block_size=48, heads=(3, 3), mode=4, pre=20, next=3),
+    replace(_DECODE, mask="S", mask_dtype=torch.uint8, next=20, d=8),
+    # Nothing to do.
+    InferCase(b=0),
+    InferCase(s=(0, 7), mode=3, lse=True),
+    InferCase(layout="BSND", s=(5, 0), lse=True),
+    InferCase(layout="BSND", s=(5, 0), sink="float32", lse=True),
+]  # fmt: skip
+
+
+def full_mask(case: InferCase, random: Random) -> Tensor:
+    """Every third row is masked out, and what is larger than the scores."""
+    sq, skv = case.s[0], case.room
+    rows, columns = case.larger
+    leading: tuple[int, ...] = {"S": (), "BS": (case.b,), "1S": (1,), "B1S": (case.b, 1)}.get(
+        case.mask, (1, 1)
+    )
+    # A mask of two axes has one row for each batch where each has a single query.
+    sq = case.b if case.mask == "S" and sq == 1 else sq
+    mask = random_mask((*leading, sq + rows, skv + columns), "rows", random)
+    mask[..., sq:, :] = True
+    mask[..., skv:] = True
+    return mask.to(case.mask_dtype)
+
+
+def block_table(case: InferCase, random: Random) -> Tensor:
+    """Every block once, in another order; the first one is nobody's."""
+    numbers = torch.tensor(random.permutation(case.sequences * case.blocks), dtype=torch.int32)
+    return (numbers + 1).view(case.sequences, case.blocks)
+
+
+def build(case: InferCase, dtype: torch.dtype) -> Sample:
+    random = Random(case.id, dtype)
+    inputs = {
+        "query": random.normal(*case.shape(0, case.d)),
+        "key": random.normal(*case.shape_of_keys(case.d)),
+        "value": random.normal(*case.shape_of_keys(case.dv or case.d)),
+    }
+    options: dict[str, Any] = {
+        "num_heads": case.heads[0],
+        "num_key_value_heads": case.heads[1] if case.heads[0] != case.heads[1] else 0,
+        "layout": case.layout,
+        "scale_value": (case.d + case.rope) ** -0.5,
+        "pre_tokens": case.pre,
+        "next_tokens": case.next,
+        "sparse_mode": case.mode,
+        "return_softmax_lse": case.lse,
+    }
+    if case.rope:
+        options["query_rope"] = random.normal(*case.shape(0, case.rope))
+        options["key_rope"] = random.normal(*case.shape_of_keys(case.rope))
+    if case.pages:
+        options["block_table"] = block_table(case, random)
+        options["block_size"] = case.block_size
+    if case.mask:
+        options["atten_mask"] = full_mask(case, random)
+    elif case.mode >= 2:
+        leading = {0: (2048, 2048), 1: (1, 2048, 2048), 2: (1, 1, 2048, 2048)}[case.mode - 2]
+        options["atten_mask"] = compressed_mask(case.mode, case.mask_dtype).view(leading)
+    for side, name in enumerate(("query", "key")):
+        lengths = case.lengths[side]
+        if lengths is not None:
+            cumulative = case.packed and not (case.pages and side == 1)
+            given = accumulate(lengths) if cumulative else lengths
+            options[f"actual_seq_lengths_{name}"] = list(given)
+    if case.sink:
+        sink = 2 * random.normal(case.heads[0])
+        options["sink"] = sink.float() if case.sink == "float32" else sink
+    return Sample("fused_infer_attention_score", f"{case.id}-{dtype}", inputs, options)
+
+
+def expected(sample: Sample) -> list[Expected]:
+    exact, dtype = sample.double(), sample.inputs["query"].dtype
+    out, lse = exact.call(reference)
+    terms, _ = exact.replace(value=magnitude(exact.inputs["value"])).call(reference)
+    largest = largest_score_of(sample)
+    # A score, and what a sum is the logarithm of.
+    bound = within("softmax_lse", lse, torch.ones_like(lse), torch.float32, largest)
+    if dtype == torch.float64:
+        bound = within("softmax_lse", lse, torch.ones_like(lse), dtype, largest)
+    finite = torch.where(lse.isfinite(), lse.abs(), 0)
+    of_lse = OF_TERMS[torch.float64 if dtype == torch.float64 else torch.float32]
+    allowed = bound.allowed + of_lse * finite
+    return [within("out", out, terms, dtype, largest), Expected("softmax_lse", lse, allowed)]
+
+
+def largest_score_of(sample: Sample) -> float:
+    a = sample.exact_arguments()
+    heads = a.num_key_value_heads or a.num_heads
+    layout = layouts(a.layout)[0]
+
+    def keys(x: Tensor) -> Tensor:
+        if a.block_table is None:
+            return by_head(x, layout, heads)
+        count = x.shape[0] * a.block_size
+        return from_pages(x, torch.arange(x.shape[0]), heads, count)
+
+    query, key = by_head(a.query, layout, a.num_heads), keys(a.key)
+    if a.query_rope is not None:
+        query = torch.cat((query, by_head(a.query_rope, layout, a.num_heads)), -1)
+        key = torch.cat((key, keys(a.key_rope)), -1)
+    sink = 0.0 if a.sink is None else float(magnitude(a.sink).max())
+    return max(largest_score(query, key, a.scale_value), sink)
+
+
+FUSED_INFER_ATTENTION_SCORE = Operator(
+    "fused_infer_attention_score",
+    CASES,
+    build,
+    inference_only=True,
+    expected=expected,
+    on_device=DEVICE_CASES.__contains__,
+    has_flops=False,
+    takes_dtensors=False,
+)
+
+OPERATORS = [FUSED_INFER_ATTENTION_SCORE]

@@ -1,0 +1,191 @@
+"""FusedInferAttentionScore: docs/specification/fused_infer_attention_score.md."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..declaration import Arguments, reference
+from ..sequences import compute_dtype
+
+# Larger than any length.
+_INFINITE = 2**40
+
+
+class Span(NamedTuple):
+    batch: int
+    queries: slice  # of (B, N, Sq, D), in packed layouts of (1, N, T, D)
+    keys: slice
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+
+@reference
+def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the keys that its mask keeps, by sequence and head.
+
+        s = (q @ k^T + q_rope @ k_rope^T) * scale_value
+        lse = log(sum(exp(s)) + exp(sink));  out = exp(s - lse) @ v
+
+    A row without keys is zero, with lse -inf or the sink; rows of no sequence are zero and -inf.
+    """
+    inputs, output = layouts(a.layout)
+    dtype = compute_dtype(a.query)
+    key_heads = a.num_key_value_heads or a.num_heads
+    group = a.num_heads // key_heads
+    q = by_head(a.query, inputs, a.num_heads)
+    if a.query_rope is not None:
+        q = torch.cat((q, by_head(a.query_rope, inputs, a.num_heads)), -1)
+    sink = q.new_full((a.num_heads,), -torch.inf) if a.sink is None else a.sink
+    sink = sink.to(dtype)[:, None, None]
+
+    value_size = size_of_value(a, key_heads)
+    out = torch.zeros(*q.shape[:3], value_size, dtype=dtype)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype)
+    for number, span in enumerate(spans(a, inputs, q)):
+        sq, skv = span.lengths
+        if sq == 0:
+            continue
+        at = (0 if is_packed(inputs) else span.batch, slice(None), span.queries)
+        k, v = (
+            x.to(dtype).repeat_interleave(group, 0)
+            for x in keys_and_values(a, inputs, key_heads, number, span)
+        )
+        keep = kept(number, sq, skv, a)
+        s = q[at].to(dtype) @ k.mT * a.scale_value
+        s = s.masked_fill(~keep, -torch.inf)
+        total = torch.cat((s, sink.expand(a.num_heads, sq, 1)), -1).logsumexp(-1)
+        lse[at] = total
+        out[at] = torch.where(keep, (s - total[..., None]).exp(), 0) @ v
+
+    lse = lse if a.return_softmax_lse else lse.new_empty(0)
+    if a.return_softmax_lse:
+        lse = lse[0].T if is_packed(inputs) else lse
+        lse = lse[..., None].contiguous()
+    return from_heads(out, output).to(a.query.dtype), lse
+
+
+def layouts(name: str) -> tuple[str, str]:
+    inputs, _, output = name.partition("_")
+    return inputs, output or inputs
+
+
+def is_packed(layout: str) -> bool:
+    return "T" in layout
+
+
+def by_head(x: Tensor, layout: str, heads: int) -> Tensor:
+    """(B,N,S,D); a packed tensor is (1,N,T,D)."""
+    match layout:
+        case "BSH":
+            return x.unflatten(2, (heads, -1)).transpose(1, 2)
+        case "BSND":
+            return x.transpose(1, 2)
+        case "TND":
+            return x.transpose(0, 1)[None]
+        case "NTD":
+            return x[None]
+    return x
+
+
+def from_heads(x: Tensor, layout: str) -> Tensor:
+    match layout:
+        case "BSH":
+            x = x.transpose(1, 2).flatten(2)
+        case "BSND":
+            x = x.transpose(1, 2)
+        case "NBSD":
+            x = x.transpose(0, 1)
+        case "TND":
+            x = x[0].transpose(0, 1)
+        case "NTD":
+            x = x[0]
+    return x.contiguous()
+
+
+def size_of_value(a: Arguments, key_heads: int) -> int:
+    if a.block_table is not None:
+        x = a.value
+        return int({3: x.shape[-1] // key_heads, 4: x.shape[-1]}.get(x.dim(), 16 * x.shape[2]))
+    return int(by_head(a.value, layouts(a.layout)[0], key_heads).shape[-1])
+
+
+def spans(a: Arguments, layout: str, q: Tensor) -> list[Span]:
+    """The tokens of every sequence. Paged keys are counted from 0."""
+    queries, keys = a.actual_seq_lengths_query or (), a.actual_seq_lengths_key or ()
+    if is_packed(layout):
+        ends = [slice(*x) for x in pairwise([0, *queries])]
+        if a.block_table is None:
+            of_keys = [slice(*x) for x in pairwise([0, *keys])]
+        else:
+            of_keys = [slice(0, x) for x in keys]
+        return [Span(b, *x) for b, x in enumerate(zip(ends, of_keys, strict=True))]
+    room = 0
+    if a.block_table is None:
+        room = by_head(a.key, layout, a.num_key_value_heads or a.num_heads).shape[2]
+
+    def length(lengths: tuple[int, ...], b: int, tokens: int) -> slice:
+        if not lengths:
+            return slice(0, tokens)
+        return slice(0, lengths[0] if len(lengths) == 1 else lengths[b])
+
+    return [
+        Span(b, length(queries, b, q.shape[2]), length(keys, b, room)) for b in range(q.shape[0])
+    ]
+
+
+def keys_and_values(
+    a: Arguments, layout: str, heads: int, number: int, span: Span
+) -> tuple[Tensor, Tensor]:
+    """(Nk,Skv,D) and (Nk,Skv,Dv) of one sequence."""
+
+    def of(x: Tensor) -> Tensor:
+        if a.block_table is None:
+            rows = by_head(x, layout, heads)[0 if is_packed(layout) else span.batch]
+            return rows[:, span.keys]
+        return from_pages(x, a.block_table[number], heads, span.keys.stop)
+
+    k = of(a.key)
+    return k if a.key_rope is None else torch.cat((k, of(a.key_rope)), -1), of(a.value)
+
+
+def from_pages(pages: Tensor, table: Tensor, heads: int, count: int) -> Tensor:
+    """(N,count,D): key j is in row j % block_size of block table[j // block_size]."""
+    if pages.dim() == 3:
+        pages = pages.unflatten(2, (heads, -1)).transpose(1, 2)
+    elif pages.dim() == 5:
+        pages = pages.transpose(2, 3).flatten(3)
+    size = pages.shape[2]
+    used = table[: -(-count // size)].long()
+    return pages[used].transpose(0, 1).flatten(1, 2)[:, :count]
+
+
+def kept(number: int, sq: int, skv: int, a: Arguments) -> Tensor:
+    """(Sq,Skv), True where a key is kept: the table of the sparse modes."""
+    if a.atten_mask is None:
+        return torch.ones(sq, skv, dtype=torch.bool)
+    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
+    pre, following = {
+        0: (pre, following),
+        1: (_INFINITE, _INFINITE),
+        2: (_INFINITE, 0),
+        3: (_INFINITE, skv - sq),
+        4: (pre - skv + sq, following + skv - sq),
+    }[a.sparse_mode]
+    i, j = torch.arange(sq)[:, None], torch.arange(skv)
+    band = (i - pre <= j) & (j <= i + following)
+    if a.sparse_mode > 1:  # what the compressed mask says is the band
+        return band
+    mask = a.atten_mask
+    if mask.dim() == 2:
+        # Where each batch has a single query, its rows are those of the batches.
+        single = by_head(a.query, layouts(a.layout)[0], a.num_heads).shape[2] == 1
+        mask = mask[:, None] if single else mask[None]
+    else:
+        mask = mask.flatten(0, -3)
+    return band & (mask[number if mask.shape[0] > 1 else 0, :sq, :skv] == 0)

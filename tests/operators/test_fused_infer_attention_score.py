@@ -1,0 +1,260 @@
+"""fused_infer_attention_score beyond dense attention: pages, dead rows, merging, limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from ascend_attn_ops.check.samples.fused_infer_attention_score import (
+    DEVICE_CASES,
+    InferCase,
+    build,
+)
+from ascend_attn_ops.device_limits import table
+from support.tolerance import assert_same_bits
+from torch import Tensor
+
+PAGES = ("rows", "heads", "fractals")
+N, NK, D = 4, 2, 64
+
+
+def paged(contiguous: Tensor, block_table: Tensor, form: str, block_size: int) -> Tensor:
+    """(B, Nk, S, D) in the blocks of a cache; what is nobody's is NaN."""
+    batch, heads, tokens, size = contiguous.shape
+    blocks = int(block_table.max()) + 1
+    cache = torch.full((blocks, heads, block_size, size), torch.nan, dtype=contiguous.dtype)
+    for b in range(batch):
+        for j in range(tokens):
+            cache[block_table[b, j // block_size], :, j % block_size] = contiguous[b, :, j]
+    if form == "rows":
+        return cache.transpose(1, 2).flatten(2).contiguous()
+    return (
+        cache.unflatten(3, (-1, 16)).transpose(2, 3).contiguous() if form == "fractals" else cache
+    )
+
+
+def tensors(sq: int, skv: int, batch: int = 3, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(sq + skv)
+    query = torch.randn(batch, N, sq, D).to(dtype)
+    key, value = torch.randn(2, batch, NK, skv, D).to(dtype)
+    return query, key, value
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    options = {"layout": "BNSD", "return_softmax_lse": True, **options}
+    return ops.fused_infer_attention_score(
+        query, key, value, num_heads=N, num_key_value_heads=NK, **options
+    )
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("form", PAGES)
+@pytest.mark.parametrize(("sq", "mode"), [(1, 3), (5, 3), (40, 4)])
+def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: int) -> None:
+    """Bit for bit, and nothing behind the keys is read: other rows of the cache are NaN."""
+    query, key, value = tensors(sq, 300)
+    lengths = [300, 33, 129]
+    options = {"sparse_mode": mode, "pre_tokens": 70, "actual_seq_lengths_key": lengths}
+    expected = attend(query, key, value, **options)
+    used = -(-300 // block_size)
+    blocks = torch.randperm(3 * used).view(3, used).int()
+    pages = [paged(x, blocks, form, block_size) for x in (key, value)]
+    for b, length in enumerate(lengths):
+        for at in range(-(-length // block_size), used):
+            for x in pages:
+                x[blocks[b, at]] = torch.nan
+            blocks[b, at] = 10**6
+    for x, y in zip(attend(query, *pages, block_table=blocks, **options), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_the_query_of_one_head_reads_pages_in_place() -> None:
+    """One row for each key head, in the path that packs no keys."""
+    torch.manual_seed(0)
+    query = torch.randn(2, NK, 1, D).bfloat16()
+    key, value = torch.randn(2, 2, NK, 1200, D).bfloat16()
+    blocks = torch.randperm(2 * 38).view(2, 38).int()
+    pages = [paged(x, blocks, "rows", 32) for x in (key, value)]
+    lengths = [1200, 17]
+    options = {"num_heads": NK, "layout": "BNSD", "actual_seq_lengths_key": lengths}
+    for mode, pre in ((0, 0), (4, 100)):
+        band = {"sparse_mode": mode, "pre_tokens": pre, "next_tokens": 0}
+        expected, _ = ops.fused_infer_attention_score(query, key, value, **options, **band)
+        out, _ = ops.fused_infer_attention_score(
+            query, *pages, block_table=blocks, **options, **band
+        )
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
+def test_layouts_agree(layout: str) -> None:
+    query, key, value = tensors(6, 9)
+
+    def of(x: Tensor) -> Tensor:
+        x = x if layout == "BNSD" else x.transpose(1, 2)
+        return x.flatten(2) if layout == "BSH" else x
+
+    out, lse = attend(query, key, value)
+    outputs = {
+        layout: of(out),
+        f"{layout}_BNSD": out,
+        f"{layout}_BSND": out.transpose(1, 2),
+        f"{layout}_NBSD": out.transpose(0, 1),
+    }
+    for name, expected in outputs.items():
+        if name in ("BSH_BSND", "BSND_BSND", "BNSD_BNSD"):
+            continue
+        with ops.limits(None):
+            actual = attend(*map(of, (query, key, value)), layout=name)
+        assert torch.equal(actual[0], expected)
+        assert torch.equal(actual[1], lse)
+
+
+def test_a_pack_is_its_sequences() -> None:
+    queries, keys = [3, 0, 5], [7, 2, 9]
+    query = torch.randn(8, N, D).bfloat16()
+    key, value = torch.randn(2, 18, NK, D).bfloat16()
+    ends = {"actual_seq_lengths_query": [3, 3, 8], "actual_seq_lengths_key": [7, 9, 18]}
+    out, lse = attend(query, key, value, layout="TND", sparse_mode=3, **ends)
+    for q, k, x, y in zip(
+        query.split(queries), key.split(keys), out.split(queries), lse.split(queries), strict=True
+    ):
+        v = value[: len(k)] if k is key else value.split(keys)[[7, 2, 9].index(len(k))]
+        if len(q):
+            of_one = attend(q[None], k[None], v[None], layout="BSND", sparse_mode=3)
+            assert torch.equal(of_one[0][0], x)
+            assert torch.equal(of_one[1][0, ..., 0].T, y[..., 0])
+
+
+@pytest.mark.parametrize("sink", [None, torch.tensor([-1.0, 0.0, 3.0, -torch.inf])])
+def test_dead_rows(sink: Tensor | None) -> None:
+    """They are 0; their lse is that of no key, or the sink, but where they are no rows."""
+    query, key, value = tensors(6, 9)
+    out, lse = attend(
+        query, key, value, sink=sink, sparse_mode=3, actual_seq_lengths_query=[6, 2, 6],
+        actual_seq_lengths_key=[4, 9, 0],
+    )  # fmt: skip
+    dead = torch.zeros(3, 6, dtype=torch.bool)
+    dead[0, :2] = dead[2] = True
+    padding = torch.zeros(3, 6, dtype=torch.bool)
+    padding[1, 2:] = True
+    nothing = (dead | padding)[:, None, :, None]
+    assert not out.masked_select(nothing).any()
+    assert out.masked_select(~nothing).all()
+    lowest = torch.full((N,), -torch.inf) if sink is None else sink
+    lse = lse[..., 0].transpose(1, 2)
+    assert torch.equal(lse[dead], lowest.expand(8, N))
+    assert torch.equal(lse[padding], torch.full((4, N), -torch.inf))
+
+
+def test_parts_of_the_keys_merge() -> None:
+    """The sink is in one part; a part without keys does not count."""
+    query, key, value = (x.double() for x in tensors(5, 30))
+    sink = torch.randn(N)
+    with ops.limits(None):
+        expected = attend(query, key, value, sink=sink, scale_value=0.3)
+        parts = [
+            attend(query, key[:, :, a:b], value[:, :, a:b], scale_value=0.3,
+                   sink=sink if i == 1 else None)
+            for i, (a, b) in enumerate([(0, 11), (11, 11), (11, 30)])
+        ]  # fmt: skip
+        lse = [part[1][..., 0].flatten().float() for part in parts]
+        rows = [part[0].reshape(-1, D).float() for part in parts]
+        out, total = ops.attention_update(lse, rows)
+    assert torch.allclose(out.view(expected[0].shape).double(), expected[0], atol=1e-6)
+    assert torch.allclose(total.view(3, N, 5, 1).double(), expected[1], atol=1e-5)
+
+
+def test_the_mask_of_a_single_query_has_two_axes_by_batch() -> None:
+    query, key, value = tensors(1, 9)
+    mask = torch.rand(3, 9) < 0.4
+    assert_same_bits(
+        attend(query, key, value, atten_mask=mask),
+        attend(query, key, value, atten_mask=mask[:, None, None]),
+    )
+
+
+def test_the_function_builds_the_compressed_mask_and_the_scale() -> None:
+    query, key, value = tensors(6, 9)
+    mask = ops.masks.compressed_mask(3, torch.device("cpu"))
+    assert_same_bits(
+        attend(query, key, value, sparse_mode=3),
+        attend(query, key, value, sparse_mode=3, atten_mask=mask, scale_value=D**-0.5),
+    )
+    packed = [x.transpose(0, 1).flatten(1, 2) for x in (query, key, value)]
+    ends = {"actual_seq_lengths_query": [6, 12, 18], "actual_seq_lengths_key": [9, 18, 27]}
+    out, _ = attend(*packed, layout="NTD_TND", **ends)
+    assert torch.equal(out.unflatten(0, (3, 6)).transpose(1, 2), attend(query, key, value)[0])
+
+
+def test_ropes_are_further_channels() -> None:
+    query, key, value = tensors(5, 9, dtype=torch.float32)
+    ropes = {"query_rope": torch.randn(3, N, 5, 8), "key_rope": torch.randn(3, NK, 9, 8)}
+    with ops.limits(None):
+        out, lse = attend(query, key, value, **ropes)
+        joined = (
+            torch.cat((query, ropes["query_rope"]), -1),
+            torch.cat((key, ropes["key_rope"]), -1),
+        )
+        expected = attend(*joined, value)
+    assert torch.allclose(out, expected[0], atol=1e-6)
+    assert torch.allclose(lse, expected[1], atol=1e-6)
+
+
+def test_no_lse_unless_it_is_asked_for() -> None:
+    outputs = attend(*tensors(2, 3), return_softmax_lse=False)
+    assert outputs[1].shape == (0,)
+    assert outputs[1].dtype == torch.float32
+
+
+def test_the_cache_is_not_copied() -> None:
+    """Pages of 64 MiB, of which a call reads two."""
+    cache = torch.zeros(1024, 128, NK * D, dtype=torch.bfloat16)
+    query = torch.randn(2, 1, N * D).bfloat16()
+    options = {
+        "layout": "BSH",
+        "block_table": torch.tensor([[5], [900]], dtype=torch.int32),
+        "actual_seq_lengths_key": [100, 128],
+    }
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attend(query, cache, cache, **options)
+    most = max(abs(x.self_cpu_memory_usage) for x in profile.key_averages())
+    assert most < cache.nbytes // 8
+
+
+def test_products() -> None:
+    (row,) = (row for row in table() if row["operator"] == "fused_infer_attention_score")
+    devices = {"A2:8.5", "A2:9.0", "A2:9.1", "A3:8.5", "A3:9.0", "A3:9.1", "950:9.0", "950:9.1"}
+    assert {f"{product}:{cann}" for product, cann in row["devices"]} == devices
+    assert all(x["dtypes"] == ["float16", "bfloat16"] for x in row["devices"].values())
+
+
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("product", ["A2", "A3", "950"])
+def test_the_samples_of_devices_are_within_the_limits(case: InferCase, product: Any) -> None:
+    with ops.limits(product):
+        build(case, torch.float16).to("meta").call(torch.ops.ascend)
+
+
+SINGLE = InferCase(s=(1, 9))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(SINGLE, mode=3),
+        replace(SINGLE, mode=4, pre=8, next=0),
+        replace(SINGLE, mode=4, pre=3, lengths=(None, (4, 1))),
+        replace(SINGLE, layout="BNSD_BSND", mode=2),  # a pair
+        replace(SINGLE, mask="BS", next=8),
+        replace(SINGLE, d=128, rope=64, mode=2),
+    ],
+    ids=lambda case: case.id,
+)
+def test_modes_that_one_query_may_have(case: InferCase) -> None:
+    with ops.limits("A2"):
+        build(case, torch.float16).to("meta").call(torch.ops.ascend)
