@@ -28,17 +28,30 @@ int64_t start_distance(const FlashAttentionOptions& options) {
   return key_start ? *key_start - first(options.q_start_idx).value_or(0) : 0;
 }
 
-// Returns the number of columns in [begin, end) that the mask keeps, that is, whose byte is zero.
-int64_t kept_in(const uint8_t* row, int64_t begin, int64_t end) {
-  int64_t kept = 0;
-  vectorized([row, begin, end, &kept] {
-    int64_t count = 0;
+// Returns whether the mask keeps every column in [begin, end), that is, whether the bytes are zero.
+bool keeps_all(const uint8_t* row, int64_t begin, int64_t end) {
+  uint8_t all = 0;
+  vectorized([row, begin, end, &all] {
+    uint8_t any = 0;
     for (int64_t j = begin; j < end; ++j) {
-      count += row[j] == 0;
+      any |= row[j];
     }
-    kept = count;
+    all = any;
   });
-  return kept;
+  return all == 0;
+}
+
+// Returns whether the mask keeps no column in [begin, end).
+bool keeps_none(const uint8_t* row, int64_t begin, int64_t end) {
+  uint8_t any = 0;
+  vectorized([row, begin, end, &any] {
+    uint8_t kept = 0;
+    for (int64_t j = begin; j < end; ++j) {
+      kept |= static_cast<uint8_t>(row[j] == 0);
+    }
+    any = kept;
+  });
+  return any == 0;
 }
 
 // Returns whether is_right(row pointer, batch, head, row) holds for every row of a mask of any
@@ -74,7 +87,7 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
   constexpr int64_t size = kCompressedMaskSize;
   const auto is_right = [](const uint8_t* row, int64_t, int64_t, int64_t at) {
     const int64_t kept = at < size ? at + 1 : size / 2;
-    return kept_in(row, 0, kept) == kept && kept_in(row, kept, size) == 0;
+    return keeps_all(row, 0, kept) && keeps_none(row, kept, size);
   };
   check_value(all_rows(mask, is_right), op, "atten_mask", "expected ",
               mask.size(-2) == size
@@ -266,7 +279,7 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
     const auto follows_the_rule = [this](const uint8_t* row, int64_t batch, int64_t, int64_t at) {
       const auto& kept = sequences[batch].kept;
       const int64_t end = kept.end(at);
-      return kept_in(row, 0, end) == end && kept_in(row, end, kept.keys) == 0;
+      return keeps_all(row, 0, end) && keeps_none(row, end, kept.keys);
     };
     check_value(all_rows(given, follows_the_rule), op, "atten_mask",
                 "expected 0 where j < prefix or j <= i + Skv - Sq and 1 elsewhere for sparse_mode "
@@ -281,7 +294,7 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
       !sequences.empty()) {
     const auto is_causal = [this](const uint8_t* row, int64_t, int64_t, int64_t at) {
       const auto& kept = sequences[0].kept;
-      return kept_in(row, at + 1, std::max(at + 1, kept.end(at))) == 0;
+      return keeps_none(row, at + 1, kept.end(at));
     };
     check_value(all_rows(given, is_causal), op, "atten_mask",
                 "expected every key behind the query to be masked out, because the pse_shift of "
