@@ -54,7 +54,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[T
 @pytest.mark.parametrize("form", PAGES)
 @pytest.mark.parametrize(("sq", "mode"), [(1, 3), (5, 3), (40, 4)])
 def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: int) -> None:
-    """Bit for bit, and nothing behind the keys is read: other rows of the cache are NaN."""
+    """Nothing behind the keys is read: other rows of the cache are NaN."""
     query, key, value = tensors(sq, 300)
     lengths = [300, 33, 129]
     options = {"sparse_mode": mode, "pre_tokens": 70, "actual_seq_lengths_key": lengths}
@@ -67,13 +67,15 @@ def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: in
             for x in pages:
                 x[blocks[b, at]] = torch.nan
             blocks[b, at] = 10**6
-    for x, y in zip(attend(query, *pages, block_table=blocks, **options), expected, strict=True):
-        assert torch.equal(x, y)
+    actual = attend(query, *pages, block_table=blocks, **options)
+    # Pages divide the keys at other places.
+    assert torch.allclose(actual[0].float(), expected[0].float(), rtol=2**-7, atol=2**-9)
+    assert torch.allclose(actual[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("no_limits")
 def test_the_query_of_one_head_reads_pages_in_place() -> None:
-    """One row for each key head, in the path that packs no keys."""
+    """One row for each key head: keys are not packed."""
     torch.manual_seed(0)
     query = torch.randn(2, NK, 1, D).bfloat16()
     key, value = torch.randn(2, 2, NK, 1200, D).bfloat16()
@@ -87,7 +89,7 @@ def test_the_query_of_one_head_reads_pages_in_place() -> None:
         out, _ = ops.fused_infer_attention_score(
             query, *pages, block_table=blocks, **options, **band
         )
-        assert torch.equal(out, expected)
+        assert torch.allclose(out.float(), expected.float(), rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])

@@ -116,9 +116,10 @@ class AttentionRows {
     const auto& sequence = *task.sequence;
     const int64_t last = part.end;
     std::fill_n(out(0).data(), task.rows() * values_.size(), T(0));
-    // Runs end at multiples of kKeysInPlace, as pages do.
     for (int64_t begin = part.begin, count = 0; begin < last; begin += count) {
-      count = std::min(kKeysInPlace - begin % kKeysInPlace, last - begin);
+      // Rows are at equal distances within a page alone.
+      count = std::min({kKeysInPlace - begin % kKeysInPlace, last - begin,
+                        run_of_keys(attention_.key, sequence, begin)});
       const ScoreTile tile(sequence, /*group=*/1, 0, 1, begin, count);
       for (int64_t h = 0; h < task.key_heads; ++h) {
         const int64_t head = task.key_head + h;

@@ -174,7 +174,12 @@ HeadRows<const T> query_rows(const at::Tensor& tensor, const DenseSequence& sequ
                              int64_t head) {
   return {tensor.const_data_ptr<T>(), tensor, sequence.batch, head, sequence.query_begin};
 }
-// From key `first` on; in pages, to the end of the page of that key.
+// Returns how many keys from `first` on are rows at equal distances: in pages, those of one page.
+inline int64_t run_of_keys(const at::Tensor& tensor, const DenseSequence& sequence, int64_t first) {
+  return sequence.blocks == nullptr ? sequence.keys - first
+                                    : tensor.size(2) - first % tensor.size(2);
+}
+// Returns the rows of such a run.
 template <typename T>
 HeadRows<const T> key_rows(const at::Tensor& tensor, const DenseSequence& sequence, int64_t head,
                            int64_t first = 0) {
@@ -227,12 +232,8 @@ class HeadKeys {
     return {attention.value, nullptr, sequence, head, attention.value_size, 0};
   }
 
-  // Returns how many keys from `first` on are in one page.
-  int64_t run(int64_t first) const {
-    return sequence_.blocks == nullptr ? sequence_.keys - first
-                                       : tensor_.size(2) - first % tensor_.size(2);
-  }
-  // Returns the rows of such a run.
+  int64_t run(int64_t first) const { return run_of_keys(tensor_, sequence_, first); }
+  // Returns the rows of the run that begins with `first`.
   JoinedRows<T> rows(int64_t first) const {
     JoinedRows<T> joined{key_rows<T>(tensor_, sequence_, head_, first), {}, size_, rope_size_};
     joined.fractal_stride = fractal_stride(tensor_);

@@ -61,7 +61,8 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
         s = s.masked_fill(~keep, -torch.inf)
         total = torch.cat((s, sink.expand(a.num_heads, sq, 1)), -1).logsumexp(-1)
         lse[at] = total
-        out[at] = torch.where(keep, (s - total[..., None]).exp(), 0) @ v
+        # A kept key may have a score of -inf, and so may all.
+        out[at] = torch.where(s != -torch.inf, (s - total[..., None]).exp(), 0) @ v
 
     lse = lse if a.return_softmax_lse else lse.new_empty(0)
     if a.return_softmax_lse:
