@@ -98,6 +98,43 @@ def test_blocks_are_clipped(mode: int) -> None:
     assert flops == {"sparse_flash_attention": read * 2 * (2 * 32 + 2 * 32)}
 
 
+PAGES = {"rows": (9, 16, 2 * 32), "heads": (9, 2, 16, 32), "fractals": (9, 2, 2, 16, 16)}
+
+
+@pytest.mark.parametrize("form", PAGES)
+@pytest.mark.parametrize("layout", ["TND", "BSH_NBSD", "NTD_TND"])
+def test_paged_attention_by_hand(layout: str, form: str) -> None:
+    """Causal, with ropes: 3 queries over 7 keys, and 2 over 20."""
+    pages = torch.randn(PAGES[form], dtype=torch.bfloat16)
+    query = torch.randn(5, 4, 32, dtype=torch.bfloat16)
+    lengths = [3, 5]
+    pairs = (5 + 6 + 7) + (19 + 20)
+    if layout == "BSH_NBSD":
+        query, lengths = query[:4].reshape(2, 2, 4 * 32), []
+        pairs -= 5
+    elif layout == "NTD_TND":
+        query = query.transpose(0, 1)
+    flops = counted(
+        ops.fused_infer_attention_score, query, pages, pages, num_heads=4, num_key_value_heads=2,
+        layout=layout, sparse_mode=3, block_table=torch.zeros(2, 2, dtype=torch.int32),
+        query_rope=query, key_rope=pages, actual_seq_lengths_query=lengths,
+        actual_seq_lengths_key=[7, 20],
+    )  # fmt: skip
+    assert flops == {"fused_infer_attention_score": pairs * 4 * 2 * (64 + 32)}
+
+
+def test_contiguous_serving_is_dense_attention() -> None:
+    query, key, value = (torch.randn(2, 4, n, 16).bfloat16() for n in (6, 9, 9))
+    (dense,) = counted(
+        ops.flash_attention_score, query, key, value, num_heads=4, layout="BNSD"
+    ).values()
+    flops = counted(
+        ops.fused_infer_attention_score, query, key, value, num_heads=4, layout="BNSD_NBSD",
+        actual_seq_lengths_key=[9],
+    )  # fmt: skip
+    assert flops == {"fused_infer_attention_score": dense}
+
+
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
 def test_dense_attention_is_that_of_torch(layout: str) -> None:
     def step(call: Any) -> None:

@@ -171,11 +171,10 @@ def _(a: SimpleNamespace) -> int:
     return _read_keys(a, a.sparse_indices.shape[-1]) * of_key
 
 
-def _kept_pairs(a: SimpleNamespace) -> int:
+def _kept_pairs(a: SimpleNamespace, sequences: list[tuple[int, int]]) -> int:
     """The number of pairs that the sparse_mode keeps; all without a mask. The values of a mask are
     not looked at."""
     mode = 1 if a.atten_mask is None else a.sparse_mode
-    sequences = _sequences(a, _C.layout_axes[a.layout][1], packed=a.layout == "TND")
     # The band of modes 7 and 8 is in the last and in the first sequence that is not empty.
     filled = [i for i, (queries, keys) in enumerate(sequences) if queries and keys]
     band = {7: filled[-1:], 8: filled[:1]}.get(mode, [])
@@ -204,7 +203,8 @@ def _dense(a: SimpleNamespace) -> tuple[int, int, int]:
     rope = getattr(a, "query_rope", None)
     if rope is not None:
         size += rope.shape[-1] // a.num_heads if merged else rope.shape[-1]
-    return _kept_pairs(a) * a.num_heads, size, value_size
+    sequences = _sequences(a, _C.layout_axes[a.layout][1], packed=a.layout == "TND")
+    return _kept_pairs(a, sequences) * a.num_heads, size, value_size
 
 
 # The gradient of the bias needs the scores and the gradient of the weights: as much as the forward.
@@ -212,6 +212,35 @@ def _dense(a: SimpleNamespace) -> tuple[int, int, int]:
 def _(a: SimpleNamespace) -> int:
     pairs, size, value_size = _dense(a)
     return pairs * 2 * (size + value_size)
+
+
+@_formula("fused_infer_attention_score")
+def _(a: SimpleNamespace) -> int:
+    # NTD is a layout of this operator alone.
+    inputs = a.layout.partition("_")[0]
+    batch, tokens, heads = {**_C.layout_axes, "NTD": (-1, 1, 0)}[inputs]
+    key_heads, pages = a.num_key_value_heads or a.num_heads, a.block_table is not None
+    page = {3: 1, 4: 2, 5: 3}.get(a.key.dim(), 0)  # the axis of block_size
+    room = a.block_table.shape[1] * a.key.shape[page] if pages else a.key.shape[tokens]
+    queries = _values(a.actual_seq_lengths_query, a.query.shape[tokens], batch < 0)
+    keys = _values(a.actual_seq_lengths_key, room, batch < 0 and not pages)
+    if batch >= 0:
+        count = a.query.shape[batch]
+        queries, keys = (
+            list(x)[:count] if len(x) > 1 else [*x, most][:1] * count
+            for x, most in ((queries, a.query.shape[tokens]), (keys, room))
+        )
+
+    def size(x: Tensor | None, heads: int, merged: bool) -> int:
+        if x is None:
+            return 0
+        return 16 * x.shape[2] if x.dim() == 5 else x.shape[-1] // (heads if merged else 1)
+
+    merged = heads == a.query.dim() - 1
+    of_scores = sum(size(x, a.num_heads, merged) for x in (a.query, a.query_rope))
+    of_values = size(a.value, key_heads, a.value.dim() == 3 if pages else merged)
+    pairs = _kept_pairs(a, list(zip(queries, keys, strict=True))) * a.num_heads
+    return pairs * 2 * (of_scores + of_values)
 
 
 @_formula("flash_attention_score_grad", "_flash_attention_score_extended_grad")

@@ -322,7 +322,6 @@ FUSED_INFER_ATTENTION_SCORE = Operator(
     inference_only=True,
     expected=expected,
     on_device=DEVICE_CASES.__contains__,
-    has_flops=False,
     takes_dtensors=False,
 )
 
