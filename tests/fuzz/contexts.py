@@ -11,7 +11,11 @@ from random import Random
 import ascend_attn_ops
 import torch
 from ascend_attn_ops.check.gradients import differentiable_names, outputs_and_gradients
-from ascend_attn_ops.check.samples import prompt_flash_attention, scatter_pa_kv_cache
+from ascend_attn_ops.check.samples import (
+    fused_infer_attention_score,
+    prompt_flash_attention,
+    scatter_pa_kv_cache,
+)
 from ascend_attn_ops.device_limits import device_in_force
 from support.autocast import cast
 from support.samples import OPERATORS, Sample, bytes_of
@@ -21,6 +25,7 @@ from . import draw, valid_autograd
 from .case import Case, Finding
 from .outcome import Outcome, run
 from .valid_dense import prompt_case
+from .valid_infer import infer_case
 from .valid_update import cache_case, update_call
 
 HALF = (torch.bfloat16, torch.float16)
@@ -34,8 +39,13 @@ def prompt(random: Random, dtype: torch.dtype) -> Sample:
     return prompt_flash_attention.build(prompt_case(random, quantized=False), dtype)
 
 
+def infer(random: Random, dtype: torch.dtype) -> Sample:
+    return fused_infer_attention_score.build(infer_case(random), dtype)
+
+
 CAST: dict[str, Build] = {
     "flash_attention_score": valid_autograd.flash,
+    "fused_infer_attention_score": infer,
     "lightning_indexer": valid_autograd.indexer,
     "prompt_flash_attention": prompt,
     "sparse_flash_attention": valid_autograd.sparse,
