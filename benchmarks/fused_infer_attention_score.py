@@ -1,0 +1,136 @@
+"""Serving with fused_infer_attention_score: decoding over pages, speculative decoding, and prefill.
+
+    python benchmarks/fused_infer_attention_score.py
+
+The peer is torch's scaled_dot_product_attention on contiguous keys, which a paged cache would first
+have to be copied to. The limit is one reading of the keys and values, by sums over the cache, or
+the products at the speed of torch's matrix products, whichever takes longer; it is timed in turn
+with the others.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import ascend_attn_ops
+import torch
+from harness import PEAK_SIZE, interleaved_medians, peak_product, recorder
+from results import parser
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+COLUMNS = ("ours", "torch SDPA", "reading", "products")
+
+
+class Case(NamedTuple):
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    size: int = 128
+    rope: int = 0
+    pages: str = "rows"  # "heads", "fractals", or "" for contiguous keys
+    block_size: int = 128
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.key_heads}"
+        rope = f"+{self.rope}" if self.rope else ""
+        form = f"pages of {self.pages}" if self.pages else "contiguous"
+        tokens = f"{self.queries} over {self.keys}"
+        return f"B={self.batch} N={heads} D={self.size}{rope}, {tokens}, {form}"
+
+    def keys_of(self, size: int) -> Tensor:
+        """(B, S, Nk, D), or the pages of a cache."""
+        blocks = self.batch * self.keys // self.block_size
+        shape = {
+            "": (self.batch, self.keys, self.key_heads, size),
+            "rows": (blocks, self.block_size, self.key_heads * size),
+            "heads": (blocks, self.key_heads, self.block_size, size),
+            "fractals": (blocks, self.key_heads, size // 16, self.block_size, 16),
+        }[self.pages]
+        return torch.randn(shape).bfloat16()
+
+
+CASES = [
+    *(Case(batch, 1, 4096, 16, 16) for batch in (1, 8)),
+    *(Case(8, 1, 4096, 32, 8, pages=pages) for pages in ("", "rows", "heads", "fractals")),
+    Case(8, 4, 4096, 32, 8),  # speculative decoding
+    Case(4, 1, 4096, 128, 1, size=512, rope=64),  # absorbed latent attention
+    Case(1, 512, 4096, 32, 8),  # a chunk of a prompt
+    Case(1, 2048, 2048, 16, 16, pages=""),
+]
+
+
+def read(*tensors: Tensor) -> list[Tensor]:
+    return [x.view(torch.int64).sum() for x in tensors]
+
+
+def share_of_peak(case: Case) -> float:
+    """Multiply-adds of both products, causal where queries are keys, as a share of the product that
+    measures the peak."""
+    kept = case.keys // 2 if case.queries == case.keys else case.keys
+    rows = case.batch * case.queries * case.heads
+    return rows * kept * (2 * case.size + case.rope) / PEAK_SIZE**3
+
+
+def measure(case: Case, rounds: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    query = torch.randn(case.batch, case.queries, case.heads, case.size).bfloat16()
+    key, value = case.keys_of(case.size), case.keys_of(case.size)
+    options: dict[str, Any] = {
+        "num_heads": case.heads,
+        "num_key_value_heads": case.key_heads,
+        "layout": "BSND",
+        "sparse_mode": 3,
+        "atten_mask": ascend_attn_ops.masks.compressed_mask(3, query.device),
+    }
+    if case.rope:
+        options["query_rope"] = torch.randn(*query.shape[:3], case.rope).bfloat16()
+        options["key_rope"] = case.keys_of(case.rope)
+    if case.pages:
+        blocks = torch.randperm(key.shape[0], dtype=torch.int32)
+        options["block_table"] = blocks.view(case.batch, -1)
+        options["actual_seq_lengths_key"] = [case.keys] * case.batch
+    joined = case.size + case.rope
+    shape = (case.batch, case.key_heads, case.keys)
+    q = torch.randn(case.batch, case.heads, case.queries, joined).bfloat16()
+    k, v = torch.randn(*shape, joined).bfloat16(), torch.randn(*shape, case.size).bfloat16()
+    # SDPA aligns its causal mask to the upper left corner.
+    causal: dict[str, Any] = {"is_causal": True} if case.queries == case.keys else {}
+    if 1 < case.queries < case.keys:
+        keep = torch.ones(case.queries, case.keys, dtype=torch.bool)
+        causal = {"attn_mask": keep.tril(case.keys - case.queries)}
+    gqa = case.heads != case.key_heads
+    seconds = interleaved_medians(
+        {
+            "ours": partial(
+                ascend_attn_ops.fused_infer_attention_score, query, key, value, **options
+            ),
+            "torch SDPA": partial(scaled_dot_product_attention, q, k, v, enable_gqa=gqa, **causal),
+            "reading": partial(read, key, value),
+            "products": peak_product(),
+        },
+        rounds,
+    )
+    return {**seconds, "products": seconds["products"] * share_of_peak(case)}
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=7).parse_args()
+    record = recorder("fused_infer_attention_score", arguments.json)
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16; milliseconds\n"
+        f"{'':56}" + "".join(f"{name:>12}" for name in COLUMNS)
+    )
+    with ascend_attn_ops.limits(None):
+        for case in CASES:
+            seconds = measure(case, arguments.rounds)
+            for name, time in seconds.items():
+                record.add(str(case), name, seconds=time)
+            print(f"{case!s:56}" + "".join(f"{seconds[x] * 1e3:12.2f}" for x in COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
