@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
 namespace ascend_attn {
 
@@ -40,11 +39,6 @@ struct KeptKeys {
   int64_t begin(int64_t i) const { return std::clamp<int64_t>(i + from, 0, keys); }
   int64_t end(int64_t i) const {
     return std::max(begin(i), std::clamp<int64_t>(std::max(i + until, prefix), 0, keys));
-  }
-  // Returns how many keys row i keeps if these are the first ones; nullopt if it skips some.
-  std::optional<int64_t> first_keys(int64_t i) const {
-    const int64_t count = end(i) - begin(i);
-    return count == 0 || begin(i) == 0 ? std::optional(count) : std::nullopt;
   }
 };
 

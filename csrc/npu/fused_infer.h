@@ -19,8 +19,9 @@ struct FusedInfer {
   const at::Tensor& key;
   const at::Tensor& value;
   std::optional<at::Tensor> atten_mask = {};
-  IntegerList query_lengths = {}, key_lengths = {};
+  std::optional<IntegerList> query_lengths = {}, key_lengths = {};
   std::optional<at::Tensor> quant_scale2 = {}, quant_offset2 = {};
+  std::optional<at::Tensor> block_table = {}, query_rope = {}, key_rope = {}, sink = {};
   int64_t num_heads;
   double scale_value;
   int64_t pre_tokens = INT32_MAX, next_tokens = INT32_MAX;
@@ -28,8 +29,29 @@ struct FusedInfer {
   int64_t num_key_value_heads;
   int64_t sparse_mode = 0;
   int64_t inner_precise;
+  int64_t block_size = 0;
+  bool return_softmax_lse = false;
   const at::Tensor& out;
+  std::optional<at::Tensor> softmax_lse = {};
 };
+
+// Returns a tensor without gaps, which the functions require. A call that a graph launches again
+// has no other: a copy would be gone when the graph is replayed.
+at::Tensor dense(const char* op, const at::Tensor& tensor);
+std::optional<at::Tensor> dense(const char* op, const std::optional<at::Tensor>& tensor);
+
+// Returns one length per batch, which V5 asks of the keys.
+IntegerList lengths_per_batch(at::OptionalSymIntArrayRef lengths, int64_t batches, int64_t tokens);
+
+// Returns a mask as V5 takes it: full ones with an axis of batches, and none without elements.
+// `rows_are_batches`: what the first of two axes are.
+std::optional<at::Tensor> launched_mask(const char* op, const std::optional<at::Tensor>& mask,
+                                        int64_t sparse_mode, bool rows_are_batches);
+
+// Says with the lengths of the keys, and a mask of one row, what a call with one query per batch
+// keeps: CANN documents that such a call ignores the mode, the tokens and the lengths of queries. A
+// band that begins behind key 0 needs a new mask, of `most_keys` columns.
+void keep_by_lengths(const char* op, FusedInfer& call, int64_t most_keys);
 
 template <typename... Starts>
 struct FusedInferPrototype {
@@ -62,16 +84,17 @@ void launch(const FusedInfer& call) {
   static constexpr Launcher<Op, Prototype, index> function;
   constexpr auto none = std::nullopt;
   constexpr int64_t zero = 0;
-  const IntegerList no_list;
+  const std::optional<IntegerList> no_list;
   const auto with = [&](auto... starts) {
     return [&, starts...](auto... pse_type) {
       function(call.query, at::TensorList(call.key), at::TensorList(call.value), none,
                call.atten_mask, call.query_lengths, call.key_lengths, none, none, none,
-               call.quant_scale2, call.quant_offset2, none, none, none, none, none, none, none,
-               none, none, none, none, no_list, none, none, none, none, none, starts...,
-               call.num_heads, call.scale_value, call.pre_tokens, call.next_tokens, call.layout,
-               call.num_key_value_heads, call.sparse_mode, call.inner_precise, zero, zero, false,
-               zero, zero, zero, pse_type..., call.out, none);
+               call.quant_scale2, call.quant_offset2, none, none, call.block_table, none, none,
+               none, none, none, none, none, none, no_list, call.query_rope, call.key_rope, none,
+               none, call.sink, starts..., call.num_heads, call.scale_value, call.pre_tokens,
+               call.next_tokens, call.layout, call.num_key_value_heads, call.sparse_mode,
+               call.inner_precise, call.block_size, zero, call.return_softmax_lse, zero, zero, zero,
+               pse_type..., call.out, call.softmax_lse);
     };
   };
   if constexpr (std::same_as<Prototype, FusedInferV5>) {

@@ -11,8 +11,9 @@
 namespace ascend_attn {
 namespace {
 
-using OperatorsWithLists = OperatorList<FlashAttentionScore, FlashAttentionScoreGrad,
-                                        FlashAttentionScoreExtendedGrad, PromptFlashAttention>;
+using OperatorsWithLists =
+    OperatorList<FlashAttentionScore, FlashAttentionScoreGrad, FlashAttentionScoreExtendedGrad,
+                 PromptFlashAttention, FusedInferAttentionScore>;
 
 std::string relaunch_schema(const char* name, std::string_view schema) {
   const auto arguments = schema.substr(0, schema.rfind(") -> "));
@@ -36,5 +37,6 @@ template struct Relaunch<FlashAttentionScore>;
 template struct Relaunch<FlashAttentionScoreGrad>;
 template struct Relaunch<FlashAttentionScoreExtendedGrad>;
 template struct Relaunch<PromptFlashAttention>;
+template struct Relaunch<FusedInferAttentionScore>;
 
 }  // namespace ascend_attn

@@ -33,10 +33,10 @@ const OperatorLimits PromptFlashAttention::limits{
      {"S", "tokens per sequence", {.min = 0, .max = 65535}, k310P},
      {"D", "head size", {.min = 1, .max = 512}}},
     {prompt_rules::kNotEmptyInt8, prompt_rules::kBandOfEmpty, prompt_rules::kNextOfMode3,
-     prompt_rules::kAlignedSize, prompt_rules::kAlignedSizeInt8, prompt_rules::kBandOfOneQuery,
-     prompt_rules::kNoScales, prompt_rules::kModeZero, prompt_rules::kAllPreTokens,
-     prompt_rules::kNextTokens, prompt_rules::kBoolMask, prompt_rules::kMaskSizes,
-     prompt_rules::kKeyHeads, prompt_rules::kNoQueryLengths, prompt_rules::kNoKeyLengths}};
+     prompt_rules::kAlignedSize, prompt_rules::kAlignedSizeInt8, prompt_rules::kNoScales,
+     prompt_rules::kModeZero, prompt_rules::kAllPreTokens, prompt_rules::kNextTokens,
+     prompt_rules::kBoolMask, prompt_rules::kMaskSizes, prompt_rules::kKeyHeads,
+     prompt_rules::kNoQueryLengths, prompt_rules::kNoKeyLengths}};
 
 PromptFlashAttentionRules::PromptFlashAttentionRules(const PromptFlashAttention& op)
     : op_(op),

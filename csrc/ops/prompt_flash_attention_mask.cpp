@@ -47,7 +47,6 @@ void PromptFlashAttentionRules::check_mask() const {
   }
   has_compressed_mask(static_cast<SparseMode>(mode)) ? check_compressed_mask() : check_full_mask();
   check_band();
-  check_band_of_one_query();
 }
 
 void PromptFlashAttentionRules::check_full_mask() const {
@@ -110,19 +109,6 @@ void PromptFlashAttentionRules::check_band() const {
     check_value(sequences[b].empty() || -behind < length, kName, argument, "expected more than -",
                 length, ", the ", skips_queries ? "queries" : "keys", " of batch ", b,
                 ", for sparse_mode ", op_.sparse_mode, ", got ", behind);
-  }
-}
-
-void PromptFlashAttentionRules::check_band_of_one_query() const {
-  if (queries_.maybe_as_int() != 1) {
-    return;
-  }
-  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
-  for (const auto& sequence : sequences()) {
-    const auto kept = kept_keys(mode, sequence.queries, sequence.keys, op_.pre_tokens,
-                                op_.next_tokens, /*prefix=*/0, /*is_band=*/false);
-    limits_.rule(prompt_rules::kBandOfOneQuery, sequence.queries == 0 || kept.first_keys(0),
-                 op_.pre_tokens, " for ", sequence.keys, " keys");
   }
 }
 

@@ -23,9 +23,6 @@ inline constexpr Rule kAlignedSize{"query", "a D that is a multiple of 16 in lay
                                    k950};
 inline constexpr Rule kAlignedSizeInt8{
     "query", "a D that is a multiple of 32 in layout BNSD_BSND for an int8 output", k950};
-inline constexpr Rule kBandOfOneQuery{
-    "pre_tokens", "a band from key 0 on where Sq = 1 (a mask in sparse_mode 1 expresses any other)",
-    k950};
 
 inline constexpr Rule kNoScales{"deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2",
                                 "None", k310P};
@@ -61,7 +58,6 @@ class PromptFlashAttentionRules {
   void check_full_mask() const;
   void check_compressed_mask() const;
   void check_band() const;
-  void check_band_of_one_query() const;
 
   void check_scales_of_inputs() const;
   void check_scales_of_output() const;

@@ -16,7 +16,10 @@ _OPERATORS = (
     "flash_attention_score_grad",
     "_flash_attention_score_extended_grad",
     "prompt_flash_attention",
+    "fused_infer_attention_score",
 )
+# CANN takes no strides for these.
+_DENSE = ("prompt_flash_attention", "fused_infer_attention_score")
 _HANDLED = [f"{x}.{overload}" for x in _OPERATORS for overload in ("default", "relaunch")]
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
@@ -59,7 +62,7 @@ def register_handlers() -> None:
             cls, func: Any, args: Any, kwargs: dict[str, Any]
         ) -> tuple[Any, Any, dict[str, Any]]:
             device = args[0].device
-            if func.__name__.startswith("prompt"):  # whose function takes no strides
+            if func.__name__.partition(".")[0] in _DENSE:
                 args, kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
             on_meta = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
             outputs = func(*on_meta[0], **on_meta[1])
@@ -75,9 +78,21 @@ def register_handlers() -> None:
         @classmethod
         def postprocess_result(cls, result: Any, kwargs: dict[str, Any]) -> Any:
             outputs = kwargs["out"]
+            if kwargs.get("return_softmax_lse"):
+                _mark_rows_without_keys(outputs[1], kwargs)
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     register(_HANDLED)(LengthsHandler)
+
+
+def _mark_rows_without_keys(softmax_lse: Tensor, kwargs: dict[str, Any]) -> None:
+    """Replace the device's marks by -inf or the sink, as a call outside a graph does."""
+    sink, packed = kwargs.get("sink"), softmax_lse.dim() == 3
+    value = softmax_lse.new_full((), -torch.inf)
+    if sink is not None:
+        value = sink.to(softmax_lse.dtype).view((1, -1, 1) if packed else (1, -1, 1, 1))
+    marked = softmax_lse.abs() >= torch.finfo(torch.float32).max
+    softmax_lse.copy_(torch.where(marked, value, softmax_lse))
 
 
 def unregister_handlers() -> None:

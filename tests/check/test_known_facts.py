@@ -32,6 +32,10 @@ EXPLANATIONS = {
         "A graph that updates lengths",
     ),
     "flash_attention_score_grad": ("launches such a gradient in layout BNSD",),
+    "fused_infer_attention_score": (
+        "The launch calls `aclnnFusedInferAttentionScoreV4`", "The launch writes -inf, or the sink",
+        "the launch says the same with the lengths",
+    ),
     "scatter_pa_kv_cache_": ("the launch first makes key and value",),
 }  # fmt: skip
 

@@ -158,7 +158,7 @@ KL = "aclnnSparseLightningIndexerGradKLLoss"
 PFA, SCATTER, UPDATE = (
     "aclnnPromptFlashAttentionV3", "aclnnScatterPaKvCache", "aclnnAttentionUpdate"
 )  # fmt: skip
-FIA = "aclnnFusedInferAttentionScoreV5"
+FUSED, FIA = "aclnnFusedInferAttentionScoreV4", "aclnnFusedInferAttentionScoreV5"
 
 # Lines of the section `numbers`, all in bfloat16 or float16.
 LINE_FA = "numbers/flash_attention_score-BNSD-*bfloat16"
@@ -170,6 +170,7 @@ LINE_LIG = "numbers/lightning_indexer_grad-*K1024*bfloat16"
 LINE_SFA = "numbers/sparse_flash_attention-*K1024*bfloat16"
 LINE_SFAG = "numbers/sparse_flash_attention_grad-*K1024*bfloat16"
 LINE_KL = "numbers/sparse_lightning_indexer_grad_kl_loss-*K1024*bfloat16"
+LINE_FUSED = "numbers/fused_infer_attention_score-*lse-*bfloat16"
 LINE_PFA = "numbers/prompt_flash_attention-*float16"
 LINE_SCATTER = "numbers/scatter_pa_kv_cache_-*bfloat16"
 LINE_UPDATE = "numbers/attention_update-*bfloat16"
@@ -286,6 +287,13 @@ FAULTS = [
     Fault("a graph that keeps a prompt's lengths on Ascend 950", FIA,
           "behaviour/graph-lengths-prompt_flash_attention",
           numbers(FIA, actualSeqLengthsKvOptional=kept("prompt_flash_attention"))),
+    Fault("a wrong element of fused inference", FUSED, LINE_FUSED,
+          tensors(FUSED, attentionOut=last_element)),
+    Fault("a wrong log-sum-exp of fused inference", FUSED, LINE_FUSED,
+          tensors(FUSED, softmaxLse=one_wrong)),
+    Fault("a graph that keeps the lengths of fused inference", FUSED,
+          "behaviour/graph-lengths-fused_infer_attention_score",
+          numbers(FUSED, actualSeqLengthsKvOptional=kept("fused_infer_attention_score"))),
     Fault("host code that refuses", FAG, "host code/flash_attention_score_grad-*",
           status(FAG, 1, 161001)),
     Fault("a pack of many sequences", PACK, "behaviour/1000 sequences",

@@ -26,6 +26,7 @@ WHERE_DEVICES_DIFFER = [
     TESTS / "npu" / name
     for name in (
         "test_npu_devices.py",
+        "test_npu_fused_infer.py",
         "test_npu_long_packs.py",
         "test_npu_sinks_and_ropes.py",
         "test_torch_npu_operators_devices.py",

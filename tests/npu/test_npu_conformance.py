@@ -15,7 +15,7 @@ from conftest import TASK_QUEUE
 from device_samples import DEVICE_RECIPES, first, is_divided, is_pack_gradient
 from support.samples import OPERATORS, RECIPES, Recipe, Sample
 
-ND, NCL, NCHW = 2, 47, 0
+ND, NCL, NCHW, NCDHW = 2, 47, 0, 30
 
 # Every difference that is meant: (function, argument): ours, torch_npu's, why. "*" is any value.
 DELIBERATE: dict[tuple[str, str], tuple[Any, Any, str]] = {
@@ -62,9 +62,9 @@ def comparable(value: Any) -> Any:
         return [comparable(x) for x in value]
     if not isinstance(value, dict) or "sizes" not in value:
         return value
-    # torch_npu tags 3-D tensors NCL and 4-D ones NCHW, for convolutions. Attention knows its axes
+    # torch_npu tags tensors NCL, NCHW and NCDHW, for convolutions. Attention knows its axes
     # from the layout argument: ND claims no more.
-    assert value["format"] in (ND, NCL, NCHW)
+    assert value["format"] in (ND, NCL, NCHW, NCDHW)
     return {name: x for name, x in value.items() if name not in ("address", "format")}
 
 

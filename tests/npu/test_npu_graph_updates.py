@@ -46,6 +46,28 @@ def sink_grad(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
     return [out.detach(), *statistics, *torch.autograd.grad(out, leaves, tensors[0])]
 
 
+def infer(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    options: dict[str, Any] = {"num_heads": 2, "layout": "BSND", "return_softmax_lse": True}
+    return list(ops.fused_infer_attention_score(*tensors, **options, **lengths))
+
+
+def decode(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    """One query of each sequence, whose keys are all in the first block of a cache."""
+    query, key, value = tensors
+    pages = [x.view(1, 16, 128) for x in (key, value)]
+    table = torch.zeros(2, 1, dtype=torch.int32, device="npu")
+    return list(ops.fused_infer_attention_score(
+        query[:, :1].contiguous(), *pages, num_heads=2, layout="BSND", block_table=table,
+        block_size=16, return_softmax_lse=True, **lengths,
+    ))  # fmt: skip
+
+
+def pack_with_sink(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
+    options: dict[str, Any] = {"num_heads": 2, "layout": "TND", "return_softmax_lse": True}
+    sink = tensors[0][0, :, 0]
+    return list(ops.fused_infer_attention_score(*tensors, sink=sink, **options, **lengths))
+
+
 def fused(tensors: list[Tensor], **lengths: list[int]) -> list[Tensor]:
     """torch_npu's own."""
     names = {QUERY: "actual_seq_lengths", KEY: "actual_seq_lengths_kv"}
@@ -70,6 +92,16 @@ CALLS: dict[str, tuple[Callable[..., list[Tensor]], Callable[[], list[Tensor]], 
     ),
     "its gradient with a sink": (
         sink_grad, packed, [{QUERY: [8, 16], KEY: [8, 16]}, {QUERY: [5, 16], KEY: [9, 16]}], {},
+    ),
+    "fused_infer_attention_score": (
+        infer, dense, [{KEY: [8, 8]}, {KEY: [3, 5]}, {KEY: [0, 8]}], {},
+    ),
+    "fused_infer_attention_score, decoding": (
+        decode, dense, [{KEY: [16, 16]}, {KEY: [3, 0]}], {},
+    ),
+    "fused_infer_attention_score, a sink": (
+        pack_with_sink, packed,
+        [{QUERY: [8, 16], KEY: [8, 16]}, {QUERY: [5, 16], KEY: [0, 16]}], {},
     ),
     "npu_fused_infer_attention_score": (
         fused, dense, [{QUERY: [8, 8], KEY: [8, 8]}, {QUERY: [8, 8], KEY: [3, 5]}],
@@ -254,6 +286,18 @@ def test_what_the_launch_computes_is_not_updated(dtype: torch.dtype, name: str) 
             out=out, **extra,
         )  # fmt: skip
     assert not any(x.any() for x in out)
+
+
+def test_a_sink_outside_tnd_is_not_updated_beside_softmax_lse() -> None:
+    """The marks of rows without keys and of rows behind a sequence are the same."""
+    tensors = dense()
+    out = [torch.zeros_like(tensors[0]), torch.zeros(2, 2, 8, 1, device="npu")]
+    with pytest.raises(NotImplementedError, match="return_softmax_lse: expected False beside a"):
+        torch.ops.ascend.fused_infer_attention_score.relaunch(
+            *tensors, num_heads=2, layout="BSND", scale_value=1.0, actual_seq_lengths_key=[8, 3],
+            sink=tensors[0][0, 0, :, 0].contiguous(), return_softmax_lse=True, out=out,
+            workspace=torch.empty(0, dtype=torch.uint8, device="npu"),
+        )  # fmt: skip
 
 
 def test_calls_without_lengths_have_nothing_to_update() -> None:

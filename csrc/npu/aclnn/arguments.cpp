@@ -127,11 +127,15 @@ IntegerList integers_of(c10::SymIntArrayRef values) {
 }
 
 IntArrayHandle IntArrayArgument::create() const {
+  if (absent_) {
+    return nullptr;
+  }
   return IntArrayHandle(
       made(makers().create_int_array(values_.data(), values_.size()), "aclCreateIntArray"));
 }
 
 void IntArrayArgument::add_to(ExecutorKey& key) const {
+  key.add(absent_);
   key.add(values_.size());
   key.add(values_.data(), values_.size() * sizeof(int64_t));
 }

@@ -99,10 +99,12 @@ inline IntegerList integers_of(const at::OptionalSymIntArrayRef& values) {
   return values ? integers_of(*values) : IntegerList();
 }
 
-// A list of integers on the host.
+// A list of integers on the host, or none, which is a null pointer.
 class IntArrayArgument {
  public:
   IntArrayArgument(IntegerList values) : values_(std::move(values)) {}
+  IntArrayArgument(std::optional<IntegerList> values)
+      : absent_(!values), values_(std::move(values).value_or(IntegerList())) {}
   IntArrayArgument(at::IntArrayRef values) : values_(values) {}
   template <std::convertible_to<at::OptionalSymIntArrayRef> Values>
   IntArrayArgument(const Values& values) : values_(integers_of(values)) {}
@@ -111,6 +113,7 @@ class IntArrayArgument {
   void add_to(ExecutorKey& key) const;
 
  private:
+  bool absent_ = false;
   IntegerList values_;
 };
 

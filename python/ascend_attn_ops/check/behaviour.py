@@ -14,6 +14,7 @@ from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Operator, Recipe, Sample, bytes_of
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
 
 SECTION = "behaviour"
@@ -248,6 +249,10 @@ CASES_OF_LENGTHS: dict[str, Sequence[Any]] = {
     ),
     "prompt_flash_attention": tuple(
         PromptCase(layout="BSND", s=(16, 32), d=16, lengths=(None, lengths))
+        for lengths in ((32, 32), (9, 20))
+    ),
+    "fused_infer_attention_score": tuple(
+        InferCase(layout="BSND", s=(16, 32), lengths=(None, lengths), lse=True)
         for lengths in ((32, 32), (9, 20))
     ),
 }

@@ -8,6 +8,7 @@ ALL = ("A2", "A3", "950", "310P")
 SPARSE = ("A2", "A3", "950")
 PROMPT = ("A2", "A3", "310P")
 P950 = ("950",)
+FUSED = ("A2", "A3", "950")
 ATLAS = ("A2", "A3")
 
 
@@ -24,6 +25,7 @@ LIMITS = "the section limits has the calls"
 ENVIRONMENT = "the section environment looks for the function"
 ARGUMENT = "torch_npu's operator has no such argument; behaviour tries determinism"
 ROUNDING = "ties are too rare to tell it from other roundings within the tolerances"
+ALWAYS = "this library never makes such a call, and so does not depend on it"
 SINKS = "the section numbers calls the functions with sinks and ropes"
 
 LI, LIG = "lightning_indexer", "lightning_indexer_grad"
@@ -31,6 +33,7 @@ SFA, SFAG = "sparse_flash_attention", "sparse_flash_attention_grad"
 KL = "sparse_lightning_indexer_grad_kl_loss"
 FA, FAG = "flash_attention_score", "flash_attention_score_grad"
 PFA, SCATTER = "prompt_flash_attention", "scatter_pa_kv_cache_"
+FIA = "fused_infer_attention_score"
 
 UNPROBED = [
     *(
@@ -77,6 +80,16 @@ UNPROBED = [
              P950),
     Unprobed("pfa-deprecation", PFA, "V1 carries the same notice", "a header is no call",
              PROMPT),
+    Unprobed("fia-versions", FIA, "every call of V4 on Ascend 950", ENVIRONMENT, FUSED),
+    Unprobed("fia-mask-axes", FIA, "full masks of two axes with ropes", ALWAYS, FUSED),
+    Unprobed("fia-mask-axes-950", FIA, "full masks of two axes | 950", ALWAYS, P950),
+    Unprobed("fia-lse", FIA, "softmax_lse of a row without keys is infinity", ALWAYS, FUSED),
+    Unprobed("fia-one-query", FIA, "query lengths are ignored for Sq = 1", ALWAYS, FUSED),
+    Unprobed("fia-masked-rows", FIA, "a row that the *content* of a mask masks whole", ALWAYS,
+             FUSED),
+    Unprobed("fia-corrected-rows", FIA, "CANN documents this correction for D of 64 and 128",
+             "the section numbers makes calls with such rows", FUSED),
+    Unprobed("fia-copies", FIA, "Both functions take no strides", ALWAYS, FUSED),
     Unprobed("scatter-few-slots", SCATTER, "num_blocks * block_size < T, in every mode", LIMITS,
              ATLAS),
     Unprobed("scatter-large-heads", SCATTER, "Rope with heads of 1536 elements and more",

@@ -315,6 +315,27 @@ def largest_score_of(sample: Sample) -> float:
     return max(largest_score(query, key, a.scale_value), sink)
 
 
+def torch_npu(x: dict[str, Any]) -> Any:
+    same = (
+        "query_rope", "key_rope", "atten_mask", "block_table", "num_key_value_heads", "pre_tokens",
+        "next_tokens", "sparse_mode", "block_size", "inner_precise", "return_softmax_lse",
+    )  # fmt: skip
+    return torch.ops.npu.npu_fused_infer_attention_score_v2(
+        x["query"], x["key"], x["value"], num_query_heads=x["num_heads"],
+        actual_seq_qlen=x["actual_seq_lengths_query"],
+        actual_seq_kvlen=x["actual_seq_lengths_key"], learnable_sink=x.get("sink"),
+        softmax_scale=x["scale_value"], input_layout=x["layout"],
+        **{name: x[name] for name in same if name in x},
+    )  # fmt: skip
+
+
+def is_launched_as_given(case: InferCase) -> bool:
+    """Whether torch_npu makes the same call: without what our launch changes for the device."""
+    decoding = not case.packed and case.s[0] == 1 and not case.rope
+    longer = not case.packed and any(len(x or ()) not in (0, case.b) for x in case.lengths)
+    return not (decoding or longer or case.mask or case.sink == "float32")
+
+
 FUSED_INFER_ATTENTION_SCORE = Operator(
     "fused_infer_attention_score",
     CASES,
@@ -322,6 +343,8 @@ FUSED_INFER_ATTENTION_SCORE = Operator(
     inference_only=True,
     expected=expected,
     on_device=DEVICE_CASES.__contains__,
+    torch_npu=torch_npu,
+    torch_npu_takes=lambda case: case in DEVICE_CASES and is_launched_as_given(case),
     takes_dtensors=False,
 )
 

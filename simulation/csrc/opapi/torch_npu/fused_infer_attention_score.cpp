@@ -1,6 +1,8 @@
 // FusedInferAttentionScore: V3, which npu_fused_infer_attention_score calls, V4 of its _v2, and V5
 // of both on Ascend 950.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 
 #include <limits>
 
@@ -21,24 +23,26 @@ const Arguments kInputs{input("query", "", kHalf),
                         attribute("actualSeqLengthsKvOptional"),
                         not_computed("deqScale1Optional"),
                         not_computed("quantScale1Optional"),
-                        not_computed("deqScale2Optional"),
-                        optional_input("quantScale2Optional", "", kFloatOrBfloat16),
-                        optional_input("quantOffset2Optional", "", kFloatOrBfloat16),
-                        not_computed("antiquantScaleOptional"),
-                        not_computed("antiquantOffsetOptional"),
-                        optional_input("blockTableOptional", "", kInt32),
-                        optional_input("queryPaddingSizeOptional", "", {ACL_INT64}),
-                        optional_input("kvPaddingSizeOptional", "", {ACL_INT64}),
-                        not_computed("keyAntiquantScaleOptional"),
-                        not_computed("keyAntiquantOffsetOptional"),
-                        not_computed("valueAntiquantScaleOptional"),
-                        not_computed("valueAntiquantOffsetOptional"),
-                        optional_input("keySharedPrefixOptional", "", kHalf),
-                        optional_input("valueSharedPrefixOptional", "", kHalf),
-                        attribute("actualSharedPrefixLenOptional"),
-                        optional_input("queryRopeOptional", "", kHalf),
-                        optional_input("keyRopeOptional", "", kHalf),
-                        not_computed("keyRopeAntiquantScaleOptional")};
+                        not_computed("deqScale2Optional")};
+const Arguments kNoOutputScales{not_computed("quantScale2Optional"),
+                                not_computed("quantOffset2Optional")};
+const Arguments kOutputScales{optional_input("quantScale2Optional", "", kFloatOrBfloat16),
+                              optional_input("quantOffset2Optional", "", kFloatOrBfloat16)};
+const Arguments kMoreInputs{not_computed("antiquantScaleOptional"),
+                            not_computed("antiquantOffsetOptional"),
+                            optional_input("blockTableOptional", "", kInt32),
+                            optional_input("queryPaddingSizeOptional", "", {ACL_INT64}),
+                            optional_input("kvPaddingSizeOptional", "", {ACL_INT64}),
+                            not_computed("keyAntiquantScaleOptional"),
+                            not_computed("keyAntiquantOffsetOptional"),
+                            not_computed("valueAntiquantScaleOptional"),
+                            not_computed("valueAntiquantOffsetOptional"),
+                            optional_input("keySharedPrefixOptional", "", kHalf),
+                            optional_input("valueSharedPrefixOptional", "", kHalf),
+                            attribute("actualSharedPrefixLenOptional"),
+                            optional_input("queryRopeOptional", "", kHalf),
+                            optional_input("keyRopeOptional", "", kHalf),
+                            not_computed("keyRopeAntiquantScaleOptional")};
 const Arguments kSinks{not_computed("dequantScaleQueryOptional"),
                        optional_input("learnableSinkOptional", "")};
 const Arguments kStarts{not_computed("qStartIdxOptional"), not_computed("kvStartIdxOptional")};
@@ -80,11 +84,7 @@ InferAttention arguments_of(const Call& call) {
           .key_rope = call.optional_tensor("keyRopeOptional")};
 }
 
-torch::jit::Stack without_sinks(const Call& call) {
-  TORCH_CHECK(!call.optional_tensor("quantScale2Optional"),
-              "the simulation computes quantScale2 of V4 and V5 only");
-  return infer_attention(arguments_of(call));
-}
+torch::jit::Stack without_sinks(const Call& call) { return infer_attention(arguments_of(call)); }
 
 // The int8 output is this library's, which rounds once.
 torch::jit::Stack with_int8_output(const InferAttention& given, const Call& call) {
@@ -137,6 +137,77 @@ void change_for_one_query(InferAttention& arguments) {
   arguments.log_sum_exp_without_keys = std::numeric_limits<float>::lowest();
 }
 
+bool has_full_mask(const InferAttention& arguments) {
+  constexpr int64_t kFirstCompressedMode = 2;
+  return arguments.mask && arguments.sparse_mode < kFirstCompressedMode;
+}
+
+// Whether the operator of this library computes a call.
+bool is_ours(const InferAttention& given) {
+  const auto& layout = given.layout;
+  const bool packed = layout[0] == 'T' || layout.starts_with("NTD");
+  return !given.pse && !given.query_padding && !given.key_padding && !given.key_prefix &&
+         layout != "NTD" && layout != "NSD" && !(packed && has_full_mask(given));
+}
+
+torch::jit::Stack infer(const InferAttention& given, bool with_mask, double scale,
+                        const InferAttention::Optional& sinks) {
+  OperatorArguments arguments{{"query", given.query},
+                              {"key", given.key},
+                              {"value", given.value},
+                              {"num_heads", given.heads},
+                              {"num_key_value_heads", given.key_heads},
+                              {"layout", given.layout},
+                              {"scale_value", scale},
+                              {"pre_tokens", given.pre_tokens},
+                              {"next_tokens", given.next_tokens},
+                              {"sparse_mode", with_mask ? given.sparse_mode : 0},
+                              {"return_softmax_lse", true}};
+  const auto add = [&](const char* name, const auto& value) {
+    if (value) {
+      arguments[name] = *value;
+    }
+  };
+  if (with_mask) {
+    add("atten_mask", given.mask);
+  }
+  add("actual_seq_lengths_query", given.query_lengths);
+  add("actual_seq_lengths_key", given.key_lengths);
+  add("block_table", given.block_table);
+  add("query_rope", given.query_rope);
+  add("key_rope", given.key_rope);
+  add("sink", sinks);
+  return call_operator("ascend::fused_infer_attention_score", "", arguments);
+}
+
+// Computes by the operator of this library, and then does to rows without keys what the device
+// does: their log-sum-exp is a marker and leaves the sink out, and rows that the content of a mask
+// masks whole are the mean of the values, unless innerPrecise asks for their correction.
+torch::jit::Stack infer_as_device(const InferAttention& given, int64_t inner_precise) {
+  auto results = infer(given, true, given.scale, given.sinks);
+  auto out = results[0].toTensor();
+  auto log_sum_exp = results[1].toTensor();
+  const bool full_mask = has_full_mask(given);
+  const auto is_dead = [&](bool with_mask) {
+    return infer(given, with_mask, given.scale, {})[1].toTensor().eq(
+        -std::numeric_limits<double>::infinity());
+  };
+  const auto without_keys = is_dead(!full_mask);
+  constexpr int64_t kCorrection = 2;
+  if (full_mask && !given.sinks && (inner_precise & kCorrection) == 0) {
+    const auto masked = is_dead(true).logical_and(without_keys.logical_not());
+    if (masked.any().item<bool>()) {
+      const auto means = infer(given, false, 0.0, {})[0].toTensor();
+      const auto layout = given.layout.substr(given.layout.find('_') + 1);
+      auto rows = heads_first(out, layout, given.heads);
+      rows.copy_(at::where(masked, heads_first(means, layout, given.heads), rows));
+    }
+  }
+  log_sum_exp.masked_fill_(without_keys.logical_or(log_sum_exp.isneginf()),
+                           given.log_sum_exp_without_keys);
+  return results;
+}
+
 torch::jit::Stack with_sinks(const Call& call) {
   auto arguments = arguments_of(call);
   change_for_one_query(arguments);
@@ -146,22 +217,31 @@ torch::jit::Stack with_sinks(const Call& call) {
   if (const auto sinks = call.optional_tensor("learnableSinkOptional")) {
     arguments.sinks = sinks->to(at::kFloat);
   }
+  if (is_ours(arguments)) {
+    return infer_as_device(arguments, call.get<int64_t>("innerPrecise"));
+  }
   return infer_attention(arguments);
 }
 
+void check_v4(const Call& call) { check_infer(call, arguments_of(call), /*is_v5=*/false); }
+void check_v5(const Call& call) { check_infer(call, arguments_of(call), /*is_v5=*/true); }
+
 const Function v3{.name = "aclnnFusedInferAttentionScoreV3",
                   .workspace = 1024,
-                  .arguments = join({kInputs, kAttributes, kOutputs}),
+                  .arguments = join({kInputs, kNoOutputScales, kMoreInputs, kAttributes, kOutputs}),
                   .compute = without_sinks};
 const Function v4{.name = "aclnnFusedInferAttentionScoreV4",
                   .workspace = 1024,
-                  .arguments = join({kInputs, kSinks, kAttributes, kQueryQuantMode, kOutputs}),
+                  .arguments = join({kInputs, kNoOutputScales, kMoreInputs, kSinks, kAttributes,
+                                     kQueryQuantMode, kOutputs}),
+                  .device = {.check = check_v4},
                   .compute = with_sinks};
-const Function v5{
-    .name = "aclnnFusedInferAttentionScoreV5",
-    .workspace = 1024,
-    .arguments = join({kInputs, kSinks, kStarts, kAttributes, kQueryQuantMode, kPseType, kOutputs}),
-    .compute = with_sinks};
+const Function v5{.name = "aclnnFusedInferAttentionScoreV5",
+                  .workspace = 1024,
+                  .arguments = join({kInputs, kOutputScales, kMoreInputs, kSinks, kStarts,
+                                     kAttributes, kQueryQuantMode, kPseType, kOutputs}),
+                  .device = {.check = check_v5},
+                  .compute = with_sinks};
 
 }  // namespace
 

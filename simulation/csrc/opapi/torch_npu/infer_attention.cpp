@@ -26,13 +26,8 @@ InferAttention::Lengths lengths_of(const Call& call, std::string_view name) {
   return lengths && !lengths->empty() ? std::optional(*lengths) : std::nullopt;
 }
 
-namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
 bool is_packed(std::string_view layout) { return layout == "TND" || layout == "NTD"; }
 
-// A view as (B, N, S, D); of packed sequences, as (1, N, T, D).
 at::Tensor heads_first(const at::Tensor& x, std::string_view layout, int64_t heads) {
   if (layout == "BSH") {
     return x.unflatten(2, {heads, -1}).transpose(1, 2);
@@ -52,6 +47,10 @@ at::Tensor heads_first(const at::Tensor& x, std::string_view layout, int64_t hea
   TORCH_CHECK(layout == "NTD", "the simulation has no inputLayout ", layout);
   return x.unsqueeze(0);
 }
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // A cache as (blocks, N, block_size, D): (blocks, block_size, H), (blocks, N, block_size, D), or
 // (blocks, N, D / 16, block_size, 16).

@@ -43,8 +43,15 @@ struct InferAttention {
 // sequence are such rows.
 torch::jit::Stack infer_attention(const InferAttention& arguments);
 
+bool is_packed(std::string_view layout);
+// A view as (B, N, S, D); of packed sequences, as (1, N, T, D).
+at::Tensor heads_first(const at::Tensor& x, std::string_view layout, int64_t heads);
+
 // The one tensor of a list: torch_npu gives no more.
 at::Tensor only_tensor(const Call& call, std::string_view name);
 InferAttention::Lengths lengths_of(const Call& call, std::string_view name);
+
+// Raises for outputs and lists that FusedInferAttentionScore V4 or V5 refuses.
+void check_infer(const Call& call, const InferAttention& given, bool is_v5);
 
 }  // namespace cann_sim
