@@ -54,9 +54,11 @@ def default_scale(
 
 
 def sink_of_statistics(sink: Tensor, query: Tensor) -> Tensor:
-    """`sink` in the dtype of the softmax statistics. Other dtypes are left to the operator."""
+    """`sink` in the dtype of the softmax statistics. What is no number is left to the operator."""
     if not isinstance(sink, Tensor) or not isinstance(query, Tensor):
         return sink
+    if not torch.compiler.is_compiling() and sink.layout != torch.strided:
+        return sink  # refused, where some of torch's layouts cannot be converted
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return sink.to(dtype) if sink.is_floating_point() and sink.dtype != dtype else sink
 

@@ -90,6 +90,10 @@ def _for_reference(operator: Operator, arguments: dict[str, Any]) -> Sample | No
         except (TypeError, ValueError, RuntimeError):
             return None
         given[x.name] = value
+    padded = given.get("layout") != "TND" and any(given.get(x) is not None for x in _LENGTHS)
+    if "pse_shift" in given and padded:
+        # Lengths of padded batches, which the public function packs: see valid/padded.
+        return None
     mode = given.get("sparse_mode", 0)
     if "atten_mask" in given and given["atten_mask"] is None and mode in COMPRESSED_MODES:
         # The public function builds it.
