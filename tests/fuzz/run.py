@@ -47,6 +47,7 @@ SHOWN = 3  # findings of a class that are printed in full
 LABELS = 6  # labels of a class in the table
 PROGRESS_SECONDS = 10
 CASE_SECONDS = 120  # one that takes longer hangs
+WATCH_SECONDS = 0.1  # between two looks at it
 
 
 def classes() -> dict[str, Case]:
@@ -173,12 +174,13 @@ def watch(command_line: list[str]) -> int:
         path = Path(folder) / "journal"
         Journal(path)
         process = subprocess.Popen([*command_line, str(path)])
-        line, since = "", time.perf_counter()
+        line, waited = "", 0.0
         while process.poll() is None:
-            time.sleep(0.1)
+            time.sleep(WATCH_SECONDS)
+            waited += WATCH_SECONDS  # not by the clock: somebody may have stopped both processes
             if line != (now := remembered(path)) or not line:
-                line, since = now, time.perf_counter()
-            elif time.perf_counter() - since > CASE_SECONDS:
+                line, waited = now, 0.0
+            elif waited > CASE_SECONDS:
                 process.send_signal(signal.SIGABRT)  # whose handler prints where it is
                 process.wait()
         if process.returncode < 0:
