@@ -54,7 +54,7 @@ def default_scale(
 
 
 def sink_of_statistics(sink: Tensor, query: Tensor) -> Tensor:
-    """`sink` in the dtype of the softmax statistics. What is no number is left to the operator."""
+    """`sink` in the dtype of the softmax statistics, where that is one of numbers."""
     if not isinstance(sink, Tensor) or not isinstance(query, Tensor):
         return sink
     if not torch.compiler.is_compiling() and sink.layout != torch.strided:

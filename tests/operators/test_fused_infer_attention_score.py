@@ -54,7 +54,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[T
 @pytest.mark.parametrize("form", PAGES)
 @pytest.mark.parametrize(("sq", "mode"), [(1, 3), (5, 3), (40, 4)])
 def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: int) -> None:
-    """Nothing behind the keys is read: other rows of the cache are NaN."""
+    """Bit for bit, and nothing behind the keys is read: other rows of the cache are NaN.
+
+    But a few rows in half types read keys in place, and not fractals, which are in pieces.
+    """
     query, key, value = tensors(sq, 300)
     lengths = [300, 33, 129]
     options = {"sparse_mode": mode, "pre_tokens": 70, "actual_seq_lengths_key": lengths}
@@ -67,10 +70,11 @@ def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: in
             for x in pages:
                 x[blocks[b, at]] = torch.nan
             blocks[b, at] = 10**6
-    actual = attend(query, *pages, block_table=blocks, **options)
-    # Pages divide the keys at other places.
-    assert torch.allclose(actual[0].float(), expected[0].float(), rtol=2**-7, atol=2**-9)
-    assert torch.allclose(actual[1], expected[1], rtol=1e-5, atol=1e-5)
+    for x, y in zip(attend(query, *pages, block_table=blocks, **options), expected, strict=True):
+        if sq == 1 and form == "fractals":
+            torch.testing.assert_close(x, y)
+        else:
+            assert torch.equal(x, y)
 
 
 @pytest.mark.usefixtures("no_limits")

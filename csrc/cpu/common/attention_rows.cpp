@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "cpu/common/attention_scores.h"
+#include "cpu/common/few_rows.h"
 #include "cpu/common/partial_attention.h"
-#include "cpu/common/single_rows.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -23,6 +23,11 @@ struct KeyRange {
   int64_t begin;
   int64_t end;
 };
+
+// Where rows read their keys in place, the keys of a tile, and those that one head reads before the
+// next one does where the heads of a token are adjacent.
+constexpr int64_t kKeysInPlace = kKeyStep;
+constexpr int64_t kKeysInTurn = 8;
 
 // Computes attention for blocks of rows, by online softmax over blocks of keys: a thread holds one
 // tile of scores at a time.
@@ -95,7 +100,7 @@ class AttentionRows {
                       const int64_t rows = product_rows(tile.rows);
                       tile_gemm({rows, tile.width(), keys_.size(), query_.from(row),
                                  keys_.transposed(tile.begin), scores_.from(0, tile.begin), false});
-                      update_softmax(tile, task.key_head, row, has_started);
+                      update_softmax(tile, task.key_head, row, scores_, has_started);
                       tile_gemm({rows, values_.size(), tile.width(),
                                  as_operand(scores_, rows, tile, probabilities_),
                                  values_.by_rows(tile.begin), out(row), has_started});
@@ -110,45 +115,58 @@ class AttentionRows {
     }
   }
 
-  // The key heads, each with a single row, take turns after a few keys: where those of a token are
-  // adjacent, memory is read in its order.
   void attend_in_place(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
-    const int64_t last = part.end;
+    const int64_t rows = task.rows_of_head;
     std::fill_n(out(0).data(), task.rows() * values_.size(), T(0));
-    for (int64_t begin = part.begin, count = 0; begin < last; begin += count) {
-      // Rows are at equal distances within a page alone.
-      count = std::min({kKeysInPlace - begin % kKeysInPlace, last - begin,
-                        run_of_keys(attention_.key, sequence, begin)});
-      const ScoreTile tile(sequence, /*group=*/1, 0, 1, begin, count);
-      for (int64_t h = 0; h < task.key_heads; ++h) {
-        const int64_t head = task.key_head + h;
-        const bool last_head = h + 1 == task.key_heads;
-        const int64_t next_head = last_head ? task.key_head : head + 1;
-        const int64_t next_begin = last_head ? std::min(begin + count, last - 1) : begin;
-        const auto keys_of = [&](const at::Tensor& tensor) {
-          return key_rows<Input>(tensor, sequence, head, begin);
-        };
-        const auto next = [&](const at::Tensor& tensor) {
-          return NextRows{key_rows<Input>(tensor, sequence, next_head, next_begin),
-                          std::min(kKeysInPlace, last - next_begin)};
-        };
-        score_rows(query_.row(h), attention_.size, keys_of(attention_.key), count,
-                   next(attention_.key), scores_.data());
-        update_softmax(tile, head, h, /*started=*/true);
-        add_rows(as_operand(scores_, 1, tile, probabilities_).data(), attention_.value_size,
-                 keys_of(attention_.value), count, next(attention_.value), out(h).data());
+    for (int64_t begin = part.begin; begin < part.end; begin += kKeysInPlace) {
+      const int64_t count = std::min(kKeysInPlace, part.end - begin);
+      const ScoreTile tile(sequence, attention_.group(), task.first_row, rows, begin, count);
+      if (tile.empty()) {
+        continue;
       }
+      for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
+        const auto key = key_rows<Input>(attention_.key, sequence, task.key_head, first);
+        score_rows<T, Operand>(in_turn(task, attention_.key), query_, attention_.size, key, keys,
+                               scores_.from(0, first - begin));
+      });
+      for (int64_t h = 0; h < task.key_heads; ++h) {
+        update_softmax(tile, task.key_head + h, h * rows, scores_.from(h * rows), true);
+      }
+      const auto weights = as_operand(scores_, task.rows(), tile, probabilities_);
+      for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
+        const auto value = key_rows<Input>(attention_.value, sequence, task.key_head, first);
+        add_rows<T, Operand>(in_turn(task, attention_.value), weights.from(0, first - begin),
+                             attention_.value_size, value, keys, out(0));
+      });
     }
+  }
+
+  // Calls function(first key, keys) for the keys of a tile that lie in memory as in the sequence.
+  template <typename Function>
+  void for_each_run(const RowsTask& task, int64_t begin, int64_t count, int64_t last,
+                    const Function& function) const {
+    for (int64_t first = begin; first < begin + count;) {
+      const int64_t of_page = run_of_keys(attention_.key, *task.sequence, first);
+      const int64_t keys = std::min(begin + count - first, of_page);
+      function(first, {keys, std::min(last - first, of_page)});
+      first += keys;
+    }
+  }
+
+  static HeadsInTurn in_turn(const RowsTask& task, const at::Tensor& tensor) {
+    const bool adjacent_heads = tensor.stride(1) < tensor.stride(2);
+    return {task.key_heads, task.rows_of_head, adjacent_heads ? kKeysInTurn : kKeysInPlace};
   }
 
   // Turns products into the weights of their values, and rescales the outputs, from `row` on, that
   // have `started`.
-  void update_softmax(const ScoreTile& tile, int64_t key_head, int64_t row, bool started) {
+  void update_softmax(const ScoreTile& tile, int64_t key_head, int64_t row, const Matrix<T>& scores,
+                      bool started) {
     const int64_t first_head = key_head * attention_.group();
-    scores_of_.finish(tile, first_head, scores_);
-    exponentiate(tile, row);
-    scores_of_.drop(tile, first_head, scores_);
+    scores_of_.finish(tile, first_head, scores);
+    exponentiate(tile, row, scores);
+    scores_of_.drop(tile, first_head, scores);
     for (int64_t r = row; started && r < row + tile.rows; ++r) {
       if (factor_.data()[r] != T(1)) {
         scale(out(r).data(), factor_.data()[r], out(r).data(), attention_.value_size);
@@ -158,9 +176,9 @@ class AttentionRows {
 
   // Turns scores into exp(score - max) with the running maximum, and into 0 where a row does not
   // keep the key. Earlier results must be rescaled by factor_.
-  void exponentiate(const ScoreTile& columns, int64_t row) {
-    vectorized([rows = columns.rows, scale = scores_of_.factor(), scores = scores_.data(), &columns,
-                max = result_.max + row, sum = result_.sum + row,
+  void exponentiate(const ScoreTile& columns, int64_t row, const Matrix<T>& products) {
+    vectorized([rows = columns.rows, scale = scores_of_.factor(), scores = products.data(),
+                &columns, max = result_.max + row, sum = result_.sum + row,
                 factor = factor_.data() + row](auto bytes) {
       for (int64_t r = 0; r < rows; ++r) {
         T* s = scores + r * kKeyBlock;
@@ -199,11 +217,12 @@ class AttentionRows {
   Tile<T> factor_{1, kMaxRows};
 };
 
-// Returns how many key heads of a sequence that reads its keys in place share a task.
-int64_t heads_in_turn(const DenseAttention& attention) {
+// Returns how many key heads of a sequence that reads its keys in place share a task, each with so
+// many rows.
+int64_t heads_in_turn(const DenseAttention& attention, int64_t rows) {
   const auto sequences = static_cast<int64_t>(attention.sequences.size());
   const int64_t share = at::divup(attention.key_heads * sequences, at::get_num_threads());
-  return std::clamp<int64_t>(share, 1, kMaxRows / kRowStep);
+  return std::clamp<int64_t>(share, 1, kRowBlock / rows);
 }
 
 template <typename Input, typename Operand>
@@ -240,7 +259,7 @@ std::vector<RowsTask> divide(const DenseAttention& attention) {
   std::vector<RowsTask> tasks;
   for (const auto& sequence : attention.sequences) {
     const int64_t rows = sequence.queries * attention.group();
-    const int64_t most_heads = attention.in_place(sequence) ? heads_in_turn(attention) : 1;
+    const int64_t most_heads = attention.in_place(sequence) ? heads_in_turn(attention, rows) : 1;
     for (int64_t head = 0; head < attention.key_heads; head += most_heads) {
       const int64_t heads = std::min(most_heads, attention.key_heads - head);
       for (int64_t row = 0; row < rows; row += block) {

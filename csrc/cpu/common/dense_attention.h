@@ -9,12 +9,15 @@
 #include "core/layout.h"
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
+#include "cpu/common/tile_gemm.h"
 #include "cpu/common/token_rows.h"
 #include "ops/flash_attention_score.h"
 #include "ops/fused_infer_attention_score.h"
 #include "ops/prompt_flash_attention.h"
 
 namespace ascend_attn::cpu {
+
+inline constexpr int64_t kFewRows = 8;  // see in_place
 
 // One sequence. Its tokens are counted within its batch of the tensors.
 struct DenseSequence : Sequence {
@@ -69,10 +72,13 @@ struct DenseAttention {
     return sequence.rows_before * heads + head * sequence.queries + query;
   }
 
-  // Returns whether the rows of a sequence read their keys in place: a single one for each key
-  // head. Not in float32 and float64, where the bits of a row do not depend on how many there are.
+  // Returns whether the rows of a sequence read their keys in place: a few for each key head, or a
+  // single one where bfloat16 matrices are multiplied as they are. Not in float32 and float64,
+  // where the bits of a row do not depend on how many there are.
   bool in_place(const DenseSequence& sequence) const {
-    return whole_keys && query.element_size() == 2 && sequence.queries * group() == 1;
+    const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
+    const int64_t rows = sequence.queries * group();
+    return whole_keys && query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : kFewRows);
   }
 
   Layout layout;  // never BNSD_BSND, which is BNSD here

@@ -11,7 +11,7 @@
 #include "cpu/common/attention_scores.h"
 #include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
-#include "cpu/common/single_rows.h"
+#include "cpu/common/few_rows.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/vectorized.h"
@@ -131,9 +131,10 @@ class ScoreGradient {
   void multiply_keys(const ScoreTile& tile) {
     if (attention_.in_place(*sequence_)) {
       const auto rows = key_rows<Input>(attention_.key, *sequence_, key_head_, tile.key_begin);
-      const int64_t count = tile.row_end[0];
-      score_rows(query_.row(0), attention_.size, rows, count, NextRows{rows, count},
-                 scores_.data());
+      const int64_t count =
+          *std::max_element(tile.row_end.begin(), tile.row_end.begin() + tile.rows);
+      score_rows<T, Operand>({1, tile.rows, count}, query_, attention_.size, rows, {count, count},
+                             scores_);
     } else {
       multiply(query_, keys_, tile, scores_);
     }

@@ -1,23 +1,15 @@
 #include "cpu/common/portable_gemm.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "cpu/common/vectorized.h"
 
 namespace ascend_attn::cpu {
 namespace {
 
-// Returns a * b + c, rounded once wherever the vector unit can. Compilers fuse some of the sums in
-// a block of one shape, and none in another: the bits of a product would depend on its size.
-template <bool has_fma, typename T>
-[[gnu::always_inline]] inline T multiply_add(T a, T b, T c) {
-  return has_fma ? std::fma(a, b, c) : a * b + c;
-}
-
 // Computes `rows` rows and `columns` columns of C. Both are constants, and the inner loop is marked
 // omp simd: compilers then hold all sums in vector registers.
-template <int64_t rows, int64_t columns, bool has_fma, typename T>
+template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 [[gnu::always_inline]] inline void multiply_block(const Product<T>& p) {
   T sums[rows][columns] = {};
   for (int64_t l = 0; l < p.k; ++l) {
@@ -26,7 +18,7 @@ template <int64_t rows, int64_t columns, bool has_fma, typename T>
       const T factor = p.a.row(i)[l];
 #pragma omp simd
       for (int64_t j = 0; j < columns; ++j) {
-        sums[i][j] = multiply_add<has_fma>(factor, p.b.row(l)[j], sums[i][j]);
+        sums[i][j] = multiply_add<bytes>(factor, p.b.row(l)[j], sums[i][j]);
       }
     }
   }
@@ -41,19 +33,19 @@ template <int64_t rows, int64_t columns, bool has_fma, typename T>
 }
 
 // Computes `columns` columns of C: blocks of `rows` rows, then the remaining rows.
-template <int64_t rows, int64_t columns, bool has_fma, typename T>
+template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 [[gnu::always_inline]] inline void multiply_rows(Product<T> p) {
   for (; p.m >= rows; p.m -= rows) {
-    multiply_block<rows, columns, has_fma>(p);
+    multiply_block<rows, columns, bytes>(p);
     p.a = p.a.from(rows);
     p.c = p.c.from(rows);
   }
   if constexpr (rows > 1) {
-    multiply_rows<rows / 2, columns, has_fma>(p);
+    multiply_rows<rows / 2, columns, bytes>(p);
   }
 }
 
-template <int64_t rows, int64_t columns, bool has_fma, typename T>
+template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 [[gnu::always_inline]] inline void multiply_panel(Product<T> p) {
   // Many rows of A share a copy of B that is adjacent in the L1 cache, whatever the stride of B is.
   // Few do not, but add the same parts, so that the bits of a row do not depend on how many there
@@ -72,20 +64,20 @@ template <int64_t rows, int64_t columns, bool has_fma, typename T>
       }
       part.b = {panel, columns};
     }
-    multiply_rows<rows, columns, has_fma>(part);
+    multiply_rows<rows, columns, bytes>(part);
     part.accumulate = true;
   }
 }
 
-template <int64_t rows, int64_t columns, bool has_fma, typename T>
+template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 [[gnu::always_inline]] inline void multiply_columns(Product<T> p) {
   for (; p.n >= columns; p.n -= columns) {
-    multiply_panel<rows, columns, has_fma>(p);
+    multiply_panel<rows, columns, bytes>(p);
     p.b = p.b.from(0, columns);
     p.c = p.c.from(0, columns);
   }
   if constexpr (columns > 1) {
-    multiply_columns<rows, columns / 2, has_fma>(p);
+    multiply_columns<rows, columns / 2, bytes>(p);
   }
 }
 
@@ -96,13 +88,11 @@ void multiply(const Product<T>& product) {
   vectorized([product](auto bytes) {
 #if defined(__aarch64__)
     constexpr bool has_32_registers = true;
-    constexpr bool has_fma = true;
 #else
     constexpr bool has_32_registers = bytes == 64;
-    constexpr bool has_fma = bytes > 16;
 #endif
     // Sums fill half of the registers; factors and elements of B need the others.
-    multiply_columns<has_32_registers ? 8 : 4, 2 * bytes / sizeof(T), has_fma>(product);
+    multiply_columns<has_32_registers ? 8 : 4, 2 * bytes / sizeof(T), bytes>(product);
   });
 }
 

@@ -61,6 +61,19 @@ void vectorized(Body body) {
   }
 }
 
+// Returns a * b + c, rounded once wherever vectors of this size have such an instruction. Compilers
+// fuse some of the sums in a block of one shape, and none in another: the bits of a product would
+// depend on its size.
+template <int64_t bytes, typename T>
+[[gnu::always_inline]] inline T multiply_add(T a, T b, T c) {
+#if defined(__aarch64__)
+  constexpr bool has_fma = true;
+#else
+  constexpr bool has_fma = bytes > 16;
+#endif
+  return has_fma ? std::fma(a, b, c) : a * b + c;
+}
+
 inline double exponential(double x) { return std::exp(x); }
 
 // exp(x) = 2^exponent * fraction, in straight-line code that compilers vectorise (relative error
