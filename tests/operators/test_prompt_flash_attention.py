@@ -213,6 +213,7 @@ def test_the_products_of_the_table() -> None:
         "A2": ["float16", "bfloat16", "int8"],
         "A3": ["float16", "bfloat16", "int8"],
         "310P": ["float16"],
+        "950": ["float16", "bfloat16"],
     }
 
 
