@@ -22,6 +22,9 @@ def kept_names(sample: Sample) -> set[str]:
         "quant_scale2",
     }
     slopes = sample.arguments.get("pse_type", 1) >= 2
+    if sample.operator == "fused_infer_attention_score":
+        # Its sink is float32 or has query's dtype.
+        names -= {n for n in ("sink",) if n in sample.tensors and sample.tensors[n].itemsize == 2}
     return names | {"quant_offset2"} | ({"pse_shift"} if slopes else set())
 
 
