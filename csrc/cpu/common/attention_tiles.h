@@ -164,11 +164,13 @@ class KeyTile {
   }
   template <typename Input>
   void load(const HeadKeys<Input>& keys, int64_t first, int64_t count) {
-    if (count <= keys.run(first)) {
+    const int64_t unread = std::clamp<int64_t>(keys.begin() - first, 0, count);
+    if (unread == 0 && count <= keys.run(first)) {
       pack(dense_rows(keys.rows(first), 0, count), count);
       return;
     }
-    for (int64_t at = 0; at < count;) {
+    zero_rows(rows_, 0, unread);
+    for (int64_t at = unread; at < count;) {
       const int64_t run = std::min(count - at, keys.run(first + at));
       copy_rows(keys.rows(first + at), 0, run, at);
       at += run;

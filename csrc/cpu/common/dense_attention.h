@@ -238,6 +238,8 @@ class HeadKeys {
     return {attention.value, nullptr, sequence, head, attention.value_size, 0};
   }
 
+  // Returns the first key to read. Pages before a window may belong to others by now.
+  int64_t begin() const { return sequence_.blocks == nullptr ? 0 : sequence_.kept.begin(0); }
   int64_t run(int64_t first) const { return run_of_keys(tensor_, sequence_, first); }
   // Returns the rows of the run that begins with `first`.
   JoinedRows<T> rows(int64_t first) const {

@@ -2,7 +2,6 @@
 #include "core/error.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
-#include "cpu/common/attention_tiles.h"
 #include "cpu/common/dense_attention.h"
 
 namespace ascend_attn::cpu {
@@ -77,9 +76,8 @@ void DenseAttention::read_block_table(const at::Tensor& given) {
   for (auto& sequence : sequences) {
     sequence.blocks = block_table.const_data_ptr<int32_t>() + sequence.index * block_table.size(1);
     if (!sequence.empty()) {
-      const int64_t begin = sequence.kept.begin(0) / kKeyStep * kKeyStep;
-      check_blocks(sequence, begin, sequence.kept.end(sequence.queries - 1), key.size(2),
-                   key.size(0));
+      check_blocks(sequence, sequence.kept.begin(0), sequence.kept.end(sequence.queries - 1),
+                   key.size(2), key.size(0));
     }
   }
 }
