@@ -13,11 +13,12 @@ constexpr int64_t kAbsorbedSize = 512;
 constexpr int64_t kRopeSize = 64;
 
 constexpr Rule kValueSize{"value", "query's D as head size, or 128 beside 192"};
-constexpr Rule kPackedSize{"query", "D of 64, 128 or 192 in packed layouts without absorbed MLA"};
-constexpr Rule kPairSize{
+constexpr Rule kCommonSize{
     "query",
-    "D of 64 or 128, or 192 with values of 128, in layouts BSH_BNSD, BSND_BNSD and NTD_TND"};
+    "D of 64 or 128, or 192 with values of 128, in packed layouts, BSH_BNSD and BSND_BNSD"};
 constexpr Rule kAbsorbedPair{"layout", "an output in NBSD or NTD for absorbed MLA alone"};
+constexpr Rule kAbsorbedLayout{"layout",
+                               "BSH, BSND, BNSD, TND or an output in NBSD or NTD for absorbed MLA"};
 constexpr Rule kRopes{"query_rope", "Dr of 64, beside D of 128 or 512"};
 constexpr Rule kAbsorbedValue{"value", "a head size of 512 for absorbed MLA"};
 constexpr Rule kAbsorbedKeyHeads{"num_key_value_heads", "1 for absorbed MLA"};
@@ -25,7 +26,7 @@ constexpr Rule kAbsorbedHeads{"num_heads", "a power of two up to 128 for absorbe
 constexpr Rule kAbsorbedPages{"block_table", "a tensor for absorbed MLA"};
 constexpr Rule kAbsorbedMode{"sparse_mode", "0, 3 or 4 for absorbed MLA"};
 constexpr Rule kAbsorbedLse{"return_softmax_lse", "False for absorbed MLA in packed layouts"};
-constexpr Rule kPairLse{"return_softmax_lse", "False for an output in NBSD", kBefore90};
+constexpr Rule kPairLse{"return_softmax_lse", "False for an output in NBSD or NTD", kBefore90};
 constexpr Rule kPackedMode{"sparse_mode", "0, 3 or 4 in packed layouts"};
 constexpr Rule kPackedPrecise{"inner_precise", "0 in packed layouts whose heads share keys"};
 constexpr Rule kPackedBand{"pre_tokens, next_tokens",
@@ -39,13 +40,6 @@ constexpr Rule kEqualPages{"value", "key's shape in pages"};
 constexpr Rule kSinkSize{"sink", "None unless the values' head size is 64 or 128"};
 constexpr Rule kSinkPrecise{"inner_precise", "0 beside a sink"};
 constexpr Rule kNoSink{"sink", "None", kBefore90};
-constexpr Rule kMaskOfTwoAxes{
-    "atten_mask",
-    "three or four axes in sparse_mode 0 and 1 with ropes, a pair of layouts, or values of another "
-    "head size"};
-constexpr Rule kSingleQuery{"sparse_mode",
-                            "a mode, pre_tokens and next_tokens that keep every key where Sq = 1"};
-constexpr Rule kSingleCount{"actual_seq_lengths_query", "no count of 0 where Sq = 1"};
 
 }  // namespace
 
@@ -57,12 +51,11 @@ const OperatorLimits FusedInferAttentionScore::limits{
      {"N", "query heads", {.min = 1, .max = 256}},
      {"S", "tokens per sequence", {.min = 0, .max = 20971520}},
      {"D", "head size", {.min = 16, .max = 512, .multiple_of = 16}}},
-    {kValueSize,     kPackedSize,       kPairSize,        kAbsorbedPair,  kRopes,
-     kAbsorbedValue, kAbsorbedKeyHeads, kAbsorbedHeads,   kAbsorbedPages, kAbsorbedMode,
-     kAbsorbedLse,   kPairLse,          kPackedMode,      kPackedPrecise, kPackedBand,
-     kSmallPages,    kLargePages,       kPagesOfOneQuery, kPageRows,      kFractals,
-     kEqualPages,    kSinkSize,         kSinkPrecise,     kNoSink,        kMaskOfTwoAxes,
-     kSingleQuery,   kSingleCount}};
+    {kValueSize,     kCommonSize,       kAbsorbedPair,    kAbsorbedLayout, kRopes,
+     kAbsorbedValue, kAbsorbedKeyHeads, kAbsorbedHeads,   kAbsorbedPages,  kAbsorbedMode,
+     kAbsorbedLse,   kPairLse,          kPackedMode,      kPackedPrecise,  kPackedBand,
+     kSmallPages,    kLargePages,       kPagesOfOneQuery, kPageRows,       kFractals,
+     kEqualPages,    kSinkSize,         kSinkPrecise,     kNoSink}};
 
 bool FusedInferRules::absorbed() const {
   return op_.query_rope && head_size_.maybe_as_int() == kAbsorbedSize;
@@ -70,11 +63,6 @@ bool FusedInferRules::absorbed() const {
 
 bool FusedInferRules::is_size(int64_t size, int64_t value_size) const {
   return head_size_.maybe_as_int() == size && value_size_.maybe_as_int() == value_size;
-}
-
-bool FusedInferRules::has_single_query() const {
-  return !axes_.packed() && !layout_.is_pair() && !op_.query_rope && queries_.maybe_as_int() == 1 &&
-         known_equal(head_size_, value_size_);
 }
 
 void FusedInferRules::check_limits() const {
@@ -106,13 +94,12 @@ void FusedInferRules::check_size_limits() const {
                "Dr ", rope_size_, " beside D ", head_size_);
   const bool of_absorbed = layout_.output == Layout::NBSD || layout_.output == Layout::NTD;
   limits_.rule(kAbsorbedPair, !of_absorbed || absorbed(), layout_.name, " with D ", head_size_);
-  const bool sized_pair =
-      layout_.name == "BSH_BNSD" || layout_.name == "BSND_BNSD" || layout_.name == "NTD_TND";
-  const bool common = is_size(64, 64) || is_size(128, 128) || is_size(192, 128);
-  limits_.rule(kPairSize, !sized_pair || absorbed() || common, head_size_, " and ", value_size_);
-  limits_.rule(kPackedSize,
-               !axes_.packed() || absorbed() || size == 64 || size == 128 || size == 192,
-               head_size_);
+  const bool other_pair = layout_.is_pair() && !of_absorbed;
+  limits_.rule(kAbsorbedLayout, !absorbed() || !other_pair, layout_.name);
+  const bool is_common = is_size(64, 64) || is_size(128, 128) || is_size(192, 128);
+  const bool any_size = !axes_.packed() && (!other_pair || layout_.name == "BNSD_BSND");
+  limits_.rule(kCommonSize, any_size || absorbed() || is_common, head_size_, " and ", value_size_,
+               " in layout ", layout_.name);
   limits_.rule(kPackedPrecise,
                !axes_.packed() || op_.inner_precise == 0 || known_equal(key_heads_, op_.num_heads),
                op_.inner_precise);
@@ -154,31 +141,14 @@ void FusedInferRules::check_mask_limits() const {
                !axes_.packed() || mode == SparseMode::standard ||
                    mode == SparseMode::right_down_causal || mode == SparseMode::band,
                op_.sparse_mode);
-  const bool full_mask = op_.atten_mask && !has_compressed_mask(mode);
-  limits_.rule(kMaskOfTwoAxes,
-               !full_mask || op_.atten_mask->dim() != 2 ||
-                   ((!layout_.is_pair() || layout_.name == "BNSD_BSND") && !op_.query_rope &&
-                    known_equal(head_size_, value_size_)),
-               "two axes for layout ", layout_.name);
-  const bool single = has_single_query();
-  const bool packed_band = axes_.packed() && mode == SparseMode::band;
-  if (!single && !packed_band) {
+  if (!axes_.packed() || mode != SparseMode::band) {
     return;
   }
   for (const auto& sequence : op_.sequences()) {
-    limits_.rule(kSingleCount, !single || sequence.queries != 0, 0);
-    if (single && op_.atten_mask) {
-      const auto kept = kept_keys(mode, 1, sequence.keys, op_.pre_tokens, op_.next_tokens,
-                                  /*prefix=*/0, /*is_band=*/false);
-      limits_.rule(kSingleQuery, kept.begin(0) == 0 && kept.end(0) == sequence.keys, "sparse_mode ",
-                   op_.sparse_mode, ", which keeps keys ", kept.begin(0), " to ", kept.end(0),
-                   " of ", sequence.keys, " in batch ", sequence.batch);
-    }
-    limits_.rule(
-        kPackedBand,
-        !packed_band || (op_.pre_tokens >= -sequence.queries && op_.next_tokens >= -sequence.keys),
-        op_.pre_tokens, " and ", op_.next_tokens, " for ", sequence.queries, " queries and ",
-        sequence.keys, " keys");
+    limits_.rule(kPackedBand,
+                 op_.pre_tokens >= -sequence.queries && op_.next_tokens >= -sequence.keys,
+                 op_.pre_tokens, " and ", op_.next_tokens, " for ", sequence.queries,
+                 " queries and ", sequence.keys, " keys");
   }
 }
 

@@ -53,8 +53,6 @@ class FusedInferRules {
   // Multi-head latent attention whose latents are the keys and the values.
   bool absorbed() const;
   bool is_size(int64_t size, int64_t value_size) const;
-  // The device computes such a call by a kernel of its own, which reads no mode.
-  bool has_single_query() const;
   NamedTensor query() const { return {"query", op_.query}; }
 
   const FusedInferAttentionScore& op_;

@@ -230,7 +230,6 @@ def limits() -> Iterator[WrongCall]:
     pack = replace(PACK, d=64)
     paged = replace(PAGED, d=64)
     absorbed = replace(PAGED, layout="BNSD", heads=(8, 1), d=512, rope=64)
-    single = replace(plain, s=(1, 9))
     yield from (
         wrong("310P", plain, "product", "a product that has aclnnFusedInfer", NotImplementedError),
         wrong("A2", plain, "query", "float16 or bfloat16", TypeError, dtype=torch.float32),
@@ -238,8 +237,9 @@ def limits() -> Iterator[WrongCall]:
         wrong("A2", replace(plain, d=20), "query", "expected D .* multiple of 16"),
         wrong("950", replace(plain, d=528), "query", "expected D "),
         wrong("A2", replace(plain, dv=128), "value", "or 128 beside 192"),
-        wrong("A2", replace(pack, d=80), "query", "64, 128 or 192 in packed layouts"),
-        wrong("A2", replace(plain, layout="BSH_BNSD", d=80), "query", "BSH_BNSD, BSND_BNSD"),
+        wrong("A2", replace(pack, d=80), "query", "64 or 128, or 192 with values .* in packed"),
+        wrong("A2", replace(pack, d=192), "query", "values of 128, .* got 192 and 192 in layout"),
+        wrong("A2", replace(plain, layout="BSH_BNSD", d=80), "query", "layouts, BSH_BNSD and"),
         wrong("A2", replace(plain, layout="BSH_NBSD"), "layout", "for absorbed MLA alone"),
         wrong("A2", replace(plain, rope=64), "query_rope", "Dr of 64, beside D of 128 or 512"),
         wrong("A2", replace(plain, d=128, rope=32), "query_rope", "Dr of 64, beside"),
@@ -248,6 +248,7 @@ def limits() -> Iterator[WrongCall]:
         wrong("A2", replace(absorbed, heads=(12, 1)), "num_heads", "a power of two up to 128"),
         wrong("A2", replace(absorbed, pages="", lengths=(None, None), s=(2, 9)), "block_table",
               "a tensor for absorbed MLA"),
+        wrong("A2", replace(absorbed, layout="BNSD_BSND"), "layout", "NBSD or NTD for absorbed"),
         wrong("A2", replace(absorbed, mode=2), "sparse_mode", "0, 3 or 4 for absorbed MLA"),
         wrong("A2", replace(absorbed, layout="TND", lengths=((1, 2), (20, 7)), lse=True),
               "return_softmax_lse", "False for absorbed MLA in packed layouts"),
@@ -266,12 +267,6 @@ def limits() -> Iterator[WrongCall]:
         wrong("A2", replace(plain, d=80, sink="query"), "sink", "head size is 64 or 128"),
         wrong("A2", replace(plain, sink="query"), "inner_precise", "0 beside a sink",
               change={"inner_precise": 2}),
-        wrong("A2", replace(plain, d=192, dv=128, mask="S"), "atten_mask", "three or four axes"),
-        wrong("A2", replace(single, mode=2), "sparse_mode", "keep every key where Sq = 1"),
-        wrong("A2", replace(single, mode=4, pre=3), "sparse_mode", "keeps keys 5 to 9 of 9"),
-        wrong("A2", replace(single, mask="BS", next=3), "sparse_mode", "keeps keys 0 to 4 of 9"),
-        wrong("A2", replace(single, lengths=((0, 1), None)), "actual_seq_lengths_query",
-              "no count of 0"),
     )  # fmt: skip
 
 
