@@ -76,6 +76,19 @@ def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: in
             assert torch.equal(x, y)
 
 
+def test_fractals_that_are_one_piece_of_memory() -> None:
+    """Expanded ones, whose stride is 0."""
+    fractal = torch.randn(2, NK, 1, 16, 16).bfloat16()
+    query = torch.randn(1, N, 2, D).bfloat16()
+    options = {
+        "block_table": torch.tensor([[1, 0]], dtype=torch.int32),
+        "actual_seq_lengths_key": [20],
+    }
+    expanded = fractal.expand(-1, -1, D // 16, -1, -1)
+    actual = attend(query, expanded, expanded, **options)
+    assert_same_bits(actual, attend(query, *[expanded.contiguous()] * 2, **options))
+
+
 @pytest.mark.parametrize("form", PAGES)
 def test_pages_before_a_window_are_not_read(form: str) -> None:
     """They may belong to others by now: their numbers are those of no block, or their rows NaN."""

@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 #include "cpu/common/dense_attention.h"
@@ -130,16 +131,16 @@ void load_rows(const JoinedRows<Input>& rows, int64_t group, int64_t first, int6
   }
 }
 
-// Copies a row whose fractals are `stride` elements apart; 0 if it is in one piece.
+// Copies a row whose fractals are `stride` elements apart, or that is in one piece.
 template <typename Operand, typename Input>
-void load_fractals(const Input* from, int64_t stride, Operand* to, int64_t columns) {
-  if (stride == 0) {
+void load_fractals(const Input* from, std::optional<int64_t> stride, Operand* to, int64_t columns) {
+  if (!stride) {
     load_row(from, to, columns);
     return;
   }
   for (int64_t column = 0; column < columns; column += kFractalColumns) {
     load_row(from, to + column, kFractalColumns);
-    from += stride;
+    from += *stride;
   }
 }
 
@@ -194,7 +195,7 @@ class KeyTile {
                                    int64_t count) const {
     if constexpr (std::is_same_v<Operand, Input> && depth_step<Operand> > 1) {
       // Packed rows are read in place, unless they need zero padding.
-      if (count % kKeyStep == 0 && size_ == rows.size && rows.fractal_stride == 0) {
+      if (count % kKeyStep == 0 && size_ == rows.size && !rows.fractal_stride) {
         return {rows.rows.row(first), rows.rows.token_stride()};
       }
     }

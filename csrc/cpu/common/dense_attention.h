@@ -170,9 +170,9 @@ struct JoinedRows {
   std::optional<HeadRows<const T>> ropes;
   int64_t size;       // of `rows`
   int64_t rope_size;  // of `ropes`
-  // Between the fractals of a row, or of its rope; 0 if rows are in one piece.
-  int64_t fractal_stride = 0;
-  int64_t rope_fractal_stride = 0;
+  // Between the fractals of a row, or of its rope; expanded ones are 0 apart.
+  std::optional<int64_t> fractal_stride = {};
+  std::optional<int64_t> rope_fractal_stride = {};
 };
 
 template <typename T>
@@ -262,8 +262,8 @@ class HeadKeys {
         size_(size),
         rope_size_(rope_size) {}
 
-  static int64_t fractal_stride(const at::Tensor& tensor) {
-    return tensor.dim() == 5 ? tensor.stride(3) : 0;
+  static std::optional<int64_t> fractal_stride(const at::Tensor& tensor) {
+    return tensor.dim() == 5 ? std::optional(tensor.stride(3)) : std::nullopt;
   }
 
   const at::Tensor& tensor_;
