@@ -14,7 +14,7 @@ import pytest
 import torch
 from ascend_attn_ops.check.samples import fused_infer_attention_score as samples
 from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
-from conftest import DEVICE
+from conftest import DEVICE, TASK_QUEUE
 from support.samples import Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -121,9 +121,10 @@ def test_calls_whose_rows_have_keys_mark_none() -> None:
         torch.npu.synchronize()
         return int(torch.npu.memory_stats()["allocation.all.allocated"] - before)
 
-    # Two outputs and a workspace.
-    assert allocations((5, 5)) == 3
-    assert allocations((3, 1)) > 3
+    # Two outputs, and the workspace, which the queue's thread allocates at level 2.
+    expected = 2 if TASK_QUEUE == 2 else 3
+    assert allocations((5, 5)) == expected
+    assert allocations((3, 1)) > expected
 
 
 def test_a_band_that_key_lengths_cannot_express() -> None:

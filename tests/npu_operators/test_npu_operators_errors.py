@@ -150,17 +150,17 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 5}, NotImplementedError,
      "sparse_mode: expected 0 to 4, got 5"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 1}, ValueError,
-     "atten_mask: expected in sparse_mode 1"),
+     "atten_mask: expected a full mask for sparse_mode 1"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 3}, ValueError,
      "atten_mask: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, {"num_key_value_heads": 4}, ValueError,
-     "key: expected 4 heads"),
+     "key: expected shape for layout BSND, num_key_value_heads = 4"),
     ("npu_fused_infer_attention_score", INFERENCE, {"query": QUERY[0]}, ValueError,
-     "query: expected the 4 axes of BSND"),
+     "query: expected rank 4 for layout BSND"),
     ("npu_fused_infer_attention_score", INFERENCE, {"atten_mask": SQUARE[:4]}, ValueError,
      "atten_mask: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, {"actual_seq_lengths_kv": [8, 1]}, ValueError,
-     r"lengths of the key: expected one or 2 numbers in 0..7, got \[8, 1\]"),
+     "actual_seq_lengths_key: expected counts in 0..S = 7, got 8 at 0"),
     ("npu_fused_infer_attention_score", INFERENCE, {"query_rope": QUERY}, ValueError,
      "key_rope: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, PAGES, ValueError, "lengths of the key"),
@@ -220,11 +220,13 @@ def test_blocks_that_are_none() -> None:
     call = {**INFERENCE, "key": cache, "value": cache, "block_table": table, "block_size": 16}
     torch_npu.npu_fused_infer_attention_score(**call, actual_seq_lengths_kv=[20, 16])
     for lengths, wrong in (([20, 17], table), ([20, 16], table + 2)):
-        with pytest.raises(ValueError, match=r"block_table: expected blocks 0..3, got (-1|4) at"):
+        with pytest.raises(
+            ValueError, match=r"block_table: expected block numbers in 0..3, got (-1|4) at"
+        ):
             torch_npu.npu_fused_infer_attention_score(
                 **{**call, "block_table": wrong}, actual_seq_lengths_kv=lengths
             )
-    with pytest.raises(ValueError, match="block_size: expected 16, that of key, got 32"):
+    with pytest.raises(ValueError, match="block_size: expected key's block_size, 16, or 0, got 32"):
         torch_npu.npu_fused_infer_attention_score(
             **{**call, "block_size": 32}, actual_seq_lengths_kv=[20, 16]
         )

@@ -69,12 +69,9 @@ class Batch(NamedTuple):
 def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns out in the output's layout, and lse (B, N, Sq, 1) or (T, N, 1). Without keys lse is
     +inf, or the sink."""
-    if inputs.sparse_mode not in range(5):
-        raise unsupported(inputs.name, "sparse_mode", "0 to 4", inputs.sparse_mode)
+    check_mode(inputs)
     if inputs.sink is not None:
-        if inputs.sink.dtype not in (torch.float16, torch.bfloat16):
-            expected = "float16 or bfloat16"
-            raise unsupported(inputs.name, "learnable_sink", expected, inputs.sink)
+        check_sink(inputs.name, inputs.sink)
         inputs = inputs._replace(sink=sink_of_statistics(inputs.sink, inputs.query))
     batch = _batch(inputs)
     if inputs.atten_mask is not None and inputs.sparse_mode not in _MASKED_BY_MODE:
@@ -84,6 +81,16 @@ def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{inputs.name}: atten_mask: expected in sparse_mode 1, got None")
         out, lse = _packed(inputs, batch)
     return in_layout(out, LAYOUTS[inputs.layout].out), lse[..., None]
+
+
+def check_mode(inputs: Inputs) -> None:
+    if inputs.sparse_mode not in range(5):
+        raise unsupported(inputs.name, "sparse_mode", "0 to 4", inputs.sparse_mode)
+
+
+def check_sink(name: str, sink: Tensor) -> None:
+    if sink.dtype not in (torch.float16, torch.bfloat16):
+        raise unsupported(name, "learnable_sink", "float16 or bfloat16", sink)
 
 
 def _batch(inputs: Inputs) -> Batch:

@@ -1,0 +1,227 @@
+"""The calls that vLLM-Ascend makes of npu_fused_infer_attention_score, on the CPU."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from ascend_attn_ops import attention_update
+from support.npu_names import SQUARE, attention, causal, torch_npu
+from torch import Tensor
+from torch.testing import assert_close
+
+N, NK, D, BLOCK = 8, 2, 128, 128
+MASK = SQUARE.to(torch.int8)
+SCALE = D**-0.5
+INT32_MAX = 2**31 - 1
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """(T, N, D) as (1, N, T, D)."""
+    return x.double().transpose(0, 1)[None]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual.double(), expected.double(), rtol=0.02, atol=0.01)
+
+
+class Cache:
+    """Keys or values of sequences in the blocks of a table, in any order; NaN elsewhere."""
+
+    def __init__(
+        self, lengths: list[int], heads: int = NK, size: int = D, table: Tensor | None = None
+    ) -> None:
+        blocks = max(1, -(-max(lengths) // BLOCK))
+        count = len(lengths) * blocks
+        self.table = torch.randperm(count).int().view(-1, blocks) if table is None else table
+        self.pages = torch.full((count, BLOCK, heads, size), torch.nan).bfloat16()
+        self.tokens = [normal(length, heads, size) for length in lengths]
+        for row, tokens in zip(self.table.tolist(), self.tokens, strict=True):
+            for block, part in zip(row, tokens.split(BLOCK), strict=False):
+                self.pages[block, : len(part)] = part
+
+    @property
+    def rows(self) -> Tensor:
+        return self.pages.flatten(2)
+
+
+def windowed(queries: int, keys: int, window: int) -> Tensor:
+    keep = causal(queries, keys)
+    return keep & ~keep.new_ones(queries, keys).tril(keys - queries - window - 1)
+
+
+def test_prefill() -> None:
+    """attention_v1, PrefillNoCache: packed keys, an int8 mask, block_size without pages."""
+    lengths = [5, 130, 1]
+    ends = list(accumulate(lengths))
+    query, key, value = (normal(ends[-1], n, D) for n in (N, NK, NK))
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query=query, key=key, value=value, atten_mask=MASK, block_table=None, input_layout="TND",
+        block_size=BLOCK, actual_seq_lengths=ends, actual_seq_lengths_kv=ends,
+        num_key_value_heads=NK, num_heads=N, scale=SCALE, sparse_mode=3,
+    )  # fmt: skip
+    assert out.shape == query.shape
+    for begin, end in zip([0, *ends], ends, strict=False):
+        tensors = [heads_first(x[begin:end]) for x in (query, key, value)]
+        expected, _ = attention(*tensors, causal(end - begin, end - begin), scale=SCALE)
+        close(out[begin:end], expected[0].transpose(0, 1))
+
+
+# Queries and keys of each sequence: chunked prefill, decoding, speculative decoding, and a graph
+# that is padded with queries of sequences without keys.
+STEPS = {
+    "chunked": ([17, 3], [145, 300]),
+    "decode": ([1, 1, 1], [129, 1, 256]),
+    "speculative": ([2, 5, 8], [140, 5, 300]),
+    "padded graph": ([1, 1, 2, 1, 1, 0, 1, 1], [40, 17, 133, 0, 0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_pages(step: str, with_sink: bool, window: int) -> None:
+    """attention_v1: TND queries over pages, with a window and sinks of gpt-oss."""
+    queries, keys = STEPS[step]
+    key = Cache(keys)
+    value = Cache(keys, table=key.table)
+    value.pages *= 2  # not the same numbers as key's
+    ends = list(accumulate(queries))
+    query, sink = normal(ends[-1], N, D), normal(N) if with_sink else None
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        query, key.rows, value.rows, num_query_heads=N, num_key_value_heads=NK,
+        input_layout="TND", softmax_scale=SCALE, block_table=key.table, block_size=BLOCK,
+        actual_seq_qlen=ends, actual_seq_kvlen=keys, atten_mask=MASK, learnable_sink=sink,
+        sparse_mode=4 if window else 3, pre_tokens=window or INT32_MAX,
+        next_tokens=0 if window else INT32_MAX,
+    )  # fmt: skip
+    assert lse.shape == (0,)
+    for b, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        rows, count = end - begin, keys[b]
+        if not rows or not count:
+            assert not out[begin:end].any()
+            continue
+        tensors = [heads_first(x) for x in (query[begin:end], key.tokens[b], value.tokens[b] * 2)]
+        keep = windowed(rows, count, window) if window else causal(rows, count)
+        expected, _ = attention(*tensors, keep, scale=SCALE, sink=sink)
+        close(out[begin:end], expected[0].transpose(0, 1))
+
+
+def test_prefill_of_latent_attention() -> None:
+    """mla_v1: keys of 128 with ropes of 64, and the log-sum-exp for later chunks."""
+    ends = [6, 40]
+    query, rope = normal(40, N, 128), normal(40, N, 64)
+    key, value, key_rope = normal(40, N, 128), normal(40, N, 128), normal(40, N, 64)
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        query, key, value, query_rope=rope, key_rope=key_rope, num_heads=N,
+        num_key_value_heads=N, input_layout="TND", atten_mask=MASK, sparse_mode=3, scale=0.07,
+        antiquant_mode=0, antiquant_scale=None, softmax_lse_flag=True, actual_seq_lengths=ends,
+        actual_seq_lengths_kv=ends,
+    )  # fmt: skip
+    assert lse.shape == (40, N, 1)
+    wide = [torch.cat(x, -1) for x in ((query, rope), (key, key_rope))]
+    tensors = [heads_first(x[6:]) for x in (*wide, value)]
+    expected, expected_lse = attention(*tensors, causal(34, 34), scale=0.07)
+    close(out[6:], expected[0].transpose(0, 1))
+    close(lse[6:, :, 0], expected_lse[0].T)
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND"])
+def test_absorbed_decode(layout: str) -> None:
+    """mla_v1 and the context parallelism of it, which asks for the log-sum-exp."""
+    keys = [130, 7]
+    latent = Cache(keys, 1, 512)
+    rope = Cache(keys, 1, 64, latent.table)
+    query, query_rope = normal(2, N, 1, 512), normal(2, N, 1, 64)
+    turn = (lambda x: x) if layout == "BNSD" else (lambda x: x.transpose(1, 2).contiguous())
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        turn(query), latent.rows, latent.rows, query_rope=turn(query_rope),
+        key_rope=rope.rows, num_heads=N, num_key_value_heads=1, input_layout=layout,
+        atten_mask=None, sparse_mode=0, scale=0.07, antiquant_mode=0, antiquant_scale=None,
+        block_table=latent.table, block_size=BLOCK, actual_seq_lengths_kv=keys,
+        softmax_lse_flag=True,
+    )  # fmt: skip
+    assert lse.shape == (2, N, 1, 1)
+    for b in range(2):
+        both = torch.cat((latent.tokens[b], rope.tokens[b]), -1)
+        wide = torch.cat((query[b], query_rope[b]), -1).double()[None]
+        expected, expected_lse = attention(
+            wide, heads_first(both), heads_first(latent.tokens[b]), scale=0.07
+        )
+        close(turn(out)[b], expected[0])
+        close(lse[b, :, :, 0], expected_lse[0])
+
+
+def test_context_parallelism() -> None:
+    """attention_cp: parts of the keys, one of them empty, merged by their log-sum-exp."""
+    query, key, value = normal(2, 1, N, D), normal(2, 60, NK, D), normal(2, 60, NK, D)
+    counts = [[20, 7], [0, 33], [40, 0]]
+    parts = [
+        torch_npu.npu_fused_infer_attention_score(
+            query,
+            key,
+            value,
+            num_heads=N,
+            num_key_value_heads=NK,
+            input_layout="BSND",
+            actual_seq_lengths_kv=lengths,
+            scale=SCALE,
+            softmax_lse_flag=True,
+        )
+        for lengths in counts
+    ]
+    for b in range(2):
+        lse = [part[1][b, :, 0, 0] for part in parts]
+        out = [part[0][b, 0].float() for part in parts]
+        merged, _ = attention_update([torch.where(x == torch.inf, -x, x) for x in lse], out)
+        keys = [torch.cat([x[b, : counts[i][b]] for i in range(3)]) for x in (key, value)]
+        expected, _ = attention(heads_first(query[b]), *map(heads_first, keys), scale=SCALE)
+        close(merged, expected[0, :, 0])
+
+
+def test_vision_encoder() -> None:
+    """mm_encoder_attention: mode 0 in TND, without a mask."""
+    ends = [9, 9 + 64]
+    query, key, value = (normal(73, N, 64) for _ in range(3))
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query, key, value, num_heads=N, num_key_value_heads=N, input_layout="TND", scale=0.125,
+        actual_seq_lengths=ends, actual_seq_lengths_kv=ends, sparse_mode=0,
+    )  # fmt: skip
+    expected, _ = attention(*(heads_first(x[9:]) for x in (query, key, value)), scale=0.125)
+    close(out[9:], expected[0].transpose(0, 1))
+
+
+def test_what_lies_behind_the_keys_has_no_part() -> None:
+    """A full mask does not read keys behind the lengths, whose memory may hold anything."""
+    query, key, value = normal(2, 3, N, D), normal(2, 9, NK, D), normal(2, 9, NK, D)
+    lengths, mask = [4, 7], torch.zeros(2, 3, 9, dtype=torch.int8)
+    arguments: dict[str, Any] = {
+        "num_heads": N, "num_key_value_heads": NK, "input_layout": "BSND", "atten_mask": mask,
+        "actual_seq_lengths_kv": lengths,
+    }  # fmt: skip
+    expected, _ = torch_npu.npu_fused_infer_attention_score(query, key, value, **arguments)
+    for b, length in enumerate(lengths):
+        key[b, length:], value[b, length:] = torch.nan, torch.nan
+    out, _ = torch_npu.npu_fused_infer_attention_score(query, key, value, **arguments)
+    assert_close(out, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["rows", "heads"])
+def test_a_cache_is_read_where_it_lies(form: str) -> None:
+    """A decoding step allocates no memory of a cache's size."""
+    cache = Cache([128 * 16])
+    pages = cache.rows if form == "rows" else cache.pages.transpose(1, 2).contiguous()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        torch_npu.npu_fused_infer_attention_score(
+            normal(1, N, D), pages, pages, num_heads=N, num_key_value_heads=NK, block_size=BLOCK,
+            input_layout="TND", block_table=cache.table, actual_seq_lengths=[1],
+            actual_seq_lengths_kv=[128 * 16], scale=SCALE,
+        )  # fmt: skip
+    most = max(event.cpu_memory_usage for event in profile.events())
+    assert most < pages.nbytes / 4
