@@ -32,14 +32,18 @@ def one_token(**arguments: Any) -> Tensor:
             f"{inputs.name}: query: expected one token of each sequence, "
             f"got {list(inputs.query.shape)}"
         )
-    return attend(inputs)[0]
+    return _attend(inputs)[0]
 
 
 def fused(**arguments: Any) -> tuple[Tensor, Tensor]:
     inputs = _without_quantisation(arguments)
-    check_mode(inputs)
-    out, lse = _by_operator(inputs) if _is_ours(inputs) else attend(inputs)
+    out, lse = _attend(inputs)
     return out, lse if inputs.return_softmax_lse else lse.new_empty(0)
+
+
+def _attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    check_mode(inputs)
+    return _by_operator(inputs) if _is_ours(inputs) else attend(inputs)
 
 
 def _is_ours(inputs: Inputs) -> bool:
