@@ -94,6 +94,10 @@ def _npu_kernels(context: Context) -> Outcome:
     return Outcome("pass", f"loaded, built with {_built('_npu')}, {sys.implementation.cache_tag}")
 
 
+# Ascend 950 has this function in the place of the others of its operators.
+_OF_950 = "aclnnFusedInferAttentionScoreV5"
+
+
 def _functions() -> Iterator[tuple[str, str, bool]]:
     """The aclnn functions that operators call here, and whether each is needed."""
     device = device_in_force()
@@ -103,7 +107,11 @@ def _functions() -> Iterator[tuple[str, str, bool]]:
         for function in row["aclnn"]:
             # Another version that is launched where the first is missing.
             alternatives = [x for x in row["aclnn"] if x.rstrip("2345") == function.rstrip("2345")]
-            yield row["operator"], function, function == alternatives[0]
+            needed = function == alternatives[0]
+            if _OF_950 in row["aclnn"]:
+                on_950 = device is not None and device.product == "950"
+                needed = (function == _OF_950) == on_950
+            yield row["operator"], function, needed
 
 
 def _function(operator: str, function: str, needed: bool, context: Context) -> Outcome:
