@@ -42,7 +42,7 @@ def print_report(language: str = "en") -> int:
         backends = [_registered(name, key) for key in ("CPU", "Meta")]
         autograd = "no" if name in _C.inference_operators else _registered(name, "Autograd")
         for function in row["aclnn"]:
-            npu_state = _npu_state(npu, name, function)
+            npu_state = _npu_state(npu, row, function)
             rows.append((name, *backends, autograd, npu_state, function))
     _print_table(rows)
 
@@ -128,9 +128,22 @@ def _registered(operator: str, dispatch_key: str) -> str:
     return "yes" if has_kernel(name, dispatch_key) else "no"
 
 
-def _npu_state(npu: ModuleType | None, operator: str, function: str) -> str:
-    if npu is None or _registered(operator, "PrivateUse1") == "no":
+# Ascend 950 has this function in the place of the others of its operators.
+OF_950 = "aclnnFusedInferAttentionScoreV5"
+
+
+def is_of_product(functions: Sequence[str], function: str) -> bool:
+    """Whether an operator that calls these functions calls this one on the product in force."""
+    device = device_in_force()
+    on_950 = device is not None and device.product == "950"
+    return OF_950 not in functions or (function == OF_950) == on_950
+
+
+def _npu_state(npu: ModuleType | None, row: dict[str, Any], function: str) -> str:
+    if npu is None or _registered(row["operator"], "PrivateUse1") == "no":
         return "no"
+    if not is_of_product(row["aclnn"], function):
+        return "of another product"
     return "yes" if npu.has_aclnn(function) else "missing in this CANN"
 
 

@@ -8,6 +8,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
+from ascend_attn_ops.check.selection import with_cut_blocks_last
 from conftest import run_in_new_process
 from device_samples import DEVICE_RECIPES, first, is_launched, is_pack_gradient
 from support.samples import RECIPES, Recipe, named_tensors
@@ -31,7 +32,7 @@ def test_threads_with_streams_of_their_own() -> None:
         stream = torch.npu.Stream()
         with ascend_attn_ops.limits(None), torch.npu.stream(stream):
             for recipe in SMALL[thread:] + SMALL[:thread]:
-                sample = recipe.make(torch.bfloat16)
+                sample = with_cut_blocks_last(recipe.make(torch.bfloat16))
                 outputs = sample.to("npu").call(torch.ops.ascend)
                 stream.synchronize()
                 expected = sample.call(torch.ops.ascend)

@@ -14,7 +14,7 @@ import ascend_attn_ops
 from ascend_attn_ops import _C, _built_with, _library
 from ascend_attn_ops.check.probe import Context, Outcome, Probe
 from ascend_attn_ops.device_limits import device_in_force, table
-from ascend_attn_ops.report import path_of, versions
+from ascend_attn_ops.report import OF_950, is_of_product, path_of, versions
 
 SECTION = "environment"
 
@@ -94,10 +94,6 @@ def _npu_kernels(context: Context) -> Outcome:
     return Outcome("pass", f"loaded, built with {_built('_npu')}, {sys.implementation.cache_tag}")
 
 
-# Ascend 950 has this function in the place of the others of its operators.
-_OF_950 = "aclnnFusedInferAttentionScoreV5"
-
-
 def _functions() -> Iterator[tuple[str, str, bool]]:
     """The aclnn functions that operators call here, and whether each is needed."""
     device = device_in_force()
@@ -108,9 +104,8 @@ def _functions() -> Iterator[tuple[str, str, bool]]:
             # Another version that is launched where the first is missing.
             alternatives = [x for x in row["aclnn"] if x.rstrip("2345") == function.rstrip("2345")]
             needed = function == alternatives[0]
-            if _OF_950 in row["aclnn"]:
-                on_950 = device is not None and device.product == "950"
-                needed = (function == _OF_950) == on_950
+            if OF_950 in row["aclnn"]:
+                needed = is_of_product(row["aclnn"], function)
             yield row["operator"], function, needed
 
 
