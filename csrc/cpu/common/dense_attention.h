@@ -73,10 +73,12 @@ struct DenseAttention {
   }
 
   // Returns whether the rows of a sequence read their keys in place: a few for each key head, or a
-  // single one where bfloat16 matrices are multiplied as they are. Not in float32 and float64,
-  // where the bits of a row do not depend on how many there are.
+  // single one where bfloat16 matrices are multiplied as they are, or where ropes would have to be
+  // joined with all keys first. Not in float32 and float64, where the bits of a row do not depend
+  // on how many there are.
   bool in_place(const DenseSequence& sequence) const {
-    const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
+    const bool packs =
+        query_rope.defined() || (query.scalar_type() == at::kBFloat16 && has_bfloat16_products());
     const int64_t rows = sequence.queries * group();
     return whole_keys && query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : kFewRows);
   }
