@@ -40,8 +40,6 @@ class FusedInferRules {
                             const c10::SymInt& tokens) const;
 
   void check_full_mask() const;
-  void check_compressed_mask() const;
-  void check_band() const;
 
   void check_size_limits() const;
   void check_page_limits() const;

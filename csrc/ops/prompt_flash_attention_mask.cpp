@@ -4,6 +4,7 @@
 #include "core/error.h"
 #include "core/sparse_mode.h"
 #include "core/symbolic.h"
+#include "ops/inference_mask.h"
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
@@ -14,11 +15,9 @@ constexpr const char* kName = PromptFlashAttention::name;
 }  // namespace
 
 void PromptFlashAttentionRules::check_mask() const {
+  const InferenceMaskRules rules(op_);
+  rules.check_mode();
   const int64_t mode = op_.sparse_mode;
-  check_value(mode >= 0 && mode <= 4, kName, "sparse_mode",
-              "expected 0, 1, 2 (causal from the top left), 3 (causal to the bottom right) or 4 "
-              "(band), got ",
-              mode);
   limits_.rule(prompt_rules::kModeZero, mode == 0, mode);
   limits_.rule(prompt_rules::kAllPreTokens, op_.pre_tokens >= queries_.maybe_as_int().value_or(0),
                op_.pre_tokens, " for Sq = ", queries_);
@@ -27,26 +26,18 @@ void PromptFlashAttentionRules::check_mask() const {
                op_.next_tokens, " for Skv = ", keys_);
   limits_.rule(prompt_rules::kNextOfMode3, mode != 3 || op_.next_tokens > -INT32_MAX,
                op_.next_tokens);
-  if (!op_.atten_mask) {
-    check_present(mode == 0, kName, "atten_mask", "expected ",
-                  mode == 1 ? "a full mask" : "the compressed mask of shape (2048, 2048)",
-                  " for sparse_mode ", mode, ", got None",
-                  mode == 1 ? "" : "; ascend_attn_ops.prompt_flash_attention builds it");
+  if (!rules.check_mask()) {
     return;
   }
-  const NamedTensor argument{"atten_mask", *op_.atten_mask};
-  const auto dtype = argument.tensor.scalar_type();
-  check_device(kName, argument, query());
-  check_type(dtype == at::kBool || dtype == at::kChar || dtype == at::kByte, kName, "atten_mask",
-             "expected dtype bool, int8 or uint8, where True (1) masks a key out, got ",
-             dtype_name(dtype));
+  const auto dtype = op_.atten_mask->scalar_type();
   limits_.rule(prompt_rules::kBoolMask, dtype == at::kBool, dtype_name(dtype));
   if (is_310p()) {
     limits_.rule(prompt_rules::kMaskSizes, same(queries_, keys_) && divides(128, queries_),
                  "a mask for Sq = ", queries_, ", Skv = ", keys_);
   }
-  has_compressed_mask(static_cast<SparseMode>(mode)) ? check_compressed_mask() : check_full_mask();
-  check_band();
+  rules.is_compressed() ? rules.check_compressed_mask() : check_full_mask();
+  rules.check_band();
+  check_band_of_batches();
 }
 
 void PromptFlashAttentionRules::check_full_mask() const {
@@ -66,32 +57,14 @@ void PromptFlashAttentionRules::check_full_mask() const {
               ", got ", mask.sym_sizes());
 }
 
-void PromptFlashAttentionRules::check_compressed_mask() const {
-  const auto& mask = *op_.atten_mask;
-  constexpr int64_t size = kCompressedMaskSize;
-  check_value(has_shape(mask, {{size, size}}) || has_shape(mask, {{1, size, size}}) ||
-                  has_shape(mask, {{1, 1, size, size}}),
-              kName, "atten_mask",
-              "expected the compressed mask of shape (2048, 2048), (1, 2048, 2048) or (1, 1, 2048, "
-              "2048) for sparse_mode ",
-              op_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
-              "; ascend_attn_ops.prompt_flash_attention builds it when atten_mask is None");
-}
-
 // A band must intersect the score matrix of every non-empty batch.
-void PromptFlashAttentionRules::check_band() const {
+void PromptFlashAttentionRules::check_band_of_batches() const {
   const auto mode = static_cast<SparseMode>(op_.sparse_mode);
   if (mode != SparseMode::standard && mode != SparseMode::band) {
     return;
   }
   const int64_t pre = KeptKeys::bounded(op_.pre_tokens);
   const int64_t next = KeptKeys::bounded(op_.next_tokens);
-  check_value(pre >= 0 || next >= 0, kName, "pre_tokens",
-              "expected pre_tokens and next_tokens not both negative, got ", op_.pre_tokens,
-              " and ", op_.next_tokens);
-  check_value(-next <= pre, kName, pre < 0 ? "pre_tokens" : "next_tokens",
-              "expected a band that keeps keys, -next_tokens <= pre_tokens, got pre_tokens ",
-              op_.pre_tokens, " and next_tokens ", op_.next_tokens);
   if (pre >= 0 && next >= 0) {
     return;
   }

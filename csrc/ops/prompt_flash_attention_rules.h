@@ -56,8 +56,7 @@ class PromptFlashAttentionRules {
   void check_limits() const;
 
   void check_full_mask() const;
-  void check_compressed_mask() const;
-  void check_band() const;
+  void check_band_of_batches() const;
 
   void check_scales_of_inputs() const;
   void check_scales_of_output() const;
@@ -67,8 +66,7 @@ class PromptFlashAttentionRules {
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
   bool is_310p() const { return limits_.on(k310P); }
   NamedTensor query() const { return {"query", op_.query}; }
-  // One per batch; empty while a length is symbolic.
-  // One of them where all are alike.
+  // One per batch, or one for all that are alike; empty while a length is symbolic.
   std::vector<Sequence> sequences() const;
 
   const PromptFlashAttention& op_;
