@@ -13,6 +13,10 @@
 
 namespace ascend_attn::aclnn {
 
+// A value of inner_precise, of PromptFlashAttention too: a softmax in float32, and zeros in rows
+// that the content of a mask masks whole, as on the CPU.
+inline constexpr int64_t kCorrectsMaskedRows = 2;
+
 // A call with unquantised inputs.
 struct FusedInfer {
   const at::Tensor& query;

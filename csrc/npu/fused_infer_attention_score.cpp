@@ -42,7 +42,6 @@ bool has_full_mask(const FusedInferAttentionScore& op) {
 // Returns the precision to ask for: rows that the content of a mask masks whole are zero, where a
 // sink does not see to that.
 int64_t precise_of(const FusedInferAttentionScore& op) {
-  constexpr int64_t kCorrectsMaskedRows = 2;
   return has_full_mask(op) && !op.sink ? op.inner_precise | kCorrectsMaskedRows : op.inner_precise;
 }
 

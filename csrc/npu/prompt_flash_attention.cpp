@@ -18,9 +18,6 @@ using PromptPrototype = int(AclTensor query, AclTensor key, AclTensor value, Acl
 constexpr Launcher<PromptFlashAttention, PromptPrototype, 0> aclnn_prompt_flash_attention_v3;
 constexpr auto aclnn_fused_infer_attention_score_v5 = launch<PromptFlashAttention, FusedInferV5, 1>;
 
-// A float32 softmax, and zeros in rows that the mask's content masks whole, as on the CPU.
-constexpr int64_t kInnerPrecise = 2;
-
 constexpr const char* kName = PromptFlashAttention::name;
 
 // Returns a scale of an output with one axis. V5 takes none in float16.
@@ -58,7 +55,7 @@ void launch_v5(const PromptFlashAttention& op, const at::Tensor& out) {
       .layout = op.layout.text(),
       .num_key_value_heads = op.num_key_value_heads.expect_int(),
       .sparse_mode = op.sparse_mode,
-      .inner_precise = kInnerPrecise,
+      .inner_precise = kCorrectsMaskedRows,
       .out = out};
   if (queries == 1 && key.numel() != 0) {
     keep_by_lengths(kName, call, key.size(axes.tokens));
@@ -72,8 +69,8 @@ void prompt_flash_attention(const PromptFlashAttention& op,
     return;
   }
   const auto& out = std::get<0>(outputs);
-  // Ascend 950 has no kernel for V3.
-  if (runs_on(k950)) {
+  static const bool lacks_v3 = runs_on(k950);
+  if (lacks_v3) {
     launch_v5(op, out);
     return;
   }
@@ -83,7 +80,7 @@ void prompt_flash_attention(const PromptFlashAttention& op,
       dense(kName, op.deq_scale1), dense(kName, op.quant_scale1), dense(kName, op.deq_scale2),
       dense(kName, op.quant_scale2), dense(kName, op.quant_offset2), op.num_heads.expect_int(),
       op.scale_value, op.pre_tokens, op.next_tokens, op.layout.text(),
-      op.num_key_value_heads.expect_int(), op.sparse_mode, kInnerPrecise, out);
+      op.num_key_value_heads.expect_int(), op.sparse_mode, kCorrectsMaskedRows, out);
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
