@@ -18,6 +18,7 @@
 #include "ascendcl/report.h"
 #include "ascendcl/runtime.h"
 #include "ascendcl/stream_order.h"
+#include "opapi/core/json_of_call.h"
 #include "opapi/core/refusals.h"
 
 namespace cann_sim {
@@ -59,50 +60,6 @@ struct Control {
 Control& control() {
   static auto* instance = new Control;
   return *instance;
-}
-
-std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
-
-Json json_of(const TensorView& view) {
-  return Json::object({{"dtype", dtype_name(view.dtype)},
-                       {"sizes", Json::array(view.sizes)},
-                       {"strides", Json::array(view.strides)},
-                       {"offset", view.offset},
-                       {"storage_sizes", Json::array(view.storage_sizes)},
-                       {"format", int64_t{view.format}},
-                       {"device", int64_t{device_of_address(view.data)}},
-                       {"address", reinterpret_cast<int64_t>(view.data)}});
-}
-
-Json json_of(const Value& value) {
-  return std::visit(
-      [](const auto& held) -> Json {
-        using Held = std::decay_t<decltype(held)>;
-        if constexpr (std::is_same_v<Held, TensorView>) {
-          return json_of(held);
-        } else if constexpr (std::is_same_v<Held, std::vector<TensorView>>) {
-          std::vector<Json> items;
-          for (const auto& view : held) {
-            items.push_back(json_of(view));
-          }
-          return Json::array(items);
-        } else if constexpr (std::is_same_v<Held, Scalar>) {
-          return Json::object({{"dtype", dtype_name(held.dtype)}, {"value", held.value}});
-        } else if constexpr (std::is_same_v<Held, std::vector<int64_t>>) {
-          return Json::array(held);
-        } else {
-          return held;
-        }
-      },
-      value);
-}
-
-Json json_of(const Function& function, const std::vector<Value>& values) {
-  Json arguments = Json::object({});
-  for (size_t i = 0; i < values.size(); ++i) {
-    arguments.add(function.arguments.at(i).name, json_of(values[i]));
-  }
-  return arguments;
 }
 
 // Appends to the log what `entry` makes, while a test listens.
@@ -174,7 +131,7 @@ int check_values(const Function& function, const std::vector<Value>& values) {
       if (!argument.dtypes.empty() &&
           std::ranges::find(argument.dtypes, view.dtype) == argument.dtypes.end()) {
         return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
-                                          dtype_name(view.dtype), " is not supported"));
+                                          c10::str(scalar_type(view.dtype)), " is not supported"));
       }
     }
   }
