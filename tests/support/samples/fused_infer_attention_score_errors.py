@@ -14,7 +14,16 @@ from ascend_attn_ops.check.samples.fused_infer_attention_score import (
 )
 from ascend_attn_ops.check.samples.masks import compressed_mask
 
-from .wrong_call import Change, Product, WrongCall, bools, elsewhere, normal, put
+from .wrong_call import (
+    Change,
+    Product,
+    WrongCall,
+    bools,
+    elsewhere,
+    inference_mask_rules,
+    normal,
+    put,
+)
 
 PLAIN = InferCase(s=(6, 9), heads=(4, 2), d=8)
 BSH = replace(PLAIN, layout="BSH")
@@ -141,22 +150,7 @@ RULES = [
     wrong(SINK, {"sink": torch.ones(4, 1)}, "sink", r"\(num_heads\)"),
     wrong(SINK, {"sink": torch.ones(4).half()}, "sink", "or float32, got float16", TypeError),
     # Masks and bands.
-    wrong(PLAIN, {"sparse_mode": 5}, "sparse_mode", "expected 0, 1, 2 .*, 3 .* or 4"),
-    wrong(PLAIN, {"sparse_mode": -1}, "sparse_mode", "got -1"),
-    wrong(PLAIN, {"sparse_mode": 1}, "atten_mask", "full mask .* None.*161001"),
-    *(
-        wrong(PLAIN, {"sparse_mode": mode}, "atten_mask", "compressed mask .* None.*161001",
-              id=f"mode{mode}")
-        for mode in (2, 3, 4)
-    ),
-    wrong(
-        MASKED, {"atten_mask": torch.zeros(6, 9)}, "atten_mask", "bool, int8 or uint8", TypeError
-    ),
-    wrong(MASKED, {"atten_mask": bools(6, 8)}, "atten_mask", "or with more rows"),
-    wrong(MASKED, {"atten_mask": bools(5, 9)}, "atten_mask", "or with more rows"),
-    wrong(MASKED, {"atten_mask": bools(9)}, "atten_mask", r"expected shape \(B, Sq, Skv\)"),
-    wrong(MASKED, {"atten_mask": bools(3, 6, 9)}, "atten_mask", r"\(1, Sq, Skv\)"),
-    wrong(MASKED, {"atten_mask": bools(2, 2, 6, 9)}, "atten_mask", r"\(1, 1, Sq, Skv\)"),
+    *inference_mask_rules(wrong, PLAIN, MASKED, BAND),
     wrong(
         replace(MASKED, s=(1, 9), mask="S"),
         {"atten_mask": bools(3, 9)},
@@ -165,11 +159,6 @@ RULES = [
     ),
     wrong(PAGED, {"atten_mask": bools(2, 2, 47)}, "atten_mask", "block_table has room for"),
     wrong(PACK, {"atten_mask": bools(1, 6, 9)}, "atten_mask", "None in sparse_mode 0 .* TND"),
-    wrong(BAND, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(2048, 2048\)"),
-    wrong(BAND, {"atten_mask": COMPRESSED.expand(2, -1, -1)}, "atten_mask", "1, 2048, 2048"),
-    wrong(MASKED, {"pre_tokens": -1, "next_tokens": -1}, "pre_tokens", "not both negative"),
-    wrong(MASKED, {"pre_tokens": 2, "next_tokens": -3}, "next_tokens", "keeps keys"),
-    wrong(BAND, {"pre_tokens": -3, "next_tokens": 2}, "pre_tokens", "keeps keys"),
 ]  # fmt: skip
 
 

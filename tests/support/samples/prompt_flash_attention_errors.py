@@ -17,7 +17,16 @@ from ascend_attn_ops.check.samples.prompt_flash_attention import (
 from ascend_attn_ops.check.samples.randomness import Random
 from ascend_attn_ops.check.samples.sample import Sample, named_tensors
 
-from .wrong_call import Change, Product, WrongCall, bools, elsewhere, normal, put
+from .wrong_call import (
+    Change,
+    Product,
+    WrongCall,
+    bools,
+    elsewhere,
+    inference_mask_rules,
+    normal,
+    put,
+)
 
 PLAIN = PromptCase(s=(6, 9), heads=(4, 2), d=8)
 BSH = replace(PLAIN, layout="BSH")
@@ -103,27 +112,7 @@ RULES = [
     wrong(THREE, {LENGTHS[0]: [6, 2, 7]}, LENGTHS[0], r"0\.\.S = 6, got 7"),
     wrong(THREE, {LENGTHS[1]: [-1]}, LENGTHS[1], r"0\.\.S = 9, got -1"),
     # Masks and bands.
-    wrong(PLAIN, {"sparse_mode": 5}, "sparse_mode", "expected 0, 1, 2 .*, 3 .* or 4"),
-    wrong(PLAIN, {"sparse_mode": -1}, "sparse_mode", "got -1"),
-    wrong(PLAIN, {"sparse_mode": 1}, "atten_mask", "full mask .* None.*161001"),
-    wrong(PLAIN, {"sparse_mode": 2}, "atten_mask", "compressed mask .* None.*161001"),
-    wrong(PLAIN, {"sparse_mode": 3}, "atten_mask", "compressed mask .* None.*161001"),
-    wrong(PLAIN, {"sparse_mode": 4}, "atten_mask", "compressed mask .* None.*161001"),
-    wrong(
-        MASKED, {"atten_mask": torch.zeros(6, 9)}, "atten_mask", "bool, int8 or uint8", TypeError
-    ),
-    wrong(MASKED, {"atten_mask": bools(6, 8)}, "atten_mask", "or with more rows"),
-    wrong(MASKED, {"atten_mask": bools(5, 9)}, "atten_mask", "or with more rows"),
-    wrong(MASKED, {"atten_mask": bools(9)}, "atten_mask", r"expected shape \(Sq, Skv\)"),
-    wrong(MASKED, {"atten_mask": bools(3, 6, 9)}, "atten_mask", r"\(1, Sq, Skv\)"),
-    wrong(MASKED, {"atten_mask": bools(3, 1, 6, 9)}, "atten_mask", r"\(B, 1, Sq, Skv\)"),
-    wrong(MASKED, {"atten_mask": bools(2, 2, 6, 9)}, "atten_mask", r"\(1, 1, Sq, Skv\)"),
-    wrong(MASKED, {"atten_mask": bools(1, 1, 1, 6, 9)}, "atten_mask", r"\(Sq, Skv\)"),
-    wrong(BAND, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(2048, 2048\)"),
-    wrong(BAND, {"atten_mask": COMPRESSED.expand(2, -1, -1)}, "atten_mask", "1, 2048, 2048"),
-    wrong(MASKED, {"pre_tokens": -1, "next_tokens": -1}, "pre_tokens", "not both negative"),
-    wrong(MASKED, {"pre_tokens": 2, "next_tokens": -3}, "next_tokens", "keeps keys"),
-    wrong(MASKED, {"pre_tokens": -3, "next_tokens": 2}, "pre_tokens", "keeps keys"),
+    *inference_mask_rules(wrong, PLAIN, MASKED, BAND),
     wrong(MASKED, {"next_tokens": -6}, "next_tokens", "-6, the queries of batch 0"),
     wrong(MASKED, {"pre_tokens": -9}, "pre_tokens", "-9, the keys of batch 0"),
     wrong(
@@ -132,8 +121,6 @@ RULES = [
         "next_tokens",
         "-2, the queries of batch 1",
     ),
-    wrong(BAND, {"pre_tokens": -4, "next_tokens": -4}, "pre_tokens", "not both negative"),
-    wrong(BAND, {"pre_tokens": 4, "next_tokens": -5}, "next_tokens", "keeps keys"),
     wrong(BAND, {"pre_tokens": 20, "next_tokens": -9}, "next_tokens", "the keys of batch 0"),
     wrong(BAND, {"pre_tokens": -6, "next_tokens": 20}, "pre_tokens", "the queries of batch"),
     # The quantisation table, row by row.

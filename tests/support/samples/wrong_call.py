@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from ascend_attn_ops.check.samples.masks import compressed_mask
 from ascend_attn_ops.check.samples.record import Operator
 from ascend_attn_ops.check.samples.sample import Sample
 from torch import Tensor
@@ -97,6 +98,47 @@ def statistics_rules(operator: Operator, case: Any) -> Iterator[WrongCall]:
         yield WrongCall(
             f"statistics-{id}", operator, case, change, argument, expected=expected, on_meta=False
         )
+
+
+def inference_mask_rules(
+    wrong: Callable[..., WrongCall], plain: Any, masked: Any, band: Any
+) -> Iterator[WrongCall]:
+    """Yields wrong masks of an operator for inference.
+
+    wrong: makes a WrongCall of a case, a change, the argument and what is expected. The cases have
+    two batches of 6 queries and 9 keys: without a mask, with a full one, and in sparse_mode 4.
+    """
+    yield wrong(plain, {"sparse_mode": 5}, "sparse_mode", "expected 0, 1, 2 .*, 3 .* or 4")
+    yield wrong(plain, {"sparse_mode": -1}, "sparse_mode", "got -1")
+    yield wrong(plain, {"sparse_mode": 1}, "atten_mask", "full mask .* None.*161001")
+    for mode in (2, 3, 4):
+        expected = "compressed mask .* None.*161001"
+        yield wrong(plain, {"sparse_mode": mode}, "atten_mask", expected, id=f"mode{mode}")
+    number = {"atten_mask": torch.zeros(6, 9)}
+    yield wrong(masked, number, "atten_mask", "bool, int8 or uint8", TypeError)
+    for mask, expected in (
+        (bools(6, 8), "or with more rows"),
+        (bools(5, 9), "or with more rows"),
+        (bools(9), r"expected shape \("),
+        (bools(3, 6, 9), r"\(1, Sq, Skv\)"),
+        (bools(3, 1, 6, 9), r"\(B, 1, Sq, Skv\)"),
+        (bools(2, 2, 6, 9), r"\(1, 1, Sq, Skv\)"),
+        (bools(1, 1, 1, 6, 9), r"\(Sq, Skv\)"),
+    ):
+        shape = "x".join(map(str, mask.shape))
+        yield wrong(masked, {"atten_mask": mask}, "atten_mask", expected, id=shape)
+    compressed = compressed_mask(3, torch.bool).expand(2, -1, -1)
+    yield wrong(band, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(2048, 2048\)")
+    yield wrong(band, {"atten_mask": compressed}, "atten_mask", "1, 2048, 2048")
+    for case in (masked, band):
+        for pre, following, argument, expected in (
+            (-4, -4, "pre_tokens", "not both negative"),
+            (-1, -1, "pre_tokens", "not both negative"),
+            (2, -3, "next_tokens", "keeps keys"),
+            (-3, 2, "pre_tokens", "keeps keys"),
+        ):
+            tokens = {"pre_tokens": pre, "next_tokens": following}
+            yield wrong(case, tokens, argument, expected, id=f"{pre} and {following}")
 
 
 def elsewhere(x: Tensor) -> Tensor:

@@ -17,12 +17,10 @@ from ascend_attn_ops.reference.operators.fused_infer_attention_score import (
     layouts,
 )
 
-from .masks import compressed_mask, random_mask
+from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
 from .sample import Sample
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,8 @@ class InferCase:
         for side, lengths in zip("qk", self.lengths, strict=True):
             parts += [f"L{side}{'+'.join(map(str, lengths))}"] if lengths is not None else []
         parts += [f"{self.pages}-of-{self.block_size}"] if self.pages else []
-        parts += [f"mode{self.mode}"] if self.mode else []
-        parts += [f"mask{self.mask}"] if self.mask else []
-        parts += [f"larger{self.larger[0]}x{self.larger[1]}"] if any(self.larger) else []
-        has_mask = bool(self.mask) or self.mode >= 2
-        parts += [str(self.mask_dtype).removeprefix("torch.")] if has_mask else []
-        parts += [f"pre{self.pre}"] if self.pre < INT32_MAX else []
-        parts += [f"next{self.next}"] if self.next < INT32_MAX else []
+        band = self.pre, self.next
+        parts += parts_of_id(self.mode, self.mask, self.larger, self.mask_dtype, band)
         parts += [f"sink-{self.sink}"] if self.sink else []
         parts += ["lse"] if self.lse else []
         return "-".join(parts)
@@ -221,17 +214,10 @@ CASES = [
 
 
 def full_mask(case: InferCase, random: Random) -> Tensor:
-    """Every third row is masked out, and what is larger than the scores."""
-    sq, skv = case.s[0], case.room
-    rows, columns = case.larger
-    leading: tuple[int, ...] = {"S": (), "BS": (case.b,), "1S": (1,), "B1S": (case.b, 1)}.get(
-        case.mask, (1, 1)
-    )
     # A mask of two axes has one row for each batch where each has a single query.
-    sq = case.b if case.mask == "S" and sq == 1 else sq
-    mask = random_mask((*leading, sq + rows, skv + columns), "rows", random)
-    mask[..., sq:, :] = True
-    mask[..., skv:] = True
+    rows = case.b if case.mask == "S" and case.s[0] == 1 else case.s[0]
+    more_rows, more_keys = case.larger
+    mask = inference_mask(case.mask, case.b, (rows, more_rows), (case.room, more_keys), random)
     return mask.to(case.mask_dtype)
 
 

@@ -25,12 +25,10 @@ from ascend_attn_ops.reference.operators.prompt_flash_attention import (
     saturated,
 )
 
-from .masks import compressed_mask
+from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
 from .sample import Sample
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -61,22 +59,14 @@ class PromptCase:
         parts += [f"H{n}" + (f"x{nk}" if n != nk else ""), f"D{self.d}"]
         for side, lengths in zip("qk", self.lengths, strict=True):
             parts += [f"L{side}{'+'.join(map(str, lengths))}"] if lengths is not None else []
-        parts += [f"mode{self.mode}"] if self.mode else []
-        parts += [f"mask{self.mask}"] if self.mask else []
-        parts += [f"larger{self.larger[0]}x{self.larger[1]}"] if any(self.larger) else []
-        parts += [str(self.mask_dtype).removeprefix("torch.")] if self.has_mask else []
-        parts += [f"pre{self.pre}"] if self.pre < INT32_MAX else []
-        parts += [f"next{self.next}"] if self.next < INT32_MAX else []
+        band = self.pre, self.next
+        parts += parts_of_id(self.mode, self.mask, self.larger, self.mask_dtype, band)
         parts += [f"{self.inputs}-to-{self.output}"] if "int8" in (self.inputs, self.output) else []
         parts += ["uint64"] if self.deq_dtype == torch.uint64 else []
         parts += [f"per-{self.scale2}"] if self.output == "int8" else []
         parts += ["scale-as-query"] if self.scale2_as_query else []
         parts += ["offset"] if self.offset else []
         return "-".join(parts)
-
-    @property
-    def has_mask(self) -> bool:
-        return bool(self.mask) or self.mode >= 2
 
     def shape(self, side: int) -> tuple[int, ...]:
         b, s, heads, d = self.b, self.s[side], self.heads[side], self.d
@@ -151,16 +141,8 @@ CASES = [
 
 
 def full_mask(case: PromptCase, random: Random) -> Tensor:
-    """Every third row is masked out, and what is larger than the scores."""
-    (sq, skv), (rows, columns) = case.s, case.larger
-    leading: tuple[int, ...] = {"S": (), "BS": (case.b,), "1S": (1,), "B1S": (case.b, 1)}.get(
-        case.mask, (1, 1)
-    )
-    mask = torch.rand((*leading, sq + rows, skv + columns), generator=random.generator) < 0.3
-    mask[..., ::3, :] = True
-    mask[..., sq:, :] = True
-    mask[..., skv:] = True
-    return mask.to(case.mask_dtype)
+    rows, keys = zip(case.s, case.larger, strict=True)
+    return inference_mask(case.mask, case.b, rows, keys, random).to(case.mask_dtype)
 
 
 def deq_scale(value: float, dtype: torch.dtype) -> Tensor:

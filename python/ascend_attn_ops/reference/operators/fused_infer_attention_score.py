@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
-
-# Larger than any length.
-_INFINITE = 2**40
+from .prompt_flash_attention import actual_length, kept
 
 
 class Span(NamedTuple):
@@ -56,7 +54,7 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
             x.to(dtype).repeat_interleave(group, 0)
             for x in keys_and_values(a, inputs, key_heads, number, span)
         )
-        keep = kept(number, sq, skv, a)
+        keep = kept(number, sq, skv, a, single_query=q.shape[2] == 1)
         s = q[at].to(dtype) @ k.mT * a.scale_value
         s = s.masked_fill(~keep, -torch.inf)
         total = torch.cat((s, sink.expand(a.num_heads, sq, 1)), -1).logsumexp(-1)
@@ -129,14 +127,13 @@ def spans(a: Arguments, layout: str, q: Tensor) -> list[Span]:
     room = 0
     if a.block_table is None:
         room = by_head(a.key, layout, a.num_key_value_heads or a.num_heads).shape[2]
-
-    def length(lengths: tuple[int, ...], b: int, tokens: int) -> slice:
-        if not lengths:
-            return slice(0, tokens)
-        return slice(0, lengths[0] if len(lengths) == 1 else lengths[b])
-
     return [
-        Span(b, length(queries, b, q.shape[2]), length(keys, b, room)) for b in range(q.shape[0])
+        Span(
+            b,
+            slice(0, actual_length(queries, b, q.shape[2])),
+            slice(0, actual_length(keys, b, room)),
+        )
+        for b in range(q.shape[0])
     ]
 
 
@@ -164,29 +161,3 @@ def from_pages(pages: Tensor, table: Tensor, heads: int, count: int) -> Tensor:
     size = pages.shape[2]
     used = table[: -(-count // size)].long()
     return pages[used].transpose(0, 1).flatten(1, 2)[:, :count]
-
-
-def kept(number: int, sq: int, skv: int, a: Arguments) -> Tensor:
-    """(Sq,Skv), True where a key is kept: the table of the sparse modes."""
-    if a.atten_mask is None:
-        return torch.ones(sq, skv, dtype=torch.bool)
-    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
-    pre, following = {
-        0: (pre, following),
-        1: (_INFINITE, _INFINITE),
-        2: (_INFINITE, 0),
-        3: (_INFINITE, skv - sq),
-        4: (pre - skv + sq, following + skv - sq),
-    }[a.sparse_mode]
-    i, j = torch.arange(sq)[:, None], torch.arange(skv)
-    band = (i - pre <= j) & (j <= i + following)
-    if a.sparse_mode > 1:  # what the compressed mask says is the band
-        return band
-    mask = a.atten_mask
-    if mask.dim() == 2:
-        # Where each batch has a single query, its rows are those of the batches.
-        single = by_head(a.query, layouts(a.layout)[0], a.num_heads).shape[2] == 1
-        mask = mask[:, None] if single else mask[None]
-    else:
-        mask = mask.flatten(0, -3)
-    return band & (mask[number if mask.shape[0] > 1 else 0, :sq, :skv] == 0)

@@ -108,8 +108,11 @@ def actual_length(lengths: Sequence[int] | None, batch: int, tokens: int) -> int
     return lengths[0] if len(lengths) == 1 else lengths[batch]
 
 
-def kept(batch: int, sq: int, skv: int, a: Arguments) -> Tensor:
-    """(Sq,Skv), True where a key is kept: the table of the sparse modes."""
+def kept(batch: int, sq: int, skv: int, a: Arguments, *, single_query: bool = False) -> Tensor:
+    """(Sq,Skv), True where a key is kept: the table of the sparse modes.
+
+    single_query: a mask of two axes has one row for each batch.
+    """
     if a.atten_mask is None:
         return torch.ones(sq, skv, dtype=torch.bool)
     pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
@@ -124,5 +127,8 @@ def kept(batch: int, sq: int, skv: int, a: Arguments) -> Tensor:
     band = (i - pre <= j) & (j <= i + following)
     if a.sparse_mode > 1:  # what the compressed mask says is the band
         return band
-    mask = a.atten_mask[None] if a.atten_mask.dim() == 2 else a.atten_mask.flatten(0, -3)
+    mask = a.atten_mask
+    if mask.dim() == 2:
+        mask = mask[:, None] if single_query else mask[None]
+    mask = mask.flatten(0, -3)
     return band & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)
