@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import ascend_attn_ops
 import torch
-from harness import interleaved_medians, recorder
+from harness import interleaved_medians, read, recorder
 from results import parser
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,10 +47,6 @@ CASES = [
     Case(8, 16, 16, 4096),
     Case(1, 32, 8, 16384),
 ]
-
-
-def read(*tensors: Tensor) -> list[Tensor]:
-    return [x.view(torch.int64).sum() for x in tensors]
 
 
 def measure(case: Case, rounds: int) -> dict[str, float]:

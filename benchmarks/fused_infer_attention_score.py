@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import ascend_attn_ops
 import torch
-from harness import PEAK_SIZE, Call, interleaved_medians, peak_product, recorder
+from harness import PEAK_SIZE, Call, interleaved_medians, peak_product, read, recorder
 from results import parser
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,10 +61,6 @@ CASES = [
     Case(1, 512, 4096, 32, 8),  # a chunk of a prompt
     Case(1, 2048, 2048, 16, 16, pages=""),
 ]
-
-
-def read(*tensors: Tensor) -> list[Tensor]:
-    return [x.view(torch.int64).sum() for x in tensors]
 
 
 def share_of_peak(case: Case) -> float:
