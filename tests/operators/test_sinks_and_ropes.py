@@ -118,9 +118,13 @@ def test_a_sink_keeps_float32_under_autocast() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH", "TND"])
-def test_ropes_are_a_part_of_the_heads(layout: str, dtype: torch.dtype) -> None:
-    """Bit for bit, forward and backward."""
-    query, key, value = inputs(dtype, heads=2)
+@pytest.mark.parametrize(("queries", "key_heads"), [(SQ, 2), (3, 2), (1, 2), (1, N)])
+def test_ropes_are_a_part_of_the_heads(
+    queries: int, key_heads: int, layout: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit, forward and backward; a few rows of a key head are computed otherwise."""
+    query, key, value = inputs(dtype, heads=key_heads)
+    query = query[:, :, :queries].contiguous()
     generator = torch.Generator().manual_seed(1)
     ropes = [torch.randn(*x.shape[:3], DR, generator=generator).to(dtype) for x in (query, key)]
 
@@ -133,8 +137,8 @@ def test_ropes_are_a_part_of_the_heads(layout: str, dtype: torch.dtype) -> None:
 
     options: dict[str, Any] = {"layout": layout, "sparse_mode": 3}
     if layout == "TND":
-        options["actual_seq_lengths_query"] = [SQ, 2 * SQ]
-        options["actual_seq_lengths_key"] = [SKV, 2 * SKV]
+        options["actual_seq_lengths_query"] = [1, 2 * queries]
+        options["actual_seq_lengths_key"] = [SKV - 1, 2 * SKV]
     leaves = [x.requires_grad_() for x in (query, key, value, *ropes)]
     parts = [placed(x) for x in leaves]
     joined = [placed(torch.cat((x, y), -1)) for x, y in zip(leaves[:2], ropes, strict=True)]

@@ -125,11 +125,15 @@ class AttentionRows {
       if (tile.empty()) {
         continue;
       }
-      for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
-        const auto key = key_rows<Input>(attention_.key, sequence, task.key_head, first);
-        score_rows<T, Operand>(in_turn(task, attention_.key), query_, attention_.size, key, keys,
-                               scores_.from(0, first - begin));
-      });
+      if (attention_.key_rope.defined()) {
+        multiply_joined_keys(task, begin, count);
+      } else {
+        for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
+          const auto key = key_rows<Input>(attention_.key, sequence, task.key_head, first);
+          score_rows<T, Operand>(in_turn(task, attention_.key), query_, attention_.size, key, keys,
+                                 scores_.from(0, first - begin));
+        });
+      }
       for (int64_t h = 0; h < task.key_heads; ++h) {
         update_softmax(tile, task.key_head + h, h * rows, scores_.from(h * rows), true);
       }
@@ -139,6 +143,17 @@ class AttentionRows {
         add_rows<T, Operand>(in_turn(task, attention_.value), weights.from(0, first - begin),
                              attention_.value_size, value, keys, out(0));
       });
+    }
+  }
+
+  // The scores of keys whose ropes are tensors of their own.
+  void multiply_joined_keys(const RowsTask& task, int64_t begin, int64_t count) {
+    const int64_t rows = task.rows_of_head;
+    for (int64_t h = 0; h < task.key_heads; ++h) {
+      const auto key = HeadKeys<Input>::keys(attention_, *task.sequence, task.key_head + h);
+      score_rows<T, Operand>({1, rows, count}, query_.from(h * rows), attention_.size,
+                             rows_of(keys_.read(key, begin, count)), {count, count},
+                             scores_.from(h * rows));
     }
   }
 

@@ -165,10 +165,15 @@ class KeyTile {
   }
   template <typename Input>
   void load(const HeadKeys<Input>& keys, int64_t first, int64_t count) {
+    pack(read(keys, first, count), count);
+  }
+
+  // Returns keys as rows, up to a multiple of kKeyStep, until others are read or loaded.
+  template <typename Input>
+  Matrix<const Operand> read(const HeadKeys<Input>& keys, int64_t first, int64_t count) const {
     const int64_t unread = std::clamp<int64_t>(keys.begin() - first, 0, count);
     if (unread == 0 && count <= keys.run(first)) {
-      pack(dense_rows(keys.rows(first), 0, count), count);
-      return;
+      return dense_rows(keys.rows(first), 0, count);
     }
     zero_rows(rows_, 0, unread);
     for (int64_t at = unread; at < count;) {
@@ -177,9 +182,11 @@ class KeyTile {
       at += run;
     }
     pad_rows(count);
-    pack(rows_, count);
+    return rows_;
   }
 
+  // Returns what was loaded, as read() does.
+  Matrix<const Operand> rows() const { return source_; }
   // Returns operand B (keys, size), starting at key `begin`, a multiple of depth_step.
   Matrix<const Operand> by_rows(int64_t begin) const { return by_rows_.from(begin); }
   // Returns operand B (size, keys), starting at key `begin`.
@@ -220,6 +227,7 @@ class KeyTile {
 
   void pack(const Matrix<const Operand>& source, int64_t count) {
     width_ = round_up(count, kKeyStep);
+    source_ = source;
     by_rows_ = packed_.data() != nullptr ? operand_b(width_, size_, source, packed_) : source;
     if (transposed_.data() != nullptr) {
       pack_transposed(size_, width_, source, transposed_.data());
@@ -229,7 +237,7 @@ class KeyTile {
   int64_t size_, columns_;
   int64_t width_ = 0;
   Tile<Operand> rows_, packed_, transposed_;
-  Matrix<const Operand> by_rows_;
+  Matrix<const Operand> source_, by_rows_;
 };
 
 }  // namespace ascend_attn::cpu

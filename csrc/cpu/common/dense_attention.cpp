@@ -1,7 +1,6 @@
 #include "cpu/common/dense_attention.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/cat.h>
 
 #include <algorithm>
 #include <atomic>
@@ -95,14 +94,6 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
                   : "torch.triu(torch.ones(2048, 2048), 1) and below it 1024 rows of 1024 zeros "
                     "and 1024 ones",
               " for sparse_mode ", mode, ", got other values; True (1) masks a key out");
-}
-
-// Returns heads and ropes, both by head, in one tensor. Copies them in the order of the memory.
-at::Tensor joined(Layout layout, const at::Tensor& heads, const at::Tensor& ropes) {
-  if (layout == Layout::BNSD) {
-    return at::cat({heads, ropes}, -1);
-  }
-  return at::cat({heads.transpose(1, 2), ropes.transpose(1, 2)}, -1).transpose(1, 2);
 }
 
 }  // namespace
@@ -209,13 +200,6 @@ void DenseAttention::add_ropes(const at::Tensor& of_query, const at::Tensor& of_
   key_rope = of_key;
   rope_size = query_rope.size(-1);
   size += rope_size;
-  // Rows that read their keys in place have them in one piece.
-  if (std::ranges::any_of(sequences, [&](const auto& sequence) { return in_place(sequence); })) {
-    query = joined(layout, query, query_rope);
-    key = joined(layout, key, key_rope);
-    query_rope.reset();
-    key_rope.reset();
-  }
 }
 
 void DenseAttention::read_sequences(const FlashAttentionOptions& options) {

@@ -73,12 +73,10 @@ struct DenseAttention {
   }
 
   // Returns whether the rows of a sequence read their keys in place: a few for each key head, or a
-  // single one where bfloat16 matrices are multiplied as they are, or where ropes would have to be
-  // joined with all keys first. Not in float32 and float64, where the bits of a row do not depend
-  // on how many there are.
+  // single one where bfloat16 matrices are multiplied as they are. Not in float32 and float64,
+  // where the bits of a row do not depend on how many there are.
   bool in_place(const DenseSequence& sequence) const {
-    const bool packs =
-        query_rope.defined() || (query.scalar_type() == at::kBFloat16 && has_bfloat16_products());
+    const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
     const int64_t rows = sequence.queries * group();
     return whole_keys && query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : kFewRows);
   }
@@ -126,7 +124,7 @@ struct DenseAttention {
   DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value);
   void add(const SinkAndRopes& extra);
-  // By head. Joins them with query and key where rows are read in place.
+  // Both by head.
   void add_ropes(const at::Tensor& of_query, const at::Tensor& of_key);
   // For the operators for inference.
   void add_sequence(const Sequence& tokens, bool masked, SparseMode mode, int64_t pre_tokens,
@@ -149,6 +147,7 @@ inline const uint8_t* bytes_of(const at::Tensor& mask) {
 template <typename T>
 class HeadRows {
  public:
+  HeadRows(T* data, int64_t token_stride) : data_(data), token_stride_(token_stride) {}
   HeadRows(T* data, const at::Tensor& tensor, int64_t batch, int64_t head, int64_t begin)
       : data_(data + batch * tensor.stride(0) + head * tensor.stride(1) + begin * tensor.stride(2)),
         head_stride_(tensor.stride(1)),
@@ -161,9 +160,14 @@ class HeadRows {
 
  private:
   T* data_;
-  int64_t head_stride_;
+  int64_t head_stride_ = 0;
   int64_t token_stride_;
 };
+
+template <typename T>
+HeadRows<T> rows_of(const Matrix<T>& rows) {
+  return {rows.data(), rows.stride()};
+}
 
 // The rows of one head of query or key, whose last part may lie in another tensor.
 template <typename T>

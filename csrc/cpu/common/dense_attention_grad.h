@@ -130,11 +130,10 @@ class ScoreGradient {
   // As the forward operator, which must have the same bits.
   void multiply_keys(const ScoreTile& tile) {
     if (attention_.in_place(*sequence_)) {
-      const auto rows = key_rows<Input>(attention_.key, *sequence_, key_head_, tile.key_begin);
       const int64_t count =
           *std::max_element(tile.row_end.begin(), tile.row_end.begin() + tile.rows);
-      score_rows<T, Operand>({1, tile.rows, count}, query_, attention_.size, rows, {count, count},
-                             scores_);
+      score_rows<T, Operand>({1, tile.rows, count}, query_, attention_.size, rows_of(keys_.rows()),
+                             {count, count}, scores_);
     } else {
       multiply(query_, keys_, tile, scores_);
     }

@@ -63,7 +63,7 @@ DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
     read_mask_of_inference(op.name, *op.atten_mask, mode);
   }
   if (op.block_table) {
-    whole_keys = op.page_form() != PageForm::fractals && !op.query_rope;
+    whole_keys = op.page_form() != PageForm::fractals;
     read_block_table(*op.block_table);
   }
   if (op.query_rope) {
