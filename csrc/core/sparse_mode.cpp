@@ -42,4 +42,14 @@ KeptKeys visible_keys(SparseMode mode, int64_t queries, int64_t keys) {
                    /*is_band=*/false);
 }
 
+KeptKeys visible_compressed_keys(SparseMode mode, int64_t queries, int64_t keys, int64_t ratio,
+                                 int64_t residual) {
+  auto visible = visible_keys(mode, queries, keys);
+  if (mode == SparseMode::right_down_causal) {
+    visible.until = keys * ratio + residual - queries + 1;
+    visible.ratio = ratio;
+  }
+  return visible;
+}
+
 }  // namespace ascend_attn

@@ -4,6 +4,8 @@
 // All modes have the same form. With query i and key j counted within their sequence, row i keeps
 // one interval of keys:
 //   i + from <= j < max(i + until, prefix)
+// Where a key stands for `ratio` tokens, as the compressed keys of DeepSeek-V4 do, the end counts
+// tokens, and a key is kept with the last of its tokens.
 #pragma once
 
 #include <algorithm>
@@ -34,11 +36,12 @@ struct KeptKeys {
   int64_t from = -kUnbounded;
   int64_t until = kUnbounded;
   int64_t prefix = 0;
+  int64_t ratio = 1;
 
   // Row i keeps [begin, end). Neither bound decreases with i.
   int64_t begin(int64_t i) const { return std::clamp<int64_t>(i + from, 0, keys); }
   int64_t end(int64_t i) const {
-    return std::max(begin(i), std::clamp<int64_t>(std::max(i + until, prefix), 0, keys));
+    return std::max(begin(i), std::clamp<int64_t>(std::max(i + until, prefix) / ratio, 0, keys));
   }
 };
 
@@ -49,6 +52,9 @@ KeptKeys kept_keys(SparseMode mode, int64_t queries, int64_t keys, int64_t pre_t
 
 // The same for the sparse operators, which ignore pre_tokens and next_tokens.
 KeptKeys visible_keys(SparseMode mode, int64_t queries, int64_t keys);
+// The same where each key stands for `ratio` tokens, and no key for the last `residual` ones.
+KeptKeys visible_compressed_keys(SparseMode mode, int64_t queries, int64_t keys, int64_t ratio,
+                                 int64_t residual);
 
 // Returns whether a mode takes a compressed mask, whose size does not depend on Sq and Skv. In mode
 // 6 further rows follow for the prefix.

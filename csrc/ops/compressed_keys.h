@@ -1,0 +1,30 @@
+// Compressed keys, as DeepSeek-V4 has them: one key stands for cmp_ratio tokens. The tokens behind
+// the last complete window, fewer than cmp_ratio, are the residual: no key stands for them yet.
+#pragma once
+
+#include <c10/core/SymInt.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "core/tensor_checks.h"
+
+namespace ascend_attn {
+
+// Expects at least one token per key.
+void check_cmp_ratio(std::string_view op, int64_t ratio);
+// Expects int32 (B), on the device of `query`, if it is given.
+void check_residual(std::string_view op, NamedOptionalTensor residual, NamedTensor query,
+                    const c10::SymInt& batch);
+// Raises unless a residual is in [0, ratio). `place` follows the value in the error.
+void check_residual_value(std::string_view op, std::string_view argument, int64_t ratio,
+                          int64_t residual, std::string_view place);
+// Returns the residual of every sequence; if the argument is None, that of `tokens`, of which
+// `keys` keys are complete. A device makes the host wait.
+std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor residual,
+                                    int64_t ratio, c10::ArrayRef<int64_t> tokens,
+                                    c10::ArrayRef<int64_t> keys);
+
+}  // namespace ascend_attn
