@@ -128,3 +128,22 @@ def test_training_with_transformers(tmp_path: Path, run_example: Callable[..., N
         metrics.append(json.loads((tmp_path / device / "metrics.json").read_text()))
         del metrics[-1]["seconds"]
     assert metrics[0] == metrics[1]
+
+
+@once
+def test_serving_with_pages(
+    run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within the NPU's limits, in bfloat16, with the tokens of generate() on the NPU."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    options = {
+        "device": "npu", "requests": 4, "prompt": 150, "new": 8, "every": 2, "batch": 3,
+        "budget": 64, "blocks": 5,
+    }  # fmt: skip
+    with cann_simulator.recorded_calls() as calls:
+        run_example("serve_with_pages", options)
+    printed = capsys.readouterr().out
+    assert "4 of 4 requests have the tokens of generate()" in printed
+    assert "0 running,  5 blocks free" in printed
+    functions = attention_functions(calls)
+    assert functions["aclnnScatterPaKvCache"] == functions["aclnnFusedInferAttentionScoreV4"] > 0
