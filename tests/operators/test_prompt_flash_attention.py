@@ -106,6 +106,15 @@ def test_more_than_the_scores_does_not_count() -> None:
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("rows", [1, B, B + 2])
+def test_a_mask_of_two_axes_is_that_of_every_batch(rows: int) -> None:
+    """Also where a single query has as many rows as there are batches."""
+    tensors = qkv(1, 13)
+    mask = torch.rand(rows, 13, generator=torch.Generator().manual_seed(1)) < 0.3
+    out = attend(*tensors, atten_mask=mask, sparse_mode=1)
+    torch.testing.assert_close(out, scaled_dot_product_attention(*tensors, attn_mask=~mask[:1]))
+
+
 @pytest.mark.parametrize("value", [2, 255])
 def test_any_number_but_zero_masks(value: int) -> None:
     tensors = qkv(6, 9)

@@ -161,8 +161,7 @@ void DenseAttention::read_mask_of_inference(const char* op, const at::Tensor& gi
     check_compressed_mask(op, given, static_cast<int64_t>(mode));
     return;
   }
-  // A mask of two axes has one row for each batch where each has a single query.
-  use_full_mask(given.dim() == 2 && query.size(2) == 1 ? given.unsqueeze(1) : given);
+  use_full_mask(given);
 }
 
 void DenseAttention::fill_padding(const at::Tensor& output, const at::Scalar& value) const {

@@ -60,7 +60,11 @@ DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
     add_sequence(tokens, op.atten_mask.has_value(), mode, op.pre_tokens, op.next_tokens);
   }
   if (op.atten_mask) {
-    read_mask_of_inference(op.name, *op.atten_mask, mode);
+    // A mask of two axes has one row for each batch where each has a single query.
+    const bool of_batches =
+        !has_compressed_mask(mode) && op.atten_mask->dim() == 2 && query.size(2) == 1;
+    read_mask_of_inference(op.name, of_batches ? op.atten_mask->unsqueeze(1) : *op.atten_mask,
+                           mode);
   }
   if (op.block_table) {
     whole_keys = op.page_form() != PageForm::fractals;
