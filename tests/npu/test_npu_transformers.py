@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import transformers
 from ascend_attn_ops.integrations.transformers import enable_dsa, register
 from support.small_models import SPARSE, make, packing, padding, targets, tokens
 
@@ -151,3 +152,34 @@ def test_the_attention_of_transformers_for_npus(name: str) -> None:
     backward = "FlashAttentionScoreGrad" if name == "plain" else "FlashAttentionUnpaddingScoreGrad"
     called = {x["function"] for x in calls if x.get("phase") == 2 and "Attention" in x["function"]}
     assert called == {f"aclnn{forward}", f"aclnn{backward}"}
+
+
+def served(device: str) -> list[list[int]]:
+    """Returns the tokens of transformers' own server, within the NPU's limits."""
+    model = make("Llama", "ascend_flash", head_dim=64).bfloat16().to(device)
+    if device == "npu":
+        # transformers' server writes inputs on the default stream and computes on another one.
+        model.register_forward_pre_hook(
+            lambda *_: torch.npu.current_stream().wait_stream(torch.npu.default_stream())
+        )
+    results = model.generate_batch(
+        [list(range(40)), [7, 3, 5], list(range(20))],
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=128, num_blocks=4, max_batch_tokens=24
+        ),
+    )
+    assert [result.error for result in results.values()] == [None] * 3
+    return [result.generated_tokens for result in results.values()]
+
+
+def test_continuous_batching_is_that_of_the_cpu() -> None:
+    register()
+    expected = served("cpu")
+    with cann_simulator.recorded_calls() as calls:
+        assert served("npu") == expected
+    functions = attention_functions(calls)
+    # Keys and values are written apart, unless all keys of a step are new.
+    assert 0 < functions["aclnnScatterPaKvCache"] < 2 * functions["aclnnFusedInferAttentionScoreV4"]

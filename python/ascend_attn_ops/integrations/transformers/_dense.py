@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._packing import begins_of_runs, without_empty
+from ascend_attn_ops.integrations.transformers import _paged
 from ascend_attn_ops.integrations.transformers._sequences import packed
 
 NAME = "ascend"
+# transformers' continuous batching accepts this name, as it contains "flash".
+PAGED_NAME = "ascend_flash"
 
 # Arguments of models that flash_attention_score does not have, and what they are.
 _REFUSED = {
@@ -27,7 +31,6 @@ _REFUSED = {
     "position_bias": "a position bias",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
-    "cache": "a paged cache (continuous batching)",
     "output_attentions": "the attention weights as an output",
 }
 
@@ -49,10 +52,18 @@ def register() -> None:
     transformers' eager attention of gpt_oss attends across packed sequences, this one within them,
     except under torch.compile.
 
+    ``attn_implementation="ascend_flash"`` is the same attention under a name that
+    ``model.generate_batch`` accepts: transformers' continuous batching refuses names without
+    "flash". Each of its steps then is one call of
+    :func:`ascend_attn_ops.fused_infer_attention_score` per layer, in layout TND. Layers with full
+    attention read the pages of the cache where they are, if ``page_size`` is a multiple of 16.
+    transformers copies the keys of a sliding window. The steps run in a thread of their own, where
+    :func:`ascend_attn_ops.set_limits` applies and blocks of :func:`ascend_attn_ops.limits` do not.
+
     Features that the operator lacks raise NotImplementedError in the forward: soft caps, sinks that
-    differ between tokens, position biases, paged caches, output_attentions, models that compute
-    their attention themselves, models with compressed keys (DeepSeek-V4), and models with an
-    indexer, which are for :func:`enable_dsa`.
+    differ between tokens, position biases, output_attentions, models that compute their attention
+    themselves, models with compressed keys (DeepSeek-V4), and models with an indexer, which are for
+    :func:`enable_dsa`.
 
     Calling it again has no effect; :func:`unregister` undoes it.
 
@@ -67,14 +78,18 @@ def register() -> None:
         >>> tokens = torch.randint(64, (1, 16))
         >>> model(tokens, labels=tokens).loss.backward()
     """
-    AttentionInterface.register(NAME, attention)
-    masking_utils.AttentionMaskInterface.register(NAME, mask)
+    for name in (NAME, PAGED_NAME):
+        AttentionInterface.register(name, attention)
+        masking_utils.AttentionMaskInterface.register(name, mask)
+    _paged.let_models_load(PAGED_NAME)
 
 
 def unregister() -> None:
-    """Undo :func:`register`. Models that use ``"ascend"`` raise an error in their next forward."""
+    """Undo :func:`register`. Models that use its names raise an error in their next forward."""
     for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
-        interface._global_mapping.pop(NAME, None)
+        for name in (NAME, PAGED_NAME):
+            interface._global_mapping.pop(name, None)
+    _paged.undo()
 
 
 class _Pattern(NamedTuple):
@@ -235,12 +250,12 @@ def attention(
                 f"{what}, which {type(module).__name__} asks for; use another implementation, "
                 'such as "eager"'
             )
-    options: dict[str, Any] = {
-        "num_heads": query.shape[1],
-        "scale_value": scaling,
-        "dropout_p": dropout,
-        "sink": s_aux,
-    }
+    options: dict[str, Any] = {"num_heads": query.shape[1], "scale_value": scaling, "sink": s_aux}
+    cache = kwargs.get("cache")
+    if isinstance(cache, PagedAttentionCache):
+        options = {**options, **_causal(sliding_window), "num_key_value_heads": key.shape[1]}
+        return _paged.attention(module, query, key, value, cache, options, kwargs), None
+    options["dropout_p"] = dropout
     # transformers tells the masks of models where packed sequences begin, but not those of gpt_oss.
     positions = None if s_aux is None else kwargs.get("position_ids")
     if attention_mask is None:

@@ -1,0 +1,142 @@
+"""attn_implementation="ascend_flash": transformers' own server, against generate()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ascend_attn_ops as ops
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ascend_attn_ops.integrations.transformers import register, unregister  # noqa: E402
+from support.small_models import VOCABULARY, make  # noqa: E402
+from transformers import modeling_flash_attention_utils as flash  # noqa: E402
+from transformers.generation.configuration_utils import (  # noqa: E402
+    ContinuousBatchingConfig,
+)
+
+# The longest prompt goes through in chunks of 24 tokens, and the window of 7 keys goes round.
+LENGTHS = (40, 3, 17, 61)
+NEW = 12
+CALL = ops.fused_infer_attention_score
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Without limits in every thread: transformers serves in one of its own."""
+    before = ops.device_limits.device_in_force()
+    assert before is not None
+    ops.set_limits(None)
+    register()
+    yield
+    ops.set_limits(*before)  # type: ignore[arg-type]
+
+
+def model_of(name: str) -> nn.Module:
+    """As users make it: models with a list of flash implementations refuse other names."""
+    if name != "GptOss":
+        return make(name, "ascend_flash")
+    model = make(name, "ascend")
+    model.config._attn_implementation = "ascend_flash"
+    return model
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def served(model: nn.Module, page_size: int = 16, **options: Any) -> list[list[int]]:
+    config = ContinuousBatchingConfig(
+        page_size=page_size, num_blocks=256 // page_size, max_batch_tokens=24, **options
+    )
+    generation = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    results = model.generate_batch(
+        prompts(), generation_config=generation, continuous_batching_config=config
+    )
+    assert [result.error for result in results.values()] == [None] * len(LENGTHS)
+    return [result.generated_tokens for result in results.values()]
+
+
+def generated(model: nn.Module) -> list[list[int]]:
+    results = []
+    for prompt in prompts():
+        text = torch.tensor([prompt])
+        tokens = model.generate(
+            text, attention_mask=torch.ones_like(text), max_new_tokens=NEW, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+        results.append(tokens[0, len(prompt) :].tolist())
+    return results
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The calls of the operator."""
+    seen = []
+
+    def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        seen.append({"query": query, "key": key, **options})
+        return CALL(query, key, value, **options)
+
+    monkeypatch.setattr(ops, "fused_infer_attention_score", call)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GptOss"])
+def test_tokens_are_those_of_generate(name: str, calls: list[dict[str, Any]]) -> None:
+    expected = generated(make(name))
+    assert served(model_of(name)) == expected
+    assert {call["layout"] for call in calls} == {"TND"}
+    modes = {call["sparse_mode"]: call["block_table"] is not None for call in calls}
+    # Keys of a window are copied; all others are read where they are once some are cached.
+    assert modes == {"Mistral": {4: False}, "GptOss": {4: False, 3: True}}.get(name, {3: True})
+    # Chunks of prompts and single tokens share steps.
+    counts = [torch.tensor([0, *x["actual_seq_lengths_query"]]).diff() for x in calls]
+    assert any(len(x) > 1 and x.min() == 1 and x.max() > 1 for x in counts)
+
+
+def test_pages_are_read_in_place(calls: list[dict[str, Any]]) -> None:
+    served(make("Llama", "ascend_flash"))
+    paged = [call["key"] for call in calls if call["block_table"] is not None]
+    layers = {key.data_ptr() for key in paged}
+    assert len(layers) == 2
+    assert len({key.untyped_storage().data_ptr() for key in paged}) == 1
+
+
+@pytest.mark.parametrize("page_size", [8, 32])
+def test_sizes_of_pages(page_size: int, calls: list[dict[str, Any]]) -> None:
+    """The operator takes multiples of 16, and the keys of other pages are copied."""
+    expected = generated(make("Llama"))
+    assert served(make("Llama", "ascend_flash"), page_size) == expected
+    assert any(call["block_table"] is not None for call in calls) == (page_size == 32)
+
+
+def test_without_a_paged_cache_it_is_the_other_attention() -> None:
+    first, second = make("Llama", "ascend"), make("Llama", "ascend_flash")
+    assert generated(second) == generated(first)
+
+
+def test_features_that_it_lacks() -> None:
+    model = make("Gemma2", "ascend_flash")
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=24)
+    results = model.generate_batch(prompts()[:1], continuous_batching_config=config)
+    (result,) = results.values()
+    assert "softcap" in result.error
+
+
+def test_unregister_leaves_nothing() -> None:
+    unregister()
+    assert not hasattr(flash._lazy_imports, "__wrapped__")
+    with pytest.raises(ValueError, match="ascend_flash"):
+        make("Llama", "ascend_flash")
+    register()
+    register()
+    make("Llama", "ascend_flash")
+    assert flash._lazy_imports.__wrapped__.__module__ == flash.__name__
