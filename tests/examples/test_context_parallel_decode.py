@@ -35,6 +35,7 @@ def test_every_key_is_on_one_rank(example: ModuleType, ranks: int) -> None:
             local.append(mine)
             # Its keys are numbered without gaps, in order.
             assert part.local(mine).tolist() == list(range(len(mine)))
+            assert part.position(part.local(mine)).equal(mine)
             assert part.count(torch.tensor(length)).item() == len(mine)
         assert torch.cat(local).sort().values.equal(positions)
 
@@ -67,9 +68,9 @@ def test_merged_parts_are_the_softmax_over_all_keys(example: ModuleType, ranks: 
     with ops.limits(None):
         for rank in range(ranks):
             part = example.Part(rank, ranks)
-            cache = example.Cache.empty(part, 1, length, latent)
-            cache.write(latent, rope, torch.arange(length)[None])
-            parts.append(cache.attend(query, query_rope, indices, lengths))
+            cache = example.Cache.empty(part, 1, length, example.Sparse.shapes, latent)
+            cache.write(latent[None], rope[None], torch.arange(length)[None])
+            parts.append(example.attend_to_selection(cache, query, query_rope, indices, lengths))
         out, _ = ops.attention_update([lse for _, lse in parts], [x for x, _ in parts])
     keys = torch.cat((latent, rope), -1)[:, 0]
     for row in range(3):
@@ -79,16 +80,58 @@ def test_merged_parts_are_the_softmax_over_all_keys(example: ModuleType, ranks: 
         torch.testing.assert_close(out[0, row], weights @ latent[selected, 0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_decode_what_one_decodes(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("new", [1, 9])
+def test_merged_parts_are_the_softmax_over_the_keys_before(
+    example: ModuleType, ranks: int, new: int
+) -> None:
+    """In float64, over sequences of which some ranks have no key, and of an odd length."""
+    generator = torch.Generator().manual_seed(ranks)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    counts = [70, 5, 33]
+    key, value = (normal(3, 70, example.KEY_HEADS, example.HEAD_SIZE) for _ in range(2))
+    query = normal(3, new, example.HEADS, example.HEAD_SIZE)
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    at = torch.arange(70).expand(3, -1)
+    written = torch.where(at < lengths[:, None], at, -1)
+    positions = lengths[:, None] - new + torch.arange(new)
+    positions = torch.where(positions < 0, -1, positions)
+    parts = []
+    with ops.limits(None):
+        for rank in range(ranks):
+            part = example.Part(rank, ranks)
+            cache = example.Cache.empty(part, 3, 70, example.Dense.shapes, key)
+            cache.write(key, value, written)
+            parts.append(example.attend_to_all(cache, query, positions, lengths))
+        out, _ = ops.attention_update([lse for _, lse in parts], [x for x, _ in parts])
+    assert any(bool(lse.isneginf().all(-1).any()) for _, lse in parts) == (ranks > 1 or new > 5)
+    for sequence, row in [(i, j) for i in range(3) for j in range(new)]:
+        seen = int(positions[sequence, row]) + 1
+        keys, values = (
+            x[sequence, :seen].repeat_interleave(example.HEADS // example.KEY_HEADS, 1)
+            for x in (key, value)
+        )
+        scores = torch.einsum("nd,knd->nk", query[sequence, row], keys)
+        weights = (scores / example.HEAD_SIZE**0.5).softmax(-1)
+        expected = torch.einsum("nk,knd->nd", weights, values)
+        torch.testing.assert_close(out[sequence, row], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("attention", "ranks"), [("sparse", 2), ("sparse", 3), ("dense", 2)])
+def test_ranks_decode_what_one_decodes(attention: str, ranks: int) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={ranks}", str(SCRIPT), "--steps=3"],
+         f"--nproc-per-node={ranks}", str(SCRIPT), "--steps=3", f"--attention={attention}"],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
         check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    found = re.search(rf"{ranks} ranks, 3 steps of 3 sequences: .* is (\S+)", result.stdout)
+    found = re.search(
+        rf"{ranks} ranks, {attention} attention, 3 steps of 3 sequences: .* is (\S+)", result.stdout
+    )
     assert found, result.stdout
 
 

@@ -147,3 +147,35 @@ def test_serving_with_pages(
     assert "0 running,  5 blocks free" in printed
     functions = attention_functions(calls)
     assert functions["aclnnScatterPaKvCache"] == functions["aclnnFusedInferAttentionScoreV4"] > 0
+
+
+@once
+@pytest.mark.parametrize("new", [1, 40])
+def test_dense_attention_over_two_ranks(monkeypatch: pytest.MonkeyPatch, new: int) -> None:
+    """The parts that ranks merge, within the NPU's limits, of which one has no key of a prompt."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("context_parallel_decode")
+    found = []
+    for device in ("cpu", "npu"):
+        model = example.Model(0, device)
+        key, value = (model.project(2, 40, *shape) for shape in example.Dense.shapes)
+        query = model.project(2, new, example.HEADS, example.HEAD_SIZE)
+        lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
+        behind = lengths[:, None] - torch.arange(40, device=device).flip(0) - 1
+        positions = torch.where(behind < 0, -1, behind)
+        parts = []
+        with cann_simulator.recorded_calls() as calls:
+            for rank in range(2):
+                part = example.Part(rank, 2)
+                cache = example.Cache.empty(part, 2, 40, example.Dense.shapes, key)
+                cache.write(key, value, positions)
+                parts.append(example.attend_to_all(cache, query, positions[:, -new:], lengths))
+            out, lse = ascend_attn_ops.attention_update(
+                [lse for _, lse in parts], [x for x, _ in parts]
+            )
+        found.append((out.cpu(), lse.cpu()))
+    functions = attention_functions(calls)
+    assert functions["aclnnFusedInferAttentionScoreV4"] == 2
+    assert functions["aclnnAttentionUpdate"] == 1
+    for on_cpu, on_npu in zip(*found, strict=True):
+        assert torch.equal(on_cpu, on_npu)
