@@ -11,7 +11,6 @@ namespace ascend_attn {
 namespace {
 
 constexpr const char* kQueryLengths = "actual_seq_lengths_query";
-constexpr const char* kKeyLengths = "actual_seq_lengths_key";
 
 void check_length(std::string_view op, std::string_view argument, Layout layout, size_t batch,
                   int64_t length, int64_t previous, int64_t tokens, std::string_view hint = {}) {
@@ -52,12 +51,13 @@ std::vector<int64_t> read_lengths(std::string_view, std::string_view, Layout,
 template <typename Lengths>
 std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key, const Lengths& lengths_query,
-                                     const Lengths& lengths_key) {
+                                     const Lengths& lengths_key,
+                                     std::string_view key_lengths = kKeyLengths) {
   const auto axes = axes_of(layout);
   const auto query_tokens = query.size(axes.tokens);
   const auto key_tokens = key.size(axes.tokens);
   const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
-  const auto key_values = read_lengths(op, kKeyLengths, layout, lengths_key, key_tokens);
+  const auto key_values = read_lengths(op, key_lengths, layout, lengths_key, key_tokens);
   if (axes.packed()) {
     warn_of_counts(op, query_values, query_tokens);
     warn_of_counts(op, key_values, key_tokens);
@@ -154,8 +154,9 @@ std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list) {
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      const std::optional<at::Tensor>& lengths_query,
-                                     const std::optional<at::Tensor>& lengths_key) {
-  return make_sequences(op, layout, query, key, lengths_query, lengths_key);
+                                     const std::optional<at::Tensor>& lengths_key,
+                                     std::string_view key_lengths) {
+  return make_sequences(op, layout, query, key, lengths_query, lengths_key, key_lengths);
 }
 
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
@@ -169,12 +170,13 @@ std::vector<Sequence> read_paged_sequences(std::string_view op, Layout layout,
                                            const at::Tensor& query, const at::Tensor& key,
                                            const at::Tensor& block_table,
                                            const std::optional<at::Tensor>& lengths_query,
-                                           const at::Tensor& lengths_key) {
+                                           const at::Tensor& lengths_key,
+                                           std::string_view key_lengths) {
   const auto axes = axes_of(layout);
   const auto query_tokens = query.size(axes.tokens);
   const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
   const auto slots = saturated_product(block_table.size(1), key.size(1));
-  const auto key_values = read_lengths(op, kKeyLengths, Layout::BSND, lengths_key, slots);
+  const auto key_values = read_lengths(op, key_lengths, Layout::BSND, lengths_key, slots);
   std::vector<Sequence> sequences;
   int64_t query_begin = 0;
   for (size_t b = 0; b < key_values.size(); ++b) {

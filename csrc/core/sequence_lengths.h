@@ -60,13 +60,17 @@ std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list);
 // Returns the values of a list; raises if one of them is symbolic.
 std::vector<int64_t> values_of(c10::SymIntArrayRef list);
 
+inline constexpr std::string_view kKeyLengths = "actual_seq_lengths_key";
+
 // Returns the sequences of a call, with tokens counted over the flattened (batch, sequence) axes.
 // Lengths come as the operator takes them, as an int32 tensor or as a list. The values of a tensor
-// are checked here; if a device has them, the host waits for it.
+// are checked here; if a device has them, the host waits for it. `key_lengths` is the name of the
+// argument lengths_key.
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      const std::optional<at::Tensor>& lengths_query,
-                                     const std::optional<at::Tensor>& lengths_key);
+                                     const std::optional<at::Tensor>& lengths_key,
+                                     std::string_view key_lengths = kKeyLengths);
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
                                      const at::Tensor& key,
                                      at::OptionalSymIntArrayRef lengths_query,
@@ -77,6 +81,7 @@ std::vector<Sequence> read_paged_sequences(std::string_view op, Layout layout,
                                            const at::Tensor& query, const at::Tensor& key,
                                            const at::Tensor& block_table,
                                            const std::optional<at::Tensor>& lengths_query,
-                                           const at::Tensor& lengths_key);
+                                           const at::Tensor& lengths_key,
+                                           std::string_view key_lengths = kKeyLengths);
 
 }  // namespace ascend_attn

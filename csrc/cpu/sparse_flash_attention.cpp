@@ -1,153 +1,26 @@
-// Online softmax over tiles of the selected keys: the scores of a token are never all in memory.
 #include "ops/sparse_flash_attention.h"
 
 #include <algorithm>
-#include <array>
-#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "cpu/common/partial_attention.h"
-#include "cpu/common/query_key_product.h"
+#include "cpu/common/selected_attention.h"
 #include "cpu/common/sparse_inputs.h"
-#include "cpu/common/tile_gemm.h"
-#include "cpu/common/token_rows.h"
-#include "cpu/common/vectorized.h"
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
 
-constexpr int64_t kMaxKeys = 128;   // per tile, so that keys and values stay in the L2 cache
-constexpr int64_t kPartKeys = 512;  // see attend_to_parts
-
-// A task of attend_to_parts.
-template <typename Input>
-struct Token {
-  const SequenceInputs<Input>* sequence;
-  int64_t token;
-  int64_t heads;
-  int64_t cost;  // in blocks of keys
-
-  int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
-  int64_t rows() const { return heads; }
-  int64_t first_row() const { return sequence->row(token) * heads; }
-};
-
-template <typename Input, typename Operand>
-class Attention {
- public:
-  using T = Accumulator<Operand>;
-
-  Attention(const SparseInputs& inputs, double scale)
-      : heads_(inputs.heads),
-        size_(inputs.size),
-        rope_size_(inputs.rope_size),
-        scale_(static_cast<T>(scale)),
-        value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
-
-  void load(const Token<Input>& token) {
-    product_.load_query(token.sequence->query, token.sequence->query_rope, token.token, heads_);
-  }
-
-  // Computes a part of the token that was loaded, and sets the number of its keys.
-  void part(const Token<Input>& token, int64_t index, Partial<T>& result) {
-    auto selected = token.sequence->selected(token.token).part(index, kPartKeys);
-    // Not -inf, which would make NaN of tiles whose scores are all -inf.
-    std::fill_n(result.max, padded_heads_, std::numeric_limits<T>::lowest());
-    std::fill_n(result.sum, padded_heads_, T(0));
-    std::array<int64_t, kMaxKeys> positions;
-    while (const int64_t count = selected.next(positions.data(), kMaxKeys)) {
-      add_keys(*token.sequence, positions.data(), count, result);
-      result.keys += count;
-    }
-  }
-
-  // As many as a product needs of its depth.
-  static int64_t padded_heads(const SparseInputs& inputs) {
-    return round_up(inputs.heads, depth_step<Operand>);
-  }
-
- private:
-  void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
-                const Partial<T>& result) {
-    const bool first = result.keys == 0;
-    const int64_t tile_rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
-    product_.multiply(tile_rows, scores_);
-    if (update_softmax(count, result.max, result.sum) && !first) {
-      for (int64_t h = 0; h < heads_; ++h) {
-        T* out = result.out + h * size_;
-        scale(out, factor_.data()[h], out, size_);
-      }
-    }
-    const auto& values =
-        value_tile_.load(inputs.value, product_.keys(), positions, count, tile_rows);
-    zero_rows(by_key_, count, tile_rows);
-    transpose(by_key_, tile_rows, padded_heads_, probabilities_);
-    tile_gemm({padded_heads_,
-               size_,
-               tile_rows,
-               probabilities_,
-               operand_b(tile_rows, size_, values, packed_values_),
-               {result.out, size_},
-               !first});
-  }
-
-  // Computes exp(scores - max) with the running maximum. Returns whether the maximum rose for some
-  // head; earlier results must then be rescaled by factor_.
-  bool update_softmax(int64_t count, T* max, T* sum) {
-    bool rose = false;
-    vectorized([&rose, count, heads = padded_heads_, scale = scale_, scores = scores_.data(),
-                by_key = by_key_.data(), max, sum, factor = factor_.data()] {
-      for (int64_t h = 0; h < heads; ++h) {
-        factor[h] = max[h];
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        T* row = scores + i * heads;
-        for (int64_t h = 0; h < heads; ++h) {
-          row[h] *= scale;
-          max[h] = row[h] > max[h] ? row[h] : max[h];
-        }
-      }
-      int32_t changed = 0;
-      for (int64_t h = 0; h < heads; ++h) {
-        changed |= factor[h] != max[h];
-        factor[h] = softmax_weight(factor[h], max[h]);
-        sum[h] *= factor[h];
-      }
-      for (int64_t i = 0; i < count; ++i) {
-#pragma omp simd
-        for (int64_t h = 0; h < heads; ++h) {
-          const T e = softmax_weight(scores[i * heads + h], max[h]);
-          sum[h] += e;
-          by_key[i * heads + h] = round_to<Operand>(e);
-        }
-      }
-      rose = changed != 0;
-    });
-    return rose;
-  }
-
-  int64_t heads_, size_, rope_size_;
-  int64_t padded_heads_ = round_up(heads_, depth_step<Operand>);
-  T scale_;
-  QueryKeyProduct<Input, Operand> product_{padded_heads_, {size_, rope_size_}, kMaxKeys};
-  ValueTile<Input, Operand> value_tile_;
-  Tile<Operand> packed_values_{kMaxKeys, size_};
-  Tile<T> scores_{kMaxKeys, padded_heads_};
-  Tile<Operand> by_key_{kMaxKeys, padded_heads_};         // exp(score - max)
-  Tile<Operand> probabilities_{padded_heads_, kMaxKeys};  // the same, transposed
-  Tile<T> factor_{1, padded_heads_};
-};
-
 template <typename Input, typename Operand>
 void attend(const SparseInputs& inputs, double scale,
             const SparseFlashAttention::Outputs& outputs) {
   using T = Accumulator<Operand>;
   const auto sequences = inputs.by_sequence<Input>();
-  std::vector<Token<Input>> tokens;
+  using Rows = SequenceInputs<Input>;
+  std::vector<SelectingToken<Rows>> tokens;
   for (const auto& sequence : sequences) {
     for (int64_t token = 0; token < sequence.sequence.queries; ++token) {
       const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
@@ -158,11 +31,11 @@ void attend(const SparseInputs& inputs, double scale,
   const auto statistics_of = [](const at::Tensor& statistics, int64_t row) {
     return statistics.numel() > 0 ? statistics.mutable_data_ptr<T>() + row : nullptr;
   };
-  using Worker = Attention<Input, Operand>;
+  using Worker = SelectedAttention<Rows, Operand>;
   attend_to_parts<T>(
-      std::move(tokens), {Worker::padded_heads(inputs), inputs.size},
+      std::move(tokens), {Worker::padded_heads(inputs.heads), inputs.size},
       [&] { return std::make_unique<Worker>(inputs, scale); },
-      [&](const Token<Input>& token, const Partial<T>& result, int64_t begin, int64_t end) {
+      [&](const SelectingToken<Rows>& token, const Partial<T>& result, int64_t begin, int64_t end) {
         const int64_t row = token.first_row();
         const TokenOutputs<Input, T> to{out + row * inputs.size,
                                         statistics_of(std::get<1>(outputs), row),

@@ -1,4 +1,3 @@
-// Recomputes the probabilities, tile by tile, from the softmax statistics of the forward operator.
 #include "ops/sparse_flash_attention.h"
 
 #include <algorithm>
@@ -7,10 +6,10 @@
 #include <vector>
 
 #include "cpu/common/parallel_scatter_add.h"
-#include "cpu/common/query_key_product.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
+#include "cpu/common/token_gradient.h"
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
 #include "dispatch/operator.h"
@@ -18,8 +17,6 @@
 
 namespace ascend_attn::cpu {
 namespace {
-
-constexpr int64_t kMaxKeys = 64;  // per tile, so that its products stay in the L2 cache
 
 // The rows of one sequence.
 template <typename Input, typename T>
@@ -33,125 +30,56 @@ struct GradRows {
 template <typename Input, typename Operand>
 class AttentionGrad {
  public:
+  using Gradient = TokenGradient<SequenceInputs<Input>, Operand>;
   using T = Accumulator<Operand>;
 
   AttentionGrad(const SparseInputs& inputs, T scale)
-      : heads_(inputs.heads),
-        columns_{inputs.size, inputs.rope_size},
-        scale_(scale),
-        value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
+      : gradient_(inputs, scale), inverse_sum_(1, inputs.heads) {}
 
   // Computes the gradients of the query of one token, and adds its contribution to the sums over
   // tokens.
   void token(const GradRows<Input, T>& rows, int64_t token, RowSums<T>& sums) {
+    const int64_t heads = gradient_.heads();
+    const auto& columns = gradient_.columns();
     auto selected = rows.inputs.selected(token);
-    Input* d_query = rows.d_query + token * heads_ * columns_.nope;
-    Input* d_query_rope = rows.d_query_rope + token * heads_ * columns_.rope;
-    std::array<int64_t, kMaxKeys> positions;
-    int64_t count = selected.next(positions.data(), kMaxKeys);
+    Input* d_query = rows.d_query + token * heads * columns.nope;
+    Input* d_query_rope = rows.d_query_rope + token * heads * columns.rope;
+    std::array<int64_t, Gradient::kMaxKeys> positions;
+    int64_t count = selected.next(positions.data(), Gradient::kMaxKeys);
     if (count == 0) {
-      std::fill_n(d_query, heads_ * columns_.nope, Input(0));
-      std::fill_n(d_query_rope, heads_ * columns_.rope, Input(0));
+      std::fill_n(d_query, heads * columns.nope, Input(0));
+      std::fill_n(d_query_rope, heads * columns.rope, Input(0));
       return;
     }
-    load_token(rows, token);
+    for (int64_t h = 0; h < heads; ++h) {
+      inverse_sum_.data()[h] = T(1) / rows.softmax_sum[token * heads + h];
+    }
+    gradient_.load_token(rows.inputs, rows.d_out, rows.out, token, rows.softmax_max + token * heads,
+                         inverse_sum_.data());
     for (bool first = true; count > 0; first = false) {
       add_keys(rows.inputs, positions.data(), count, first, sums);
-      count = selected.next(positions.data(), kMaxKeys);
+      count = selected.next(positions.data(), Gradient::kMaxKeys);
     }
-    store_heads(d_query_, 0, heads_, columns_.nope, scale_, d_query);
-    store_heads(d_query_, columns_.rope_begin(), heads_, columns_.rope, scale_, d_query_rope);
+    gradient_.store_query(d_query, d_query_rope);
   }
 
  private:
-  void load_token(const GradRows<Input, T>& rows, int64_t token) {
-    const auto& inputs = rows.inputs;
-    product_.load_query(inputs.query, inputs.query_rope, token, heads_);
-    load_heads(rows.d_out, token, heads_, columns_.nope, d_out_);
-    pack_transposed(columns_.rope_begin(), padded_heads_, d_out_, packed_d_out_transposed_.data());
-    d_out_operand_ = operand_b(padded_heads_, columns_.nope, d_out_, packed_d_out_);
-    query_operand_ = operand_b(padded_heads_, columns_.width(), product_.query(), packed_query_);
-    for (int64_t h = 0; h < heads_; ++h) {
-      max()[h] = rows.softmax_max[token * heads_ + h];
-      inverse_sum()[h] = T(1) / rows.softmax_sum[token * heads_ + h];
-      delta()[h] = dot(rows.d_out.row(token, h), rows.out.row(token, h), columns_.nope);
-    }
-  }
-
   void add_keys(const SequenceInputs<Input>& inputs, const int64_t* positions, int64_t count,
                 bool first, RowSums<T>& sums) {
-    const int64_t rows = product_.load_keys(inputs.key, inputs.key_rope, positions, count);
-    const auto& keys = product_.keys();
-    const auto& values = value_tile_.load(inputs.value, keys, positions, count, rows);
-    product_.multiply(rows, scores_);
-    tile_gemm({rows, padded_heads_, columns_.rope_begin(), values, packed_d_out_transposed_,
-               d_probabilities_, false});
-    differentiate_softmax(count);
-
-    multiply_heads(probabilities_, rows, d_out_operand_, columns_.nope);
-    sums.add(positions, count, d_keys_, columns_.nope, 0);
-    multiply_heads(d_scores_, rows, query_operand_, columns_.width());
-    sums.add(positions, count, d_keys_, columns_.nope, columns_.nope);
-    sums.add(positions, count, d_keys_.from(0, columns_.rope_begin()), columns_.rope,
-             2 * columns_.nope);
-
-    zero_rows(d_scores_, count, rows);
-    transpose(d_scores_, rows, padded_heads_, d_scores_by_head_);
-    tile_gemm({padded_heads_, columns_.width(), rows, d_scores_by_head_,
-               operand_b(rows, columns_.width(), keys, packed_keys_), d_query_, !first});
+    const auto& columns = gradient_.columns();
+    const int64_t rows = gradient_.differentiate(inputs, positions, count);
+    gradient_.multiply_d_out(rows, d_keys_);
+    sums.add(positions, count, d_keys_, columns.nope, 0);
+    gradient_.multiply_query(rows, d_keys_);
+    sums.add(positions, count, d_keys_, columns.nope, columns.nope);
+    sums.add(positions, count, d_keys_.from(0, columns.rope_begin()), columns.rope,
+             2 * columns.nope);
+    gradient_.add_to_query(count, rows, first);
   }
 
-  // d_keys (rows, n) = by_key (rows, heads) * operand (heads, n)
-  void multiply_heads(const Tile<Operand>& by_key, int64_t rows, Matrix<const Operand> operand,
-                      int64_t n) {
-    tile_gemm({rows, n, padded_heads_, by_key, operand, d_keys_, false});
-  }
-
-  // P = exp(scale * scores - max) / sum and dS = P * (dP - delta), both as operands. They stay 0
-  // for the heads of padding, whose scores an infinite key makes NaN.
-  void differentiate_softmax(int64_t count) {
-    vectorized([count, heads = heads_, stride = padded_heads_, scale = scale_,
-                scores = scores_.data(), d_probabilities = d_probabilities_.data(),
-                probabilities = probabilities_.data(), d_scores = d_scores_.data(), max = max(),
-                inverse_sum = inverse_sum(), delta = delta()] {
-      for (int64_t i = 0; i < count; ++i) {
-        // Compilers do not test at run time whether so many pointers overlap.
-#pragma omp simd
-        for (int64_t h = 0; h < heads; ++h) {
-          const int64_t at = i * stride + h;
-          const T p = softmax_weight(rounded_product(scores[at], scale), max[h]) * inverse_sum[h];
-          probabilities[at] = round_to<Operand>(p);
-          d_scores[at] = round_to<Operand>(p * (d_probabilities[at] - delta[h]));
-        }
-      }
-    });
-  }
-
-  T* max() const { return statistics_.row(0); }
-  T* inverse_sum() const { return statistics_.row(1); }
-  T* delta() const { return statistics_.row(2); }
-
-  int64_t heads_;
-  int64_t padded_heads_ = round_up(heads_, depth_step<Operand>);
-  HeadColumns<Operand> columns_;
-  T scale_;
-  QueryKeyProduct<Input, Operand> product_{padded_heads_, columns_, kMaxKeys};
-  Tile<Operand> packed_query_{padded_heads_, columns_.width()};
-  Tile<Operand> packed_keys_{kMaxKeys, columns_.width()};
-  ValueTile<Input, Operand> value_tile_;
-  Tile<Operand> d_out_{padded_heads_, columns_.rope_begin()};
-  Tile<Operand> packed_d_out_{padded_heads_, columns_.rope_begin()};
-  Tile<Operand> packed_d_out_transposed_{columns_.rope_begin(), padded_heads_};
-  Matrix<const Operand> d_out_operand_;
-  Matrix<const Operand> query_operand_;
-  Tile<T> scores_{kMaxKeys, padded_heads_};
-  Tile<T> d_probabilities_{kMaxKeys, padded_heads_};
-  Tile<Operand> probabilities_{kMaxKeys, padded_heads_};
-  Tile<Operand> d_scores_{kMaxKeys, padded_heads_};
-  Tile<Operand> d_scores_by_head_{padded_heads_, kMaxKeys};
-  Tile<T> d_keys_{kMaxKeys, columns_.width()};
-  Tile<T> d_query_{padded_heads_, columns_.width()};
-  Tile<T> statistics_{3, padded_heads_};
+  Gradient gradient_;
+  Tile<T> d_keys_{Gradient::kMaxKeys, gradient_.columns().width()};
+  Tile<T> inverse_sum_;
 };
 
 template <typename Input, typename Operand>

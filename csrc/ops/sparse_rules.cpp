@@ -13,12 +13,13 @@ std::vector<Dtypes> sparse_dtypes() {
 }
 
 SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& layout,
-                         NamedTensor query, NamedTensor key, const KeyPages* pages)
+                         NamedTensor query, NamedTensor key, const KeyPages* pages, KeyNames names)
     : op_(limits.op),
       layout_(check_layout(op_, layout, {Layout::BSND, Layout::TND})),
       query_(query),
       key_(key),
       pages_(pages && pages->given() ? pages : nullptr),
+      names_(names),
       limits_(limits) {
   if (pages) {
     check_key_layout(*pages);
@@ -41,6 +42,9 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
 
   check_not_empty(query.tensor.sym_size(0));
   check_not_empty(query.tensor.sym_size(-3));
+  if (names_.may_be_empty) {
+    return;
+  }
   check_not_empty(key.tensor.sym_size(-3));
   if (pages_) {
     check_not_empty(key.tensor.sym_size(0));
@@ -49,26 +53,26 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
 
 void SparseRules::check_not_empty(const c10::SymInt& count) const {
   limits_.rule(kNotEmpty, count.maybe_as_int() != 0, "query of shape ", query_.tensor.sym_sizes(),
-               ", key of shape ", key_.tensor.sym_sizes());
+               ", ", key_.name, " of shape ", key_.tensor.sym_sizes());
 }
 
 void SparseRules::check_key_layout(const KeyPages& pages) const {
   const auto& text = pages.layout_key.text();
-  check_value(!text || pages.given() || *text == layout_name(layout_), op_, "layout_key",
+  check_value(!text || pages.given() || *text == layout_name(layout_), op_, names_.layout,
               "expected PA_BSND, ", layout_name(layout_), " (layout's) or None, got ",
               quoted(text.value_or("")));
   if (pages.given()) {
-    check_present(pages.block_table.has_value(), op_, "block_table",
-                  "expected a tensor because layout_key is PA_BSND, got None");
+    check_present(pages.block_table.has_value(), op_, names_.table, "expected a tensor because ",
+                  names_.layout, " is PA_BSND, got None");
   } else {
-    check_value(!pages.block_table, op_, "block_table",
-                "expected None because layout_key is not PA_BSND, got a tensor");
+    check_value(!pages.block_table, op_, names_.table, "expected None because ", names_.layout,
+                " is not PA_BSND, got a tensor");
   }
 }
 
 // `batch` is the number of sequences.
 void SparseRules::check_block_table(const c10::SymInt& batch) const {
-  const NamedTensor table{"block_table", *pages_->block_table};
+  const NamedTensor table{names_.table, *pages_->block_table};
   check_same_device(table);
   check_dtype(op_, table, at::kInt);
   check_value(table.tensor.dim() == 2, op_, table.name, "expected rank 2, got shape ",
@@ -202,12 +206,12 @@ void SparseRules::check_ropes(NamedOptionalTensor query_rope, NamedOptionalTenso
 template <typename Lengths, typename Count>
 void SparseRules::check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
                                         Count count) const {
-  constexpr const char* query_name = "actual_seq_lengths_query";
-  constexpr const char* key_name = "actual_seq_lengths_key";
+  constexpr std::string_view query_name = "actual_seq_lengths_query";
+  const auto key_name = names_.lengths;
   if (pages_) {
     check_present(key_lengths.has_value(), op_, key_name,
-                  "expected the number of keys of each sequence, which layout_key PA_BSND "
-                  "requires, got None");
+                  "expected the number of keys of each sequence, which ", names_.layout,
+                  " PA_BSND requires, got None");
   }
   if (layout_ == Layout::TND) {
     check_present(query_lengths.has_value(), op_, query_name,
@@ -224,7 +228,7 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
     check_not_empty(query_count);
     return;
   }
-  const auto bsnd = [&](const char* name, const Lengths& lengths) {
+  const auto bsnd = [&](std::string_view name, const Lengths& lengths) {
     if (!lengths.has_value()) {
       return;
     }
@@ -240,7 +244,7 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
 void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
                                 const std::optional<at::Tensor>& key_lengths) const {
   check_lengths_present(
-      query_lengths, key_lengths, [this](const char* name, const at::Tensor& lengths) {
+      query_lengths, key_lengths, [this](std::string_view name, const at::Tensor& lengths) {
         check_same_device({name, lengths});
         check_type(lengths.scalar_type() == at::kInt, op_, name, "expected dtype int32, got ",
                    dtype_name(lengths.scalar_type()), "; convert it with .int(), or pass a list");
@@ -255,9 +259,10 @@ void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
 
 void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,
                                 at::OptionalSymIntArrayRef key_lengths) const {
-  check_lengths_present(query_lengths, key_lengths, [](const char*, c10::SymIntArrayRef lengths) {
-    return c10::SymInt(static_cast<int64_t>(lengths.size()));
-  });
+  check_lengths_present(query_lengths, key_lengths,
+                        [](std::string_view, c10::SymIntArrayRef lengths) {
+                          return c10::SymInt(static_cast<int64_t>(lengths.size()));
+                        });
   const auto values = [this](const char* name, at::OptionalSymIntArrayRef lengths,
                              const at::Tensor& tensor) {
     if (lengths.has_value()) {

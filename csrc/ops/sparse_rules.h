@@ -42,13 +42,21 @@ constexpr Rule weights_like_query(Devices devices) {
 // Half-precision inputs on A2 and A3, and with CANN 9.1 on Ascend 950.
 std::vector<Dtypes> sparse_dtypes();
 
+// How an operator names the arguments of keys.
+struct KeyNames {
+  std::string_view layout = "layout_key";
+  std::string_view table = "block_table";
+  std::string_view lengths = "actual_seq_lengths_key";
+  bool may_be_empty = false;  // on a device, too
+};
+
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
 class SparseRules {
  public:
   // `query` and `key` determine the device, dtype, token axes and number of heads that the other
   // arguments must match. Null pages are those of an operator whose keys are never paged.
   SparseRules(const OperatorLimits& limits, const LayoutArgument& layout, NamedTensor query,
-              NamedTensor key, const KeyPages* pages = nullptr);
+              NamedTensor key, const KeyPages* pages = nullptr, KeyNames names = {});
 
   Layout layout() const { return layout_; }
   const DeviceLimits& limits() const { return limits_; }
@@ -106,6 +114,7 @@ class SparseRules {
   NamedTensor query_;
   NamedTensor key_;
   const KeyPages* pages_;  // null unless keys are paged
+  KeyNames names_;
   DeviceLimits limits_;
   c10::SymInt heads_;
   c10::SymInt head_size_;

@@ -9,6 +9,7 @@
 
 #include "cpu/common/indexer.h"
 #include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_inputs.h"
 
 namespace ascend_attn::cpu {

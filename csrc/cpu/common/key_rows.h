@@ -18,7 +18,8 @@ namespace ascend_attn::cpu {
 class BlockTable {
  public:
   BlockTable() = default;
-  BlockTable(const KeyPages& pages, const at::Tensor& key);
+  BlockTable(const KeyPages& pages, const at::Tensor& key,
+             std::string_view argument = "block_table");
 
   bool given() const { return table_.defined(); }
   const int32_t* blocks(const Sequence& sequence) const {
@@ -32,6 +33,7 @@ class BlockTable {
   void check_block(std::string_view op, const Sequence& sequence, int64_t key) const;
 
  private:
+  std::string_view argument_;
   at::Tensor table_;
   int64_t num_blocks_ = 0;
   int64_t block_size_ = 0;
@@ -42,10 +44,12 @@ inline std::vector<Sequence> read_sequences(std::string_view op, Layout layout,
                                             const at::Tensor& query, const at::Tensor& key,
                                             const KeyPages& pages,
                                             const std::optional<at::Tensor>& lengths_query,
-                                            const std::optional<at::Tensor>& lengths_key) {
-  return pages.given() ? read_paged_sequences(op, layout, query, key, *pages.block_table,
-                                              lengths_query, *lengths_key)
-                       : read_sequences(op, layout, query, key, lengths_query, lengths_key);
+                                            const std::optional<at::Tensor>& lengths_key,
+                                            std::string_view key_lengths = kKeyLengths) {
+  return pages.given()
+             ? read_paged_sequences(op, layout, query, key, *pages.block_table, lengths_query,
+                                    *lengths_key, key_lengths)
+             : read_sequences(op, layout, query, key, lengths_query, lengths_key, key_lengths);
 }
 
 template <typename T>

@@ -115,6 +115,9 @@ class KeySums {
     });
   }
 
+  // Null for those that had no token.
+  const std::vector<std::unique_ptr<Worker>>& workers() const { return workers_; }
+
  private:
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<RowSums<T>> sums_;

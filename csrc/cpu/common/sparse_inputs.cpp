@@ -28,7 +28,8 @@ bool all_in_range(const int32_t* indices, int64_t count, int64_t blocks) {
 
 }  // namespace
 
-BlockTable::BlockTable(const KeyPages& pages, const at::Tensor& key) {
+BlockTable::BlockTable(const KeyPages& pages, const at::Tensor& key, std::string_view argument)
+    : argument_(argument) {
   if (pages.given()) {
     table_ = on_host(*pages.block_table).contiguous();
     num_blocks_ = key.size(0);
@@ -47,35 +48,41 @@ bool BlockTable::complete(const Sequence& sequence) const {
 void BlockTable::check_block(std::string_view op, const Sequence& sequence, int64_t key) const {
   const auto entry = key / block_size_;
   const auto block = blocks(sequence)[entry];
-  check_value(block >= 0 && block < num_blocks_, op, "block_table", "expected blocks in [0, ",
+  check_value(block >= 0 && block < num_blocks_, op, argument_, "expected blocks in [0, ",
               num_blocks_, "), got ", block, " at (", sequence.batch, ", ", entry, ")");
+}
+
+void check_index_rows(std::string_view op, NamedTensor argument, Layout layout, int64_t begin,
+                      int64_t tokens, int64_t blocks) {
+  const auto& indices = argument.tensor;
+  const int64_t count = indices.size(-1);
+  const TokenRows<int32_t> rows(indices, begin);
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int32_t* row = rows.row(token);
+    if (all_in_range(row, count, blocks)) [[likely]] {
+      continue;
+    }
+    const auto* wrong = std::find_if(
+        row, row + count, [blocks](int32_t index) { return index < -1 || index >= blocks; });
+    const auto place =
+        layout == Layout::BSND
+            ? c10::str("(", begin / indices.size(1), ", ", token, ", 0, ", wrong - row, ")")
+            : c10::str("(", begin + token, ", 0, ", wrong - row, ")");
+    check_value(false, op, argument.name, "expected values in [-1, ", blocks, "), got ", *wrong,
+                " at ", place);
+  }
 }
 
 void SparseInputs::check_indices(std::string_view op, Layout layout, Selectable selectable) const {
   const auto& indices = sparse_indices;
-  const int64_t count = indices.size(-1);
   const int64_t capacity = block_table.given() ? block_table.capacity() : key.size(-3);
   const bool bsnd = layout == Layout::BSND;
   const bool whole_batch = bsnd && selectable == Selectable::all_keys;
   for (const auto& sequence : sequences) {
     const int64_t keys = whole_batch ? capacity : sequence.keys;
-    const int64_t blocks = blocks_of(keys, block_size);
     const int64_t tokens = whole_batch ? indices.size(1) : sequence.queries;
-    const TokenRows<int32_t> rows(indices, sequence.query_begin);
-    for (int64_t token = 0; token < tokens; ++token) {
-      const int32_t* row = rows.row(token);
-      if (all_in_range(row, count, blocks)) [[likely]] {
-        continue;
-      }
-      const auto* wrong = std::find_if(
-          row, row + count, [blocks](int32_t index) { return index < -1 || index >= blocks; });
-      const auto place =
-          bsnd ? c10::str("(", sequence.query_begin / indices.size(1), ", ", token, ", 0, ",
-                          wrong - row, ")")
-               : c10::str("(", sequence.query_begin + token, ", 0, ", wrong - row, ")");
-      check_value(false, op, "sparse_indices", "expected values in [-1, ", blocks, "), got ",
-                  *wrong, " at ", place);
-    }
+    check_index_rows(op, {"sparse_indices", indices}, layout, sequence.query_begin, tokens,
+                     blocks_of(keys, block_size));
   }
 }
 

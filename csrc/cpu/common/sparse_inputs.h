@@ -12,7 +12,6 @@
 #include "core/sparse_mode.h"
 #include "core/tensor_checks.h"
 #include "cpu/common/key_rows.h"
-#include "cpu/common/query_key_product.h"
 #include "cpu/common/sparse_indices.h"
 #include "cpu/common/token_rows.h"
 #include "ops/sparse_indices.h"
@@ -21,6 +20,11 @@ namespace ascend_attn::cpu {
 
 template <typename Input>
 struct SequenceInputs;
+
+// Checks that every index of `tokens` rows from `begin` on is in [-1, blocks). The indices have the
+// axis of heads.
+void check_index_rows(std::string_view op, NamedTensor argument, Layout layout, int64_t begin,
+                      int64_t tokens, int64_t blocks);
 
 // The arguments of one call, with dense rows and validated values. A tensor that the operator or
 // the call lacks is undefined; without a value of its own, the operator takes key.
@@ -117,6 +121,8 @@ class SparseInputs {
 // The same for one sequence, with tokens counted from its first.
 template <typename Input>
 struct SequenceInputs {
+  using Element = Input;
+
   SequenceInputs(const SparseInputs& inputs, const Sequence& of)
       : sequence(of),
         query(inputs.query, of.query_begin),
@@ -143,28 +149,6 @@ struct SequenceInputs {
   TokenRows<int32_t> sparse_indices;
   int64_t count, block_size;
   KeptKeys visible;
-};
-
-// The tile of values that belongs to a tile of keys; the same tile if value is key.
-template <typename Input, typename Operand>
-class ValueTile {
- public:
-  ValueTile(bool value_is_key, int64_t max_keys, int64_t size)
-      : size_(size), values_(value_is_key ? 0 : max_keys, round_up(size, depth_step<Operand>)) {}
-
-  const Tile<Operand>& load(const KeyRows<Input>& value, const Tile<Operand>& keys,
-                            const int64_t* positions, int64_t count, int64_t tile_rows) const {
-    if (values_.data() == nullptr) {
-      return keys;
-    }
-    gather_rows(value, positions, count, size_, values_);
-    zero_rows(values_, count, tile_rows);
-    return values_;
-  }
-
- private:
-  int64_t size_;
-  Tile<Operand> values_;
 };
 
 }  // namespace ascend_attn::cpu
