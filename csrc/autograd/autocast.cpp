@@ -45,6 +45,7 @@ Positions kept_arguments(const FusedInferAttentionScore& op) {
   return op.sink && op.sink->scalar_type() == at::kFloat ? Positions{position_of(op, op.sink)}
                                                          : Positions();
 }
+Positions kept_arguments(const SparseFlashMla& op) { return {position_of(op, op.options.sink)}; }
 
 // Leaves integers, float64 and tensors of other devices as they are.
 template <typename Op, at::DeviceType device>
@@ -72,9 +73,9 @@ typename Op::Outputs cast_and_call(const Op& op) {
   }));
 }
 
-using CastOperators =
-    OperatorList<LightningIndexer, SparseFlashAttention, SparseLightningIndexerGradKLLoss,
-                 FlashAttentionScore, PromptFlashAttention, FusedInferAttentionScore>;
+using CastOperators = OperatorList<LightningIndexer, SparseFlashAttention,
+                                   SparseLightningIndexerGradKLLoss, FlashAttentionScore,
+                                   PromptFlashAttention, FusedInferAttentionScore, SparseFlashMla>;
 
 template <at::DeviceType device>
 void register_autocast(torch::Library& library) {

@@ -42,6 +42,9 @@ template <typename Op>
 concept WorksInPlace = std::tuple_size_v<typename Op::Outputs> == 0;
 template <typename Op>
 concept HasBackward = requires { &Op::backward; };
+// The backward needs an output that the caller may leave out.
+template <typename Op>
+concept RecordsAnotherCall = requires { &Op::recorded; };
 
 using Operands = c10::SmallVector<at::Tensor, 8>;
 
@@ -88,15 +91,11 @@ struct Recorded : torch::autograd::Function<Recorded<Op>> {
   }
 
   static variable_list forward(Context* context, at::TensorList, const Op& op) {
-    const auto outputs = call_below_autograd(op);
     context->set_materialize_grads(false);
     // The backward may run on an engine thread, where the caller's limits are not set.
     context->saved_data["limits"] = limits_override();
-    if constexpr (HasBackward<Op>) {
-      AutogradContext saved(*context);
-      op.save(saved, outputs);
-    }
-    return std::apply([](const auto&... tensors) { return variable_list{tensors...}; }, outputs);
+    return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
+                      compute(context, op));
   }
 
   static variable_list backward(Context* context, const variable_list& d_outputs) {
@@ -112,6 +111,23 @@ struct Recorded : torch::autograd::Function<Recorded<Op>> {
   }
 
  private:
+  static Outputs compute(Context* context, const Op& op) {
+    if constexpr (RecordsAnotherCall<Op>) {
+      const auto recorded = op.recorded();
+      const auto outputs = call_below_autograd(recorded);
+      AutogradContext saved(*context);
+      recorded.save(saved, outputs);
+      return op.returned(saved, outputs);
+    } else {
+      const auto outputs = call_below_autograd(op);
+      if constexpr (HasBackward<Op>) {
+        AutogradContext saved(*context);
+        op.save(saved, outputs);
+      }
+      return outputs;
+    }
+  }
+
   template <size_t... index>
   static Outputs as_outputs(const variable_list& tensors, std::index_sequence<index...>) {
     return {tensors[index]...};

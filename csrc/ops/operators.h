@@ -10,6 +10,7 @@
 #include "ops/prompt_flash_attention.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
+#include "ops/sparse_flash_mla.h"
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
 namespace ascend_attn {
@@ -23,10 +24,11 @@ struct OperatorList {
   }
 };
 
-using Operators = OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-                               SparseFlashAttentionGrad, SparseLightningIndexerGradKLLoss,
-                               FlashAttentionScore, FlashAttentionScoreGrad, ScatterPaKvCache,
-                               PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
+using Operators =
+    OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
+                 SparseFlashAttentionGrad, SparseFlashMla, SparseFlashMlaGrad,
+                 SparseLightningIndexerGradKLLoss, FlashAttentionScore, FlashAttentionScoreGrad,
+                 ScatterPaKvCache, PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
 
 // Operators that only autograd calls.
 using PrivateOperators =

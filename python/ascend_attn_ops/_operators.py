@@ -34,7 +34,12 @@ _EXPECTED = {
     "Optional[List[int]]": "a list of whole numbers of 64 bits or None",
 }
 
-_LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+_LENGTHS = (
+    "actual_seq_lengths_query",
+    "actual_seq_lengths_key",
+    "actual_seq_lengths_ori_kv",
+    "actual_seq_lengths_cmp_kv",
+)
 
 
 def signature_of(name: str) -> inspect.Signature:

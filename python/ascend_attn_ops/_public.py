@@ -26,6 +26,7 @@ from ascend_attn_ops.operators.sparse_flash_attention import (
     sparse_flash_attention,
     sparse_flash_attention_grad,
 )
+from ascend_attn_ops.operators.sparse_flash_mla import sparse_flash_mla, sparse_flash_mla_grad
 from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
     lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
@@ -61,6 +62,8 @@ __all__ = [
     "slot_mapping",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
+    "sparse_flash_mla",
+    "sparse_flash_mla_grad",
     "sparse_lightning_indexer_grad_kl_loss",
     "sparse_mode_mask",
 ]

@@ -25,6 +25,7 @@ CAST = (
     "flash_attention_score",
     "prompt_flash_attention",
     "fused_infer_attention_score",
+    "sparse_flash_mla",
 )
 HALF = [torch.bfloat16, torch.float16]
 
@@ -70,7 +71,7 @@ def test_gradients_have_the_dtype_of_their_tensor(name: str, dtype: torch.dtype)
     assert_same_bits(outputs, rounded)
     for argument, actual, other in zip(names, gradients, expected, strict=True):
         assert actual.dtype == sample.tensors[argument].dtype
-        assert_same_bits((actual.to(dtype),), (other,))
+        assert_same_bits((actual.to(other.dtype),), (other,))
 
 
 def test_as_scaled_dot_product_attention() -> None:

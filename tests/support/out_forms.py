@@ -19,6 +19,7 @@ FORMS: list[Operator] = [
         "lightning_indexer",
         "prompt_flash_attention",
         "sparse_flash_attention",
+        "sparse_flash_mla",
     )
 ]
 OUT_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.operator in FORMS]

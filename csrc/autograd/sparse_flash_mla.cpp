@@ -1,0 +1,69 @@
+#include "ops/sparse_flash_mla.h"
+
+#include <utility>
+
+#include "autograd/saved_call.h"
+#include "core/determinism.h"
+#include "core/error.h"
+#include "dispatch/operator.h"
+
+namespace ascend_attn {
+
+bool SparseFlashMla::differentiable() const {
+  check_implemented(!pages.layout_kv.paged(), name, "layout_kv",
+                    "expected keys without block tables where a gradient is wanted, got PA_BSND; "
+                    "call it under torch.no_grad(), or detach the tensors");
+  return true;
+}
+
+SparseFlashMla SparseFlashMla::recorded() const {
+  auto op = *this;
+  op.return_softmax_lse = true;
+  return op;
+}
+
+SparseFlashMla::Outputs SparseFlashMla::returned(AutogradContext& context,
+                                                 const Outputs& outputs) const {
+  const auto& [out, softmax_lse] = outputs;
+  const Outputs result{out,
+                       return_softmax_lse ? softmax_lse : new_tensor({0}, softmax_lse.options())};
+  context.mark_non_differentiable({std::get<1>(result)});
+  return result;
+}
+
+void SparseFlashMla::save(AutogradContext& context, const Outputs& outputs) const {
+  const auto& [out, softmax_lse] = outputs;
+  SavedCall<SparseFlashMla>::save(context, *this, {out, softmax_lse});
+  context.saved_data("deterministic") = is_deterministic(options.deterministic);
+}
+
+variable_list SparseFlashMla::backward(AutogradContext& context, const variable_list& d_outputs) {
+  if (!d_outputs[0].defined()) {
+    return no_gradients<SparseFlashMla>();
+  }
+  const SavedCall<SparseFlashMla> saved(context);
+  const auto& op = saved.op();
+  Gradients gradients(op);
+  auto options = op.options;
+  options.deterministic = context.saved_data("deterministic").toBool();
+  auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] =
+      call(SparseFlashMlaGrad{.query = op.query,
+                              .ori_kv = op.ori_kv,
+                              .cmp_kv = op.cmp_kv,
+                              .cmp_sparse_indices = op.cmp_sparse_indices,
+                              .d_out = d_outputs[0],
+                              .out = saved.output(0),
+                              .softmax_lse = saved.output(1),
+                              .options = options});
+  gradients.of(op.query) = std::move(d_query);
+  gradients.of(op.ori_kv) = std::move(d_ori_kv);
+  if (op.cmp_kv) {
+    gradients.of(op.cmp_kv) = std::move(d_cmp_kv);
+  }
+  if (options.sink) {
+    gradients.of(op.options.sink) = std::move(d_sink);
+  }
+  return gradients;
+}
+
+}  // namespace ascend_attn

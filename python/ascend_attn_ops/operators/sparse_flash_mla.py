@@ -1,0 +1,210 @@
+"""Attention of DeepSeek-V4: a window, compressed keys and a sink in one softmax."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ascend_attn_ops._operators import Operator
+from ascend_attn_ops._packing import Lengths
+
+_OPERATOR = Operator("sparse_flash_mla")
+_GRADIENT = Operator("sparse_flash_mla_grad")
+
+
+def sparse_flash_mla(
+    query: Tensor,
+    ori_kv: Tensor,
+    cmp_kv: Tensor | None = None,
+    cmp_sparse_indices: Tensor | None = None,
+    *,
+    scale_value: float,
+    sink: Tensor | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_ori_kv: Lengths = None,
+    actual_seq_lengths_cmp_kv: Lengths = None,
+    cmp_residual_kv: Tensor | None = None,
+    cmp_ratio: int = 1,
+    ori_mask_mode: int = 4,
+    cmp_mask_mode: int = 3,
+    ori_win_left: int = 127,
+    ori_win_right: int = 0,
+    layout: str = "BSND",
+    deterministic: bool = False,
+    layout_kv: str | None = None,
+    ori_block_table: Tensor | None = None,
+    cmp_block_table: Tensor | None = None,
+    return_softmax_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query to a window, to compressed keys and to a sink, as in DeepSeek-V4.
+
+    One key head serves all N1 query heads, and a key is its own value. With `kv` the keys that a
+    row sees, original and compressed ones together::
+
+        s   = scale_value * query @ kv^T
+        lse = log(exp(sink) + sum(exp(s)))
+        out = exp(s - lse) @ kv
+
+    The arguments choose the kind of the layer: without `cmp_kv` a query sees its window alone
+    (SWA); with `cmp_kv` also every compressed key that is complete (HCA); with
+    `cmp_sparse_indices` those compressed keys that an indexer selects (CSA).
+
+    Differentiable with respect to query, ori_kv, cmp_kv and sink, but not twice. A2 and A3 cannot
+    compute the gradient deterministically: under torch.use_deterministic_algorithms(True) it
+    raises there, except with warn_only=True. **On an NPU, give every row exactly min(K, n)
+    indices, valid ones first**, where n is the number of compressed keys that it sees, and let the
+    last cumulative length in layout TND be T1 if you train: the kernels read memory that is not
+    theirs otherwise.
+
+    Args:
+        query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
+            float64 as well when the device limits are off).
+        ori_kv: the original keys, one per token: (B, S2, 1, D) or (T2, 1, D), or with layout_kv
+            "PA_BSND" a cache, (num_blocks, block_size, 1, D); query's dtype.
+        cmp_kv: the compressed keys, one for `cmp_ratio` tokens: (B, S3, 1, D) or (T3, 1, D), or a
+            cache; query's dtype. A sequence shorter than cmp_ratio has none.
+        cmp_sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32.
+            Compressed keys, counted from the first of the sequence. The first min(K, n) are read.
+            The first -1 ends a row; a key that the row does not see is passed over; an index that
+            occurs twice counts twice.
+        scale_value: factor of the scores: D**-0.5 in DeepSeek-V4.
+        sink: (N1,), float32 (float64 for float64 inputs): a logit per head that has no value. None:
+            an ordinary softmax, which the NPU does not have.
+        actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
+            valid tokens per batch, optional. TND: required, cumulative lengths without a leading 0
+            (3, 5, 9 for lengths 3, 2, 4).
+        actual_seq_lengths_ori_kv: as actual_seq_lengths_query, for ori_kv. With "PA_BSND" required:
+            the number of keys of each sequence, not cumulative, in either layout.
+        actual_seq_lengths_cmp_kv: the same for cmp_kv; ignored without it.
+        cmp_residual_kv: (B,), int32, each in [0, cmp_ratio): the tokens of each sequence that no
+            compressed key stands for yet. None: the original keys are all tokens of the sequence.
+            Pass it if they are not, as in decoding with a cache of the window alone.
+        cmp_ratio: tokens per compressed key; ignored without cmp_kv.
+        ori_mask_mode: the original keys that a query sees. Queries are aligned with the end of the
+            keys. 4: a window of `ori_win_left` earlier and `ori_win_right` later keys and its own;
+            3: all keys up to its own, whatever the windows are; 0: all keys.
+        cmp_mask_mode: the compressed keys that a query sees. 3: those whose tokens end at its own
+            or before; 0: all. In ori_mask_mode 3 and 4, a query before the first original key sees
+            none.
+        ori_win_left: earlier keys in the window; -1 for all.
+        ori_win_right: later keys in the window; -1 for all.
+        layout: "BSND" or "TND", of the queries.
+        deterministic: request a deterministic backward, as torch.use_deterministic_algorithms does.
+            The CPU is always deterministic.
+        layout_kv: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
+            block table[b, s // block_size] of the caches. For inference only.
+        ori_block_table: (B, M), int32; with "PA_BSND" only.
+        cmp_block_table: the same for cmp_kv.
+        return_softmax_lse: whether to return softmax_lse.
+
+    Returns:
+        out, with query's shape and dtype; softmax_lse, float32 (float64 for float64 inputs),
+        (B, 1, S1, N1) or (1, T1, N1), or empty, (0,). Both are 0 for rows without keys and for
+        tokens behind the last sequence.
+
+    Raises:
+        TypeError: a dtype is not supported or disagrees.
+        ValueError: a shape, length, index, layout, mode or device limit is violated.
+        NotImplementedError: the product in force has no such operator; a gradient of a call with
+            paged keys; a second derivative.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> def bfloat16(*shape):
+        ...     return torch.randn(*shape, dtype=torch.bfloat16)
+        >>> query, ori_kv = bfloat16(1, 16, 64, 512), bfloat16(1, 16, 1, 512)
+        >>> cmp_kv = bfloat16(1, 4, 1, 512)
+        >>> indices = torch.full((1, 16, 1, 512), -1, dtype=torch.int32)
+        >>> for token in range(16):
+        ...     complete = (token + 1) // 4
+        ...     indices[0, token, 0, :complete] = torch.arange(complete, dtype=torch.int32)
+        >>> out, softmax_lse = ascend_attn_ops.sparse_flash_mla(
+        ...     query, ori_kv, cmp_kv, indices, scale_value=512**-0.5, sink=torch.zeros(64),
+        ...     cmp_ratio=4)
+        >>> out.shape
+        torch.Size([1, 16, 64, 512])
+
+    Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMla.
+    """
+    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
+    return call(
+        query, ori_kv, cmp_kv, cmp_sparse_indices, scale_value, sink, actual_seq_lengths_query,
+        actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv, cmp_residual_kv, cmp_ratio,
+        ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right, layout, deterministic, layout_kv,
+        ori_block_table, cmp_block_table, return_softmax_lse,
+    )  # fmt: skip
+
+
+def sparse_flash_mla_grad(
+    query: Tensor,
+    ori_kv: Tensor,
+    cmp_kv: Tensor | None,
+    cmp_sparse_indices: Tensor | None,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    *,
+    scale_value: float,
+    sink: Tensor | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_ori_kv: Lengths = None,
+    actual_seq_lengths_cmp_kv: Lengths = None,
+    cmp_residual_kv: Tensor | None = None,
+    cmp_ratio: int = 1,
+    ori_mask_mode: int = 4,
+    cmp_mask_mode: int = 3,
+    ori_win_left: int = 127,
+    ori_win_right: int = 0,
+    layout: str = "BSND",
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of :func:`sparse_flash_mla`, which autograd calls by itself.
+
+    It also returns the probabilities of the selected keys, which are the target that an indexer
+    learns from. With P the probabilities of a row, recomputed from softmax_lse::
+
+        dS = P * (d_out @ kv^T - rowsum(d_out * out))
+        d_query = scale_value * dS @ kv;   d_kv += scale_value * dS^T @ query + P^T @ d_out
+        d_sink -= exp(sink - lse) * rowsum(P * (d_out @ kv^T))
+        cmp_softmax_l1_norm = mean of P over the heads, of every selected key
+
+    P and dS are rounded to query's dtype before the products, which accumulate in float32 (float64
+    for float64 inputs). The keywords are the forward's, with the same values. **On an NPU, the last
+    cumulative length in layout TND must be T1.**
+
+    Args:
+        query, ori_kv, cmp_kv, cmp_sparse_indices: as in the forward.
+        d_out: gradient of out; out's shape and dtype.
+        out, softmax_lse: results of the forward.
+
+    Returns:
+        d_query, d_ori_kv, d_cmp_kv and d_sink, each with the shape and dtype of its tensor;
+        cmp_softmax_l1_norm, with the shape of cmp_sparse_indices, float32 (float64 for float64
+        inputs). It is 0 in slots that no row reads. The sum of a row is the share of the attention
+        that its selected keys have, which is below 1. A result whose argument is None is empty,
+        (0,).
+
+    Raises:
+        As :func:`sparse_flash_mla`.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query = torch.randn(1, 200, 64, 512, dtype=torch.bfloat16)
+        >>> ori_kv = torch.randn(1, 200, 1, 512, dtype=torch.bfloat16)
+        >>> cmp_kv = torch.randn(1, 1, 1, 512, dtype=torch.bfloat16)
+        >>> options = {"scale_value": 512**-0.5, "sink": torch.zeros(64), "cmp_ratio": 128}
+        >>> out, softmax_lse = ascend_attn_ops.sparse_flash_mla(query, ori_kv, cmp_kv, **options)
+        >>> d_query, *others = ascend_attn_ops.sparse_flash_mla_grad(
+        ...     query, ori_kv, cmp_kv, None, torch.ones_like(out), out, softmax_lse, **options)
+        >>> d_query.shape
+        torch.Size([1, 200, 64, 512])
+
+    Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
+    """
+    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
+    return call(
+        query, ori_kv, cmp_kv, cmp_sparse_indices, d_out, out, softmax_lse, scale_value, sink,
+        actual_seq_lengths_query, actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv,
+        cmp_residual_kv, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,
+        layout, deterministic,
+    )  # fmt: skip
