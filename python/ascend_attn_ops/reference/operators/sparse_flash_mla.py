@@ -127,7 +127,9 @@ def visible(a: Arguments) -> Iterator[Keys]:
     query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
     ori_spans = _key_spans(a, "ori")
     cmp_spans = [(0, 0)] * len(ori_spans) if a.cmp_kv is None else _key_spans(a, "cmp")
-    residuals = [None] * len(ori_spans) if a.cmp_residual_kv is None else a.cmp_residual_kv.tolist()
+    residuals = [None] * len(ori_spans)
+    if a.cmp_kv is not None and a.cmp_residual_kv is not None:
+        residuals = a.cmp_residual_kv.tolist()
     rows = None
     if a.cmp_sparse_indices is not None:
         rows = index_lists(a.cmp_sparse_indices, a.layout)
