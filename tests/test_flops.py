@@ -10,6 +10,7 @@ import torch
 from ascend_attn_ops import _flops
 from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.operators.sparse_flash_mla import visible
 from ascend_attn_ops.reference.sequences import rows, with_dense_keys
 from support import registered
 from support.samples import OPERATORS, RECIPES, Recipe
@@ -220,6 +221,40 @@ def test_every_layout_mode_and_length(recipe: Recipe) -> None:
     joined = size + (rope.shape[-1] if rope is not None else 0)
     expected = read * heads * 2 * (joined + size)
     assert counted(sample.call, torch.ops.ascend) == {"sparse_flash_attention": expected}
+
+
+MLA = [r for r in RECIPES if r.operator.name == "sparse_flash_mla"]
+
+
+@pytest.mark.parametrize("recipe", MLA, ids=lambda recipe: recipe.id)
+def test_windows_and_compressed_keys(recipe: Recipe) -> None:
+    """Against the rows of the reference, with a selection that names a key in every slot."""
+    sample = recipe.make(torch.bfloat16)
+    indices = sample.inputs["cmp_sparse_indices"]
+    pairs = 0
+    for keys in visible(sample.replace(cmp_sparse_indices=None).exact_arguments()):
+        compressed = len(keys.compressed)
+        most = compressed if indices is None else indices.shape[-1]
+        pairs += len(keys.window) + min(compressed, most)
+    heads, size = sample.inputs["query"].shape[-2:]
+    assert counted(sample.call, torch.ops.ascend) == {"sparse_flash_mla": pairs * heads * 4 * size}
+
+
+def test_the_gradient_of_windows_and_compressed_keys() -> None:
+    """Three queries, with windows of 1, 2 and 2 keys; the last also sees a compressed key."""
+    query, keys = normal(1, 3, 2, 8), normal(1, 3, 1, 8)
+    compressed = normal(1, 1, 1, 8)
+
+    def step() -> None:
+        options = {"scale_value": 0.1, "cmp_ratio": 3, "ori_win_left": 1}
+        ops.sparse_flash_mla(query, keys, compressed, **options)[0].sum().backward()
+
+    pairs = 1 + 2 + 3
+    # the scores again, dP, d_query, dS^T q and P^T d_out
+    assert counted(step) == {
+        "sparse_flash_mla": pairs * 2 * 2 * 2 * 8,
+        "sparse_flash_mla_grad": pairs * 2 * 5 * 2 * 8,
+    }
 
 
 @pytest.mark.parametrize(

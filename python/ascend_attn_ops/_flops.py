@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._operators import signature_of
+from ascend_attn_ops._operators import ALL_TOKENS, signature_of
 from ascend_attn_ops._packing import Lengths, lengths_between
 from ascend_attn_ops._torch import FakeTensor
 
@@ -63,12 +63,16 @@ def _formula(*operators: str) -> Callable[[Callable[[SimpleNamespace], int]], No
     return add
 
 
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.is_meta
+
+
 def _values(lengths: Lengths, tokens: int, packed: bool) -> Sequence[int]:
     """The lengths of sequences. A fake tensor has none: they count as equal."""
     if lengths is None:
         return ()
     if isinstance(lengths, Tensor):
-        if isinstance(lengths, FakeTensor) or lengths.is_meta:
+        if _is_fake(lengths):
             count = lengths.shape[0]
             return [tokens // count if packed else tokens] * count
         lengths = lengths.tolist()
@@ -160,6 +164,61 @@ def _(a: SimpleNamespace) -> int:
     heads, joined, size = _sizes(a)
     # The scores again, d_query and d_key; the gradient of the weights, and d_value.
     return _selected_keys(a) * heads * 2 * (3 * joined + 2 * size)
+
+
+def _joined_pairs(a: SimpleNamespace) -> int:
+    """The number of pairs of a query and a key of sparse_flash_mla, original or compressed."""
+    most = None if a.cmp_sparse_indices is None else a.cmp_sparse_indices.shape[-1]
+    sequences = _joined_sequences(a)
+    residuals: Sequence[int | None] = [None] * len(sequences)
+    residual = a.cmp_residual_kv
+    if a.cmp_kv is not None and residual is not None and not _is_fake(residual):
+        residuals = residual.tolist()
+    left, right = (ALL_TOKENS if x < 0 else x for x in (a.ori_win_left, a.ori_win_right))
+    mode = a.ori_mask_mode or 1  # 1 keeps all keys
+    pairs = 0
+    for (queries, keys, compressed), rest in zip(sequences, residuals, strict=True):
+        tokens = keys if rest is None else compressed * a.cmp_ratio + rest
+        window = _C.kept_keys(mode, queries, keys, left, right, 0, False)
+        first = 0 if a.ori_mask_mode == 0 else max(queries - keys, 0)
+        for i, (begin, end) in enumerate(window[first:], first):
+            seen = compressed
+            if a.cmp_mask_mode == 3:
+                seen = min(max((tokens - queries + i + 1) // a.cmp_ratio, 0), compressed)
+            pairs += end - begin + (seen if most is None else min(seen, most))
+    return pairs
+
+
+def _joined_sequences(a: SimpleNamespace) -> list[tuple[int, int, int]]:
+    """The number of queries, original keys and compressed keys of every sequence."""
+    packed = a.layout == "TND"
+    paged = getattr(a, "layout_kv", None) == "PA_BSND"
+    queries = _values(a.actual_seq_lengths_query, a.query.shape[-3], packed)
+    batch = len(queries) if packed else a.query.shape[0]
+    sides = [queries or [a.query.shape[-3]] * batch]
+    for part in ("ori", "cmp"):
+        x, lengths = getattr(a, f"{part}_kv"), getattr(a, f"actual_seq_lengths_{part}_kv")
+        if x is None:
+            sides.append([0] * batch)
+            continue
+        room = x.shape[-3]
+        if paged:
+            room *= getattr(a, f"{part}_block_table").shape[1]
+        sides.append(_values(lengths, room, packed and not paged) or [room] * batch)
+    return list(zip(*sides, strict=True))
+
+
+@_formula("sparse_flash_mla")
+def _(a: SimpleNamespace) -> int:
+    heads, size = a.query.shape[-2:]
+    return _joined_pairs(a) * heads * 2 * 2 * size
+
+
+@_formula("sparse_flash_mla_grad")
+def _(a: SimpleNamespace) -> int:
+    heads, size = a.query.shape[-2:]
+    # The scores again, d_query, and both parts of the gradient of a key; that of the weights.
+    return _joined_pairs(a) * heads * 2 * 5 * size
 
 
 @_formula("sparse_lightning_indexer_grad_kl_loss")

@@ -372,7 +372,6 @@ SPARSE_FLASH_MLA = Operator(
     ),
     expected=expected,
     on_device=on_device,
-    has_flops=False,
     takes_dtensors=False,
 )
 
@@ -382,7 +381,6 @@ SPARSE_FLASH_MLA_GRAD = Operator(
     build_grad,
     expected=expected_gradient,
     on_device=on_device,
-    has_flops=False,
     takes_dtensors=False,
 )
 
