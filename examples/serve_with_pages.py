@@ -127,7 +127,7 @@ class Server:
         """Feed pending tokens to the model: all that decode, and what the budget has room for."""
         chunks: list[tuple[Request, int]] = []
         budget = self.budget
-        for request in sorted(self.running, key=Request.pending):
+        for request in sorted(self.running, key=lambda request: request.pending() > 1):
             count = min(request.pending(), budget)
             if count:
                 chunks.append((request, count))
