@@ -14,10 +14,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from ascend_attn_ops.integrations.transformers import register, unregister  # noqa: E402
 from support.small_models import VOCABULARY, make  # noqa: E402
+from transformers import ContinuousBatchingConfig  # noqa: E402
 from transformers import modeling_flash_attention_utils as flash  # noqa: E402
-from transformers.generation.configuration_utils import (  # noqa: E402
-    ContinuousBatchingConfig,
-)
+from transformers.generation.continuous_batching import PagedAttentionCache  # noqa: E402
 
 # The longest prompt goes through in chunks of 24 tokens, and the window of 7 keys goes round.
 LENGTHS = (40, 3, 17, 61)
@@ -50,23 +49,25 @@ def prompts() -> list[list[int]]:
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def served(model: nn.Module, page_size: int = 16, **options: Any) -> list[list[int]]:
+def served(
+    model: nn.Module, texts: list[list[int]] | None = None, page_size: int = 16, **options: Any
+) -> list[list[int]]:
     config = ContinuousBatchingConfig(
-        page_size=page_size, num_blocks=256 // page_size, max_batch_tokens=24, **options
-    )
-    generation = transformers.GenerationConfig(
-        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+        page_size=page_size, num_blocks=384 // page_size, max_batch_tokens=24,
+        max_requests_per_batch=options.pop("max_requests_per_batch", None),
+    )  # fmt: skip
+    defaults = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    generation = transformers.GenerationConfig(**{**defaults, **options})
     results = model.generate_batch(
-        prompts(), generation_config=generation, continuous_batching_config=config
+        texts or prompts(), generation_config=generation, continuous_batching_config=config
     )
-    assert [result.error for result in results.values()] == [None] * len(LENGTHS)
+    assert {result.error for result in results.values()} == {None}
     return [result.generated_tokens for result in results.values()]
 
 
-def generated(model: nn.Module) -> list[list[int]]:
+def generated(model: nn.Module, texts: list[list[int]] | None = None) -> list[list[int]]:
     results = []
-    for prompt in prompts():
+    for prompt in texts or prompts():
         text = torch.tensor([prompt])
         tokens = model.generate(
             text, attention_mask=torch.ones_like(text), max_new_tokens=NEW, do_sample=False,
@@ -114,8 +115,28 @@ def test_pages_are_read_in_place(calls: list[dict[str, Any]]) -> None:
 def test_sizes_of_pages(page_size: int, calls: list[dict[str, Any]]) -> None:
     """The operator takes multiples of 16, and the keys of other pages are copied."""
     expected = generated(make("Llama"))
-    assert served(make("Llama", "ascend_flash"), page_size) == expected
+    assert served(make("Llama", "ascend_flash"), page_size=page_size) == expected
     assert any(call["block_table"] is not None for call in calls) == (page_size == 32)
+
+
+def test_requests_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request begins with the pages of an earlier one, and answers fork one prompt."""
+    matched = []
+    search = PagedAttentionCache.search_prefix_match
+
+    def seen(cache: PagedAttentionCache, *arguments: Any) -> int:
+        matched.append(search(cache, *arguments))
+        return matched[-1]
+
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", seen)
+    start = list(range(50))
+    texts = [[*start, 1, 2], [*start, 3], [*start[:40], 9, 9]]
+    expected = generated(make("Llama"), texts)
+    model = make("Llama", "ascend_flash")
+    assert served(model, texts, max_requests_per_batch=1) == expected
+    assert matched == [0, 48, 32]
+    forked = served(model, texts[:1], num_return_sequences=2, do_sample=True, top_k=1)
+    assert forked == [expected[0]] * 2
 
 
 def test_without_a_paged_cache_it_is_the_other_attention() -> None:
