@@ -257,6 +257,30 @@ def test_the_gradient_of_windows_and_compressed_keys() -> None:
     }
 
 
+COMPRESSED = [
+    r
+    for r in RECIPES
+    if r.operator.name in ("lightning_indexer", "sparse_lightning_indexer_kl_loss_grad")
+]
+
+
+@pytest.mark.parametrize("recipe", COMPRESSED, ids=lambda recipe: recipe.id)
+def test_every_ratio_and_residual(recipe: Recipe) -> None:
+    """Against the rows of the reference."""
+    sample, name = recipe.make(torch.bfloat16), recipe.operator.name
+    query, key = list(sample.inputs.values())[:2]
+    call = Arguments(**{"layout_key": None, **sample.arguments, "query": query, "key": key})
+    limits = [row.limit for row in rows(with_dense_keys(call, "key"))]
+    heads, size = query.shape[-2:]
+    if name == "lightning_indexer":
+        expected = sum(limits) * heads * (2 * size + 2)
+    else:
+        most = sample.inputs["sparse_indices"].shape[-1]
+        # S, dS k and dS^T q; w r and r d.
+        expected = sum(min(x, most) for x in limits) * heads * (3 * 2 * size + 2 * 2)
+    assert counted(sample.call, torch.ops.ascend).get(name, 0) == expected
+
+
 @pytest.mark.parametrize(
     "name", [name for name, operator in OPERATORS.items() if operator.has_flops]
 )

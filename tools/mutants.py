@@ -94,7 +94,7 @@ KERNELS: Table = {
         ("forward.pse_type == 1 ? «forward.scale» : 1.0", "1.0"),
     ],
     "csrc/cpu/lightning_indexer.cpp": [
-        ("scores.row(slot)[best[i]]", "scores.row(0)[best[i]]"),
+        ("scores[best[i]]", "scores[i]"),
     ],
     "csrc/cpu/lightning_indexer_grad.cpp": [
         ("d_values + begin", "d_values"),
@@ -211,7 +211,7 @@ PACKAGE: Table = {
         ("lead = «max»(leads, default=0)", "min"),
     ],
     "_flops.py": [
-        ("_up_to(«max(keys - queries, 0)», limit)", "keys - queries"),
+        ("_up_to(«max(tokens - queries, 0)», limit, ratio)", "tokens - queries"),
     ],
     "_flash_passes.py": [
         ("q.shape[-1] ** -0.5 if options.scale is None else options.scale", "q.shape[-1] ** -0.5"),

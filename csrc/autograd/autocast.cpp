@@ -27,6 +27,19 @@ Positions kept_arguments(const SparseLightningIndexerGradKLLoss& op) {
   return {position_of(op, op.softmax_max), position_of(op, op.softmax_sum),
           position_of(op, op.weight)};
 }
+// Beside compressed keys, devices want float32 weights.
+Positions kept_arguments(const LightningIndexer& op) {
+  return op.compressed() && op.weights.scalar_type() == at::kFloat
+             ? Positions{position_of(op, op.weights)}
+             : Positions();
+}
+Positions kept_arguments(const SparseLightningIndexerKLLossGrad& op) {
+  Positions kept{position_of(op, op.attn_softmax_l1_norm)};
+  if (op.weights.scalar_type() == at::kFloat) {
+    kept.push_back(position_of(op, op.weights));
+  }
+  return kept;
+}
 Positions kept_arguments(const FlashAttentionScore& op) {
   constexpr int64_t kFirstTypeOfSlopes = 2;  // which are float32
   Positions kept{position_of(op, op.extra.sink)};
@@ -73,9 +86,10 @@ typename Op::Outputs cast_and_call(const Op& op) {
   }));
 }
 
-using CastOperators = OperatorList<LightningIndexer, SparseFlashAttention,
-                                   SparseLightningIndexerGradKLLoss, FlashAttentionScore,
-                                   PromptFlashAttention, FusedInferAttentionScore, SparseFlashMla>;
+using CastOperators =
+    OperatorList<LightningIndexer, SparseFlashAttention, SparseLightningIndexerGradKLLoss,
+                 SparseLightningIndexerKLLossGrad, FlashAttentionScore, PromptFlashAttention,
+                 FusedInferAttentionScore, SparseFlashMla>;
 
 template <at::DeviceType device>
 void register_autocast(torch::Library& library) {

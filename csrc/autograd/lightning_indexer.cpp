@@ -2,12 +2,21 @@
 
 #include "autograd/saved_call.h"
 #include "core/determinism.h"
+#include "core/error.h"
 #include "dispatch/operator.h"
 
 namespace ascend_attn {
 
 // The indexer is differentiable through the values it returns, not through the selection.
-bool LightningIndexer::differentiable() const { return return_values; }
+bool LightningIndexer::differentiable() const {
+  check_implemented(!return_values || !compressed(), name, "cmp_ratio",
+                    "expected 1 where a gradient is wanted, since CANN's gradient knows no "
+                    "compressed keys, got ",
+                    cmp_ratio,
+                    "; a loss of the indexer trains it: call this under torch.no_grad(), or detach "
+                    "the tensors");
+  return return_values;
+}
 
 void LightningIndexer::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& sparse_indices = std::get<0>(outputs);

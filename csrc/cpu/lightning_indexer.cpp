@@ -105,6 +105,15 @@ class Scorer {
   Tile<Sum> logits_{heads_, kKeyTile};
 };
 
+template <typename Value, typename Sum>
+void store_values(const Sum* scores, const int32_t* best, int64_t kept, const at::Tensor& values,
+                  int64_t row) {
+  auto* value = values.mutable_data_ptr<Value>() + row;
+  for (int64_t i = 0; i < kept; ++i) {
+    value[i] = static_cast<Value>(scores[best[i]]);
+  }
+}
+
 // Writes the best keys of a token of a block.
 template <typename Input, typename Sum>
 void select(const TokenBlock<Input>& block, int64_t slot, const Tile<Sum>& scores, TopK<Sum>& top_k,
@@ -115,9 +124,11 @@ void select(const TokenBlock<Input>& block, int64_t slot, const Tile<Sum>& score
   auto* best = indices.mutable_data_ptr<int32_t>() + row;
   const int64_t kept = top_k(scores.row(slot), block.visible(slot), count, best);
   if (values.numel() > 0) {
-    auto* value = values.mutable_data_ptr<Input>() + row;
-    for (int64_t i = 0; i < kept; ++i) {
-      value[i] = static_cast<Input>(scores.row(slot)[best[i]]);
+    // Scores of compressed keys are not rounded to the dtype of query.
+    if (values.scalar_type() == at::CppTypeToScalarType<Sum>::value) {
+      store_values<Sum>(scores.row(slot), best, kept, values, row);
+    } else {
+      store_values<Input>(scores.row(slot), best, kept, values, row);
     }
   }
 }

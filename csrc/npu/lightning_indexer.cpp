@@ -71,6 +71,8 @@ void launch_pack(const LightningIndexer& op, const LightningIndexer::Outputs& ou
 }
 
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
+  check_implemented(!op.compressed(), op.name, "cmp_ratio", "expected 1 on the NPU, got ",
+                    op.cmp_ratio);
   const auto& [sparse_indices, sparse_values] = outputs;
   if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0) {
     fill_output(sparse_indices, -1);

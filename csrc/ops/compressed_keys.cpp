@@ -52,4 +52,19 @@ std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor res
   return values;
 }
 
+std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor residual,
+                                    int64_t ratio, SparseMode mode,
+                                    c10::ArrayRef<Sequence> sequences) {
+  if (!residual.tensor && (ratio == 1 || mode != SparseMode::right_down_causal)) {
+    return {};
+  }
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> keys;
+  for (const auto& sequence : sequences) {
+    tokens.push_back(sequence.queries);
+    keys.push_back(sequence.keys);
+  }
+  return read_residuals(op, residual, ratio, tokens, keys);
+}
+
 }  // namespace ascend_attn

@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
 #include "core/tensor_checks.h"
 
 namespace ascend_attn {
@@ -26,5 +28,10 @@ void check_residual_value(std::string_view op, std::string_view argument, int64_
 std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor residual,
                                     int64_t ratio, c10::ArrayRef<int64_t> tokens,
                                     c10::ArrayRef<int64_t> keys);
+// The same of sequences whose keys are those of the queries. Empty where nothing depends on them:
+// the keys are not compressed, or every query sees all of them.
+std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor residual,
+                                    int64_t ratio, SparseMode mode,
+                                    c10::ArrayRef<Sequence> sequences);
 
 }  // namespace ascend_attn

@@ -11,6 +11,15 @@ namespace {
 constexpr Rule kWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
 constexpr Rule kWeightsOf950 = weights_like_query(k950);
 constexpr Rule kGradWeights = weights_like_query(kAllDevices);
+// Compressed keys: CANN 9.1 has them on A2 and A3 alone.
+constexpr Rule kCompressedWeights{"weights", "float32 where cmp_ratio is above 1", kAllDevices,
+                                  Violation::type};
+constexpr Rule kCompressedHeads{"query", "8 to 64 heads (Nidx) where cmp_ratio is above 1"};
+constexpr Rule kCompressedCount{"sparse_count", "at most 8192 keys (K) where cmp_ratio is above 1"};
+constexpr Rule kCompressedLengths{
+    "actual_seq_lengths_query",
+    "no lengths in layout BSND beside contiguous keys where cmp_ratio is above 1; pack the "
+    "sequences (TND)"};
 // From 2^32 elements on, the device's 32-bit offsets of d_key wrap around.
 constexpr Rule kKeyElements{"key", "fewer than 2^32 elements"};
 // Elsewhere the device reads, and writes to, keys that the padding names.
@@ -19,8 +28,9 @@ constexpr Rule kKeysForAllSlots{"sparse_indices",
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
-  SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key}, pages);
+SparseRules check_common(const Op& op, const KeyPages* pages = nullptr, bool compressed = false) {
+  SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key}, pages,
+                    {.may_be_empty = compressed});
   rules.check_weights({"weights", op.weights}, rules.heads());
   rules.check_lengths(op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   rules.check_sparse_mode(op.sparse_mode, {0, 3});
@@ -43,8 +53,12 @@ const OperatorLimits LightningIndexer::limits{
      {"K", "selected keys per token", {.min = 1, .max = 2048, .or_multiple_of = 1024}},
      kPageSize,
      kPreTokens,
-     kNextTokens},
-    {kNotEmpty, kWeightsOf8_5, kWeightsOf950}};
+     kNextTokens,
+     {"cmp_ratio", "tokens per key", {.one_of = {1}}, kA2A3.before(Cann::v9_1)},
+     {"cmp_ratio", "tokens per key", {.one_of = {1, 4, 128}}, kA2A3},
+     {"cmp_ratio", "tokens per key", {.one_of = {1}}, k950}},
+    {kNotEmpty, kWeightsOf8_5, kWeightsOf950, kCompressedWeights, kCompressedHeads,
+     kCompressedCount, kCompressedLengths}};
 
 const OperatorLimits LightningIndexerGrad::limits{
     name,
@@ -56,8 +70,28 @@ const OperatorLimits LightningIndexerGrad::limits{
      {"K", "selected keys per token", {.min = 1, .max = 2048}}},
     {kNotEmpty, kGradWeights, kKeyElements, kKeysForAllSlots}};
 
+void LightningIndexer::check_compression(const SparseRules& rules) const {
+  rules.check_compression(cmp_ratio, {"cmp_residual_key", cmp_residual_key}, sparse_mode,
+                          actual_seq_lengths_query, actual_seq_lengths_key);
+  const auto& device_limits = rules.limits();
+  device_limits.size("cmp_ratio", "cmp_ratio", cmp_ratio);
+  if (!device_limits || !compressed()) {
+    return;
+  }
+  device_limits.rule(kCompressedWeights, weights.scalar_type() == at::kFloat,
+                     dtype_name(weights.scalar_type()));
+  const auto heads = rules.heads().maybe_as_int();
+  device_limits.rule(kCompressedHeads, !heads || (*heads >= 8 && *heads <= 64), rules.heads());
+  const auto count = sparse_count.maybe_as_int();
+  device_limits.rule(kCompressedCount, !count || *count <= 8192, sparse_count);
+  const bool lengths = actual_seq_lengths_query || actual_seq_lengths_key;
+  device_limits.rule(kCompressedLengths, layout == Layout::TND || pages.given() || !lengths,
+                     "lengths");
+}
+
 LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outputs) const {
-  const auto rules = check_common(*this, &pages);
+  const auto rules = check_common(*this, &pages, compressed());
+  check_compression(rules);
   check_value(!pages.given() || !return_values, name, "return_values",
               "expected False because layout_key is PA_BSND, got True");
   const auto count = sparse_count.maybe_as_int();
@@ -76,9 +110,10 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outp
   device_limits.rule(kWeightsOf8_5, like_query, dtype_name(weights.scalar_type()));
   device_limits.rule(kWeightsOf950, like_query, dtype_name(weights.scalar_type()));
   const auto selection = rules.selection_sizes(sparse_count);
+  const auto of_values =
+      compressed() ? query.options().dtype(statistics_dtype(query)) : query.options();
   return {outputs.tensor(selection, query.options().dtype(at::kInt)),
-          return_values ? outputs.tensor(selection, query.options())
-                        : outputs.tensor({0}, query.options())};
+          return_values ? outputs.tensor(selection, of_values) : outputs.tensor({0}, of_values)};
 }
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {

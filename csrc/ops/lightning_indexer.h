@@ -15,6 +15,7 @@ namespace ascend_attn {
 
 class DeviceLimits;
 class AutogradContext;
+class SparseRules;
 struct OperatorLimits;
 
 struct LightningIndexer {
@@ -24,9 +25,11 @@ struct LightningIndexer {
       "Tensor? actual_seq_lengths_key=None, str layout=\"BSND\", SymInt sparse_count=2048, "
       "int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, "
-      "bool return_values=False, str? layout_key=None, Tensor? block_table=None) -> "
+      "bool return_values=False, str? layout_key=None, Tensor? block_table=None, "
+      "int cmp_ratio=1, Tensor? cmp_residual_key=None) -> "
       "(Tensor sparse_indices, Tensor sparse_values)";
-  static constexpr std::array functions{"aclnnLightningIndexer"};
+  // The second one for compressed keys.
+  static constexpr std::array functions{"aclnnLightningIndexer", "aclnnLightningIndexerV2"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // sparse_indices, sparse_values
 
@@ -37,7 +40,11 @@ struct LightningIndexer {
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool return_values;
   KeyPages pages;
+  int64_t cmp_ratio;
+  std::optional<at::Tensor> cmp_residual_key;
 
+  // Whether a key stands for several tokens.
+  bool compressed() const { return cmp_ratio > 1; }
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
 
@@ -45,6 +52,9 @@ struct LightningIndexer {
   void save(AutogradContext& context, const Outputs& outputs) const;
   static std::vector<at::Tensor> backward(AutogradContext& context,
                                           const std::vector<at::Tensor>& d_outputs);
+
+ private:
+  void check_compression(const SparseRules& rules) const;
 };
 
 struct LightningIndexerGrad {

@@ -12,6 +12,7 @@
 #include "ops/sparse_flash_attention.h"
 #include "ops/sparse_flash_mla.h"
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
+#include "ops/sparse_lightning_indexer_kl_loss_grad.h"
 
 namespace ascend_attn {
 
@@ -24,11 +25,11 @@ struct OperatorList {
   }
 };
 
-using Operators =
-    OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-                 SparseFlashAttentionGrad, SparseFlashMla, SparseFlashMlaGrad,
-                 SparseLightningIndexerGradKLLoss, FlashAttentionScore, FlashAttentionScoreGrad,
-                 ScatterPaKvCache, PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
+using Operators = OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
+                               SparseFlashAttentionGrad, SparseFlashMla, SparseFlashMlaGrad,
+                               SparseLightningIndexerGradKLLoss, SparseLightningIndexerKLLossGrad,
+                               FlashAttentionScore, FlashAttentionScoreGrad, ScatterPaKvCache,
+                               PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
 
 // Operators that only autograd calls.
 using PrivateOperators =

@@ -3,7 +3,9 @@
 #include "core/error.h"
 #include "core/pack_hints.h"
 #include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
 #include "core/symbolic.h"
+#include "ops/compressed_keys.h"
 
 namespace ascend_attn {
 
@@ -52,8 +54,10 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
 }
 
 void SparseRules::check_not_empty(const c10::SymInt& count) const {
-  limits_.rule(kNotEmpty, count.maybe_as_int() != 0, "query of shape ", query_.tensor.sym_sizes(),
-               ", ", key_.name, " of shape ", key_.tensor.sym_sizes());
+  auto not_empty = kNotEmpty;
+  not_empty.argument = query_.name;
+  limits_.rule(not_empty, count.maybe_as_int() != 0, query_.name, " of shape ",
+               query_.tensor.sym_sizes(), ", ", key_.name, " of shape ", key_.tensor.sym_sizes());
 }
 
 void SparseRules::check_key_layout(const KeyPages& pages) const {
@@ -271,6 +275,25 @@ void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,
   };
   values("actual_seq_lengths_query", query_lengths, query_.tensor);
   values("actual_seq_lengths_key", key_lengths, key_.tensor);
+}
+
+void SparseRules::check_compression(int64_t ratio, NamedOptionalTensor residual, int64_t mode,
+                                    const std::optional<at::Tensor>& query_lengths,
+                                    const std::optional<at::Tensor>& key_lengths) const {
+  check_cmp_ratio(op_, ratio);
+  const auto batch =
+      layout_ == Layout::TND ? query_lengths->sym_numel() : query_.tensor.sym_size(0);
+  check_residual(op_, residual, query_, batch);
+  const bool causal = static_cast<SparseMode>(mode) == SparseMode::right_down_causal;
+  if (ratio == 1 || residual.tensor || !causal || query_lengths || key_lengths) {
+    return;
+  }
+  const auto sequences = batch.maybe_as_int();
+  const auto queries = query_.tensor.sym_size(1).maybe_as_int();
+  const auto keys = key_.tensor.sym_size(1).maybe_as_int();
+  if (sequences.value_or(0) > 0 && queries && keys) {
+    read_residuals(op_, residual, ratio, *queries, *keys);
+  }
 }
 
 void SparseRules::check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const {

@@ -47,7 +47,7 @@ struct KeyNames {
   std::string_view layout = "layout_key";
   std::string_view table = "block_table";
   std::string_view lengths = "actual_seq_lengths_key";
-  bool may_be_empty = false;  // on a device, too
+  bool may_be_empty = false;  // within the limits of a device, too, which gets no such call
 };
 
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
@@ -93,6 +93,11 @@ class SparseRules {
                      const std::optional<at::Tensor>& key_lengths) const;
   void check_lengths(at::OptionalSymIntArrayRef query_lengths,
                      at::OptionalSymIntArrayRef key_lengths) const;
+  // Checks keys that each stand for `ratio` tokens. Without lengths the batches of BSND are alike,
+  // so that a missing residual is known.
+  void check_compression(int64_t ratio, NamedOptionalTensor residual, int64_t mode,
+                         const std::optional<at::Tensor>& query_lengths,
+                         const std::optional<at::Tensor>& key_lengths) const;
   void check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
 
   // (B, 1, S1, N1) or (1, T1, N1)

@@ -113,20 +113,33 @@ def _of_pages(a: SimpleNamespace) -> list[tuple[int, int]]:
 def _read_keys(a: SimpleNamespace, most: int | None = None) -> int:
     """The number of pairs of a query and a key that it reads, at most `most` for each query."""
     pairs = 0
-    for queries, keys in _of_sparse(a):
+    sequences = _of_sparse(a)
+    ratio = getattr(a, "cmp_ratio", 1)
+    for (queries, keys), tokens in zip(sequences, _tokens(a, ratio, sequences), strict=True):
         limit = keys if most is None else min(keys, most)
         if a.sparse_mode == 0:
             pairs += queries * limit
         else:
-            # The last query sees all keys, and each before it one fewer.
-            pairs += _up_to(keys, limit) - _up_to(max(keys - queries, 0), limit)
+            # The last query sees the keys of all tokens, and each before it those of one fewer.
+            before = _up_to(max(tokens - queries, 0), limit, ratio)
+            pairs += _up_to(tokens, limit, ratio) - before
     return pairs
 
 
-def _up_to(count: int, most: int) -> int:
-    """The sum of min(i, most) for i = 1 ... count."""
-    rising = min(count, most)
-    return rising * (rising + 1) // 2 + (count - rising) * most
+def _tokens(a: SimpleNamespace, ratio: int, sequences: list[tuple[int, int]]) -> list[int]:
+    """The tokens that the keys of every sequence stand for. A fake residual counts as 0."""
+    residual = getattr(a, "cmp_residual_key", None)
+    if residual is None:
+        return [keys if ratio == 1 else queries for queries, keys in sequences]
+    fake = isinstance(residual, FakeTensor) or residual.is_meta
+    residuals = [0] * len(sequences) if fake else residual.tolist()
+    return [ratio * keys + x for (_, keys), x in zip(sequences, residuals, strict=True)]
+
+
+def _up_to(count: int, most: int, ratio: int) -> int:
+    """The sum of min(i // ratio, most) for i = 1 ... count."""
+    full = min(count // ratio, most)
+    return ratio * full * (full - 1) // 2 + full * (count - full * ratio + 1)
 
 
 @_formula("lightning_indexer")
@@ -228,6 +241,14 @@ def _(a: SimpleNamespace) -> int:
     # The attention's scores; the indexer's scores and their gradients.
     of_key = heads * 2 * joined + index_heads * (3 * 2 * index_size + 2 * 2)
     return _read_keys(a, a.sparse_indices.shape[-1]) * of_key
+
+
+@_formula("sparse_lightning_indexer_kl_loss_grad")
+def _(a: SimpleNamespace) -> int:
+    a.query, a.key = a.query_index, a.key_index
+    heads, size = a.query.shape[-2:]
+    # The scores and their gradients.
+    return _read_keys(a, a.sparse_indices.shape[-1]) * heads * (3 * 2 * size + 2 * 2)
 
 
 def _kept_pairs(a: SimpleNamespace, sequences: list[tuple[int, int]]) -> int:

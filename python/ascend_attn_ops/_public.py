@@ -31,6 +31,9 @@ from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
     lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
 )
+from ascend_attn_ops.operators.sparse_lightning_indexer_kl_loss_grad import (
+    sparse_lightning_indexer_kl_loss_grad,
+)
 from ascend_attn_ops.quantization import quantize_attention_inputs
 from ascend_attn_ops.recording import record
 from ascend_attn_ops.training import attach_loss, save_attention_policy
@@ -65,5 +68,6 @@ __all__ = [
     "sparse_flash_mla",
     "sparse_flash_mla_grad",
     "sparse_lightning_indexer_grad_kl_loss",
+    "sparse_lightning_indexer_kl_loss_grad",
     "sparse_mode_mask",
 ]

@@ -22,6 +22,7 @@ CAST = (
     "lightning_indexer",
     "sparse_flash_attention",
     "sparse_lightning_indexer_grad_kl_loss",
+    "sparse_lightning_indexer_kl_loss_grad",
     "flash_attention_score",
     "prompt_flash_attention",
     "fused_infer_attention_score",

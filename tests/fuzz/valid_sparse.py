@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from ascend_attn_ops.check.samples import lightning_indexer, randomness, sparse_flash_attention
 from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_ops.check.samples import sparse_lightning_indexer_kl_loss_grad as kl_loss_grad
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from support.samples import Sample
 
@@ -118,6 +119,19 @@ def without_elements(random: Random, case: Fuzzed, loss: bool) -> Fuzzed:
             return replace(case, s=(s[0], s[1]), tail=(tail[0], tail[1]), lengths=lengths)
 
 
+def compressed(random: Random, case: Fuzzed, empty: bool) -> Fuzzed:
+    """The same queries over keys that each stand for several tokens."""
+    case = replace(case, ratio=random.choice((2, 3, 4, 128)), block=1)
+    if empty or random.random() < 0.5:
+        sequences = case.b if case.lengths is None else len(case.lengths[0])
+        residuals = tuple(random.randrange(case.ratio) for _ in range(sequences))
+        return replace(case, residuals=residuals)
+    s, lengths = (case.s[0], case.s[0] // case.ratio), case.lengths
+    if lengths is not None:
+        lengths = lengths[0], tuple(x // case.ratio for x in lengths[0])
+    return replace(case, s=s, lengths=lengths)
+
+
 def expanded(case: SparseCase) -> tuple[str, ...]:
     """Tensors that may be one row many times: not caches, whose first rows may be unread."""
     return ("query",) if case.page else ("query", "key", "value", "key_rope")
@@ -125,7 +139,8 @@ def expanded(case: SparseCase) -> tuple[str, ...]:
 
 def label(case: SparseCase, dtype: torch.dtype) -> str:
     pages = " paged" if case.page else ""
-    return f"{case.layout}{pages} mode {case.mode} {draw.name_of(dtype)}"
+    ratio = f" ratio {case.ratio}" if case.ratio > 1 else ""
+    return f"{case.layout}{pages} mode {case.mode}{ratio} {draw.name_of(dtype)}"
 
 
 def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
@@ -157,8 +172,12 @@ def attention_gradient(random: Random, empty: bool = False) -> str:
     return label(case, dtype)
 
 
-def indexer(random: Random, paged: bool = False, empty: bool = False) -> str:
+def indexer(
+    random: Random, paged: bool = False, empty: bool = False, in_windows: bool = False
+) -> str:
     case, dtype = sparse_case(random, paged=paged, empty=empty), random.choice(draw.DTYPES)
+    if in_windows:
+        case = compressed(random, case, empty)
     sample = draw.with_float32_weights(lightning_indexer.build(case, dtype), random)
     if random.random() < 0.3:
         sample = draw.with_zeros(sample, ("query", "key", "weights"), random)
@@ -204,18 +223,34 @@ def loss(random: Random, empty: bool = False) -> str:
     return f"{label(case, dtype)}{' weighted' if 'weight' in sample.options else ''}"
 
 
+def loss_gradient(random: Random, empty: bool = False) -> str:
+    patterns = (*PATTERNS, "clamped")
+    case = sparse_case(random, patterns, gradient=True, empty=empty)
+    dtype = random.choice(draw.DTYPES)
+    if random.random() < 0.7:
+        case = compressed(random, case, empty)
+    sample = draw.with_float32_weights(kl_loss_grad.build(replace(case, block=1), dtype), random)
+    actual = run(sample, random, same_on_all_threads=False)
+    check(sample, actual)
+    return label(case, dtype)
+
+
 _OPERATORS: dict[str, Callable[..., str]] = {
     "lightning_indexer": indexer,
     "lightning_indexer_grad": indexer_gradient,
     "sparse_flash_attention": attention,
     "sparse_flash_attention_grad": attention_gradient,
     "sparse_lightning_indexer_grad_kl_loss": loss,
+    "sparse_lightning_indexer_kl_loss_grad": loss_gradient,
 }
 CASES: dict[str, Case] = {
     **{f"valid/{name}": case for name, case in _OPERATORS.items()},
     **{f"valid/empty/{name}": partial(case, empty=True) for name, case in _OPERATORS.items()},
     "valid/paged/lightning_indexer": partial(indexer, paged=True),
     "valid/paged/sparse_flash_attention": partial(attention, paged=True),
+    "valid/compressed/lightning_indexer": partial(indexer, in_windows=True),
+    "valid/compressed/paged/lightning_indexer": partial(indexer, in_windows=True, paged=True),
+    "valid/empty/compressed/lightning_indexer": partial(indexer, in_windows=True, empty=True),
     "valid/empty/paged/lightning_indexer": partial(indexer, paged=True, empty=True),
     "valid/empty/paged/sparse_flash_attention": partial(attention, paged=True, empty=True),
 }

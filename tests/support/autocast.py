@@ -21,6 +21,10 @@ def kept_names(sample: Sample) -> set[str]:
         "deq_scale2",
         "quant_scale2",
     }
+    if sample.arguments.get("cmp_ratio", 1) > 1 or "attn_softmax_l1_norm" in sample.inputs:
+        names.add("attn_softmax_l1_norm")
+        if sample.inputs["weights"].dtype == torch.float32:
+            names.add("weights")
     slopes = sample.arguments.get("pse_type", 1) >= 2
     if sample.operator == "fused_infer_attention_score":
         # Its sink is float32 or has query's dtype.

@@ -20,6 +20,7 @@ FORMS: list[Operator] = [
         "prompt_flash_attention",
         "sparse_flash_attention",
         "sparse_flash_mla",
+        "sparse_lightning_indexer_kl_loss_grad",
     )
 ]
 OUT_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.operator in FORMS]

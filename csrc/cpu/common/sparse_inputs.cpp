@@ -6,6 +6,7 @@
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
 #include "cpu/common/vectorized.h"
+#include "ops/compressed_keys.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -73,6 +74,15 @@ void check_index_rows(std::string_view op, NamedTensor argument, Layout layout, 
   }
 }
 
+void SparseInputs::read_compression(std::string_view op, int64_t cmp_ratio,
+                                    const std::optional<at::Tensor>& cmp_residual_key) {
+  ratio = cmp_ratio;
+  residuals = read_residuals(op, {"cmp_residual_key", cmp_residual_key}, ratio, mode, sequences);
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    sequences[b].batch = static_cast<int64_t>(b);
+  }
+}
+
 void SparseInputs::check_indices(std::string_view op, Layout layout, Selectable selectable) const {
   const auto& indices = sparse_indices;
   const int64_t capacity = block_table.given() ? block_table.capacity() : key.size(-3);
@@ -98,7 +108,7 @@ void SparseInputs::check_blocks(std::string_view op) const {
       continue;
     }
     const TokenRows<int32_t> indices(sparse_indices, sequence.query_begin);
-    const auto visible = visible_keys(mode, sequence.queries, sequence.keys);
+    const auto visible = this->visible(sequence);
     for (int64_t token = 0; token < sequence.queries; ++token) {
       SelectedKeys selected(indices.row(token), sparse_indices.size(-1), block_size,
                             visible.end(token));

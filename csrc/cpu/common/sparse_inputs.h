@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -55,6 +56,15 @@ class SparseInputs {
   int64_t rope_size = 0;
   int64_t block_size = 1;
   SparseMode mode;
+  int64_t ratio = 1;               // tokens that a key stands for
+  std::vector<int64_t> residuals;  // of every sequence, where they matter
+
+  // The keys that the queries of a sequence see.
+  KeptKeys visible(const Sequence& sequence) const {
+    return residuals.empty() ? visible_keys(mode, sequence.queries, sequence.keys)
+                             : visible_compressed_keys(mode, sequence.queries, sequence.keys, ratio,
+                                                       residuals[sequence.batch]);
+  }
 
  private:
   template <typename Op>
@@ -83,6 +93,9 @@ class SparseInputs {
       sequences = read_sequences(op.name, layout, op.query, op.key,
                                  options.actual_seq_lengths_query, options.actual_seq_lengths_key);
     }
+    if constexpr (requires { op.cmp_residual_key; }) {
+      read_compression(op.name, op.cmp_ratio, op.cmp_residual_key);
+    }
     if constexpr (requires { op.value; }) {
       value = same_rows(op.key, op.value) ? key : with_dense_rows(op.value);
     }
@@ -106,6 +119,9 @@ class SparseInputs {
     check_blocks(op.name);
   }
 
+  // Reads how many tokens the keys of each sequence stand for.
+  void read_compression(std::string_view op, int64_t cmp_ratio,
+                        const std::optional<at::Tensor>& cmp_residual_key);
   // Checks that every index is in [-1, number of key blocks).
   void check_indices(std::string_view op, Layout layout, Selectable selectable) const;
   // Checks that a paged cache has every block that a query selects keys of.
@@ -133,7 +149,7 @@ struct SequenceInputs {
         sparse_indices(inputs.sparse_indices, of.query_begin),
         count(inputs.sparse_indices.defined() ? inputs.sparse_indices.size(-1) : 0),
         block_size(inputs.block_size),
-        visible(visible_keys(inputs.mode, of.queries, of.keys)) {}
+        visible(inputs.visible(of)) {}
 
   // The row of a token in outputs.
   int64_t row(int64_t token) const { return sequence.query_begin + token; }

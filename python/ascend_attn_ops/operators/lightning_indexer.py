@@ -27,6 +27,8 @@ def lightning_indexer(
     return_values: bool = False,
     layout_key: str | None = None,
     block_table: Tensor | None = None,
+    cmp_ratio: int = 1,
+    cmp_residual_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score the keys for each query token and select the `sparse_count` best.
 
@@ -34,7 +36,8 @@ def lightning_indexer(
 
         score[i, s] = sum over heads h of weights[i, h] * relu(query[i, h] . key[s])
 
-    Differentiable with respect to query, key and weights through the returned values.
+    Differentiable with respect to query, key and weights through the returned values, unless
+    cmp_ratio is above 1.
 
     Args:
         query: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16 (float32
@@ -59,17 +62,25 @@ def lightning_indexer(
             block block_table[b, s // block_size] of the cache.
         block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
             are not read.
+        cmp_ratio: how many tokens a key stands for; DeepSeek-V4 compresses keys. In mode 3 the
+            query at position i of its sequence then sees the keys whose tokens are complete,
+            (P - Lq + i + 1) // cmp_ratio of them, where the keys stand for P tokens. NPUs want
+            float32 weights beside a ratio above 1.
+        cmp_residual_key: (B,), int32: P - cmp_ratio * Lk, the tokens behind the last complete key,
+            in [0, cmp_ratio). None: P = Lq, the tokens of the queries, as in training.
 
     Returns:
         sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): the indices of the
         keys in their sequence, best first, equal scores by index, padded with -1; and
         sparse_values, their scores in query's dtype and the same shape, padded with -inf; (0,)
-        without return_values.
+        without return_values. With cmp_ratio above 1 the scores are float32 (float64 for float64
+        inputs).
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
         ValueError: a shape, length, layout, mode or device limit is violated.
-        NotImplementedError: the product in force has no such operator; a second derivative.
+        NotImplementedError: the product in force has no such operator; a second derivative;
+            a gradient of the values with cmp_ratio above 1.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -86,6 +97,7 @@ def lightning_indexer(
     return call(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, layout, sparse_count,
         sparse_mode, pre_tokens, next_tokens, return_values, layout_key, block_table,
+        cmp_ratio, cmp_residual_key,
     )  # fmt: skip
 
 

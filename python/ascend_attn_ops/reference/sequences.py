@@ -32,13 +32,23 @@ def rows(a: Arguments) -> Iterator[Row]:
 
         limit = Lk                         sparse_mode 0
         limit = max(Lk - Lq + i + 1, 0)    sparse_mode 3, aligned to the lower right corner
+
+    Where a key stands for r = cmp_ratio tokens, all keys for P = r * Lk + residual of them:
+
+        limit = max((P - Lq + i + 1) // r, 0)
     """
     query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
     key_spans = _spans(a.key, a.layout, a.actual_seq_lengths_key)
-    for (first_query, lq), (first_key, lk) in zip(query_spans, key_spans, strict=True):
+    ratio = getattr(a, "cmp_ratio", 1)
+    lengths = [(lq, lk) for (_, lq), (_, lk) in zip(query_spans, key_spans, strict=True)]
+    residuals = _residuals(a, ratio, lengths)
+    for (first_query, lq), (first_key, lk), residual in zip(
+        query_spans, key_spans, residuals, strict=True
+    ):
         capacity = a.key.shape[1] if a.layout == "BSND" else lk
         for i in range(lq):
-            limit = lk if a.sparse_mode == 0 else max(lk - lq + i + 1, 0)
+            causal = max((ratio * lk + residual - lq + i + 1) // ratio, 0)
+            limit = lk if a.sparse_mode == 0 else causal
             yield Row(first_query + i, first_key, limit, lk, capacity)
 
 
@@ -49,6 +59,22 @@ def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
         return [(begin, end - begin) for begin, end in pairwise([0, *(given or [])])]
     b, s = x.shape[:2]
     return [(i * s, length) for i, length in enumerate(given or [s] * b)]
+
+
+def _residuals(a: Arguments, ratio: int, lengths: list[tuple[int, int]]) -> list[int]:
+    """The tokens of each sequence that no key stands for yet. Without cmp_residual_key, the keys
+    are those of the queries."""
+    given = getattr(a, "cmp_residual_key", None)
+    if given is None:
+        if ratio == 1 or a.sparse_mode == 0:
+            return [0] * len(lengths)
+        residuals = [lq - ratio * lk for lq, lk in lengths]
+    else:
+        residuals = given.tolist()
+    for residual in residuals:
+        if not 0 <= residual < ratio:
+            raise ValueError(f"cmp_residual_key: expected values in [0, {ratio}), got {residual}")
+    return residuals
 
 
 def leading_indices(

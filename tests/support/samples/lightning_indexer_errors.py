@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ascend_attn_ops.check.samples.lightning_indexer import (
     LIGHTNING_INDEXER,
     LIGHTNING_INDEXER_GRAD,
@@ -15,6 +17,7 @@ from .wrong_call import WrongCall, put
 
 # Within the device's limits.
 DEVICE = SparseCase(heads=8, d=128, k=1024)
+COMPRESSED = SparseCase(s=(9, 2), heads=8, d=128, k=512, ratio=4)
 HEADS = ("query", {"heads": 65})
 
 WRONG_CALLS = [
@@ -25,6 +28,7 @@ WRONG_CALLS = [
         for row in make(operator)
     ),
     *shared.index_rules(LIGHTNING_INDEXER_GRAD),
+    *shared.compression_rules(LIGHTNING_INDEXER),
     *shared.page_rules(LIGHTNING_INDEXER),
     *shared.page_limit_rules(LIGHTNING_INDEXER, DEVICE),
     WrongCall(
@@ -36,6 +40,25 @@ WRONG_CALLS = [
         N=HEADS, K_too_large=("sparse_count", {"k": 9217}), K_between=("sparse_count", {"k": 2049}),
     ),
     *shared.token_rules(LIGHTNING_INDEXER, DEVICE),
+    *(
+        WrongCall(
+            f"limits-compressed {rule}", LIGHTNING_INDEXER, replace(COMPRESSED, **sizes), None,
+            argument, limits="A2",
+        )
+        for rule, argument, sizes in (
+            ("ratio", "cmp_ratio", {"s": (9, 3), "ratio": 3}),
+            ("heads", "query", {"heads": 7}),
+            ("K", "sparse_count", {"k": 9216}),
+            ("lengths", "actual_seq_lengths_query", {"lengths": ((9, 8), (2, 2))}),
+        )
+    ),
+    WrongCall(
+        "limits-compressed weights", LIGHTNING_INDEXER, COMPRESSED,
+        put("weights", Tensor.bfloat16), "weights", TypeError, limits="A2",
+    ),
+    WrongCall(
+        "limits-compressed 950", LIGHTNING_INDEXER, COMPRESSED, None, "cmp_ratio", limits="950"
+    ),
     *shared.limit_rules(
         LIGHTNING_INDEXER_GRAD, DEVICE,
         N=HEADS,

@@ -40,12 +40,12 @@ def first_index(value: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-# The first of several arguments sets the extent that they share; the error names this other one.
+# The first of several arguments sets the extent that they share; the error names another.
 NAMED = {
-    ("query_index", -2): "weights",
-    ("query_index", -1): "key_index",
-    ("query_rope", -1): "key_rope",
-    ("sparse_indices", -1): "d_values",
+    ("query_index", -2): ("weights",),
+    ("query_index", -1): ("key_index",),
+    ("query_rope", -1): ("key_rope",),
+    ("sparse_indices", -1): ("d_values", "attn_softmax_l1_norm"),
 }
 
 
@@ -53,8 +53,9 @@ def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
     """Rank, dtype, device and every extent of every tensor, in both layouts."""
     for case in (BSND, TND):
         good = operator.make(case, torch.bfloat16)
+        first, key = list(good.inputs)[:2]
         # Nothing else has the extent of the keys, or of the selection.
-        keys_alone = not {"value", "key_index"} & good.arguments.keys()
+        keys_alone = not {"value", "key_index"} - {key} & good.arguments.keys()
         for name, x in good.tensors.items():
 
             def wrong(
@@ -78,20 +79,21 @@ def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
             else:
                 yield wrong("int64", Tensor.long, TypeError)
                 yield wrong("float", Tensor.float, TypeError)
-            if name != "query":
+            if name != first:
                 yield wrong("on another device", elsewhere)
                 if x.is_floating_point():
                     yield wrong("float16", Tensor.half, TypeError)
                     yield wrong("float64", Tensor.double, TypeError)
             for axis in range(-x.dim(), 0):
-                is_keys = name == "key" and axis == -3
+                is_keys = name == key and axis == -3
                 if is_keys and keys_alone:
                     continue
-                if is_keys or name == "query" or name in LENGTHS:
+                if is_keys or name == first or name in LENGTHS:
                     argument = r"\w+"
                 else:
-                    argument = NAMED.get((name, axis), name)
-                    if argument not in good.arguments:
+                    named = NAMED.get((name, axis), (name,))
+                    argument = next((x for x in named if x in good.arguments), "")
+                    if not argument:
                         continue
                 yield wrong(f"axis {axis} too long", longer(axis), ValueError, argument)
 
@@ -167,6 +169,39 @@ def index_rules(operator: Operator) -> Iterator[WrongCall]:
     # The first batch has 6 of the 7 keys. The forward passes over the seventh.
     if operator.name != "sparse_flash_attention":
         yield wrong("BSND-behind the length", replace(COUNTS, lengths=((5, 3), (6, 4))), 6)
+
+
+def compression_rules(operator: Operator) -> Iterator[WrongCall]:
+    """Yields wrong ratios and residuals of keys that stand for several tokens."""
+    ratio, residual = "cmp_ratio", "cmp_residual_key"
+    derived = SparseCase(s=(9, 2), index_heads=8, ratio=4)
+    given = replace(derived, s=(9, 5), residuals=(3, 1))
+    packed = replace(TND, rope=0, ratio=4, residuals=(0, 3, 1))
+    for value in (0, -1, 2**31):
+        yield WrongCall(f"ratio {value}", operator, given, {ratio: value}, ratio)
+
+    def wrong(
+        rule: str, case: SparseCase, change: Callable[[Tensor], object],
+        exception: type[Exception] = ValueError, on_meta: bool = False,
+    ) -> WrongCall:  # fmt: skip
+        id = f"residual-{case.layout}-{rule}"
+        change_of = put(residual, change)
+        return WrongCall(id, operator, case, change_of, residual, exception, on_meta=on_meta)
+
+    for case in (given, packed):
+        yield wrong("rank 2", case, lambda x: x[None], on_meta=True)
+        yield wrong("too many", case, longer(0), on_meta=True)
+        yield wrong("int64", case, Tensor.long, TypeError, on_meta=True)
+        yield wrong("float", case, Tensor.float, TypeError, on_meta=True)
+        yield wrong("elsewhere", case, elsewhere)
+        for value in (-1, 4, 2**31 - 1):
+            yield wrong(f"is {value}", case, lambda x, value=value: x.clone().fill_(value))
+        yield wrong("missing", case, lambda x: None, on_meta=case is given)
+    # Queries and keys that are not of the same tokens.
+    for s in ((7, 2), (12, 2)):
+        case = replace(given, s=s, residuals=(0, 0))
+        yield wrong(f"none of {s}", case, lambda x: None, on_meta=True)
+    yield WrongCall("residual-of ratio 2", operator, given, {ratio: 2}, residual, on_meta=False)
 
 
 # BSND and TND.

@@ -29,7 +29,7 @@ from ascend_attn_ops.reference.sequences import (
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
 from .sample import Sample
-from .sparse import Pages, SparseCase, indices, on_device, sized
+from .sparse import COMPRESSED, Pages, SparseCase, indices, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -79,6 +79,12 @@ PAGED_CASES = [
     SparseCase(b=2, s=(1, 48), lengths=((1, 1), (48, 33)), heads=8, d=128, k=1024, page=32),
 ]
 
+COMPRESSED_PAGED_CASES = [
+    SparseCase(s=(1, 75), lengths=((1, 1), (75, 32)), ratio=4, residuals=(1, 3), k=9, page=16),
+    SparseCase(s=(13, 3), lengths=((13, 8), (3, 2)), ratio=4, k=3, page=5),
+    replace(_TND, ratio=4, residuals=(0, 1, 2, 3), page=7),
+]
+
 # Selections that the operator itself does not make, but that its gradient takes.
 GRAD_CASES = [
     SparseCase(s=(9, 9), pattern="padded", k=5),
@@ -98,6 +104,8 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "key": random.normal(*case.tokens(1), 1, case.d),
         "weights": random.normal(*case.tokens(0), case.heads),
     }
+    if case.ratio > 1 and dtype.itemsize == 2:
+        inputs["weights"] = inputs["weights"].float()
     pages = Pages.draw(case, random) if case.page else None
     if pages:
         inputs["key"] = pages.cache(case, inputs["key"])
@@ -108,6 +116,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "sparse_mode": case.mode,
         "return_values": not case.page,
         **(pages.options if pages else {}),
+        **case.compression_options(),
     }
     return Sample("lightning_indexer", f"{case.id}-{dtype}", inputs, options)
 
@@ -251,7 +260,7 @@ def torch_npu_grad(x: dict[str, Any]) -> Any:
 
 LIGHTNING_INDEXER = Operator(
     "lightning_indexer",
-    CASES + PAGED_CASES,
+    CASES + PAGED_CASES + COMPRESSED + COMPRESSED_PAGED_CASES,
     build,
     Gradient(
         ("query", "key", "weights"),
@@ -259,7 +268,7 @@ LIGHTNING_INDEXER = Operator(
         backward,
         incoming=gradient_by_key,
         expected=expected_backward,
-        takes=lambda case: not case.page,
+        takes=lambda case: not case.page and case.ratio == 1,
     ),
     compare=assert_same_selection,
     on_device=on_device,

@@ -39,6 +39,8 @@ class SparseCase:
     selection_heads: bool = True  # whether sparse_indices have the axis of heads
     page: int = 0  # rows per block of the cache that has the keys; 0: keys side by side
     statistics: bool = False  # of paged keys; those of others are always returned
+    ratio: int = 1  # tokens that a key stands for
+    residuals: tuple[int, ...] | None = None  # of every sequence; None: the argument is left out
 
     @property
     def id(self) -> str:
@@ -59,6 +61,8 @@ class SparseCase:
         parts += [] if self.selection_heads else ["noheads"]
         parts += [f"page{self.page}"] if self.page else []
         parts += ["statistics"] if self.page and self.statistics else []
+        parts += [f"ratio{self.ratio}"] if self.ratio > 1 else []
+        parts += [] if self.residuals is None else [f"residuals{join(self.residuals)}"]
         return "-".join(parts)
 
     def tokens(self, side: int) -> tuple[int, ...]:
@@ -97,10 +101,20 @@ class SparseCase:
             for name, lengths in zip(LENGTHS, lists, strict=True)
         }
 
+    def compression_options(self) -> dict[str, Any]:
+        if self.ratio == 1:
+            return {}
+        given = self.residuals
+        residual = None if given is None else torch.tensor(given, dtype=torch.int32)
+        return {"cmp_ratio": self.ratio, "cmp_residual_key": residual}
+
     def resized(self) -> SparseCase:
+        if self.ratio > 1 and self.residuals is None and self.lengths is None:
+            # The keys are those of the queries.
+            return replace(self, b=self.b + 1, s=(self.s[0] + 8 * self.ratio, self.s[1] + 8))
         if self.layout == "TND":
             return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
-        b = self.b if self.lengths else self.b + 1
+        b = self.b if self.lengths or self.residuals else self.b + 1
         return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
 
 
@@ -161,6 +175,7 @@ def indices(case: SparseCase, random: Random) -> Tensor:
         sparse_mode=case.mode,
         actual_seq_lengths_query=case.length_list(0),
         actual_seq_lengths_key=case.length_list(1),
+        **case.compression_options(),
     )
     for row in rows(arguments):
         result[row.token] = torch.tensor(_row_indices(case, row, random), dtype=torch.int32)
@@ -187,6 +202,23 @@ def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
         case "unread" if blocks > 0:
             filler = [random.integer(0, blocks - 1) for _ in filler]
     return chosen + filler
+
+
+COMPRESSED = [
+    SparseCase(s=(6, 1), ratio=4),
+    SparseCase(b=1, s=(61, 15), heads=8, k=7, ratio=4),
+    SparseCase(s=(3, 0), ratio=4),  # no key is complete
+    SparseCase(s=(5, 9), k=6, ratio=4, residuals=(3, 0)),  # the end of a longer sequence
+    SparseCase(s=(9, 9), ratio=3, residuals=(2, 0), mode=0),
+    SparseCase(s=(9, 4), ratio=128, mode=0),
+    SparseCase(s=(40, 2), ratio=4, residuals=(1, 2), heads=3),  # more queries than tokens
+    SparseCase(b=3, s=(9, 4), lengths=((9, 5, 0), (4, 2, 0)), ratio=2),
+    SparseCase(layout="TND", lengths=((13, 0, 3, 8), (3, 0, 0, 2)), ratio=4, k=3),
+    SparseCase(
+        layout="TND", lengths=((3, 5, 0, 2), (4, 0, 5, 9)), tail=(2, 3), ratio=4, k=5,
+        residuals=(1, 3, 0, 2),
+    ),
+]  # fmt: skip
 
 
 def on_device(case: SparseCase) -> bool:

@@ -35,6 +35,7 @@ class Line(NamedTuple):
 
 
 _LENGTHS = "actual_seq_lengths_query B, actual_seq_lengths_key B"
+_RESIDUAL = "cmp_residual_key B"
 _SPARSE = "query BSNd, key {keys}d, value {keys}d, sparse_indices BS1k"
 _ROPES = "query_rope BSNr, key_rope {keys}r"
 _STATISTICS = "softmax_max B1SN, softmax_sum B1SN"
@@ -47,7 +48,7 @@ _DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in
 # In layout BSND; TND is the same without B, and S and T are its packed tokens.
 LINES = {
     "lightning_indexer": Line(
-        f"query BSHi, key {{keys}}i, weights BSH, block_table Bm, {_LENGTHS}",
+        f"query BSHi, key {{keys}}i, weights BSH, block_table Bm, {_LENGTHS}, {_RESIDUAL}",
         "BS1k {values}",
         "{queries}",
     ),
@@ -71,6 +72,12 @@ LINES = {
         f"{_STATISTICS}, {_ROPES}, weight BS",
         "BSHi BT1i BSH 1",
         "BS",
+    ),
+    "sparse_lightning_indexer_kl_loss_grad": Line(
+        "query_index BSHi, key_index BT1i, weights BSH, sparse_indices BS1k, "
+        f"attn_softmax_l1_norm BS1k, {_LENGTHS}, {_RESIDUAL}",
+        "BSHi BT1i BSH BS1k",
+        "B",
     ),
     "flash_attention_score": Line(_DENSE, "{out} {stats} {stats}", "{dense}"),
     "flash_attention_score_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{q} {k} {k}", "{dense}"),
@@ -236,9 +243,11 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "scatter": _scatter,
     "rows": _rows,
     # The blocks of a cache belong to no sequence, and a part of the queries sees other keys than
-    # the lengths of the call say.
+    # the lengths of the call say, or their number.
     "keys": lambda call: "bp1" if call.get("layout_key") == _PAGED else "BT1",
-    "queries": lambda call: "B" if call["layout_key"] == _PAGED else "BS",
+    "queries": lambda call: (
+        "B" if call["layout_key"] == _PAGED or call.get("cmp_ratio", 1) > 1 else "BS"
+    ),
     "statistics": lambda call: "B1SN" if call["return_softmax_lse"] else ABSENT,
     "values": lambda call: "BS1k" if call["return_values"] else ABSENT,
     "query_rope": lambda call: ABSENT if call["query_rope"] is None else "BSNr",

@@ -30,7 +30,8 @@ def lightning_indexer(a: Arguments) -> tuple[Tensor, Tensor]:
     autograd.
 
     Returns sparse_indices (B,S1,1,K) or (T1,1,K), int32, and sparse_values, the same shape in the
-    dtype of query; without `return_values` the values are an empty tensor.
+    dtype of query, or with cmp_ratio above 1 in float32, float64 for float64 inputs; without
+    `return_values` the values are an empty tensor.
     """
     a = with_dense_keys(a, "key")
     dtype = compute_dtype(a.query)
@@ -49,7 +50,7 @@ def lightning_indexer(a: Arguments) -> tuple[Tensor, Tensor]:
 
     shape = (*a.query.shape[:-2], 1, a.sparse_count)
     kept = values.view(shape) if a.return_values else values.new_empty(0)
-    return indices.view(shape), kept.to(a.query.dtype)
+    return indices.view(shape), kept.to(a.query.dtype if a.cmp_ratio == 1 else dtype)
 
 
 @reference
