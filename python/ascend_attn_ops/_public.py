@@ -10,6 +10,7 @@ from ascend_attn_ops._pages import (
 from ascend_attn_ops._statistics import log_sum_exp
 from ascend_attn_ops._value_checks import check_values
 from ascend_attn_ops.comparison import compare
+from ascend_attn_ops.compression import compress_keys
 from ascend_attn_ops.device_limits import limits, set_limits
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
@@ -44,6 +45,7 @@ __all__ = [
     "attention_update",
     "check_values",
     "compare",
+    "compress_keys",
     "flash_attention_score",
     "flash_attention_score_grad",
     "fused_infer_attention_score",

@@ -49,8 +49,8 @@ PACKAGE_PARTS = {
     "operators": Part(("operators/*",), "the public functions, one per operator", ("vocabulary",)),
     "reference": Part(("reference/*",), "in plain torch", ("vocabulary",)),
     "modules": Part(
-        ("modules.py", "quantization.py", "training.py"),
-        "LightningIndexer, training, int8",
+        ("compression.py", "modules.py", "quantization.py", "training.py"),
+        "LightningIndexer, compressed keys, training, int8",
         ("operators",),
     ),
     "flash_attn": Part(
