@@ -145,6 +145,14 @@ def test_the_loss_takes_the_arguments_of_its_operator() -> None:
     )
     assert loss.pop("reduction")[1] == "sum"
     assert loss.pop("normalizer")[1] is None
+    # A target stands in place of the attention.
+    for name, default in (
+        ("target", None), ("normalize_target", False), ("cmp_ratio", 1), ("cmp_residual_key", None)
+    ):  # fmt: skip
+        assert loss.pop(name)[1] == default
+    for name in ("softmax_max", "softmax_sum", "scale_value"):
+        kind, default = loss.pop(name)
+        assert (kind, default) == (operator.pop(name)[0], None)
     # The mode ignores both.
     del operator["pre_tokens"], operator["next_tokens"]
     assert loss == operator

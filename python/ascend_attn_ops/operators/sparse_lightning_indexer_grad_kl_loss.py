@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.compiler import is_dynamo_compiling
 from ascend_attn_ops._arguments import check_number, dtype_name, shown, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Operator
 from ascend_attn_ops._packing import Lengths, lengths_of, lengths_on
+
+from ._loss_with_target import loss_with_target, tokens_on_device
 
 _OPERATOR = Operator("sparse_lightning_indexer_grad_kl_loss")
 
@@ -84,16 +86,16 @@ def sparse_lightning_indexer_grad_kl_loss(
 
 
 def lightning_indexer_kl_loss(
-    query: Tensor,
-    key: Tensor,
+    query: Tensor | None,
+    key: Tensor | None,
     query_index: Tensor,
     key_index: Tensor,
     weights: Tensor,
     sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
     *,
-    scale_value: float,
+    scale_value: float | None = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     actual_seq_lengths_query: Lengths = None,
@@ -104,6 +106,10 @@ def lightning_indexer_kl_loss(
     weight: Tensor | None = None,
     reduction: Literal["sum", "mean"] = "sum",
     normalizer: Tensor | float | None = None,
+    target: Tensor | None = None,
+    normalize_target: bool = False,
+    cmp_ratio: int = 1,
+    cmp_residual_key: Tensor | None = None,
 ) -> Tensor:
     """The KL loss between the main attention and the indexer, a differentiable scalar.
 
@@ -113,6 +119,9 @@ def lightning_indexer_kl_loss(
         loss = sum over tokens of sum p * (log p - log y)
 
     Gradients flow to query_index, key_index and weights; the attention is a fixed target.
+
+    The target is computed from the attention's inputs and statistics; or, as in DeepSeek-V4, it is
+    the `target` that you pass, with None for query, key and the statistics.
 
     Args:
         query: of the main attention, (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or
@@ -147,15 +156,21 @@ def lightning_indexer_kl_loss(
         normalizer: what the sum is divided by, e.g. the number of valid tokens of all ranks; a
             tensor with one element is read on its device. Without tokens, 0 divided by 0 is 0.
             Instead of reduction="mean".
+        target: p, as sparse_indices; float32 (float64 for float64 inputs), such as the last result
+            of the attention's gradient. It may add up to less than 1: a row counts as much as that.
+        normalize_target: divide each row of `target` by its sum, so that rows count alike.
+        cmp_ratio, cmp_residual_key: as in :func:`lightning_indexer`; beside `target` only. Lengths
+            in tensors are then read on the device, and sparse_mode may be 0.
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, length, index, layout, mode, reduction or device limit is violated.
+        ValueError: a target beside an attention, or neither; a shape, length, index, layout, mode,
+            reduction or device limit is violated.
         NotImplementedError: the product in force has no such operator; a weight that is not bool,
-            on the NPU.
+            on the NPU, without `target`; a second derivative.
 
     Example:
         >>> import torch, ascend_attn_ops
@@ -176,13 +191,43 @@ def lightning_indexer_kl_loss(
         >>> query_index.grad.shape
         torch.Size([1, 4, 64, 128])
 
-    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
+    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md and
+    docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
     """
     check_divisor(reduction, normalizer)
+    attention = {
+        "query": query, "key": key, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
+        "scale_value": scale_value,
+    }  # fmt: skip
+    _check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
+    if target is not None:
+        loss = loss_with_target(
+            query_index, key_index, weights, sparse_indices, target, weight, normalize_target,
+            {
+                "actual_seq_lengths_query": actual_seq_lengths_query,
+                "actual_seq_lengths_key": actual_seq_lengths_key,
+                "cmp_residual_key": cmp_residual_key, "layout": layout, "sparse_mode": sparse_mode,
+                "cmp_ratio": cmp_ratio, "deterministic": deterministic,
+            },
+        )  # fmt: skip
+        if reduction == "mean":
+            return loss / tokens_on_device(
+                query_index, actual_seq_lengths_query, layout, weight, loss.dtype
+            )
+        return normalized(loss, normalizer)
+    of_target = {"normalize_target": False, "cmp_ratio": 1, "cmp_residual_key": None}
+    for (name, default), given in zip(
+        of_target.items(), (normalize_target, cmp_ratio, cmp_residual_key), strict=True
+    ):
+        if given is not default and given != default:
+            expected = f"{default} without a target"
+            raise wrong(ValueError, _NAME, name, expected, shown(given))
+    attended = (cast("Tensor", x) for x in (query, key, softmax_max, softmax_sum))
+    query, key, softmax_max, softmax_sum = attended
     query_lengths = lengths_of(actual_seq_lengths_query, where=(_NAME, "actual_seq_lengths_query"))
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
         query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
-        scale_value=scale_value, query_rope=query_rope, key_rope=key_rope,
+        scale_value=cast("float", scale_value), query_rope=query_rope, key_rope=key_rope,
         actual_seq_lengths_query=query_lengths, actual_seq_lengths_key=actual_seq_lengths_key,
         layout=layout, sparse_mode=sparse_mode, deterministic=deterministic, weight=weight,
     )  # fmt: skip
@@ -190,6 +235,16 @@ def lightning_indexer_kl_loss(
     if reduction == "mean":
         return loss / _tokens(query, query_lengths, layout, weight, loss.dtype)
     return normalized(loss, normalizer)
+
+
+def _check_attention(attention: dict[str, Tensor | float | None], target: Tensor | None) -> None:
+    """Raises unless the target is given, or all of what it is computed from."""
+    for name, x in attention.items():
+        if target is not None and x is not None:
+            raise wrong(ValueError, _NAME, name, "None beside a target", shown(x))
+        if target is None and x is None and not name.endswith("_rope"):
+            expected = "the attention's, or a target in place of the attention"
+            raise wrong(ValueError, _NAME, name, expected, "None")
 
 
 def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:

@@ -1,0 +1,105 @@
+"""The loss of an indexer whose target is given: lightning_indexer_kl_loss(target=...)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops._arguments import wrong
+from ascend_attn_ops._packing import Lengths, lengths_on
+
+from .sparse_lightning_indexer_kl_loss_grad import sparse_lightning_indexer_kl_loss_grad
+
+_NAME = "ascend::lightning_indexer_kl_loss"
+_SMALLEST = 1e-8
+
+
+class _LossWithTarget(torch.autograd.Function):
+    """The loss, (1,), whose gradients are computed with it: its backward scales them, on the
+    device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_index: Tensor,
+        key_index: Tensor,
+        weights: Tensor,
+        sparse_indices: Tensor,
+        target: Tensor,
+        factors: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        scaled = target if factors is None else target * factors
+        *gradients, softmax = sparse_lightning_indexer_kl_loss_grad(
+            query_index, key_index, weights, sparse_indices, scaled, **options
+        )
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [x.dtype for x in (query_index, key_index, weights)]
+        y = softmax.view(target.shape)
+        divergence = target.clamp(min=_SMALLEST).log() - y.clamp(min=_SMALLEST).log()
+        # A factor or a target of 0 leaves out what has no logarithm, too.
+        return torch.where(scaled == 0, 0, scaled * divergence).sum().reshape(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # The saved gradients are constants: a second derivative would silently be zero.
+        if torch.is_grad_enabled():
+            expected = "a first derivative"
+            got = "a second derivative, which this operator does not have"
+            raise wrong(NotImplementedError, _NAME, "gradient", expected, got)
+        gradients = (
+            # In float32: for a mean over many tokens, d_loss is small.
+            (gradient * d_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*gradients, None, None, None, None)
+
+
+def loss_with_target(
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    normalize: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """The sum over all tokens, (). `weight` is a factor of each token."""
+    # The device wants 0 where there is no key.
+    target = target.detach()
+    if sparse_indices.numel() == target.numel():  # the operator refuses others
+        target = target.masked_fill(sparse_indices.view(target.shape) < 0, 0)
+    if normalize:
+        mass = target.sum(-1, keepdim=True)
+        target = target / torch.where(mass == 0, 1, mass)
+    factors = None
+    if weight is not None:
+        factors = weight.detach().to(target.dtype)
+        factors = factors.reshape(*factors.shape, *[1] * (target.dim() - factors.dim()))
+    loss: Tensor = _LossWithTarget.apply(
+        query_index, key_index, weights, sparse_indices, target, factors, options
+    )
+    return loss.squeeze(0)
+
+
+def tokens_on_device(
+    query_index: Tensor, lengths: Lengths, layout: str, weight: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The number of query tokens that belong to a sequence, or the sum of their weights, 1 for
+    none; nothing waits for the device."""
+    on_device = lengths_on(lengths, query_index)
+    batches = query_index.shape[:-2]
+    if weight is None:
+        weight = torch.ones(batches, dtype=dtype, device=query_index.device)
+    if on_device is not None:
+        ends = on_device[-1:] if layout == "TND" else on_device[:, None]
+        positions = torch.arange(batches[-1], device=query_index.device)
+        if layout == "TND" and not on_device.numel():
+            ends = on_device.new_zeros(1)
+        # Multiplying by a mask would keep the NaN that padding may hold.
+        weight = torch.where(positions < ends, weight, 0)
+    total = weight.sum(dtype=dtype)
+    return torch.where(total == 0, 1, total)
