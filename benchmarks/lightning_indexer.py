@@ -189,6 +189,35 @@ def indexer_rows(rounds: int) -> list[Row]:
     )
 
 
+def compressed_rows(rounds: int) -> list[Row]:
+    """The indexer of DeepSeek-V4 and the gradients of its loss: keys of four tokens each."""
+    s, k, ratio = 4096, 512, 4
+    random = torch.Generator().manual_seed(0)
+    query, key = (
+        torch.randn(shape, generator=random).bfloat16()
+        for shape in ((1, s, INDEX_HEADS, INDEX_D), (1, s // ratio, 1, INDEX_D))
+    )
+    weights = torch.randn(1, s, INDEX_HEADS, generator=random) * INDEX_D**-0.5 / INDEX_HEADS
+    select = partial(
+        torch.ops.ascend.lightning_indexer, query, key, weights, sparse_count=k, cmp_ratio=ratio
+    )
+    indices, _ = select()
+    target = torch.rand(indices.shape, generator=random).masked_fill(indices < 0, 0) / k
+    seen = sum(i // ratio for i in range(1, s + 1))
+    gradients = partial(
+        torch.ops.ascend.sparse_lightning_indexer_kl_loss_grad, query, key, weights, indices,
+        target, cmp_ratio=ratio,
+    )  # fmt: skip
+    selected = int((indices >= 0).sum())
+    return measure(
+        f"lightning_indexer S={s} K={k} ratio={ratio}", select, {},
+        products=2 * seen * INDEX_HEADS * INDEX_D, rounds=rounds,
+    ) + measure(
+        f"sparse_lightning_indexer_kl_loss_grad S={s} K={k} ratio={ratio}", gradients, {},
+        products=2 * selected * 3 * INDEX_HEADS * INDEX_D, rounds=rounds,
+    )  # fmt: skip
+
+
 def first_kl_loss(s: int, k: int, threads: int) -> Call:
     """Prepare the inputs in a fresh process, and return the call to measure."""
     torch.set_num_threads(threads)
@@ -225,7 +254,8 @@ def main() -> None:
             + kl_loss_rows(torch.float16, rounds)
             + kl_loss_length_rows(rounds)
             + indexer_grad_rows(rounds)
-            + indexer_rows(rounds),
+            + indexer_rows(rounds)
+            + compressed_rows(rounds),
         )
     for selected in (256, 1024):
         report_memory(record, 1024, selected)
