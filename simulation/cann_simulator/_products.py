@@ -34,16 +34,23 @@ _EXTENDED_950 = ("aclnnFlashAttentionScoreV4", "aclnnFlashAttentionScoreGradV4")
 _INFER = ("aclnnFusedInferAttentionScoreV4",)
 _INFER_950 = ("aclnnFusedInferAttentionScoreV5",)
 
+# A2 and A3 have them from CANN 9.1 on.
+_MLA = ("aclnnSparseFlashMla", "aclnnSparseFlashMlaMetadata", "aclnnSparseFlashMlaGrad")
+
 # The aclnn functions that the libraries of a product, or of one of its releases, lack.
 WITHOUT = {
     "A2": _INFER_950,
+    "A2-8.5": _MLA,
+    "A2-9.0": _MLA,
     "A3": _INFER_950,
-    "950": _INFER,
+    "A3-8.5": _MLA,
+    "A3-9.0": _MLA,
+    "950": (*_INFER, *_MLA),
     "950-8.5": (*_SPARSE, *_EXTENDED, *_EXTENDED_950, *_INFER_950),
     "950-9.0": (*_SPARSE, *_EXTENDED),
     "950-9.1": _INDEXER_GRAD,
     "310P": (
-        *_SPARSE, *_EXTENDED, *_EXTENDED_950, *_INFER, *_INFER_950,
+        *_SPARSE, *_MLA, *_EXTENDED, *_EXTENDED_950, *_INFER, *_INFER_950,
         "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2",
         "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2",
         "aclnnScatterPaKvCache",

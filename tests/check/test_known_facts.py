@@ -36,6 +36,10 @@ EXPLANATIONS = {
         "The launch calls `aclnnFusedInferAttentionScoreV4`", "The launch writes -inf, or the sink",
         "the launch says the same with the lengths",
     ),
+    "sparse_flash_mla": (
+        "The launch first computes the metadata", "The device requires residuals beside",
+    ),
+    "sparse_flash_mla_grad": ("The limits refuse the calls with a deterministic context",),
     "scatter_pa_kv_cache_": ("the launch first makes key and value",),
 }  # fmt: skip
 

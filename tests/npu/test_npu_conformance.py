@@ -144,7 +144,11 @@ def test_our_call_is_torch_npus(recipe: Recipe) -> None:
                 assert mine == their, (function, name)
 
 
-@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
+# The limits refuse a deterministic gradient that the device refuses.
+CAN_BE_DETERMINISTIC = [r for r in DEVICE_RECIPES if r.operator.name != "sparse_flash_mla_grad"]
+
+
+@pytest.mark.parametrize("recipe", CAN_BE_DETERMINISTIC, ids=lambda recipe: recipe.id)
 def test_determinism_reaches_the_device(recipe: Recipe) -> None:
     """torch.use_deterministic_algorithms, as it was when the operator was called."""
     sample: Sample = recipe.make(torch.bfloat16).to("npu")
@@ -157,7 +161,9 @@ def test_determinism_reaches_the_device(recipe: Recipe) -> None:
                 # At level 2 the first phase runs later, on the thread of the queue.
                 torch.use_deterministic_algorithms(False)
         calls = [entry for entry in attention_calls(log) if entry["phase"] == 1]
-        assert len(calls) == 1 or is_pack_gradient(recipe) or is_divided(recipe)
+        # The metadata of a call is another one.
+        launches = [entry for entry in calls if not entry["function"].endswith("Metadata")]
+        assert len(launches) == 1 or is_pack_gradient(recipe) or is_divided(recipe)
         for call in calls:
             assert call["deterministic"] == on
             assert call["arguments"].get("deterministic", on) == on

@@ -18,7 +18,7 @@ def through_torch(sample: Sample) -> Any:
 
 
 def differentiable_names(sample: Sample) -> tuple[str, ...]:
-    if sample.arguments.get("layout_key") is not None:
+    if any(sample.arguments.get(x) is not None for x in ("layout_key", "layout_kv")):
         return ()  # paged keys are for inference
     return sample.tensor_names(OPERATORS[sample.operator].differentiable)
 

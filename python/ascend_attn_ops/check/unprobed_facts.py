@@ -34,6 +34,7 @@ KL = "sparse_lightning_indexer_grad_kl_loss"
 FA, FAG = "flash_attention_score", "flash_attention_score_grad"
 PFA, SCATTER = "prompt_flash_attention", "scatter_pa_kv_cache_"
 FIA = "fused_infer_attention_score"
+MLA, MLAG = "sparse_flash_mla", "sparse_flash_mla_grad"
 
 UNPROBED = [
     *(
@@ -90,6 +91,20 @@ UNPROBED = [
     Unprobed("fia-corrected-rows", FIA, "CANN documents this correction for D of 64 and 128",
              "the section numbers makes calls with such rows", FUSED),
     Unprobed("fia-copies", FIA, "Both functions take no strides", ALWAYS, FUSED),
+    Unprobed("mla-versions", MLA, "every call, which the limits refuse", ENVIRONMENT, FUSED),
+    Unprobed("mla-few-indices", MLA, "a row with fewer than min(K, n) indices",
+             "the device would read keys of other rows", ATLAS),
+    Unprobed("mla-metadata", MLA, "metadata of other lengths or scalars", ALWAYS, ATLAS),
+    Unprobed("mla-strides", MLA, "keys whose strides are not dense", ALWAYS, ATLAS),
+    Unprobed("mla-grad-versions", MLAG, "the function takes its arguments in another order",
+             ENVIRONMENT, FUSED),
+    Unprobed("mla-grad-padding", MLAG, "layout TND with padding rows",
+             "the device would read behind the lengths", ATLAS),
+    Unprobed("mla-grad-few-indices", MLAG, "reads row -1 of the keys",
+             "the device would read out of bounds", ATLAS),
+    Unprobed("mla-grad-residuals", MLAG, "layout BSND with unequal residuals", ALWAYS, ATLAS),
+    Unprobed("mla-grad-deterministic", MLAG, "a deterministic context", LIMITS, ATLAS),
+    Unprobed("mla-grad-lengths", MLAG, "lengths in layout BSND", LIMITS, ATLAS),
     Unprobed("scatter-few-slots", SCATTER, "num_blocks * block_size < T, in every mode", LIMITS,
              ATLAS),
     Unprobed("scatter-large-heads", SCATTER, "Rope with heads of 1536 elements and more",

@@ -1,0 +1,307 @@
+// SparseFlashMla, its metadata and its gradient. Prototypes:
+// docs/specification/sparse_flash_mla.md.
+//
+// The metadata of a call says which core computes which rows. Here it holds the scalars that it was
+// made for and a checksum of the lengths: a call with others would skip rows.
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "opapi/core/opapi.h"
+
+using namespace cann_sim;
+
+namespace {
+
+constexpr int64_t kMetadataSize = 1024;
+
+// With the names that the operator and its metadata share.
+const std::vector<std::string_view> kLengths{
+    "cuSeqlensQOptional",   "cuSeqlensOriKvOptional", "cuSeqlensCmpKvOptional", "sequsedQOptional",
+    "sequsedOriKvOptional", "sequsedCmpKvOptional",   "cmpResidualKvOptional"};
+const std::vector<std::string_view> kScalars{"cmpRatio", "oriMaskMode", "cmpMaskMode", "oriWinLeft",
+                                             "oriWinRight"};
+
+const Arguments kLengthArguments{optional_input("cuSeqlensQOptional", "", kInt32),
+                                 optional_input("cuSeqlensOriKvOptional", "", kInt32),
+                                 optional_input("cuSeqlensCmpKvOptional", "", kInt32),
+                                 optional_input("sequsedQOptional", "", kInt32),
+                                 optional_input("sequsedOriKvOptional", "", kInt32),
+                                 optional_input("sequsedCmpKvOptional", "", kInt32),
+                                 optional_input("cmpResidualKvOptional", "cmp_residual_kv", kInt32),
+                                 not_computed("oriTopkLengthOptional"),
+                                 not_computed("cmpTopkLengthOptional")};
+const Arguments kMaskArguments{attribute("cmpRatio", "cmp_ratio"),
+                               attribute("oriMaskMode", "ori_mask_mode"),
+                               attribute("cmpMaskMode", "cmp_mask_mode"),
+                               attribute("oriWinLeft", "ori_win_left"),
+                               attribute("oriWinRight", "ori_win_right"),
+                               attribute("layoutQOptional", "layout"),
+                               attribute("layoutKvOptional")};
+
+int64_t number(std::string_view text) {
+  int64_t sum = 0;
+  for (const char x : text) {
+    sum = (sum * 31 + x) % 1000003;
+  }
+  return sum;
+}
+
+int64_t checksum(const Call& call, std::string_view name) {
+  if (!call.find<TensorView>(name)) {
+    return -1;
+  }
+  int64_t sum = 1;
+  for (const auto x : call.elements(name)) {
+    sum = (sum * 31 + x) % 1000003;
+  }
+  return sum;
+}
+
+// Returns what both calls must have in common.
+std::vector<int64_t> facts_of(const Call& call) {
+  std::vector<int64_t> facts;
+  for (const auto name : kLengths) {
+    facts.push_back(checksum(call, name));
+  }
+  for (const auto name : kScalars) {
+    facts.push_back(call.get<int64_t>(name));
+  }
+  for (const auto* name : {"layoutQOptional", "layoutKvOptional"}) {
+    facts.push_back(number(call.get<std::string>(name)));
+  }
+  return facts;
+}
+
+torch::jit::Stack metadata_of(const Call& call) {
+  auto facts = facts_of(call);
+  for (const auto* name : {"numHeadsQ", "numHeadsKv", "headDim", "batchSize", "maxSeqlenQ",
+                           "maxSeqlenOriKv", "maxSeqlenCmpKv", "oriTopk", "cmpTopk"}) {
+    facts.push_back(call.get<int64_t>(name));
+  }
+  facts.push_back(call.get<bool>("hasOriKv"));
+  facts.push_back(call.get<bool>("hasCmpKv"));
+  const auto metadata = at::zeros({kMetadataSize}, at::kInt);
+  metadata.narrow(0, 0, static_cast<int64_t>(facts.size())).copy_(at::tensor(facts));
+  return {metadata};
+}
+
+// The same of the operator's arguments.
+std::vector<int64_t> expected_facts(const Call& call) {
+  auto facts = facts_of(call);
+  const bool packed = call.is_tnd("layoutQOptional");
+  const auto& query = call.get<TensorView>("q").sizes;
+  const auto* indices = call.find<TensorView>("cmpSparseIndicesOptional");
+  const auto* cmp = call.find<TensorView>("cmpKvOptional");
+  const auto longest = [&](std::string_view keys, std::string_view table) -> int64_t {
+    const auto* view = call.find<TensorView>(keys);
+    if (!view) {
+      return 0;
+    }
+    const auto* blocks = call.find<TensorView>(table);
+    return blocks ? blocks->sizes[1] * view->sizes[1] : packed ? 0 : view->sizes[1];
+  };
+  facts.insert(facts.end(),
+               {query[query.size() - 2], 1, query.back(), packed ? 0 : query[0],
+                packed ? 0 : query[1], longest("oriKvOptional", "oriBlockTableOptional"),
+                longest("cmpKvOptional", "cmpBlockTableOptional"), 0,
+                indices ? indices->sizes.back() : 0, 1, cmp != nullptr});
+  return facts;
+}
+
+void check_metadata(const Call& call) {
+  const auto facts = expected_facts(call);
+  const auto given = call.elements("metadataOptional");
+  for (size_t i = 0; i < facts.size(); ++i) {
+    TORCH_CHECK(given.at(i) == facts[i], "metadataOptional was made for another call: word ", i,
+                " is ", given.at(i), ", and the call's is ", facts[i]);
+  }
+}
+
+// CANN compares them with dense strides, also where a size is 1.
+void check_strides(const Call& call) {
+  for (const auto* name : {"oriKvOptional", "cmpKvOptional"}) {
+    const auto* view = call.find<TensorView>(name);
+    if (!view) {
+      continue;
+    }
+    int64_t stride = 1;
+    for (size_t axis = view->sizes.size(); axis-- > 0;) {
+      TORCH_CHECK(view->strides[axis] == stride, name, ": stride ", view->strides[axis],
+                  " of axis ", axis, " is not dense");
+      stride *= view->sizes[axis];
+    }
+  }
+}
+
+void check_operator(const Call& call) {
+  check_strides(call);
+  const auto* cmp = call.find<TensorView>("cmpKvOptional");
+  TORCH_CHECK(!cmp || call.find<TensorView>("cmpResidualKvOptional"),
+              "cmpResidualKvOptional is nullptr beside compressed keys");
+}
+
+void check_forward(const Call& call) {
+  check_operator(call);
+  TORCH_CHECK(call.find<TensorView>("metadataOptional"), "metadataOptional is nullptr");
+}
+
+void check_gradient(const Call& call) {
+  check_operator(call);
+  TORCH_CHECK(!call.launch().deterministic, "the deterministic mode is not supported");
+  TORCH_CHECK(!call.find<TensorView>("metadataOptional"), "metadataOptional is not nullptr");
+}
+
+// Lengths as the operator takes them: without the leading 0.
+OperatorArguments lengths_of(const Call& call) {
+  OperatorArguments arguments;
+  const auto set = [&](const char* schema, const char* cumulative, const char* counts) {
+    if (const auto ends = call.optional_tensor(cumulative)) {
+      TORCH_CHECK(call.elements(cumulative).at(0) == 0, cumulative, " does not begin with 0");
+      arguments[schema] = ends->slice(0, 1);
+    } else if (const auto used = call.optional_tensor(counts)) {
+      arguments[schema] = *used;
+    }
+  };
+  set("actual_seq_lengths_query", "cuSeqlensQOptional", "sequsedQOptional");
+  set("actual_seq_lengths_ori_kv", "cuSeqlensOriKvOptional", "sequsedOriKvOptional");
+  set("actual_seq_lengths_cmp_kv", "cuSeqlensCmpKvOptional", "sequsedCmpKvOptional");
+  return arguments;
+}
+
+torch::jit::Stack attention(const Call& call) {
+  check_metadata(call);
+  auto arguments = lengths_of(call);
+  if (call.get<std::string>("layoutKvOptional") == "PA_BBND") {
+    arguments["layout_kv"] = "PA_BSND";
+  }
+  return call.results(arguments);
+}
+
+// The device walks the cumulative lengths for every row of the shape.
+std::string rows_behind_sequences(const Call& call) {
+  if (!call.is_tnd("layoutQOptional")) {
+    return {};
+  }
+  const auto rows = call.get<TensorView>("query").sizes[0];
+  const auto ends = call.elements("cuSeqlensQOptional");
+  return ends.back() == rows ? ""
+                             : c10::str("cuSeqlensQOptional ends at ", ends.back(), " of ", rows,
+                                        " rows: the device reads behind the lengths");
+}
+
+torch::jit::Stack gradients(const Call& call) { return call.results(lengths_of(call)); }
+
+at::Tensor written_attention(const Call& call, std::string_view name, const at::Tensor& output) {
+  if (!call.is_tnd("layoutQOptional") || output.numel() == 0) {
+    return output;
+  }
+  return output.narrow(name == "attnOutOut" ? 0 : 1, 0, call.elements("cuSeqlensQOptional").back());
+}
+
+const Function metadata{
+    .name = "aclnnSparseFlashMlaMetadata",
+    .arguments =
+        join({kLengthArguments,
+              {attribute("numHeadsQ"), attribute("numHeadsKv"), attribute("headDim"),
+               attribute("batchSize"), attribute("maxSeqlenQ"), attribute("maxSeqlenOriKv"),
+               attribute("maxSeqlenCmpKv"), attribute("oriTopk"), attribute("cmpTopk")},
+              kMaskArguments,
+              {attribute("hasOriKv"), attribute("hasCmpKv"), output("metadata")}}),
+    .compute = metadata_of};
+
+const Function sparse_flash_mla{
+    .name = "aclnnSparseFlashMla",
+    .schema_name = "ascend::sparse_flash_mla",
+    .workspace = 4096,
+    .arguments = join(
+        {{input("q", "query", kHalf), optional_input("oriKvOptional", "ori_kv", kHalf),
+          optional_input("cmpKvOptional", "cmp_kv", kHalf),
+          not_computed("oriSparseIndicesOptional"),
+          optional_input("cmpSparseIndicesOptional", "cmp_sparse_indices", kInt32),
+          optional_input("oriBlockTableOptional", "ori_block_table", kInt32),
+          optional_input("cmpBlockTableOptional", "cmp_block_table", kInt32)},
+         kLengthArguments,
+         {optional_input("sinksOptional", "sink", kFloat),
+          optional_input("metadataOptional", "", kInt32), attribute("softmaxScale", "scale_value")},
+         kMaskArguments,
+         {attribute("topkValueMode"), attribute("returnSoftmaxLse", "return_softmax_lse"),
+          output("attnOutOut"), optional_output("softmaxLseOutOptional")}}),
+    .device = {.check = check_forward, .written = written_attention},
+    .compute = attention};
+
+const Function sparse_flash_mla_grad{
+    .name = "aclnnSparseFlashMlaGrad",
+    .schema_name = "ascend::sparse_flash_mla_grad",
+    .workspace = 8192,
+    .arguments = join(
+        {{input("query", "query", kHalf), input("dOut", "d_out", kHalf), input("out", "out", kHalf),
+          input("lse", "softmax_lse", kFloat), optional_input("oriKvOptional", "ori_kv", kHalf),
+          optional_input("cmpKvOptional", "cmp_kv", kHalf),
+          not_computed("oriSparseIndicesOptional"),
+          optional_input("cmpSparseIndicesOptional", "cmp_sparse_indices", kInt32)},
+         kLengthArguments,
+         {optional_input("sinksOptional", "sink", kFloat),
+          optional_input("metadataOptional", "", kInt32), attribute("scaleValue", "scale_value")},
+         kMaskArguments,
+         {output("dQueryOut"), output("dOriKvOutOptional"), optional_output("dCmpKvOutOptional"),
+          optional_output("dSinksOutOptional"), optional_output("oriSoftmaxL1NormOptional", 5),
+          optional_output("cmpSoftmaxL1NormOptional", 4)}}),
+    .device = {.check = check_gradient, .faults = {{Harm::bounds, rows_behind_sequences}}},
+    .compute = gradients};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnSparseFlashMlaMetadataGetWorkspaceSize(
+    Tensor cu_query, Tensor cu_ori, Tensor cu_cmp, Tensor used_query, Tensor used_ori,
+    Tensor used_cmp, Tensor residual, Tensor ori_topk_length, Tensor cmp_topk_length,
+    int64_t heads_query, int64_t heads_kv, int64_t head_size, int64_t batch, int64_t longest_query,
+    int64_t longest_ori, int64_t longest_cmp, int64_t ori_topk, int64_t cmp_topk, int64_t ratio,
+    int64_t ori_mode, int64_t cmp_mode, int64_t left, int64_t right, char* layout_query,
+    char* layout_kv, bool has_ori, bool has_cmp, Tensor to, uint64_t* workspace_size,
+    aclOpExecutor** executor) {
+  return prepare(metadata, workspace_size, executor, cu_query, cu_ori, cu_cmp, used_query, used_ori,
+                 used_cmp, residual, ori_topk_length, cmp_topk_length, heads_query, heads_kv,
+                 head_size, batch, longest_query, longest_ori, longest_cmp, ori_topk, cmp_topk,
+                 ratio, ori_mode, cmp_mode, left, right, layout_query, layout_kv, has_ori, has_cmp,
+                 to);
+}
+CANN_SIM_SECOND_PHASE(aclnnSparseFlashMlaMetadata)
+
+int aclnnSparseFlashMlaGetWorkspaceSize(
+    Tensor query, Tensor ori, Tensor cmp, Tensor ori_indices, Tensor cmp_indices, Tensor ori_table,
+    Tensor cmp_table, Tensor cu_query, Tensor cu_ori, Tensor cu_cmp, Tensor used_query,
+    Tensor used_ori, Tensor used_cmp, Tensor residual, Tensor ori_topk_length,
+    Tensor cmp_topk_length, Tensor sinks, Tensor of_cores, double scale, int64_t ratio,
+    int64_t ori_mode, int64_t cmp_mode, int64_t left, int64_t right, char* layout_query,
+    char* layout_kv, int64_t topk_value_mode, bool return_lse, Tensor out, Tensor lse,
+    uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(sparse_flash_mla, workspace_size, executor, query, ori, cmp, ori_indices,
+                 cmp_indices, ori_table, cmp_table, cu_query, cu_ori, cu_cmp, used_query, used_ori,
+                 used_cmp, residual, ori_topk_length, cmp_topk_length, sinks, of_cores, scale,
+                 ratio, ori_mode, cmp_mode, left, right, layout_query, layout_kv, topk_value_mode,
+                 return_lse, out, lse);
+}
+CANN_SIM_SECOND_PHASE(aclnnSparseFlashMla)
+
+int aclnnSparseFlashMlaGradGetWorkspaceSize(
+    Tensor query, Tensor d_out, Tensor out, Tensor lse, Tensor ori, Tensor cmp, Tensor ori_indices,
+    Tensor cmp_indices, Tensor cu_query, Tensor cu_ori, Tensor cu_cmp, Tensor used_query,
+    Tensor used_ori, Tensor used_cmp, Tensor residual, Tensor ori_topk_length,
+    Tensor cmp_topk_length, Tensor sinks, Tensor of_cores, double scale, int64_t ratio,
+    int64_t ori_mode, int64_t cmp_mode, int64_t left, int64_t right, char* layout_query,
+    char* layout_kv, Tensor d_query, Tensor d_ori, Tensor d_cmp, Tensor d_sinks, Tensor ori_l1_norm,
+    Tensor cmp_l1_norm, uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(sparse_flash_mla_grad, workspace_size, executor, query, d_out, out, lse, ori, cmp,
+                 ori_indices, cmp_indices, cu_query, cu_ori, cu_cmp, used_query, used_ori, used_cmp,
+                 residual, ori_topk_length, cmp_topk_length, sinks, of_cores, scale, ratio,
+                 ori_mode, cmp_mode, left, right, layout_query, layout_kv, d_query, d_ori, d_cmp,
+                 d_sinks, ori_l1_norm, cmp_l1_norm);
+}
+CANN_SIM_SECOND_PHASE(aclnnSparseFlashMlaGrad)
+
+}  // extern "C"

@@ -1,0 +1,152 @@
+"""sparse_flash_mla on the NPU: the metadata, residuals, strides and lengths of its launch.
+
+The simulation keeps the scalars and a checksum of the lengths in the metadata, and refuses a call
+that they do not belong to. It refuses keys whose strides are not dense, as CANN does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ascend_attn_ops as ops
+import cann_simulator
+import pytest
+import torch
+from ascend_attn_ops.check.samples.sparse_flash_mla import (
+    DEVICE,
+    DEVICE_CASES,
+    PAGED_CASES,
+    SPARSE_FLASH_MLA,
+    MlaCase,
+)
+from conftest import TASK_QUEUE
+from support.samples import Sample
+from support.tolerance import assert_same_bits
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+FORWARD, METADATA = "aclnnSparseFlashMla", "aclnnSparseFlashMlaMetadata"
+GRADIENT = "aclnnSparseFlashMlaGrad"
+PAGED = [case for case in PAGED_CASES if case.d == DEVICE.d]
+TND = next(case for case in DEVICE_CASES if case.layout == "TND" and case.kind == "csa")
+TAIL = replace(TND, tail=(3, 2, 1))
+PADDED = replace(DEVICE, b=2, s=(8, 12, 3), lengths=((8, 8), (12, 5), (3, 1)), page=16)
+
+
+def launched(sample: Sample) -> tuple[tuple[Tensor, ...], list[tuple[str, dict[str, Any]]]]:
+    with cann_simulator.recorded_calls() as log:
+        outputs = sample.to("npu").call(torch.ops.ascend)
+    calls = [(x["function"], x["arguments"]) for x in log if x.get("phase") == 1]
+    return tuple(x.cpu() for x in outputs), [x for x in calls if "SparseFlashMla" in x[0]]
+
+
+@pytest.mark.parametrize(
+    "case", [*DEVICE_CASES, *PAGED, TAIL, PADDED, replace(TAIL, kind="swa", ratio=1)],
+    ids=lambda case: case.id,
+)  # fmt: skip
+def test_bits_are_those_of_the_cpu(case: MlaCase) -> None:
+    sample = SPARSE_FLASH_MLA.make(case, torch.bfloat16)
+    if case is PADDED:  # The device takes no counts of queries.
+        sample = sample.replace(actual_seq_lengths_query=None)
+    actual, calls = launched(sample)
+    assert_same_bits(actual, sample.call(torch.ops.ascend))
+    assert [name for name, _ in calls] == [METADATA, FORWARD]
+    metadata, operator = (arguments for _, arguments in calls)
+    shared = metadata.keys() & operator.keys() - {"metadata"}
+    assert len(shared) > 10
+    for name in shared:
+        assert metadata[name] == operator[name]
+
+
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=lambda case: case.id)
+def test_gradients_are_those_of_the_cpu(case: MlaCase) -> None:
+    sample = SPARSE_FLASH_MLA.make(case, torch.bfloat16)
+    names = [x for x in ("query", "ori_kv", "cmp_kv", "sink") if sample.arguments[x] is not None]
+    gradients = []
+    for device in ("cpu", "npu"):
+        leaf = sample.to(device).requires_grad(names)
+        out, _ = leaf.call(torch.ops.ascend)
+        leaves = [leaf.tensors[name] for name in names]
+        gradients.append([x.cpu() for x in torch.autograd.grad(out.float().sum(), leaves)])
+    assert_same_bits(tuple(gradients[1]), tuple(gradients[0]))
+
+
+def test_keys_of_any_strides() -> None:
+    """CANN compares strides along axes of size 1, too."""
+    sample = SPARSE_FLASH_MLA.make(DEVICE, torch.bfloat16)
+    expected = sample.call(torch.ops.ascend)
+
+    def strided(x: Tensor) -> Tensor:
+        odd = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return odd.as_strided(odd.shape, (7, odd.stride(1), 9, 1))
+
+    keys = {name: strided(sample.inputs[name].to("npu")) for name in ("ori_kv", "cmp_kv")}
+    actual = sample.to("npu").replace(**keys).call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in actual), expected)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("case", [DEVICE, TND], ids=lambda case: case.layout)
+def test_residuals(case: MlaCase, given: bool) -> None:
+    """The device always gets them, derived without waiting for it."""
+    sample = SPARSE_FLASH_MLA.make(case, torch.bfloat16)
+    if given:
+        count = 1 if case.layout == "BSND" else 3
+        sample = sample.replace(cmp_residual_kv=torch.tensor([3] * count, dtype=torch.int32))
+    actual, calls = launched(sample)
+    assert_same_bits(actual, sample.call(torch.ops.ascend))
+    assert all(arguments["cmpResidualKvOptional"] for _, arguments in calls)
+
+
+def test_a_call_without_compressed_keys_is_that_of_a_window() -> None:
+    sample = SPARSE_FLASH_MLA.make(replace(DEVICE, b=2, s=(3, 3, 0)), torch.bfloat16)
+    _, calls = launched(sample)
+    for name, arguments in calls:
+        assert arguments["cmpRatio"] == 1
+        if name == FORWARD:
+            assert arguments["cmpKvOptional"] is None
+            assert arguments["cmpSparseIndicesOptional"] is None
+
+
+def test_pages_have_the_name_of_this_function() -> None:
+    _, calls = launched(SPARSE_FLASH_MLA.make(PAGED[0], torch.bfloat16))
+    assert {arguments["layoutKvOptional"] for _, arguments in calls} == {"PA_BBND"}
+
+
+def test_the_gradient_gets_no_metadata() -> None:
+    sample = SPARSE_FLASH_MLA.make(TND, torch.bfloat16).to("npu").requires_grad(("query",))
+    out, _ = sample.call(torch.ops.ascend)
+    with cann_simulator.recorded_calls() as log:
+        out.float().sum().backward()
+    torch.npu.synchronize()
+    calls = [x["arguments"] for x in log if x.get("phase") == 1 and x["function"] == GRADIENT]
+    assert [x["metadataOptional"] for x in calls] == [None]
+
+
+@pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure")
+def test_rows_behind_the_sequences_in_a_gradient() -> None:
+    """The device would read behind the lengths: the simulation says so."""
+    sample = SPARSE_FLASH_MLA.make(TAIL, torch.bfloat16).to("npu").requires_grad(("query",))
+    loss = sample.call(torch.ops.ascend)[0].float().sum()
+    with pytest.raises(RuntimeError, match="ends at 22 of 25 rows"):
+        loss.backward()
+
+
+def test_a_deterministic_gradient_is_refused() -> None:
+    sample = SPARSE_FLASH_MLA.make(DEVICE, torch.bfloat16).to("npu").requires_grad(("query",))
+    torch.use_deterministic_algorithms(True)
+    try:
+        out, _ = sample.call(torch.ops.ascend)
+        with pytest.raises(ValueError, match="sparse_flash_mla_grad: deterministic"):
+            out.float().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_checked_values() -> None:
+    sample = SPARSE_FLASH_MLA.make(TND, torch.bfloat16)
+    wrong = sample.replace(cmp_residual_kv=torch.tensor([4, 0, 0], dtype=torch.int32)).to("npu")
+    with ops.check_values(), pytest.raises(ValueError, match=r"cmp_residual_kv: expected values"):
+        wrong.call(torch.ops.ascend)
