@@ -83,7 +83,7 @@ mutants: .venv/ready
 # A file of its own, so that a run that fails leaves the tables alone.
 BENCH_RESULTS := out/bench.json
 BENCH_OPTIONS = --json $(BENCH_RESULTS) $(if $(ROUNDS),--rounds $(ROUNDS))
-CPU_BENCHMARKS := sparse_flash_attention lightning_indexer sparse_decode flash_attention_score \
+CPU_BENCHMARKS := sparse_flash_attention sparse_flash_mla lightning_indexer sparse_decode flash_attention_score \
 	sinks_and_ropes dense_decode prompt_flash_attention fused_infer_attention_score \
 	scatter_pa_kv_cache products call_overhead dtensor_call threads training_step \
 	transformers_training

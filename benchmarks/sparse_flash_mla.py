@@ -1,0 +1,125 @@
+"""sparse_flash_mla and its gradient, in the three kinds of layers of DeepSeek-V4.
+
+    python benchmarks/sparse_flash_mla.py
+
+Windows of 128 keys; all compressed keys of 128 tokens each (HCA), or 512 of the compressed keys of
+4 tokens each (CSA). FLOPs are counted for the pairs that are read. The alternative in torch masks
+the scores of all pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ascend_attn_ops
+import torch
+from harness import Call, Row, measure, recorder, report
+from results import parser
+from torch import Tensor
+
+OURS = torch.ops.ascend
+D, WINDOW, SELECTED = 512, 128, 512
+SCALE = D**-0.5
+RATIOS = {"SWA": 1, "HCA": 128, "CSA": 4}
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str
+    tokens: int
+    heads: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind} S={self.tokens} N1={self.heads} {dtype}"
+
+    def compressed(self, token: int) -> int:
+        """The number of compressed keys that a token reads."""
+        if self.kind == "SWA":
+            return 0
+        complete = (token + 1) // RATIOS[self.kind]
+        return min(complete, SELECTED) if self.kind == "CSA" else complete
+
+    def flops(self, products: int) -> int:
+        pairs = sum(min(WINDOW, i + 1) + self.compressed(i) for i in range(self.tokens))
+        return 2 * products * self.heads * pairs * D
+
+
+def inputs(shape: Shape) -> tuple[list[Any], dict[str, Any]]:
+    """The positional arguments of the forward, and its options."""
+    torch.manual_seed(0)
+    ratio = RATIOS[shape.kind]
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(1, *sizes).to(shape.dtype)
+
+    query, ori_kv = normal(shape.tokens, shape.heads, D), normal(shape.tokens, 1, D)
+    cmp_kv = None if shape.kind == "SWA" else normal(shape.tokens // ratio, 1, D)
+    indices = None
+    if shape.kind == "CSA":
+        indices = torch.full((1, shape.tokens, 1, SELECTED), -1, dtype=torch.int32)
+        for token in range(shape.tokens):
+            read = shape.compressed(token)
+            chosen = torch.randperm((token + 1) // ratio)[:read]
+            indices[0, token, 0, :read] = chosen.int()
+    options = {"scale_value": SCALE, "sink": torch.randn(shape.heads), "cmp_ratio": ratio}
+    return [query, ori_kv, cmp_kv, indices], options
+
+
+def in_torch(given: list[Any], sink: Tensor, ratio: int) -> Tensor:
+    query, ori_kv, cmp_kv, indices = given
+    tokens = query.shape[1]
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    kept = (j <= i) & (j > i - WINDOW)
+    keys = ori_kv[0, :, 0]
+    if cmp_kv is not None:
+        keys = torch.cat((keys, cmp_kv[0, :, 0]))
+        count = cmp_kv.shape[1]
+        seen = torch.arange(count) < (i + 1) // ratio
+        if indices is not None:
+            columns = indices[0, :, 0].long()
+            columns = torch.where(columns < 0, count, columns)
+            chosen = torch.zeros(tokens, count + 1, dtype=torch.bool)
+            seen = chosen.scatter_(1, columns, True)[:, :count]
+        kept = torch.cat((kept, seen), -1)
+    scores = torch.einsum("snd,kd->nsk", query[0], keys).float() * SCALE
+    scores.masked_fill_(~kept, -torch.inf)
+    logits = torch.cat((scores, sink[:, None, None].expand(-1, tokens, 1)), -1)
+    return torch.einsum("nsk,kd->snd", logits.softmax(-1)[..., :-1].to(keys.dtype), keys)
+
+
+def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
+    given, options = inputs(shape)
+    out, softmax_lse = OURS.sparse_flash_mla(*given, **options)
+    backward = partial(
+        OURS.sparse_flash_mla_grad, *given, torch.randn_like(out), out, softmax_lse, **options
+    )
+    alternatives: dict[str, Call] = {}
+    if with_torch:
+        alternatives["torch, masking"] = partial(
+            in_torch, given, options["sink"], options["cmp_ratio"]
+        )
+    return measure(
+        f"sparse_flash_mla {shape}", partial(OURS.sparse_flash_mla, *given, **options),
+        alternatives, products=shape.flops(2), rounds=rounds,
+    ) + measure(
+        f"sparse_flash_mla_grad {shape}", backward, {}, products=shape.flops(5), rounds=rounds,
+    )  # fmt: skip
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=5).parse_args()
+    record = recorder("sparse_flash_mla", arguments.json)
+    rows: list[Row] = []
+    with ascend_attn_ops.limits(None):
+        for kind in RATIOS:
+            rows += rows_of(Shape(kind, 1024), True, arguments.rounds)
+            rows += rows_of(Shape(kind, 4096), False, arguments.rounds)
+    report(record, rows)
+
+
+if __name__ == "__main__":
+    main()
