@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <string_view>
 
 #include "core/sequence_lengths.h"
+#include "npu/compressed_keys.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {
@@ -23,12 +25,25 @@ using Prototype = int(AclTensor query, AclTensor key, AclTensor weights,
                       AclTensor sparse_values);
 constexpr Launcher<LightningIndexer, Prototype> aclnn_lightning_indexer;
 
+using CompressedPrototype = int(AclTensor query, AclTensor key, AclTensor weights,
+                                AclTensor cu_seqlens_query, AclTensor cu_seqlens_key,
+                                AclTensor seqused_query, AclTensor seqused_key,
+                                AclTensor cmp_residual_key, AclTensor block_table,
+                                AclTensor output_idx_offset, AclTensor metadata,
+                                int64_t sparse_count, int64_t max_seqlen_query, char* layout_query,
+                                char* layout_key, int64_t mask_mode, int64_t cmp_ratio,
+                                int64_t return_values, AclTensor sparse_indices,
+                                AclTensor sparse_values);
+constexpr Launcher<LightningIndexer, CompressedPrototype, 1> aclnn_lightning_indexer_v2;
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // A pack of several sequences with paged keys and without a query that has any: the kernel writes
 // behind its outputs. Keys side by side are launched so that it does not.
 void check_any_keys(const LightningIndexer& op) {
-  if (!op.pages.given() || op.layout != Layout::TND || op.actual_seq_lengths_query->numel() < 2) {
+  const bool other_kernel = op.compressed();
+  if (other_kernel || !op.pages.given() || op.layout != Layout::TND ||
+      op.actual_seq_lengths_query->numel() < 2) {
     return;
   }
   const auto sequences =
@@ -70,9 +85,32 @@ void launch_pack(const LightningIndexer& op, const LightningIndexer::Outputs& ou
   }
 }
 
+// The function's own name of paged keys.
+constexpr std::string_view kPagedV2 = "PA_BBND";
+constexpr int64_t kAnyLength = -1;
+
+// A2 and A3 need no metadata: the kernel divides the rows by itself.
+void launch_compressed(const LightningIndexer& op, const LightningIndexer::Outputs& outputs,
+                       const Fills& fills) {
+  using Lengths = std::optional<at::Tensor>;
+  const auto& [sparse_indices, sparse_values] = outputs;
+  const auto& query_lengths = op.actual_seq_lengths_query;
+  const auto& key_lengths = op.actual_seq_lengths_key;
+  const bool packed = op.layout == Layout::TND;
+  const bool cumulative_keys = packed && !op.pages.given();
+  const Lengths cu_query = packed ? Lengths(cu_seqlens(*query_lengths)) : std::nullopt;
+  const Lengths cu_key = cumulative_keys ? Lengths(cu_seqlens(*key_lengths)) : std::nullopt;
+  const Lengths used_query = packed ? std::nullopt : query_lengths;
+  const Lengths used_key = op.pages.given() ? key_lengths : std::nullopt;
+  aclnn_lightning_indexer_v2.with(fills)(
+      op.query, op.key, op.weights, cu_query, cu_key, used_query, used_key,
+      residual_of(op, cumulative_keys), op.pages.block_table, std::nullopt, std::nullopt,
+      op.sparse_count.expect_int(), kAnyLength, op.layout.text(),
+      op.pages.given() ? kPagedV2 : op.layout.text(), op.sparse_mode, op.cmp_ratio,
+      int64_t{op.return_values}, sparse_indices, sparse_values);
+}
+
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
-  check_implemented(!op.compressed(), op.name, "cmp_ratio", "expected 1 on the NPU, got ",
-                    op.cmp_ratio);
   const auto& [sparse_indices, sparse_values] = outputs;
   if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0) {
     fill_output(sparse_indices, -1);
@@ -80,12 +118,14 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
     return;
   }
   Fills fills;
-  if (op.layout == Layout::TND) {
+  if (op.layout == Layout::TND || (op.compressed() && op.actual_seq_lengths_query)) {
     add_fill(fills, sparse_indices, -1);
     fill_output(sparse_values, -kInfinity);
   }
   const bool is_pack = op.layout == Layout::TND && op.actual_seq_lengths_query->numel() > 1;
-  if (is_pack && !op.pages.given()) {
+  if (op.compressed()) {
+    launch_compressed(op, outputs, fills);
+  } else if (is_pack && !op.pages.given()) {
     launch_pack(op, outputs, fills);
   } else {
     launch(op, outputs, fills);

@@ -27,8 +27,13 @@ void for_each_row(const Selection& selection, const Check& check) {
   const auto indices = on_host(selection.sparse_indices).contiguous();
   const auto* rows = indices.const_data_ptr<int32_t>();
   const int64_t slots = indices.size(-1);
-  for (const auto& sequence : selection.sequences) {
-    const auto visible = visible_keys(selection.mode, sequence.queries, sequence.keys);
+  for (size_t b = 0; b < selection.sequences.size(); ++b) {
+    const auto& sequence = selection.sequences[b];
+    const auto visible =
+        selection.residuals.empty()
+            ? visible_keys(selection.mode, sequence.queries, sequence.keys)
+            : visible_compressed_keys(selection.mode, sequence.queries, sequence.keys,
+                                      selection.ratio, selection.residuals[b]);
     for (int64_t token = 0; token < sequence.queries; ++token) {
       const int64_t at = sequence.query_begin + token;
       const int64_t keys = visible.end(token);

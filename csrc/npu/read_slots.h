@@ -9,6 +9,7 @@
 
 #include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
+#include "ops/compressed_keys.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
@@ -20,6 +21,8 @@ struct Selection {
   int64_t block_size;
   std::vector<Sequence> sequences;
   at::Tensor sparse_indices;  // with the axis of heads
+  int64_t ratio = 1;          // tokens that a key stands for
+  std::vector<int64_t> residuals = {};
 };
 
 // Rejects -1 in a slot that is read, which the gradients' kernels take for an address.
@@ -48,6 +51,11 @@ Selection selection_of(const Op& op) {
     }
     selection.sequences =
         read_sequences(Op::name, layout, op.query, op.key, query_lengths, key_lengths);
+    if constexpr (requires { op.cmp_residual_key; }) {
+      selection.ratio = op.cmp_ratio;
+      selection.residuals = read_residuals(Op::name, {"cmp_residual_key", op.cmp_residual_key},
+                                           op.cmp_ratio, selection.mode, selection.sequences);
+    }
     return selection;
   };
   if constexpr (requires { op.options; }) {

@@ -35,7 +35,10 @@ _INFER = ("aclnnFusedInferAttentionScoreV4",)
 _INFER_950 = ("aclnnFusedInferAttentionScoreV5",)
 
 # A2 and A3 have them from CANN 9.1 on.
-_MLA = ("aclnnSparseFlashMla", "aclnnSparseFlashMlaMetadata", "aclnnSparseFlashMlaGrad")
+_MLA = (
+    "aclnnSparseFlashMla", "aclnnSparseFlashMlaMetadata", "aclnnSparseFlashMlaGrad",
+    "aclnnLightningIndexerV2", "aclnnSparseLightningIndexerKLLossGrad",
+)  # fmt: skip
 
 # The aclnn functions that the libraries of a product, or of one of its releases, lack.
 WITHOUT = {

@@ -8,13 +8,13 @@ namespace cann_sim {
 
 OperatorArguments PagedKeys::in_layout_of_query(const Call& call) const {
   const auto& key_layout = call.get<std::string>(layout);
-  if (key_layout != "PA_BSND") {
+  if (key_layout != paged) {
     TORCH_CHECK(key_layout == call.get<std::string>(query_layout), layout, " ", key_layout,
                 " differs from ", query_layout);
     return {};
   }
   for (const auto name : {std::string_view("blockTableOptional"), lengths}) {
-    TORCH_CHECK(call.find<TensorView>(name), layout, " PA_BSND without ", name);
+    TORCH_CHECK(call.find<TensorView>(name), layout, " ", paged, " without ", name);
   }
   const auto table = call.tensor("blockTableOptional");
   // With paged keys the lengths are counts, not cumulative, even if the queries are TND.

@@ -15,6 +15,7 @@ struct PagedKeys {
   std::string_view lengths;
   std::string_view query_layout;
   std::string_view layout;
+  std::string_view paged = "PA_BSND";  // the layout of such keys
 
   // Returns the operator's arguments in place of the caches, (blocks, block size, N, D): the keys
   // in the layout of the queries. Empty without blocks.

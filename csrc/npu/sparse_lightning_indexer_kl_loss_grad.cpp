@@ -1,0 +1,60 @@
+#include "ops/sparse_lightning_indexer_kl_loss_grad.h"
+
+#include <optional>
+
+#include "npu/compressed_keys.h"
+#include "npu/kernel.h"
+#include "npu/read_slots.h"
+#include "ops/sparse_indices.h"
+
+namespace ascend_attn::aclnn {
+namespace {
+
+using Op = SparseLightningIndexerKLLossGrad;
+using Prototype = int(AclTensor query_index, AclTensor key_index, AclTensor weights,
+                      AclTensor sparse_indices, AclTensor attn_softmax_l1_norm,
+                      AclTensor cu_seqlens_query, AclTensor cu_seqlens_key, AclTensor seqused_query,
+                      AclTensor seqused_key, AclTensor cmp_residual_key, AclTensor metadata,
+                      char* layout_query, char* layout_key, int64_t mask_mode, int64_t cmp_ratio,
+                      AclTensor d_query_index, AclTensor d_key_index, AclTensor d_weights,
+                      AclTensor softmax_out);
+constexpr Launcher<Op, Prototype> aclnn_sparse_lightning_indexer_kl_loss_grad;
+
+void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
+  const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
+  const bool packed = op.layout == Layout::TND;
+  const bool launched =
+      op.query_index.size(0) != 0 && op.query_index.size(-3) != 0 && op.key_index.size(-3) != 0;
+  if (!launched) {
+    for (const auto& output : {d_query_index, d_key_index, d_weights, softmax_out}) {
+      fill_output(output, 0);
+    }
+    return;
+  }
+  Fills fills;
+  if (packed) {
+    // Keys may follow the last sequence.
+    add_fill(fills, d_key_index, 0);
+  }
+  using Lengths = std::optional<at::Tensor>;
+  const auto cu = [&](const Lengths& ends) {
+    return packed ? Lengths(cu_seqlens(*ends)) : std::nullopt;
+  };
+  // A2 and A3 need no metadata: without it, their kernel divides the rows evenly.
+  aclnn_sparse_lightning_indexer_kl_loss_grad.with(fills)(
+      op.query_index, op.key_index, op.weights, with_head_axis(op.sparse_indices, op.query_index),
+      with_head_axis(op.attn_softmax_l1_norm, op.query_index), cu(op.actual_seq_lengths_query),
+      cu(op.actual_seq_lengths_key), std::nullopt, std::nullopt,
+      residual_of(op.selection(), packed), std::nullopt, op.layout.text(), op.layout.text(),
+      op.sparse_mode, op.cmp_ratio, d_query_index, d_key_index, d_weights,
+      with_head_axis(softmax_out, op.query_index));
+}
+
+void check_read_slots_of(const Op& op) { check_read_slots(op.selection()); }
+
+const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+  register_checked_kernel<Op, sparse_lightning_indexer_kl_loss_grad, check_read_slots_of>(m);
+});
+
+}  // namespace
+}  // namespace ascend_attn::aclnn

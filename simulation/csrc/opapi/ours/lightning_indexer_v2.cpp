@@ -1,0 +1,108 @@
+// LightningIndexerV2, for compressed keys. Prototype: docs/specification/lightning_indexer.md.
+#include <utility>
+
+#include <ATen/ops/zeros.h>
+
+#include "opapi/ours/cu_seqlens.h"
+#include "opapi/ours/paged_keys.h"
+
+using namespace cann_sim;
+
+namespace {
+
+constexpr std::string_view kPaged = "PA_BBND";
+const PagedKeys kKeys{.caches = {{"k", "key"}},
+                      .lengths = "sequsedKOptional",
+                      .query_layout = "layoutQ",
+                      .layout = "layoutK",
+                      .paged = kPaged};
+
+bool in_pages(const Call& call) { return call.get<std::string>("layoutK") == kPaged; }
+
+void check(const Call& call) {
+  check_packed(call, "layoutQ", "cuSeqlensQOptional");
+  if (in_pages(call)) {
+    TORCH_CHECK(!call.find<TensorView>("cuSeqlensKOptional"), "cuSeqlensKOptional of paged keys");
+  } else {
+    check_packed(call, "layoutK", "cuSeqlensKOptional");
+    // A2 and A3 document them for paged keys alone.
+    TORCH_CHECK(!call.find<TensorView>("sequsedKOptional"), "sequsedKOptional of contiguous keys");
+    TORCH_CHECK(!call.find<TensorView>("sequsedQOptional"), "sequsedQOptional of contiguous keys");
+  }
+}
+
+torch::jit::Stack selection(const Call& call) {
+  auto arguments = kKeys.in_layout_of_query(call);
+  add_ends(call, "cuSeqlensQOptional", "actual_seq_lengths_query", arguments);
+  add_ends(call, "cuSeqlensKOptional", "actual_seq_lengths_key", arguments);
+  if (const auto used = call.optional_tensor("sequsedQOptional")) {
+    arguments["actual_seq_lengths_query"] = *used;
+  }
+  if (in_pages(call) && !call.is_tnd("layoutQ")) {
+    arguments["actual_seq_lengths_key"] = call.tensor("sequsedKOptional");
+  }
+  arguments["return_values"] = call.get<int64_t>("returnValue") != 0;
+  if (!call.find<TensorView>("cmpResidualKOptional") && call.get<int64_t>("maskMode") == 3) {
+    // The kernel reads a missing residual as 0.
+    const bool packed = call.is_tnd("layoutQ");
+    const auto query = call.tensor("q");
+    const auto batch = packed ? call.tensor("cuSeqlensQOptional").size(0) - 1 : query.size(0);
+    arguments["cmp_residual_key"] = at::zeros({batch}, query.options().dtype(at::kInt));
+  }
+  return call.results(arguments);
+}
+
+// Rows behind the last sequence, and in layout BSND those behind the count of a batch, stay.
+at::Tensor written(const Call& call, std::string_view, const at::Tensor& output) {
+  if (!call.is_tnd("layoutQ") || output.numel() == 0) {
+    return output;
+  }
+  return output.narrow(0, 0, call.elements("cuSeqlensQOptional").back());
+}
+
+const Function lightning_indexer_v2{
+    .name = "aclnnLightningIndexerV2",
+    .schema_name = "ascend::lightning_indexer",
+    .workspace = 512,
+    .arguments = {input("q", "query", kHalf),
+                  input("k", "key", kHalf),
+                  input("w", "weights", kFloat),
+                  optional_input("cuSeqlensQOptional", "", kInt32),
+                  optional_input("cuSeqlensKOptional", "", kInt32),
+                  optional_input("sequsedQOptional", "", kInt32),
+                  optional_input("sequsedKOptional", "", kInt32),
+                  optional_input("cmpResidualKOptional", "cmp_residual_key", kInt32),
+                  optional_input("blockTableOptional", "", kInt32),
+                  not_computed("outputIdxOffsetOptional"),
+                  not_computed("metadataOptional"),
+                  attribute("topk", "sparse_count"),
+                  attribute("maxSeqlenQ"),
+                  attribute("layoutQ", "layout"),
+                  attribute("layoutK"),
+                  attribute("maskMode", "sparse_mode"),
+                  attribute("cmpRatio", "cmp_ratio"),
+                  attribute("returnValue"),
+                  output("sparseIndices"),
+                  optional_output("sparseValues")},
+    .device = {.check = check, .written = written},
+    .compute = selection};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnLightningIndexerV2GetWorkspaceSize(Tensor q, Tensor k, Tensor w, Tensor cu_query,
+                                            Tensor cu_key, Tensor used_query, Tensor used_key,
+                                            Tensor residual, Tensor block_table, Tensor offset,
+                                            Tensor metadata, int64_t count, int64_t max_query,
+                                            char* query_layout, char* key_layout, int64_t mode,
+                                            int64_t ratio, int64_t return_values, Tensor indices,
+                                            Tensor values, uint64_t* workspace_size,
+                                            aclOpExecutor** executor) {
+  return prepare(lightning_indexer_v2, workspace_size, executor, q, k, w, cu_query, cu_key,
+                 used_query, used_key, residual, block_table, offset, metadata, count, max_query,
+                 query_layout, key_layout, mode, ratio, return_values, indices, values);
+}
+CANN_SIM_SECOND_PHASE(aclnnLightningIndexerV2)
+
+}  // extern "C"

@@ -1,0 +1,89 @@
+// SparseLightningIndexerKLLossGrad. Prototype:
+// docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
+#include <ATen/ops/zeros.h>
+
+#include "opapi/ours/cu_seqlens.h"
+
+using namespace cann_sim;
+
+namespace {
+
+void check(const Call& call) {
+  for (const auto* name : {"cuSeqLensQOptional", "cuSeqLensKOptional"}) {
+    check_packed(call, "layoutQ", name);
+  }
+  TORCH_CHECK(call.get<std::string>("layoutQ") == call.get<std::string>("layoutK"),
+              "layoutQ and layoutK differ");
+}
+
+torch::jit::Stack gradients(const Call& call) {
+  OperatorArguments arguments;
+  add_ends(call, "cuSeqLensQOptional", "actual_seq_lengths_query", arguments);
+  add_ends(call, "cuSeqLensKOptional", "actual_seq_lengths_key", arguments);
+  const bool causal = call.get<int64_t>("maskMode") == 3;
+  if (causal && !call.find<TensorView>("cmpResidualKOptional")) {
+    // The kernel reads a missing residual as 0.
+    const auto q = call.tensor("q");
+    const auto batch =
+        call.is_tnd("layoutQ") ? call.tensor("cuSeqLensQOptional").size(0) - 1 : q.size(0);
+    arguments["cmp_residual_key"] = at::zeros({batch}, q.options().dtype(at::kInt));
+  }
+  return call.results(arguments);
+}
+
+// Keys behind the last sequence stay.
+at::Tensor written(const Call& call, std::string_view name, const at::Tensor& output) {
+  return name == "dk" && call.is_tnd("layoutQ")
+             ? output.narrow(0, 0, call.elements("cuSeqLensKOptional").back())
+             : output;
+}
+
+// The kernel finds the sequence of every row of the shape.
+const KernelFault kRowsBehindTheLast{
+    Harm::bounds, [](const Call& call) -> std::string {
+      if (!call.is_tnd("layoutQ")) {
+        return {};
+      }
+      const auto rows = call.get<TensorView>("q").sizes.at(0);
+      const auto last = call.elements("cuSeqLensQOptional").back();
+      return rows == last
+                 ? ""
+                 : c10::str(rows, " rows of queries, of which ", last,
+                            " belong to a sequence: the device reads lengths out of bounds");
+    }};
+
+const Function sparse_lightning_indexer_kl_loss_grad{
+    .name = "aclnnSparseLightningIndexerKLLossGrad",
+    .schema_name = "ascend::sparse_lightning_indexer_kl_loss_grad",
+    .workspace = 1024,
+    .arguments = {input("q", "query_index", kHalf), input("k", "key_index", kHalf),
+                  input("w", "weights", kFloat), input("sparseIndices", "sparse_indices", kInt32),
+                  input("attnSoftmaxL1Norm", "attn_softmax_l1_norm", kFloat),
+                  optional_input("cuSeqLensQOptional", "", kInt32),
+                  optional_input("cuSeqLensKOptional", "", kInt32),
+                  // A2 and A3 take no counts.
+                  not_computed("seqUsedQOptional"), not_computed("seqUsedKOptional"),
+                  optional_input("cmpResidualKOptional", "cmp_residual_key", kInt32),
+                  not_computed("metadataOptional"), attribute("layoutQ", "layout"),
+                  attribute("layoutK"), attribute("maskMode", "sparse_mode"),
+                  attribute("cmpRatio", "cmp_ratio"), output("dq"), output("dk"), output("dw"),
+                  output("softmaxOut")},
+    .device = {.check = check, .written = written, .faults = {kRowsBehindTheLast}},
+    .compute = gradients};
+
+}  // namespace
+
+extern "C" {
+
+int aclnnSparseLightningIndexerKLLossGradGetWorkspaceSize(
+    Tensor q, Tensor k, Tensor w, Tensor indices, Tensor target, Tensor cu_query, Tensor cu_key,
+    Tensor used_query, Tensor used_key, Tensor residual, Tensor metadata, char* query_layout,
+    char* key_layout, int64_t mode, int64_t ratio, Tensor dq, Tensor dk, Tensor dw, Tensor softmax,
+    uint64_t* workspace_size, aclOpExecutor** executor) {
+  return prepare(sparse_lightning_indexer_kl_loss_grad, workspace_size, executor, q, k, w, indices,
+                 target, cu_query, cu_key, used_query, used_key, residual, metadata, query_layout,
+                 key_layout, mode, ratio, dq, dk, dw, softmax);
+}
+CANN_SIM_SECOND_PHASE(aclnnSparseLightningIndexerKLLossGrad)
+
+}  // extern "C"

@@ -1,0 +1,81 @@
+"""The device gets of compressed keys: cumulative lengths with a 0, and a residual always."""
+
+from __future__ import annotations
+
+import ascend_attn_ops as ops
+import cann_simulator
+import pytest
+import torch
+from arrivals import arriving
+from ascend_attn_ops.check.samples.sparse import SparseCase
+from support.samples import OPERATORS, Sample
+from support.tolerance import assert_same_bits
+
+INDEXER, LOSS = "lightning_indexer", "sparse_lightning_indexer_kl_loss_grad"
+SIZES = {"heads": 8, "d": 128, "index_heads": 8, "index_d": 128, "k": 512, "ratio": 4}
+BSND = SparseCase(s=(11, 2), **SIZES)
+TND = SparseCase(layout="TND", lengths=((13, 3, 8), (3, 0, 2)), **SIZES)
+GIVEN = SparseCase(layout="TND", lengths=((3, 5), (4, 9)), residuals=(1, 3), **SIZES)
+NO_KEY = SparseCase(s=(3, 0), **SIZES)
+
+each_operator = pytest.mark.parametrize("operator", [INDEXER, LOSS])
+
+
+def sample_of(operator: str, case: SparseCase) -> Sample:
+    return OPERATORS[operator].make(case, torch.bfloat16)
+
+
+@each_operator
+@pytest.mark.parametrize("case", [BSND, TND, GIVEN, NO_KEY], ids=lambda case: case.id)
+def test_results_are_those_of_the_cpu(operator: str, case: SparseCase) -> None:
+    sample = sample_of(operator, case)
+    with ops.limits("A2"):
+        expected = sample.call(torch.ops.ascend)
+        actual = sample.to("npu").call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in actual), expected)
+
+
+@each_operator
+@pytest.mark.parametrize(
+    ("case", "residual"), [(BSND, [3, 3]), (TND, [1, 3, 0]), (GIVEN, [1, 3])], ids=str
+)
+def test_the_residual_arrives(operator: str, case: SparseCase, residual: list[int]) -> None:
+    """Also one that the call leaves out, which the kernel would read as 0."""
+    found = arriving(sample_of(operator, case), operator, "cmp_residual_key")
+    assert found is not None
+    assert found.tolist() == residual
+    assert found.dtype == torch.int32
+
+
+@each_operator
+def test_no_call_without_a_complete_key(operator: str) -> None:
+    sample = sample_of(operator, NO_KEY).to("npu")
+    with cann_simulator.recorded_calls() as log:
+        sample.call(torch.ops.ascend)
+    assert not [step for step in log if "Indexer" in str(step)]
+
+
+def test_paged_keys() -> None:
+    case = SparseCase(layout="TND", lengths=((1, 3), (75, 32)), residuals=(1, 3), page=16, **SIZES)
+    sample = sample_of(INDEXER, case)
+    with ops.limits("A2"):
+        expected = sample.call(torch.ops.ascend)
+        actual = sample.to("npu").call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in actual), expected)
+
+
+def test_rows_behind_the_last_sequence_are_those_of_the_cpu() -> None:
+    case = SparseCase(layout="TND", lengths=((13, 3), (3, 0)), tail=(2, 3), **SIZES)
+    sample = sample_of(INDEXER, case)
+    with ops.limits("A2"):
+        indices, values = sample.to("npu").call(torch.ops.ascend)
+    assert (indices.cpu()[16:] == -1).all()
+    assert (values.cpu()[16:] == -torch.inf).all()
+
+
+def test_checked_values() -> None:
+    """A residual that the device would use to read behind the keys."""
+    sample = sample_of(LOSS, GIVEN).to("npu")
+    wrong = sample.replace(cmp_residual_key=torch.tensor([1, 4], dtype=torch.int32).to("npu"))
+    with ops.check_values(), pytest.raises(ValueError, match="cmp_residual_key: expected values"):
+        wrong.call(torch.ops.ascend)
