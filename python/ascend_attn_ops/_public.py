@@ -12,6 +12,7 @@ from ascend_attn_ops._value_checks import check_values
 from ascend_attn_ops.comparison import compare
 from ascend_attn_ops.compression import compress_keys
 from ascend_attn_ops.device_limits import limits, set_limits
+from ascend_attn_ops.indexer_training import sparse_flash_mla_with_indexer_loss
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
 from ascend_attn_ops.operators.attention_update import attention_update
@@ -69,6 +70,7 @@ __all__ = [
     "sparse_flash_attention_grad",
     "sparse_flash_mla",
     "sparse_flash_mla_grad",
+    "sparse_flash_mla_with_indexer_loss",
     "sparse_lightning_indexer_grad_kl_loss",
     "sparse_lightning_indexer_kl_loss_grad",
     "sparse_mode_mask",

@@ -49,7 +49,7 @@ PACKAGE_PARTS = {
     "operators": Part(("operators/*",), "the public functions, one per operator", ("vocabulary",)),
     "reference": Part(("reference/*",), "in plain torch", ("vocabulary",)),
     "modules": Part(
-        ("compression.py", "modules.py", "quantization.py", "training.py"),
+        ("compression.py", "indexer_training.py", "modules.py", "quantization.py", "training.py"),
         "LightningIndexer, compressed keys, training, int8",
         ("operators",),
     ),

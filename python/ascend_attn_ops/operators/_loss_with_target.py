@@ -16,6 +16,11 @@ _NAME = "ascend::lightning_indexer_kl_loss"
 _SMALLEST = 1e-8
 
 
+def divergences(target: Tensor, softmax: Tensor) -> Tensor:
+    """log p - log y of every slot."""
+    return target.clamp(min=_SMALLEST).log() - softmax.clamp(min=_SMALLEST).log()
+
+
 class _LossWithTarget(torch.autograd.Function):
     """The loss, (1,), whose gradients are computed with it: its backward scales them, on the
     device."""
@@ -37,8 +42,7 @@ class _LossWithTarget(torch.autograd.Function):
         )
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [x.dtype for x in (query_index, key_index, weights)]
-        y = softmax.view(target.shape)
-        divergence = target.clamp(min=_SMALLEST).log() - y.clamp(min=_SMALLEST).log()
+        divergence = divergences(target, softmax.view(target.shape))
         # A factor or a target of 0 leaves out what has no logarithm, too.
         return torch.where(scaled == 0, 0, scaled * divergence).sum().reshape(1)
 
