@@ -34,8 +34,10 @@ _REFUSED = {
     "output_attentions": "the attention weights as an output",
 }
 
-# Layers that append keys of their own, which their masks are not asked for.
-_COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+# Layers with an indexer, and those that append keys of their own.
+_FOR_ENABLE_DSA = frozenset(
+    {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
+)
 
 
 def register() -> None:
@@ -62,7 +64,7 @@ def register() -> None:
 
     Features that the operator lacks raise NotImplementedError in the forward: soft caps, sinks that
     differ between tokens, position biases, output_attentions, models that compute their attention
-    themselves, models with compressed keys (DeepSeek-V4), and models with an indexer, which are for
+    themselves, and models with compressed keys (DeepSeek-V4) or an indexer, which are for
     :func:`enable_dsa`.
 
     Calling it again has no effect; :func:`unregister` undoes it.
@@ -122,15 +124,10 @@ def mask(
       are not read. transformers passes on a mask of four axes as it is.
     """
     layer_types = getattr(config, "layer_types", None) or ()
-    if "indexed_attention" in layer_types:
+    if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
         raise NotImplementedError(
-            f'attn_implementation="{NAME}": {type(config).__name__} has an indexer; load the model '
-            "with another implementation and call enable_dsa(model)"
-        )
-    if not _COMPRESSED.isdisjoint(layer_types):
-        raise NotImplementedError(
-            f'attn_implementation="{NAME}": {type(config).__name__} has layers with compressed '
-            'keys; use another implementation, such as "eager"'
+            f'attn_implementation="{NAME}": {type(config).__name__} has an indexer or compressed '
+            "keys; load the model with another implementation and call enable_dsa(model)"
         )
     config_class: Any = type(config)
     if config is not None and not _lets_attention_be_chosen(config_class):

@@ -13,18 +13,15 @@ from transformers import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
 from ascend_attn_ops.integrations.transformers import _sequences
-from ascend_attn_ops.integrations.transformers._sparse_attention import (
-    Options,
-    SparseAttention,
-    Tokens,
-    plain_projection,
-)
+from ascend_attn_ops.integrations.transformers._layers import EnabledAttention, Options, Tokens
 
 # For each class of layers, the class here that it becomes, whose module is imported only then.
 _DEEPSEEK = "transformers.models.deepseek_v32.modeling_deepseek_v32"
+_DEEPSEEK_V4 = "transformers.models.deepseek_v4.modeling_deepseek_v4"
 _GLM = "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa"
 _LAYERS = {
     (_DEEPSEEK, "DeepseekV32Attention"): ("_deepseek_v32", "DeepseekV32SparseAttention"),
+    (_DEEPSEEK_V4, "DeepseekV4Attention"): ("_deepseek_v4", "DeepseekV4CompressedAttention"),
     (_GLM, "GlmMoeDsaAttention"): ("_glm_moe_dsa", "GlmMoeDsaSparseAttention"),
 }
 _MASK = "indexed_attention"
@@ -48,7 +45,7 @@ def enable_dsa(
     dense_warmup: bool = False,
     indexer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Let a DeepSeek-V3.2 or GLM-MoE-DSA model attend, and train its indexers, by our operators.
+    """Let DeepSeek-V3.2, DeepSeek-V4 or GLM-MoE-DSA attend, and train indexers, by our operators.
 
     Changes the model in place: every attention layer becomes absorbed attention over the keys that
     :func:`ascend_attn_ops.lightning_indexer` selects, without a mask or scores of all pairs. Where
@@ -63,9 +60,17 @@ def enable_dsa(
     made. Forward hooks on kv_b_proj are not called. The dense warm-up needs the indices of all
     pairs of tokens, and generate() left padding, as everywhere.
 
+    In DeepSeek-V4 every layer attends to a window, to compressed keys and to a sink by
+    :func:`ascend_attn_ops.sparse_flash_mla`. Padding, which it would compress as if it were text,
+    is refused, and packed sequences are compressed each by itself: transformers compresses across
+    them. The indexers learn in the backward, from the weights on the keys that they selected
+    (:func:`ascend_attn_ops.sparse_flash_mla_with_indexer_loss`); there is no dense warm-up.
+
     The model gets a method ``indexer_losses()``: for each layer with an indexer, by its number,
     the mean KL loss of the last forward in nats per token, without a gradient. It is empty after a
-    forward that has no use for the losses: without gradients, in eval mode or with a cache.
+    forward that has no use for the losses: without gradients, in eval mode or with a cache. For
+    DeepSeek-V4 it is known after the backward: the divergence of the selected keys' weights from
+    the indexer's, each row by its share of the attention.
 
     Call it again to change the options, as between the phases of a training.
 
@@ -75,14 +80,16 @@ def enable_dsa(
             over n batches and divides its loss by n does not divide this one: 1 / n does. A tensor
             with one element may be changed between steps.
         dense_warmup: the attention sees all keys, and only the indexers learn: every other
-            parameter is frozen until the next call, and nothing flows back through the model.
+            parameter is frozen until the next call, and nothing flows back through the model. Not
+            for DeepSeek-V4.
         indexer_dtype: in which the operators get the indexer's queries, keys and weights. None: the
             queries and keys in the attention's, and the weights, as in transformers, in float32.
 
     Raises:
         ValueError: the model has no layers of these kinds.
         NotImplementedError: a layer is not as transformers made it (adapters, quantization; in the
-            forward, tensor parallelism), or config.attention_dropout is not 0.
+            forward, tensor parallelism), config.attention_dropout is not 0, or its model has no
+            such option; in the forward of DeepSeek-V4, padding.
 
     Example:
         >>> import torch, transformers
@@ -103,28 +110,27 @@ def enable_dsa(
     layers: list[Any] = [
         module
         for module in model.modules()
-        if _name_of(module) in _LAYERS or isinstance(module, SparseAttention)
+        if _name_of(module) in _LAYERS or isinstance(module, EnabledAttention)
     ]
     if not layers:
-        kinds = ", ".join(name for _, name in _LAYERS)
+        names = ", ".join(name for _, name in _LAYERS)
         raise ValueError(
-            f"enable_dsa: model: expected attention layers of {kinds}, and {type(model).__name__} "
+            f"enable_dsa: model: expected attention layers of {names}, and {type(model).__name__} "
             'has none; for dense models call register() and use attn_implementation="ascend"'
         )
+    options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
     for layer in layers:
-        _check(layer)
+        _kind_of(layer).check_layer(layer, options)
     disable_dsa(model)
 
     enabled = _Enabled()
-    options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
     for layer in layers:
-        module, kind = _LAYERS[_name_of(layer)]
-        layer.__class__ = getattr(import_module(f"{__package__}.{module}"), kind)
+        layer.__class__ = _kind_of(layer)
         layer.dsa_options, layer.indexer_loss = options, None
-    models = tuple({type(layer).model for layer in layers})
+    kinds = {type(layer).model: type(layer) for layer in layers}
     for base in model.modules():
-        if isinstance(base, models):
-            describe = partial(_describe_tokens, dense_warmup)
+        if type(base) in kinds:
+            describe = partial(_describe_tokens, kinds[type(base)].takes_padding, dense_warmup)
             enabled.hooks.append(base.register_forward_pre_hook(describe, with_kwargs=True))
             if dense_warmup:
                 enabled.hooks += _cut_gradients(base)
@@ -137,7 +143,8 @@ def enable_dsa(
             parameter.requires_grad_(False)
     model._ascend_dsa = enabled  # type: ignore[assignment]
     if isinstance(model, GenerationMixin):
-        model.create_masks_for_generate = _masks_for_generate
+        takes_padding = all(kind.takes_padding for kind in kinds.values())
+        model.create_masks_for_generate = _masks_for_generate if takes_padding else _given_mask
     model.indexer_losses = partial(_indexer_losses, model)  # type: ignore[assignment]
 
 
@@ -153,10 +160,10 @@ def disable_dsa(model: nn.Module) -> None:
         for parameter in enabled.frozen:
             parameter.requires_grad_(True)
         for layer in enabled_model.modules():
-            if isinstance(layer, SparseAttention):
+            if isinstance(layer, EnabledAttention):
                 del layer.dsa_options, layer.indexer_loss
                 layer.__class__ = type(layer).original
-    if any(isinstance(layer, SparseAttention) for layer in model.modules()):
+    if any(isinstance(layer, EnabledAttention) for layer in model.modules()):
         raise ValueError(
             f"disable_dsa: model: {type(model).__name__} is a part of what is enabled already; "
             "call disable_dsa with what enable_dsa was called with"
@@ -167,12 +174,21 @@ def _name_of(module: nn.Module) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
 
 
+def _kind_of(layer: Any) -> type[EnabledAttention]:
+    """The class that a layer becomes, or has become."""
+    if isinstance(layer, EnabledAttention):
+        return type(layer)
+    module, kind = _LAYERS[_name_of(layer)]
+    found: type[EnabledAttention] = getattr(import_module(f"{__package__}.{module}"), kind)
+    return found
+
+
 def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:
     """The mean KL loss of each indexer in the last forward, by the number of its layer."""
     return {
         layer.layer_idx: layer.indexer_loss
         for layer in model.modules()
-        if isinstance(layer, SparseAttention) and layer.indexer_loss is not None
+        if isinstance(layer, EnabledAttention) and layer.indexer_loss is not None
     }
 
 
@@ -190,13 +206,9 @@ def _masks_for_generate(
     )
 
 
-def _check(layer: Any) -> None:
-    if layer.attention_dropout:
-        raise NotImplementedError(
-            f"enable_dsa: config.attention_dropout: expected 0, got {layer.attention_dropout}: the "
-            "sparse operators have no dropout; set it to 0 when the model is made"
-        )
-    plain_projection(layer)
+def _given_mask(inputs_embeds: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+    """In the place of the masks of all pairs that generate() builds."""
+    return attention_mask
 
 
 def _cut_gradients(base: Any) -> list[torch.utils.hooks.RemovableHandle]:
@@ -218,11 +230,15 @@ def _start_gradients(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def _describe_tokens(
-    dense_warmup: bool, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    takes_padding: bool,
+    dense_warmup: bool,
+    base: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Pass a description of the sequences to a model's forward, instead of a mask."""
     kwargs = {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
-    sequences, keys = _sequences_of(base, kwargs)
+    sequences, keys = (_sequences_of if takes_padding else _unpadded)(base, kwargs)
     every_key = None
     if dense_warmup:
         if kwargs.get("inputs_embeds") is not None:
@@ -246,9 +262,8 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     offset, keys = 0, queries
     if cache is not None:
         offset, keys = cache.get_query_offset(0), cache.get_mask_sizes(queries, 0)[0]
-    elif mask is None and kwargs.get("position_ids") is not None and not _makes_cache(base, kwargs):
-        positions = kwargs["position_ids"]
-        return _sequences.packed(positions.expand(batch, queries)), keys
+    elif mask is None and _may_be_packed(base, kwargs):
+        return _sequences.packed(kwargs["position_ids"].expand(batch, queries)), keys
 
     if mask is None:
         if not isinstance(offset, Tensor) and offset + queries == keys:
@@ -271,8 +286,23 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     return _sequences.padded(valid, queries, offset), keys
 
 
-def _makes_cache(base: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the model makes a cache itself; transformers packs sequences only without one."""
+def _unpadded(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequences | None, int]:
+    """As _sequences_of, for layers that know packed sequences, but no padding."""
+    batch, queries = _input_of(kwargs).shape[:2]
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (mask.ndim != 2 or is_compiling() or not bool(mask.all())):
+        raise NotImplementedError(
+            "enable_dsa: attention_mask: DeepSeek-V4 would compress padding as if it were text; "
+            "pass sequences of one length, or packed ones, and no mask under torch.compile"
+        )
+    if mask is None and kwargs.get("past_key_values") is None and _may_be_packed(base, kwargs):
+        return _sequences.packed(kwargs["position_ids"].expand(batch, queries)), queries
+    return None, queries
+
+
+def _may_be_packed(base: Any, kwargs: dict[str, Any]) -> bool:
+    """transformers packs sequences only where the model makes no cache."""
     wanted = kwargs.get("use_cache")
     wanted = base.config.use_cache if wanted is None else wanted
-    return bool(wanted) and not (base.gradient_checkpointing and base.training)
+    makes_cache = bool(wanted) and not (base.gradient_checkpointing and base.training)
+    return kwargs.get("position_ids") is not None and not makes_cache

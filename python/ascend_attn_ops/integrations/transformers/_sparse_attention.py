@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,44 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ascend_attn_ops as ops
-from ascend_attn_ops.integrations.transformers._sequences import Sequences
+from ascend_attn_ops.integrations.transformers._layers import (
+    EnabledAttention,
+    Options,
+    Tokens,
+)
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of enable_dsa."""
-
-    indexer_loss_weight: float | Tensor
-    dense_warmup: bool
-    indexer_dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tells the layers of a model about its batch, in the place of a mask.
-
-    Attributes:
-        sequences: of layout TND; None for BSND without padding.
-        every_key: in the dense warm-up the selection of all keys, (tokens..., 1, K).
-    """
-
-    sequences: Sequences | None
-    every_key: Tensor | None
-
-    def arrange(self, x: Tensor) -> Tensor:
-        """(B, S, ...) in the layout of the operators."""
-        return x if self.sequences is None else x.flatten(0, 1)
-
-    def options(self) -> dict[str, Any]:
-        if self.sequences is None:
-            return {}
-        return {
-            "layout": "TND",
-            "actual_seq_lengths_query": self.sequences.query_ends,
-            "actual_seq_lengths_key": self.sequences.key_ends,
-        }
 
 
 def plain_projection(layer: Any) -> nn.Linear:
@@ -62,28 +30,20 @@ def plain_projection(layer: Any) -> nn.Linear:
     return projection
 
 
-class SparseAttention(nn.Module):
-    """The attention of both models. A layer of a model becomes one by its class.
+class SparseAttention(EnabledAttention):
+    """The attention of DeepSeek-V3.2 and GLM-MoE-DSA.
 
     All heads attend to the cached latent itself: the projections that make keys and values of it
     are folded into the query and into the output (absorbed MLA), so that per-head keys and values
     never exist.
     """
 
-    model: ClassVar[type[nn.Module]]
-    """The part of a model that calls the layers and tells them about the tokens."""
-    original: ClassVar[type[Any]]
-    """The layers' own class."""
     rotate: ClassVar[Rotate]
     """The rotary embedding, of (B, S, heads, size) with unsqueeze_dim=2."""
     rotate_indexer: ClassVar[Rotate]
     """The rotary embedding of the indexer."""
 
-    dsa_options: Options
-    indexer_loss: Tensor | None
-
     # Attributes of both models' layers.
-    layer_idx: int
     scaling: float
     num_heads: int
     kv_lora_rank: int
@@ -100,6 +60,11 @@ class SparseAttention(nn.Module):
     o_proj: nn.Module
     indexer: Any
 
+    @classmethod
+    def check_layer(cls, layer: Any, options: Options) -> None:
+        super().check_layer(layer, options)
+        plain_projection(layer)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -110,16 +75,7 @@ class SparseAttention(nn.Module):
         prev_topk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        if not isinstance(attention_mask, Tokens):
-            raise TypeError(
-                "enable_dsa: the layers of a model must be called by the model, which says what "
-                f"is padding; got an attention_mask of type {type(attention_mask).__name__}"
-            )
-        if kwargs.get("output_attentions"):
-            raise NotImplementedError(
-                "enable_dsa: output_attentions: the attention weights of sparse attention never "
-                "exist as a matrix; call disable_dsa(model) for them"
-            )
+        self.check_call(attention_mask, kwargs)
         tokens, options = attention_mask, self.dsa_options
         if options.dense_warmup:
             hidden_states = hidden_states.detach()

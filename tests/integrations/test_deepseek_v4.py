@@ -1,0 +1,179 @@
+"""DeepSeek-V4 over our operators, against transformers' own eager attention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
+from support.small_models import make, packing, padding, tokens  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+# Enough heads that no indexer gives two keys the score 0, and one of them is selected.
+SMALL = {
+    "num_hidden_layers": 3,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "index_n_heads": 16,
+}
+# Norms and logits are rounded to float32 by the model itself.
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """transformers' eager model, and the same one over our operators."""
+    eager = make("DeepSeek-V4", **SMALL).to(dtype)
+    ours = copy.deepcopy(eager)
+    enable_dsa(ours, **options)
+    return eager, ours
+
+
+def of_indexers(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: x for name, x in model.named_parameters() if ".indexer." in name}
+
+
+@pytest.mark.parametrize("length", [29, 8, 3, 1])
+def test_logits_and_gradients_are_those_of_eager(length: int) -> None:
+    """Also without a whole window of tokens, and without a compressed key."""
+    eager, ours = pair()
+    text = tokens(2, length)
+    labels = text if length > 1 else None
+    results = [model(text, labels=labels, use_cache=False) for model in (eager, ours)]
+    torch.testing.assert_close(results[1].logits, results[0].logits, **CLOSE)
+    for result in results:
+        result.logits.square().mean().backward()
+    compared = 0
+    for (name, x), y in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        if ".indexer." not in name:
+            assert (x.grad is None) == (y.grad is None), name
+            if x.grad is not None:
+                torch.testing.assert_close(y.grad, x.grad, **CLOSE, msg=name)
+                compared += 1
+    assert compared > 60
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4, 11])
+def test_generates_what_eager_does(prompt: int) -> None:
+    eager, ours = pair()
+    text = tokens(2, prompt)
+    arguments = {"max_new_tokens": 22, "min_new_tokens": 22, "do_sample": False}
+    assert torch.equal(ours.generate(text, **arguments), eager.generate(text, **arguments))
+
+
+@pytest.mark.parametrize("chunks", [(29,), (5, 24), (8, 1, 1, 19), (3, 3, 3, 20)])
+def test_a_cache_changes_nothing(chunks: tuple[int, ...]) -> None:
+    _, ours = pair()
+    text = tokens(2, 29)
+    cache = transformers.DynamicCache(config=ours.config)
+    with torch.no_grad():
+        expected = ours(text, use_cache=False).logits
+        parts = [ours(x, past_key_values=cache).logits for x in text.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_are_compressed_each_by_itself() -> None:
+    _, ours = pair()
+    lengths = (13, 1, 15)
+    text = tokens(1, sum(lengths))
+    together = ours(text, **packing(1, lengths, gap=0)).logits
+    alone = [ours(x, use_cache=False).logits for x in text.split(lengths, dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_models_own_backward_trains_the_indexer() -> None:
+    _, ours = pair(torch.float32)
+    optimizer = torch.optim.Adam(of_indexers(ours).values(), lr=1e-3)
+    history = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        ours(tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        history.append(float(ours.indexer_losses()[1]))
+    assert list(ours.indexer_losses()) == [1]
+    assert history == sorted(history, reverse=True)
+
+
+def test_the_indexers_gradient_is_that_of_its_loss_alone() -> None:
+    """The loss of the model adds nothing to it, and the weight is its factor."""
+    found = []
+    for weight, of_model in ((1.0, 1.0), (1.0, 3.0), (0.25, 1.0), (torch.tensor(4.0), 1.0)):
+        _, ours = pair(indexer_loss_weight=weight)
+        (of_model * ours(tokens(), labels=tokens()).loss).backward()
+        found.append({x: y.grad / weight for x, y in of_indexers(ours).items()})
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_adds_the_loss_once(reentrant: bool) -> None:
+    _, ours = pair()
+    ours(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    expected = {x: y.grad for x, y in ours.named_parameters()}
+    ours.zero_grad(set_to_none=True)
+    ours.train()
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    for name, x in ours.named_parameters():
+        torch.testing.assert_close(x.grad, expected[name], msg=name)
+
+
+def test_no_loss_without_gradients() -> None:
+    _, ours = pair()
+    with torch.no_grad():
+        ours(tokens())
+    assert ours.indexer_losses() == {}
+
+
+def test_what_is_not_trained_gets_nothing() -> None:
+    _, ours = pair()
+    for x in of_indexers(ours).values():
+        x.requires_grad_(False)
+    ours(tokens(), labels=tokens()).loss.backward()
+    assert ours.indexer_losses() == {}
+    assert all(x.grad is None for x in of_indexers(ours).values())
+
+
+def test_a_bfloat16_model() -> None:
+    eager, ours = pair(torch.bfloat16)
+    with torch.no_grad():
+        expected, actual = eager(tokens()).logits, ours(tokens()).logits
+    assert actual.dtype == torch.bfloat16
+    # Eager rounds every score and weight to bfloat16.
+    difference = (actual - expected).float().norm() / expected.float().norm()
+    assert difference < 0.05
+
+
+def test_the_model_remains_transformers_own() -> None:
+    eager, ours = pair()
+    assert list(ours.state_dict()) == list(eager.state_dict())
+    before: Tensor = eager(tokens()).logits
+    disable_dsa(ours)
+    assert type(ours.model.layers[1].self_attn) is type(eager.model.layers[1].self_attn)
+    torch.testing.assert_close(ours(tokens()).logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_refused(side: str) -> None:
+    _, ours = pair()
+    with pytest.raises(NotImplementedError, match="compress padding as if it were text"):
+        ours(tokens(), **padding(side))
+
+
+def test_options_that_its_layers_have_not() -> None:
+    model = make("DeepSeek-V4", **SMALL)
+    with pytest.raises(NotImplementedError, match="dense_warmup"):
+        enable_dsa(model, dense_warmup=True)
+    with pytest.raises(NotImplementedError, match="attention_dropout"):
+        enable_dsa(make("DeepSeek-V4", **SMALL, attention_dropout=0.1))
+    assert not hasattr(model, "indexer_losses")
