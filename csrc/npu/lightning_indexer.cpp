@@ -13,6 +13,7 @@
 #include "core/sequence_lengths.h"
 #include "npu/compressed_keys.h"
 #include "npu/kernel.h"
+#include "npu/packing.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -110,6 +111,36 @@ void launch_compressed(const LightningIndexer& op, const LightningIndexer::Outpu
       int64_t{op.return_values}, sparse_indices, sparse_values);
 }
 
+// The kernel reads no lengths of a padded batch beside contiguous keys.
+void launch_compressed_padded(const LightningIndexer& op,
+                              const LightningIndexer::Outputs& outputs) {
+  const Packing packing(sequences_on_host(op.name, op.layout.value(), op.query, op.key,
+                                          op.actual_seq_lengths_query, op.actual_seq_lengths_key),
+                        op.query, op.key);
+  const auto& [sparse_indices, sparse_values] = outputs;
+  fill_output(sparse_indices, -1);
+  fill_output(sparse_values, -kInfinity);
+  if (packing.empty()) {
+    return;
+  }
+  auto packed = op;
+  packed.query = packing.queries(op.query);
+  packed.key = packing.keys(op.key);
+  packed.weights = packing.queries(op.weights);
+  packed.actual_seq_lengths_query = packing.query_ends(op.query);
+  packed.actual_seq_lengths_key = packing.key_ends(op.query);
+  if (op.cmp_residual_key) {
+    packed.cmp_residual_key = packing.numbers(*op.cmp_residual_key);
+  }
+  packed.layout = LayoutArgument("TND");
+  const auto results = packed.check_and_allocate();
+  launch_compressed(packed, results, {});
+  packing.unpack_queries(std::get<0>(results), sparse_indices);
+  if (op.return_values) {
+    packing.unpack_queries(std::get<1>(results), sparse_values);
+  }
+}
+
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
   if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0) {
@@ -123,7 +154,10 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
     fill_output(sparse_values, -kInfinity);
   }
   const bool is_pack = op.layout == Layout::TND && op.actual_seq_lengths_query->numel() > 1;
-  if (op.compressed()) {
+  const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
+  if (op.compressed() && has_lengths && op.layout == Layout::BSND && !op.pages.given()) {
+    launch_compressed_padded(op, outputs);
+  } else if (op.compressed()) {
     launch_compressed(op, outputs, fills);
   } else if (is_pack && !op.pages.given()) {
     launch_pack(op, outputs, fills);

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 
 #include "core/error.h"
 #include "npu/capture.h"
@@ -90,6 +91,19 @@ at::Tensor Packing::queries(const at::Tensor& padded) const {
 }
 at::Tensor Packing::keys(const at::Tensor& padded) const {
   return pack(padded, sequences_, key_ends_.back(), &Sequence::key_begin, &Sequence::keys);
+}
+at::Tensor Packing::numbers(const at::Tensor& of_batches) const {
+  std::vector<int64_t> batches;
+  for (const auto& sequence : sequences_) {
+    batches.push_back(sequence.batch);
+  }
+  return of_batches.index_select(0, to_device(at::tensor(batches), of_batches));
+}
+at::Tensor Packing::query_ends(const at::Tensor& like) const {
+  return to_device(at::tensor(query_ends_, at::kInt), like);
+}
+at::Tensor Packing::key_ends(const at::Tensor& like) const {
+  return to_device(at::tensor(key_ends_, at::kInt), like);
 }
 void Packing::unpack_queries(const at::Tensor& packed, const at::Tensor& to) const {
   unpack(packed, to, sequences_, &Sequence::query_begin, &Sequence::queries);

@@ -38,13 +38,17 @@ class Packing {
   // (B, S1, ...) to (T1, ...), and (B, S2, ...) to (T2, ...).
   at::Tensor queries(const at::Tensor& padded) const;
   at::Tensor keys(const at::Tensor& padded) const;
+  // (B,), a number of each batch, without those of sequences that are dropped.
+  at::Tensor numbers(const at::Tensor& of_batches) const;
   // The way back, into a dense tensor that is zero.
   void unpack_queries(const at::Tensor& packed, const at::Tensor& to) const;
   void unpack_keys(const at::Tensor& packed, const at::Tensor& to) const;
 
-  // The cumulative lengths.
+  // The cumulative lengths, and as tensors on the device of `like`.
   const std::vector<int32_t>& query_ends() const { return query_ends_; }
   const std::vector<int32_t>& key_ends() const { return key_ends_; }
+  at::Tensor query_ends(const at::Tensor& like) const;
+  at::Tensor key_ends(const at::Tensor& like) const;
 
  private:
   std::vector<Sequence> sequences_;

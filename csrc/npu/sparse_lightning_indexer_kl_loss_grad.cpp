@@ -4,6 +4,7 @@
 
 #include "npu/compressed_keys.h"
 #include "npu/kernel.h"
+#include "npu/packing.h"
 #include "npu/read_slots.h"
 #include "ops/sparse_indices.h"
 
@@ -20,17 +21,9 @@ using Prototype = int(AclTensor query_index, AclTensor key_index, AclTensor weig
                       AclTensor softmax_out);
 constexpr Launcher<Op, Prototype> aclnn_sparse_lightning_indexer_kl_loss_grad;
 
-void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
+void launch(const Op& op, const Op::Outputs& outputs) {
   const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
   const bool packed = op.layout == Layout::TND;
-  const bool launched =
-      op.query_index.size(0) != 0 && op.query_index.size(-3) != 0 && op.key_index.size(-3) != 0;
-  if (!launched) {
-    for (const auto& output : {d_query_index, d_key_index, d_weights, softmax_out}) {
-      fill_output(output, 0);
-    }
-    return;
-  }
   Fills fills;
   if (packed) {
     // Keys may follow the last sequence.
@@ -48,6 +41,57 @@ void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
       residual_of(op.selection(), packed), std::nullopt, op.layout.text(), op.layout.text(),
       op.sparse_mode, op.cmp_ratio, d_query_index, d_key_index, d_weights,
       with_head_axis(softmax_out, op.query_index));
+}
+
+void fill_all(const Op::Outputs& outputs) {
+  const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
+  for (const auto& output : {d_query_index, d_key_index, d_weights, softmax_out}) {
+    fill_output(output, 0);
+  }
+}
+
+// The kernel reads no lengths of a padded batch.
+void launch_padded(const Op& op, const Op::Outputs& outputs) {
+  const Packing packing(sequences_on_host(op.name, op.layout.value(), op.query_index, op.key_index,
+                                          op.actual_seq_lengths_query, op.actual_seq_lengths_key),
+                        op.query_index, op.key_index);
+  fill_all(outputs);
+  if (packing.empty()) {
+    return;
+  }
+  auto packed = op;
+  packed.query_index = packing.queries(op.query_index);
+  packed.key_index = packing.keys(op.key_index);
+  packed.weights = packing.queries(op.weights);
+  packed.sparse_indices = packing.queries(with_head_axis(op.sparse_indices, op.query_index));
+  packed.attn_softmax_l1_norm =
+      packing.queries(with_head_axis(op.attn_softmax_l1_norm, op.query_index));
+  packed.actual_seq_lengths_query = packing.query_ends(op.query_index);
+  packed.actual_seq_lengths_key = packing.key_ends(op.query_index);
+  if (op.cmp_residual_key) {
+    packed.cmp_residual_key = packing.numbers(*op.cmp_residual_key);
+  }
+  packed.layout = LayoutArgument("TND");
+  const auto results = packed.check_and_allocate();
+  launch(packed, results);
+  const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
+  packing.unpack_queries(std::get<0>(results), d_query_index);
+  packing.unpack_keys(std::get<1>(results), d_key_index);
+  packing.unpack_queries(std::get<2>(results), d_weights);
+  packing.unpack_queries(std::get<3>(results), with_head_axis(softmax_out, op.query_index));
+}
+
+void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
+  const bool launched =
+      op.query_index.size(0) != 0 && op.query_index.size(-3) != 0 && op.key_index.size(-3) != 0;
+  const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
+  if (!launched) {
+    fill_all(outputs);
+  } else if (has_lengths && op.layout == Layout::BSND) {
+    launch_padded(op, outputs);
+  } else {
+    launch(op, outputs);
+  }
 }
 
 void check_read_slots_of(const Op& op) { check_read_slots(op.selection()); }
