@@ -23,7 +23,8 @@ def kept_names(sample: Sample) -> set[str]:
     }
     if sample.arguments.get("cmp_ratio", 1) > 1 or "attn_softmax_l1_norm" in sample.inputs:
         names.add("attn_softmax_l1_norm")
-        if sample.inputs["weights"].dtype == torch.float32:
+        weights = sample.inputs.get("weights")
+        if weights is not None and weights.dtype == torch.float32:
             names.add("weights")
     slopes = sample.arguments.get("pse_type", 1) >= 2
     if sample.operator == "fused_infer_attention_score":
