@@ -40,7 +40,7 @@ class Calls(TorchDispatchMode):
 
 
 def dsa_layer(hidden: Tensor, indexer: ops.LightningIndexer, query: Tensor, key: Tensor) -> Tensor:
-    """Sparse attention with its indexer and its loss, dense attention, and a merge of both."""
+    """Sparse attention with its indexer and its loss, dense and windowed attention, and a merge."""
     q = (hidden @ query).unflatten(-1, (2, 16))
     latent = (hidden @ key).unsqueeze(-2)
     projections = indexer(hidden.detach())
@@ -52,7 +52,8 @@ def dsa_layer(hidden: Tensor, indexer: ops.LightningIndexer, query: Tensor, key:
     dense, maximum, total = ops.flash_attention_score(q, q, q, num_heads=2, layout="BSND")
     lse = (maximum + total.log())[..., 0].transpose(1, 2)
     merged, _ = ops.attention_update([lse, lse], [out, dense])
-    return ops.attach_loss(hidden + merged.flatten(-2), loss)
+    windowed, _ = ops.sparse_flash_mla(q, latent, scale_value=0.25)
+    return ops.attach_loss(hidden + (merged + windowed).flatten(-2), loss)
 
 
 def train_step(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
