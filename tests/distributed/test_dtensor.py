@@ -35,9 +35,9 @@ THREE_RANKS = pytest.param(
     ),
 )
 
-SPARSE = [name for name in OPERATORS if "sparse" in name or "indexer" in name]
-DENSE = [name for name in OPERATORS if "flash" in name and name not in SPARSE]
 COMPUTING = [x.name for x in OPERATORS.values() if x.takes_dtensors and not x.in_place]
+SPARSE = [name for name in COMPUTING if "sparse" in name or "indexer" in name]
+DENSE = [name for name in COMPUTING if "flash" in name and name not in SPARSE]
 
 
 def on_four(function: Callable[..., Any], *args: Any) -> list[Any]:
