@@ -1,22 +1,29 @@
 #include "npu/compressed_keys.h"
 
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/diff.h>
 #include <ATen/ops/full.h>
 
 namespace ascend_attn::aclnn {
 
 at::Tensor cu_seqlens(const at::Tensor& ends) { return at::constant_pad_nd(ends, {1, 0}); }
 
-at::Tensor token_counts(const std::optional<at::Tensor>& lengths, bool cumulative, int64_t batch,
-                        int64_t tokens, const at::Tensor& like) {
-  if (!lengths) {
-    return at::full({batch}, tokens, like.options().dtype(at::kInt));
+at::Tensor derived_residual(const TokenCounts& tokens, const TokenCounts& keys, int64_t ratio,
+                            int64_t batch, const at::Tensor& like) {
+  const auto full = [&](int64_t count) {
+    return at::full({batch}, count, like.options().dtype(at::kInt));
+  };
+  if (!tokens.lengths && !keys.lengths) {
+    return full(tokens.all - keys.all * ratio);
   }
-  if (!cumulative) {
-    return *lengths;
-  }
-  const auto ends = cu_seqlens(*lengths);
-  return *lengths - ends.narrow(0, 0, lengths->size(0));
+  const auto count = [&](const TokenCounts& counts) {
+    const auto& lengths = counts.lengths;
+    if (!lengths) {
+      return full(counts.all);
+    }
+    return counts.cumulative ? at::diff(cu_seqlens(*lengths)) : *lengths;
+  };
+  return count(tokens).sub(count(keys), ratio);
 }
 
 }  // namespace ascend_attn::aclnn

@@ -15,9 +15,16 @@ namespace ascend_attn::aclnn {
 // Returns cumulative lengths with a leading 0.
 at::Tensor cu_seqlens(const at::Tensor& ends);
 
-// Returns the number of tokens of each sequence: of `tokens` without lengths.
-at::Tensor token_counts(const std::optional<at::Tensor>& lengths, bool cumulative, int64_t batch,
-                        int64_t tokens, const at::Tensor& like);
+// The tokens of the sequences of a tensor: `all` in each without lengths.
+struct TokenCounts {
+  std::optional<at::Tensor> lengths;
+  bool cumulative;
+  int64_t all;
+};
+
+// Returns tokens - keys * ratio of each sequence, on the device of `like`.
+at::Tensor derived_residual(const TokenCounts& tokens, const TokenCounts& keys, int64_t ratio,
+                            int64_t batch, const at::Tensor& like);
 
 // Returns the residual that a call of the indexer, or of its loss, has or leaves out; none where
 // every query sees all keys. `cumulative_keys`: whether the lengths of the keys are.
@@ -31,17 +38,10 @@ std::optional<at::Tensor> residual_of(const Op& op, bool cumulative_keys) {
     return op.cmp_residual_key;
   }
   const bool packed = op.layout == Layout::TND;
-  const auto& query_lengths = op.actual_seq_lengths_query;
-  const auto& key_lengths = op.actual_seq_lengths_key;
-  const int64_t queries = op.query.size(-3);
-  if (!query_lengths && !key_lengths) {
-    return token_counts({}, false, op.query.size(0), queries - op.key.size(-3) * op.cmp_ratio,
-                        op.query);
-  }
-  const auto batch = packed ? query_lengths->size(0) : op.query.size(0);
-  const auto of_queries = token_counts(query_lengths, packed, batch, queries, op.query);
-  const auto of_keys = token_counts(key_lengths, cumulative_keys, batch, op.key.size(-3), op.query);
-  return of_queries.sub(of_keys, op.cmp_ratio);
+  const auto batch = packed ? op.actual_seq_lengths_query->size(0) : op.query.size(0);
+  return derived_residual({op.actual_seq_lengths_query, packed, op.query.size(-3)},
+                          {op.actual_seq_lengths_key, cumulative_keys, op.key.size(-3)},
+                          op.cmp_ratio, batch, op.query);
 }
 
 }  // namespace ascend_attn::aclnn

@@ -148,16 +148,18 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
     fill_output(sparse_values, -kInfinity);
     return;
   }
+  const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
+  if (op.compressed() && has_lengths && op.layout == Layout::BSND && !op.pages.given()) {
+    launch_compressed_padded(op, outputs);
+    return;
+  }
   Fills fills;
   if (op.layout == Layout::TND || (op.compressed() && op.actual_seq_lengths_query)) {
     add_fill(fills, sparse_indices, -1);
     fill_output(sparse_values, -kInfinity);
   }
   const bool is_pack = op.layout == Layout::TND && op.actual_seq_lengths_query->numel() > 1;
-  const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
-  if (op.compressed() && has_lengths && op.layout == Layout::BSND && !op.pages.given()) {
-    launch_compressed_padded(op, outputs);
-  } else if (op.compressed()) {
+  if (op.compressed()) {
     launch_compressed(op, outputs, fills);
   } else if (is_pack && !op.pages.given()) {
     launch_pack(op, outputs, fills);

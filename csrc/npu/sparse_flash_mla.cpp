@@ -1,11 +1,8 @@
 #include "ops/sparse_flash_mla.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/diff.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 
+#include "npu/compressed_keys.h"
 #include "npu/kernel.h"
 #include "ops/sparse_indices.h"
 
@@ -64,11 +61,6 @@ at::Tensor with_dense_strides(const at::Tensor& keys) {
                                                      : dense.as_strided(dense.sizes(), strides);
 }
 
-// Cumulative lengths with a leading 0.
-OptionalTensor with_zero(const OptionalTensor& ends) {
-  return ends ? OptionalTensor(at::constant_pad_nd(*ends, {1, 0})) : std::nullopt;
-}
-
 // The arguments that the metadata and the operator must have in common: a core that reads metadata
 // of other lengths skips rows, and CANN compares nothing.
 struct MlaCall {
@@ -91,7 +83,7 @@ struct MlaCall {
     }
     set_lengths();
     if (cmp_kv) {
-      residual = options.cmp_residual_kv ? *options.cmp_residual_kv : derived_residual();
+      residual = options.cmp_residual_kv ? *options.cmp_residual_kv : residual_of_keys();
     }
     if (paged) {
       ori_table = pages.ori_block_table;
@@ -121,7 +113,7 @@ struct MlaCall {
   void set_lengths() {
     const bool packed = options.layout == Layout::TND;
     if (packed) {
-      cu_query = with_zero(options.actual_seq_lengths_query);
+      cu_query = cu_seqlens(*options.actual_seq_lengths_query);
     } else {
       seq_query = options.actual_seq_lengths_query;
       batch = query.size(0);
@@ -130,8 +122,10 @@ struct MlaCall {
       longest_cmp = cmp_kv ? cmp_kv->size(1) : 0;
     }
     if (packed && !paged) {
-      cu_ori = with_zero(options.actual_seq_lengths_ori_kv);
-      cu_cmp = cmp_kv ? with_zero(options.actual_seq_lengths_cmp_kv) : std::nullopt;
+      cu_ori = cu_seqlens(*options.actual_seq_lengths_ori_kv);
+      if (cmp_kv) {
+        cu_cmp = cu_seqlens(*options.actual_seq_lengths_cmp_kv);
+      }
     } else {
       seq_ori = options.actual_seq_lengths_ori_kv;
       seq_cmp = cmp_kv ? options.actual_seq_lengths_cmp_kv : std::nullopt;
@@ -139,19 +133,13 @@ struct MlaCall {
   }
 
   // The original keys are all tokens of a sequence.
-  at::Tensor derived_residual() const {
-    if (cu_ori) {
-      return at::diff(*cu_ori - *cu_cmp * options.cmp_ratio);
-    }
-    const auto counts = query.options().dtype(at::kInt);
-    const auto count_of = [&](const OptionalTensor& given, int64_t all) {
-      return given ? *given : at::full({batch}, all, counts);
-    };
-    if (seq_ori || seq_cmp) {
-      return count_of(seq_ori, ori_kv.size(1)) -
-             count_of(seq_cmp, cmp_kv->size(1)) * options.cmp_ratio;
-    }
-    return at::full({batch}, ori_kv.size(1) - cmp_kv->size(1) * options.cmp_ratio, counts);
+  at::Tensor residual_of_keys() const {
+    const bool packed = options.layout == Layout::TND;
+    const bool cumulative = packed && !paged;
+    return derived_residual(
+        {options.actual_seq_lengths_ori_kv, cumulative, ori_kv.size(-3)},
+        {options.actual_seq_lengths_cmp_kv, cumulative, cmp_kv->size(-3)}, options.cmp_ratio,
+        packed ? options.actual_seq_lengths_query->size(0) : query.size(0), query);
   }
 };
 

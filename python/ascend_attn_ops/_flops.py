@@ -131,8 +131,7 @@ def _tokens(a: SimpleNamespace, ratio: int, sequences: list[tuple[int, int]]) ->
     residual = getattr(a, "cmp_residual_key", None)
     if residual is None:
         return [keys if ratio == 1 else queries for queries, keys in sequences]
-    fake = isinstance(residual, FakeTensor) or residual.is_meta
-    residuals = [0] * len(sequences) if fake else residual.tolist()
+    residuals = [0] * len(sequences) if _is_fake(residual) else residual.tolist()
     return [ratio * keys + x for (_, keys), x in zip(sequences, residuals, strict=True)]
 
 

@@ -57,7 +57,7 @@ def compress_keys(
         >>> ascend_attn_ops.compress_keys(values, logits, torch.zeros(4, 16)).shape
         torch.Size([1, 2, 16])
 
-    Source: docs/specification/sparse_flash_mla.md; the compressor of transformers' deepseek_v4.
+    Source: the compressor of transformers' deepseek_v4.
     """
     for name, x in (("values", values), ("logits", logits), ("position_bias", position_bias)):
         check_tensor(_NAME, name, x)

@@ -150,7 +150,8 @@ def sparse_flash_mla_with_indexer_loss(
         >>> indexer[0].grad.shape
         torch.Size([1, 8, 64, 128])
 
-    Source: docs/specification/sparse_flash_mla.md.
+    Source: docs/specification/sparse_flash_mla.md and
+    docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
     """
 
     def report(target: Tensor, softmax: Tensor) -> None:
