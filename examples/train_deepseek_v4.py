@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops as ops
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import transformers
@@ -37,9 +37,7 @@ from python_corpus import load_corpus, sample_windows
 from report import Progress
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from training import check_recipe, learning_rate_factor, save
 
 WINDOW, CSA, HCA = (
     f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
@@ -174,8 +172,7 @@ class Trainer:
         disable_dsa(self.model)
 
     def train_step(self, model: Model, batch: Tensor) -> tuple[float, float]:
-        rise = min(1.0, (self.step + 1) / (1 + 0.05 * self.arguments.steps))
-        factor = rise * (0.525 + 0.475 * math.cos(math.pi * self.step / self.arguments.steps))
+        factor = learning_rate_factor(self.step, self.arguments.steps)
         self.optimizer.param_groups[0]["lr"] = factor * self.arguments.learning_rate
         with autocast(self.device, self.dtype):
             loss = model(batch, labels=batch, use_cache=False).loss
@@ -195,17 +192,11 @@ class Trainer:
 
     def save(self) -> None:
         tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        partial = self.checkpoint.with_suffix(".tmp")
-        torch.save({"recipe": self.recipe, "history": self.history, **tensors}, partial)
-        # Atomic: a run killed at any moment leaves a complete checkpoint.
-        os.replace(partial, self.checkpoint)
+        save({"recipe": self.recipe, "history": self.history, **tensors}, self.checkpoint)
 
     def load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        for name, value in self.recipe.items():
-            if state["recipe"][name] != value:
-                option = f"--{name.replace('_', '-')} {state['recipe'][name]}"
-                raise SystemExit(f"--resume: {self.checkpoint} has {option}, not {value}")
+        check_recipe(self.recipe, state["recipe"], self.checkpoint)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = state["history"]

@@ -25,7 +25,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +41,7 @@ from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
 from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
 from torch import Tensor
+from training import check_recipe, learning_rate_factor, save
 
 # The sizes that the NPU's kernels are tiled for; the rest of ModelConfig is a free choice.
 DEVICE_SHAPES = {
@@ -158,11 +158,6 @@ class Trainer:
     def phase(self) -> str:
         return "dense" if self.step < self.arguments.warmup_steps else "sparse"
 
-    def learning_rate_factor(self) -> float:
-        """Linear warm-up over the first steps, then cosine decay to 5%, across both phases."""
-        rise = min(1.0, (self.step + 1) / (1 + 0.05 * self.total_steps))
-        return rise * (0.525 + 0.475 * math.cos(math.pi * self.step / self.total_steps))
-
     def train_step(self, text: Tensor) -> tuple[float, float]:
         select = select_all if self.phase == "dense" else select_by_indexer
         text = self.parallel.my_sequences(text).to(self.device)
@@ -171,7 +166,7 @@ class Trainer:
             lm_loss, kl_loss = self.model(text, select, shards)
         # No parameter contributes to both losses, so adding them trades nothing off.
         (self.parallel.gradient_factor * (lm_loss + kl_loss)).backward()
-        factor = self.learning_rate_factor()
+        factor = learning_rate_factor(self.step, self.total_steps)  # across both phases
         for group in self.optimizer.param_groups:
             torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
             group["lr"] = factor * group["peak_lr"]
@@ -191,11 +186,8 @@ class Trainer:
         if self.parallel.distributed:
             self.parallel.save(out, self.step, self.model, self.optimizer, about)
             return
-        path = out / "checkpoint.pt"
         tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        # Renaming is atomic: a run killed at any moment leaves a complete checkpoint.
-        torch.save(about | tensors, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        save(about | tensors, out / "checkpoint.pt")
 
     def load(self) -> bool:
         """Continue from the checkpoint, if there is one."""
@@ -205,7 +197,7 @@ class Trainer:
             if not folders:
                 return False
             about = json.loads((folders[-1] / "about.json").read_text())
-            self.check_recipe(about["recipe"], folders[-1])
+            check_recipe(self.recipe, about["recipe"], folders[-1])
             self.parallel.load(folders[-1], self.model, self.optimizer)
             self.history = about["history"]
             return True
@@ -213,19 +205,11 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
-        self.check_recipe(state["recipe"], path)
+        check_recipe(self.recipe, state["recipe"], path)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = state["history"]
         return True
-
-    def check_recipe(self, recipe: dict[str, Any], path: Path) -> None:
-        for name, value in self.recipe.items():
-            if recipe[name] != value:
-                raise SystemExit(
-                    f"--resume: {path} was trained with --{name.replace('_', '-')} "
-                    f"{recipe[name]}, not {value}"
-                )
 
 
 def train(trainer: Trainer, text: Tensor) -> None:

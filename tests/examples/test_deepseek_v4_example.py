@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import example_runs
 from support.checkout import EXAMPLES
+from support.example_runs import kill_at, metrics, run
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("matplotlib", reason="the example draws with matplotlib")
@@ -22,31 +19,16 @@ OPTIONS = {
     "hca-ratio": 8, "index-heads": 4, "index-dim": 16, "top-k": 4, "eval-windows": 2,
     "checkpoint-every": 2, "log-every": 1,
 }  # fmt: skip
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def options(out: Path) -> list[str]:
-    return [f"--{name}={value}" for name, value in {**OPTIONS, "out": out}.items()]
-
-
-def run(*arguments: str) -> str:
-    result = subprocess.run(
-        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def metrics(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "metrics.json").read_text())
-    del found["seconds"]
-    return found
+def command(out: Path) -> list[str]:
+    return example_runs.command(SCRIPT, {**OPTIONS, "out": out})
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
-    printed = run(sys.executable, "-u", str(SCRIPT), *options(out))
+    printed = run(*command(out))
     assert "step 12/12  train" in printed
     assert "compressed keys of held-out text" in printed
     return out
@@ -63,19 +45,15 @@ def test_it_learns_and_draws(whole: Path) -> None:
 
 
 def test_a_killed_run_resumes(whole: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-u", str(SCRIPT), *options(tmp_path)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 7/12"):
-                process.send_signal(signal.SIGKILL)
-    assert "resumed at step" in run(*command, "--resume")
+    kill_at("step 7/12", *command(tmp_path))
+    assert "resumed at step" in run(*command(tmp_path), "--resume")
     assert metrics(tmp_path) == metrics(whole)
 
 
 def test_two_ranks_share_the_batch(whole: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run(*launcher, "--nproc-per-node=2", str(SCRIPT), *options(tmp_path))
+    _, *script = command(tmp_path)
+    run(*launcher, "--nproc-per-node=2", *script[1:])
     one, two = (metrics(out)["history"] for out in (whole, tmp_path))
     assert two["bits_per_byte"][:3] == pytest.approx(one["bits_per_byte"][:3], rel=1e-3)
     assert two["indexer_loss"][:3] == pytest.approx(one["indexer_loss"][:3], rel=2e-2)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import example_runs
 from support.checkout import EXAMPLES
+from support.example_runs import ENVIRONMENT, kill_at, metrics, run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
@@ -31,33 +29,17 @@ OPTIONS = {
 
 
 def command(out: Path, **changes: object) -> list[str]:
-    options = {**OPTIONS, "out": out, **changes}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    # A lone small run is fastest, and disturbs the others least, on one thread.
-    return [sys.executable, "-u", str(SCRIPT), *arguments]
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def run(*arguments: str) -> str:
-    result = subprocess.run(
-        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return example_runs.command(SCRIPT, {**OPTIONS, "out": out, **changes})
 
 
 def load(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The metrics without the timings, and the checkpoint."""
-    metrics = json.loads((out / "metrics.json").read_text())
-    del metrics["seconds"]
-    return metrics, torch.load(out / "checkpoint.pt", weights_only=True)
+    return metrics(out), torch.load(out / "checkpoint.pt", weights_only=True)
 
 
 def assert_same(first: Path, second: Path) -> None:
-    (metrics, state), (other_metrics, other_state) = load(first), load(second)
-    assert metrics == other_metrics
+    (found, state), (other_found, other_state) = load(first), load(second)
+    assert found == other_found
     torch.testing.assert_close(
         (state["model"], state["optimizer"]["state"]),
         (other_state["model"], other_state["optimizer"]["state"]),
@@ -81,9 +63,9 @@ def test_both_losses_are_finite_and_fall(finished: tuple[Path, str]) -> None:
 
 
 def test_metrics_compare_the_selections(finished: tuple[Path, str]) -> None:
-    metrics, _ = load(finished[0])
-    assert metrics["top_k"] == OPTIONS["top-k"]
-    mass, bits = metrics["held_out"]["attention_mass"], metrics["held_out"]["bits_per_byte"]
+    found = metrics(finished[0])
+    assert found["top_k"] == OPTIONS["top-k"]
+    mass, bits = found["held_out"]["attention_mass"], found["held_out"]["bits_per_byte"]
     assert set(mass) == set(bits) == {"dense", "ideal", "indexer", "recent", "random"}
     assert mass["dense"] == pytest.approx(1, abs=1e-5)
     assert 0 < mass["random"] < mass["indexer"] < mass["ideal"] < 1
@@ -105,14 +87,7 @@ def test_two_runs_are_equal(finished: tuple[Path, str], tmp_path: Path) -> None:
 def test_killed_run_resumes_as_if_nothing_happened(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    with subprocess.Popen(
-        command(tmp_path), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 10/"):
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
+    kill_at("step 10/", *command(tmp_path))
     assert not (tmp_path / "metrics.json").exists()
     printed = run(*command(tmp_path), "--resume")
     resumed = re.search(r"resumed at step (\d+)", printed)

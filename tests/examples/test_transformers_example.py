@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import example_runs
 from support.checkout import EXAMPLES
+from support.example_runs import kill_at, metrics, run
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -25,26 +21,10 @@ OPTIONS = {
     "pretrain-steps": 12, "warmup-steps": 6, "sparse-steps": 6, "checkpoint-every": 2,
     "log-every": 1,
 }  # fmt: skip
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def command(out: Path) -> list[str]:
-    arguments = [f"--{name}={value}" for name, value in {**OPTIONS, "out": out}.items()]
-    return [sys.executable, "-u", str(SCRIPT), *arguments]
-
-
-def run(*arguments: str) -> str:
-    result = subprocess.run(
-        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def metrics(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "metrics.json").read_text())
-    del found["seconds"]
-    return found
+    return example_runs.command(SCRIPT, {**OPTIONS, "out": out})
 
 
 def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> None:
@@ -64,14 +44,7 @@ def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> No
     # The indexer has learnt this. Its losses show less: each depends on its batch.
     assert mass["random"] < mass["indexer"] < mass["ideal"] < 1
 
-    with subprocess.Popen(
-        command(killed), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 5/6  sparse"):
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
+    kill_at("step 5/6  sparse", *command(killed))
     printed = run(*command(killed), "--resume")
     assert "sparse: resumed from" in printed
     assert "pretrain" not in printed
