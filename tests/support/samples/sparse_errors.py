@@ -49,13 +49,28 @@ NAMED = {
 }
 
 
-def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
+def argument_of_extent(good: Sample, name: str, axis: int) -> str:
+    """The arguments that an error may name where this axis is too long; empty if it may be."""
+    first, key = list(good.inputs)[:2]
+    # Nothing else has the extent of the keys, or of the selection.
+    keys_alone = not {"value", "key_index"} - {key} & good.arguments.keys()
+    is_keys = name == key and axis == -3
+    if is_keys and keys_alone:
+        return ""
+    if is_keys or name == first or name in LENGTHS:
+        return r"\w+"
+    named = NAMED.get((name, axis), (name,))
+    return next((x for x in named if x in good.arguments), "")
+
+
+def tensor_rules(
+    operator: Operator,
+    cases: tuple[object, object] = (BSND, TND),
+    argument_of: Callable[[Sample, str, int], str] = argument_of_extent,
+) -> Iterator[WrongCall]:
     """Rank, dtype, device and every extent of every tensor, in both layouts."""
-    for case in (BSND, TND):
+    for case, layout in zip(cases, ("BSND", "TND"), strict=True):
         good = operator.make(case, torch.bfloat16)
-        first, key = list(good.inputs)[:2]
-        # Nothing else has the extent of the keys, or of the selection.
-        keys_alone = not {"value", "key_index"} - {key} & good.arguments.keys()
         for name, x in good.tensors.items():
 
             def wrong(
@@ -63,10 +78,11 @@ def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
                 change: Callable[[Tensor], object],
                 exception: type[Exception] = ValueError,
                 argument: str = name,
-                case: SparseCase = case,
+                case: object = case,
                 name: str = name,
+                layout: str = layout,
             ) -> WrongCall:
-                id = f"{case.layout}-{name}-{rule}"
+                id = f"{layout}-{name}-{rule}"
                 return WrongCall(
                     id, operator, case, put(name, change), argument, exception,
                     on_meta=change is not elsewhere,
@@ -79,23 +95,15 @@ def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
             else:
                 yield wrong("int64", Tensor.long, TypeError)
                 yield wrong("float", Tensor.float, TypeError)
-            if name != first:
+            if name != next(iter(good.inputs)):
                 yield wrong("on another device", elsewhere)
                 if x.is_floating_point():
                     yield wrong("float16", Tensor.half, TypeError)
                     yield wrong("float64", Tensor.double, TypeError)
             for axis in range(-x.dim(), 0):
-                is_keys = name == key and axis == -3
-                if is_keys and keys_alone:
-                    continue
-                if is_keys or name == first or name in LENGTHS:
-                    argument = r"\w+"
-                else:
-                    named = NAMED.get((name, axis), (name,))
-                    argument = next((x for x in named if x in good.arguments), "")
-                    if not argument:
-                        continue
-                yield wrong(f"axis {axis} too long", longer(axis), ValueError, argument)
+                argument = argument_of(good, name, axis)
+                if argument:
+                    yield wrong(f"axis {axis} too long", longer(axis), ValueError, argument)
 
 
 def option_rules(operator: Operator, modes: tuple[int, ...] = (0, 3)) -> Iterator[WrongCall]:

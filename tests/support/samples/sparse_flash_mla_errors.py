@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from ascend_attn_ops.check.samples.record import Operator
+from ascend_attn_ops.check.samples.sample import Sample
 from ascend_attn_ops.check.samples.sparse_flash_mla import (
     DEVICE,
     LENGTHS,
@@ -18,6 +19,7 @@ from ascend_attn_ops.check.samples.sparse_flash_mla import (
 )
 from torch import Tensor
 
+from . import sparse_errors as shared
 from .sparse_errors import edited, first_index
 from .wrong_call import WrongCall, elsewhere, longer, put
 
@@ -28,45 +30,16 @@ PAGED = MlaCase(lengths=((5, 3), (7, 4), (3, 2)), page=16)
 TABLES = ("ori_block_table", "cmp_block_table")
 
 
+def argument_of_extent(good: Sample, name: str, axis: int) -> str:
+    if name.endswith("_kv") and good.tensors[name].dim() > 1 and axis == -3:
+        return ""
+    if name == "cmp_sparse_indices" and axis == -1:
+        return ""
+    return r"\w+" if name == "query" or name in LENGTHS else name
+
+
 def tensor_rules(operator: Operator) -> Iterator[WrongCall]:
-    """Rank, dtype, device and every extent of every tensor, in both layouts."""
-    for case in (BSND, TND):
-        good = operator.make(case, torch.bfloat16)
-        for name, x in good.tensors.items():
-
-            def wrong(
-                rule: str,
-                change: Callable[[Tensor], object],
-                exception: type[Exception] = ValueError,
-                argument: str = name,
-                case: MlaCase = case,
-                name: str = name,
-            ) -> WrongCall:
-                id = f"{case.layout}-{name}-{rule}"
-                return WrongCall(
-                    id, operator, case, put(name, change), argument, exception,
-                    on_meta=change is not elsewhere,
-                )  # fmt: skip
-
-            yield wrong("rank too high", lambda x: x[None])
-            yield wrong("rank too low", lambda x: x[0])
-            if x.is_floating_point():
-                yield wrong("integer", Tensor.int, TypeError)
-            else:
-                yield wrong("int64", Tensor.long, TypeError)
-                yield wrong("float", Tensor.float, TypeError)
-            if name != "query":
-                yield wrong("on another device", elsewhere)
-                if x.is_floating_point():
-                    yield wrong("float16", Tensor.half, TypeError)
-                    yield wrong("float64", Tensor.double, TypeError)
-            for axis in range(-x.dim(), 0):
-                free = (name.endswith("_kv") and x.dim() > 1 and axis == -3) or (
-                    name == "cmp_sparse_indices" and axis == -1
-                )
-                if not free:
-                    argument = r"\w+" if name == "query" or name in LENGTHS else name
-                    yield wrong(f"axis {axis} too long", longer(axis), ValueError, argument)
+    return shared.tensor_rules(operator, (BSND, TND), argument_of_extent)
 
 
 def option_rules(operator: Operator) -> Iterator[WrongCall]:
