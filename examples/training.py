@@ -1,4 +1,4 @@
-"""What training runs share: the learning rate over the steps, and checkpoints."""
+"""The learning rate over the steps of a training run, and its checkpoints."""
 
 from __future__ import annotations
 

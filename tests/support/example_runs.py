@@ -21,7 +21,7 @@ def command(script: Path, options: Mapping[str, object]) -> list[str]:
 
 
 def run(*arguments: str) -> str:
-    """What a process prints that must end well."""
+    """Returns the output of a process that must end well."""
     result = subprocess.run(
         arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
