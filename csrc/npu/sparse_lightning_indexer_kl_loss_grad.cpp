@@ -1,5 +1,8 @@
 #include "ops/sparse_lightning_indexer_kl_loss_grad.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+
 #include <optional>
 
 #include "npu/compressed_keys.h"
@@ -30,16 +33,25 @@ void launch(const Op& op, const Op::Outputs& outputs) {
     add_fill(fills, d_key_index, 0);
   }
   using Lengths = std::optional<at::Tensor>;
-  const auto cu = [&](const Lengths& ends) {
-    return packed ? Lengths(cu_seqlens(*ends)) : std::nullopt;
-  };
+  Lengths cu_query, cu_key;
+  auto residual = residual_of(op.selection(), packed);
+  if (packed) {
+    // The kernel finds the sequence of every row of the shape, and reads behind the lengths where
+    // there is none. A last sequence, without keys, has the rows that belong to no other.
+    cu_query = at::constant_pad_nd(cu_seqlens(*op.actual_seq_lengths_query), {0, 1},
+                                   op.query_index.size(0));
+    const auto ends = cu_seqlens(*op.actual_seq_lengths_key);
+    cu_key = at::cat({ends, ends.narrow(0, ends.size(0) - 1, 1)});
+    if (residual) {
+      residual = at::constant_pad_nd(*residual, {0, 1});
+    }
+  }
   // A2 and A3 need no metadata: without it, their kernel divides the rows evenly.
   aclnn_sparse_lightning_indexer_kl_loss_grad.with(fills)(
       op.query_index, op.key_index, op.weights, with_head_axis(op.sparse_indices, op.query_index),
-      with_head_axis(op.attn_softmax_l1_norm, op.query_index), cu(op.actual_seq_lengths_query),
-      cu(op.actual_seq_lengths_key), std::nullopt, std::nullopt,
-      residual_of(op.selection(), packed), std::nullopt, op.layout.text(), op.layout.text(),
-      op.sparse_mode, op.cmp_ratio, d_query_index, d_key_index, d_weights,
+      with_head_axis(op.attn_softmax_l1_norm, op.query_index), cu_query, cu_key, std::nullopt,
+      std::nullopt, residual, std::nullopt, op.layout.text(), op.layout.text(), op.sparse_mode,
+      op.cmp_ratio, d_query_index, d_key_index, d_weights,
       with_head_axis(softmax_out, op.query_index));
 }
 

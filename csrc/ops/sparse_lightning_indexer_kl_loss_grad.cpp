@@ -10,8 +10,6 @@ namespace {
 
 constexpr Rule kTokens{"query_index", kNotEmpty.expected};
 constexpr Rule kFloatWeights{"weights", "float32", kAllDevices, Violation::type};
-// The kernels divide the rows of the shape among their cores, and read lengths behind the last.
-constexpr Rule kNoPadding{"actual_seq_lengths_query", "the last cumulative length to be T1"};
 constexpr Rule kNoCounts{"actual_seq_lengths_query",
                          "no lengths in layout BSND; pack the sequences (TND)"};
 constexpr Rule kNotDeterministic{"deterministic", "False, as CANN documents no such kernel"};
@@ -36,7 +34,7 @@ const OperatorLimits SparseLightningIndexerKLLossGrad::limits{
      kIndexDim,
      {"K", "selected keys per token", {.one_of = {512, 1024}}},
      {"cmp_ratio", "tokens per key", {.one_of = {1, 4, 128}}}},
-    {kTokens, kFloatWeights, kNoPadding, kNoCounts, kNotDeterministic}};
+    {kTokens, kFloatWeights, kNoCounts, kNotDeterministic}};
 
 SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::check_and_allocate(
     OutputSource outputs) const {
@@ -81,14 +79,10 @@ void SparseLightningIndexerKLLossGrad::check_key_lengths(
   if (!device_limits || layout != Layout::TND) {
     return;
   }
-  int64_t tokens = 0;
   for (const auto& sequence : sequences) {
     device_limits.size("query_index", "S1", sequence.queries);
     device_limits.size("key_index", "S2", sequence.keys);
-    tokens += sequence.queries;
   }
-  device_limits.rule(kNoPadding, tokens == query_index.size(0), tokens, " of ",
-                     query_index.size(0));
 }
 
 KLLossSelection SparseLightningIndexerKLLossGrad::selection() const {

@@ -43,7 +43,9 @@ def test_the_residual_arrives(operator: str, case: SparseCase, residual: list[in
     """Also one that the call leaves out, which the kernel would read as 0."""
     found = arriving(sample_of(operator, case), operator, "cmp_residual_key")
     assert found is not None
-    assert found.tolist() == residual
+    # The loss has one more sequence in a pack: that of the rows behind the last.
+    last = [0] if operator == LOSS and case.layout == "TND" else []
+    assert found.tolist() == residual + last
     assert found.dtype == torch.int32
 
 
@@ -71,6 +73,22 @@ def test_rows_behind_the_last_sequence_are_those_of_the_cpu() -> None:
         indices, values = sample.to("npu").call(torch.ops.ascend)
     assert (indices.cpu()[16:] == -1).all()
     assert (values.cpu()[16:] == -torch.inf).all()
+
+
+def test_rows_behind_the_last_sequence_get_no_gradient() -> None:
+    """The kernel looks for a sequence of every row, and finds one without keys."""
+    case = SparseCase(layout="TND", lengths=((13, 3), (3, 0)), tail=(2, 3), **SIZES)
+    sample = sample_of(LOSS, case)
+    for name, ends in (("query", [13, 16, 18]), ("key", [3, 3, 3])):
+        found = arriving(sample, LOSS, f"actual_seq_lengths_{name}")
+        assert found is not None
+        assert found.tolist() == ends
+    with ops.limits("A2"):
+        expected = sample.call(torch.ops.ascend)
+        actual = sample.to("npu").call(torch.ops.ascend)
+    assert_same_bits(tuple(x.cpu() for x in actual), expected)
+    d_query_index, _, d_weights, softmax_out = actual
+    assert all((x.cpu()[16:] == 0).all() for x in (d_query_index, d_weights, softmax_out))
 
 
 def test_checked_values() -> None:

@@ -49,7 +49,7 @@ def sparse_lightning_indexer_kl_loss_grad(
             float64 inputs). Pass 0 behind the last selected key.
         actual_seq_lengths_query: B numbers, an int32 tensor on query_index's device or a list.
             BSND: valid tokens per batch, optional; TND: required, cumulative lengths without a
-            leading 0 (3, 5, 9 for lengths 3, 2, 4). On the NPU the last one is T1.
+            leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key_index.
         cmp_residual_key: as in :func:`lightning_indexer`; pass the same.
         layout: "BSND" or "TND".
