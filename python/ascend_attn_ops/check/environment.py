@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -101,12 +102,16 @@ def _functions() -> Iterator[tuple[str, str, bool]]:
         if device is None or (device.product, device.cann) not in row["devices"]:
             continue
         for function in row["aclnn"]:
-            # Another version that is launched where the first is missing.
-            alternatives = [x for x in row["aclnn"] if x.rstrip("2345") == function.rstrip("2345")]
-            needed = function == alternatives[0]
+            # The other versions replace a first that is missing, or compute what it does not.
+            family = [x for x in row["aclnn"] if _family(x) == _family(function)]
+            needed = function == family[0]
             if OF_950 in row["aclnn"]:
                 needed = is_of_product(row["aclnn"], function)
             yield row["operator"], function, needed
+
+
+def _family(function: str) -> str:
+    return re.sub(r"V\d$", "", function)
 
 
 def _function(operator: str, function: str, needed: bool, context: Context) -> Outcome:
