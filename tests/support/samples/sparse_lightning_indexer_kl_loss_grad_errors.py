@@ -13,7 +13,6 @@ from .wrong_call import WrongCall, put
 
 # Within the device's limits.
 DEVICE = SparseCase(s=(9, 2), index_heads=8, index_d=128, k=512, ratio=4)
-PACKED = replace(shared.TND, index_heads=8, index_d=128, k=512, tail=(0, 0))
 
 
 def limit(rule: str, case: SparseCase, argument: str, change: object = None) -> WrongCall:
@@ -37,10 +36,6 @@ WRONG_CALLS = [
     limit("S2 0", replace(DEVICE, s=(3, 0), ratio=1), "query_index"),
     limit("lengths", replace(DEVICE, lengths=((9, 8), (2, 2))), "actual_seq_lengths_query"),
     limit("deterministic", DEVICE, "deterministic", {"deterministic": True}),
-    WrongCall(
-        "limits-tail", KL_LOSS_GRAD, replace(PACKED, tail=(1, 0)), None,
-        "actual_seq_lengths_query", limits="A2", on_meta=False,
-    ),
     WrongCall(
         "limits-weights", KL_LOSS_GRAD, DEVICE, put("weights", Tensor.bfloat16), "weights",
         TypeError, limits="A2",
