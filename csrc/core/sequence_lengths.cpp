@@ -69,7 +69,7 @@ std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const a
   }
   for (int64_t b = 0; b < query.size(axes.batch); ++b) {
     sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
-                         b * key_tokens, lengths_key ? key_values[b] : key_tokens});
+                         b * key_tokens, lengths_key ? key_values[b] : key_tokens, b});
   }
   return sequences;
 }

@@ -16,10 +16,6 @@ constexpr Rule kCompressedWeights{"weights", "float32 where cmp_ratio is above 1
                                   Violation::type};
 constexpr Rule kCompressedHeads{"query", "8 to 64 heads (Nidx) where cmp_ratio is above 1"};
 constexpr Rule kCompressedCount{"sparse_count", "at most 8192 keys (K) where cmp_ratio is above 1"};
-constexpr Rule kCompressedLengths{
-    "actual_seq_lengths_query",
-    "no lengths in layout BSND beside contiguous keys where cmp_ratio is above 1; pack the "
-    "sequences (TND)"};
 // From 2^32 elements on, the device's 32-bit offsets of d_key wrap around.
 constexpr Rule kKeyElements{"key", "fewer than 2^32 elements"};
 // Elsewhere the device reads, and writes to, keys that the padding names.
@@ -58,7 +54,7 @@ const OperatorLimits LightningIndexer::limits{
      {"cmp_ratio", "tokens per key", {.one_of = {1, 4, 128}}, kA2A3},
      {"cmp_ratio", "tokens per key", {.one_of = {1}}, k950}},
     {kNotEmpty, kWeightsOf8_5, kWeightsOf950, kCompressedWeights, kCompressedHeads,
-     kCompressedCount, kCompressedLengths}};
+     kCompressedCount}};
 
 const OperatorLimits LightningIndexerGrad::limits{
     name,
@@ -84,9 +80,6 @@ void LightningIndexer::check_compression(const SparseRules& rules) const {
   device_limits.rule(kCompressedHeads, !heads || (*heads >= 8 && *heads <= 64), rules.heads());
   const auto count = sparse_count.maybe_as_int();
   device_limits.rule(kCompressedCount, !count || *count <= 8192, sparse_count);
-  const bool lengths = actual_seq_lengths_query || actual_seq_lengths_key;
-  device_limits.rule(kCompressedLengths, layout == Layout::TND || pages.given() || !lengths,
-                     "lengths");
 }
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outputs) const {

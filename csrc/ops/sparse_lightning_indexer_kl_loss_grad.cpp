@@ -10,8 +10,6 @@ namespace {
 
 constexpr Rule kTokens{"query_index", kNotEmpty.expected};
 constexpr Rule kFloatWeights{"weights", "float32", kAllDevices, Violation::type};
-constexpr Rule kNoCounts{"actual_seq_lengths_query",
-                         "no lengths in layout BSND; pack the sequences (TND)"};
 constexpr Rule kNotDeterministic{"deterministic", "False, as CANN documents no such kernel"};
 
 // torch's own switch, set to warn alone, asks for no error.
@@ -34,7 +32,7 @@ const OperatorLimits SparseLightningIndexerKLLossGrad::limits{
      kIndexDim,
      {"K", "selected keys per token", {.one_of = {512, 1024}}},
      {"cmp_ratio", "tokens per key", {.one_of = {1, 4, 128}}}},
-    {kTokens, kFloatWeights, kNoCounts, kNotDeterministic}};
+    {kTokens, kFloatWeights, kNotDeterministic}};
 
 SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::check_and_allocate(
     OutputSource outputs) const {
@@ -59,8 +57,6 @@ SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::chec
     device_limits.rule(kFloatWeights, weights.scalar_type() == at::kFloat,
                        dtype_name(weights.scalar_type()));
     device_limits.rule(kNotDeterministic, !must_be_deterministic(deterministic), "True");
-    device_limits.rule(kNoCounts, packed || (!actual_seq_lengths_query && !actual_seq_lengths_key),
-                       "lengths");
     device_limits.size("query_index", "B",
                        packed ? actual_seq_lengths_query->sym_numel() : query_index.sym_size(0));
     if (!packed) {

@@ -16,6 +16,9 @@ SIZES = {"heads": 8, "d": 128, "index_heads": 8, "index_d": 128, "k": 512, "rati
 BSND = SparseCase(s=(11, 2), **SIZES)
 TND = SparseCase(layout="TND", lengths=((13, 3, 8), (3, 0, 2)), **SIZES)
 GIVEN = SparseCase(layout="TND", lengths=((3, 5), (4, 9)), residuals=(1, 3), **SIZES)
+PADDED = SparseCase(b=3, s=(13, 4), lengths=((13, 3, 8), (3, 0, 2)), **SIZES)
+PADDED_GIVEN = SparseCase(s=(6, 9), lengths=((3, 5), (4, 9)), residuals=(1, 3), **SIZES)
+NO_PAIR = SparseCase(s=(6, 2), lengths=((3, 0), (0, 2)), residuals=(1, 3), **SIZES)
 NO_KEY = SparseCase(s=(3, 0), **SIZES)
 
 each_operator = pytest.mark.parametrize("operator", [INDEXER, LOSS])
@@ -26,7 +29,9 @@ def sample_of(operator: str, case: SparseCase) -> Sample:
 
 
 @each_operator
-@pytest.mark.parametrize("case", [BSND, TND, GIVEN, NO_KEY], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [BSND, TND, GIVEN, PADDED, PADDED_GIVEN, NO_PAIR, NO_KEY], ids=lambda case: case.id
+)
 def test_results_are_those_of_the_cpu(operator: str, case: SparseCase) -> None:
     sample = sample_of(operator, case)
     with ops.limits("A2"):
@@ -37,14 +42,20 @@ def test_results_are_those_of_the_cpu(operator: str, case: SparseCase) -> None:
 
 @each_operator
 @pytest.mark.parametrize(
-    ("case", "residual"), [(BSND, [3, 3]), (TND, [1, 3, 0]), (GIVEN, [1, 3])], ids=str
-)
+    ("case", "residual"),
+    [
+        (BSND, [3, 3]), (TND, [1, 3, 0]), (GIVEN, [1, 3]), (PADDED, [1, 0]),
+        (PADDED_GIVEN, [1, 3]),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_residual_arrives(operator: str, case: SparseCase, residual: list[int]) -> None:
     """Also one that the call leaves out, which the kernel would read as 0."""
     found = arriving(sample_of(operator, case), operator, "cmp_residual_key")
     assert found is not None
-    # The loss has one more sequence in a pack: that of the rows behind the last.
-    last = [0] if operator == LOSS and case.layout == "TND" else []
+    # A padded batch becomes a pack, without its sequences that have no keys. The loss has one more
+    # sequence in a pack: that of the rows behind the last.
+    last = [0] if operator == LOSS and case is not BSND else []
     assert found.tolist() == residual + last
     assert found.dtype == torch.int32
 
