@@ -20,7 +20,6 @@ constexpr Rule kAbsorbedPair{"layout", "an output in NBSD or NTD for absorbed ML
 constexpr Rule kAbsorbedLayout{"layout",
                                "BSH, BSND, BNSD, TND or an output in NBSD or NTD for absorbed MLA"};
 constexpr Rule kRopes{"query_rope", "Dr of 64, beside D of 128 or 512"};
-constexpr Rule kAbsorbedValue{"value", "a head size of 512 for absorbed MLA"};
 constexpr Rule kAbsorbedKeyHeads{"num_key_value_heads", "1 for absorbed MLA"};
 constexpr Rule kAbsorbedHeads{"num_heads", "a power of two up to 128 for absorbed MLA"};
 constexpr Rule kAbsorbedPages{"block_table", "a tensor for absorbed MLA"};
@@ -51,11 +50,11 @@ const OperatorLimits FusedInferAttentionScore::limits{
      {"N", "query heads", {.min = 1, .max = 256}},
      {"S", "tokens per sequence", {.min = 0, .max = 20971520}},
      {"D", "head size", {.min = 16, .max = 512, .multiple_of = 16}}},
-    {kValueSize,     kCommonSize,       kAbsorbedPair,    kAbsorbedLayout, kRopes,
-     kAbsorbedValue, kAbsorbedKeyHeads, kAbsorbedHeads,   kAbsorbedPages,  kAbsorbedMode,
-     kAbsorbedLse,   kPairLse,          kPackedMode,      kPackedPrecise,  kPackedBand,
-     kSmallPages,    kLargePages,       kPagesOfOneQuery, kPageRows,       kFractals,
-     kEqualPages,    kSinkSize,         kSinkPrecise,     kNoSink}};
+    {kValueSize,        kCommonSize,      kAbsorbedPair,  kAbsorbedLayout, kRopes,
+     kAbsorbedKeyHeads, kAbsorbedHeads,   kAbsorbedPages, kAbsorbedMode,   kAbsorbedLse,
+     kPairLse,          kPackedMode,      kPackedPrecise, kPackedBand,     kSmallPages,
+     kLargePages,       kPagesOfOneQuery, kPageRows,      kFractals,       kEqualPages,
+     kSinkSize,         kSinkPrecise,     kNoSink}};
 
 bool FusedInferRules::absorbed() const {
   return op_.query_rope && head_size_.maybe_as_int() == kAbsorbedSize;
@@ -126,7 +125,6 @@ void FusedInferRules::check_page_limits() const {
 
 void FusedInferRules::check_absorbed_limits() const {
   const auto heads = op_.num_heads.maybe_as_int().value_or(1);
-  limits_.rule(kAbsorbedValue, value_size_.maybe_as_int() == kAbsorbedSize, value_size_);
   limits_.rule(kAbsorbedKeyHeads, key_heads_.maybe_as_int() == 1, key_heads_);
   limits_.rule(kAbsorbedHeads, heads <= 128 && (heads & (heads - 1)) == 0, heads);
   limits_.rule(kAbsorbedPages, paged(), "None");
