@@ -26,6 +26,8 @@ from ascend_attn_ops.device_limits import limits
 SECTION = "limits"
 # Larger calls end after their first phase: the reference takes too long for them.
 MOST_PRODUCTS = 2**24
+# Names of the operators' arguments.
+QUERIES, KEYS = ("query", "query_index"), ("key", "ori_kv", "key_index")
 # The compressed masks of the sparse modes, which are triangles.
 COMPRESSED = (2048, 2048)
 
@@ -130,12 +132,16 @@ def _not_launched(arguments: dict[str, Any], context: Context) -> str | None:
         return "--quick launches none of these calls"
     tensors = named_tensors(arguments)
     for name, x in tensors.items():
-        if x.dtype != torch.bool and not x.is_floating_point() and name != "sparse_indices":
+        is_selection = name.endswith("sparse_indices")
+        if x.dtype != torch.bool and not x.is_floating_point() and not is_selection:
             return f"{name} has integers, and arbitrary ones may be wrong"
-    query, key = tensors.get("query"), tensors.get("key")
-    if query is None or key is None:
+    queries, keys = (
+        next((tensors[name] for name in names if name in tensors), None)
+        for names in (QUERIES, KEYS)
+    )
+    if queries is None or keys is None:
         return None
-    products = query.numel() * key.numel() // max(1, query.shape[-1])
+    products = queries.numel() * keys.numel() // max(1, queries.shape[-1])
     if products > MOST_PRODUCTS:
         return f"{products} products are more than {MOST_PRODUCTS}"
     return None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import dense, prompt, scatter, sparse
+from . import compressed, dense, infer, prompt, scatter, sparse
 from .rule import Rule
 
 
 def rules() -> Iterator[Rule]:
-    for module in (sparse, dense, prompt, scatter):
+    for module in (sparse, compressed, dense, prompt, infer, scatter):
         yield from module.rules()
 
 

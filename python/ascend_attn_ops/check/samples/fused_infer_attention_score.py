@@ -110,6 +110,16 @@ class InferCase:
             "fractals": (blocks, heads, size // 16, self.block_size, 16),
         }[self.pages]
 
+    def length_options(self) -> dict[str, list[int]]:
+        options = {}
+        for side, name in enumerate(("query", "key")):
+            lengths = self.lengths[side]
+            if lengths is not None:
+                cumulative = self.packed and not (self.pages and side == 1)
+                given = accumulate(lengths) if cumulative else lengths
+                options[f"actual_seq_lengths_{name}"] = list(given)
+        return options
+
     def resized(self) -> InferCase:
         if self.packed:
             queries, keys = (tuple(lengths or ()) for lengths in self.lengths)
@@ -255,12 +265,7 @@ def build(case: InferCase, dtype: torch.dtype) -> Sample:
     elif case.mode >= 2:
         leading = {0: (2048, 2048), 1: (1, 2048, 2048), 2: (1, 1, 2048, 2048)}[case.mode - 2]
         options["atten_mask"] = compressed_mask(case.mode, case.mask_dtype).view(leading)
-    for side, name in enumerate(("query", "key")):
-        lengths = case.lengths[side]
-        if lengths is not None:
-            cumulative = case.packed and not (case.pages and side == 1)
-            given = accumulate(lengths) if cumulative else lengths
-            options[f"actual_seq_lengths_{name}"] = list(given)
+    options |= case.length_options()
     if case.sink:
         sink = 2 * random.normal(case.heads[0])
         options["sink"] = sink.float() if case.sink == "float32" else sink
