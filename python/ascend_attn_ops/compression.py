@@ -59,18 +59,9 @@ def compress_keys(
 
     Source: the compressor of transformers' deepseek_v4.
     """
-    for name, x in (("values", values), ("logits", logits), ("position_bias", position_bias)):
-        check_tensor(_NAME, name, x)
-    axes = 3 if actual_seq_lengths is None else 2
-    if values.ndim != axes:
-        raise wrong(ValueError, _NAME, "values", f"{axes} axes", f"shape {tuple(values.shape)}")
-    if logits.shape != values.shape:
-        expected = f"values' shape {tuple(values.shape)}"
-        raise wrong(ValueError, _NAME, "logits", expected, f"{tuple(logits.shape)}")
-    features = values.shape[-1]
-    if position_bias.shape[1:] != (features,) or (overlap and features % 2):
-        expected = f"shape (r, {features}), with overlap of an even number of features"
-        raise wrong(ValueError, _NAME, "position_bias", expected, f"{tuple(position_bias.shape)}")
+    check_compression(
+        values, logits, position_bias, overlap, axes=3 if actual_seq_lengths is None else 2
+    )
     ratio = len(position_bias)
     if actual_seq_lengths is not None:
         ends = [0, *actual_seq_lengths]
@@ -95,6 +86,24 @@ def compress_keys(
     weights = logits.softmax(dim=2, dtype=torch.float32).to(values.dtype)
     compressed = (values * weights).sum(dim=2)
     return compressed if actual_seq_lengths is None else compressed.squeeze(0)
+
+
+def check_compression(
+    values: Tensor, logits: Tensor, position_bias: Tensor, overlap: bool, axes: int
+) -> None:
+    """Raises unless these are arguments of compress_keys, the first two with so many axes."""
+    for name, x in (("values", values), ("logits", logits), ("position_bias", position_bias)):
+        check_tensor(_NAME, name, x)
+    if values.ndim != axes:
+        raise wrong(ValueError, _NAME, "values", f"{axes} axes", f"shape {tuple(values.shape)}")
+    if logits.shape != values.shape:
+        expected = f"values' shape {tuple(values.shape)}"
+        raise wrong(ValueError, _NAME, "logits", expected, f"{tuple(logits.shape)}")
+    features = values.shape[-1]
+    fits = position_bias.shape[1:] == (features,) and len(position_bias) > 0
+    if not fits or (overlap and features % 2):
+        expected = f"shape (r, {features}), with overlap of an even number of features"
+        raise wrong(ValueError, _NAME, "position_bias", expected, f"{tuple(position_bias.shape)}")
 
 
 def first_tokens(ends: Sequence[int], ratio: int) -> list[int]:

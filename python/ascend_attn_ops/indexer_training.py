@@ -171,6 +171,14 @@ def sparse_flash_mla_with_indexer_loss(
     )  # fmt: skip
 
 
+def check_loss_weight(where: str, weight: float | Tensor) -> None:
+    """Raises unless it is a number, or a tensor of one element, which is not read."""
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        got = f"shape {tuple(weight.shape)}"
+        raise wrong(ValueError, where, "indexer_loss_weight", "one element", got)
+    check_number(where, "indexer_loss_weight", weight, read=False)
+
+
 def attention_with_indexer_loss(
     *tensors: Tensor,
     indexer_loss_weight: float | Tensor,
@@ -180,10 +188,7 @@ def attention_with_indexer_loss(
 ) -> Tensor:
     """sparse_flash_mla_with_indexer_loss, which tells `on_results` the target and the softmax."""
     weight = indexer_loss_weight
-    if isinstance(weight, Tensor) and weight.numel() != 1:
-        got = f"shape {tuple(weight.shape)}"
-        raise wrong(ValueError, _NAME, "indexer_loss_weight", "one element", got)
-    check_number(_NAME, "indexer_loss_weight", weight, read=False)
+    check_loss_weight(_NAME, weight)
     query, ori_kv, cmp_kv, indices, query_index, key_index, weights = tensors
     names = {
         "actual_seq_lengths_query": "actual_seq_lengths_query",

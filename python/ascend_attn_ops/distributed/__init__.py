@@ -6,6 +6,11 @@ tokens. Tensor and data parallelism: after :func:`enable_dtensor` all operators 
 imported by `import ascend_attn_ops`.
 """
 
+from ascend_attn_ops.distributed.compressed import (
+    compress_keys,
+    sparse_flash_mla,
+    sparse_flash_mla_with_indexer_loss,
+)
 from ascend_attn_ops.distributed.dense import flash_attention_score
 from ascend_attn_ops.distributed.dtensor import enable_dtensor
 from ascend_attn_ops.distributed.shards import Part, SequenceShards
@@ -18,9 +23,12 @@ from ascend_attn_ops.distributed.sparse import (
 __all__ = [
     "Part",
     "SequenceShards",
+    "compress_keys",
     "enable_dtensor",
     "flash_attention_score",
     "lightning_indexer",
     "lightning_indexer_kl_loss",
     "sparse_flash_attention",
+    "sparse_flash_mla",
+    "sparse_flash_mla_with_indexer_loss",
 ]

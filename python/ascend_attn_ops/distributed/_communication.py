@@ -97,8 +97,13 @@ def heads_to_tokens(layout: Layout, x: Tensor) -> Tensor:
 def _exchange(layout: Layout, x: Tensor) -> Tensor:
     """Send x[i] to rank i, and receive one from each: (P, ...)."""
     each = [1] * layout.world_size
-    received = torch.ops._c10d_functional.all_to_all_single(x, each, each, layout.group_name)
-    return torch.ops._c10d_functional.wait_tensor(received)
+    return exchange(layout, x, each, each)
+
+
+def exchange(layout: Layout, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    """Send sent[i] rows of x to rank i, and receive received[i] rows from it, rank after rank."""
+    rows = torch.ops._c10d_functional.all_to_all_single(x, received, sent, layout.group_name)
+    return torch.ops._c10d_functional.wait_tensor(rows)
 
 
 class GatherTokens(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,8 +13,14 @@ from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in
-from ascend_attn_ops.distributed._layout import Tensors
-from ascend_attn_ops.distributed._parts import ONE_TOKEN, DifferentiableOperation, Operation
+from ascend_attn_ops.distributed._layout import Layout, Tensors
+from ascend_attn_ops.distributed._parts import (
+    ONE_TOKEN,
+    DifferentiableOperation,
+    Operation,
+    Source,
+)
+from ascend_attn_ops.distributed._ranges import Ranges
 from ascend_attn_ops.distributed.shards import SequenceShards, check_local
 
 Named = Mapping[str, "Tensor | None"]
@@ -22,7 +28,7 @@ Named = Mapping[str, "Tensor | None"]
 # These have the tokens second to last, (1, T, N) in TND.
 _STATISTICS = ("softmax_max", "softmax_sum")
 # All tokens share these, which have no axis of tokens.
-_SHARED = ("sink",)
+_SHARED = ("sink", "position_bias", "indexer_loss_weight")
 # These keep their dtype under autocast, as in the operators.
 _NEVER_CAST = (*_STATISTICS, "weight", *_SHARED)
 
@@ -60,8 +66,11 @@ def guard(
     kinds = {f"prefetch ({kind})": kind for kind in ahead or {}}
     others = dict(zip(kinds, (ahead or {}).values(), strict=True))
     kinds |= dict(zip(keys, operation.kinds, strict=False))
-    given = _local_tokens(where, shards, layout, {**queries, **keys, **others})
-    cast = {name: _cast(name, x) for name, x in given.items()}
+    sources = operation.sources(shards, list(keys.values()))
+    holds = dict(zip(keys, sources, strict=True))
+    given = _local_tokens(where, shards, layout, {**queries, **keys, **others}, holds)
+    keeps = (*_NEVER_CAST, *operation.never_cast())
+    cast = {name: x if name in keeps else _cast(x) for name, x in given.items()}
     if not is_compiling():
         chosen = {**vars(operation), **(options or {})}
         for name, option in chosen.items():
@@ -92,8 +101,26 @@ def guard(
             # Either all ranks gather a kind of keys, or none.
             if some_rank_lacks_it or not alike:
                 shards._gathered.drop(shards, kinds[name])
-            shards._gathered.start(shards, kinds[name], x, cast[name])
+            shards._gathered.start(_whole(holds.get(name, shards)), kinds[name], x, cast[name])
     return [cast[x] for x in queries], [cast[x] for x in keys]
+
+
+def check_call(
+    where: str,
+    shards: SequenceShards,
+    layout: str,
+    tensors: Named,
+    options: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    """`guard` for a function that is no operator: `check` raises for wrong tensors of one rank."""
+    if is_compiling():
+        _check_graphs(where, shards)
+    given = _local_tokens(where, shards, layout, tensors, {})
+    check(given)
+    if not is_compiling():
+        shards.agreement.vote(where, {**options, **_facts(given)})
+    return given
 
 
 def _check_graphs(where: str, shards: SequenceShards) -> None:
@@ -114,10 +141,18 @@ def without_autocast(shards: SequenceShards) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def _whole(source: Source) -> Layout:
+    assert isinstance(source, Layout)
+    return source
+
+
 def _local_tokens(
-    where: str, shards: SequenceShards, layout: str, tensors: Named
+    where: str, shards: SequenceShards, layout: str, tensors: Named, holds: Mapping[str, Source]
 ) -> dict[str, Any]:
-    """The tensors with the local tokens first; None marks an omitted one."""
+    """The tensors with the local tokens first; None marks an omitted one.
+
+    `holds`: how tensors are spread that do not have the tokens of `shards`.
+    """
     if layout not in ("TND", "BSND"):
         raise ValueError(f"{where}: layout: expected 'TND' or 'BSND', got {shown(layout)}")
     result: dict[str, Any] = {}
@@ -136,10 +171,14 @@ def _local_tokens(
             result[argument] = x
             continue
         leading = (1,) * ((argument in _STATISTICS) + (layout == "BSND"))
-        shape = (*leading, shards.local_tokens)
+        source = holds.get(argument, shards)
+        count = source.local_tokens
+        shape = (*leading, count)
         if tuple(x.shape[: len(shape)]) != shape:
+            of_tokens = source is shards or isinstance(source, Ranges)
+            what = "tokens" if of_tokens else "compressed keys"
             raise ValueError(
-                f"{where}: {argument}: expected the {shards.local_tokens} local tokens of shards, "
+                f"{where}: {argument}: expected the {count} local {what} of shards, "
                 f"shape ({', '.join(map(str, shape))}, ...), got {tuple(x.shape)}"
             )
         for _ in leading:
@@ -154,9 +193,9 @@ def _devices(shards: SequenceShards, device: torch.device) -> str:
     return f"{' or '.join(sorted(shards.device_types))} (the group's)"
 
 
-def _cast(argument: str, x: Any) -> Any:
+def _cast(x: Any) -> Any:
     """The argument as autocast casts it: all floating-point dtypes but float64 become one."""
-    if x is None or argument in _NEVER_CAST or not torch.is_autocast_enabled(x.device.type):
+    if x is None or not torch.is_autocast_enabled(x.device.type):
         return x
     keeps = x.dtype == torch.float64 or not x.is_floating_point()
     return x if keeps else x.to(torch.get_autocast_dtype(x.device.type))

@@ -33,17 +33,22 @@ class Part(NamedTuple):
     end: int
 
 
+PartsOfRanks = tuple[tuple[Part, ...], ...]
+
+
 @dataclass(frozen=True)
 class Rows:
     """A part, as the operators see it: queries `begin` to `end` of a sequence of `length` tokens.
 
     Attributes:
+        number: of the part among those of its rank.
         row: the first of the queries among the tokens of its rank.
-        start: the first token of the sequence among those of the batch.
+        sequence: which sequence of the batch.
     """
 
+    number: int
     row: int
-    start: int
+    sequence: int
     begin: int
     end: int
     length: int
@@ -61,29 +66,29 @@ class Rows:
         """Their rows of the rank's tokens, as batches of one."""
         return [x if x is None else x[self.here].unsqueeze(0) for x in tensors]
 
-    def keys(self, tensors: Tensors, last: int) -> list[Any]:
-        """The first `last` tokens of their sequence, as batches of one."""
-        seen = slice(self.start, self.start + last)
-        return [x if x is None else x[seen].unsqueeze(0) for x in tensors]
-
 
 class Layout:
     """How the tokens of packed sequences are spread over the ranks of a group."""
 
     def __init__(self, lengths: tuple[int, ...], group: ProcessGroup, order: Order) -> None:
+        self._place(lengths, group, order, _parts(lengths, dist.get_world_size(group), order))
+
+    def _place(
+        self, lengths: tuple[int, ...], group: ProcessGroup, order: Order, parts: PartsOfRanks
+    ) -> None:
         self.lengths, self.group, self.order = lengths, group, order
         self.group_name = group.group_name  # torch.compile reads no attribute of a group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.tokens = sum(lengths)
         # The first token of each sequence in the batch.
-        starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
-        self._parts = _parts(lengths, starts, self.world_size, order)
+        self._starts = starts = _starts(lengths)
+        self._parts = parts
         self._rows = [
             [
-                Rows(row, starts[part.sequence], part.begin, part.end, lengths[part.sequence])
-                for part, row in zip(parts, _begins(parts), strict=False)
+                Rows(number, row, part.sequence, part.begin, part.end, lengths[part.sequence])
+                for number, (part, row) in enumerate(zip(own, _begins(own), strict=False))
             ]
-            for parts in self._parts
+            for own in parts
         ]
         sizes = [sum(part.count for part in rows) for rows in self._rows]
         self.local_tokens = sizes[self.rank]
@@ -94,7 +99,9 @@ class Layout:
         from_padded = torch.empty(self.tokens, dtype=torch.int64, device="cpu")
         to_padded = torch.zeros(self.world_size * self.width, dtype=torch.int64, device="cpu")
         for rank, rows in enumerate(self._rows):
-            tokens = _concatenated(((x.start + x.begin, x.start + x.end) for x in rows), "cpu")
+            tokens = _concatenated(
+                ((starts[x.sequence] + x.begin, starts[x.sequence] + x.end) for x in rows), "cpu"
+            )
             padded = rank * self.width + torch.arange(len(tokens), device="cpu")
             from_padded[tokens], to_padded[padded] = padded, tokens
             if rank == self.rank:
@@ -113,6 +120,11 @@ class Layout:
     def rows(self, rank: int | None = None) -> list[Rows]:
         """Returns the rows that a rank holds, by default this one."""
         return self._rows[self.rank if rank is None else rank]
+
+    def seen(self, part: Rows, begin: int, end: int) -> slice:
+        """Tokens `begin` to `end` of a part's sequence among those of the batch."""
+        start = self._starts[part.sequence]
+        return slice(start + begin, start + end)
 
     def index(self, name: str, device: torch.device) -> Tensor:
         """Returns token numbers on a device; they are copied there once."""
@@ -178,13 +190,16 @@ def _concatenated(
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *numbers])
 
 
-def _parts(
-    lengths: tuple[int, ...], starts: list[int], world_size: int, order: str
-) -> tuple[tuple[Part, ...], ...]:
+def _starts(lengths: tuple[int, ...]) -> list[int]:
+    """Returns the first token of each sequence in the batch."""
+    return [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
+
+
+def _parts(lengths: tuple[int, ...], world_size: int, order: str) -> PartsOfRanks:
     """Returns the parts that each rank holds."""
     result: list[list[Part]] = [[] for _ in range(world_size)]
     total = sum(lengths)
-    for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+    for sequence, (start, length) in enumerate(zip(_starts(lengths), lengths, strict=True)):
         if order == "zigzag":
             count = 2 * world_size
             cuts = [length * piece // count for piece in range(count + 1)]

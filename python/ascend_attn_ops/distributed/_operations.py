@@ -16,7 +16,13 @@ from ascend_attn_ops._dense_attention import default_mask
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.distributed._communication import sum_dtype
 from ascend_attn_ops.distributed._layout import Rows, Tensors
-from ascend_attn_ops.distributed._parts import DifferentiableOperation, Gradients, Operation
+from ascend_attn_ops.distributed._parts import (
+    DifferentiableOperation,
+    Gradients,
+    Operation,
+    Source,
+)
+from ascend_attn_ops.distributed.shards import SequenceShards
 
 # The operators' name of layout (B, S, N, D), in which every part runs.
 _LAYOUT = "BSND"
@@ -24,12 +30,15 @@ _LAYOUT = "BSND"
 
 def _read_slots(part: Rows, indices: Tensor, last: int, block_size: int = 1) -> Tensor:
     """Empties the slots behind those that are read: they may name keys that the part lacks."""
-    count = indices.shape[-1]
-    if last == part.length or part.begin + 1 > (count - 1) * block_size:
+    if last == part.length or part.begin + 1 > (indices.shape[-1] - 1) * block_size:
         return indices
     visible = torch.arange(part.begin + 1, part.end + 1, device=indices.device)
-    read = (visible + (block_size - 1)) // block_size
-    slot = torch.arange(count, device=indices.device)
+    return empty_slots(indices, (visible + (block_size - 1)) // block_size)
+
+
+def empty_slots(indices: Tensor, read: Tensor) -> Tensor:
+    """Empties the slots of a batch of one behind the first read[i] of token i."""
+    slot = torch.arange(indices.shape[-1], device=indices.device)
     per_token = read.view(-1, *[1] * (indices.dim() - 2))  # with an axis of heads or without
     return indices.masked_fill(slot >= per_token, -1)
 
@@ -41,18 +50,27 @@ def _check_indices(
     for part in parts:
         last = operation.last_key(part)
         read = _read_slots(part, indices[part.here].unsqueeze(0), last, block_size)[0]
-        blocks = -(-last // block_size)
-        if not read.numel():
-            continue
-        least, most = read.aminmax()
-        if least < -1 or most >= blocks:
-            wrong = ((read < -1) | (read >= blocks)).nonzero()[0].tolist()
-            got = read[tuple(wrong)].item()
-            wrong[0] += part.row
-            raise ValueError(
-                f"ascend::{operation.name}: sparse_indices: expected values in [-1, {blocks}), "
-                f"got {got} at {tuple(wrong)} of the local tokens {INVALID}"
-            )
+        check_range(operation, "sparse_indices", part, read, -(-last // block_size))
+
+
+def check_range(operation: Operation, argument: str, part: Rows, indices: Tensor, end: int) -> None:
+    """Raises unless the indices of a part are in [-1, end)."""
+    if not indices.numel():
+        return
+    least, most = indices.aminmax()
+    if least < -1 or most >= end:
+        at = ((indices < -1) | (indices >= end)).nonzero()[0].tolist()
+        got = indices[tuple(at)].item()
+        at[0] += part.row
+        raise ValueError(
+            f"ascend::{operation.name}: {argument}: expected values in [-1, {end}), "
+            f"got {got} at {tuple(at)} of the local tokens {INVALID}"
+        )
+
+
+def residual(tokens: int, ratio: int, like: Tensor) -> Tensor:
+    """The tokens behind the last complete compressed key; filled on the device."""
+    return like.new_full((1,), tokens % ratio, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,21 @@ class Indexer(DifferentiableOperation):
     return_values: bool
     # Read by the backward.
     deterministic: bool
+    cmp_ratio: int = 1
+
+    def never_cast(self) -> tuple[str, ...]:
+        return ("weights",) if self.cmp_ratio > 1 else ()
+
+    def sources(self, shards: SequenceShards, keys: Tensors) -> list[Source]:
+        return [shards if self.cmp_ratio == 1 else shards.compressed(self.cmp_ratio)]
+
+    def last_key(self, part: Rows) -> int:
+        return super().last_key(part) // self.cmp_ratio
+
+    def _residual(self, part: Rows, like: Tensor) -> Tensor | None:
+        if self.cmp_ratio == 1:
+            return None
+        return residual(super().last_key(part), self.cmp_ratio, like)
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         query, weights = queries
@@ -75,7 +108,8 @@ class Indexer(DifferentiableOperation):
             query, keys[0], weights,
             layout=_LAYOUT, sparse_count=self.sparse_count, sparse_mode=self.sparse_mode,
             pre_tokens=self.pre_tokens, next_tokens=self.next_tokens,
-            return_values=self.return_values,
+            return_values=self.return_values, cmp_ratio=self.cmp_ratio,
+            cmp_residual_key=self._residual(part, query),
         )  # fmt: skip
         return indices[0], values[0] if self.return_values else values
 

@@ -71,7 +71,7 @@ def _blocks(
     of_all_keys = replace(operation, sparse_mode=0)
     for number, part in enumerate(shards.rows()):
         for theirs in shards.rows(source):
-            if theirs.start != part.start or (causal and theirs.begin > part.begin):
+            if theirs.sequence != part.sequence or (causal and theirs.begin > part.begin):
                 continue
             # Parts are disjoint or one: only a part's own keys are cut by the diagonal.
             diagonal = causal and theirs.begin == part.begin
@@ -130,7 +130,7 @@ class Ring(torch.autograd.Function):
             out, softmax_max, softmax_sum = (torch.cat(x) for x in zip(*found, strict=True))
         else:
             out, softmax_max, softmax_sum = run_parts(
-                operation, shards, [query, query_rope, sink], keys
+                operation, shards, operation.sources(shards, keys), [query, query_rope, sink], keys
             )
         out = out.to(query.dtype)
         ctx.mark_non_differentiable(softmax_max, softmax_sum)

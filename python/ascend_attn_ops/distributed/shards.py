@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -14,7 +15,8 @@ from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, sho
 from ascend_attn_ops._torch import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
 from ascend_attn_ops.distributed._communication import GatheredKeys, GatherTokens
-from ascend_attn_ops.distributed._layout import Layout, Order, Part
+from ascend_attn_ops.distributed._layout import Layout, Order, Part, Rows
+from ascend_attn_ops.distributed._ranges import Ranges
 
 __all__ = ["Part", "SequenceShards"]
 
@@ -81,15 +83,78 @@ class SequenceShards(Layout):
         self.agreement = Agreement(host_group(group) if check_calls else None)
         self.device_types = frozenset(device.type for device in group._device_types)
         self._share_out(lengths, group, order)
+        self._remember_nothing()
+
+    def _remember_nothing(self) -> None:
         self._gathered = GatheredKeys()
         # Calls that the operators have found right; see `guard`.
         self._checked: set[tuple[object, ...]] = set()
+        self._compressed: dict[int, SequenceShards] = {}
+        self._ranges: dict[Hashable, Ranges] = {}
 
     @collective
     def _share_out(self, lengths: Iterable[int], group: ProcessGroup, order: Order) -> None:
         given = _checked(lengths, order)
         self.agreement.vote("SequenceShards", {"lengths": given, "order": order})
         super().__init__(given, group, order)
+
+    def compressed(self, ratio: int) -> SequenceShards:
+        """Return how the compressed keys are spread, each of which stands for `ratio` tokens.
+
+        A rank holds the keys whose last token it holds: a sequence of L tokens has L // ratio keys,
+        and key w ends with token (w + 1) * ratio - 1. In the result they are what tokens are here.
+        Nothing is communicated. **Under torch.compile, call this once before the compiled code.**
+
+        Args:
+            ratio: `cmp_ratio` of the attention, 4 or 128 in DeepSeek-V4.
+
+        Returns:
+            The shards of the keys: their `positions() * ratio` are the positions of rotary
+            embeddings. The same object for the same ratio.
+
+        Raises:
+            TypeError, ValueError: ratio is no positive integer.
+            NotImplementedError: the first call for a ratio, under torch.compile.
+
+        Example:
+            >>> from ascend_attn_ops.distributed import SequenceShards
+            >>> shards = SequenceShards([11, 3]).compressed(4)  # of a group of one rank
+            >>> shards.lengths
+            (2, 0)
+        """
+        where = "SequenceShards.compressed"
+        ratio = check_count(where, "ratio", ratio, least=1)
+        if ratio not in self._compressed:
+            if is_compiling():
+                raise NotImplementedError(
+                    f"{where}: ratio: expected one that was used before torch.compile, got {ratio};"
+                    f" call shards.compressed({ratio}) before the compiled code"
+                )
+            result = object.__new__(SequenceShards)
+            result.agreement, result.device_types = self.agreement, self.device_types
+            # A part that ends inside of a window leaves the key to who has its last token.
+            parts = tuple(
+                tuple(
+                    Part(sequence, begin // ratio, end // ratio)
+                    for sequence, begin, end in own
+                    if begin // ratio < end // ratio
+                )
+                for own in self._parts
+            )
+            lengths = tuple(length // ratio for length in self.lengths)
+            result._place(lengths, self.group, self.order, parts)
+            result._remember_nothing()
+            self._compressed[ratio] = result
+        return self._compressed[ratio]
+
+    def _ranges_around(self, key: Hashable, wanted: Callable[[Rows], tuple[int, int]]) -> Ranges:
+        """Tokens around the local parts; `key` stands for what is wanted."""
+        found = self._ranges.get(key)
+        if found is None:
+            found = Ranges(self, wanted)
+            if not is_compiling():
+                self._ranges[key] = found
+        return found
 
     @collective
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:

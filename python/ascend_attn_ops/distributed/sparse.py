@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._arguments import check_count, shown, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._communication import all_reduce, reduce_scatter, sum_dtype
@@ -52,15 +52,20 @@ class _GroupLoss(torch.autograd.Function):
         ctx.constants = len(others)
         *attention_queries, key, key_rope = others
         queries = (query_index, weights, *attention_queries)
-        full = gather_keys(shards, operation.kinds, (key_index, key, key_rope))
+        keys = (key_index, key, key_rope)
+        sources = operation.sources(shards, keys)
+        full = gather_keys(shards, sources, operation.kinds, keys)
         losses = []
 
         def gradients(part: Rows) -> tuple[Gradients, Gradients]:
-            *d_queries, d_key_index, loss = operation.on_part(part, queries, full)
+            *d_queries, d_key_index, loss = operation.on_part(part, sources, queries, full)
             losses.append(loss[0])
             return tuple(d_queries), (d_key_index,)
 
-        d_queries, d_keys = sum_gradients(shards, queries[:2], full[:1], gradients)
+        def seen(part: Rows) -> list[slice]:
+            return operation.seen(part, sources, full)[:1]
+
+        d_queries, d_keys = sum_gradients(shards, queries[:2], full[:1], seen, gradients)
         total = sum(losses, start=query_index.new_zeros((), dtype=sum_dtype(query_index)))
         if any(ctx.needs_input_grad):
             d_local_keys = [reduce_scatter(shards, d) for d in d_keys if d is not None]
@@ -98,6 +103,7 @@ def lightning_indexer(
     return_values: bool = False,
     prefetch: Iterable[Tensor] = (),
     save_gathered: bool = False,
+    cmp_ratio: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """:func:`ascend_attn_ops.lightning_indexer` of local tokens, over the keys of all ranks.
 
@@ -105,7 +111,8 @@ def lightning_indexer(
 
     Args:
         query: local tokens, (T, Nidx, Didx), or (1, T, Nidx, Didx) in layout BSND.
-        key: local tokens, (T, 1, Didx) or (1, T, 1, Didx); query's dtype.
+        key: local tokens, (T, 1, Didx) or (1, T, 1, Didx); query's dtype. With cmp_ratio above 1
+            local compressed keys, those of `shards.compressed(cmp_ratio)`.
         weights: local tokens, (T, Nidx) or (1, T, Nidx); query's dtype or float32.
         shards: which tokens are local.
         layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
@@ -119,6 +126,8 @@ def lightning_indexer(
             :func:`sparse_flash_attention` that follows. They travel while the indexer computes.
             Under torch.compile the compiler decides when to communicate.
         save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
+        cmp_ratio: how many tokens a key stands for. Above 1 the values have no gradient, and
+            `prefetch` must be empty.
 
     Returns:
         sparse_indices, int32, (T, 1, K) or (1, T, 1, K): keys of all ranks, counted from the first
@@ -143,14 +152,26 @@ def lightning_indexer(
         >>> indices[4, 0].tolist()  # the first token of the second sequence sees itself only
         [0, -1, -1, -1]
     """
+    cmp_ratio = check_count(f"ascend::{Indexer.name}", "cmp_ratio", cmp_ratio, least=1)
     operation = Indexer(
         sparse_count, sparse_mode, pre_tokens, next_tokens, return_values,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), cmp_ratio,
     )  # fmt: skip
 
     ahead = _next_keys(prefetch)
+    if ahead and cmp_ratio > 1:
+        raise wrong(
+            ValueError, f"ascend::{Indexer.name}", "prefetch", "nothing with cmp_ratio above 1",
+            f"{len(ahead)} tensors",
+        )  # fmt: skip
+    recorded = return_values and torch.is_grad_enabled()
+    if recorded and cmp_ratio > 1 and any(x.requires_grad for x in (query, key, weights)):
+        raise wrong(
+            NotImplementedError, f"ascend::{Indexer.name}", "cmp_ratio",
+            "1 where a gradient of the values is required", str(cmp_ratio),
+        )  # fmt: skip
     # The selection alone has no gradient.
-    with torch.set_grad_enabled(return_values and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(recorded):
         queries, keys = guard(
             operation, shards, layout, queries={"query": query, "weights": weights},
             keys={"key": key}, ahead=ahead, options={"save_gathered": save_gathered},

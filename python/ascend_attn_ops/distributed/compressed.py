@@ -1,0 +1,298 @@
+"""DeepSeek-V4's attention with its sequences spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops._arguments import check_count, check_flag, check_tensor
+from ascend_attn_ops.compression import check_compression
+from ascend_attn_ops.compression import compress_keys as compress_packed_keys
+from ascend_attn_ops.distributed._agreement import collective
+from ascend_attn_ops.distributed._guard import batch_first, check_call, guard, without_autocast
+from ascend_attn_ops.distributed._layout import Rows
+from ascend_attn_ops.distributed._mla import AttentionWithLoss, CompressedAttention, LossReport
+from ascend_attn_ops.distributed._parts import run
+from ascend_attn_ops.distributed._ranges import GatherRanges
+from ascend_attn_ops.distributed.shards import SequenceShards
+from ascend_attn_ops.indexer_training import check_loss_weight
+
+_COMPRESS = "ascend::compress_keys"
+
+
+@collective
+def compress_keys(
+    values: Tensor,
+    logits: Tensor,
+    position_bias: Tensor,
+    *,
+    shards: SequenceShards,
+    overlap: bool = False,
+    layout: str = "TND",
+) -> Tensor:
+    """:func:`ascend_attn_ops.compress_keys` of local tokens.
+
+    A collective call, as is its backward. A window of tokens that several ranks hold is compressed
+    once, by the rank that holds the last of them: `shards.compressed(position_bias.shape[0])` says
+    which keys a rank gets. The others send it their tokens of the window.
+
+    Args:
+        values: local tokens, (T, F), or (1, T, F) in layout BSND; F is D, or 2 * D with `overlap`.
+        logits: as values.
+        position_bias: (r, F), the same on all ranks. Its gradient on a rank is that of the local
+            keys: sum it over the ranks, as the gradients of all parameters.
+        shards: which tokens are local.
+        overlap: whether windows reach back over the one before.
+        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+
+    Returns:
+        The local compressed keys, (W, D), or (1, W, D) in layout BSND, before their norm and rope:
+        bit for bit those of one process.
+
+    Raises:
+        As :func:`lightning_indexer`.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([10])  # of a group of one rank
+        >>> values, logits = torch.randn(2, shards.local_tokens, 16)
+        >>> keys = distributed.compress_keys(values, logits, torch.zeros(4, 16), shards=shards)
+        >>> keys.shape
+        torch.Size([2, 16])
+        >>> (shards.compressed(4).positions() * 4).tolist()  # for their rotary embedding
+        [0, 4]
+    """
+    check_flag(_COMPRESS, "overlap", overlap)
+    tokens = {"values": values, "logits": logits}
+    given = check_call(
+        _COMPRESS, shards, layout, {**tokens, "position_bias": position_bias},
+        {"overlap": bool(overlap)}, lambda x: check_compression(**x, overlap=overlap, axes=2),
+    )  # fmt: skip
+    ratio = len(position_bias)
+
+    def windows(part: Rows) -> tuple[int, int]:
+        """The tokens of the keys that a part makes."""
+        first, last = part.begin // ratio, part.end // ratio
+        return (max(first - overlap, 0) * ratio if first < last else last * ratio), last * ratio
+
+    ranges = shards._ranges_around(("windows", ratio, bool(overlap)), windows)
+    seen_values, seen_logits = (GatherRanges.apply(given[name], ranges) for name in tokens)
+    ends: list[int] = []
+    kept, keys_before = [], 0
+    for part, (begin, end) in zip(shards.rows(), ranges.wanted, strict=True):
+        ends.append((ends[-1] if ends else 0) + end - begin)
+        count = (end - begin) // ratio
+        # The window before the first key is the overlap's: its own key is of another part.
+        before = count > 0 and begin < part.begin // ratio * ratio
+        kept.append(slice(keys_before + before, keys_before + count))
+        keys_before += count
+    keys = compress_packed_keys(
+        seen_values, seen_logits, position_bias, overlap=overlap, actual_seq_lengths=ends
+    )
+    return batch_first(torch.cat([keys[:0], *(keys[x] for x in kept)]), layout)
+
+
+@collective
+def sparse_flash_mla(
+    query: Tensor,
+    ori_kv: Tensor,
+    cmp_kv: Tensor | None = None,
+    cmp_sparse_indices: Tensor | None = None,
+    *,
+    shards: SequenceShards,
+    scale_value: float,
+    sink: Tensor | None = None,
+    cmp_ratio: int = 1,
+    ori_mask_mode: int = 4,
+    cmp_mask_mode: int = 3,
+    ori_win_left: int = 127,
+    ori_win_right: int = 0,
+    layout: str = "TND",
+    deterministic: bool = False,
+    save_gathered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`ascend_attn_ops.sparse_flash_mla` of local tokens, over the keys of all ranks.
+
+    A collective call, as is its backward. A rank gets the original keys in the windows of
+    its tokens, from the ranks that hold them. The compressed keys of all ranks are gathered. The
+    gradients of both are summed over the ranks in float32. Differentiable with respect to query,
+    ori_kv, cmp_kv and sink.
+
+    Args:
+        query: local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
+        ori_kv: local tokens, (T, 1, D) or (1, T, 1, D); query's dtype.
+        cmp_kv: the local compressed keys of :func:`compress_keys`, those of
+            `shards.compressed(cmp_ratio)`: (W, 1, D) or (1, W, 1, D); query's dtype. All ranks
+            pass them, or none.
+        cmp_sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K), also without the axis of
+            heads; int32. Compressed keys, counted from the first of the sequence, on whichever rank
+            they are. The first min(K, n) must not name keys that only later parts of the sequence
+            see.
+        shards: which tokens are local.
+        scale_value: factor of the scores.
+        sink: (N1,), the sinks of all heads, the same on all ranks. Its gradient on a rank is that
+            of the local tokens: sum it over the ranks, as the gradients of all parameters.
+        cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right: as in
+            :func:`ascend_attn_ops.sparse_flash_mla`. In a mode, or with a window, that has no
+            bounds, all original keys are gathered.
+        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        deterministic: request a deterministic backward.
+        save_gathered: keep the keys of other ranks for the backward, instead of gathering them
+            again.
+
+    Returns:
+        out, with query's shape and dtype; softmax_lse, float32 (float64 for float64 inputs),
+        (1, T, N1), or (1, 1, T, N1) in BSND.
+
+    Raises:
+        As :func:`lightning_indexer`.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([300])  # of a group of one rank
+        >>> def local(*shape):
+        ...     return torch.randn(*shape, dtype=torch.bfloat16)
+        >>> tokens, keys = shards.local_tokens, shards.compressed(128).local_tokens
+        >>> out, softmax_lse = distributed.sparse_flash_mla(
+        ...     local(tokens, 64, 512), local(tokens, 1, 512), local(keys, 1, 512), shards=shards,
+        ...     scale_value=512**-0.5, sink=torch.zeros(64), cmp_ratio=128)
+        >>> out.shape
+        torch.Size([300, 64, 512])
+    """
+    operation = CompressedAttention(
+        **_attention(
+            CompressedAttention.name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
+            ori_mask_mode=ori_mask_mode, cmp_mask_mode=cmp_mask_mode, ori_win_left=ori_win_left,
+            ori_win_right=ori_win_right, deterministic=deterministic,
+        )
+    )  # fmt: skip
+    queries, keys = guard(
+        operation, shards, layout,
+        queries={"query": query, "cmp_sparse_indices": cmp_sparse_indices, "sink": sink},
+        keys={"ori_kv": ori_kv, "cmp_kv": cmp_kv}, options={"save_gathered": save_gathered},
+    )  # fmt: skip
+    with without_autocast(shards):
+        out, softmax_lse = run(operation, shards, save_gathered, queries, keys)
+    return batch_first(out, layout), batch_first(softmax_lse.unsqueeze(0), layout)
+
+
+def _attention(name: str, ori_kv: Tensor, **options: Any) -> dict[str, Any]:
+    """The fields of CompressedAttention; raises for what the operators see too late."""
+    where = f"ascend::{name}"
+    check_tensor(where, "ori_kv", ori_kv)
+    for argument, least in (("cmp_ratio", 1), ("ori_win_left", -1), ("ori_win_right", -1)):
+        options[argument] = check_count(where, argument, options[argument], least=least)
+    # As of now: the backward may run when the switch stands otherwise.
+    options["deterministic"] = (
+        options["deterministic"] or torch.are_deterministic_algorithms_enabled()
+    )
+    return options
+
+
+@collective
+def sparse_flash_mla_with_indexer_loss(
+    query: Tensor,
+    ori_kv: Tensor,
+    cmp_kv: Tensor,
+    cmp_sparse_indices: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    *,
+    shards: SequenceShards,
+    scale_value: float,
+    indexer_loss_weight: float | Tensor = 1.0,
+    on_loss: Callable[[Tensor], None] | None = None,
+    sink: Tensor | None = None,
+    cmp_ratio: int = 4,
+    ori_mask_mode: int = 4,
+    cmp_mask_mode: int = 3,
+    ori_win_left: int = 127,
+    ori_win_right: int = 0,
+    layout: str = "TND",
+    deterministic: bool = False,
+    save_gathered: bool = False,
+) -> Tensor:
+    """:func:`ascend_attn_ops.sparse_flash_mla_with_indexer_loss` of local tokens.
+
+    A collective call, as is its backward, which gathers key_index and sums its gradient over the
+    ranks. The loss is that of the tokens of all ranks, and each rank gets the gradients of its own:
+    parameters that all ranks share want the sum of the ranks' gradients, not their mean.
+
+    Args:
+        query, ori_kv, cmp_kv, cmp_sparse_indices: as in :func:`sparse_flash_mla`.
+        query_index, weights: local tokens, (T, Nidx, Didx) and (T, Nidx), in layout BSND with an
+            axis of one before.
+        key_index: the local compressed keys of the indexer, (W, 1, Didx) or (1, W, 1, Didx).
+        shards: which tokens are local.
+        indexer_loss_weight: factor of the loss's gradient, the same on all ranks: for the mean over
+            the tokens, 1 / `shards.tokens`. A tensor of one element is read in the backward.
+        on_loss: called in the backward, on all ranks or on none, with the sum of the loss over the
+            tokens of all ranks, (1,), without a gradient. Not under torch.compile.
+        scale_value, sink, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,
+            layout, deterministic, save_gathered: as in :func:`sparse_flash_mla`.
+
+    Returns:
+        out, as of :func:`sparse_flash_mla`.
+
+    Raises:
+        As :func:`lightning_indexer`.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops import distributed
+        >>> shards = distributed.SequenceShards([8])  # of a group of one rank
+        >>> def local(*shape):
+        ...     return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+        >>> tokens, keys = shards.local_tokens, shards.compressed(4).local_tokens
+        >>> indexer = local(tokens, 64, 128), local(keys, 1, 128), torch.rand(tokens, 64)
+        >>> indices, _ = distributed.lightning_indexer(
+        ...     *(x.detach() for x in indexer), shards=shards, sparse_count=512, cmp_ratio=4)
+        >>> out = distributed.sparse_flash_mla_with_indexer_loss(
+        ...     local(tokens, 64, 512), local(tokens, 1, 512), local(keys, 1, 512), indices,
+        ...     *indexer, shards=shards, scale_value=512**-0.5, sink=torch.zeros(64),
+        ...     indexer_loss_weight=1 / shards.tokens)
+        >>> out.sum().backward()
+        >>> indexer[0].grad.shape
+        torch.Size([8, 64, 128])
+    """
+    name = AttentionWithLoss.name
+    factor = indexer_loss_weight if isinstance(indexer_loss_weight, Tensor) else None
+    check_loss_weight(f"ascend::{name}", indexer_loss_weight)
+    trained = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (query_index, key_index, weights)
+    )
+    operation = AttentionWithLoss(
+        **_attention(
+            name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
+            ori_mask_mode=ori_mask_mode, cmp_mask_mode=cmp_mask_mode, ori_win_left=ori_win_left,
+            ori_win_right=ori_win_right, deterministic=deterministic,
+        ),
+        trained=trained,
+        factor=float(indexer_loss_weight) if factor is None else None,
+    )  # fmt: skip
+    required = {
+        "cmp_kv": cmp_kv, "cmp_sparse_indices": cmp_sparse_indices, "query_index": query_index,
+        "key_index": key_index, "weights": weights,
+    }  # fmt: skip
+    for argument, x in required.items():
+        check_tensor(f"ascend::{name}", argument, x)
+    queries, keys = guard(
+        operation, shards, layout,
+        queries={
+            "query": query, "cmp_sparse_indices": cmp_sparse_indices, "query_index": query_index,
+            "weights": weights, "sink": sink, "indexer_loss_weight": factor,
+        },
+        keys={"ori_kv": ori_kv, "cmp_kv": cmp_kv, "key_index": key_index},
+        options={"save_gathered": save_gathered, "on_loss": on_loss is not None},
+    )  # fmt: skip
+    report = None if on_loss is None else LossReport(on_loss)
+    with without_autocast(shards):
+        out, _ = run(replace(operation, report=report), shards, save_gathered, queries, keys)
+    return batch_first(out, layout)
