@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
@@ -17,6 +17,18 @@ from ascend_attn_ops.indexer_training import attention_with_indexer_loss, indexe
 from ascend_attn_ops.integrations.transformers._layers import EnabledAttention, Options, Tokens
 
 _rotate = modeling.apply_rotary_pos_emb
+_INDEXER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_indexer(indexer: nn.Module, layer: int) -> None:
+    """Raises where a weight of the indexer is quantized: it could not learn."""
+    for name, x in (*indexer.named_parameters(), *indexer.named_buffers()):
+        if x.dtype not in _INDEXER_DTYPES:
+            raise NotImplementedError(
+                f"enable_dsa: layer {layer}: expected an indexer with weights of float16, "
+                f"bfloat16, float32 or float64, got {x.dtype} in {name}; dequantize the model when "
+                "it is loaded"
+            )
 
 
 class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attention):  # type: ignore[misc]
@@ -51,6 +63,9 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
                 "enable_dsa: dense_warmup: the indexers of DeepSeek-V4 learn from the keys that "
                 "they select; train them without it"
             )
+        indexer = getattr(layer.compressor, "indexer", None)
+        if indexer is not None:
+            check_indexer(indexer, layer.layer_idx)
 
     def forward(
         self,
@@ -69,6 +84,7 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         key = _rotate(self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(1), cos, sin)
         if past_key_values is not None:
             key, _ = past_key_values.update(key, key, self.layer_idx)
+            self._check_cache(past_key_values.layers[self.layer_idx])
 
         out = self._attend(
             query, key.to(query.dtype).transpose(1, 2), hidden_states, compressed_query,
@@ -77,6 +93,14 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         out = _rotate(out.view_as(query), cos, -sin, unsqueeze_dim=2)
         grouped = out.reshape(*hidden_states.shape[:-1], self.config.o_groups, -1)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(2)), None
+
+    def _check_cache(self, cache: Any) -> None:
+        if self.compressor is not None and not isinstance(cache, modeling.DeepseekV4HCACache):
+            raise NotImplementedError(
+                f"enable_dsa: past_key_values: layer {self.layer_idx}: expected a cache of "
+                f"compressed keys, as DynamicCache(config=model.config) has it, got a "
+                f"{type(cache).__name__}"
+            )
 
     def _attend(
         self,

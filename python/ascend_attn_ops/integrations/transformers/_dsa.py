@@ -89,7 +89,7 @@ def enable_dsa(
         ValueError: the model has no layers of these kinds.
         NotImplementedError: a layer is not as transformers made it (adapters, quantization; in the
             forward, tensor parallelism), config.attention_dropout is not 0, or its model has no
-            such option; in the forward of DeepSeek-V4, padding.
+            such option; in the forward of DeepSeek-V4, padding, or a cache without compressed keys.
 
     Example:
         >>> import torch, transformers
