@@ -147,6 +147,17 @@ def test_wrong_weights(weight: Any, kind: type[Exception], message: str) -> None
         attend(given, select(given), indexer_loss_weight=weight)
 
 
+def test_limits_hold_in_the_backward() -> None:
+    """Autograd's thread of a device is outside of the block in which the forward was."""
+    given = inputs(torch.bfloat16)
+    with ops.limits("A2"), pytest.raises(ValueError, match="on Ascend A2"):
+        attend(given, select(given))
+    with ops.limits(None):
+        out = attend(given, select(given))
+    with ops.limits("A2"):
+        assert gradients(out, given).keys() == given.keys()
+
+
 def test_compiled() -> None:
     given = inputs()
     indices = select(given)

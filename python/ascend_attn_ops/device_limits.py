@@ -6,6 +6,8 @@ import os
 from contextlib import ContextDecorator
 from typing import Any, Literal, NamedTuple
 
+from torch.compiler import is_compiling
+
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import shown, wrong
 
@@ -108,11 +110,19 @@ def _check_names(operator: str, product: str | None, cann: str | None) -> None:
             raise wrong(ValueError, operator, name, "a known name", shown(x))
 
 
+def limits_in_force() -> int | None:
+    """Return the limits of this call, for LimitsOfCall; None in compiled code.
+
+    Compiled code checks limits when it is traced.
+    """
+    return None if is_compiling() else _C.limits_override()
+
+
 class LimitsOfCall:
     """Check calls in this block, on this thread, as an earlier call was: for its derivatives.
 
     Args:
-        override: `_C.limits_override()` of then; None in compiled code, which torch.compile traces.
+        override: limits_in_force() of then.
     """
 
     def __init__(self, override: int | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ascend_attn_ops._arguments import check_number, wrong
 from ascend_attn_ops._packing import Lengths
+from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops.operators._loss_with_target import divergences
 from ascend_attn_ops.operators.sparse_flash_mla import sparse_flash_mla, sparse_flash_mla_grad
 from ascend_attn_ops.operators.sparse_lightning_indexer_kl_loss_grad import (
@@ -42,16 +43,21 @@ class _AttentionWithLoss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *tensors, options = inputs
-        ctx.options = options
+        ctx.options, ctx.limits = options, limits_in_force()
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        with LimitsOfCall(ctx.limits):
+            return _AttentionWithLoss._gradients(ctx, d_outputs[0])
+
+    @staticmethod
+    def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         query, ori_kv, cmp_kv, indices, *indexer, sink, weight, out, lse = ctx.saved_tensors
         options: _Options = ctx.options
         d_query, d_ori_kv, d_cmp_kv, d_sink, target = sparse_flash_mla_grad(
-            query, ori_kv, cmp_kv, indices, d_outputs[0], out, lse, sink=sink, **options.attention
+            query, ori_kv, cmp_kv, indices, d_out, out, lse, sink=sink, **options.attention
         )
         d_indexer: list[Tensor | None] = [None, None, None]
         if any(ctx.needs_input_grad[4:7]):

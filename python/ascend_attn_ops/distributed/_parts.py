@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
 
-from ascend_attn_ops import _C
-from ascend_attn_ops.device_limits import LimitsOfCall
+from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops.distributed._communication import gather, reduce_scatter, sum_dtype
 from ascend_attn_ops.distributed._layout import Layout, Rows, Tensors
 from ascend_attn_ops.distributed._ranges import Ranges
@@ -312,8 +310,3 @@ def distinct(tensors: Tensors) -> list[Any]:
         x if x is None or all(x is not y for y in tensors[:i]) else x.view_as(x)
         for i, x in enumerate(tensors)
     ]
-
-
-def limits_in_force() -> int | None:
-    # Compiled code checks limits when it is traced.
-    return None if is_compiling() else _C.limits_override()

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ascend_attn_ops._statistics import merge as merge_statistics
-from ascend_attn_ops.device_limits import LimitsOfCall
+from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops.distributed._communication import sum_dtype
 from ascend_attn_ops.distributed._layout import Layout, Rows, Tensors
 from ascend_attn_ops.distributed._operations import DenseAttention
-from ascend_attn_ops.distributed._parts import limits_in_force, run_parts, saved_tensors, sum_of
+from ascend_attn_ops.distributed._parts import run_parts, saved_tensors, sum_of
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 # out, softmax_max and softmax_sum of some queries, tokens first.

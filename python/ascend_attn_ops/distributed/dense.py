@@ -16,12 +16,12 @@ from ascend_attn_ops._arguments import check_count, shown, wrong
 from ascend_attn_ops._dense_attention import default_mask, default_scale, sink_of_statistics
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._statistics import LANES, by_token
-from ascend_attn_ops.device_limits import LimitsOfCall
+from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._communication import heads_to_tokens, own_heads, tokens_to_heads
 from ascend_attn_ops.distributed._guard import Named, batch_first, guard, without_autocast
 from ascend_attn_ops.distributed._operations import DenseAttention, dense_gradients
-from ascend_attn_ops.distributed._parts import distinct, limits_in_force, run, saved_tensors
+from ascend_attn_ops.distributed._parts import distinct, run, saved_tensors
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
 
