@@ -155,8 +155,7 @@ def forward(
         x["query"], x["ori_kv"], cmp_kv, indices, *indexer, **attention,
         indexer_loss_weight=0.5, on_loss=on_loss,
     )  # fmt: skip
-    assert torch.equal(trained, out)
-    return {"cmp_kv": cmp_kv, "indices": indices, "out": trained, "lse": lse}
+    return {"cmp_kv": cmp_kv, "indices": indices, "out": trained, "attended": out, "lse": lse}
 
 
 def run(

@@ -22,7 +22,9 @@ from torch.distributed import ProcessGroup
 # Even, no multiple of a ratio, packed, shorter than a window, fewer tokens than ranks.
 LENGTHS = [[32], [37], [5, 6, 29, 64], [0, 3, 0, 11, 13], [2]]
 # A rank computes these for its own tokens, or keys, alone.
-BIT_FOR_BIT = ("cmp_kv", "indices", "out", "lse", "d_query", "d_query_index", "d_weights")
+BIT_FOR_BIT = (
+    "cmp_kv", "indices", "out", "attended", "lse", "d_query", "d_query_index", "d_weights",
+)  # fmt: skip
 
 
 def whole(shards: SequenceShards, kind: Kind, name: str, x: Tensor) -> Tensor:
