@@ -32,6 +32,7 @@ _RANKS = 2
 # A call takes milliseconds. Long before the time-out of the collectives, which a hang waits for.
 _SECONDS = 30.0
 _HEADS, _DEPTH, _ROPE, _COUNT = 4, 8, 4, 3
+_RATIO = 2
 
 
 def _tensors(r: Random, tokens: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> Arguments:
@@ -86,6 +87,41 @@ def _loss(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
     }  # fmt: skip
 
 
+def _compress(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
+    x = _tensors(r, shards.local_tokens, dtype, values=(_DEPTH,), logits=(_DEPTH,))
+    bias = torch.zeros(_RATIO, _DEPTH, dtype=dtype).requires_grad_()
+    return {**x, "position_bias": bias, "overlap": r.random() < 0.5}
+
+
+def _compressed_keys(shards: SequenceShards) -> int:
+    return shards.compressed(_RATIO).local_tokens
+
+
+def _mla(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
+    x = _tensors(r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), ori_kv=(1, _DEPTH))
+    keys = _tensors(r, _compressed_keys(shards), dtype, cmp_kv=(1, _DEPTH))
+    selected = {"cmp_sparse_indices": -torch.ones(shards.local_tokens, 1, _COUNT).int()}
+    kind = r.choice(({}, keys, keys | selected))
+    return {
+        **x, **kind, "cmp_ratio": _RATIO, "scale_value": 0.3, "sink": torch.zeros(_HEADS),
+        "ori_win_left": r.choice((-1, 1, 127)),
+    }  # fmt: skip
+
+
+def _mla_with_loss(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
+    x = _tensors(
+        r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), ori_kv=(1, _DEPTH),
+        query_index=(2, _DEPTH), weights=(2,),
+    )  # fmt: skip
+    keys = _tensors(r, _compressed_keys(shards), dtype, cmp_kv=(1, _DEPTH), key_index=(1, _DEPTH))
+    factor = r.choice((0.5, torch.tensor(0.5)))
+    return {
+        **x, **keys, "cmp_sparse_indices": -torch.ones(shards.local_tokens, 1, _COUNT).int(),
+        "cmp_ratio": _RATIO, "scale_value": 0.3, "indexer_loss_weight": factor,
+        "on_loss": r.choice((None, len)),
+    }  # fmt: skip
+
+
 def _unshard(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
     return {**_tensors(r, shards.local_tokens, dtype, x=(3,)), "dim": 0}
 
@@ -121,6 +157,16 @@ FUNCTIONS = {
     "lightning_indexer_kl_loss": _Function(
         distributed.lightning_indexer_kl_loss, _of_shards(distributed.lightning_indexer_kl_loss),
         _loss,
+    ),
+    "compress_keys": _Function(
+        distributed.compress_keys, _of_shards(distributed.compress_keys), _compress
+    ),
+    "sparse_flash_mla": _Function(
+        distributed.sparse_flash_mla, _of_shards(distributed.sparse_flash_mla), _mla
+    ),
+    "sparse_flash_mla_with_indexer_loss": _Function(
+        distributed.sparse_flash_mla_with_indexer_loss,
+        _of_shards(distributed.sparse_flash_mla_with_indexer_loss), _mla_with_loss,
     ),
     "SequenceShards.unshard": _Function(SequenceShards.unshard, SequenceShards.unshard, _unshard),
     "SequenceShards": _Function(

@@ -119,7 +119,10 @@ def check_call(
     given = _local_tokens(where, shards, layout, tensors, {})
     check(given)
     if not is_compiling():
-        shards.agreement.vote(where, {**options, **_facts(given)})
+        facts = {**options, **_facts(given)}
+        if facts["gradient"]:
+            _check_saved(where, given)
+        shards.agreement.vote(where, facts)
     return given
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import check_count, check_flag, check_tensor
+from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, shown, wrong
 from ascend_attn_ops.compression import check_compression
 from ascend_attn_ops.compression import compress_keys as compress_packed_keys
 from ascend_attn_ops.distributed._agreement import collective
@@ -68,10 +68,11 @@ def compress_keys(
         [0, 4]
     """
     check_flag(_COMPRESS, "overlap", overlap)
+    overlap = bool(overlap)
     tokens = {"values": values, "logits": logits}
     given = check_call(
         _COMPRESS, shards, layout, {**tokens, "position_bias": position_bias},
-        {"overlap": bool(overlap)}, lambda x: check_compression(**x, overlap=overlap, axes=2),
+        {"overlap": overlap}, lambda x: check_compression(**x, overlap=overlap, axes=2),
     )  # fmt: skip
     ratio = len(position_bias)
 
@@ -80,7 +81,7 @@ def compress_keys(
         first, last = part.begin // ratio, part.end // ratio
         return (max(first - overlap, 0) * ratio if first < last else last * ratio), last * ratio
 
-    ranges = shards._ranges_around(("windows", ratio, bool(overlap)), windows)
+    ranges = shards._ranges_around(("windows", ratio, overlap), windows)
     seen_values, seen_logits = (GatherRanges.apply(given[name], ranges) for name in tokens)
     ends: list[int] = []
     kept, keys_before = [], 0
@@ -265,6 +266,8 @@ def sparse_flash_mla_with_indexer_loss(
     name = AttentionWithLoss.name
     factor = indexer_loss_weight if isinstance(indexer_loss_weight, Tensor) else None
     check_loss_weight(f"ascend::{name}", indexer_loss_weight)
+    if on_loss is not None and not callable(on_loss):
+        raise wrong(TypeError, f"ascend::{name}", "on_loss", "a function or None", shown(on_loss))
     trained = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in (query_index, key_index, weights)
     )
