@@ -36,6 +36,9 @@ class Results:
     def cpu(self) -> str:
         return str(self.about["machine"]["cpu"])
 
+    def measured(self, benchmark: str) -> bool:
+        return any(name == benchmark for name, _, _ in self.rows)
+
     def cases(self, benchmark: str) -> dict[str, dict[str, Figures]]:
         """Return the figures of a benchmark by case and implementation, in the order measured."""
         found: dict[str, dict[str, Figures]] = {}

@@ -1,7 +1,7 @@
 """The tables of the documentation, each made of the results of a run.
 
-A table is a function that returns Markdown: of the results of one processor in TABLES, of those of
-all processors in COMPARED. The pages say where it belongs; see write_tables.py.
+A table is a function that returns Markdown of the results of one processor. The pages say where it
+belongs; see write_tables.py, and processors.py for the tables of all processors.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from results import Figures, Results
 
 Table = Callable[[Results], str]
-Comparison = Callable[[Sequence[Results]], str]
 ByImplementation = Mapping[str, Figures]
 NOTHING = "\N{EN DASH}"
+NOT_MEASURED = "Not measured yet: run the benchmark below."
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -152,6 +152,19 @@ def indexer(results: Results) -> str:
         ],
         2,
     )
+
+
+def compressed_keys(results: Results) -> str:
+    if not results.measured("sparse_flash_mla"):
+        return NOT_MEASURED
+    rows = []
+    for case, by in results.cases("sparse_flash_mla").items():
+        operator, kind, sizes = case.split(" ", 2)
+        times = ms(by["ours"]), share_of_peak(by["ours"]), takes(by, "torch, masking")
+        rows.append([f"`{operator}`", kind, sizes, *times])
+    rows.sort(key=lambda row: row[0].strip("`"))
+    header = ["", "layer", "sizes", "ours, ms", "share of the matmul peak"]
+    return markdown([*header, "torch takes, all pairs and a mask"], rows, 3)
 
 
 def training_rows(
@@ -298,6 +311,18 @@ def dense_decode(results: Results) -> str:
     return markdown(header, rows)
 
 
+def serving(results: Results) -> str:
+    if not results.measured("fused_infer_attention_score"):
+        return NOT_MEASURED
+    rows = []
+    for case, by in results.cases("fused_infer_attention_score").items():
+        sizes, tokens, form = case.split(", ")
+        times = ms(by["ours"]), takes(by, "torch SDPA"), ms(by["reading"]), ms(by["products"])
+        rows.append([sizes, tokens, form, *times])
+    header = ["sizes", "queries over keys", "keys in", "ours, ms", "SDPA takes"]
+    return markdown([*header, "one reading of the keys, ms", "the products, ms"], rows, 3)
+
+
 def prefill(results: Results) -> str:
     peer = "torch SDPA"
     rows = [
@@ -422,71 +447,12 @@ def simulated(results: Results) -> str:
     return markdown(["µs per call", "CPU", "NPU"], rows)
 
 
-def widest(cpu: str) -> str:
-    """Name a processor with one of its features: `AMD EPYC, AVX2`."""
-    name, _, features = cpu.removesuffix(")").partition(" (")
-    present = features.split(", ")
-    order = ("AMX_BF16", "AVX512_BF16", "AVX512F", "AVX2", "SVE")
-    return ", ".join([name, *(x for x in order if x in present)][:2])
-
-
-def processors(machines: Sequence[Results]) -> str:
-    """The operators that all processors have measured."""
-    header, rows = ["", "sizes"], []
-    for results in machines:
-        header += [f"{widest(results.cpu)}: ms", "share of its matmul peak"]
-    for name in ("sparse_flash_attention", "lightning_indexer", "flash_attention_score",
-                 "prompt_flash_attention"):  # fmt: skip
-        measured = [results.rows for results in machines]
-        for benchmark, case, implementation in machines[0].rows:
-            key = benchmark, case, implementation
-            found = [rows.get(key, {}) for rows in measured]
-            if (benchmark, implementation) == (name, "ours") and all("gflops" in x for x in found):
-                first, _, sizes = case.partition(" ")
-                operator, sizes = (name, case) if "=" in first else (first, sizes)
-                cells = [cell for x in found for cell in (ms(x), share_of_peak(x))]
-                rows.append([f"`{operator}`", sizes, *cells])
-    return markdown(header, rows, 2)
-
-
-def many_sequences(machines: Sequence[Results]) -> str:
-    rows = []
-    for results in machines:
-        for (benchmark, case, implementation), few in results.rows.items():
-            if (benchmark, implementation) == ("sinks_and_ropes", "few sequences"):
-                sizes, _, step = case.split(", ")
-                ours = results.rows[benchmark, case, "ours"]
-                ratio = f"{few['seconds'] / ours['seconds']:.2f}x"
-                label = widest(results.cpu)
-                rows.append([label, sizes, step.replace("+", " + "), ms(ours), ms(few), ratio])
-    header = ["", "sizes", "", "short ones, ms", "long ones, ms", "long ones take"]
-    return markdown(header, rows, 3)
-
-
-def divided_launches(machines: Sequence[Results]) -> str:
-    rows = []
-    for results in machines:
-        for (benchmark, case, implementation), ours in results.rows.items():
-            if (benchmark, implementation) == ("host_time", "ours") and "parts" in ours:
-                name, _, level = case.partition(", level ")
-                operator, _, pack = name.partition(", ")
-                part = f"{ours['seconds'] / ours['parts'] * 1e6:.1f}"
-                theirs = results.rows[benchmark, case, "torch_npu"]
-                times = microseconds(ours), part, microseconds(theirs)
-                rows.append([widest(results.cpu), f"`{operator}`, {pack}", level, *times])
-    header = ["", "", "`TASK_QUEUE_ENABLE`", "`ascend_attn_ops`", "per part", "torch_npu"]
-    return markdown(header, rows, 3)
-
-
-COMPARED: dict[str, Comparison] = {
-    table.__name__: table for table in (processors, many_sequences, divided_launches)
-}
 TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
         machine, readme, sparse, sparse_sizes, sparse_memory, training_step, crossover,
-        transformers_training, indexer, decode, decode_memory, paging, dense, dense_memory,
-        sinks_and_ropes, dense_decode, prefill, prefill_int8, prefill_memory, products, scatter,
-        host_time, call_overhead, flash_attn_names, dtensor, threads, simulated,
+        transformers_training, indexer, compressed_keys, serving, decode, decode_memory, paging,
+        dense, dense_memory, sinks_and_ropes, dense_decode, prefill, prefill_int8, prefill_memory,
+        products, scatter, host_time, call_overhead, flash_attn_names, dtensor, threads, simulated,
     )
 }  # fmt: skip

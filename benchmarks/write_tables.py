@@ -17,8 +17,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from processors import COMPARED
 from results import Results, load, of_processor, save
-from tables import COMPARED, TABLES
+from tables import TABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"

@@ -135,6 +135,46 @@ def test_the_table_of_processors(tmp_path: Path) -> None:
     ]
 
 
+def test_the_table_of_compressed_keys(tmp_path: Path) -> None:
+    from results import Recorder, load
+    from sparse_flash_mla import Shape
+    from tables import NOT_MEASURED, compressed_keys
+
+    path = tmp_path / "results.json"
+    record(path)
+    assert compressed_keys(load(path)[0]) == NOT_MEASURED
+    recorder = Recorder("sparse_flash_mla", path)
+    figures = {"seconds": 0.2, "gflops": 40.0, "peak_gflops": 80.0}
+    for operator in ("sparse_flash_mla_grad", "sparse_flash_mla"):
+        recorder.add(f"{operator} {Shape('CSA', 1024)}", "ours", **figures)
+    recorder.add(f"sparse_flash_mla {Shape('CSA', 1024)}", "torch, masking", seconds=0.5)
+    assert compressed_keys(load(path)[0]).splitlines()[2:] == [
+        "| `sparse_flash_mla` | CSA | S=1024 N1=64 bfloat16 | 200 | 50% | 2.5x |",
+        "| `sparse_flash_mla_grad` | CSA | S=1024 N1=64 bfloat16 | 200 | 50% | \N{EN DASH} |",
+    ]
+
+
+def test_the_table_of_serving(tmp_path: Path) -> None:
+    from fused_infer_attention_score import CASES
+    from results import Recorder, load
+    from tables import NOT_MEASURED, serving
+
+    path = tmp_path / "results.json"
+    record(path)
+    assert serving(load(path)[0]) == NOT_MEASURED
+    recorder = Recorder("fused_infer_attention_score", path)
+    for case in CASES:
+        for name in ("ours", "reading", "products"):
+            recorder.add(str(case), name, seconds=0.002)
+    recorder.add(str(CASES[0]), "torch SDPA", seconds=0.003)
+    first, *others = serving(load(path)[0]).splitlines()[2:]
+    assert first == (
+        "| B=1 N=16/16 D=128 | 1 over 4096 | pages of rows | 2.00 | 1.5x | 2.00 | 2.00 |"
+    )
+    assert len(others) == len(CASES) - 1
+    assert "| B=4 N=128/1 D=512+64 | 1 over 4096 | pages of rows |" in "\n".join(others)
+
+
 def test_the_table_of_threads(tmp_path: Path) -> None:
     from results import Recorder, load
     from tables import threads
@@ -154,8 +194,9 @@ def test_the_table_of_threads(tmp_path: Path) -> None:
 
 def test_the_docs_are_those_of_the_committed_results() -> None:
     """Nobody has edited a table by hand, and every table has a place."""
+    from processors import COMPARED
     from results import load
-    from tables import COMPARED, TABLES
+    from tables import TABLES
     from write_tables import PLACE, RESULTS, pages, with_tables
 
     machines = load(RESULTS)
