@@ -10,6 +10,7 @@
 #include "core/sparse_mode.h"
 #include "core/value_checks.h"
 #include "cpu/common/capability.h"
+#include "cpu/common/known_masks.h"
 #include "cpu/common/matrix_products.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
@@ -183,6 +184,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("measured_choices_file", &cpu::measured_choices_file);
   m.def("processor_name", &cpu::processor_name);
   m.def("kept_keys", &kept_keys_of_rows);
+  m.def("remember_compressed_mask", &cpu::remember_compressed_mask);
   m.def("check_statistics",
         [](const std::string& op, const at::Tensor& max, const at::Tensor& sum) {
           cpu::check_statistics(op, max.contiguous(), sum.contiguous(), max.numel());

@@ -121,7 +121,10 @@ def _new_mask(prefix_rows: int, device: torch.device) -> Tensor:
     size = _C.compressed_mask_size
     mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
     right_half = torch.arange(size, device=device) >= size // 2
-    return torch.cat((mask, right_half.expand(prefix_rows, size)))
+    mask = torch.cat((mask, right_half.expand(prefix_rows, size)))
+    if type(mask) is Tensor and device.type == "cpu":
+        _C.remember_compressed_mask(mask)
+    return mask
 
 
 def draw(mask: Tensor) -> str:

@@ -301,6 +301,23 @@ def test_new_masks_are_made_once(mode: int) -> None:
     assert compressed_mask(2, cpu) is compressed_mask(4, cpu)
 
 
+@pytest.mark.parametrize("mode", [3, 6])
+def test_a_new_mask_that_was_written_to_is_checked(mode: int) -> None:
+    tensors = [x.float() for x in qkv(5, 5)]
+    options = {"sparse_mode": mode} | ({"prefix": [3, 4]} if mode == 6 else {})
+    mask = compressed_mask(mode, torch.device("cpu"))
+    attend(*tensors, **options)
+    try:
+        mask[-1, 0] = True
+        with pytest.raises(ValueError, match="got other values"):
+            attend(*tensors, **options)
+    finally:
+        mask[-1, 0] = False
+    attend(*tensors, **options)
+    with pytest.raises(ValueError, match="got other values"):
+        attend(*tensors, **options, atten_mask=~mask)
+
+
 @pytest.mark.parametrize("options", [{"sparse_mode": 4}, {"sparse_mode": 6, "prefix": [3, 4]}])
 def test_new_masks_outlive_the_mode_they_are_made_in(options: dict[str, Any]) -> None:
     tensors = [x.float().requires_grad_() for x in qkv(5, 5)]
