@@ -5,6 +5,10 @@
 Windows of 128 keys; all compressed keys of 128 tokens each (HCA), or 512 of the compressed keys of
 4 tokens each (CSA). FLOPs are counted for the pairs that are read. The alternative in torch masks
 the scores of all pairs.
+
+The second table is for one decoded token of each of several sequences, over paged caches. Its limit
+is one reading of the rows that the token selects, by sums over as many adjacent rows, or the
+products at the speed of torch's matrix products, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -15,14 +19,25 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
-from harness import Call, Row, measure, recorder, report
-from results import parser
+from harness import (
+    PEAK_SIZE,
+    Call,
+    Row,
+    interleaved_medians,
+    measure,
+    peak_product,
+    read,
+    recorder,
+    report,
+)
+from results import Recorder, parser
 from torch import Tensor
 
 OURS = torch.ops.ascend
 D, WINDOW, SELECTED = 512, 128, 512
 SCALE = D**-0.5
 RATIOS = {"SWA": 1, "HCA": 128, "CSA": 4}
+BLOCK = 128  # keys of a page
 
 
 @dataclass(frozen=True)
@@ -110,15 +125,79 @@ def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
     )  # fmt: skip
 
 
-def main() -> None:
-    arguments = parser(__doc__, rounds=5).parse_args()
-    record = recorder("sparse_flash_mla", arguments.json)
+def pages(batch: int, keys: int) -> tuple[Tensor, Tensor]:
+    """A cache whose blocks are in random order, and its block table."""
+    blocks = -(-keys // BLOCK)
+    table = torch.randperm(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    return torch.randn(batch * blocks, BLOCK, 1, D).bfloat16(), table
+
+
+def decode(kind: str, batch: int, tokens: int, heads: int = 64) -> tuple[Call, int]:
+    """The call for the last of `tokens` tokens of each sequence, and how many keys it selects."""
+    torch.manual_seed(0)
+    ratio, shape = RATIOS[kind], Shape(kind, tokens, heads)
+    selected = shape.compressed(tokens - 1)
+    ori_kv, ori_table = pages(batch, tokens)
+    given: list[Any] = [torch.randn(batch, 1, heads, D).bfloat16(), ori_kv]
+    options: dict[str, Any] = {
+        "actual_seq_lengths_ori_kv": torch.full((batch,), tokens, dtype=torch.int32),
+        "layout_kv": "PA_BSND",
+        "ori_block_table": ori_table,
+    }
+    if kind != "SWA":
+        count = tokens // ratio
+        cmp_kv, options["cmp_block_table"] = pages(batch, count)
+        given.append(cmp_kv)
+        options["actual_seq_lengths_cmp_kv"] = torch.full((batch,), count, dtype=torch.int32)
+    if kind == "CSA":
+        chosen = torch.stack([torch.randperm(count)[:selected] for _ in range(batch)])
+        given.append(chosen.int().view(batch, 1, 1, selected))
+    options |= {"scale_value": SCALE, "sink": torch.randn(heads), "cmp_ratio": ratio}
+    keys = batch * (min(WINDOW, tokens) + selected)
+    return partial(OURS.sparse_flash_mla, *given, **options, return_softmax_lse=False), keys
+
+
+def report_decode(record: Recorder, kind: str, batch: int, tokens: int, rounds: int) -> None:
+    heads = 64
+    call, keys = decode(kind, batch, tokens, heads)
+    seconds = interleaved_medians(
+        {"ours": call, "reading": partial(read, torch.ones(keys, D).bfloat16()),
+         "products": peak_product()},
+        rounds,
+    )  # fmt: skip
+    seconds["products"] *= 2 * heads * keys * D / PEAK_SIZE**3
+    case = f"decode {kind} B={batch} S={tokens} N1={heads}"
+    for name, time in seconds.items():
+        record.add(case, name, seconds=time)
+    limit = max(seconds["reading"], seconds["products"])
+    print(
+        f"{case:40}"
+        + "".join(f"{time * 1e3:10.3f}" for time in seconds.values())
+        + f"{seconds['ours'] / limit:7.2f}"
+    )
+
+
+def report_passes(record: Recorder, rounds: int) -> None:
     rows: list[Row] = []
     with ascend_attn_ops.limits(None):
         for kind in RATIOS:
-            rows += rows_of(Shape(kind, 1024), True, arguments.rounds)
-            rows += rows_of(Shape(kind, 4096), False, arguments.rounds)
+            rows += rows_of(Shape(kind, 1024), True, rounds)
+            rows += rows_of(Shape(kind, 4096), False, rounds)
     report(record, rows)
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--decode", action="store_true", help="the second table alone")
+    arguments = options.parse_args()
+    record = recorder("sparse_flash_mla", arguments.json)
+    if not arguments.decode:
+        report_passes(record, arguments.rounds)
+    print(f"{'milliseconds':40}{'ours':>10}{'reading':>10}{'products':>10}{'ratio':>7}")
+    with ascend_attn_ops.limits(None):
+        for kind in RATIOS:
+            for batch in (1, 8):
+                report_decode(record, kind, batch, 16384, 4 * arguments.rounds)
 
 
 if __name__ == "__main__":
