@@ -50,6 +50,14 @@ def with_loss(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> A
     )  # fmt: skip
 
 
+def with_target(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
+    y = {"target": x["target"], "cmp_ratio": CSA.ratio, **options}
+    return distributed.lightning_indexer_kl_loss(
+        options.pop("query", None), None, x["query_index"], x["key_index"], x["weights"],
+        x["indices"], shards=shards, **{k: z for k, z in y.items() if k != "query"},
+    )  # fmt: skip
+
+
 def twice(x: Tensor) -> Tensor:
     return torch.cat((x, x))
 
@@ -117,6 +125,24 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Any]], dict[str, Any], 
     "head size": (
         with_loss, {"query_index": lambda x: x[..., :-1]}, {}, "ValueError: .*(query|key)_index: ",
     ),
+    "a target and an attention": (
+        with_target, {}, {"query": torch.zeros(3, HEADS, DIM)},
+        "ValueError: .*query: expected None beside a target",
+    ),
+    "target": (with_target, {"target": twice}, {}, "ValueError: .*target: expected the 3 local"),
+    "slots of the target": (
+        with_target, {"target": lambda x: x[..., :-1]}, {},
+        "ValueError: .*attn_softmax_l1_norm: expected shape",
+    ),
+    "ratio beside a target": (
+        with_target, {}, {"cmp_ratio": 2}, "ValueError: .*cmp_ratio: expected the same on all",
+    ),
+    "normalized target": (
+        with_target, {}, {"normalize_target": True}, "ValueError: .*normalize_target: .* same on",
+    ),
+    "no target": (
+        with_target, {}, {"target": None}, "ValueError: .*query: expected the attention's, or a",
+    ),
     "no indices": (
         with_loss, {"indices": lambda _: None}, {},
         "TypeError: .*cmp_sparse_indices: expected a tensor, got NoneType",
@@ -135,6 +161,7 @@ def wrong_call(group: ProcessGroup, name: str) -> str:
         x["cmp_kv"] = torch.ones(keys, 1, DIM)
         x["key_index"] = torch.ones(keys, 1, x["query_index"].shape[-1])
         x["indices"] = torch.zeros(shards.local_tokens, 1, COUNT, dtype=torch.int32)
+        x["target"] = torch.full((shards.local_tokens, 1, COUNT), 0.1)
         # A call that succeeds before makes no difference.
         function(x, shards)
         if group.rank() == WRONG_RANK:

@@ -6,14 +6,26 @@ than a compressed key.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
 import torch.distributed as dist
+from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from compressed_layer import KINDS, Kind, inputs, of_a_rank, of_one_process, run
+from compressed_layer import (
+    COUNT,
+    CSA,
+    INDEX_DIM,
+    KINDS,
+    Kind,
+    inputs,
+    of_a_rank,
+    of_one_process,
+    run,
+)
 from sparse_layer import relative_error
 from support.processes import on_ranks
 from torch import Tensor
@@ -103,3 +115,56 @@ def keys_of_ranks(group: ProcessGroup) -> list[list[int]]:
 def test_a_key_belongs_to_the_rank_of_its_last_token() -> None:
     # Tokens 0..3, 3..6, 6..9, 9..13: one rank has the last token of no key.
     assert [keys for keys, _ in on_ranks(4, keys_of_ranks)] == [[], [0], [1], [2]]
+
+
+def loss_of(
+    functions: Any, x: dict[str, Tensor], ratio: int, **options: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    leaves = [x[name].clone().requires_grad_() for name in ("query_index", "key_index", "weights")]
+    loss = functions.lightning_indexer_kl_loss(
+        None, None, *leaves, x["indices"], target=x["target"], cmp_ratio=ratio, **options
+    )
+    return loss.detach(), torch.autograd.grad(loss, leaves)
+
+
+def with_a_target(group: ProcessGroup) -> None:
+    lengths = [5, 0, 6, 29]
+    ends = list(accumulate(lengths))
+    for ratio, mode in ((4, 3), (4, 0), (1, 3)):
+        of_keys = [length // ratio for length in lengths]
+        shards = SequenceShards(lengths, group, "contiguous")
+        keys = shards.compressed(ratio) if ratio > 1 else shards
+        x = inputs(lengths, CSA, torch.float64)
+        x["key_index"] = x["index_values"][: sum(of_keys), :INDEX_DIM].unsqueeze(1)
+        packed = {"layout": "TND", "actual_seq_lengths_query": ends, "sparse_mode": mode}
+        packed |= {"actual_seq_lengths_key": list(accumulate(of_keys))}
+        generator = torch.Generator().manual_seed(2)
+        with ops.limits(None):
+            x["indices"], _ = ops.lightning_indexer(
+                x["query_index"], x["key_index"], x["weights"], sparse_count=COUNT,
+                cmp_ratio=ratio, **packed,
+            )  # fmt: skip
+            p = torch.rand(x["indices"].shape, generator=generator, dtype=torch.float64)
+            x["target"] = p.masked_fill(x["indices"] < 0, 0) / COUNT
+            weight = torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+            local = {name: shards.shard(y) for name, y in x.items() if name != "key_index"}
+            local["key_index"] = keys.shard(x["key_index"])
+            choices: list[dict[str, Any]] = [
+                {}, {"reduction": "mean", "weight": weight}, {"normalize_target": True},
+                {"normalizer": 7.0},
+            ]  # fmt: skip
+            for options in choices:
+                loss, expected = loss_of(ops, x, ratio, **packed, **options)
+                mine = {k: shards.shard(y) if k == "weight" else y for k, y in options.items()}
+                actual, found = loss_of(
+                    distributed, local, ratio, shards=shards, sparse_mode=mode, **mine
+                )
+                assert loss.item() != 0
+                torch.testing.assert_close(actual, loss, rtol=1e-13, atol=0)
+                for shares, d, y in zip((shards, keys, shards), found, expected, strict=True):
+                    assert relative_error(shares.unshard(d), y) <= 1e-13
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loss_with_a_target(ranks: int) -> None:
+    on_ranks(ranks, with_a_target)

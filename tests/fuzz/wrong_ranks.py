@@ -108,6 +108,24 @@ def _mla(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
     }  # fmt: skip
 
 
+def _compressed_indexer(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
+    x = _tensors(r, shards.local_tokens, dtype, query=(2, _DEPTH), weights=(2,))
+    key = _tensors(r, _compressed_keys(shards), dtype, key=(1, _DEPTH))
+    return {**x, **key, "sparse_count": _COUNT, "cmp_ratio": _RATIO}
+
+
+def _loss_with_target(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
+    x = _tensors(r, shards.local_tokens, dtype, query_index=(2, _DEPTH), weights=(2,))
+    key = _tensors(r, _compressed_keys(shards), dtype, key_index=(1, _DEPTH))
+    return {
+        "query": None, "key": None, **x, **key, "cmp_ratio": _RATIO,
+        "sparse_indices": -torch.ones(shards.local_tokens, 1, _COUNT).int(),
+        "target": torch.zeros(shards.local_tokens, 1, _COUNT),
+        "normalize_target": r.random() < 0.5,
+        **r.choice(({"reduction": "mean"}, {"normalizer": 3.0}, {"reduction": "sum"})),
+    }  # fmt: skip
+
+
 def _mla_with_loss(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
     x = _tensors(
         r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), ori_kv=(1, _DEPTH),
@@ -157,6 +175,14 @@ FUNCTIONS = {
     "lightning_indexer_kl_loss": _Function(
         distributed.lightning_indexer_kl_loss, _of_shards(distributed.lightning_indexer_kl_loss),
         _loss,
+    ),
+    "lightning_indexer with compressed keys": _Function(
+        distributed.lightning_indexer, _of_shards(distributed.lightning_indexer),
+        _compressed_indexer,
+    ),
+    "lightning_indexer_kl_loss with a target": _Function(
+        distributed.lightning_indexer_kl_loss, _of_shards(distributed.lightning_indexer_kl_loss),
+        _loss_with_target,
     ),
     "compress_keys": _Function(
         distributed.compress_keys, _of_shards(distributed.compress_keys), _compress

@@ -23,6 +23,7 @@ from ascend_attn_ops.distributed._parts import (
     Source,
 )
 from ascend_attn_ops.distributed.shards import SequenceShards
+from ascend_attn_ops.operators._loss_with_target import gradients_and_loss, prepared_target
 
 # The operators' name of layout (B, S, N, D), in which every part runs.
 _LAYOUT = "BSND"
@@ -73,8 +74,25 @@ def residual(tokens: int, ratio: int, like: Tensor) -> Tensor:
     return like.new_full((1,), tokens % ratio, dtype=torch.int32)
 
 
+class OverCompressedKeys(Operation):
+    """An operation whose one kind of keys may stand for several tokens each."""
+
+    cmp_ratio: int
+
+    def sources(self, shards: SequenceShards, keys: Tensors) -> list[Source]:
+        return [shards if self.cmp_ratio == 1 else shards.compressed(self.cmp_ratio)]
+
+    def last_key(self, part: Rows) -> int:
+        return super().last_key(part) // self.cmp_ratio
+
+    def _residual(self, part: Rows, like: Tensor) -> Tensor | None:
+        if self.cmp_ratio == 1:
+            return None
+        return residual(super().last_key(part), self.cmp_ratio, like)
+
+
 @dataclass(frozen=True)
-class Indexer(DifferentiableOperation):
+class Indexer(OverCompressedKeys, DifferentiableOperation):
     name: ClassVar[str] = "lightning_indexer"
     kinds: ClassVar[tuple[str, ...]] = ("key_index",)
     differentiable: ClassVar[int] = 1
@@ -90,17 +108,6 @@ class Indexer(DifferentiableOperation):
 
     def never_cast(self) -> tuple[str, ...]:
         return ("weights",) if self.cmp_ratio > 1 else ()
-
-    def sources(self, shards: SequenceShards, keys: Tensors) -> list[Source]:
-        return [shards if self.cmp_ratio == 1 else shards.compressed(self.cmp_ratio)]
-
-    def last_key(self, part: Rows) -> int:
-        return super().last_key(part) // self.cmp_ratio
-
-    def _residual(self, part: Rows, like: Tensor) -> Tensor | None:
-        if self.cmp_ratio == 1:
-            return None
-        return residual(super().last_key(part), self.cmp_ratio, like)
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         query, weights = queries
@@ -209,6 +216,47 @@ class IndexerLoss(Operation):
             layout=_LAYOUT, sparse_mode=self.sparse_mode, deterministic=self.deterministic,
             weight=weight,
         )  # fmt: skip
+        return d_query_index, d_weights, d_key_index, loss
+
+
+@dataclass(frozen=True)
+class IndexerLossWithTarget(OverCompressedKeys):
+    name: ClassVar[str] = "lightning_indexer_kl_loss"
+    kinds: ClassVar[tuple[str, ...]] = ("key_index",)
+
+    cmp_ratio: int
+    sparse_mode: int
+    deterministic: bool
+    normalize_target: bool
+
+    def never_cast(self) -> tuple[str, ...]:
+        return "weights", "target"
+
+    def _indices(self, part: Rows, indices: Tensor) -> Tensor:
+        """Empties the slots that are not read: they may name keys that the part lacks."""
+        if self.sparse_mode != 3:
+            return indices
+        tokens = torch.arange(part.begin + 1, part.end + 1, device=indices.device)
+        return empty_slots(indices, tokens // self.cmp_ratio)
+
+    def check_values(self, parts: Sequence[Rows], queries: Tensors) -> None:
+        for part in parts:
+            read = self._indices(part, queries[2][part.here].unsqueeze(0))[0]
+            check_range(self, "sparse_indices", part, read, self.last_key(part))
+
+    def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
+        """The gradients of query_index, weights and key_index, and the loss of one part."""
+        query_index, weights, indices, target, weight = queries
+        indices = self._indices(part, indices)
+        target, factors = prepared_target(target, indices, weight, self.normalize_target)
+        options = {
+            "cmp_residual_key": self._residual(part, query_index), "layout": _LAYOUT,
+            "sparse_mode": self.sparse_mode, "cmp_ratio": self.cmp_ratio,
+            "deterministic": self.deterministic,
+        }  # fmt: skip
+        d_query_index, d_key_index, d_weights, loss = gradients_and_loss(
+            query_index, keys[0], weights, indices, target, factors, options
+        )
         return d_query_index, d_weights, d_key_index, loss
 
 

@@ -146,7 +146,7 @@ def gather_keys(
     ]
 
 
-def _return_gradient(source: Source, d: Tensor) -> Tensor:
+def return_gradient(source: Source, d: Tensor) -> Tensor:
     """The gradient of local keys, from those that all ranks have of the keys they gathered."""
     return source.collect(d) if isinstance(source, Ranges) else reduce_scatter(source, d)
 
@@ -272,7 +272,7 @@ class RunParts(torch.autograd.Function):
             )
         wanted = ctx.needs_input_grad[4 + query_count :]
         d_keys = [
-            None if x is None or d is None or not want else _return_gradient(source, d).to(x.dtype)
+            None if x is None or d is None or not want else return_gradient(source, d).to(x.dtype)
             for source, x, d, want in zip(sources, keys, d_full, wanted, strict=True)
         ]
         operation.finish_backward(shards, queries)

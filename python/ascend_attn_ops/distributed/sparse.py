@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from ascend_attn_ops._arguments import check_count, shown, wrong
+from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, shown, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._communication import all_reduce, reduce_scatter, sum_dtype
+from ascend_attn_ops.distributed._communication import all_reduce, sum_dtype
 from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
 from ascend_attn_ops.distributed._layout import Rows
-from ascend_attn_ops.distributed._operations import Indexer, IndexerLoss, SparseAttention
+from ascend_attn_ops.distributed._operations import (
+    Indexer,
+    IndexerLoss,
+    IndexerLossWithTarget,
+    SparseAttention,
+)
 from ascend_attn_ops.distributed._parts import (
     Gradients,
     distinct,
     gather_keys,
+    return_gradient,
     run,
     sum_gradients,
 )
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
+    check_attention,
     check_divisor,
+    check_no_target,
     normalized,
     one_for_zero,
 )
@@ -42,7 +50,7 @@ class _GroupLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        operation: IndexerLoss,
+        operation: IndexerLoss | IndexerLossWithTarget,
         shards: SequenceShards,
         query_index: Tensor,
         weights: Tensor,
@@ -50,9 +58,9 @@ class _GroupLoss(torch.autograd.Function):
         *others: Tensor | None,
     ) -> Tensor:
         ctx.constants = len(others)
-        *attention_queries, key, key_rope = others
-        queries = (query_index, weights, *attention_queries)
-        keys = (key_index, key, key_rope)
+        count = len(others) - (len(operation.kinds) - 1)
+        queries = (query_index, weights, *others[:count])
+        keys = (key_index, *others[count:])
         sources = operation.sources(shards, keys)
         full = gather_keys(shards, sources, operation.kinds, keys)
         losses = []
@@ -68,7 +76,7 @@ class _GroupLoss(torch.autograd.Function):
         d_queries, d_keys = sum_gradients(shards, queries[:2], full[:1], seen, gradients)
         total = sum(losses, start=query_index.new_zeros((), dtype=sum_dtype(query_index)))
         if any(ctx.needs_input_grad):
-            d_local_keys = [reduce_scatter(shards, d) for d in d_keys if d is not None]
+            d_local_keys = [return_gradient(sources[0], d) for d in d_keys if d is not None]
             ctx.save_for_backward(*d_queries, *d_local_keys)
             ctx.key_dtype = key_index.dtype
         return all_reduce(shards, total)
@@ -270,17 +278,17 @@ def sparse_flash_attention(
 
 @collective
 def lightning_indexer_kl_loss(
-    query: Tensor,
-    key: Tensor,
+    query: Tensor | None,
+    key: Tensor | None,
     query_index: Tensor,
     key_index: Tensor,
     weights: Tensor,
     sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
     *,
     shards: SequenceShards,
-    scale_value: float,
+    scale_value: float | None = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     layout: str = "TND",
@@ -289,6 +297,9 @@ def lightning_indexer_kl_loss(
     weight: Tensor | None = None,
     reduction: Literal["sum", "mean"] = "sum",
     normalizer: Tensor | float | None = None,
+    target: Tensor | None = None,
+    normalize_target: bool = False,
+    cmp_ratio: int = 1,
 ) -> Tensor:
     """:func:`ascend_attn_ops.lightning_indexer_kl_loss` of the tokens of all ranks.
 
@@ -317,6 +328,13 @@ def lightning_indexer_kl_loss(
             number, or by the sum of the weights of all ranks.
         normalizer: what the sum is divided by, the same on all ranks; a tensor with one element is
             read on its device. Instead of reduction="mean".
+        target: p of the local tokens, (T, 1, K) or (1, T, 1, K), in place of the attention, whose
+            arguments are then None: 0 in slots that no token reads; float32 (float64 for float64
+            inputs).
+        normalize_target: divide each row of `target` by its sum, so that rows count alike.
+        cmp_ratio: how many tokens a key stands for; beside `target` only. Above 1, key_index has
+            the local compressed keys of `shards.compressed(cmp_ratio)`. sparse_mode may be 0 beside
+            a target.
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).
@@ -347,15 +365,33 @@ def lightning_indexer_kl_loss(
         torch.Size([8, 8, 128])
     """
     check_divisor(reduction, normalizer)
-    operation = IndexerLoss(scale_value, sparse_mode, deterministic)
-    queries, keys = guard(
-        operation, shards, layout,
-        queries={
-            "query_index": query_index, "weights": weights, "query": query,
-            "sparse_indices": sparse_indices, "softmax_max": softmax_max,
+    attention = {
+        "query": query, "key": key, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
+        "scale_value": scale_value,
+    }  # fmt: skip
+    check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
+    operation: IndexerLoss | IndexerLossWithTarget
+    of_tokens: dict[str, Tensor | None] = {"query_index": query_index, "weights": weights}
+    of_keys: dict[str, Tensor | None] = {"key_index": key_index}
+    if target is None:
+        check_no_target(normalize_target, cmp_ratio)
+        operation = IndexerLoss(cast("float", scale_value), sparse_mode, deterministic)
+        of_tokens |= {
+            "query": query, "sparse_indices": sparse_indices, "softmax_max": softmax_max,
             "softmax_sum": softmax_sum, "query_rope": query_rope, "weight": weight,
-        },
-        keys={"key_index": key_index, "key": key, "key_rope": key_rope},
+        }  # fmt: skip
+        of_keys |= {"key": key, "key_rope": key_rope}
+    else:
+        where = f"ascend::{IndexerLossWithTarget.name}"
+        check_tensor(where, "sparse_indices", sparse_indices)
+        check_flag(where, "normalize_target", normalize_target)
+        cmp_ratio = check_count(where, "cmp_ratio", cmp_ratio, least=1)
+        operation = IndexerLossWithTarget(
+            cmp_ratio, sparse_mode, deterministic, bool(normalize_target)
+        )
+        of_tokens |= {"sparse_indices": sparse_indices, "target": target, "weight": weight}
+    queries, keys = guard(
+        operation, shards, layout, queries=of_tokens, keys=of_keys,
         # Reading a tensor's value would wait for its device.
         options={
             "reduction": reduction,

@@ -21,6 +21,25 @@ def divergences(target: Tensor, softmax: Tensor) -> Tensor:
     return target.clamp(min=_SMALLEST).log() - softmax.clamp(min=_SMALLEST).log()
 
 
+def gradients_and_loss(
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    target: Tensor,
+    factors: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """The gradients of query_index, key_index and weights, and the loss, (1,)."""
+    scaled = target if factors is None else target * factors
+    *gradients, softmax = sparse_lightning_indexer_kl_loss_grad(
+        query_index, key_index, weights, sparse_indices, scaled, **options
+    )
+    divergence = divergences(target, softmax.view(target.shape))
+    # A factor or a target of 0 leaves out what has no logarithm, too.
+    return *gradients, torch.where(scaled == 0, 0, scaled * divergence).sum().reshape(1)
+
+
 class _LossWithTarget(torch.autograd.Function):
     """The loss, (1,), whose gradients are computed with it: its backward scales them, on the
     device."""
@@ -36,15 +55,12 @@ class _LossWithTarget(torch.autograd.Function):
         factors: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        scaled = target if factors is None else target * factors
-        *gradients, softmax = sparse_lightning_indexer_kl_loss_grad(
-            query_index, key_index, weights, sparse_indices, scaled, **options
+        *gradients, loss = gradients_and_loss(
+            query_index, key_index, weights, sparse_indices, target, factors, options
         )
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [x.dtype for x in (query_index, key_index, weights)]
-        divergence = divergences(target, softmax.view(target.shape))
-        # A factor or a target of 0 leaves out what has no logarithm, too.
-        return torch.where(scaled == 0, 0, scaled * divergence).sum().reshape(1)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,6 +88,17 @@ def loss_with_target(
     options: dict[str, Any],
 ) -> Tensor:
     """The sum over all tokens, (). `weight` is a factor of each token."""
+    target, factors = prepared_target(target, sparse_indices, weight, normalize)
+    loss: Tensor = _LossWithTarget.apply(
+        query_index, key_index, weights, sparse_indices, target, factors, options
+    )
+    return loss.squeeze(0)
+
+
+def prepared_target(
+    target: Tensor, sparse_indices: Tensor, weight: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The target, 0 where there is no key, and the factors of its rows."""
     # The device wants 0 where there is no key.
     target = target.detach()
     if sparse_indices.numel() == target.numel():  # the operator refuses others
@@ -83,10 +110,7 @@ def loss_with_target(
     if weight is not None:
         factors = weight.detach().to(target.dtype)
         factors = factors.reshape(*factors.shape, *[1] * (target.dim() - factors.dim()))
-    loss: Tensor = _LossWithTarget.apply(
-        query_index, key_index, weights, sparse_indices, target, factors, options
-    )
-    return loss.squeeze(0)
+    return target, factors
 
 
 def tokens_on_device(

@@ -199,7 +199,7 @@ def lightning_indexer_kl_loss(
         "query": query, "key": key, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
         "scale_value": scale_value,
     }  # fmt: skip
-    _check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
+    check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
     if target is not None:
         loss = loss_with_target(
             query_index, key_index, weights, sparse_indices, target, weight, normalize_target,
@@ -215,13 +215,7 @@ def lightning_indexer_kl_loss(
                 query_index, actual_seq_lengths_query, layout, weight, loss.dtype
             )
         return normalized(loss, normalizer)
-    of_target = {"normalize_target": False, "cmp_ratio": 1, "cmp_residual_key": None}
-    for (name, default), given in zip(
-        of_target.items(), (normalize_target, cmp_ratio, cmp_residual_key), strict=True
-    ):
-        if given is not default and given != default:
-            expected = f"{default} without a target"
-            raise wrong(ValueError, _NAME, name, expected, shown(given))
+    check_no_target(normalize_target, cmp_ratio, cmp_residual_key)
     attended = (cast("Tensor", x) for x in (query, key, softmax_max, softmax_sum))
     query, key, softmax_max, softmax_sum = attended
     query_lengths = lengths_of(actual_seq_lengths_query, where=(_NAME, "actual_seq_lengths_query"))
@@ -237,7 +231,7 @@ def lightning_indexer_kl_loss(
     return normalized(loss, normalizer)
 
 
-def _check_attention(attention: dict[str, Tensor | float | None], target: Tensor | None) -> None:
+def check_attention(attention: dict[str, Tensor | float | None], target: Tensor | None) -> None:
     """Raises unless the target is given, or all of what it is computed from."""
     for name, x in attention.items():
         if target is not None and x is not None:
@@ -245,6 +239,19 @@ def _check_attention(attention: dict[str, Tensor | float | None], target: Tensor
         if target is None and x is None and not name.endswith("_rope"):
             expected = "the attention's, or a target in place of the attention"
             raise wrong(ValueError, _NAME, name, expected, "None")
+
+
+def check_no_target(
+    normalize_target: bool, cmp_ratio: int, cmp_residual_key: Tensor | None = None
+) -> None:
+    """Raises for options that a loss without a target does not have."""
+    of_target = {"normalize_target": False, "cmp_ratio": 1, "cmp_residual_key": None}
+    for (name, default), given in zip(
+        of_target.items(), (normalize_target, cmp_ratio, cmp_residual_key), strict=True
+    ):
+        if given is not default and given != default:
+            expected = f"{default} without a target"
+            raise wrong(ValueError, _NAME, name, expected, shown(given))
 
 
 def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
