@@ -106,9 +106,32 @@ def test_other_windows() -> None:
     on_ranks(3, with_other_windows)
 
 
+def key_gradient_errors(group: ProcessGroup) -> dict[str, tuple[float, float]]:
+    lengths, kind = [700, 324], KINDS["HCA"]
+    with ops.limits(None):
+        shards = SequenceShards(lengths, group)
+        half = inputs(lengths, kind, torch.bfloat16)
+        exact = {name: x.double() for name, x in half.items()}
+        truth, one = (run(x, of_one_process(lengths), kind) for x in (exact, half))
+        local = {name: shards.shard(x) for name, x in half.items()}
+        ours = run(local, of_a_rank(shards), kind)
+    return {
+        name: (
+            relative_error(shards.unshard(ours[name]), truth[name]),
+            relative_error(one[name], truth[name]),
+        )
+        for name in ("d_ori_kv", "d_values")
+    }
+
+
+def test_key_gradients_in_bfloat16_are_nearly_as_exact() -> None:
+    for name, (ours, one) in on_ranks(4, key_gradient_errors)[0].items():
+        print(f"{name}: {ours:.2e} on 4 ranks, {one:.2e} in one process")
+        assert ours <= 1.5 * one, name
+
+
 def keys_of_ranks(group: ProcessGroup) -> list[list[int]]:
     shards = SequenceShards([13], group, "contiguous").compressed(4)
-    assert shards is not None
     return [shards.positions().tolist(), list(shards.lengths)]
 
 
