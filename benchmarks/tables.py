@@ -160,11 +160,25 @@ def compressed_keys(results: Results) -> str:
     rows = []
     for case, by in results.cases("sparse_flash_mla").items():
         operator, kind, sizes = case.split(" ", 2)
+        if operator == "decode":
+            continue
         times = ms(by["ours"]), share_of_peak(by["ours"]), takes(by, "torch, masking")
         rows.append([f"`{operator}`", kind, sizes, *times])
     rows.sort(key=lambda row: row[0].strip("`"))
     header = ["", "layer", "sizes", "ours, ms", "share of the matmul peak"]
     return markdown([*header, "torch takes, all pairs and a mask"], rows, 3)
+
+
+def compressed_decode(results: Results) -> str:
+    if not results.measured("sparse_flash_mla"):
+        return NOT_MEASURED
+    rows = []
+    for case, by in results.cases("sparse_flash_mla").items():
+        step, kind, sizes = case.split(" ", 2)
+        if step == "decode":
+            rows.append([kind, sizes, *(ms(by[name]) for name in ("ours", "reading", "products"))])
+    header = ["layer", "sizes", "ours, ms", "one reading of the keys, ms", "the products, ms"]
+    return markdown(header, rows, 2)
 
 
 def training_rows(
@@ -451,7 +465,8 @@ TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
         machine, readme, sparse, sparse_sizes, sparse_memory, training_step, crossover,
-        transformers_training, indexer, compressed_keys, serving, decode, decode_memory, paging,
+        transformers_training, indexer, compressed_keys, compressed_decode, serving, decode,
+        decode_memory, paging,
         dense, dense_memory, sinks_and_ropes, dense_decode, prefill, prefill_int8, prefill_memory,
         products, scatter, host_time, call_overhead, flash_attn_names, dtensor, threads, simulated,
     )

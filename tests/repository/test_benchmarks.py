@@ -138,19 +138,24 @@ def test_the_table_of_processors(tmp_path: Path) -> None:
 def test_the_table_of_compressed_keys(tmp_path: Path) -> None:
     from results import Recorder, load
     from sparse_flash_mla import Shape
-    from tables import NOT_MEASURED, compressed_keys
+    from tables import NOT_MEASURED, compressed_decode, compressed_keys
 
     path = tmp_path / "results.json"
     record(path)
-    assert compressed_keys(load(path)[0]) == NOT_MEASURED
+    assert compressed_keys(load(path)[0]) == compressed_decode(load(path)[0]) == NOT_MEASURED
     recorder = Recorder("sparse_flash_mla", path)
     figures = {"seconds": 0.2, "gflops": 40.0, "peak_gflops": 80.0}
     for operator in ("sparse_flash_mla_grad", "sparse_flash_mla"):
         recorder.add(f"{operator} {Shape('CSA', 1024)}", "ours", **figures)
     recorder.add(f"sparse_flash_mla {Shape('CSA', 1024)}", "torch, masking", seconds=0.5)
+    for name, seconds in (("ours", 0.003), ("reading", 0.001), ("products", 0.002)):
+        recorder.add("decode CSA B=8 S=16384 N1=64", name, seconds=seconds)
     assert compressed_keys(load(path)[0]).splitlines()[2:] == [
         "| `sparse_flash_mla` | CSA | S=1024 N1=64 bfloat16 | 200 | 50% | 2.5x |",
         "| `sparse_flash_mla_grad` | CSA | S=1024 N1=64 bfloat16 | 200 | 50% | \N{EN DASH} |",
+    ]
+    assert compressed_decode(load(path)[0]).splitlines()[2:] == [
+        "| CSA | B=8 S=16384 N1=64 | 3.00 | 1.00 | 2.00 |"
     ]
 
 
