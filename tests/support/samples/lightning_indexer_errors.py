@@ -49,7 +49,6 @@ WRONG_CALLS = [
             ("ratio", "cmp_ratio", {"s": (9, 3), "ratio": 3}),
             ("heads", "query", {"heads": 7}),
             ("K", "sparse_count", {"k": 9216}),
-            ("lengths", "actual_seq_lengths_query", {"lengths": ((9, 8), (2, 2))}),
         )
     ),
     WrongCall(

@@ -34,7 +34,6 @@ WRONG_CALLS = [
     limit("S1 0", replace(DEVICE, s=(0, 0)), "query_index"),
     limit("S1 8193", replace(DEVICE, b=1, s=(8193, 2048), k=512), "query_index"),
     limit("S2 0", replace(DEVICE, s=(3, 0), ratio=1), "query_index"),
-    limit("lengths", replace(DEVICE, lengths=((9, 8), (2, 2))), "actual_seq_lengths_query"),
     limit("deterministic", DEVICE, "deterministic", {"deterministic": True}),
     WrongCall(
         "limits-weights", KL_LOSS_GRAD, DEVICE, put("weights", Tensor.bfloat16), "weights",
