@@ -29,6 +29,16 @@ void check_residual_value(std::string_view op, std::string_view argument, int64_
               "expected values in [0, cmp_ratio = ", ratio, "), got ", residual, place);
 }
 
+void check_derived_residual(std::string_view op, std::string_view argument, int64_t ratio,
+                            const c10::SymInt& batch, const c10::SymInt& tokens,
+                            const c10::SymInt& keys) {
+  const auto known_tokens = tokens.maybe_as_int();
+  const auto known_keys = keys.maybe_as_int();
+  if (batch.maybe_as_int().value_or(0) > 0 && known_tokens && known_keys) {
+    read_residuals(op, {argument, std::nullopt}, ratio, *known_tokens, *known_keys);
+  }
+}
+
 std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor residual,
                                     int64_t ratio, c10::ArrayRef<int64_t> tokens,
                                     c10::ArrayRef<int64_t> keys) {

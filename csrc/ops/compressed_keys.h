@@ -23,6 +23,11 @@ void check_residual(std::string_view op, NamedOptionalTensor residual, NamedTens
 // Raises unless a residual is in [0, ratio). `place` follows the value in the error.
 void check_residual_value(std::string_view op, std::string_view argument, int64_t ratio,
                           int64_t residual, std::string_view place);
+// Raises unless the residual that is left out, of padded batches without lengths, is one. Does
+// nothing where a size is not known.
+void check_derived_residual(std::string_view op, std::string_view argument, int64_t ratio,
+                            const c10::SymInt& batch, const c10::SymInt& tokens,
+                            const c10::SymInt& keys);
 // Returns the residual of every sequence; if the argument is None, that of `tokens`, of which
 // `keys` keys are complete. A device makes the host wait.
 std::vector<int64_t> read_residuals(std::string_view op, NamedOptionalTensor residual,

@@ -127,6 +127,13 @@ class MlaRules {
     check_cmp_ratio(Op::name, options_.cmp_ratio);
     check_residual(Op::name, {"cmp_residual_kv", options_.cmp_residual_kv}, {"query", op_.query},
                    batch());
+    const bool of_shapes = options_.layout == Layout::BSND && !ori_pages_.given() &&
+                           !options_.actual_seq_lengths_ori_kv &&
+                           !options_.actual_seq_lengths_cmp_kv;
+    if (of_shapes && mode == kCausalMode && !options_.cmp_residual_kv) {
+      check_derived_residual(Op::name, "cmp_residual_kv", options_.cmp_ratio, batch(),
+                             op_.ori_kv.sym_size(1), op_.cmp_kv->sym_size(1));
+    }
     if (op_.cmp_sparse_indices) {
       rules.check_sparse_indices({"cmp_sparse_indices", *op_.cmp_sparse_indices});
     }

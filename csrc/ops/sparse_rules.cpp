@@ -288,12 +288,8 @@ void SparseRules::check_compression(int64_t ratio, NamedOptionalTensor residual,
   if (ratio == 1 || residual.tensor || !causal || query_lengths || key_lengths) {
     return;
   }
-  const auto sequences = batch.maybe_as_int();
-  const auto queries = query_.tensor.sym_size(1).maybe_as_int();
-  const auto keys = key_.tensor.sym_size(1).maybe_as_int();
-  if (sequences.value_or(0) > 0 && queries && keys) {
-    read_residuals(op_, residual, ratio, *queries, *keys);
-  }
+  check_derived_residual(op_, residual.name, ratio, batch, query_.tensor.sym_size(1),
+                         key_.tensor.sym_size(1));
 }
 
 void SparseRules::check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const {

@@ -93,9 +93,7 @@ def value_rules(operator: Operator) -> Iterator[WrongCall]:
     yield wrong("residuals", residual, "cmp_residual_kv", lambda x: x[:1], on_meta=True)
     for keys in (3, 20):
         change = put("ori_kv", lambda x, keys=keys: x.repeat(1, 3, 1, 1)[:, :keys])
-        yield WrongCall(
-            f"{keys} tokens of 4 keys", operator, BSND, change, "cmp_residual_kv", on_meta=False
-        )
+        yield WrongCall(f"{keys} tokens of 4 keys", operator, BSND, change, "cmp_residual_kv")
     for rule, case, value in (
         ("is Lc", BSND, 4), ("below -1", BSND, -2), ("huge", BSND, 2**31 - 1),
         ("is Lc", TND, 1), ("below -1", TND, -(2**31)),
