@@ -124,8 +124,8 @@ def of_ratio(ratio: int) -> Sizes:
 
 
 def of_kind(kind: str, ratio: int | None = None) -> Sizes:
-    options = {"cmp_ratio": RATIOS[kind] if ratio is None else ratio}
-    return Sizes(kind=kind, s=7 if kind != "hca" else 130, options=options)
+    ratio, tokens = ratio or RATIOS[kind], 130 if kind == "hca" else 7
+    return Sizes(kind=kind, s=tokens, keys=tokens // ratio, options={"cmp_ratio": ratio})
 
 
 # An operator, what a device takes, what it refuses, what the error expects and what it got.
