@@ -70,7 +70,7 @@ def test_pages_are_contiguous_keys(form: str, block_size: int, sq: int, mode: in
                 x[blocks[b, at]] = torch.nan
             blocks[b, at] = 10**6
     for x, y in zip(attend(query, *pages, block_table=blocks, **options), expected, strict=True):
-        if sq == 1 and form == "fractals":
+        if sq < 40 and form == "fractals":
             torch.testing.assert_close(x, y)
         else:
             assert torch.equal(x, y)

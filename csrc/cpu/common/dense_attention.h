@@ -17,7 +17,10 @@
 
 namespace ascend_attn::cpu {
 
-inline constexpr int64_t kFewRows = 8;  // see in_place
+// See in_place. Many packed keys do not stay in the caches, so that more rows read them in place.
+inline constexpr int64_t kFewRows = 8;
+inline constexpr int64_t kFewRowsOfManyKeys = 32;
+inline constexpr int64_t kManyKeys = 256;
 
 // One sequence. Its tokens are counted within its batch of the tensors.
 struct DenseSequence : Sequence {
@@ -78,7 +81,8 @@ struct DenseAttention {
   bool in_place(const DenseSequence& sequence) const {
     const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
     const int64_t rows = sequence.queries * group();
-    return whole_keys && query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : kFewRows);
+    const int64_t most = sequence.keys < kManyKeys ? kFewRows : kFewRowsOfManyKeys;
+    return whole_keys && query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : most);
   }
 
   Layout layout;  // never BNSD_BSND, which is BNSD here
