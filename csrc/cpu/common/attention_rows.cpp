@@ -2,6 +2,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -36,7 +37,9 @@ class AttentionRows {
  public:
   using T = Accumulator<Operand>;
 
-  explicit AttentionRows(const DenseAttention& attention) : attention_(attention) {}
+  // `rows` is a multiple of kRowStep that no task exceeds.
+  AttentionRows(const DenseAttention& attention, int64_t rows)
+      : attention_(attention), rows_(rows) {}
 
   // Returns the size of a tile that holds the results of any of these tasks.
   static ResultSize result_size(const DenseAttention& attention,
@@ -90,27 +93,29 @@ class AttentionRows {
     const auto key = HeadKeys<Input>::keys(attention_, sequence, task.key_head);
     const auto value = HeadKeys<Input>::values(attention_, sequence, task.key_head);
     std::array<bool, kMaxRows / kRowBlock> started{};
+    auto& keys = key_tile();
+    auto& values = value_tile();
     for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {
-      keys_.load(key, begin, count);
-      values_.load(value, begin, count);
+      keys.load(key, begin, count);
+      values.load(value, begin, count);
       for_each_tile(sequence, attention_.group(), task.first_row, task.rows(), begin, count,
                     [&](const ScoreTile& tile) {
                       const int64_t row = tile.first_row - task.first_row;
                       bool& has_started = started[row / kRowBlock];
                       const int64_t rows = product_rows(tile.rows);
-                      tile_gemm({rows, tile.width(), keys_.size(), query_.from(row),
-                                 keys_.transposed(tile.begin), scores_.from(0, tile.begin), false});
+                      tile_gemm({rows, tile.width(), keys.size(), query_.from(row),
+                                 keys.transposed(tile.begin), scores_.from(0, tile.begin), false});
                       update_softmax(tile, task.key_head, row, scores_, has_started);
-                      tile_gemm({rows, values_.size(), tile.width(),
+                      tile_gemm({rows, value_size_, tile.width(),
                                  as_operand(scores_, rows, tile, probabilities_),
-                                 values_.by_rows(tile.begin), out(row), has_started});
+                                 values.by_rows(tile.begin), out(row), has_started});
                       has_started = true;
                     });
     });
     // Rows that keep other parts alone are merged with those.
     for (int64_t row = 0; row < task.rows(); row += kRowBlock) {
       if (!started[row / kRowBlock]) {
-        std::fill_n(out(row).data(), std::min(kRowBlock, task.rows() - row) * values_.size(), T(0));
+        std::fill_n(out(row).data(), std::min(kRowBlock, task.rows() - row) * value_size_, T(0));
       }
     }
   }
@@ -118,7 +123,7 @@ class AttentionRows {
   void attend_in_place(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
     const int64_t rows = task.rows_of_head;
-    std::fill_n(out(0).data(), task.rows() * values_.size(), T(0));
+    std::fill_n(out(0).data(), task.rows() * value_size_, T(0));
     for (int64_t begin = part.begin; begin < part.end; begin += kKeysInPlace) {
       const int64_t count = std::min(kKeysInPlace, part.end - begin);
       const ScoreTile tile(sequence, attention_.group(), task.first_row, rows, begin, count);
@@ -152,7 +157,7 @@ class AttentionRows {
     for (int64_t h = 0; h < task.key_heads; ++h) {
       const auto key = HeadKeys<Input>::keys(attention_, *task.sequence, task.key_head + h);
       score_rows<T, Operand>({1, rows, count}, query_.from(h * rows), attention_.size,
-                             rows_of(keys_.read(key, begin, count)), {count, count},
+                             rows_of(key_tile().read(key, begin, count)), {count, count},
                              scores_.from(h * rows));
     }
   }
@@ -219,16 +224,33 @@ class AttentionRows {
     });
   }
 
-  Matrix<T> out(int64_t row) const { return {result_.out + row * values_.size(), values_.size()}; }
+  // The tiles of keys and values, which rows that read them in place do without.
+  KeyTile<Operand>& key_tile() {
+    if (!keys_) {
+      keys_.emplace(attention_.size, /*by_rows=*/false, /*transposed=*/true);
+    }
+    return *keys_;
+  }
+  KeyTile<Operand>& value_tile() {
+    if (!values_) {
+      values_.emplace(attention_.value_size, /*by_rows=*/true, /*transposed=*/false);
+    }
+    return *values_;
+  }
+
+  Matrix<T> out(int64_t row) const { return {result_.out + row * value_size_, value_size_}; }
 
   const DenseAttention& attention_;
   AttentionScores<Input, T> scores_of_{attention_};
-  KeyTile<Operand> keys_{attention_.size, /*by_rows=*/false, /*transposed=*/true};
-  KeyTile<Operand> values_{attention_.value_size, /*by_rows=*/true, /*transposed=*/false};
-  Tile<Operand> query_{kMaxRows, keys_.size()};
+  int64_t rows_;
+  int64_t value_size_ = round_up(attention_.value_size, depth_step<Operand>);
+  std::optional<KeyTile<Operand>> keys_, values_;
+  // load_rows zeroes up to a step of rows behind those of the last head.
+  Tile<Operand> query_{rows_ + kRowStep, round_up(attention_.size, depth_step<Operand>)};
   Partial<T> result_{};
-  Tile<T> scores_{kRowBlock, kKeyBlock};
-  Tile<Operand> probabilities_{std::is_same_v<Operand, T> ? 0 : kRowBlock, kKeyBlock};
+  Tile<T> scores_{std::min(rows_, kRowBlock), kKeyBlock};
+  Tile<Operand> probabilities_{std::is_same_v<Operand, T> ? 0 : std::min(rows_, kRowBlock),
+                               kKeyBlock};
   Tile<T> factor_{1, kMaxRows};
 };
 
@@ -249,7 +271,7 @@ void attend_rows(const DenseAttention& attention, const DenseOutputs& outputs) {
   auto tasks = divide(attention);
   const auto size = Worker::result_size(attention, tasks);
   attend_to_parts<T>(
-      std::move(tasks), size, [&] { return std::make_unique<Worker>(attention); },
+      std::move(tasks), size, [&] { return std::make_unique<Worker>(attention, size.rows); },
       [&](const RowsTask& task, const Partial<T>& result, int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) {
           const int64_t row = task.first_row + at % task.rows_of_head;

@@ -27,7 +27,9 @@ template <typename T>
 class Partials {
  public:
   Partials(int64_t count, int64_t rows, int64_t size)
-      : rows_(rows), out_(count * rows, size), statistics_(2 * count, rows) {}
+      : rows_(rows),
+        out_(count * rows, size, TileContent::unset),
+        statistics_(2 * count, rows, TileContent::unset) {}
 
   Partial<T> operator[](int64_t index) const {
     return {0, out_.row(index * rows_), statistics_.row(2 * index), statistics_.row(2 * index + 1)};

@@ -19,6 +19,10 @@ struct HeadColumns {
 
   int64_t rope_begin() const { return round_up(nope, depth_step<Operand>); }
   int64_t width() const { return rope_begin() + round_up(rope, depth_step<Operand>); }
+  // For tiles whose padding stays as it is.
+  TileContent content() const {
+    return nope + rope == width() ? TileContent::unset : TileContent::zeros;
+  }
 };
 
 // Computes scores as keys * query^T, (keys, heads): the gathered keys are used as they are, the
@@ -64,8 +68,8 @@ class QueryKeyProduct {
   HeadColumns<Operand> columns_;
   int64_t max_keys_;
   Tile<Operand> query_{heads_, columns_.width()};
-  Tile<Operand> packed_query_{columns_.width(), heads_};
-  Tile<Operand> keys_{max_keys_, columns_.width()};
+  Tile<Operand> packed_query_{columns_.width(), heads_, TileContent::unset};
+  Tile<Operand> keys_{max_keys_, columns_.width(), columns_.content()};
 };
 
 }  // namespace ascend_attn::cpu

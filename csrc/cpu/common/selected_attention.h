@@ -130,10 +130,11 @@ class SelectedAttention {
   T scale_;
   QueryKeyProduct<Input, Operand> product_{padded_heads_, {size_, rope_size_}, kMaxKeys};
   ValueTile<Operand> value_tile_;
-  Tile<Operand> packed_values_{kMaxKeys, size_};
-  Tile<T> scores_{kMaxKeys, padded_heads_};
-  Tile<Operand> by_key_{kMaxKeys, padded_heads_};         // exp(score - max)
-  Tile<Operand> probabilities_{padded_heads_, kMaxKeys};  // the same, transposed
+  Tile<Operand> packed_values_{depth_step<Operand> > 1 ? kMaxKeys : 0, size_, TileContent::unset};
+  Tile<T> scores_{kMaxKeys, padded_heads_, TileContent::unset};
+  Tile<Operand> by_key_{kMaxKeys, padded_heads_, TileContent::unset};  // exp(score - max)
+  // The same, transposed.
+  Tile<Operand> probabilities_{padded_heads_, kMaxKeys, TileContent::unset};
   Tile<T> factor_{1, padded_heads_};
 };
 

@@ -36,22 +36,27 @@ constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step -
 template <typename Operand>
 inline constexpr int64_t depth_step = sizeof(Operand) < 4 ? 4 / sizeof(Operand) : 1;
 
-// Zero-initialised scratch memory of one thread: a row-major matrix, or an operand B of as many
-// elements. Rows are aligned for vector loads if `columns` is a multiple of 32.
+// The elements of a new tile. Unset is for those that are all written before they are read: a call
+// of decoding is so short that zeroing them shows.
+enum class TileContent { zeros, unset };
+
+// Scratch memory of one thread: a row-major matrix, or an operand B of as many elements. Rows are
+// aligned for vector loads if `columns` is a multiple of 32.
 template <typename T>
 class Tile : public Matrix<T> {
  public:
   Tile() = default;
-  Tile(int64_t rows, int64_t columns) : Tile(zeros(rows * columns), columns) {}
+  Tile(int64_t rows, int64_t columns, TileContent content = TileContent::zeros)
+      : Tile(allocate(rows * columns, content), columns) {}
 
  private:
   Tile(at::DataPtr memory, int64_t stride)
       : Matrix<T>(static_cast<T*>(memory.get()), stride), memory_(std::move(memory)) {}
 
-  static at::DataPtr zeros(int64_t count) {
+  static at::DataPtr allocate(int64_t count, TileContent content) {
     const auto bytes = static_cast<size_t>(count) * sizeof(T);
     auto memory = c10::GetCPUAllocator()->allocate(bytes);
-    if (memory) {
+    if (memory && content == TileContent::zeros) {
       std::memset(memory.get(), 0, bytes);
     }
     return memory;
