@@ -20,23 +20,25 @@ void attend(const SparseInputs& inputs, double scale,
   using T = Accumulator<Operand>;
   const auto sequences = inputs.by_sequence<Input>();
   using Rows = SequenceInputs<Input>;
-  std::vector<SelectingToken<Rows>> tokens;
+  SelectingTokens<Rows> all_tokens(inputs.heads);
   for (const auto& sequence : sequences) {
     for (int64_t token = 0; token < sequence.sequence.queries; ++token) {
       const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
-      tokens.push_back({&sequence, token, inputs.heads, std::min(sequence.count, blocks)});
+      all_tokens.add(sequence, token, std::min(sequence.count, blocks));
     }
   }
+  auto tokens = std::move(all_tokens).divided();
+  const int64_t heads = tokens.empty() ? 0 : tokens[0].heads;
   auto* out = std::get<0>(outputs).template mutable_data_ptr<Input>();
   const auto statistics_of = [](const at::Tensor& statistics, int64_t row) {
     return statistics.numel() > 0 ? statistics.mutable_data_ptr<T>() + row : nullptr;
   };
   using Worker = SelectedAttention<Rows, Operand>;
   attend_to_parts<T>(
-      std::move(tokens), {Worker::padded_heads(inputs.heads), inputs.size},
-      [&] { return std::make_unique<Worker>(inputs, scale); },
+      std::move(tokens), {Worker::padded_heads(heads), inputs.size},
+      [&] { return std::make_unique<Worker>(inputs, heads, scale); },
       [&](const SelectingToken<Rows>& token, const Partial<T>& result, int64_t begin, int64_t end) {
-        const int64_t row = token.first_row();
+        const int64_t row = token.first_row;
         const TokenOutputs<Input, T> to{out + row * inputs.size,
                                         statistics_of(std::get<1>(outputs), row),
                                         statistics_of(std::get<2>(outputs), row)};

@@ -64,23 +64,26 @@ void attend(const MlaInputs& inputs, double scale, const SparseFlashMla::Outputs
   using Rows = MlaRows<Input>;
   using Worker = SelectedAttention<Rows, Operand>;
   const auto sequences = inputs.by_sequence<Input>();
-  std::vector<SelectingToken<Rows>> tokens;
+  SelectingTokens<Rows> all_tokens(inputs.heads);
   for (const auto& sequence : sequences) {
     for (int64_t token = 0; token < sequence.sequence.originals.queries; ++token) {
-      tokens.push_back({&sequence, token, inputs.heads, sequence.selected(token).size()});
+      all_tokens.add(sequence, token, sequence.selected(token).size());
     }
   }
+  auto tokens = std::move(all_tokens).divided();
+  const int64_t heads = tokens.empty() ? 0 : tokens[0].heads;
   const auto& [out, softmax_lse] = outputs;
   auto* to = out.template mutable_data_ptr<Input>();
   auto* lse = softmax_lse.numel() > 0 ? softmax_lse.template mutable_data_ptr<T>() : nullptr;
   const auto* sink = inputs.sink.defined() ? inputs.sink.template const_data_ptr<T>() : nullptr;
   attend_to_parts<T>(
-      std::move(tokens), {Worker::padded_heads(inputs.heads), inputs.size},
-      [&] { return std::make_unique<Worker>(inputs, scale); },
+      std::move(tokens), {Worker::padded_heads(heads), inputs.size},
+      [&] { return std::make_unique<Worker>(inputs, heads, scale); },
       [&](const SelectingToken<Rows>& token, const Partial<T>& result, int64_t begin, int64_t end) {
-        const int64_t row = token.first_row();
-        MlaOutputs<Input, T>{to + row * inputs.size, lse ? lse + row : nullptr, sink}.store(
-            result, begin, end, inputs.size);
+        const int64_t row = token.first_row;
+        MlaOutputs<Input, T>{to + row * inputs.size, lse ? lse + row : nullptr,
+                             sink ? sink + token.first_head : nullptr}
+            .store(result, begin, end, inputs.size);
       });
 }
 

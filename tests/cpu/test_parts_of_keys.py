@@ -1,4 +1,5 @@
-"""The parts into which attention divides the keys of a row do not show, whoever computes them."""
+"""The parts into which attention divides the keys of a row, and the groups of heads of a token, do
+not show, whoever computes them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
+from ascend_attn_ops.check.samples.sparse_flash_mla import MlaCase
 from fuzz.calls import check, threads
 from support.samples import OPERATORS, Recipe, Sample, as_tuple
 
@@ -27,6 +29,14 @@ DENSE = [
     ),
 ]
 
+# Tokens few enough for their heads to be divided, into 2 and more groups, or not at all.
+FEW_TOKENS = [
+    MlaCase(b=1, s=(1, 200, 50), heads=64, d=32, ratio=4, k=40, left=100),
+    MlaCase(kind="hca", s=(1, 130, 1), heads=256, ratio=128, left=127),
+    MlaCase(kind="swa", b=1, s=(3, 700, 0), heads=128, left=600),
+    MlaCase(kind="swa", b=1, s=(1, 90, 0), heads=96, left=70, sink=False),
+]
+
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 
@@ -45,6 +55,13 @@ def test_any_number_of_threads(recipe: Recipe, dtype: torch.dtype) -> None:
     same_for_any_number_of_threads(recipe.make(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", FEW_TOKENS, ids=lambda x: x.id)
+def test_few_tokens_of_many_heads(case: MlaCase, dtype: torch.dtype) -> None:
+    sample = OPERATORS["sparse_flash_mla"].make(case, dtype)
+    check(sample, same_for_any_number_of_threads(sample))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", DENSE, ids=lambda x: x.id)
 def test_dense_attention(case: FlashCase | PromptCase, dtype: torch.dtype) -> None:
@@ -53,11 +70,12 @@ def test_dense_attention(case: FlashCase | PromptCase, dtype: torch.dtype) -> No
     check(sample, same_for_any_number_of_threads(sample))
 
 
+@pytest.mark.parametrize("heads", [4, 64, 128])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_token_alone_and_among_others(count: int) -> None:
-    """Decoding one sequence, whose parts are shared among threads, and a batch of them."""
+def test_a_token_alone_and_among_others(count: int, heads: int) -> None:
+    """Decoding one sequence, whose parts and heads threads share, and a batch of them."""
     batch, keys = 13, 1500
-    query, cache = torch.randn(batch, 1, 4, 32), torch.randn(batch, keys, 1, 32)
+    query, cache = torch.randn(batch, 1, heads, 32), torch.randn(batch, keys, 1, 32)
     indices = torch.stack([torch.randperm(keys)[:1200] for _ in range(batch)])
     indices = indices.int().view(batch, 1, 1, 1200)
     with threads(count):

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "cpu/common/partial_attention.h"
 #include "cpu/common/query_key_product.h"
@@ -20,12 +22,54 @@ template <typename Rows>
 struct SelectingToken {
   const Rows* sequence;
   int64_t token;
+  int64_t cost;       // in blocks of keys
+  int64_t first_row;  // of the outputs, (tokens * heads, D)
+  int64_t first_head;
   int64_t heads;
-  int64_t cost;  // in blocks of keys
 
   int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
   int64_t rows() const { return heads; }
-  int64_t first_row() const { return sequence->row(token) * heads; }
+};
+
+// The tokens of a call. Few of them are divided by their heads as well, all equally, so that every
+// thread has work; each group of heads reads the keys of its token.
+template <typename Rows>
+class SelectingTokens {
+ public:
+  explicit SelectingTokens(int64_t heads) : heads_(heads) {}
+
+  void add(const Rows& sequence, int64_t token, int64_t cost) {
+    tokens_.push_back({&sequence, token, cost, sequence.row(token) * heads_, 0, heads_});
+    parts_ += tokens_.back().parts();
+  }
+
+  std::vector<SelectingToken<Rows>> divided() && {
+    int64_t groups = 1;
+    while (parts_ * groups < 2 * at::get_num_threads() && heads_ % (2 * groups) == 0 &&
+           heads_ / (2 * groups) >= kLeastHeads) {
+      groups *= 2;
+    }
+    const size_t tokens = tokens_.size();
+    for (auto& token : tokens_) {
+      token.heads = heads_ / groups;
+    }
+    for (int64_t group = 1; group < groups; ++group) {
+      for (size_t i = 0; i < tokens; ++i) {
+        auto token = tokens_[i];
+        token.first_head = group * token.heads;
+        token.first_row += token.first_head;
+        tokens_.push_back(token);
+      }
+    }
+    return std::move(tokens_);
+  }
+
+ private:
+  static constexpr int64_t kLeastHeads = 32;  // fewer take longer to load keys than to multiply
+
+  int64_t heads_;
+  int64_t parts_ = 0;
+  std::vector<SelectingToken<Rows>> tokens_;
 };
 
 template <typename Rows, typename Operand>
@@ -35,16 +79,19 @@ class SelectedAttention {
   using Token = SelectingToken<Rows>;
   using T = Accumulator<Operand>;
 
+  // `heads` of all tasks.
   template <typename Inputs>
-  SelectedAttention(const Inputs& inputs, double scale)
-      : heads_(inputs.heads),
+  SelectedAttention(const Inputs& inputs, int64_t heads, double scale)
+      : heads_(heads),
         size_(inputs.size),
         rope_size_(inputs.rope_size),
         scale_(static_cast<T>(scale)),
         value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
 
   void load(const Token& token) {
-    product_.load_query(token.sequence->query, token.sequence->query_rope, token.token, heads_);
+    const auto& rows = *token.sequence;
+    product_.load_query(rows.query.from_head(token.first_head),
+                        rows.query_rope.from_head(token.first_head), token.token, heads_);
   }
 
   // Computes a part of the token that was loaded, and sets the number of its keys.

@@ -47,6 +47,11 @@ class TokenRows {
   const T* row(int64_t token, int64_t head = 0) const {
     return data_ + token * token_stride_ + head * head_stride_;
   }
+  TokenRows from_head(int64_t head) const {
+    TokenRows rows = *this;
+    rows.data_ += head * head_stride_;
+    return rows;
+  }
 
  private:
   const T* data_ = nullptr;
