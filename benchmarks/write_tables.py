@@ -3,8 +3,8 @@
     python benchmarks/write_tables.py [RESULTS.json]
 
 The results replace those of the same processor in results.json. Tables and pictures show the first
-processor of that file, or all of them, which they then name. A table stands between two comments of
-a page, which do not show:
+processor of that file; tables that it has not measured show the next one that has, and some show
+all. Both name them. A table stands between two comments of a page, which do not show:
 
     <!-- bench: NAME -->
     <!-- bench end -->
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from processors import COMPARED
 from results import Results, load, of_processor, save
-from tables import TABLES
+from tables import NOT_MEASURED, TABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -34,7 +34,14 @@ def pages() -> dict[Path, str]:
 
 
 def table(name: str, machines: Sequence[Results]) -> str:
-    return COMPARED[name](machines) if name in COMPARED else TABLES[name](machines[0])
+    if name in COMPARED:
+        return COMPARED[name](machines)
+    for results in machines:
+        text = TABLES[name](results)
+        if text != NOT_MEASURED:
+            first = results is machines[0]
+            return text if first else f"Measured on {results.cpu}:\n\n{text}"
+    return NOT_MEASURED
 
 
 def with_tables(page: str, machines: Sequence[Results]) -> str:

@@ -135,6 +135,27 @@ def test_the_table_of_processors(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_shows_the_first_processor_that_has_measured_it(tmp_path: Path) -> None:
+    from results import Results, load
+    from tables import NOT_MEASURED, serving
+    from write_tables import with_tables
+
+    path = tmp_path / "results.json"
+    record(path)
+    (here,) = load(path)
+    rows = {
+        ("fused_infer_attention_score", "B=1, 1 over 8, rows", name): {"seconds": 0.002}
+        for name in ("ours", "reading", "products")
+    }
+    other = Results({"machine": {"cpu": "Another"}}, rows)
+    empty = "<!-- bench: serving -->\n<!-- bench end -->"
+    shown = [with_tables(empty, machines) for machines in ([here], [here, other], [other, here])]
+    tables = [page.split("-->\n", 1)[1].rsplit("\n", 1)[0] for page in shown]
+    assert tables[0] == NOT_MEASURED
+    assert tables[1] == f"Measured on Another:\n\n{serving(other)}"
+    assert tables[2] == serving(other)
+
+
 def test_the_table_of_compressed_keys(tmp_path: Path) -> None:
     from results import Recorder, load
     from sparse_flash_mla import Shape
