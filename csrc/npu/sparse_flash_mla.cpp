@@ -1,5 +1,6 @@
 #include "ops/sparse_flash_mla.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
 #include "npu/compressed_keys.h"
@@ -177,6 +178,14 @@ void sparse_flash_mla(const SparseFlashMla& op, SparseFlashMla::Outputs& outputs
       o.layout.text(), call.layout_kv, kIndices, op.return_softmax_lse, out, softmax_lse);
 }
 
+// CANN refuses the gradient in a deterministic context, also where torch only asks for a warning.
+ContextDeterminism determinism_of_gradient(const SparseMlaOptions& options) {
+  if (at::globalContext().deterministicAlgorithmsWarnOnly()) {
+    return false;
+  }
+  return options.deterministic ? ContextDeterminism(true) : std::nullopt;
+}
+
 void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Outputs& outputs) {
   const MlaCall call(op, SparseMlaPages{});
   const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
@@ -189,7 +198,7 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
   // Slots behind those that a row reads.
   fill_output(cmp_softmax_l1_norm, 0);
   const auto none = at::empty({0}, op.softmax_lse.options());
-  aclnn_sparse_flash_mla_grad.with(fills)(
+  aclnn_sparse_flash_mla_grad.with(fills).in_context(determinism_of_gradient(o))(
       call.query, op.d_out, op.out, op.softmax_lse, call.ori_kv, call.cmp_kv, std::nullopt,
       call.indices, call.cu_query, call.cu_ori, call.cu_cmp, call.seq_query, call.seq_ori,
       call.seq_cmp, call.residual, std::nullopt, std::nullopt, o.sink, std::nullopt, o.scale_value,

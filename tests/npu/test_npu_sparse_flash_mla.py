@@ -18,10 +18,11 @@ from ascend_attn_ops.check.samples.sparse_flash_mla import (
     DEVICE_CASES,
     PAGED_CASES,
     SPARSE_FLASH_MLA,
+    SPARSE_FLASH_MLA_GRAD,
     MlaCase,
 )
 from conftest import TASK_QUEUE
-from support.samples import Sample
+from support.samples import Operator, Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -91,10 +92,9 @@ def test_keys_of_any_strides() -> None:
 @pytest.mark.parametrize("case", [DEVICE, TND], ids=lambda case: case.layout)
 def test_residuals(case: MlaCase, given: bool) -> None:
     """The device always gets them, derived without waiting for it."""
-    sample = SPARSE_FLASH_MLA.make(case, torch.bfloat16)
     if given:
-        count = 1 if case.layout == "BSND" else 3
-        sample = sample.replace(cmp_residual_kv=torch.tensor([3] * count, dtype=torch.int32))
+        case = replace(case, residual=(3,) * len(case.query_counts()))
+    sample = SPARSE_FLASH_MLA.make(case, torch.bfloat16)
     actual, calls = launched(sample)
     assert_same_bits(actual, sample.call(torch.ops.ascend))
     assert all(arguments["cmpResidualKvOptional"] for _, arguments in calls)
@@ -143,6 +143,50 @@ def test_a_deterministic_gradient_is_refused() -> None:
             out.float().sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_gradient_that_may_only_warn_runs_in_a_context_without_determinism() -> None:
+    """CANN refuses it in a deterministic one. Other functions of the pass keep theirs."""
+    sample = SPARSE_FLASH_MLA.make(DEVICE, torch.bfloat16)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        gradients = []
+        for device in ("cpu", "npu"):
+            leaf = sample.to(device).requires_grad(("query",))
+            with cann_simulator.recorded_calls() as log:
+                out, _ = leaf.call(torch.ops.ascend)
+                loss = out.float().sum()
+                gradients += [x.cpu() for x in torch.autograd.grad(loss, leaf.tensors["query"])]
+                torch.npu.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_bits((gradients[1],), (gradients[0],))
+    modes = {x["function"]: x["deterministic"] for x in log if x.get("phase") == 1}
+    assert modes[GRADIENT] == 0
+    assert modes[FORWARD] == 1
+
+
+@pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure")
+@pytest.mark.parametrize(
+    ("operator", "case", "changes", "error"),
+    [
+        (SPARSE_FLASH_MLA_GRAD, DEVICE, {"deterministic": True}, "deterministic mode"),
+        (SPARSE_FLASH_MLA, replace(DEVICE, pattern="first"), {}, "row 3 has fewer than 1 indices"),
+        (SPARSE_FLASH_MLA_GRAD, replace(DEVICE, pattern="first"), {}, "reads row -1"),
+        (SPARSE_FLASH_MLA_GRAD, replace(DEVICE, b=2, residual=(0, 3)), {}, "of the first batch"),
+        (
+            SPARSE_FLASH_MLA_GRAD, replace(DEVICE, s=(20, 12, 5), residual=(0,)), {},
+            "row 3 is before all original keys",
+        ),
+    ],
+    ids=["deterministic", "forward-indices", "indices", "residuals", "before keys"],
+)  # fmt: skip
+def test_the_simulation_goes_wrong_where_the_device_does(
+    operator: Operator, case: MlaCase, changes: dict[str, Any], error: str
+) -> None:
+    sample = operator.make(case, torch.bfloat16).given(**changes).to("npu")
+    with ops.limits(None), pytest.raises(RuntimeError, match=error):
+        [x.cpu() for x in sample.call(torch.ops.ascend)]
 
 
 def test_checked_values() -> None:

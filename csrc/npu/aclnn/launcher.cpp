@@ -185,33 +185,35 @@ Signature* loaded_function(const char* name) {
   return reinterpret_cast<Signature*>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Switches determinism on in the context of this thread, where `on` asks for it, and puts back what
-// was there. torch_npu remembers what it has set last, and sets nothing that has not changed.
+// Switches determinism on or off in the context of this thread, where a call asks for it, and puts
+// back what was there. torch_npu remembers what it has set last, and sets nothing that has not
+// changed.
 class DeterminismScope {
  public:
-  DeterminismScope(const Function& function, DeterministicContext deterministic)
-      : on_(deterministic.on) {
-    if (!on_) {
+  DeterminismScope(const Function& function, ContextDeterminism deterministic)
+      : switched_(deterministic.has_value()) {
+    if (!switched_) {
       return;
     }
     static auto* const get =
         loaded_function<decltype(aclrtCtxGetSysParamOpt)>("aclrtCtxGetSysParamOpt");
-    check_implemented(set_parameter() && get, function.op, "deterministic",
-                      "expected a CANN with aclrtCtxSetSysParamOpt, which switches determinism on");
+    check_implemented(
+        set_parameter() && get, function.op, "deterministic",
+        "expected a CANN with aclrtCtxSetSysParamOpt, which switches determinism on and off");
     // A context whose value was never set has none to read: it is not deterministic.
     if (get(ACL_OPT_DETERMINISTIC, &saved_) != ACL_SUCCESS) {
       saved_ = 0;
     }
-    check(function, set_parameter()(ACL_OPT_DETERMINISTIC, 1));
+    check(function, set_parameter()(ACL_OPT_DETERMINISTIC, *deterministic));
   }
   ~DeterminismScope() {
-    if (on_) {  // an error is on its way, which says more than a second one
+    if (switched_) {  // an error is on its way, which says more than a second one
       set_parameter()(ACL_OPT_DETERMINISTIC, saved_);
     }
   }
   // Puts back what was there. Raises if that fails.
   void leave(const Function& function) {
-    if (std::exchange(on_, false)) {
+    if (std::exchange(switched_, false)) {
       check(function, set_parameter()(ACL_OPT_DETERMINISTIC, saved_));
     }
   }
@@ -231,7 +233,7 @@ class DeterminismScope {
     }
   }
 
-  bool on_;
+  bool switched_;
   int64_t saved_ = 0;
 };
 
@@ -256,8 +258,7 @@ struct Prepared {
 // Where a call runs, and how: what the caller's thread has to say, which the task queue's thread
 // cannot know.
 struct CallContext {
-  CallContext(const Function& function, DeterministicContext deterministic,
-              c10::ArrayRef<Fill> fills)
+  CallContext(const Function& function, ContextDeterminism deterministic, c10::ArrayRef<Fill> fills)
       : stream(GetAclStream()), deterministic(deterministic), fills(fills) {
     if (function.reuses_executor) {
       cores = core_limits(GetCacheParams());
@@ -272,7 +273,7 @@ struct CallContext {
   }
 
   aclrtStream stream;
-  DeterministicContext deterministic;
+  ContextDeterminism deterministic;
   Fills fills;
   Determinism determinism;
   std::array<uint32_t, 2> cores{};
@@ -326,11 +327,11 @@ Prepared find_or_make_executor(const Function& function, const Arguments& argume
 Prepared prepare(const Function& function, const Arguments& arguments, const CallContext& context,
                  bool on_queue_thread) {
   // All threads of a device share its context: first phases run side by side, and one that switches
-  // determinism on runs alone.
+  // determinism runs alone.
   static std::shared_mutex mutex;
   std::shared_lock shared(mutex, std::defer_lock);
   std::unique_lock exclusive(mutex, std::defer_lock);
-  context.deterministic.on ? exclusive.lock() : shared.lock();
+  context.deterministic ? exclusive.lock() : shared.lock();
   context.determinism.apply();
   DeterminismScope scope(function, context.deterministic);
   auto prepared = find_or_make_executor(function, arguments, context, on_queue_thread);
@@ -430,7 +431,7 @@ void check_tensor(const Function& function, int position, const TensorArgument& 
   }
 }
 
-void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
+void enqueue(const Function& function, c10::Device device, ContextDeterminism deterministic,
              Arguments& arguments, c10::ArrayRef<Fill> fills) {
   std::optional<c10::DeviceGuard> guard;
   if (device.index() != c10_npu::current_device()) {

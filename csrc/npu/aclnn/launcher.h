@@ -20,6 +20,7 @@
 
 #include <concepts>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -152,16 +153,21 @@ class GivenWorkspace {
 // that a device may not survive.
 void set_first_phase_only(bool on);
 
-void enqueue(const Function& function, c10::Device device, DeterministicContext deterministic,
+// Whether the context of the device is deterministic during a first phase; none: as it is.
+using ContextDeterminism = std::optional<bool>;
+
+void enqueue(const Function& function, c10::Device device, ContextDeterminism deterministic,
              Arguments& arguments, c10::ArrayRef<Fill> fills);
 
-// Returns the argument that is a DeterministicContext, which a call asks of its context.
+// Returns what a call asks of its context by an argument that is a DeterministicContext.
 template <typename... Given>
-DeterministicContext deterministic_context(const Given&... given) {
-  DeterministicContext result{false};
+ContextDeterminism context_determinism(const Given&... given) {
+  ContextDeterminism result;
   const auto look = [&](const auto& argument) {
     if constexpr (std::same_as<decltype(argument), const DeterministicContext&>) {
-      result = argument;
+      if (argument.on) {
+        result = true;
+      }
     }
   };
   (look(given), ...);
@@ -180,6 +186,8 @@ struct Launcher<Op, int(Parameters...), index> {
   // so do we (tests/npu/test_npu_conformance.py records both).
   bool reuses_executor = false;
   c10::ArrayRef<Fill> fills = {};
+  // For functions without an argument `deterministic`.
+  ContextDeterminism deterministic = {};
 
   template <typename... Given>
     requires(sizeof...(Given) == sizeof...(Parameters)) &&
@@ -187,11 +195,15 @@ struct Launcher<Op, int(Parameters...), index> {
   void operator()(const Given&... given) const {
     static const Function function(Op::name, name, reuses_executor);
     ArgumentsOf<Parameters...> all(given...);
-    enqueue(function, all.device(function), deterministic_context(given...), all, fills);
+    enqueue(function, all.device(function),
+            deterministic ? deterministic : context_determinism(given...), all, fills);
   }
 
   // `outputs` must outlive the launcher.
-  Launcher with(const Fills& outputs) const { return {reuses_executor, outputs}; }
+  Launcher with(const Fills& outputs) const { return {reuses_executor, outputs, deterministic}; }
+  Launcher in_context(ContextDeterminism is_deterministic) const {
+    return {reuses_executor, fills, is_deterministic};
+  }
 };
 
 }  // namespace ascend_attn::aclnn

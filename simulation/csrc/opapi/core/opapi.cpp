@@ -356,8 +356,8 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
   if (const auto fault = take_fault(function.name, 1)) {
     return failure(fault->status, fault->message);
   }
+  const Launch launch{.deterministic = system_parameter(ACL_OPT_DETERMINISTIC) != 0};
   if (!values.empty()) {
-    const Launch launch{.deterministic = system_parameter(ACL_OPT_DETERMINISTIC) != 0};
     if (auto refused = refused_by_host(function, {function, values, launch})) {
       count(Outcome::refused, refused->text);
       return failure(refused->status, c10::str(function.name, ": ", refused->text));
@@ -367,8 +367,8 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
     return status;
   }
   if (function.device.check && !values.empty()) {
-    const int status =
-        without_exceptions(function, kInvalid, [&] { function.device.check({function, values}); });
+    const int status = without_exceptions(
+        function, kInvalid, [&] { function.device.check({function, values, launch}); });
     if (status != ACL_SUCCESS) {
       return status;
     }

@@ -6,10 +6,14 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
 #include <vector>
 
-#include "opapi/core/opapi.h"
+#include "opapi/ours/sparse_rows.h"
 
 using namespace cann_sim;
 
@@ -192,6 +196,98 @@ std::string rows_behind_sequences(const Call& call) {
                                         " rows: the device reads behind the lengths");
 }
 
+// A query, and the compressed keys that its position lets it see.
+struct MlaRow {
+  int64_t number;  // among all rows
+  bool before_keys;
+  int64_t visible;
+};
+
+// Lengths without the leading 0, which reads as one more sequence.
+std::vector<int64_t> lengths_of_sequences(const Call& call, std::string_view tokens,
+                                          std::string_view cumulative, std::string_view counts) {
+  const bool packed = call.is_tnd("layoutQOptional");
+  auto lengths = SequenceLengths{tokens, packed ? cumulative : counts, packed}.of(call);
+  if (packed) {
+    lengths.erase(lengths.begin());
+  }
+  return lengths;
+}
+
+// Returns the text of `fault` for the first row that has one. Paged keys have none here.
+std::string find_in_queries(const Call& call, std::string_view query,
+                            const std::function<std::string(const MlaRow&)>& fault) {
+  const auto* residual = call.find<TensorView>("cmpResidualKvOptional");
+  if (!call.find<TensorView>("cmpKvOptional") || !residual ||
+      call.get<std::string>("layoutKvOptional") == "PA_BBND") {
+    return {};
+  }
+  const auto queries = lengths_of_sequences(call, query, "cuSeqlensQOptional", "sequsedQOptional");
+  const auto keys =
+      lengths_of_sequences(call, "oriKvOptional", "cuSeqlensOriKvOptional", "sequsedOriKvOptional");
+  const auto compressed =
+      lengths_of_sequences(call, "cmpKvOptional", "cuSeqlensCmpKvOptional", "sequsedCmpKvOptional");
+  const auto residuals = call.elements("cmpResidualKvOptional");
+  const auto ratio = call.get<int64_t>("cmpRatio");
+  int64_t begin = 0;
+  for (size_t b = 0; b < queries.size(); ++b) {
+    const auto tokens = compressed.at(b) * ratio + residuals.at(b);
+    for (int64_t i = 0; i < queries[b]; ++i) {
+      const auto visible = (tokens - queries[b] + i + 1) / ratio;
+      const MlaRow row{begin + i, keys.at(b) - queries[b] + i < 0,
+                       std::clamp<int64_t>(visible, 0, compressed[b])};
+      if (const auto text = fault(row); !text.empty()) {
+        return text;
+      }
+    }
+    begin += call.is_tnd("layoutQOptional") ? queries[b] : call.get<TensorView>(query).sizes[1];
+  }
+  return {};
+}
+
+// A row has at least as many indices as it reads: min(K, n).
+std::string few_indices(const Call& call, std::string_view query, std::string_view harm) {
+  const auto* view = call.find<TensorView>("cmpSparseIndicesOptional");
+  if (!view) {
+    return {};
+  }
+  const auto indices = call.elements("cmpSparseIndicesOptional");
+  const auto count = view->sizes.back();
+  return find_in_queries(call, query, [&](const MlaRow& row) -> std::string {
+    const auto read = std::min(count, row.before_keys ? 0 : row.visible);
+    const auto first = indices.begin() + row.number * count;
+    return std::find(first, first + read, -1) == first + read
+               ? ""
+               : c10::str("row ", row.number, " has fewer than ", read, " indices: ", harm);
+  });
+}
+
+const KernelFault kStaleKeys{Harm::results, [](const Call& call) {
+                               return few_indices(call, "q", "the softmax has stale keys");
+                             }};
+const KernelFault kRowMinusOne{Harm::bounds, [](const Call& call) {
+                                 return few_indices(call, "query", "the device reads row -1");
+                               }};
+const KernelFault kRowsBeforeKeys{
+    Harm::results, [](const Call& call) {
+      return find_in_queries(call, "query", [](const MlaRow& row) -> std::string {
+        return row.before_keys && row.visible > 0
+                   ? c10::str("row ", row.number,
+                              " is before all original keys and has gradients of compressed ones")
+                   : "";
+      });
+    }};
+const KernelFault kFirstResidual{
+    Harm::results, [](const Call& call) -> std::string {
+      if (call.is_tnd("layoutQOptional") || !call.find<TensorView>("cmpResidualKvOptional")) {
+        return {};
+      }
+      const auto residuals = call.elements("cmpResidualKvOptional");
+      return std::ranges::all_of(residuals, [&](auto x) { return x == residuals[0]; })
+                 ? ""
+                 : "the residual of the first batch counts for all of them";
+    }};
+
 torch::jit::Stack gradients(const Call& call) { return call.results(lengths_of(call)); }
 
 at::Tensor written_attention(const Call& call, std::string_view name, const at::Tensor& output) {
@@ -229,7 +325,7 @@ const Function sparse_flash_mla{
          kMaskArguments,
          {attribute("topkValueMode"), attribute("returnSoftmaxLse", "return_softmax_lse"),
           output("attnOutOut"), optional_output("softmaxLseOutOptional")}}),
-    .device = {.check = check_forward, .written = written_attention},
+    .device = {.check = check_forward, .written = written_attention, .faults = {kStaleKeys}},
     .compute = attention};
 
 const Function sparse_flash_mla_grad{
@@ -249,7 +345,11 @@ const Function sparse_flash_mla_grad{
          {output("dQueryOut"), output("dOriKvOutOptional"), optional_output("dCmpKvOutOptional"),
           optional_output("dSinksOutOptional"), optional_output("oriSoftmaxL1NormOptional", 5),
           optional_output("cmpSoftmaxL1NormOptional", 4)}}),
-    .device = {.check = check_gradient, .faults = {{Harm::bounds, rows_behind_sequences}}},
+    .device = {.check = check_gradient,
+               .faults = {{Harm::bounds, rows_behind_sequences},
+                          kRowMinusOne,
+                          kRowsBeforeKeys,
+                          kFirstResidual}},
     .compute = gradients};
 
 }  // namespace
