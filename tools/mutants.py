@@ -211,7 +211,7 @@ PACKAGE: Table = {
         ("lead = «max»(leads, default=0)", "min"),
     ],
     "_flops.py": [
-        ("_up_to(«max(tokens - queries, 0)», limit, ratio)", "tokens - queries"),
+        ("up_to(«max(tokens - queries, 0)»)", "tokens - queries"),
     ],
     "_flash_passes.py": [
         ("q.shape[-1] ** -0.5 if options.scale is None else options.scale", "q.shape[-1] ** -0.5"),

@@ -117,12 +117,8 @@ def _read_keys(a: SimpleNamespace, most: int | None = None) -> int:
     ratio = getattr(a, "cmp_ratio", 1)
     for (queries, keys), tokens in zip(sequences, _tokens(a, ratio, sequences), strict=True):
         limit = keys if most is None else min(keys, most)
-        if a.sparse_mode == 0:
-            pairs += queries * limit
-        else:
-            # The last query sees the keys of all tokens, and each before it those of one fewer.
-            before = _up_to(max(tokens - queries, 0), limit, ratio)
-            pairs += _up_to(tokens, limit, ratio) - before
+        causal = a.sparse_mode != 0
+        pairs += _causal_pairs(queries, tokens, limit, ratio) if causal else queries * limit
     return pairs
 
 
@@ -135,10 +131,16 @@ def _tokens(a: SimpleNamespace, ratio: int, sequences: list[tuple[int, int]]) ->
     return [ratio * keys + x for (_, keys), x in zip(sequences, residuals, strict=True)]
 
 
-def _up_to(count: int, most: int, ratio: int) -> int:
-    """The sum of min(i // ratio, most) for i = 1 ... count."""
-    full = min(count // ratio, most)
-    return ratio * full * (full - 1) // 2 + full * (count - full * ratio + 1)
+def _causal_pairs(queries: int, tokens: int, most: int, ratio: int) -> int:
+    """The number of keys that the last queries of a sequence see, at most `most` each: the last one
+    those of all tokens, and each before it those of one token fewer."""
+
+    def up_to(count: int) -> int:
+        """The sum of min(i // ratio, most) for i = 1 ... count."""
+        full = min(count // ratio, most)
+        return ratio * full * (full - 1) // 2 + full * (count - full * ratio + 1)
+
+    return up_to(tokens) - up_to(max(tokens - queries, 0))
 
 
 @_formula("lightning_indexer")
@@ -192,12 +194,11 @@ def _joined_pairs(a: SimpleNamespace) -> int:
     for (queries, keys, compressed), rest in zip(sequences, residuals, strict=True):
         tokens = keys if rest is None else compressed * a.cmp_ratio + rest
         window = _C.kept_keys(mode, queries, keys, left, right, 0, False)
-        first = 0 if a.ori_mask_mode == 0 else max(queries - keys, 0)
-        for i, (begin, end) in enumerate(window[first:], first):
-            seen = compressed
-            if a.cmp_mask_mode == 3:
-                seen = min(max((tokens - queries + i + 1) // a.cmp_ratio, 0), compressed)
-            pairs += end - begin + (seen if most is None else min(seen, most))
+        first = 0 if a.ori_mask_mode == 0 else min(max(queries - keys, 0), queries)
+        pairs += sum(end - begin for begin, end in window[first:])
+        limit, seeing = compressed if most is None else min(compressed, most), queries - first
+        causal = a.cmp_mask_mode == 3
+        pairs += _causal_pairs(seeing, tokens, limit, a.cmp_ratio) if causal else seeing * limit
     return pairs
 
 

@@ -33,9 +33,8 @@ def rows(a: Arguments) -> Iterator[Row]:
         limit = Lk                         sparse_mode 0
         limit = max(Lk - Lq + i + 1, 0)    sparse_mode 3, aligned to the lower right corner
 
-    Where a key stands for r = cmp_ratio tokens, all keys for P = r * Lk + residual of them:
-
-        limit = max((P - Lq + i + 1) // r, 0)
+    Where a key stands for r = cmp_ratio tokens, the keys of a sequence stand for r * Lk + residual
+    of them, and `causal_limit` is the limit.
     """
     query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
     key_spans = _spans(a.key, a.layout, a.actual_seq_lengths_key)
@@ -47,9 +46,15 @@ def rows(a: Arguments) -> Iterator[Row]:
     ):
         capacity = a.key.shape[1] if a.layout == "BSND" else lk
         for i in range(lq):
-            causal = max((ratio * lk + residual - lq + i + 1) // ratio, 0)
+            causal = causal_limit(ratio * lk + residual, lq, i, ratio)
             limit = lk if a.sparse_mode == 0 else causal
             yield Row(first_query + i, first_key, limit, lk, capacity)
+
+
+def causal_limit(tokens: int, queries: int, i: int, ratio: int) -> int:
+    """How many keys query i of a sequence sees, whose keys stand for `ratio` tokens each, and for
+    `tokens` with those behind the last key."""
+    return max((tokens - queries + i + 1) // ratio, 0)
 
 
 def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:

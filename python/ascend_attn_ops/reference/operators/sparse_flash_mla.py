@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import (
+    causal_limit,
     compute_dtype,
     index_lists,
     like,
@@ -119,10 +120,8 @@ def sparse_flash_mla_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor,
 def visible(a: Arguments) -> Iterator[Keys]:
     """The keys of every query token that belongs to a sequence.
 
-    own(i) = Lo - Lq + i, and with P = Lc * r + residual tokens that compressed keys stand for
-
-        n(i) = clamp(trunc((P - Lq + i + 1) / r), 0, Lc)     cmp_mask_mode 3
-        n(i) = Lc                                            cmp_mask_mode 0
+    Query i is aligned with the end of the original keys, own(i) = Lo - Lq + i. It sees the first
+    `causal_limit` compressed keys in cmp_mask_mode 3, and all of them in 0.
     """
     query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
     ori_spans = _key_spans(a, "ori")
@@ -141,7 +140,7 @@ def visible(a: Arguments) -> Iterator[Keys]:
             own = lo - lq + i
             n = lc
             if a.cmp_mask_mode == 3 and a.cmp_kv is not None:
-                n = min(max((tokens - lq + i + 1) // a.cmp_ratio, 0), lc)
+                n = min(causal_limit(tokens, lq, i, a.cmp_ratio), lc)
             if a.ori_mask_mode != 0 and own < 0:
                 yield Keys(first + i, [], [], [])
                 continue
