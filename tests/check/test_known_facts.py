@@ -39,7 +39,8 @@ EXPLANATIONS = {
     "sparse_flash_mla": (
         "The launch first computes the metadata", "The device requires residuals beside",
     ),
-    "sparse_flash_mla_grad": ("The limits refuse the calls with a deterministic context",),
+    "sparse_flash_mla_grad": ("The limits refuse the calls without a sink",),
+    "sparse_lightning_indexer_kl_loss_grad": ("A pack is launched with one more sequence",),
     "scatter_pa_kv_cache_": ("the launch first makes key and value",),
 }  # fmt: skip
 

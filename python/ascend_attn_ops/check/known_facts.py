@@ -1,7 +1,8 @@
 """Statements of docs/specification/device.md, which were read in CANN's code and never seen.
 
-A probe calls torch_npu's own operator, which has none of the workarounds of this library. It passes
-if the device does what the page says, and differs if it does something else.
+A probe calls torch_npu's own operator, which has none of the workarounds of this library. Where
+torch_npu has none, it makes the call that this library launches without a workaround. It passes if
+the device does what the page says, and differs if it does something else.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
+from ascend_attn_ops.check.limits import refusal_of_device
 from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.check.samples.sparse_flash_mla import MlaCase
 from ascend_attn_ops.check.unprobed_facts import UNPROBED
 from ascend_attn_ops.device_limits import limits, table
 
@@ -33,6 +36,7 @@ PACK = replace(ATTENTION, layout="TND", lengths=((3, 2), (5, 3)), tail=(2, 1))
 PAGED = replace(ATTENTION, s=(1, 48), lengths=((1, 1), (48, 33)), page=32)
 LOSS = replace(ATTENTION, heads=64, k=2048, index_heads=64, index_d=128)
 INDEXER = SparseCase(heads=64, d=128, k=1024)
+MLA_CALL = MlaCase(b=1, s=(20, 20, 5), heads=8, d=512, ratio=4, k=512, left=127)
 INDEXER_PACK = replace(INDEXER, layout="TND", lengths=((3, 2), (5, 3)), tail=(2, 1))
 
 
@@ -112,11 +116,21 @@ def fails_instead(error: RuntimeError) -> Outcome:
     return Outcome("note", f"the call fails instead: {str(error).splitlines()[0]}")
 
 
-def is_wrong(sample: Sample, context: Context) -> bool:
-    """Whether torch_npu's call of a sample gives other results than the reference, or fails."""
+def ours(sample: Sample, context: Context) -> tuple[Tensor, ...]:
+    """Call this library's operator, whose launch changes nothing of such a sample."""
+    outputs = placed_on(sample, context.device).call(torch.ops.ascend)
+    return tuple(x.cpu() for x in outputs)
+
+
+def is_wrong(
+    sample: Sample,
+    context: Context,
+    call: Callable[[Sample, Context], tuple[Tensor, ...]] = theirs,
+) -> bool:
+    """Whether a call of a sample gives other results than the reference, or fails."""
     operator = OPERATORS[sample.operator]
     try:
-        outputs = theirs(sample, context)
+        outputs = call(sample, context)
         compare(operator, sample, outputs[: len(operator.output_names)])
     except (AssertionError, RuntimeError):
         return True
@@ -299,14 +313,32 @@ def dangerous(operator: str, case: SparseCase, context: Context) -> Outcome:
     return as_said(is_wrong(made(operator, case), context), "the device computes it right")
 
 
+def wrong_of_mla(operator: str, case: MlaCase, context: Context) -> Outcome:
+    return as_said(is_wrong(made(operator, case), context, ours), "the device computes it right")
+
+
+def deterministic_context(context: Context) -> Outcome:
+    """In its first phase, without the limits, which refuse the call as well."""
+    arguments = made("sparse_flash_mla_grad", MLA_CALL).given(deterministic=True).arguments
+    with limits(None):
+        refused = refusal_of_device("sparse_flash_mla_grad", arguments, context)
+    return Outcome("pass", refused) if refused else Outcome("differs", "the call is accepted")
+
+
 def sparse(id: str, operator: str, quote: str, run: Any, danger: str = "", **options: Any) -> Fact:
     return Fact(id, operator, quote, run, options.pop("products", SPARSE), danger, **options)
+
+
+def of_mla(id: str, operator: str, quote: str, case: MlaCase, danger: str = "") -> Fact:
+    run = partial(wrong_of_mla, operator, case)
+    return Fact(id, operator, quote, run, ATLAS, danger, ("9.1",))
 
 
 LI, LIG = "lightning_indexer", "lightning_indexer_grad"
 SFA, SFAG = "sparse_flash_attention", "sparse_flash_attention_grad"
 KL = "sparse_lightning_indexer_grad_kl_loss"
 FA, FAG = "flash_attention_score", "flash_attention_score_grad"
+MLA, MLAG = "sparse_flash_mla", "sparse_flash_mla_grad"
 PFA, SCATTER = "prompt_flash_attention", "scatter_pa_kv_cache_"
 
 NO_PAIRS = replace(INDEXER_PACK, lengths=((3, 0), (0, 5)), tail=(0, 0))
@@ -357,6 +389,19 @@ FACTS = [
            partial(lengths_in_bsnd, KL, LOSS)),
     sparse("kl-without-ropes", KL, "**Without ropes.** As in [sparse_flash_attention]",
            partial(takes, KL, replace(LOSS, rope=0), False), products=ATLAS),
+    of_mla("mla-few-indices", MLA, "a row with fewer than min(K, n) indices",
+           replace(MLA_CALL, pattern="first")),
+    of_mla("mla-grad-padding", MLAG, "layout TND with padding rows",
+           replace(MLA_CALL, layout="TND", lengths=((9, 13), (9, 13), (2, 3)), tail=(3, 2, 1)),
+           "the device reads behind the lengths"),
+    of_mla("mla-grad-few-indices", MLAG, "reads row -1 of the keys",
+           replace(MLA_CALL, pattern="first"), "the device reads out of bounds"),
+    of_mla("mla-grad-residuals", MLAG, "layout BSND with unequal residuals",
+           replace(MLA_CALL, b=2, residual=(0, 3))),
+    of_mla("mla-grad-before-keys", MLAG, "a query before all original keys that sees compressed",
+           replace(MLA_CALL, s=(20, 12, 5), residual=(0,))),
+    Fact("mla-grad-deterministic", MLAG, "a deterministic context", deterministic_context, ATLAS,
+         releases=("9.1",)),
     Fact("fa-mask-beside-tokens", FA, "compute within a tile whatever the mask lets through",
          mask_beside_tokens, ATLAS),
     Fact("fa-grad-wide-keys", FAG, "values of 128 beside keys of 192", gradient_of_wide_keys,

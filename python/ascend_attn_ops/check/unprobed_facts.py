@@ -35,6 +35,7 @@ FA, FAG = "flash_attention_score", "flash_attention_score_grad"
 PFA, SCATTER = "prompt_flash_attention", "scatter_pa_kv_cache_"
 FIA = "fused_infer_attention_score"
 MLA, MLAG = "sparse_flash_mla", "sparse_flash_mla_grad"
+KLG = "sparse_lightning_indexer_kl_loss_grad"
 
 UNPROBED = [
     *(
@@ -92,19 +93,32 @@ UNPROBED = [
              "the section numbers makes calls with such rows", FUSED),
     Unprobed("fia-copies", FIA, "Both functions take no strides", ALWAYS, FUSED),
     Unprobed("mla-versions", MLA, "every call, which the limits refuse", ENVIRONMENT, FUSED),
-    Unprobed("mla-few-indices", MLA, "a row with fewer than min(K, n) indices",
-             "the device would read keys of other rows", ATLAS),
     Unprobed("mla-metadata", MLA, "metadata of other lengths or scalars", ALWAYS, ATLAS),
     Unprobed("mla-strides", MLA, "keys whose strides are not dense", ALWAYS, ATLAS),
     Unprobed("mla-grad-versions", MLAG, "the function takes its arguments in another order",
              ENVIRONMENT, FUSED),
-    Unprobed("mla-grad-padding", MLAG, "layout TND with padding rows",
-             "the device would read behind the lengths", ATLAS),
-    Unprobed("mla-grad-few-indices", MLAG, "reads row -1 of the keys",
+    Unprobed("mla-grad-large-residual", MLAG, "a residual of cmp_ratio or more",
              "the device would read out of bounds", ATLAS),
-    Unprobed("mla-grad-residuals", MLAG, "layout BSND with unequal residuals", ALWAYS, ATLAS),
-    Unprobed("mla-grad-deterministic", MLAG, "a deterministic context", LIMITS, ATLAS),
+    Unprobed("mla-grad-sink", MLAG, "a call without a sink reads one all the same",
+             "the device would read out of bounds", ATLAS),
+    Unprobed("mla-grad-workspace", MLAG, "a float32 copy of d_query", "CANN takes what it needs",
+             ATLAS),
+    Unprobed("mla-grad-rounding", MLAG, "P and dS are rounded half away from zero", ROUNDING,
+             ATLAS),
     Unprobed("mla-grad-lengths", MLAG, "lengths in layout BSND", LIMITS, ATLAS),
+    Unprobed("li-residual", LI, "reads a missing residual as 0", ALWAYS, ATLAS),
+    Unprobed("li-padded-batches", LI, "the function takes no lengths in layout BSND", ALWAYS,
+             ATLAS),
+    Unprobed("klg-versions", KLG, "every call, which the limits refuse", ENVIRONMENT, FUSED),
+    Unprobed("klg-residual", KLG, "a missing residual is read as 0", ALWAYS, ATLAS),
+    Unprobed("klg-padding-rows", KLG, "layout TND with padding rows", ALWAYS, ATLAS),
+    Unprobed("klg-few-indices", KLG, "a row with fewer than min(K, n) indices",
+             "the device might read out of bounds", ATLAS),
+    Unprobed("klg-target", KLG, "Its kernels compute y * sum(p) - p",
+             "the section numbers has targets that add up to less than 1", ATLAS),
+    Unprobed("klg-deterministic", KLG, "the function has no deterministic kernel", LIMITS, ATLAS),
+    Unprobed("klg-padded-batches", KLG, "The function takes no lengths in layout BSND", ALWAYS,
+             ATLAS),
     Unprobed("scatter-few-slots", SCATTER, "num_blocks * block_size < T, in every mode", LIMITS,
              ATLAS),
     Unprobed("scatter-large-heads", SCATTER, "Rope with heads of 1536 elements and more",
