@@ -158,6 +158,8 @@ KL = "aclnnSparseLightningIndexerGradKLLoss"
 PFA, SCATTER, UPDATE = (
     "aclnnPromptFlashAttentionV3", "aclnnScatterPaKvCache", "aclnnAttentionUpdate"
 )  # fmt: skip
+MLA, MLAG = "aclnnSparseFlashMla", "aclnnSparseFlashMlaGrad"
+LIV2, KLG = "aclnnLightningIndexerV2", "aclnnSparseLightningIndexerKLLossGrad"
 FUSED, FIA = "aclnnFusedInferAttentionScoreV4", "aclnnFusedInferAttentionScoreV5"
 
 # Lines of the section `numbers`, all in bfloat16 or float16.
@@ -170,6 +172,10 @@ LINE_LIG = "numbers/lightning_indexer_grad-*K1024*bfloat16"
 LINE_SFA = "numbers/sparse_flash_attention-*K1024*bfloat16"
 LINE_SFAG = "numbers/sparse_flash_attention_grad-*K1024*bfloat16"
 LINE_KL = "numbers/sparse_lightning_indexer_grad_kl_loss-*K1024*bfloat16"
+LINE_MLA = "numbers/sparse_flash_mla-*K512*bfloat16"
+LINE_MLAG = "numbers/sparse_flash_mla_grad-*K512*bfloat16"
+LINE_LIV2 = "numbers/lightning_indexer-*ratio4*bfloat16"
+LINE_KLG = "numbers/sparse_lightning_indexer_kl_loss_grad-*K512*bfloat16"
 LINE_FUSED = "numbers/fused_infer_attention_score-*lse-*bfloat16"
 LINE_PFA = "numbers/prompt_flash_attention-*float16"
 LINE_SCATTER = "numbers/scatter_pa_kv_cache_-*bfloat16"
@@ -230,6 +236,30 @@ FAULTS = [
     Fault("another loss", KL, LINE_KL, tensors(KL, loss=scaled)),
     Fault("the loss's gradient of the key", KL, LINE_KL, tensors(KL, dKeyIndex=nothing_written)),
     Fault("the loss's gradient of the weights", KL, LINE_KL, tensors(KL, dWeights=nothing_written)),
+    Fault("compressed keys with another scale", MLA, LINE_MLA,
+          numbers(MLA, softmaxScale=lambda x: 1.1 * x)),
+    Fault("a row beside compressed keys left unwritten", MLA, LINE_MLA,
+          tensors(MLA, attnOutOut=row_unwritten)),
+    Fault("the log-sum-exp of compressed keys", MLA, LINE_MLA,
+          tensors(MLA, softmaxLseOutOptional=one_wrong)),
+    Fault("a gradient of compressed keys", MLAG, LINE_MLAG,
+          tensors(MLAG, dCmpKvOutOptional=nothing_written)),
+    Fault("a gradient of the sink", MLAG, LINE_MLAG, tensors(MLAG, dSinksOutOptional=scaled)),
+    Fault("the target of an indexer", MLAG, LINE_MLAG,
+          tensors(MLAG, cmpSoftmaxL1NormOptional=scaled)),
+    Fault("a gradient of compressed keys through autograd", MLAG,
+          AUTOGRAD.format("sparse_flash_mla"), tensors(MLAG, dQueryOut=infinite)),
+    Fault("the next compressed key selected", LIV2, LINE_LIV2,
+          tensors(LIV2, sparseIndices=next_key)),
+    Fault("the causal edge of compressed keys lost", LIV2, LINE_LIV2,
+          numbers(LIV2, maskMode=lambda x: 0)),
+    Fault("a target's gradient of the key", KLG, LINE_KLG, tensors(KLG, dk=nothing_written)),
+    Fault("a target's gradient of the weights", KLG, LINE_KLG, tensors(KLG, dw=nothing_written)),
+    Fault("the prediction beside a target", KLG, LINE_KLG, tensors(KLG, softmaxOut=scaled)),
+    Fault("a stricter rule of compressed keys", MLA, "limits/sparse_flash_mla-*-inside",
+          status(MLA, 1, 161002)),
+    Fault("compressed keys that a graph leaves out", MLA, "behaviour/graph-sparse_flash_mla",
+          tensors(MLA, attnOutOut=nothing_written)),
     Fault("a prompt's row of NaN", PFA, LINE_PFA, tensors(PFA, attentionOut=row_of_nan)),
     Fault("a prompt's row left unwritten", PFA, LINE_PFA,
           tensors(PFA, attentionOut=row_unwritten)),
