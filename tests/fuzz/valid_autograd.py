@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -19,6 +20,8 @@ from . import draw
 from .calls import poisoned_memory
 from .case import Case, Finding
 from .valid_dense import flash_call, flash_case
+from .valid_mla import forward_of as mla_call
+from .valid_mla import mla_case
 from .valid_sparse import forward_of, sparse_case
 from .valid_update import update_call
 
@@ -32,6 +35,10 @@ def flash(random: Random, dtype: torch.dtype) -> Sample:
 
 def sparse(random: Random, dtype: torch.dtype) -> Sample:
     return forward_of(random, sparse_case(random, gradient=True), dtype)
+
+
+def mla(random: Random, dtype: torch.dtype) -> Sample:
+    return mla_call(random, replace(mla_case(random), lse=True), dtype)
 
 
 def indexer(random: Random, dtype: torch.dtype) -> Sample:
@@ -81,5 +88,6 @@ CASES: dict[str, Case] = {
     "valid/autograd/flash_attention_score": case_of(flash),
     "valid/autograd/lightning_indexer": case_of(indexer),
     "valid/autograd/sparse_flash_attention": case_of(sparse),
+    "valid/autograd/sparse_flash_mla": case_of(mla),
     "valid/autograd/sparse_lightning_indexer_grad_kl_loss": case_of(loss),
 }

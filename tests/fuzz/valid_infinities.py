@@ -21,17 +21,21 @@ from ascend_attn_ops.check.samples import (
     prompt_flash_attention,
     randomness,
     sparse_flash_attention,
+    sparse_flash_mla,
 )
 from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_ops.check.samples import sparse_lightning_indexer_kl_loss_grad as kl_loss_grad
 from support.samples import OPERATORS, Sample
 
 from . import draw
 from .calls import Outputs, check, run
 from .case import Case
 from .valid_dense import flash_case, prompt_case
+from .valid_mla import mla_case
 from .valid_sparse import sparse_case
 
 SOURCES = ("query", "key", "value", "query_rope", "key_rope")
+MLA_SOURCES = ("query", "ori_kv", "cmp_kv", "sink")
 
 
 def compare(
@@ -122,6 +126,34 @@ def loss(random: Random) -> str:
     return name
 
 
+def mla(random: Random) -> str:
+    case, dtype = mla_case(random), random.choice(draw.DTYPES)
+    sample, name = with_special(sparse_flash_mla.build(case, dtype), MLA_SOURCES, random)
+    actual = run(sample, random, same_on_all_threads=not name.endswith("kv"))
+    compare(sample, actual)
+    return name
+
+
+def mla_gradient(random: Random) -> str:
+    case, dtype = replace(mla_case(random), lse=True), random.choice(draw.DTYPES)
+    forward, name = with_special(sparse_flash_mla.build(case, dtype), MLA_SOURCES, random)
+    d_out = randomness.Random(case.id, dtype).normal(*forward.inputs["query"].shape)
+    outputs = forward.call(sparse_flash_mla.reference)
+    sample = sparse_flash_mla.gradient_call(forward, outputs, d_out)
+    actual = run(sample, random, same_on_all_threads=False)
+    compare(sample, actual)
+    return name
+
+
+def loss_with_target(random: Random) -> str:
+    case, dtype = replace(sparse_case(random, gradient=True), block=1), random.choice(draw.DTYPES)
+    names = ("query_index", "key_index", "weights")
+    sample, name = with_special(kl_loss_grad.build(case, dtype), names, random)
+    actual = run(sample, random, same_on_all_threads=False)
+    compare(sample, actual)
+    return name
+
+
 CASES: dict[str, Case] = {
     "valid/infinities/sparse_flash_attention": sparse,
     "valid/infinities/sparse_flash_attention_grad": sparse_gradient,
@@ -129,5 +161,8 @@ CASES: dict[str, Case] = {
     "valid/infinities/flash_attention_score_grad": dense_gradient,
     "valid/infinities/prompt_flash_attention": prompt,
     "valid/infinities/lightning_indexer_grad": indexer_gradient,
+    "valid/infinities/sparse_flash_mla": mla,
+    "valid/infinities/sparse_flash_mla_grad": mla_gradient,
     "valid/infinities/sparse_lightning_indexer_grad_kl_loss": loss,
+    "valid/infinities/sparse_lightning_indexer_kl_loss_grad": loss_with_target,
 }

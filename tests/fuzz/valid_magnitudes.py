@@ -12,8 +12,10 @@ from ascend_attn_ops.check.samples import (
     lightning_indexer,
     randomness,
     sparse_flash_attention,
+    sparse_flash_mla,
 )
 from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_ops.check.samples import sparse_lightning_indexer_kl_loss_grad as kl_loss_grad
 from support import probabilities
 from support.samples import Sample
 
@@ -21,6 +23,7 @@ from . import draw
 from .calls import THREADS, Outputs, threads
 from .case import Case, Finding
 from .valid_dense import flash_case, label
+from .valid_mla import mla_case
 from .valid_sparse import sparse_case
 
 # The largest product of query and key, as a power of two. Larger products make scores overflow.
@@ -39,7 +42,8 @@ def exponents(random: Random, dtype: torch.dtype) -> tuple[int, int]:
 
 def with_factors(sample: Sample, query: int, key: int) -> Sample:
     """Query times 2^query and key times 2^key; the scores are the same."""
-    powers = {"query": query, "query_rope": query, "key": key, "key_rope": key}
+    powers = {"query": query, "query_rope": query}
+    powers |= dict.fromkeys(("key", "key_rope", "ori_kv", "cmp_kv"), key)
     given = {name: power for name, power in powers.items() if name in sample.tensors}
     scaled = {name: sample.tensors[name] * 2.0**power for name, power in given.items()}
     if "value" in sample.inputs and sample.inputs["value"] is sample.inputs["key"]:
@@ -100,6 +104,22 @@ def sparse(random: Random) -> str:
     return f"{case.layout} {draw.name_of(dtype)}"
 
 
+def mla(random: Random) -> str:
+    """Keys are values, so their factor is that of the outputs too."""
+    case, dtype = replace(mla_case(random), lse=True), random.choice(draw.DTYPES)
+    sample, (a, b) = sparse_flash_mla.build(case, dtype), exponents(random, dtype)
+    scaled = with_factors(sample, a, b)
+    assert_scaled(sample, scaled, (b, 0), random)
+    out, softmax_lse = sample.call(torch.ops.ascend)
+    d_out = randomness.Random(case.id, dtype).normal(*out.shape)
+    calls = [
+        sparse_flash_mla.gradient_call(x, (y, softmax_lse), d_out)
+        for x, y in ((sample, out), (scaled, out * 2.0**b))
+    ]
+    assert_scaled(calls[0], calls[1], (b - a, 0, 0, b, 0), random)
+    return f"{case.layout} {case.kind} {draw.name_of(dtype)}"
+
+
 def indexer(random: Random) -> str:
     case, dtype = sparse_case(random), random.choice(draw.DTYPES)
     sample, (a, b) = lightning_indexer.build(case, dtype), exponents(random, dtype)
@@ -114,6 +134,19 @@ def loss(random: Random) -> str:
     dtype = random.choice(draw.DTYPES)
     sample, (a, b) = kl_loss.build(case, dtype), exponents(random, dtype)
     assert_scaled(sample, with_factors(sample, a, b), (0, 0, 0, 0), random)
+    return f"{case.layout} {draw.name_of(dtype)}"
+
+
+def loss_with_target(random: Random) -> str:
+    """The scores are the same: float32 weights have the inverse of the other factors."""
+    case, dtype = replace(sparse_case(random, gradient=True), block=1), random.choice(draw.DTYPES)
+    sample = kl_loss_grad.build(case, dtype)
+    a, b = random.randint(0, 6), random.randint(0, 6)
+    powers = {"query_index": a, "key_index": b, "weights": -a - b}
+    scaled = sample.replace(
+        **{name: sample.inputs[name] * 2.0**power for name, power in powers.items()}
+    )
+    assert_scaled(sample, scaled, (-a, -b, a + b, 0), random)
     return f"{case.layout} {draw.name_of(dtype)}"
 
 
@@ -160,8 +193,10 @@ def weights_of_sparse(random: Random) -> str:
 CASES: dict[str, Case] = {
     "valid/magnitudes/flash_attention_score": dense,
     "valid/magnitudes/sparse_flash_attention": sparse,
+    "valid/magnitudes/sparse_flash_mla": mla,
     "valid/magnitudes/lightning_indexer": indexer,
     "valid/magnitudes/sparse_lightning_indexer_grad_kl_loss": loss,
+    "valid/magnitudes/sparse_lightning_indexer_kl_loss_grad": loss_with_target,
     "valid/weights/flash_attention_score": weights_of_dense,
     "valid/weights/sparse_flash_attention": weights_of_sparse,
 }

@@ -59,7 +59,7 @@ def mla_case(random: Random, paged: bool = False, empty: bool = False) -> Fuzzed
         "lengths": lengths,
         "residual": None if derived else tuple(x[3] for x in each),
         "ratio": ratio,
-        "heads": random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33) if not large else (1, 2, 3)),
+        "heads": random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33, 64) if not large else (1, 2, 64)),
         "d": 0 if empty and random.random() < 0.3 else draw.head_size(random),
         "k": max(1, draw.size(random, most)),
         "mode": random.choice((0, 3, 4, 4, 4)),

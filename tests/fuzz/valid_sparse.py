@@ -70,7 +70,7 @@ def sparse_case(
         # Patterns name keys that a batch has room for: here in the blocks of its longest sequence.
         fields["s"] = fields.get("s", (0, 0))[0], max(fields["lengths"][1], default=0)
         fields["page"] = random.choice((1, 2, 3, 7, 16, 16, 128))
-    fields["heads"] = random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33) if not large else (1, 2, 3))
+    fields["heads"] = random.choice((1, 1, 2, 3, 4, 8, 16, 17, 33, 64) if not large else (1, 2, 64))
     # A loss without heads has no target.
     if not loss and random.random() < 0.03:
         fields["heads"] = 0
