@@ -1,7 +1,5 @@
 #include "ops/lightning_indexer.h"
 
-#include <limits>
-
 #include "core/error.h"
 #include "ops/sparse_rules.h"
 
@@ -90,11 +88,6 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outp
   const auto count = sparse_count.maybe_as_int();
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
-  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
-  // Keys of a paged cache are counted by their lengths, which are int32.
-  const auto& keys = key.sym_size(-3);
-  check_value(keys.maybe_as_int().value_or(0) <= kMostKeys, name, "key", "expected at most ",
-              kMostKeys, " tokens, as indices are int32, got shape ", key.sym_sizes());
   const auto& device_limits = rules.limits();
   device_limits.size("sparse_count", "K", sparse_count);
   device_limits.size("pre_tokens", "pre_tokens", pre_tokens);
