@@ -91,7 +91,7 @@ class QuantizedAttention {
     const auto for_each_block = [&](const auto& load, const auto& function) {
       int64_t index = 0;
       int64_t block = 0;
-      for_each_key_block(task.begin, task.end, [&](int64_t begin, int64_t count) {
+      for_each_key_block(task.begin, task.end, kKeyBlock, [&](int64_t begin, int64_t count) {
         int32_t* terms = key_terms_.row(keeps ? block++ : 0);
         load(begin, count, terms);
         for_each_tile(sequence, group, task.first_row, task.rows(), begin, count,

@@ -1,6 +1,7 @@
 #include "cpu/common/attention_rows.h"
 
 #include <array>
+#include <bit>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -95,7 +96,7 @@ class AttentionRows {
     std::array<bool, kMaxRows / kRowBlock> started{};
     auto& keys = key_tile();
     auto& values = value_tile();
-    for_each_key_block(part.begin, part.end, [&](int64_t begin, int64_t count) {
+    for_each_key_block(part.begin, part.end, key_block_, [&](int64_t begin, int64_t count) {
       keys.load(key, begin, count);
       values.load(value, begin, count);
       for_each_tile(sequence, attention_.group(), task.first_row, task.rows(), begin, count,
@@ -224,16 +225,25 @@ class AttentionRows {
     });
   }
 
+  // As many keys as stay in the L2 cache with their values, in which several blocks of rows read
+  // them.
+  static int64_t key_block(const DenseAttention& attention) {
+    constexpr int64_t cache = 512 << 10;
+    const int64_t columns = std::max<int64_t>(attention.size + attention.value_size, 1);
+    const auto keys = static_cast<uint64_t>(cache / (columns * sizeof(Operand)));
+    return std::clamp(static_cast<int64_t>(std::bit_floor(keys)), kKeyStep, kKeyBlock);
+  }
+
   // The tiles of keys and values, which rows that read them in place do without.
   KeyTile<Operand>& key_tile() {
     if (!keys_) {
-      keys_.emplace(attention_.size, /*by_rows=*/false, /*transposed=*/true);
+      keys_.emplace(attention_.size, /*by_rows=*/false, /*transposed=*/true, key_block_);
     }
     return *keys_;
   }
   KeyTile<Operand>& value_tile() {
     if (!values_) {
-      values_.emplace(attention_.value_size, /*by_rows=*/true, /*transposed=*/false);
+      values_.emplace(attention_.value_size, /*by_rows=*/true, /*transposed=*/false, key_block_);
     }
     return *values_;
   }
@@ -244,6 +254,7 @@ class AttentionRows {
   AttentionScores<Input, T> scores_of_{attention_};
   int64_t rows_;
   int64_t value_size_ = round_up(attention_.value_size, depth_step<Operand>);
+  int64_t key_block_ = key_block(attention_);
   std::optional<KeyTile<Operand>> keys_, values_;
   // load_rows zeroes up to a step of rows behind those of the last head.
   Tile<Operand> query_{rows_ + kRowStep, round_up(attention_.size, depth_step<Operand>)};

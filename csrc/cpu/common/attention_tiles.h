@@ -99,13 +99,13 @@ Matrix<const Operand> as_operand(const Tile<T>& tile, int64_t rows, const ScoreT
   }
 }
 
-// Calls function(begin, count) for the blocks of keys [first, last): cut at multiples of kKeyBlock,
+// Calls function(begin, count) for the blocks of keys [first, last): cut at multiples of `block`,
 // and begun at one of kKeyStep. So the tiles of a row, and its bits, do not depend on the rows that
 // share the blocks.
 template <typename Function>
-void for_each_key_block(int64_t first, int64_t last, const Function& function) {
+void for_each_key_block(int64_t first, int64_t last, int64_t block, const Function& function) {
   for (int64_t begin = first / kKeyStep * kKeyStep; begin < last;) {
-    const int64_t end = std::min(last, round_up(begin + 1, kKeyBlock));
+    const int64_t end = std::min(last, round_up(begin + 1, block));
     function(begin, end - begin);
     begin = end;
   }
@@ -148,12 +148,13 @@ void load_fractals(const Input* from, std::optional<int64_t> stride, Operand* to
 template <typename Operand>
 class KeyTile {
  public:
-  KeyTile(int64_t size, bool by_rows, bool transposed)
+  // `keys` at most.
+  KeyTile(int64_t size, bool by_rows, bool transposed, int64_t keys = kKeyBlock)
       : size_(round_up(size, depth_step<Operand>)),
         columns_(size),
-        rows_(kKeyBlock, size_),
-        packed_(by_rows && depth_step<Operand> > 1 ? kKeyBlock : 0, size_),
-        transposed_(transposed ? kKeyBlock : 0, size_) {}
+        rows_(keys, size_),
+        packed_(by_rows && depth_step<Operand> > 1 ? keys : 0, size_),
+        transposed_(transposed ? keys : 0, size_) {}
 
   template <typename Input>
   void load(const HeadRows<const Input>& rows, int64_t first, int64_t count) {
