@@ -6,7 +6,10 @@ Windows of 128 keys; all compressed keys of 128 tokens each (HCA), or 512 of the
 4 tokens each (CSA). FLOPs are counted for the pairs that are read. The alternative in torch masks
 the scores of all pairs.
 
-The second table is for one decoded token of each of several sequences, over paged caches. Its limit
+Memory is what a first call adds to a process, beside its outputs and, in a gradient, one float32
+accumulator of all keys for each thread.
+
+The last table is for one decoded token of each of several sequences, over paged caches. Its limit
 is one reading of the rows that the token selects, by sums over as many adjacent rows, or the
 products at the speed of torch's matrix products, whichever takes longer.
 """
@@ -23,6 +26,7 @@ from harness import (
     PEAK_SIZE,
     Call,
     Row,
+    extra_memory,
     interleaved_medians,
     measure,
     peak_product,
@@ -177,6 +181,40 @@ def report_decode(record: Recorder, kind: str, batch: int, tokens: int, rounds: 
     )
 
 
+def first_call(shape: Shape, gradient: bool, threads: int) -> Call:
+    """Load libraries and code with a small call, and return the one to measure."""
+    torch.set_num_threads(threads)
+    ascend_attn_ops.set_limits(None)
+
+    def call_of(shape: Shape) -> Call:
+        given, options = inputs(shape)
+        forward = partial(OURS.sparse_flash_mla, *given, **options)
+        if not gradient:
+            return forward
+        out, softmax_lse = forward()
+        rest = torch.randn_like(out), out, softmax_lse
+        return partial(OURS.sparse_flash_mla_grad, *given, *rest, **options)
+
+    call_of(Shape(shape.kind, 256))()
+    return call_of(shape)
+
+
+def report_memory(record: Recorder, shape: Shape) -> None:
+    threads = torch.get_num_threads()
+    given, _ = inputs(shape)
+    query, *keys = (x for x in given if x is not None and x.is_floating_point())
+    of_keys = sum(x.numel() for x in keys)
+    selected = 0 if given[3] is None else given[3].numel()
+    rows = shape.tokens * shape.heads
+    outputs = query.nbytes + 4 * rows
+    of_gradient = query.nbytes + (2 + 4 * threads) * of_keys + 4 * (shape.heads + selected)
+    for name, needed in (("", outputs), ("_grad", of_gradient)):
+        case = f"sparse_flash_mla{name} {shape}"
+        extra = extra_memory(partial(first_call, shape, bool(name), threads))
+        print(f"{case}: {extra / 2**20:.1f} MiB more, {needed / 2**20:.1f} MiB needed", flush=True)
+        record.add(case, "ours", bytes=extra, bytes_needed=needed)
+
+
 def report_passes(record: Recorder, rounds: int) -> None:
     rows: list[Row] = []
     with ascend_attn_ops.limits(None):
@@ -188,11 +226,13 @@ def report_passes(record: Recorder, rounds: int) -> None:
 
 def main() -> None:
     options = parser(__doc__, rounds=5)
-    options.add_argument("--decode", action="store_true", help="the second table alone")
+    options.add_argument("--decode", action="store_true", help="the last table alone")
     arguments = options.parse_args()
     record = recorder("sparse_flash_mla", arguments.json)
     if not arguments.decode:
         report_passes(record, arguments.rounds)
+        for kind in RATIOS:
+            report_memory(record, Shape(kind, 4096))
     print(f"{'milliseconds':40}{'ours':>10}{'reading':>10}{'products':>10}{'ratio':>7}")
     with ascend_attn_ops.limits(None):
         for kind in RATIOS:

@@ -122,7 +122,7 @@ def sparse_sizes(results: Results) -> str:
     return markdown(["", "sizes", "ours, ms", "share of the matmul peak"], rows, 2)
 
 
-def sparse_memory(results: Results) -> str:
+def memory_beside_needed(cases: Mapping[str, ByImplementation]) -> str:
     rows = [
         [
             f"`{case.split()[0]}`",
@@ -130,10 +130,14 @@ def sparse_memory(results: Results) -> str:
             megabytes(by["ours"]),
             megabytes(by["ours"], "bytes_needed"),
         ]
-        for case, by in sparse_cases(results).items()
+        for case, by in cases.items()
         if "bytes" in by["ours"]
     ]
     return markdown(["added memory, MB", "sizes", "in all", "outputs and accumulators"], rows, 2)
+
+
+def sparse_memory(results: Results) -> str:
+    return memory_beside_needed(sparse_cases(results))
 
 
 def indexer(results: Results) -> str:
@@ -167,6 +171,12 @@ def compressed_keys(results: Results) -> str:
     rows.sort(key=lambda row: row[0].strip("`"))
     header = ["", "layer", "sizes", "ours, ms", "share of the matmul peak"]
     return markdown([*header, "torch takes, all pairs and a mask"], rows, 3)
+
+
+def compressed_memory(results: Results) -> str:
+    if not results.measured("sparse_flash_mla"):
+        return NOT_MEASURED
+    return memory_beside_needed(results.cases("sparse_flash_mla"))
 
 
 def compressed_decode(results: Results) -> str:
@@ -465,9 +475,9 @@ TABLES: dict[str, Table] = {
     table.__name__: table
     for table in (
         machine, readme, sparse, sparse_sizes, sparse_memory, training_step, crossover,
-        transformers_training, indexer, compressed_keys, compressed_decode, serving, decode,
-        decode_memory, paging,
-        dense, dense_memory, sinks_and_ropes, dense_decode, prefill, prefill_int8, prefill_memory,
-        products, scatter, host_time, call_overhead, flash_attn_names, dtensor, threads, simulated,
+        transformers_training, indexer, compressed_keys, compressed_memory, compressed_decode,
+        serving, decode, decode_memory, paging, dense, dense_memory, sinks_and_ropes, dense_decode,
+        prefill, prefill_int8, prefill_memory, products, scatter, host_time, call_overhead,
+        flash_attn_names, dtensor, threads, simulated,
     )
 }  # fmt: skip

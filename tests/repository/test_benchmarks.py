@@ -159,11 +159,12 @@ def test_a_table_shows_the_first_processor_that_has_measured_it(tmp_path: Path) 
 def test_the_table_of_compressed_keys(tmp_path: Path) -> None:
     from results import Recorder, load
     from sparse_flash_mla import Shape
-    from tables import NOT_MEASURED, compressed_decode, compressed_keys
+    from tables import NOT_MEASURED, compressed_decode, compressed_keys, compressed_memory
 
     path = tmp_path / "results.json"
     record(path)
-    assert compressed_keys(load(path)[0]) == compressed_decode(load(path)[0]) == NOT_MEASURED
+    tables = compressed_keys, compressed_decode, compressed_memory
+    assert {table(load(path)[0]) for table in tables} == {NOT_MEASURED}
     recorder = Recorder("sparse_flash_mla", path)
     figures = {"seconds": 0.2, "gflops": 40.0, "peak_gflops": 80.0}
     for operator in ("sparse_flash_mla_grad", "sparse_flash_mla"):
@@ -174,6 +175,11 @@ def test_the_table_of_compressed_keys(tmp_path: Path) -> None:
     assert compressed_keys(load(path)[0]).splitlines()[2:] == [
         "| `sparse_flash_mla` | CSA | S=1024 N1=64 bfloat16 | 200 | 50% | 2.5x |",
         "| `sparse_flash_mla_grad` | CSA | S=1024 N1=64 bfloat16 | 200 | 50% | \N{EN DASH} |",
+    ]
+    case = f"sparse_flash_mla {Shape('CSA', 1024)}"
+    recorder.add(case, "ours", bytes=2.5e6, bytes_needed=1e6)
+    assert compressed_memory(load(path)[0]).splitlines()[2:] == [
+        "| `sparse_flash_mla` | CSA S=1024 N1=64 bfloat16 | 2.50 | 1.00 |"
     ]
     assert compressed_decode(load(path)[0]).splitlines()[2:] == [
         "| CSA | B=8 S=16384 N1=64 | 3.00 | 1.00 | 2.00 |"
