@@ -88,6 +88,7 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outp
   const auto count = sparse_count.maybe_as_int();
   check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
               sparse_count);
+  rules.check_indices_of_keys();
   const auto& device_limits = rules.limits();
   device_limits.size("sparse_count", "K", sparse_count);
   device_limits.size("pre_tokens", "pre_tokens", pre_tokens);

@@ -66,6 +66,7 @@ class MlaRules {
                &ori_pages_, kOriNames) {
     check_present(op.cmp_kv || !op.cmp_sparse_indices, Op::name, "cmp_kv",
                   "expected a tensor because cmp_sparse_indices is given, got None");
+    rules_.check_indices_of_keys();
     rules_.check_lengths(options_.actual_seq_lengths_query, options_.actual_seq_lengths_ori_kv);
     check_ori_mask();
     if (op.cmp_kv) {
@@ -121,6 +122,7 @@ class MlaRules {
   void check_compressed() const {
     const SparseRules rules(Op::limits, options_.layout, {"query", op_.query},
                             {"cmp_kv", *op_.cmp_kv}, &cmp_pages_, kCmpNames);
+    rules.check_indices_of_keys();
     rules.check_lengths(options_.actual_seq_lengths_query, options_.actual_seq_lengths_cmp_kv);
     const auto mode = options_.cmp_mask_mode;
     check_mode(Op::name, "cmp_mask_mode", mode == 0 || mode == kCausalMode, "0 or 3", mode);

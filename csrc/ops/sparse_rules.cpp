@@ -43,11 +43,6 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   check_same_device(key);
   check_same_dtype(key);
   check_like_key(key, head_size_);
-  // Keys of a paged cache are counted by their lengths, which are int32 as well.
-  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
-  check_value(key.tensor.sym_size(-3).maybe_as_int().value_or(0) <= kMostKeys, op_, key.name,
-              "expected at most ", kMostKeys, " tokens, as indices are int32, got shape ",
-              key.tensor.sym_sizes());
 
   check_not_empty(query.tensor.sym_size(0));
   check_not_empty(query.tensor.sym_size(-3));
@@ -58,6 +53,14 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   if (pages_) {
     check_not_empty(key.tensor.sym_size(0));
   }
+}
+
+void SparseRules::check_indices_of_keys() const {
+  // Keys of a paged cache are counted by their lengths, which are int32 as well.
+  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
+  check_value(key_.tensor.sym_size(-3).maybe_as_int().value_or(0) <= kMostKeys, op_, key_.name,
+              "expected at most ", kMostKeys, " tokens, as indices are int32, got shape ",
+              key_.tensor.sym_sizes());
 }
 
 void SparseRules::check_not_empty(const c10::SymInt& count) const {

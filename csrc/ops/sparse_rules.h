@@ -87,6 +87,8 @@ class SparseRules {
   void check_statistics(NamedTensor argument) const;
   // Expects both ropes or neither: (..., N1, Dr) for query and (..., 1, Dr) for key.
   void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
+  // Expects no more keys than an index names, of an operator that selects them one by one.
+  void check_indices_of_keys() const;
   // Checks lengths, given as int32 tensors (B) or on the host. TND requires both, and paged keys
   // those of the keys.
   void check_lengths(const std::optional<at::Tensor>& query_lengths,

@@ -110,23 +110,6 @@ def test_tensors_without_one_shape_or_dense_memory() -> None:
         torch.ops.ascend.attention_update([torch.ones(2), torch.ones(2).to_sparse()], parts)
 
 
-@pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("lightning_indexer", "key"), ("sparse_flash_attention", "key"),
-        ("sparse_flash_mla", "ori_kv"), ("sparse_flash_mla", "cmp_kv"),
-    ],
-)  # fmt: skip
-def test_more_keys_than_an_index_names(name: str, key: str) -> None:
-    """Rows of one key, which would take hours."""
-    good = OPERATORS[name].make(OPERATORS[name].cases[0], torch.float32)
-    rows = good.inputs[key][:, :1].expand(-1, 2**31, -1, -1)
-    others = {x: rows for x in ("value",) if good.tensors.get(x) is good.tensors[key]}
-    with pytest.raises(ValueError, match=f"{key}: expected at most 2147483647 tokens"):
-        good.replace(**{key: rows}, **others).call(torch.ops.ascend)
-
-
 def test_unknown_product() -> None:
     with pytest.raises(ValueError, match=r"A2.*A3.*950.*310P"), ascend_attn_ops.limits("A9"):
         pass

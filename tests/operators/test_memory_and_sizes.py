@@ -95,6 +95,16 @@ def test_more_keys_than_indices_name() -> None:
         torch.ops.ascend.lightning_indexer(query, key, weights, layout="BSND", sparse_count=4)
 
 
+@pytest.mark.parametrize("name", ["ori_kv", "cmp_kv"])
+def test_more_joined_keys_than_indices_name(name: str) -> None:
+    """Rows of one key, over which a call would take hours."""
+    given = {"query": torch.ones(1, 2, 4, 16), "ori_kv": torch.ones(1, 2, 1, 16)}
+    given |= {"cmp_kv": torch.ones(1, 2, 1, 16), "cmp_sparse_indices": None}
+    given[name] = torch.ones(1, 1, 1, 16).expand(-1, 2**31, -1, -1)
+    with pytest.raises(ValueError, match=f"{name}: expected at most 2147483647 tokens"):
+        torch.ops.ascend.sparse_flash_mla(**given, scale_value=1.0)
+
+
 def test_int8_heads_whose_products_overflow() -> None:
     query = torch.full((1, 1, 1, 2**17), -128, dtype=torch.int8)
     scale = torch.ones(1)
