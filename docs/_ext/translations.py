@@ -38,6 +38,11 @@ def english_of(page: Path) -> Path:
     return (page.parent / _head(page)[0]).resolve()
 
 
+def link_to_english(page: Path) -> str:
+    """The English page that a Chinese one links to: an operator's page shows its specification."""
+    return re.sub(r"^\.\./specification/(?=\w+_\w+\.md$)", "../operators/", _head(page)[0])
+
+
 def _head(page: Path) -> tuple[str, str]:
     found = _HEAD.search(page.read_text(encoding="utf-8"))
     if found is None:
@@ -100,7 +105,9 @@ def _tell(app: Sphinx) -> None:
 def _add_switch(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
     """The other language's page, or its first one."""
     english = {
-        english_of(x).relative_to(DOCS).with_suffix("").as_posix(): f"zh/{x.stem}"
+        (x.parent / link_to_english(x)).resolve().relative_to(DOCS).with_suffix("").as_posix(): (
+            f"zh/{x.stem}"
+        )
         for x in translations()[1:]
     }
     chinese = {zh: en for en, zh in english.items()}
