@@ -40,12 +40,16 @@ class SelectingTokens {
 
   void add(const Rows& sequence, int64_t token, int64_t cost) {
     tokens_.push_back({&sequence, token, cost, sequence.row(token) * heads_, 0, heads_});
-    parts_ += tokens_.back().parts();
   }
 
   std::vector<SelectingToken<Rows>> divided() && {
+    const int64_t enough = 2 * at::get_num_threads();
+    int64_t parts = 0;
+    for (size_t i = 0; i < tokens_.size() && parts < enough; ++i) {
+      parts += tokens_[i].parts();
+    }
     int64_t groups = 1;
-    while (parts_ * groups < 2 * at::get_num_threads() && heads_ % (2 * groups) == 0 &&
+    while (parts * groups < enough && heads_ % (2 * groups) == 0 &&
            heads_ / (2 * groups) >= kLeastHeads) {
       groups *= 2;
     }
@@ -68,7 +72,6 @@ class SelectingTokens {
   static constexpr int64_t kLeastHeads = 32;  // fewer take longer to load keys than to multiply
 
   int64_t heads_;
-  int64_t parts_ = 0;
   std::vector<SelectingToken<Rows>> tokens_;
 };
 
@@ -79,7 +82,7 @@ class SelectedAttention {
   using Token = SelectingToken<Rows>;
   using T = Accumulator<Operand>;
 
-  // `heads` of all tasks.
+  // Every token has `heads` heads.
   template <typename Inputs>
   SelectedAttention(const Inputs& inputs, int64_t heads, double scale)
       : heads_(heads),
