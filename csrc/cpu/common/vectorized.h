@@ -160,8 +160,10 @@ void convert(const From* from, To* to, int64_t count) {
 inline constexpr int64_t kRowsAhead = 3;
 
 // Prefetches `count` elements. Meant for rows in an order that the hardware cannot predict.
+// Inlined, because GCC drops calls of functions that only prefetch.
 template <typename T>
-void prefetch([[maybe_unused]] const T* row, [[maybe_unused]] int64_t count) {
+[[gnu::always_inline]] inline void prefetch([[maybe_unused]] const T* row,
+                                            [[maybe_unused]] int64_t count) {
 #if defined(__GNUC__)
   constexpr int64_t cache_line = 64 / sizeof(T);
   for (int64_t i = 0; i < count; i += cache_line) {
