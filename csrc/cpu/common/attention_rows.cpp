@@ -29,7 +29,7 @@ struct KeyRange {
 // Where rows read their keys in place, the keys of a tile, and those that one head reads before the
 // next one does where the heads of a token are adjacent.
 constexpr int64_t kKeysInPlace = kKeyStep;
-constexpr int64_t kKeysInTurn = 8;
+constexpr int64_t kKeysInTurn = 16;
 
 // Computes attention for blocks of rows, by online softmax over blocks of keys: a thread holds one
 // tile of scores at a time.
@@ -125,41 +125,62 @@ class AttentionRows {
     const auto& sequence = *task.sequence;
     const int64_t rows = task.rows_of_head;
     std::fill_n(out(0).data(), task.rows() * value_size_, T(0));
+    const auto query =
+        in_order_of_keys<Input, Operand>(query_, task.rows(), attention_.size, ordered_query_);
     for (int64_t begin = part.begin; begin < part.end; begin += kKeysInPlace) {
       const int64_t count = std::min(kKeysInPlace, part.end - begin);
       const ScoreTile tile(sequence, attention_.group(), task.first_row, rows, begin, count);
       if (tile.empty()) {
         continue;
       }
-      if (attention_.key_rope.defined()) {
-        multiply_joined_keys(task, begin, count);
-      } else {
+      if (attention_.whole_keys()) {
         for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
           const auto key = key_rows<Input>(attention_.key, sequence, task.key_head, first);
-          score_rows<T, Operand>(in_turn(task, attention_.key), query_, attention_.size, key, keys,
+          score_rows<T, Operand>(in_turn(task, attention_.key), query, attention_.size, key, keys,
                                  scores_.from(0, first - begin));
         });
+      } else {
+        multiply_copied_keys(task, begin, count);
       }
       for (int64_t h = 0; h < task.key_heads; ++h) {
         update_softmax(tile, task.key_head + h, h * rows, scores_.from(h * rows), true);
       }
       const auto weights = as_operand(scores_, task.rows(), tile, probabilities_);
-      for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
-        const auto value = key_rows<Input>(attention_.value, sequence, task.key_head, first);
-        add_rows<T, Operand>(in_turn(task, attention_.value), weights.from(0, first - begin),
-                             attention_.value_size, value, keys, out(0));
-      });
+      if (attention_.whole_values()) {
+        for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
+          const auto value = key_rows<Input>(attention_.value, sequence, task.key_head, first);
+          add_rows<T, Operand>(in_turn(task, attention_.value), weights.from(0, first - begin),
+                               attention_.value_size, value, keys, out(0));
+        });
+      } else {
+        add_copied_values(task, begin, count, weights);
+      }
+    }
+    if (attention_.whole_values()) {
+      restore_order<Input>(out(0), task.rows(), attention_.value_size);
     }
   }
 
-  // The scores of keys whose ropes are tensors of their own.
-  void multiply_joined_keys(const RowsTask& task, int64_t begin, int64_t count) {
+  // The scores of keys that are several rows of memory.
+  void multiply_copied_keys(const RowsTask& task, int64_t begin, int64_t count) {
     const int64_t rows = task.rows_of_head;
     for (int64_t h = 0; h < task.key_heads; ++h) {
       const auto key = HeadKeys<Input>::keys(attention_, *task.sequence, task.key_head + h);
       score_rows<T, Operand>({1, rows, count}, query_.from(h * rows), attention_.size,
                              rows_of(key_tile().read(key, begin, count)), {count, count},
                              scores_.from(h * rows));
+    }
+  }
+
+  // The same for the outputs.
+  void add_copied_values(const RowsTask& task, int64_t begin, int64_t count,
+                         const Matrix<const Operand>& weights) {
+    const int64_t rows = task.rows_of_head;
+    for (int64_t h = 0; h < task.key_heads; ++h) {
+      const auto value = HeadKeys<Input>::values(attention_, *task.sequence, task.key_head + h);
+      add_rows<T, Operand>({1, rows, count}, weights.from(h * rows), attention_.value_size,
+                           rows_of(value_tile().read(value, begin, count)), {count, count},
+                           out(h * rows));
     }
   }
 
@@ -258,6 +279,8 @@ class AttentionRows {
   std::optional<KeyTile<Operand>> keys_, values_;
   // load_rows zeroes up to a step of rows behind those of the last head.
   Tile<Operand> query_{rows_ + kRowStep, round_up(attention_.size, depth_step<Operand>)};
+  Tile<Operand> ordered_query_{kChangesOrder<Input, Operand> ? std::min(rows_, kRowBlock) : 0,
+                               query_.stride(), TileContent::unset};
   Partial<T> result_{};
   Tile<T> scores_{std::min(rows_, kRowBlock), kKeyBlock};
   Tile<Operand> probabilities_{std::is_same_v<Operand, T> ? 0 : std::min(rows_, kRowBlock),

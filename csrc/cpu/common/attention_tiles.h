@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <type_traits>
 
@@ -131,17 +132,33 @@ void load_rows(const JoinedRows<Input>& rows, int64_t group, int64_t first, int6
   }
 }
 
-// Copies a row whose fractals are `stride` elements apart, or that is in one piece.
+// Copies rows [first, first + count), whose fractals are `stride` elements apart if they are not in
+// one piece, to the rows of `to`.
 template <typename Operand, typename Input>
-void load_fractals(const Input* from, std::optional<int64_t> stride, Operand* to, int64_t columns) {
+void load_keys(const HeadRows<const Input>& rows, std::optional<int64_t> stride, int64_t first,
+               int64_t count, int64_t columns, const Matrix<Operand>& to) {
   if (!stride) {
-    load_row(from, to, columns);
+    for (int64_t r = 0; r < count; ++r) {
+      load_row(rows.row(first + r), to.row(r), columns);
+    }
     return;
   }
-  for (int64_t column = 0; column < columns; column += kFractalColumns) {
-    load_row(from, to + column, kFractalColumns);
-    from += *stride;
-  }
+  vectorized([=, stride = *stride] {
+    for (int64_t r = 0; r < count; ++r) {
+      const Input* from = rows.row(first + r);
+      Operand* row = to.row(r);
+      for (int64_t column = 0; column < columns; column += kFractalColumns) {
+        if constexpr (std::is_same_v<Operand, Input>) {
+          std::memcpy(row + column, from, kFractalColumns * sizeof(Input));
+        } else {
+          for (int64_t i = 0; i < kFractalColumns; ++i) {
+            row[column + i] = round_to<Operand>(from[i]);
+          }
+        }
+        from += stride;
+      }
+    }
+  });
 }
 
 // A block of keys, or of values, as an operand of products.
@@ -215,13 +232,10 @@ class KeyTile {
   // Copies rows [first, first + count) to the tile's rows from `at` on.
   template <typename Input>
   void copy_rows(const JoinedRows<Input>& rows, int64_t first, int64_t count, int64_t at) const {
-    for (int64_t r = 0; r < count; ++r) {
-      auto* to = rows_.row(at + r);
-      load_fractals(rows.rows.row(first + r), rows.fractal_stride, to, rows.size);
-      if (rows.ropes) {
-        load_fractals(rows.ropes->row(first + r), rows.rope_fractal_stride, to + rows.size,
-                      rows.rope_size);
-      }
+    load_keys(rows.rows, rows.fractal_stride, first, count, rows.size, rows_.from(at));
+    if (rows.ropes) {
+      load_keys(*rows.ropes, rows.rope_fractal_stride, first, count, rows.rope_size,
+                rows_.from(at, rows.size));
     }
   }
   void pad_rows(int64_t count) const { zero_rows(rows_, count, round_up(count, kKeyStep)); }

@@ -82,8 +82,11 @@ struct DenseAttention {
     const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
     const int64_t rows = sequence.queries * group();
     const int64_t most = sequence.keys < kManyKeys ? kFewRows : kFewRowsOfManyKeys;
-    return whole_keys && query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : most);
+    return query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : most);
   }
+  // Return whether each of the keys, or of the values, is one row of memory.
+  bool whole_keys() const { return key.dim() == 4 && !key_rope.defined(); }
+  bool whole_values() const { return value.dim() == 4; }
 
   Layout layout;  // never BNSD_BSND, which is BNSD here
   int64_t heads, key_heads, value_size;
@@ -96,7 +99,6 @@ struct DenseAttention {
   // In pages, keys and values are (num_blocks, N, block_size, D), and in fractal ones (num_blocks,
   // N, block_size, D / 16, 16).
   at::Tensor block_table;  // undefined if keys are contiguous
-  bool whole_keys = true;  // every key is one row of memory
   std::vector<DenseSequence> sequences;
 
   int64_t pse_type = 1;

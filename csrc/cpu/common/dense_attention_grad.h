@@ -132,8 +132,17 @@ class ScoreGradient {
     if (attention_.in_place(*sequence_)) {
       const int64_t count =
           *std::max_element(tile.row_end.begin(), tile.row_end.begin() + tile.rows);
-      score_rows<T, Operand>({1, tile.rows, count}, query_, attention_.size, rows_of(keys_.rows()),
-                             {count, count}, scores_);
+      const HeadsInTurn turn{1, tile.rows, count};
+      const KeysInPlace keys{count, count};
+      if (attention_.whole_keys()) {
+        score_rows<T, Operand>(
+            turn,
+            in_order_of_keys<Input, Operand>(query_, tile.rows, attention_.size, ordered_query_),
+            attention_.size, key_rows<Input>(attention_.key, *sequence_, key_head_, tile.key_begin),
+            keys, scores_);
+      } else {
+        score_rows<T, Operand>(turn, query_, attention_.size, rows_of(keys_.rows()), keys, scores_);
+      }
     } else {
       multiply(query_, keys_, tile, scores_);
     }
@@ -195,6 +204,8 @@ class ScoreGradient {
   KeyTile<Operand> keys_{attention_.size, /*by_rows=*/true, /*transposed=*/true};
   KeyTile<Operand> values_{attention_.value_size, /*by_rows=*/false, /*transposed=*/true};
   Tile<Operand> query_{kRowBlock, keys_.size()};
+  Tile<Operand> ordered_query_{kChangesOrder<Input, Operand> ? kRowBlock : 0, keys_.size(),
+                               TileContent::unset};
   Tile<Operand> d_out_{kRowBlock, values_.size()};
   Tile<T> scores_{kRowBlock, kKeyBlock};
   Tile<T> d_scores_{kRowBlock, kKeyBlock};

@@ -67,7 +67,6 @@ DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
                            mode);
   }
   if (op.block_table) {
-    whole_keys = op.page_form() != PageForm::fractals;
     read_block_table(*op.block_table);
   }
   if (op.query_rope) {
