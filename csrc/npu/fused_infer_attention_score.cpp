@@ -57,6 +57,11 @@ std::optional<at::Tensor> launched_sink(const FusedInferAttentionScore& op) {
   return dense(kName, op.sink->to(dtype));
 }
 
+// Returns num_key_value_heads as given, but 1 for one head: CANN refuses 0 for absorbed MLA.
+int64_t launched_key_heads(const FusedInferAttentionScore& op) {
+  return op.num_heads == 1 ? 1 : op.num_key_value_heads.expect_int();
+}
+
 void launch_infer(const FusedInferAttentionScore& op,
                   const FusedInferAttentionScore::Outputs& outputs) {
   const auto& layout = op.infer_layout();
@@ -79,7 +84,7 @@ void launch_infer(const FusedInferAttentionScore& op,
                   .pre_tokens = within_int32(op.pre_tokens),
                   .next_tokens = within_int32(op.next_tokens),
                   .layout = layout.name,
-                  .num_key_value_heads = op.num_key_value_heads.expect_int(),
+                  .num_key_value_heads = launched_key_heads(op),
                   .sparse_mode = op.sparse_mode,
                   .inner_precise = precise_of(op),
                   .block_size = op.block_table ? op.page_size().expect_int() : 0,

@@ -1,5 +1,8 @@
-// The limits of the device's functions.
+// The limits of the device's functions. CANN checks V5, the function of Ascend 950, by other code
+// than V4: by op_host/checkers from 9.1 on, and by the tiling of prompt_flash_attention before.
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "core/sparse_mode.h"
 #include "core/symbolic.h"
@@ -9,33 +12,52 @@ namespace ascend_attn {
 namespace {
 
 constexpr Devices kBefore90 = kA2A3.before(Cann::v9_0);
+constexpr Devices k950Before91 = k950.before(Cann::v9_1);
 constexpr int64_t kAbsorbedSize = 512;
 constexpr int64_t kRopeSize = 64;
 
-constexpr Rule kValueSize{"value", "query's D as head size, or 128 beside 192"};
+constexpr Rule kValueSize{"value", "query's D as head size, or 128 beside 192", kA2A3};
+constexpr Rule kValueSizeOf950{
+    "value", "query's D as head size, 128 beside 192, or another one if both are at most 128",
+    k950};
+constexpr Rule kPlainValueSize{
+    "value",
+    "query's D as head size, or 128 beside 192, in pairs of layouts, beside pages, ropes, a sink "
+    "or softmax_lse, and in sparse_mode 1 or 4",
+    k950};
 constexpr Rule kCommonSize{
-    "query",
-    "D of 64 or 128, or 192 with values of 128, in packed layouts, BSH_BNSD and BSND_BNSD"};
+    "query", "D of 64 or 128, or 192 with values of 128, in packed layouts, BSH_BNSD and BSND_BNSD",
+    kA2A3};
+constexpr Rule kPairSize{
+    "query", "D of 64 or 128, or 192 with values of 128, in NTD_TND, BSH_BNSD and BSND_BNSD", k950};
+constexpr Rule kAlignedSize{"query", "a multiple of 16 as D in BNSD_BSND", k950};
 constexpr Rule kAbsorbedPair{"layout", "an output in NBSD or NTD for absorbed MLA alone"};
 constexpr Rule kAbsorbedLayout{"layout",
                                "BSH, BSND, BNSD, TND or an output in NBSD or NTD for absorbed MLA"};
 constexpr Rule kRopes{"query_rope", "Dr of 64, beside D of 128 or 512"};
 constexpr Rule kAbsorbedKeyHeads{"num_key_value_heads", "1 for absorbed MLA"};
 constexpr Rule kAbsorbedHeads{"num_heads", "a power of two up to 128 for absorbed MLA"};
-constexpr Rule kAbsorbedPages{"block_table", "a tensor for absorbed MLA"};
+constexpr Rule kAbsorbedPages{"block_table", "a tensor for absorbed MLA", kA2A3};
 constexpr Rule kAbsorbedMode{"sparse_mode", "0, 3 or 4 for absorbed MLA"};
-constexpr Rule kAbsorbedLse{"return_softmax_lse", "False for absorbed MLA in packed layouts"};
+constexpr Rule kAbsorbedLse{"return_softmax_lse", "False for absorbed MLA in packed layouts",
+                            kA2A3};
+constexpr Rule kAbsorbedQueries{"query", "at most 16 tokens per sequence for absorbed MLA",
+                                k950Before91};
+constexpr Rule kAbsorbedCounts{"actual_seq_lengths_query",
+                               "None for absorbed MLA outside packed layouts", k950Before91};
 constexpr Rule kPairLse{"return_softmax_lse", "False for an output in NBSD or NTD", kBefore90};
-constexpr Rule kPackedMode{"sparse_mode", "0, 3 or 4 in packed layouts"};
-constexpr Rule kPackedPrecise{"inner_precise", "0 in packed layouts whose heads share keys"};
+constexpr Rule kPackedMode{"sparse_mode", "0, 3 or 4 in packed layouts", kA2A3};
+constexpr Rule kPackedPrecise{"inner_precise", "0 in packed layouts whose heads share keys", kA2A3};
 constexpr Rule kPackedBand{"pre_tokens, next_tokens",
-                           "at least -Lq and -Lk in sparse_mode 4 of packed layouts"};
+                           "at least -Lq and -Lk in sparse_mode 4 of packed layouts", kA2A3};
 constexpr Rule kSmallPages{"key", "block_size of at most 1024"};
 constexpr Rule kLargePages{"key", "block_size of 128, or a multiple of it, for this D and Sq > 1"};
 constexpr Rule kPagesOfOneQuery{"key", "block_size of at most 512 for this D and Sq = 1"};
 constexpr Rule kPageRows{"key", "H of at most 65535 in pages (num_blocks, block_size, H)"};
-constexpr Rule kFractals{"key", "D of 64 or 128 in fractal pages, or ropes"};
-constexpr Rule kEqualPages{"value", "key's shape in pages"};
+constexpr Rule kFractals{"key", "D of 64 or 128 in fractal pages, or ropes", kA2A3};
+constexpr Rule equal_pages(Devices devices) { return {"value", "key's shape in pages", devices}; }
+constexpr Rule kEqualPages = equal_pages(kA2A3);
+constexpr Rule kEqualPagesOf950 = equal_pages(k950Before91);
 constexpr Rule kSinkSize{"sink", "None unless the values' head size is 64 or 128"};
 constexpr Rule kSinkPrecise{"inner_precise", "0 beside a sink"};
 constexpr Rule kNoSink{"sink", "None", kBefore90};
@@ -47,14 +69,16 @@ const OperatorLimits FusedInferAttentionScore::limits{
     functions,
     {{kA2A3, {at::kHalf, at::kBFloat16}}, {k950.since(Cann::v9_0), {at::kHalf, at::kBFloat16}}},
     {{"B", "batch size, or the number of packed sequences", {.min = 0, .max = 65536}},
-     {"N", "query heads", {.min = 1, .max = 256}},
+     {"N", "query heads", {.min = 1, .max = 256}, kA2A3},
      {"S", "tokens per sequence", {.min = 0, .max = 20971520}},
-     {"D", "head size", {.min = 16, .max = 512, .multiple_of = 16}}},
-    {kValueSize,        kCommonSize,      kAbsorbedPair,  kAbsorbedLayout, kRopes,
-     kAbsorbedKeyHeads, kAbsorbedHeads,   kAbsorbedPages, kAbsorbedMode,   kAbsorbedLse,
-     kPairLse,          kPackedMode,      kPackedPrecise, kPackedBand,     kSmallPages,
-     kLargePages,       kPagesOfOneQuery, kPageRows,      kFractals,       kEqualPages,
-     kSinkSize,         kSinkPrecise,     kNoSink}};
+     {"D", "head size", {.min = 16, .max = 512, .multiple_of = 16}, kA2A3},
+     {"D", "head size", {.min = 1, .max = 512}, k950}},
+    {kValueSize,      kValueSizeOf950,  kPlainValueSize,  kCommonSize,    kPairSize,
+     kAlignedSize,    kAbsorbedPair,    kAbsorbedLayout,  kRopes,         kAbsorbedKeyHeads,
+     kAbsorbedHeads,  kAbsorbedPages,   kAbsorbedMode,    kAbsorbedLse,   kAbsorbedQueries,
+     kAbsorbedCounts, kPairLse,         kPackedMode,      kPackedPrecise, kPackedBand,
+     kSmallPages,     kLargePages,      kPagesOfOneQuery, kPageRows,      kFractals,
+     kEqualPages,     kEqualPagesOf950, kSinkSize,        kSinkPrecise,   kNoSink}};
 
 bool FusedInferRules::absorbed() const {
   return op_.query_rope && head_size_.maybe_as_int() == kAbsorbedSize;
@@ -62,6 +86,17 @@ bool FusedInferRules::absorbed() const {
 
 bool FusedInferRules::is_size(int64_t size, int64_t value_size) const {
   return head_size_.maybe_as_int() == size && value_size_.maybe_as_int() == value_size;
+}
+
+std::optional<int64_t> FusedInferRules::longest_query() const {
+  if (!axes_.packed()) {
+    return queries_.maybe_as_int();
+  }
+  const auto sequences = op_.sequences();
+  if (sequences.empty()) {
+    return std::nullopt;
+  }
+  return std::ranges::max(sequences, {}, &Sequence::queries).queries;
 }
 
 void FusedInferRules::check_limits() const {
@@ -86,7 +121,7 @@ void FusedInferRules::check_limits() const {
 
 void FusedInferRules::check_size_limits() const {
   const auto size = head_size_.maybe_as_int();
-  limits_.rule(kValueSize, known_equal(head_size_, value_size_) || is_size(192, 128), value_size_);
+  check_value_size();
   limits_.rule(kRopes,
                !op_.query_rope || (rope_size_.maybe_as_int() == kRopeSize &&
                                    (size == 128 || size == kAbsorbedSize)),
@@ -96,31 +131,49 @@ void FusedInferRules::check_size_limits() const {
   const bool other_pair = layout_.is_pair() && !of_absorbed;
   limits_.rule(kAbsorbedLayout, !absorbed() || !other_pair, layout_.name);
   const bool is_common = is_size(64, 64) || is_size(128, 128) || is_size(192, 128);
-  const bool any_size = !axes_.packed() && (!other_pair || layout_.name == "BNSD_BSND");
-  limits_.rule(kCommonSize, any_size || absorbed() || is_common, head_size_, " and ", value_size_,
-               " in layout ", layout_.name);
+  const bool of_any_size = !other_pair || layout_.name == "BNSD_BSND";
+  limits_.rule(kCommonSize, (of_any_size && !axes_.packed()) || absorbed() || is_common, head_size_,
+               " and ", value_size_, " in layout ", layout_.name);
+  limits_.rule(kPairSize, of_any_size || is_common, head_size_, " and ", value_size_, " in layout ",
+               layout_.name);
+  limits_.rule(kAlignedSize, layout_.name != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
   limits_.rule(kPackedPrecise,
                !axes_.packed() || op_.inner_precise == 0 || known_equal(key_heads_, op_.num_heads),
                op_.inner_precise);
   limits_.rule(kPairLse, !op_.return_softmax_lse || !of_absorbed, "True for layout ", layout_.name);
 }
 
+void FusedInferRules::check_value_size() const {
+  const bool is_usual = known_equal(head_size_, value_size_) || is_size(192, 128);
+  limits_.rule(kValueSize, is_usual, value_size_);
+  const bool are_small =
+      head_size_.maybe_as_int().value_or(0) <= 128 && value_size_.maybe_as_int().value_or(0) <= 128;
+  limits_.rule(kValueSizeOf950, is_usual || are_small, value_size_);
+  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
+  const bool is_plain = !layout_.is_pair() && !paged() && !op_.query_rope && !op_.sink &&
+                        !op_.return_softmax_lse && mode != SparseMode::all_mask &&
+                        mode != SparseMode::band;
+  limits_.rule(kPlainValueSize, is_usual || is_plain, value_size_, " beside ", head_size_);
+}
+
 void FusedInferRules::check_page_limits() const {
   const auto size = head_size_.maybe_as_int();
   const auto block = page_size_.maybe_as_int().value_or(0);
-  const bool any_multiple = axes_.packed() || absorbed() || size == 64 || size == 128;
   limits_.rule(kSmallPages, block <= 1024, block);
-  limits_.rule(kLargePages, any_multiple || queries_.maybe_as_int() == 1 || block % 128 == 0,
-               block);
-  limits_.rule(kPagesOfOneQuery, any_multiple || queries_.maybe_as_int() != 1 || block <= 512,
-               block);
+  const bool any_multiple = op_.query_rope || size == 64 || size == 128 || is_size(192, 128);
+  if (const auto longest = any_multiple ? std::nullopt : longest_query()) {
+    limits_.rule(kLargePages, longest == 1 || block % 128 == 0, block);
+    limits_.rule(kPagesOfOneQuery, longest != 1 || block <= 512, block);
+  }
   const auto row = (key_heads_ * head_size_).maybe_as_int().value_or(0);
   limits_.rule(kPageRows, op_.page_form() != PageForm::rows || row <= 65535, row);
   limits_.rule(kFractals,
                op_.page_form() != PageForm::fractals || op_.query_rope || size == 64 || size == 128,
                head_size_);
-  limits_.rule(kEqualPages, known_equal(head_size_, value_size_), "a head size of ", value_size_,
-               " beside ", head_size_);
+  for (const auto& rule : {kEqualPages, kEqualPagesOf950}) {
+    limits_.rule(rule, known_equal(head_size_, value_size_), "a head size of ", value_size_,
+                 " beside ", head_size_);
+  }
 }
 
 void FusedInferRules::check_absorbed_limits() const {
@@ -131,6 +184,12 @@ void FusedInferRules::check_absorbed_limits() const {
   limits_.rule(kAbsorbedMode, op_.sparse_mode == 0 || op_.sparse_mode >= 3, op_.sparse_mode);
   limits_.rule(kAbsorbedLse, !op_.return_softmax_lse || !axes_.packed(), "True for layout ",
                layout_.name);
+  if (limits_.on(kAbsorbedQueries.devices)) {
+    const auto longest = longest_query().value_or(0);
+    limits_.rule(kAbsorbedQueries, longest <= 16, longest);
+  }
+  limits_.rule(kAbsorbedCounts, axes_.packed() || !given(op_.actual_seq_lengths_query),
+               "a list in layout ", layout_.name);
 }
 
 void FusedInferRules::check_mask_limits() const {

@@ -3,6 +3,7 @@
 
 #include <c10/core/SymInt.h>
 
+#include <optional>
 #include <string_view>
 
 #include "core/device_limits.h"
@@ -42,6 +43,7 @@ class FusedInferRules {
   void check_full_mask() const;
 
   void check_size_limits() const;
+  void check_value_size() const;
   void check_page_limits() const;
   void check_absorbed_limits() const;
   void check_mask_limits() const;
@@ -51,6 +53,8 @@ class FusedInferRules {
   // Multi-head latent attention whose latents are the keys and the values.
   bool absorbed() const;
   bool is_size(int64_t size, int64_t value_size) const;
+  // Returns the tokens of the longest sequence of query; none if a length is symbolic.
+  std::optional<int64_t> longest_query() const;
   NamedTensor query() const { return {"query", op_.query}; }
 
   const FusedInferAttentionScore& op_;

@@ -100,6 +100,14 @@ def test_a_sink_has_the_dtype_of_the_query() -> None:
     assert call["learnableSinkOptional"]["dtype"] == call["query"]["dtype"]
 
 
+def test_one_head_of_absorbed_attention_is_said() -> None:
+    case = InferCase(s=(1, 0), lengths=(None, (40, 33)), heads=(1, 1), d=512, rope=64, pages="rows")
+    sample = samples.build(case, torch.bfloat16)
+    assert sample.options["num_key_value_heads"] == 0
+    _, (call,) = launched(sample)
+    assert call["numKeyValueHeads"] == 1
+
+
 def test_lengths_and_pages_arrive() -> None:
     case = replace(PAGED, s=(3, 0), lengths=((3, 1, 2, 9), (40, 3, 33)))
     _, (call,) = launched(samples.build(case, torch.float16))
