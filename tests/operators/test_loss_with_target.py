@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import ascend_attn_ops as ops
+import numpy as np
 import pytest
 import torch
 from ascend_attn_ops.check.samples.sparse import SparseCase
@@ -183,3 +184,11 @@ def test_the_operator_checks_the_target() -> None:
     rounded = sample.replace(attn_softmax_l1_norm=sample.inputs["attn_softmax_l1_norm"].float())
     with pytest.raises(TypeError, match=f"ascend::{name}: attn_softmax_l1_norm: expected dtype"):
         loss_of(rounded)
+
+
+def test_a_flag_that_is_an_array() -> None:
+    sample = build(BSND, torch.float64)
+    with pytest.raises(TypeError, match="kl_loss: normalize_target: expected a bool, got array"):
+        loss_of(sample, normalize_target=np.array([0, 1]))
+    with pytest.raises(TypeError, match="kl_loss: normalize_target: expected a bool, got array"):
+        ops.lightning_indexer_kl_loss(*[torch.ones(1)] * 8, normalize_target=np.array([0, 1]))

@@ -365,6 +365,7 @@ def lightning_indexer_kl_loss(
         torch.Size([8, 8, 128])
     """
     check_divisor(reduction, normalizer)
+    check_flag(f"ascend::{IndexerLoss.name}", "normalize_target", normalize_target)
     attention = {
         "query": query, "key": key, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
         "scale_value": scale_value,
@@ -384,7 +385,6 @@ def lightning_indexer_kl_loss(
     else:
         where = f"ascend::{IndexerLossWithTarget.name}"
         check_tensor(where, "sparse_indices", sparse_indices)
-        check_flag(where, "normalize_target", normalize_target)
         cmp_ratio = check_count(where, "cmp_ratio", cmp_ratio, least=1)
         operation = IndexerLossWithTarget(
             cmp_ratio, sparse_mode, deterministic, bool(normalize_target)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._arguments import check_number, dtype_name, shown, wrong
+from ascend_attn_ops._arguments import check_flag, check_number, dtype_name, shown, whole, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Operator
 from ascend_attn_ops._packing import Lengths, lengths_of, lengths_on
 
@@ -195,6 +195,7 @@ def lightning_indexer_kl_loss(
     docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
     """
     check_divisor(reduction, normalizer)
+    check_flag(_NAME, "normalize_target", normalize_target)
     attention = {
         "query": query, "key": key, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
         "scale_value": scale_value,
@@ -245,13 +246,14 @@ def check_no_target(
     normalize_target: bool, cmp_ratio: int, cmp_residual_key: Tensor | None = None
 ) -> None:
     """Raises for options that a loss without a target does not have."""
-    of_target = {"normalize_target": False, "cmp_ratio": 1, "cmp_residual_key": None}
-    for (name, default), given in zip(
-        of_target.items(), (normalize_target, cmp_ratio, cmp_residual_key), strict=True
-    ):
-        if given is not default and given != default:
-            expected = f"{default} without a target"
-            raise wrong(ValueError, _NAME, name, expected, shown(given))
+    of_target = (
+        ("normalize_target", normalize_target, False, not normalize_target),
+        ("cmp_ratio", cmp_ratio, 1, whole(cmp_ratio) == 1),
+        ("cmp_residual_key", cmp_residual_key, None, cmp_residual_key is None),
+    )
+    for name, given, default, is_default in of_target:
+        if not is_default:
+            raise wrong(ValueError, _NAME, name, f"{default} without a target", shown(given))
 
 
 def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
