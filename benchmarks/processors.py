@@ -11,8 +11,9 @@ Comparison = Callable[[Sequence[Results]], str]
 
 
 def widest(cpu: str) -> str:
-    """Name a processor with one of its features: `AMD EPYC, AVX2`."""
-    name, _, features = cpu.removesuffix(")").partition(" (")
+    """Name a processor with one of its features: `AMD EPYC, AVX2`, `Intel Xeon, AVX512F`."""
+    name, _, features = cpu.replace("(R)", "").removesuffix(")").partition(" (")
+    name = name.partition(" Processor @")[0]
     present = features.split(", ")
     order = ("AMX_BF16", "AVX512_BF16", "AVX512F", "AVX2", "SVE")
     return ", ".join([name, *(x for x in order if x in present)][:2])
