@@ -36,8 +36,8 @@ def rows(a: Arguments) -> Iterator[Row]:
     Where a key stands for r = cmp_ratio tokens, the keys of a sequence stand for r * Lk + residual
     of them, and `causal_limit` is the limit.
     """
-    query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
-    key_spans = _spans(a.key, a.layout, a.actual_seq_lengths_key)
+    query_spans = spans(a.query, a.layout, a.actual_seq_lengths_query)
+    key_spans = spans(a.key, a.layout, a.actual_seq_lengths_key)
     ratio = getattr(a, "cmp_ratio", 1)
     lengths = [(lq, lk) for (_, lq), (_, lk) in zip(query_spans, key_spans, strict=True)]
     residuals = _residuals(a, ratio, lengths)
@@ -57,11 +57,13 @@ def causal_limit(tokens: int, queries: int, i: int, ratio: int) -> int:
     return max((tokens - queries + i + 1) // ratio, 0)
 
 
-def _spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
+def spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
     """(first token, number of tokens) of every sequence."""
-    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    if isinstance(lengths, Tensor):
+        lengths = lengths.tolist()
+    given = [] if lengths is None else [*lengths]  # An array of numpy has no truth value.
     if layout == "TND":
-        return [(begin, end - begin) for begin, end in pairwise([0, *(given or [])])]
+        return [(begin, end - begin) for begin, end in pairwise([0, *given])]
     b, s = x.shape[:2]
     return [(i * s, length) for i, length in enumerate(given or [s] * b)]
 

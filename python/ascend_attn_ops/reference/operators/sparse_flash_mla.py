@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from ..sequences import (
     compute_dtype,
     index_lists,
     like,
+    spans,
     statistics_from_tokens,
     statistics_to_tokens,
     to_tokens,
@@ -123,7 +123,7 @@ def visible(a: Arguments) -> Iterator[Keys]:
     Query i is aligned with the end of the original keys, own(i) = Lo - Lq + i. It sees the first
     `causal_limit` compressed keys in cmp_mask_mode 3, and all of them in 0.
     """
-    query_spans = _spans(a.query, a.layout, a.actual_seq_lengths_query)
+    query_spans = spans(a.query, a.layout, a.actual_seq_lengths_query)
     ori_spans = _key_spans(a, "ori")
     cmp_spans = [(0, 0)] * len(ori_spans) if a.cmp_kv is None else _key_spans(a, "cmp")
     residuals = [None] * len(ori_spans)
@@ -181,21 +181,12 @@ def _selected(row: list[int], n: int, keys: int) -> tuple[list[int], list[int]]:
     return slots, chosen
 
 
-def _spans(x: Tensor, layout: str, lengths: Tensor | list[int] | None) -> list[tuple[int, int]]:
-    """(first token, number of tokens) of every sequence."""
-    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    if layout == "TND":
-        return [(begin, end - begin) for begin, end in pairwise([0, *(given or [])])]
-    b, s = x.shape[:2]
-    return [(i * s, length) for i, length in enumerate(given or [s] * b)]
-
-
 def _key_spans(a: Arguments, part: str) -> list[tuple[int, int]]:
     """With pages, the first token of a sequence is its row of the block table."""
     lengths = getattr(a, f"actual_seq_lengths_{part}_kv")
     if paged(a):
         return list(enumerate(lengths.tolist()))
-    return _spans(getattr(a, f"{part}_kv"), a.layout, lengths)
+    return spans(getattr(a, f"{part}_kv"), a.layout, lengths)
 
 
 def _place(a: Arguments, part: str, first: int, key: int) -> int:
