@@ -140,7 +140,7 @@ class AttentionRows {
                                  scores_.from(0, first - begin));
         });
       } else {
-        multiply_copied_keys(task, begin, count);
+        multiply_copied_keys(task, query, begin, count);
       }
       for (int64_t h = 0; h < task.key_heads; ++h) {
         update_softmax(tile, task.key_head + h, h * rows, scores_.from(h * rows), true);
@@ -161,14 +161,16 @@ class AttentionRows {
     }
   }
 
-  // The scores of keys that are several rows of memory.
-  void multiply_copied_keys(const RowsTask& task, int64_t begin, int64_t count) {
+  // The scores of keys that are several rows of memory. They have the bits of those of whole keys.
+  void multiply_copied_keys(const RowsTask& task, const Matrix<const Operand>& query, int64_t begin,
+                            int64_t count) {
     const int64_t rows = task.rows_of_head;
     for (int64_t h = 0; h < task.key_heads; ++h) {
       const auto key = HeadKeys<Input>::keys(attention_, *task.sequence, task.key_head + h);
-      score_rows<T, Operand>({1, rows, count}, query_.from(h * rows), attention_.size,
-                             rows_of(key_tile().read(key, begin, count)), {count, count},
-                             scores_.from(h * rows));
+      const auto copied = in_order_of_keys<Input, Operand>(key_tile().read(key, begin, count),
+                                                           count, attention_.size, ordered_keys_);
+      score_rows<T, Operand>({1, rows, count}, query.from(h * rows), attention_.size,
+                             rows_of(copied), {count, count}, scores_.from(h * rows));
     }
   }
 
@@ -281,6 +283,8 @@ class AttentionRows {
   Tile<Operand> query_{rows_ + kRowStep, round_up(attention_.size, depth_step<Operand>)};
   Tile<Operand> ordered_query_{kChangesOrder<Input, Operand> ? std::min(rows_, kRowBlock) : 0,
                                query_.stride(), TileContent::unset};
+  Tile<Operand> ordered_keys_{kChangesOrder<Input, Operand> ? kKeysInPlace : 0, query_.stride(),
+                              TileContent::unset};
   Partial<T> result_{};
   Tile<T> scores_{std::min(rows_, kRowBlock), kKeyBlock};
   Tile<Operand> probabilities_{std::is_same_v<Operand, T> ? 0 : std::min(rows_, kRowBlock),

@@ -132,17 +132,11 @@ class ScoreGradient {
     if (attention_.in_place(*sequence_)) {
       const int64_t count =
           *std::max_element(tile.row_end.begin(), tile.row_end.begin() + tile.rows);
-      const HeadsInTurn turn{1, tile.rows, count};
-      const KeysInPlace keys{count, count};
-      if (attention_.whole_keys()) {
-        score_rows<T, Operand>(
-            turn,
-            in_order_of_keys<Input, Operand>(query_, tile.rows, attention_.size, ordered_query_),
-            attention_.size, key_rows<Input>(attention_.key, *sequence_, key_head_, tile.key_begin),
-            keys, scores_);
-      } else {
-        score_rows<T, Operand>(turn, query_, attention_.size, rows_of(keys_.rows()), keys, scores_);
-      }
+      const int64_t size = attention_.size;
+      const auto query = in_order_of_keys<Input, Operand>(query_, tile.rows, size, ordered_query_);
+      const auto keys = in_order_of_keys<Input, Operand>(keys_.rows(), count, size, ordered_keys_);
+      score_rows<T, Operand>({1, tile.rows, count}, query, size, rows_of(keys), {count, count},
+                             scores_);
     } else {
       multiply(query_, keys_, tile, scores_);
     }
@@ -206,6 +200,8 @@ class ScoreGradient {
   Tile<Operand> query_{kRowBlock, keys_.size()};
   Tile<Operand> ordered_query_{kChangesOrder<Input, Operand> ? kRowBlock : 0, keys_.size(),
                                TileContent::unset};
+  Tile<Operand> ordered_keys_{kChangesOrder<Input, Operand> ? kKeyBlock : 0, keys_.size(),
+                              TileContent::unset};
   Tile<Operand> d_out_{kRowBlock, values_.size()};
   Tile<T> scores_{kRowBlock, kKeyBlock};
   Tile<T> d_scores_{kRowBlock, kKeyBlock};

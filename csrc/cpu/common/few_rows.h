@@ -105,8 +105,8 @@ template <int64_t bytes, int64_t vectors, typename T, typename From>
 template <typename Number, typename Operand>
 inline constexpr bool kChangesOrder = sizeof(Number) == 2 && sizeof(Operand) > 2;
 
-// Returns rows of queries in the order in which load_lanes has the elements of such keys: the rows
-// themselves, or `ordered`.
+// Returns rows in the order in which load_lanes has the elements of such keys: the rows themselves,
+// or `ordered`.
 template <typename Key, typename Operand>
 Matrix<const Operand> in_order_of_keys(const Matrix<const Operand>& rows, int64_t count,
                                        int64_t size, const Matrix<Operand>& ordered) {
