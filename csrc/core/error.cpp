@@ -18,16 +18,48 @@ std::string status_text(int code) {
   return c10::str(code);
 }
 
+namespace {
+
+// Whether Python can decode it. The bytes of a string may be any.
+bool is_utf8(std::string_view text) {
+  for (size_t at = 0; at < text.size();) {
+    const auto byte = [&](size_t i) {
+      return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0u;
+    };
+    const unsigned first = byte(0);
+    const size_t rest = first < 0x80 ? 0 : first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;
+    // Bytes that begin no character; then longer forms than needed, surrogates and what is too
+    // large.
+    if ((first >= 0x80 && first < 0xC2) || first > 0xF4 || (first == 0xE0 && byte(1) < 0xA0) ||
+        (first == 0xED && byte(1) > 0x9F) || (first == 0xF0 && byte(1) < 0x90) ||
+        (first == 0xF4 && byte(1) > 0x8F)) {
+      return false;
+    }
+    for (size_t i = 1; i <= rest; ++i) {
+      if ((byte(i) & 0xC0) != 0x80) {
+        return false;
+      }
+    }
+    at += rest + 1;
+  }
+  return true;
+}
+
+}  // namespace
+
 std::string quoted(std::string_view text) {
   constexpr size_t kLongest = 100;
   constexpr std::string_view kDigits = "0123456789abcdef";
   size_t length = std::min(text.size(), kLongest);
-  while (length < text.size() && (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80) {
+  const bool readable = is_utf8(text);
+  while (readable && length < text.size() &&
+         (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80) {
     --length;  // in the middle of a character of UTF-8
   }
   std::string shown = "'";
   for (const char character : text.substr(0, length)) {
-    if (const auto code = static_cast<unsigned char>(character); code < ' ' || code == 0x7F) {
+    if (const auto code = static_cast<unsigned char>(character);
+        code < ' ' || code == 0x7F || (code > 0x7F && !readable)) {
       shown += {'\\', 'x', kDigits[code / 16], kDigits[code % 16]};
     } else {
       shown += character;

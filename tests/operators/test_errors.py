@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import ascend_attn_ops
 import pytest
 import torch
@@ -91,6 +93,24 @@ def test_text_of_the_caller_is_quoted_on_one_line(text: str, shown: str) -> None
     assert f"got {shown} [" in str(raised.value)
     with pytest.raises(ValueError, match="product: expected None or one of") as raised:
         ascend_attn_ops.limits(text).__enter__()
+    assert f"got {shown} [" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("é漢😀".encode(), "'é漢😀'"),
+        (b"BSND\xff", r"'BSND\xff'"),
+        (b"\xed\xa0\x80", r"'\xed\xa0\x80'"),  # a surrogate
+        (b"\xe6\xbc", r"'\xe6\xbc'"),  # the beginning of a character
+    ],
+    ids=["UTF-8", "no character", "surrogate", "cut"],
+)
+@pytest.mark.usefixtures("no_limits")
+def test_bytes_in_place_of_text(text: bytes, shown: str) -> None:
+    x = torch.ones(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="layout: expected one of") as raised:
+        ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout=cast("str", text))
     assert f"got {shown} [" in str(raised.value)
 
 
