@@ -77,7 +77,8 @@ struct DenseAttention {
 
   // Returns whether the rows of a sequence read their keys in place: a few for each key head, or a
   // single one where bfloat16 matrices are multiplied as they are. Not in float32 and float64,
-  // where the bits of a row do not depend on how many there are.
+  // where the bits of a row do not depend on how many there are. Keys that are several rows of
+  // memory are copied a tile at a time, and give the same bits.
   bool in_place(const DenseSequence& sequence) const {
     const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
     const int64_t rows = sequence.queries * group();
