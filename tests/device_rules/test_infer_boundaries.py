@@ -1,4 +1,4 @@
-"""Calls that Ascend 950 accepts in fused_infer_attention_score and A2 refuses, by CANN's own checks."""
+"""Calls of fused_infer_attention_score that Ascend 950 accepts and A2 refuses, by CANN's checks."""
 
 from __future__ import annotations
 
