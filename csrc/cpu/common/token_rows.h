@@ -59,8 +59,12 @@ class TokenRows {
   int64_t head_stride_ = 0;
 };
 
+// A row of no elements may have no memory.
 template <typename Operand, typename Input>
 void load_row(const Input* from, Operand* to, int64_t width) {
+  if (width == 0) {
+    return;
+  }
   if constexpr (std::is_same_v<Operand, Input>) {
     std::memcpy(to, from, static_cast<size_t>(width) * sizeof(Input));
   } else {
@@ -101,7 +105,10 @@ void store_heads(const Tile<T>& tile, int64_t column, int64_t heads, int64_t wid
 // Zeroes rows [begin, end) of `tile`.
 template <typename T>
 void zero_rows(const Tile<T>& tile, int64_t begin, int64_t end) {
-  std::memset(tile.row(begin), 0, static_cast<size_t>((end - begin) * tile.stride()) * sizeof(T));
+  const auto bytes = static_cast<size_t>((end - begin) * tile.stride()) * sizeof(T);
+  if (bytes > 0) {  // An empty tile has no memory.
+    std::memset(tile.row(begin), 0, bytes);
+  }
 }
 
 // Zeroes the tokens of a dense tensor that belong to no sequence. Sequences are ordered by `begin`.
