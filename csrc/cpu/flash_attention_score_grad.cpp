@@ -59,7 +59,6 @@ class FlashAttentionGrad {
     if (attention_.sink.defined() && task.part == 0 && sequence.keys > 0) {
       tile_.add_sink_gradients(sink_sums + tile_.first_head());
     }
-    transpose_queries(sequence.queries * attention_.group());
     auto& own_dq = dq.parts[task.part];
     own_dq =
         Tile<T>(round_up(sequence.queries * attention_.group(), kRowBlock), tile_.keys().size());
@@ -72,24 +71,6 @@ class FlashAttentionGrad {
   }
 
  private:
-  // Transposes all rows at once, because every block of keys needs them: one (size, kRowBlock)
-  // matrix per block of rows.
-  void transpose_queries(int64_t all_rows) {
-    const int64_t blocks = at::divup(all_rows, kRowBlock);
-    query_transposed_ = Tile<Operand>(blocks * tile_.keys().size(), kRowBlock);
-    d_out_transposed_ = Tile<Operand>(blocks * tile_.values().size(), kRowBlock);
-    for (int64_t row = 0; row < all_rows; row += kRowBlock) {
-      const int64_t rows = std::min(kRowBlock, all_rows - row);
-      tile_.load_queries(row, rows);
-      const auto transpose_rows = [&](const Tile<Operand>& from, int64_t size,
-                                      const Tile<Operand>& to) {
-        transpose(from, round_up(rows, kRowStep), size, to.from(row / kRowBlock * size));
-      };
-      transpose_rows(tile_.query(), tile_.keys().size(), query_transposed_);
-      transpose_rows(tile_.d_out(), tile_.values().size(), d_out_transposed_);
-    }
-  }
-
   void add_keys(const KeysTask& task, int64_t begin, int64_t count, const Tile<T>& dq) {
     zero_rows(dk_, 0, tile_.keys().size());
     zero_rows(dv_, 0, tile_.values().size());
@@ -105,19 +86,20 @@ class FlashAttentionGrad {
   // dv^T += dy^T * P, dk^T += q^T * dS, dq += dS * k
   void add_products(const ScoreTile& tile, const Tile<T>& dq) {
     const int64_t rows = round_up(tile.rows, kRowStep);
-    multiply_rows(d_out_transposed_, tile_.values().size(),
+    multiply_rows(tile_.d_out(), tile_.values().size(),
                   as_operand(tile_.probabilities(), rows, tile, rounded_), tile, dv_);
     const auto d_scores = as_operand(tile_.d_scores(), rows, tile, rounded_);
-    multiply_rows(query_transposed_, tile_.keys().size(), d_scores, tile, dk_);
+    multiply_rows(tile_.query(), tile_.keys().size(), d_scores, tile, dk_);
     tile_gemm({rows, tile_.keys().size(), tile.width(), d_scores, tile_.keys().by_rows(tile.begin),
                dq.from(tile.first_row), true});
   }
 
-  void multiply_rows(const Tile<Operand>& transposed, int64_t size,
-                     const Matrix<const Operand>& operand, const ScoreTile& tile,
-                     const Tile<T>& sum) {
+  // sum^T += from^T * operand
+  void multiply_rows(const Tile<Operand>& from, int64_t size, const Matrix<const Operand>& operand,
+                     const ScoreTile& tile, const Tile<T>& sum) {
     const int64_t rows = round_up(tile.rows, kRowStep);
-    tile_gemm({size, tile.width(), rows, transposed.from(tile.first_row / kRowBlock * size),
+    transpose(from, rows, size, transposed_.from(0));
+    tile_gemm({size, tile.width(), rows, transposed_.from(0),
                operand_b(rows, tile.width(), operand, packed_), sum.from(0, tile.begin), true});
   }
 
@@ -169,8 +151,7 @@ class FlashAttentionGrad {
   const DenseAttention& attention_;
   at::Tensor dq_tensor_, dk_tensor_, dv_tensor_;
   at::Tensor dq_rope_tensor_, dk_rope_tensor_;  // undefined if absent
-  Tile<Operand> query_transposed_;
-  Tile<Operand> d_out_transposed_;
+  Tile<Operand> transposed_{std::max(tile_.keys().size(), tile_.values().size()), kRowBlock};
   Tile<Operand> packed_{kRowBlock, kKeyBlock};
   Tile<Operand> rounded_{kRowBlock, kKeyBlock};
   Tile<T> by_key_{kRowBlock, std::max(tile_.keys().size(), tile_.values().size())};
