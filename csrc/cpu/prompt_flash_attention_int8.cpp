@@ -10,9 +10,11 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// Tiles, 16 MB in all, in which a thread keeps the query-key products of the first pass for the
-// second. If they do not suffice, the second pass computes the products again.
-constexpr int64_t kKeptTiles = (int64_t{16} << 20) / (kRowBlock * kKeyBlock * 4);
+// The memory in which all threads together, and each thread, keep the query-key products of the
+// first pass for the second.
+constexpr int64_t kKeptBytes = int64_t{2} << 20;
+constexpr int64_t kKeptBytesOfThread = int64_t{1} << 20;
+constexpr int64_t kTileBytes = kRowBlock * kKeyBlock * static_cast<int64_t>(sizeof(int32_t));
 // Makes query unsigned, as tile_gemm requires of A.
 constexpr int32_t kQueryOffset = 128;
 // The number of products of exponential and value, each at most 128 * 128, that an int32 can sum:
@@ -52,16 +54,25 @@ struct Score {
 
 // The buffer sizes of a thread.
 struct Capacity {
-  explicit Capacity(const std::vector<RowsTask>& tasks) {
-    for (const auto& task : tasks) {
-      rows = std::max(rows, round_up(task.rows(), kRowBlock));
-      keys = std::max(keys, round_up(task.sequence->keys, kKeyBlock));
+  explicit Capacity(const DenseAttention& attention) {
+    int64_t most_rows = 1;
+    int64_t most_keys = 1;
+    for (const auto& sequence : attention.sequences) {
+      most_rows = std::max(most_rows, sequence.queries * attention.group());
+      most_keys = std::max(most_keys, sequence.keys);
     }
-    tiles = std::clamp<int64_t>(rows / kRowBlock * (keys / kKeyBlock), 1, kKeptTiles);
+    const int64_t row_blocks = std::min(at::divup(most_rows, kRowBlock), kMaxRows / kRowBlock);
+    const int64_t key_blocks = at::divup(most_keys, kKeyBlock);
+    const int64_t kept = (kKeptBytes / at::get_num_threads() + kKeptBytesOfThread) / kTileBytes;
+    // Otherwise the second pass computes the products again, which takes less time than packing the
+    // keys for every block of rows, unless the products are slow.
+    const bool keeps =
+        std::min<int64_t>(row_blocks, has_int8_products() ? 2 : 1) * key_blocks <= kept;
+    rows = kRowBlock * (keeps ? std::min(row_blocks, kept / key_blocks) : row_blocks);
+    tiles = keeps ? rows / kRowBlock * key_blocks : 1;
   }
 
-  int64_t rows = 0;
-  int64_t keys = 0;
+  int64_t rows;   // of a task, at most
   int64_t tiles;  // of products
 };
 
@@ -311,8 +322,8 @@ class QuantizedAttention {
 
 void attend_int8(const DenseAttention& attention, const Int8Scales& scales,
                  const DenseOutputs& outputs) {
-  const auto tasks = divide(attention);
-  const Capacity capacity(tasks);
+  const Capacity capacity(attention);
+  const auto tasks = divide(attention, capacity.rows);
   const OutputRows<at::Half, float> rows(attention, outputs);
   for_each_task(
       tasks, [&] { return std::make_unique<QuantizedAttention>(attention, scales, capacity); },

@@ -323,14 +323,14 @@ void attend_rows(const DenseAttention& attention, const DenseOutputs& outputs) {
 
 }  // namespace
 
-std::vector<RowsTask> divide(const DenseAttention& attention) {
+std::vector<RowsTask> divide(const DenseAttention& attention, int64_t most_rows) {
   int64_t all_rows = 0;
   for (const auto& sequence : attention.sequences) {
     all_rows += sequence.queries * attention.heads;
   }
   constexpr int64_t kTasksPerThread = 8;
   const int64_t share = all_rows / (kTasksPerThread * at::get_num_threads());
-  const int64_t block = std::clamp(round_up(share, kRowBlock), kRowBlock, kMaxRows);
+  const int64_t block = std::clamp(round_up(share, kRowBlock), kRowBlock, most_rows);
   std::vector<RowsTask> tasks;
   for (const auto& sequence : attention.sequences) {
     const int64_t rows = sequence.queries * attention.group();

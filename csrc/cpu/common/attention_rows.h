@@ -169,9 +169,9 @@ class OutputRows {
   const T* sink_ = attention_.sink.defined() ? attention_.sink.const_data_ptr<T>() : nullptr;
 };
 
-// Divides the rows into blocks, small enough for every thread to get several. Tasks that read their
-// keys in place have several key heads.
-std::vector<RowsTask> divide(const DenseAttention& attention);
+// Divides the rows into blocks of at most `most_rows`, small enough for every thread to get
+// several. Tasks that read their keys in place have several key heads.
+std::vector<RowsTask> divide(const DenseAttention& attention, int64_t most_rows = kMaxRows);
 
 // Computes all rows of floating-point inputs.
 void attend(const DenseAttention& attention, const DenseOutputs& outputs);

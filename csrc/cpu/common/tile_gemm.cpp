@@ -128,6 +128,8 @@ void multiply_as_floats(const Product<uint8_t, int8_t, int32_t>& p) {
 
 }  // namespace
 
+bool has_int8_products() { return has_int8_brgemm() || has_usmmla(); }
+
 // Not cpublas::could_pack(kBFloat16), which requires AMX: brgemm also supports AVX512 with
 // bfloat16.
 bool has_bfloat16_products() {

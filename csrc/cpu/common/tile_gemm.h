@@ -68,6 +68,8 @@ class Tile : public Matrix<T> {
 // Returns whether bfloat16 matrices are multiplied as they are: where the processor can, which is
 // tested once by multiplying two, and where that is chosen (matrix_products.h).
 bool has_bfloat16_products();
+// Returns whether 8-bit integers are multiplied as they are, rather than as floats.
+bool has_int8_products();
 
 // C (m, n) = A (m, k) * B (k, n), or C += A * B. B is packed by pack_rows or pack_transposed, and k
 // is a multiple of depth_step. Code is generated for every new combination of sizes and strides, so
