@@ -138,6 +138,9 @@ def check_tensor(
         raise wrong(TypeError, function, argument, "a tensor", type(x).__name__)
     if x.is_nested:
         raise wrong(ValueError, function, argument, "a tensor of one shape", "a nested one")
+    # Dynamo reads no layouts in a backward.
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:
+        raise wrong(NotImplementedError, function, argument, "a dense tensor", str(x.layout))
     if rank is not None and x.dim() != rank:
         raise wrong(ValueError, function, argument, f"shape {axes}", str(list(x.shape)))
 

@@ -97,8 +97,9 @@ class PaddedBatch:
         if mode is not None and mode not in _MODES:
             expected = "one of 0, 1, 2, 3, 4, 6 beside the lengths of a padded batch"
             raise wrong(ValueError, self.function, "sparse_mode", expected, str(mode))
-        if mode not in (0, 1) or not isinstance(mask, Tensor) or mask.is_nested:
+        if mode not in (0, 1) or not isinstance(mask, Tensor):
             return mask
+        check_tensor(self.function, argument, mask)
         sizes = (self.batch, self.heads[QUERY], *self.tokens)
         fits = mask.dim() == 2 and tuple(mask.shape) == self.tokens
         if mask.dim() == 4:
@@ -119,6 +120,7 @@ class PaddedBatch:
         """pse_shift as layout TND has it; slopes stay as they are."""
         if not isinstance(pse_shift, Tensor) or whole(pse_type) not in (0, 1):
             return pse_shift
+        check_tensor(self.function, "pse_shift", pse_shift)
         heads, tokens = self.heads[QUERY], self.tokens
         if not (
             pse_shift.dim() == 4

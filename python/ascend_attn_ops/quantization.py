@@ -103,9 +103,6 @@ def _largest(tensors: dict[str, Tensor]) -> list[float]:
         if tensor.dtype not in _DTYPES:
             expected = "dtype float16, bfloat16 or float32"
             raise wrong(TypeError, _NAME, name, expected, str(tensor.dtype))
-        if tensor.layout != torch.strided:
-            expected = "a dense tensor"
-            raise wrong(NotImplementedError, _NAME, name, expected, str(tensor.layout))
         if tensor.device != tensors["query"].device:
             expected = f"device {tensors['query'].device} (query's)"
             raise wrong(ValueError, _NAME, name, expected, str(tensor.device))

@@ -226,6 +226,17 @@ def test_wrong_calls(options: dict[str, Any], words: str) -> None:
         ops.flash_attention_score(**x, num_heads=N, layout="BNSD", **options)
 
 
+@pytest.mark.parametrize("name", ["query", "value", "atten_mask", "pse_shift", "query_rope"])
+def test_sparse_tensors_are_refused_by_name(name: str) -> None:
+    x: dict[str, Any] = {
+        "atten_mask": torch.ones(SQ, SKV) < 0, "pse_shift": random(B, N, SQ, SKV), **tensors()
+    }  # fmt: skip
+    x[name] = x[name].to_sparse()
+    words = f"^ascend::flash_attention_score: {name}: expected a dense tensor, got torch.sparse_coo"
+    with pytest.raises(NotImplementedError, match=words):
+        ops.flash_attention_score(**x, num_heads=N, layout="BNSD", **LENGTHS)
+
+
 def test_torch_ops_takes_no_lengths_of_batches() -> None:
     x = {name: t for name, t in tensors().items() if "rope" not in name}
     with pytest.raises(ValueError, match="actual_seq_lengths_query: expected None in layout BNSD"):
