@@ -7,6 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops import reference
 from ascend_attn_ops.check.samples.fused_infer_attention_score import (
     DEVICE_CASES,
     InferCase,
@@ -101,6 +102,24 @@ def test_pages_before_a_window_are_not_read(form: str) -> None:
     actual = attend(query, *pages, block_table=blocks, **options)
     assert torch.allclose(actual[0].float(), expected[0].float(), rtol=2**-7, atol=2**-9)
     assert torch.allclose(actual[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_pages_behind_a_band_are_not_read() -> None:
+    """Their numbers may be anything, in the reference too."""
+    query, key, value = tensors(1, 40)
+    pages = [paged(x, torch.arange(3 * 3).view(3, 3).int(), "rows", 16) for x in (key, value)]
+    blocks = torch.tensor([[0, 1, 2**31 - 1], [3, 4, -1], [6, 7, 99]], dtype=torch.int32)
+    call = {
+        "num_heads": N, "num_key_value_heads": NK, "layout": "BNSD", "scale_value": 0.2,
+        "atten_mask": torch.zeros(3, 48, dtype=torch.bool), "next_tokens": 20,
+        "block_table": blocks, "actual_seq_lengths_key": [40, 35, 33], "block_size": 16,
+    }  # fmt: skip
+    actual = ops.fused_infer_attention_score(query, *pages, **call)
+    expected = reference.fused_infer_attention_score(query, *pages, **call)
+    assert torch.allclose(actual[0].float(), expected[0].float(), rtol=2**-7, atol=2**-9)
+    call["next_tokens"] = 33
+    with pytest.raises(ValueError, match=r"block_table: .* in 0\.\.8, got 2147483647"):
+        ops.fused_infer_attention_score(query, *pages, **call)
 
 
 def test_the_query_of_one_head_reads_pages_in_place() -> None:

@@ -13,8 +13,8 @@ from ascend_attn_ops import reference
 from ascend_attn_ops.check.bounds import OF_TERMS, Expected, largest_score, magnitude, within
 from ascend_attn_ops.reference.operators.fused_infer_attention_score import (
     by_head,
-    from_pages,
     layouts,
+    pages_by_head,
 )
 
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
@@ -295,8 +295,7 @@ def largest_score_of(sample: Sample) -> float:
     def keys(x: Tensor) -> Tensor:
         if a.block_table is None:
             return by_head(x, layout, heads)
-        count = x.shape[0] * a.block_size
-        return from_pages(x, torch.arange(x.shape[0]), heads, count)
+        return pages_by_head(x, heads).transpose(0, 1).flatten(1, 2)
 
     query, key = by_head(a.query, layout, a.num_heads), keys(a.key)
     if a.query_rope is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
-from .prompt_flash_attention import actual_length, kept
+from .prompt_flash_attention import actual_length, band, kept
 
 
 class Span(NamedTuple):
@@ -52,7 +52,7 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
         at = (0 if is_packed(inputs) else span.batch, slice(None), span.queries)
         k, v = (
             x.to(dtype).repeat_interleave(group, 0)
-            for x in keys_and_values(a, inputs, key_heads, number, span)
+            for x in keys_and_values(a, inputs, key_heads, number, span, band(sq, skv, a).any(0))
         )
         keep = kept(number, sq, skv, a, single_query=q.shape[2] == 1)
         s = q[at].to(dtype) @ k.mT * a.scale_value
@@ -138,26 +138,33 @@ def spans(a: Arguments, layout: str, q: Tensor) -> list[Span]:
 
 
 def keys_and_values(
-    a: Arguments, layout: str, heads: int, number: int, span: Span
+    a: Arguments, layout: str, heads: int, number: int, span: Span, read: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(Nk,Skv,D) and (Nk,Skv,Dv) of one sequence."""
+    """(Nk,Skv,D) and (Nk,Skv,Dv) of one sequence; (Skv,) says which of its keys are read."""
 
     def of(x: Tensor) -> Tensor:
         if a.block_table is None:
             rows = by_head(x, layout, heads)[0 if is_packed(layout) else span.batch]
             return rows[:, span.keys]
-        return from_pages(x, a.block_table[number], heads, span.keys.stop)
+        return from_pages(pages_by_head(x, heads), a.block_table[number], read)
 
     k = of(a.key)
     return k if a.key_rope is None else torch.cat((k, of(a.key_rope)), -1), of(a.value)
 
 
-def from_pages(pages: Tensor, table: Tensor, heads: int, count: int) -> Tensor:
-    """(N,count,D): key j is in row j % block_size of block table[j // block_size]."""
+def pages_by_head(pages: Tensor, heads: int) -> Tensor:
+    """(num_blocks,N,block_size,D)."""
     if pages.dim() == 3:
-        pages = pages.unflatten(2, (heads, -1)).transpose(1, 2)
-    elif pages.dim() == 5:
-        pages = pages.transpose(2, 3).flatten(3)
-    size = pages.shape[2]
-    used = table[: -(-count // size)].long()
-    return pages[used].transpose(0, 1).flatten(1, 2)[:, :count]
+        return pages.unflatten(2, (heads, -1)).transpose(1, 2)
+    return pages.transpose(2, 3).flatten(3) if pages.dim() == 5 else pages
+
+
+def from_pages(pages: Tensor, table: Tensor, read: Tensor) -> Tensor:
+    """(N,Skv,D) of pages by head: key j is in row j % block_size of block table[j // block_size].
+
+    Blocks of which no key is read are zeros: their numbers may be anything.
+    """
+    unread = pages.new_zeros(pages.shape[1:])
+    blocks = zip(table, read.split(pages.shape[2]), strict=False)
+    keys = [pages[number] if part.any() else unread for number, part in blocks]
+    return torch.cat((unread[:, :0], *keys), 1)[:, : len(read)]

@@ -109,10 +109,23 @@ def actual_length(lengths: Sequence[int] | None, batch: int, tokens: int) -> int
 
 
 def kept(batch: int, sq: int, skv: int, a: Arguments, *, single_query: bool = False) -> Tensor:
-    """(Sq,Skv), True where a key is kept: the table of the sparse modes.
+    """(Sq,Skv), True where a key is kept.
 
     single_query: a mask of two axes has one row for each batch.
     """
+    of_mode = band(sq, skv, a)
+    # A compressed mask says no more than the band.
+    if a.atten_mask is None or a.sparse_mode > 1:
+        return of_mode
+    mask = a.atten_mask
+    if mask.dim() == 2:
+        mask = mask[:, None] if single_query else mask[None]
+    mask = mask.flatten(0, -3)
+    return of_mode & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)
+
+
+def band(sq: int, skv: int, a: Arguments) -> Tensor:
+    """(Sq,Skv), True where the sparse mode keeps a key: the table of the modes."""
     if a.atten_mask is None:
         return torch.ones(sq, skv, dtype=torch.bool)
     pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
@@ -124,11 +137,4 @@ def kept(batch: int, sq: int, skv: int, a: Arguments, *, single_query: bool = Fa
         4: (pre - skv + sq, following + skv - sq),
     }[a.sparse_mode]
     i, j = torch.arange(sq)[:, None], torch.arange(skv)
-    band = (i - pre <= j) & (j <= i + following)
-    if a.sparse_mode > 1:  # what the compressed mask says is the band
-        return band
-    mask = a.atten_mask
-    if mask.dim() == 2:
-        mask = mask[:, None] if single_query else mask[None]
-    mask = mask.flatten(0, -3)
-    return band & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)
+    return (i - pre <= j) & (j <= i + following)
