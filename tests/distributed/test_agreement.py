@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -19,23 +18,13 @@ from support.processes import on_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
+from wrong_rank import WRONG_RANK, Case, assert_all_are_told, message, message_of_case, twice
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 SIZES = Sizes()
 # The second of three ranks has no tokens.
 LENGTHS = [2]
-WRONG_RANK = 2
-# Seconds in which all ranks hear of an error, on a busy machine too; far less than the time-out.
-SOON = 10
-
-
-def message(call: Callable[[], object]) -> str:
-    start = time.perf_counter()
-    with pytest.raises(Exception) as caught:  # noqa: PT011, the message has the type
-        call()
-    assert time.perf_counter() - start < SOON
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def wrong_lengths(group: ProcessGroup, given: list[Any]) -> str:
@@ -129,10 +118,6 @@ def dense(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
     )
 
 
-def twice(x: Tensor) -> Tensor:
-    return torch.cat((x, x))
-
-
 def freed(x: Tensor) -> Tensor:
     x = x.clone()
     x.untyped_storage().resize_(0)
@@ -159,8 +144,7 @@ class Raises:
         raise Unspeakable(3, "no text")
 
 
-# Function, what is wrong on one rank (tensors, options), and what all ranks are told.
-CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any], str]] = {
+CASES: dict[str, Case] = {
     "all tokens": (sparse_attention, {"latent": twice}, {}, "ValueError: .*key: expected the 1 lo"),
     "device": (indexer, {"key_index": lambda x: x.to("meta")}, {}, "ValueError: .*key: .*device"),
     "group's device": (
@@ -236,29 +220,17 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Tensor]], dict[str, Any
 
 
 def wrong_call(group: ProcessGroup, name: str) -> str:
-    function, changes, options, _ = CASES[name]
     with ops.limits(None):
         shards = SequenceShards(LENGTHS, group)
         x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
         x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
         x["max"] = torch.ones(1, shards.local_tokens, SIZES.heads)
-        # A call that succeeds before makes no difference.
-        function(x, shards)
-        if group.rank() == WRONG_RANK:
-            wrong = {**x, **{key: change(x[key]) for key, change in changes.items()}}
-            text = message(lambda: function(wrong, shards, **options))
-        else:
-            text = message(lambda: function(x, shards))
-        # The ranks are still in step.
-        function(x, shards)
-    return text
+        return message_of_case(group, CASES[name], x, shards)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_wrong_on_one_rank(name: str) -> None:
-    messages = on_ranks(3, wrong_call, name)
-    assert len(set(messages)) == 1
-    assert re.match(CASES[name][3], messages[0]), messages[0]
+    assert_all_are_told(on_ranks(3, wrong_call, name), CASES[name][3])
 
 
 def other_matrix_products(group: ProcessGroup) -> str:
@@ -392,8 +364,7 @@ def modified_before_the_backward(group: ProcessGroup, name: str) -> str:
 @pytest.mark.parametrize("name", ["sparse", "indexer", "allgather", "ring"])
 def test_wrong_in_the_backward_of_one_rank(name: str) -> None:
     messages = on_ranks(3, modified_before_the_backward, name)
-    assert len(set(messages)) == 1
-    assert re.match("RuntimeError: one of the variables needed for gradient", messages[0])
+    assert_all_are_told(messages, "RuntimeError: one of the variables needed for gradient")
     assert "(on rank 2)" in messages[0]
 
 

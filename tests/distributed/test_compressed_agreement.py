@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -13,9 +11,9 @@ from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
 from compressed_layer import COUNT, CSA, DIM, HEADS, SCALE, inputs
 from support.processes import on_ranks
-from test_agreement import WRONG_RANK, message
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from wrong_rank import WRONG_RANK, Case, assert_all_are_told, message, message_of_case, twice
 
 LENGTHS = [9]
 
@@ -58,12 +56,7 @@ def with_target(x: dict[str, Tensor], shards: SequenceShards, **options: Any) ->
     )  # fmt: skip
 
 
-def twice(x: Tensor) -> Tensor:
-    return torch.cat((x, x))
-
-
-# Function, what is wrong on one rank (tensors, options), and what all ranks are told.
-CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Any]], dict[str, Any], str]] = {
+CASES: dict[str, Case] = {
     "keys of all ranks": (
         attention, {"cmp_kv": twice}, {},
         "ValueError: .*cmp_kv: expected the 1 local compressed keys of shards, .* got .2, 1, 16. ",
@@ -151,7 +144,6 @@ CASES: dict[str, tuple[Any, dict[str, Callable[[Tensor], Any]], dict[str, Any], 
 
 
 def wrong_call(group: ProcessGroup, name: str) -> str:
-    function, changes, options, _ = CASES[name]
     with ops.limits(None):
         shards = SequenceShards(LENGTHS, group, "contiguous")
         x = {key: shards.shard(y) for key, y in inputs(LENGTHS, CSA, torch.float32).items()}
@@ -162,23 +154,12 @@ def wrong_call(group: ProcessGroup, name: str) -> str:
         x["key_index"] = torch.ones(keys, 1, x["query_index"].shape[-1])
         x["indices"] = torch.zeros(shards.local_tokens, 1, COUNT, dtype=torch.int32)
         x["target"] = torch.full((shards.local_tokens, 1, COUNT), 0.1)
-        # A call that succeeds before makes no difference.
-        function(x, shards)
-        if group.rank() == WRONG_RANK:
-            wrong = {**x, **{key: change(x[key]) for key, change in changes.items()}}
-            text = message(lambda: function(wrong, shards, **options))
-        else:
-            text = message(lambda: function(x, shards))
-        # The ranks are still in step.
-        function(x, shards)
-    return text
+        return message_of_case(group, CASES[name], x, shards)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_wrong_on_one_rank(name: str) -> None:
-    messages = on_ranks(3, wrong_call, name)
-    assert len(set(messages)) == 1
-    assert re.match(CASES[name][3], messages[0]), messages[0]
+    assert_all_are_told(on_ranks(3, wrong_call, name), CASES[name][3])
 
 
 def modified_before_the_backward(group: ProcessGroup) -> str:
@@ -197,6 +178,5 @@ def modified_before_the_backward(group: ProcessGroup) -> str:
 
 def test_wrong_in_the_backward_of_one_rank() -> None:
     messages = on_ranks(3, modified_before_the_backward)
-    assert len(set(messages)) == 1
-    assert re.match("RuntimeError: one of the variables needed for gradient", messages[0])
+    assert_all_are_told(messages, "RuntimeError: one of the variables needed for gradient")
     assert "(on rank 2)" in messages[0]

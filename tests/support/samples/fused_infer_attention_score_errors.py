@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from ascend_attn_ops.check.samples.fused_infer_attention_score import (
 from ascend_attn_ops.check.samples.masks import compressed_mask
 
 from .wrong_call import (
-    Change,
     Product,
     WrongCall,
     bools,
@@ -23,6 +23,7 @@ from .wrong_call import (
     inference_mask_rules,
     normal,
     put,
+    wrong_inference,
 )
 
 PLAIN = InferCase(s=(6, 9), heads=(4, 2), d=8)
@@ -45,22 +46,7 @@ COMPRESSED = compressed_mask(3, torch.bool)
 TABLE = torch.tensor([[1, 2, 0], [3, 0, 0]], dtype=torch.int32)
 
 
-def wrong(
-    case: InferCase,
-    change: Change | dict[str, Any],
-    argument: str,
-    expected: str,
-    exception: type[Exception] = ValueError,
-    *,
-    id: str = "",
-    on_meta: bool = True,
-) -> WrongCall:
-    id = id or ("-".join(change) if isinstance(change, dict) else argument)
-    return WrongCall(
-        f"{case.id}-{id}-{expected}", FUSED_INFER_ATTENTION_SCORE, case, change, argument,
-        exception, expected, code=r"16100\d", on_meta=on_meta,
-    )  # fmt: skip
-
+wrong = partial(wrong_inference, FUSED_INFER_ATTENTION_SCORE)
 
 RULES = [
     *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ascend_attn_ops.check.samples.randomness import Random
 from ascend_attn_ops.check.samples.sample import Sample, named_tensors
 
 from .wrong_call import (
-    Change,
     Product,
     WrongCall,
     bools,
@@ -26,6 +26,7 @@ from .wrong_call import (
     inference_mask_rules,
     normal,
     put,
+    wrong_inference,
 )
 
 PLAIN = PromptCase(s=(6, 9), heads=(4, 2), d=8)
@@ -50,22 +51,7 @@ ONE = torch.tensor([1.0])
 BITS = torch.tensor([0x3F800000], dtype=torch.uint64)  # 1.0
 
 
-def wrong(
-    case: PromptCase,
-    change: Change | dict[str, Any],
-    argument: str,
-    expected: str,
-    exception: type[Exception] = ValueError,
-    *,
-    id: str = "",
-    on_meta: bool = True,
-) -> WrongCall:
-    id = id or ("-".join(change) if isinstance(change, dict) else argument)
-    return WrongCall(
-        f"{case.id}-{id}-{expected}", PROMPT_FLASH_ATTENTION, case, change, argument, exception,
-        expected, code=r"16100\d", on_meta=on_meta,
-    )  # fmt: skip
-
+wrong = partial(wrong_inference, PROMPT_FLASH_ATTENTION)
 
 RULES = [
     *(

@@ -60,6 +60,25 @@ class WrongCall:
         assert re.search(self.expected, message), message
 
 
+def wrong_inference(
+    operator: Operator,
+    case: Any,
+    change: Change | dict[str, Any],
+    argument: str,
+    expected: str,
+    exception: type[Exception] = ValueError,
+    *,
+    id: str = "",
+    on_meta: bool = True,
+) -> WrongCall:
+    """A wrong call of an operator for inference; `expected` is a part of its name."""
+    id = id or ("-".join(change) if isinstance(change, dict) else argument)
+    return WrongCall(
+        f"{case.id}-{id}-{expected}", operator, case, change, argument, exception, expected,
+        code=r"16100\d", on_meta=on_meta,
+    )  # fmt: skip
+
+
 def put(name: str, function: Callable[[Any], object]) -> Change:
     """Another value of an argument, or of a tensor in a list, made of the good one."""
     return lambda sample: sample.replace(
