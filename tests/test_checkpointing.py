@@ -11,32 +11,18 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.gradients import outputs_and_gradients
+from support.dispatched import Calls
 from support.samples import FIRST_DIFFERENTIABLE, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 save_attention = partial(create_selective_checkpoint_contexts, ops.save_attention_policy)
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that run; results that a checkpoint keeps do not run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count[func._overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def dsa_layer(hidden: Tensor, indexer: ops.LightningIndexer, query: Tensor, key: Tensor) -> Tensor:

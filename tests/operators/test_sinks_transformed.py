@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from support.dispatched import Calls
 from support.tolerance import assert_same_bits
 from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -149,20 +148,6 @@ def test_rows_of_a_jacobian() -> None:
     torch.testing.assert_close(found, expected)
     # A head knows its own sink.
     assert torch.equal(found != 0, torch.eye(N, dtype=torch.bool))
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count[func._overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
