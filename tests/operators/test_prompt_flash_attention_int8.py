@@ -127,8 +127,12 @@ def test_a_sum_beyond_int32() -> None:
     assert out.unique().tolist() == pytest.approx([-127 * 128 * 1e-4], rel=1e-3)
 
 
-def test_rows_longer_than_what_is_kept_between_the_passes() -> None:
-    check(qkv(2, 1, sq=3, skv=70000, d=16), scales())
+@pytest.mark.parametrize(
+    ("sq", "skv"), [(650, 700), (300, 2100), (140, 4700), (70, 9000), (3, 70000)]
+)
+def test_products_kept_between_the_passes(sq: int, skv: int) -> None:
+    """Fewer rows at once where there are more keys, and none of the longest."""
+    check(qkv(2, 1, sq=sq, skv=skv, d=16), scales())
 
 
 def test_every_head_size() -> None:
