@@ -32,7 +32,7 @@ import torch.distributed as dist
 import transformers
 from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa
 from npu import register_npu
-from precision import autocast, fast_dtype
+from precision import add_dtype, autocast, dtype_of
 from python_corpus import load_corpus, sample_windows
 from report import Progress
 from torch import Tensor
@@ -70,6 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--eval-windows", type=int, default=8, help="held-out sequences")
+    add_dtype(parser)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -92,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(
             "--top-k must be less than a quarter of --sequence-length: nothing is selected"
         )
+    arguments.dtype = dtype_of(arguments)
     return arguments
 
 
@@ -147,7 +149,7 @@ class Trainer:
         self.recipe = {
             name: value for name, value in vars(arguments).items() if name not in NOT_IN_RECIPE
         }
-        self.dtype = "bfloat16" if arguments.device_shapes else fast_dtype(device.type)
+        self.dtype = arguments.dtype
         self.checkpoint = arguments.out / "checkpoint.pt"
 
     @property

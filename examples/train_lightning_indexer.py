@@ -36,7 +36,7 @@ import torch.distributed as dist
 from evaluate import evaluate
 from npu import register_npu
 from parallel import Parallel, checkpoints
-from precision import autocast, fast_dtype
+from precision import add_dtype, autocast, dtype_of
 from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
 from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
@@ -82,11 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     train.add_argument("--learning-rate", type=float, default=1.5e-3, help="of the language model")
     train.add_argument("--indexer-learning-rate", type=float, default=3e-3)
     train.add_argument("--eval-windows", type=int, default=16, help="held-out sequences")
-    train.add_argument(
-        "--dtype", choices=["bfloat16", "float32"],
-        help="of activations and products. Default: bfloat16; float32 on a CPU without AVX-512, "
-        "where torch is slow in bfloat16",
-    )  # fmt: skip
+    add_dtype(train)
     model = parser.add_argument_group("model")
     for name, default in asdict(ModelConfig()).items():
         model.add_argument("--" + name.replace("_", "-"), type=int, default=default)
@@ -102,10 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.top_k >= arguments.sequence_length:
         parser.error("--top-k must be less than --sequence-length: nothing would be sparse")
-    if arguments.dtype is None:
-        # The NPU's limits, which apply to its shapes, exclude float32.
-        fastest = fast_dtype(arguments.device)
-        arguments.dtype = "bfloat16" if arguments.device_shapes else fastest
+    arguments.dtype = dtype_of(arguments)
     return arguments
 
 

@@ -22,8 +22,8 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def command(out: Path) -> list[str]:
-    return example_runs.command(SCRIPT, {**OPTIONS, "out": out})
+def command(out: Path, **changes: object) -> list[str]:
+    return example_runs.command(SCRIPT, {**OPTIONS, "out": out, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +51,17 @@ def test_a_killed_run_resumes(whole: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path) == metrics(whole)
 
 
-def test_two_ranks_share_the_batch_of_a_resumed_run(whole: Path, tmp_path: Path) -> None:
-    kill_at("step 5/12", *command(tmp_path))
+def test_two_ranks_share_the_batch_of_a_resumed_run(tmp_path: Path) -> None:
+    """In float32: bfloat16 rounds the gradients of two halves to others than those of the whole."""
+    whole, shared = (command(tmp_path / name, dtype="float32") for name in ("whole", "shared"))
+    run(*whole)
+    kill_at("step 5/12", *shared)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    _, *script = command(tmp_path)
+    _, *script = shared
     printed = run(*launcher, "--nproc-per-node=2", *script[1:], "--resume")
     begin = int(re.findall(r"resumed at step (\d+)", printed)[0])
     assert begin >= 4
-    one, two = (metrics(out)["history"] for out in (whole, tmp_path))
-    for name, tolerance in (("bits_per_byte", 1e-3), ("indexer_loss", 2e-2)):
-        assert len(two[name]) == 12
+    one, two = (metrics(tmp_path / name)["history"] for name in ("whole", "shared"))
+    for name in ("bits_per_byte", "indexer_loss"):
         assert two[name][:begin] == one[name][:begin]
-        shared = slice(begin, begin + 3)
-        assert two[name][shared] == pytest.approx(one[name][shared], rel=tolerance)
+        assert two[name] == pytest.approx(one[name], rel=1e-4)
