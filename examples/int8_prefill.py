@@ -22,7 +22,7 @@ import ascend_attn_ops as ops
 import matplotlib
 import torch
 from npu import register_npu
-from precision import autocast, fast_dtype
+from precision import add_dtype, autocast, fast_dtype
 from python_corpus import load_corpus, sample_windows
 from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
@@ -243,10 +243,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=2, help="of training")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8, help="held-out sequences")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"],
-        help="of training. Default: bfloat16; float32 on a CPU without AVX-512",
-    )  # fmt: skip
+    add_dtype(parser)
     own = parser.parse_args()
     own.out.mkdir(parents=True, exist_ok=True)
     if own.device == "npu":
