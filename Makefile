@@ -13,7 +13,7 @@
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make wheel   a wheel in dist/, for the torch of PYTHON
 # make wheels  wheels in dist/ for VERSIONS, and for all PYTHONS
-# make matrix  build and test with VERSIONS, SAMPLE=12 a part of the tests; prints a table
+# make matrix  build and test with VERSIONS, SHARE=12 a part of the tests; prints a table
 # make clean   remove what was built
 # make test-aarch64   cross-compile for ARM hosts, and run a sample of the tests in QEMU
 #
@@ -36,7 +36,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo demo-full test test-cpu test-npu fuzz sanitize coverage mutants bench bench-check lint format docs \
+.PHONY: demo demo-full test test-npu fuzz sanitize coverage mutants bench bench-check lint format docs \
 	wheel wheels matrix test-aarch64 clean build build-npu
 
 demo: build
@@ -45,24 +45,15 @@ demo: build
 demo-full: build
 	$(CPU) examples/train_lightning_indexer.py $(DEMO_ARGS)
 
-test: test-cpu test-npu
-
 TEST_JOBS ?= $(shell nproc)
-IN_PARALLEL = -n $(TEST_JOBS) --dist=worksteal
+IN_PARALLEL = -n $(TEST_JOBS) --dist=loadgroup
 
-# 5 is pytest's status where it runs no test: what PYTEST_ARGS choose may all be in the other half.
-NONE_CHOSEN = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
-
-# Paths inside tests/npu are those of the other half, which drops the paths that are not.
-IN_NPU := tests/npu% ./tests/npu%
-CPU_ARGS = $(filter-out $(IN_NPU),$(PYTEST_ARGS))
-ONLY_NPU = $(and $(filter $(IN_NPU),$(PYTEST_ARGS)),$(if $(filter tests% ./tests%,$(CPU_ARGS)),,yes))
-
-test-cpu: build
-	$(if $(ONLY_NPU),,$(CPU) -m pytest --ignore=tests/npu $(IN_PARALLEL) $(CPU_ARGS) $(NONE_CHOSEN))
+test: build
+	$(CPU) -m pytest --ignore=tests/npu $(IN_PARALLEL) $(PYTEST_ARGS)
+	@echo "The CPU tests passed. make test-npu runs those of the NPU, on a simulated CANN."
 
 test-npu: build-npu
-	$(NPU) tests/npu/run.py $(IN_PARALLEL) $(PYTEST_ARGS) $(NONE_CHOSEN)
+	$(NPU) tests/npu/run.py $(IN_PARALLEL) $(PYTEST_ARGS)
 
 # SECONDS is a variable of bash, which counts up: from the environment it would be any number.
 fuzz: build
@@ -126,10 +117,10 @@ wheels:
 	$(PYTHON) tools/wheels.py $(VERSIONS) --python $(or $(PYTHONS),$(PYTHON))
 
 matrix:
-	$(PYTHON) tools/matrix.py $(VERSIONS) --sample $(or $(SAMPLE),1) $(MATRIX_ARGS)
+	$(PYTHON) tools/matrix.py $(VERSIONS) --share $(or $(SHARE),1) $(MATRIX_ARGS)
 
 test-aarch64:
-	$(PYTHON) tools/aarch64.py $(VERSIONS) --sample $(or $(SAMPLE),60)
+	$(PYTHON) tools/aarch64.py $(VERSIONS) --share $(or $(SHARE),60)
 
 clean:
 	rm -rf build build-npu simulation/build .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache

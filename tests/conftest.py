@@ -1,21 +1,21 @@
-"""Fixtures for tests of every operator, and --sample, which runs a part of them."""
+"""Fixtures for tests of every operator, and the options that choose the tests."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+# OpenMP reads these when torch is imported. Threads that spin while they wait take the time of the
+# other processes; two threads execute the code for several threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Two threads execute the code for several threads; OpenMP reads these when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import ascend_attn_ops
-from support import processes
+from support import processes, turns
 
 NPU_TESTS = Path(__file__).with_name("npu")
 
@@ -47,23 +47,28 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also what the commit tier leaves out")
     parser.addoption(
-        "--sample",
+        "--share",
         type=int,
         default=1,
         metavar="N",
-        help="of every test function run the first parameters, and each N-th after them",
+        help="of every test function, run an N-th of the parameters (tests/support/turns.py)",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: left out of the commit tier")
+    config.addinivalue_line("markers", "by_turns(n): an n-th of the parameters in the commit tier")
+    config.addinivalue_line("markers", "smoke: also run with an older torch before each commit")
+
+
+def pytest_report_header() -> str:
+    return f"parameters by turns: SEED={turns.seed():#x}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    step = config.getoption("sample")
-    seen: Counter[str] = Counter()
-    kept, left_out = [], []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        (left_out if seen[function] % step else kept).append(item)
-        seen[function] += 1
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    kept = turns.select(items, config.getoption("all"), config.getoption("share"))
+    if left_out := set(items) - set(kept):
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = kept

@@ -1,6 +1,6 @@
 """Builds this checkout for aarch64 on another machine, and tests it there under QEMU.
 
-    python tools/aarch64.py 2.10.0:2.10.0.post4 --sample 12
+    python tools/aarch64.py 2.10.0:2.10.0.post4 --share 12
 
 TORCH:TORCH_NPU names what to build with. The interpreter is Debian's Python for arm64, unpacked
 into a folder and run by QEMU, with the aarch64 wheels of torch and torch_npu. It runs setup.py, and
@@ -205,9 +205,9 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
         matrix.build(row, module, folder / "bin/python", sources, logs)
         return row.built[module]
 
-    def test(name: str, folder: Path, *command: str, sample: int = 1) -> str:
+    def test(name: str, folder: Path, *command: str, share: int = 1) -> str:
         log = logs / name.replace(", ", "_")
-        matrix.test(row, name, log, sources, folder / "bin/python", *command, sample=sample)
+        matrix.test(row, name, log, sources, folder / "bin/python", *command, share=share)
         return row.tests[name]
 
     report.add("environments", prepare)
@@ -221,7 +221,7 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
     for processor in options.processors:
         os.environ["QEMU_CPU"] = processor
         name = f"CPU, {processor}"
-        report.add(name, test, name, base, *tests, sample=options.sample)
+        report.add(name, test, name, base, *tests, share=options.share)
         if torch_npu:
             name = f"NPU, {processor}"
             report.add(name, test, name, npu, "tests/npu/run.py", "-k", NPU_SMOKE)
@@ -231,7 +231,7 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
 def main() -> int:
     parser = argparse.ArgumentParser(description="Cross-compiles for aarch64, and tests in QEMU.")
     parser.add_argument("version", nargs="?", default=VERSION, metavar="TORCH[:TORCH_NPU]")
-    parser.add_argument("--sample", type=int, default=60, metavar="N", help="see tests/conftest.py")
+    parser.add_argument("--share", type=int, default=60, metavar="N", help="see tests/conftest.py")
     parser.add_argument("--processors", nargs="+", default=PROCESSORS, help="names that QEMU has")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--home", type=Path, default=matrix.CACHE / "ascend_attn_ops/aarch64")

@@ -1,6 +1,6 @@
 """Builds and tests this checkout with several versions of torch, and prints a table.
 
-    python tools/matrix.py 2.7.1 2.10.0:2.10.0.post4 --sample 12
+    python tools/matrix.py 2.7.1 2.10.0:2.10.0.post4 --share 12
 
 TORCH:TORCH_NPU names a torch and the torch_npu to build with, TORCH alone a build for the CPU.
 It builds and tests the source distribution, so that a missing file shows. Environments and
@@ -122,10 +122,10 @@ def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> boo
     return True
 
 
-def test(row: Row, kind: str, log: Path, sources: Path, *command: object, sample: int) -> None:
+def test(row: Row, kind: str, log: Path, sources: Path, *command: object, share: int) -> None:
     jobs = os.environ.get("TEST_JOBS") or os.cpu_count()
     parallel = ("-n", jobs, "--dist=worksteal")
-    succeeded = run(log, sources, *command, "-q", *parallel, f"--sample={sample}")
+    succeeded = run(log, sources, *command, "-q", *parallel, f"--share={share}")
     # pytest's last lines: the NPU tests run once for each device and level of the task queue.
     endings = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", log.read_text(), re.M)
     counts: Counter[str] = Counter()
@@ -158,20 +158,20 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
         return row
     test(
         row, "CPU", logs / "test_cpu", sources, python, "-m", "pytest", "tests",
-        "--ignore=tests/npu", sample=options.sample,
+        "--ignore=tests/npu", share=options.share,
     )  # fmt: skip
     if row.built.get("_npu", "no") != "no":
         test(
             row, "NPU", logs / "test_npu", sources, npu, "tests/npu/run.py",
-            sample=options.sample,
+            share=options.share,
         )  # fmt: skip
     return row
 
 
 def print_table(rows: list[Row], options: argparse.Namespace) -> None:
     extent = "compiled only" if options.compile_only else "every test"
-    if options.sample > 1 and not options.compile_only:
-        extent = f"every {options.sample}th parameter of each test"
+    if options.share > 1 and not options.compile_only:
+        extent = f"every {options.share}th parameter of each test"
     compiler = environment.output(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
     version = environment.output(options.python, "--version").strip()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
@@ -183,7 +183,7 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Builds and tests with several torch versions.")
     parser.add_argument("versions", nargs="+", metavar="TORCH[:TORCH_NPU]")
-    parser.add_argument("--sample", type=int, default=1, metavar="N", help="see tests/conftest.py")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="see tests/conftest.py")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--python", default=sys.executable, help="the interpreter to test with")
     parser.add_argument("--home", type=Path, default=CACHE / "ascend_attn_ops/matrix")

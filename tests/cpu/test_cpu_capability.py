@@ -90,9 +90,9 @@ def test_products_of_odd_sizes(capability: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def assert_pass(tests: str, sample: int, capability: str) -> None:
+def assert_pass(tests: str, share: int, capability: str) -> None:
     """A sample of the tests in this process's environment, but for the capability."""
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--sample", str(sample))
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--share", str(share))
     result = run(*command, f"{ROOT}/tests/operators/{tests}", capability=capability)
     assert result.returncode == 0, result.stdout + result.stderr
 
