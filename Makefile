@@ -1,6 +1,10 @@
 # make demo    train a LightningIndexer on real text (about four minutes)
 # make demo-full   the same with twice the steps: the figures of the docs
-# make test    build everything and run the tests, on the CPU and on the simulated NPU
+# make test    build `_C` and run the CPU tests that every change runs; SEED=... chooses what runs by
+#              turns, without it the commit does
+# make test-npu   build `_npu` and the simulated CANN, and run the tests of the NPU on it
+# make test-all   every test there is, in hours: before a release, and every night
+# make smoke   with torch SMOKE_TORCH, the tests of what depends on torch's version
 # make bench   the benchmarks: ours, the peer and the physical limit side by side; writes the tables
 #              of the docs. ROUNDS=1: faster, and less exact
 # make bench-check   what of ours is slower than in OLD=results.json; without, than what is committed
@@ -33,10 +37,14 @@ NPU := .venv-npu/bin/python
 SPHINX := $(CPU) -m sphinx --quiet --fail-on-warning --keep-going -d out/docs/doctrees
 PIP_INSTALL := -m pip install --disable-pip-version-check
 
+# For random calls and for what runs by turns: other ones for every commit.
+SEED ?= $(shell echo 0x$$(git rev-parse HEAD 2> /dev/null || echo 0))
+export SEED
+
 # All C++ files that git tracks are ours to format.
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo demo-full test test-npu fuzz sanitize coverage mutants bench bench-check lint format docs \
+.PHONY: demo demo-full test test-npu test-all smoke fuzz sanitize coverage mutants bench bench-check lint format docs \
 	wheel wheels matrix test-aarch64 clean build build-npu
 
 demo: build
@@ -55,14 +63,27 @@ test: build
 test-npu: build-npu
 	$(NPU) tests/npu/run.py $(IN_PARALLEL) $(PYTEST_ARGS)
 
+# Every dtype, level, device, example, number of ranks and vector unit, and other versions.
+test-all: build-npu
+	$(CPU) -m pytest --ignore=tests/npu --all $(IN_PARALLEL)
+	$(NPU) tests/npu/run.py --all $(IN_PARALLEL)
+	$(MAKE) matrix SHARE=12
+	$(MAKE) fuzz SECONDS=600
+
+SMOKE_TORCH := 2.10.0
+
+# One build without the NPU, at -O1.
+smoke:
+	ASCEND_ATTN_OPS_FLAGS=-O1 $(PYTHON) tools/matrix.py $(SMOKE_TORCH) --smoke
+
 # SECONDS is a variable of bash, which counts up: from the environment it would be any number.
 fuzz: build
 	MALLOC_PERTURB_=165 $(CPU) tests/fuzz/run.py \
 		--seconds $(if $(filter command line,$(origin SECONDS)),$(SECONDS),600) \
-		--seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(FUZZ_ARGS)
+		--seed $(SEED) $(FUZZ_ARGS)
 
 sanitize: .venv/ready .venv-npu/ready
-	$(CPU) tools/sanitize.py --seed $(or $(SEED),0x$(shell git rev-parse HEAD)) $(SANITIZE_ARGS)
+	$(CPU) tools/sanitize.py --seed $(SEED) $(SANITIZE_ARGS)
 
 coverage: .venv/ready .venv-npu/ready
 	set -e; for python in $(CPU) $(NPU); do $$python $(PIP_INSTALL) -q 'coverage[toml]>=7.10,<8'; done
@@ -116,8 +137,10 @@ wheel:
 wheels:
 	$(PYTHON) tools/wheels.py $(VERSIONS) --python $(or $(PYTHONS),$(PYTHON))
 
+OTHER_VERSIONS := 2.7.1:2.7.1.post11 2.10.0:2.10.0.post4 2.14.0:2.14.0 2.15.0
+
 matrix:
-	$(PYTHON) tools/matrix.py $(VERSIONS) --share $(or $(SHARE),1) $(MATRIX_ARGS)
+	$(PYTHON) tools/matrix.py $(or $(VERSIONS),$(OTHER_VERSIONS)) --share $(or $(SHARE),1) $(MATRIX_ARGS)
 
 test-aarch64:
 	$(PYTHON) tools/aarch64.py $(VERSIONS) --share $(or $(SHARE),60)

@@ -124,8 +124,8 @@ def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> boo
 
 def test(row: Row, kind: str, log: Path, sources: Path, *command: object, share: int) -> None:
     jobs = os.environ.get("TEST_JOBS") or os.cpu_count()
-    parallel = ("-n", jobs, "--dist=worksteal")
-    succeeded = run(log, sources, *command, "-q", *parallel, f"--share={share}")
+    options = ("-q", "-n", jobs, "--dist=loadgroup", "--all", f"--share={share}")
+    succeeded = run(log, sources, *command, *options)
     # pytest's last lines: the NPU tests run once for each device and level of the task queue.
     endings = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", log.read_text(), re.M)
     counts: Counter[str] = Counter()
@@ -156,9 +156,10 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
         build(row, "_npu", npu, sources, logs)
     if options.compile_only:
         return row
+    chosen = ["-m", "smoke"] if options.smoke else []
     test(
         row, "CPU", logs / "test_cpu", sources, python, "-m", "pytest", "tests",
-        "--ignore=tests/npu", share=options.share,
+        "--ignore=tests/npu", *chosen, share=options.share,
     )  # fmt: skip
     if row.built.get("_npu", "no") != "no":
         test(
@@ -170,8 +171,10 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
 
 def print_table(rows: list[Row], options: argparse.Namespace) -> None:
     extent = "compiled only" if options.compile_only else "every test"
-    if options.share > 1 and not options.compile_only:
-        extent = f"every {options.share}th parameter of each test"
+    if options.smoke:
+        extent = "the tests marked smoke"
+    elif options.share > 1 and not options.compile_only:
+        extent = f"one of {options.share} parameters of each test"
     compiler = environment.output(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
     version = environment.output(options.python, "--version").strip()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
@@ -184,6 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Builds and tests with several torch versions.")
     parser.add_argument("versions", nargs="+", metavar="TORCH[:TORCH_NPU]")
     parser.add_argument("--share", type=int, default=1, metavar="N", help="see tests/conftest.py")
+    parser.add_argument("--smoke", action="store_true", help="run the tests of that mark alone")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--python", default=sys.executable, help="the interpreter to test with")
     parser.add_argument("--home", type=Path, default=CACHE / "ascend_attn_ops/matrix")
