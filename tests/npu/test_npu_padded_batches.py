@@ -20,10 +20,12 @@ QUERIES, KEYS = [5, 2, 0], [6, 7, 3]
 def results(device: str, layout: str, **options: Any) -> tuple[Tensor, ...]:
     """The outputs, and the gradients of query, key and value."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"BSND": [(3, 6, 2, 16), (3, 7, 2, 16)], "SBH": [(6, 3, 32), (7, 3, 32)]}[layout]
-    query, key = (torch.randn(x, generator=generator).half() for x in shapes)
-    leaves = [x.to(device).clone().requires_grad_() for x in (query, key, key)]
-    d_out = torch.ones(shapes[0], dtype=torch.float16, device=device)
+    query, keys = {"BSND": [(3, 6, 2, 16), (3, 7, 2, 16)], "SBH": [(6, 3, 32), (7, 3, 32)]}[layout]
+    leaves = [
+        torch.randn(x, generator=generator).half().to(device).requires_grad_()
+        for x in (query, keys, keys)
+    ]
+    d_out = torch.ones(query, dtype=torch.float16, device=device)
     before = cann_simulator.waits()
     outputs = ascend_attn_ops.flash_attention_score(
         *leaves, num_heads=2, layout=layout, actual_seq_lengths_query=QUERIES,

@@ -149,7 +149,7 @@ def test_fused_sinks_of_another_dtype() -> None:
 @pytest.mark.parametrize("layout", ["TND", "NTD", "TND_NTD", "NTD_TND"])
 def test_fused_packed_sequences(layout: str) -> None:
     torch.manual_seed(0)
-    query, key = torch.randn(9, N, D, dtype=torch.float64), torch.randn(14, NK, D).double()
+    query, key, value = (torch.randn(*x, D).double() for x in ((9, N), (14, NK), (14, NK)))
     q_ends, k_ends = [3, 3, 8], [4, 6, 11]  # tokens behind the last sequence belong to none
     source, _, target = layout.partition("_")
 
@@ -157,13 +157,13 @@ def test_fused_packed_sequences(layout: str) -> None:
         return x if layout == "TND" else x.transpose(0, 1)
 
     out, lse = torch_npu.npu_fused_infer_attention_score(
-        turned(query, source), turned(key, source), turned(key, source), input_layout=layout,
+        *(turned(x, source) for x in (query, key, value)), input_layout=layout,
         actual_seq_lengths=q_ends, actual_seq_lengths_kv=k_ends, sparse_mode=3, atten_mask=SQUARE,
         softmax_lse_flag=True, **HEADS,
     )  # fmt: skip
     expected, expected_lse = torch.zeros_like(query), torch.full((9, N), torch.inf).double()
     for q0, q1, k0, k1 in ((0, 3, 0, 4), (3, 8, 6, 11)):
-        one = [x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], key[k0:k1])]
+        one = [x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], value[k0:k1])]
         part, part_lse = attention(*one, causal(q1 - q0, k1 - k0))
         expected[q0:q1], expected_lse[q0:q1] = part[0].transpose(0, 1), part_lse[0].T
     assert_close(turned(out, target or source), expected)

@@ -52,25 +52,26 @@ def test_attention_update() -> None:
 
 def test_ring_update() -> None:
     """Two halves of the keys, merged, are all of them."""
-    query, key = drawn(2, 4, 5, 8).detach(), drawn(2, 2, 6, 8).detach()
-    query, key = (x.permute(2, 0, 1, 3).flatten(2).contiguous() for x in (query, key))
-    parts = [torch_npu.npu_fusion_attention(query, x, x, 4, "SBH")[:3] for x in key.chunk(2)]
+    query, key, value = (drawn(s, 2, 8 * n).detach() for s, n in ((5, 4), (6, 2), (6, 2)))
+    halves = zip(key.chunk(2), value.chunk(2), strict=True)
+    parts = [torch_npu.npu_fusion_attention(query, *x, 4, "SBH")[:3] for x in halves]
     merged = torch_npu.npu_ring_attention_update(*parts[0], *parts[1])
-    assert_close(merged, torch_npu.npu_fusion_attention(query, key, key, 4, "SBH")[:3])
+    assert_close(merged, torch_npu.npu_fusion_attention(query, key, value, 4, "SBH")[:3])
 
 
 def test_ring_update_of_packed_sequences() -> None:
     torch.manual_seed(0)
-    query, keys = drawn(8, 4, 8).detach(), drawn(2, 6, 2, 8).detach()
+    query, keys, values = (drawn(*x, 8).detach() for x in ((8, 4), (2, 6, 2), (2, 6, 2)))
     ends = {"actual_seq_qlen": [3, 3, 8], "actual_seq_kvlen": [2, 3, 6]}
-    parts = [torch_npu.npu_fusion_attention(query, x, x, 4, "TND", **ends)[:3] for x in keys]
+    halves = zip(keys, values, strict=True)
+    parts = [torch_npu.npu_fusion_attention(query, *x, 4, "TND", **ends)[:3] for x in halves]
     out, maximum, total = torch_npu.npu_ring_attention_update(
         *parts[0], *parts[1], input_layout="TND", actual_seq_qlen=torch.tensor([0, 3, 3, 8])
     )
     statistics = []
     for q0, q1, k0, k1 in ((0, 3, 0, 2), (3, 8, 3, 6)):
-        key = torch.cat([x[k0:k1] for x in keys])
-        expected, lse = attention(*(x.transpose(0, 1)[None] for x in (query[q0:q1], key, key)))
+        pairs = (torch.cat([x[k0:k1] for x in y]) for y in (keys, values))
+        expected, lse = attention(*(x.transpose(0, 1)[None] for x in (query[q0:q1], *pairs)))
         assert_close(out[q0:q1], expected[0].transpose(0, 1))
         statistics.append(lse.flatten())
     assert_close((maximum + total.log())[..., 0].flatten(), torch.cat(statistics))

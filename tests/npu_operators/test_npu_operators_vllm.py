@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -18,8 +18,13 @@ SCALE = D**-0.5
 INT32_MAX = 2**31 - 1
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+    return torch.randn(shape).bfloat16()
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -27,8 +32,13 @@ def heads_first(x: Tensor) -> Tensor:
     return x.double().transpose(0, 1)[None]
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual.double(), expected.double(), rtol=0.02, atol=0.01)
+def close(out: Tensor, expected: Tensor) -> None:
+    """The operator rounds the output to bfloat16, and before it the probabilities."""
+    assert_close(out.double(), expected, rtol=2**-8, atol=6e-3)
+
+
+def close_lse(lse: Tensor, expected: Tensor) -> None:
+    assert_close(lse.double(), expected, rtol=0, atol=1e-4)
 
 
 class Cache:
@@ -67,7 +77,7 @@ def test_prefill() -> None:
         num_key_value_heads=NK, num_heads=N, scale=SCALE, sparse_mode=3,
     )  # fmt: skip
     assert out.shape == query.shape
-    for begin, end in zip([0, *ends], ends, strict=False):
+    for begin, end in pairwise([0, *ends]):
         tensors = [heads_first(x[begin:end]) for x in (query, key, value)]
         expected, _ = attention(*tensors, causal(end - begin, end - begin), scale=SCALE)
         close(out[begin:end], expected[0].transpose(0, 1))
@@ -91,7 +101,6 @@ def test_pages(step: str, with_sink: bool, window: int) -> None:
     queries, keys = STEPS[step]
     key = Cache(keys)
     value = Cache(keys, table=key.table)
-    value.pages *= 2  # not the same numbers as key's
     ends = list(accumulate(queries))
     query, sink = normal(ends[-1], N, D), normal(N) if with_sink else None
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
@@ -102,12 +111,12 @@ def test_pages(step: str, with_sink: bool, window: int) -> None:
         next_tokens=0 if window else INT32_MAX,
     )  # fmt: skip
     assert lse.shape == (0,)
-    for b, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+    for b, (begin, end) in enumerate(pairwise([0, *ends])):
         rows, count = end - begin, keys[b]
         if not rows or not count:
             assert not out[begin:end].any()
             continue
-        tensors = [heads_first(x) for x in (query[begin:end], key.tokens[b], value.tokens[b] * 2)]
+        tensors = [heads_first(x) for x in (query[begin:end], key.tokens[b], value.tokens[b])]
         keep = windowed(rows, count, window) if window else causal(rows, count)
         expected, _ = attention(*tensors, keep, scale=SCALE, sink=sink)
         close(out[begin:end], expected[0].transpose(0, 1))
@@ -126,10 +135,11 @@ def test_prefill_of_latent_attention() -> None:
     )  # fmt: skip
     assert lse.shape == (40, N, 1)
     wide = [torch.cat(x, -1) for x in ((query, rope), (key, key_rope))]
-    tensors = [heads_first(x[6:]) for x in (*wide, value)]
-    expected, expected_lse = attention(*tensors, causal(34, 34), scale=0.07)
-    close(out[6:], expected[0].transpose(0, 1))
-    close(lse[6:, :, 0], expected_lse[0].T)
+    for begin, end in pairwise([0, *ends]):
+        tensors = [heads_first(x[begin:end]) for x in (*wide, value)]
+        expected, expected_lse = attention(*tensors, causal(end - begin, end - begin), scale=0.07)
+        close(out[begin:end], expected[0].transpose(0, 1))
+        close_lse(lse[begin:end, :, 0], expected_lse[0].T)
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND"])
@@ -155,7 +165,7 @@ def test_absorbed_decode(layout: str) -> None:
             wide, heads_first(both), heads_first(latent.tokens[b]), scale=0.07
         )
         close(turn(out)[b], expected[0])
-        close(lse[b, :, :, 0], expected_lse[0])
+        close_lse(lse[b, :, :, 0], expected_lse[0])
 
 
 def test_context_parallelism() -> None:
@@ -193,8 +203,10 @@ def test_vision_encoder() -> None:
         query, key, value, num_heads=N, num_key_value_heads=N, input_layout="TND", scale=0.125,
         actual_seq_lengths=ends, actual_seq_lengths_kv=ends, sparse_mode=0,
     )  # fmt: skip
-    expected, _ = attention(*(heads_first(x[9:]) for x in (query, key, value)), scale=0.125)
-    close(out[9:], expected[0].transpose(0, 1))
+    for begin, end in pairwise([0, *ends]):
+        tensors = [heads_first(x[begin:end]) for x in (query, key, value)]
+        expected, _ = attention(*tensors, scale=0.125)
+        close(out[begin:end], expected[0].transpose(0, 1))
 
 
 def test_what_lies_behind_the_keys_has_no_part() -> None:
