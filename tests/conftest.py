@@ -1,4 +1,4 @@
-"""Fixtures for tests of every operator, and the options that choose the tests."""
+"""Fixtures for tests of every operator; support.turns has the options that choose the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import ascend_attn_ops
-from support import processes, turns
+from support import processes
+from support.turns import (  # noqa: F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_report_header,
+)
 
 NPU_TESTS = Path(__file__).with_name("npu")
 
@@ -44,31 +50,3 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     # Idle ranks would keep their memory to the end.
     if nextitem is None or nextitem.path.parent != item.path.parent:
         processes.end()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also what the commit tier leaves out")
-    parser.addoption(
-        "--share",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of every test function, run an N-th of the parameters (tests/support/turns.py)",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "nightly: left out of the commit tier")
-    config.addinivalue_line("markers", "by_turns(n): an n-th of the parameters in the commit tier")
-    config.addinivalue_line("markers", "smoke: also run with an older torch before each commit")
-
-
-def pytest_report_header() -> str:
-    return f"parameters by turns: SEED={turns.seed():#x}"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = turns.select(items, config.getoption("all"), config.getoption("share"))
-    if left_out := set(items) - set(kept):
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = kept

@@ -111,3 +111,32 @@ def select(items: list[pytest.Item], everything: bool, share: int) -> list[pytes
             tests = [tests[i] for i in choose(name, parameters, parts, seed())]
         kept.update(tests)
     return [x for x in items if x in kept]
+
+
+# Hooks of pytest, which each conftest.py at the top of a tree of tests imports.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also what the commit tier leaves out")
+    parser.addoption(
+        "--share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of every test function, run an N-th of the parameters (tests/support/turns.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: left out of the commit tier")
+    config.addinivalue_line("markers", "by_turns(n): an n-th of the parameters in the commit tier")
+    config.addinivalue_line("markers", "smoke: also run with an older torch before each commit")
+
+
+def pytest_report_header() -> str:
+    return f"parameters by turns: SEED={seed():#x}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = select(items, config.getoption("all"), config.getoption("share"))
+    if left_out := set(items) - set(kept):
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = kept
