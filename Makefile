@@ -13,7 +13,7 @@
 #              with SANITIZE_ARGS=--threads, ThreadSanitizer and the tests of several threads
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make mutants how many of 100 small errors in C++ and Python the tests notice
-# make lint    ruff, clang-format, mypy, spelling, English
+# make lint    ruff, clang-format, mypy, spelling, English, workflows, translations
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make wheel   a wheel in dist/, for the torch of PYTHON
 # make wheels  wheels in dist/ for VERSIONS, and for all PYTHONS
@@ -118,7 +118,7 @@ lint: .venv/ready
 	.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	.venv/bin/mypy
 	.venv/bin/codespell $(shell git ls-files)
-	$(CPU) tools/english.py
+	$(CPU) tools/lint.py
 
 format: .venv/ready
 	.venv/bin/ruff check --fix .

@@ -10,14 +10,11 @@ any word. ALLOWED has sentences that are right nevertheless.
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,111 +33,82 @@ LONGEST_LINE = 120
 # Beginnings of sentences, each with its reason.
 ALLOWED: dict[str, str] = {}
 
-# Texts of others, and of what was.
-SKIPPED = ("LICENSE", "CHANGELOG.md")
+# Another language, and what was.
+SKIPPED = re.compile(r"CHANGELOG\.md|docs/zh/|README\.zh\.md")
 
 
-class Prose(NamedTuple):
-    """A paragraph, comment or docstring, and the line on which it begins."""
-
-    line: int
-    text: str
+Prose = Iterator[tuple[int, str]]  # a line, and the paragraph that begins there
 
 
-def python_prose(source: str) -> Iterator[Prose]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(node)
-            if docstring is not None:
-                first = node.body[0].lineno
-                for paragraph, line in paragraphs(docstring):
-                    yield Prose(first + line, paragraph)
-    comments = [
-        (token.start[0], token.start[1], token.string)
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    ]
-    yield from joined(comments, "#")
+def paragraphs(text: str, first: int) -> Prose:
+    """Splits prose at blank lines and list items, and leaves out doctests."""
+    lines: list[str] = []
+    for number, line in enumerate([*text.splitlines(), ""], first):
+        line = line.strip()
+        code = line.startswith((">>>", "..."))
+        if lines and (not line or code or re.match(r"([-*]|\d+\.) ", line)):
+            yield number - len(lines), " ".join(lines)
+            lines = []
+        if line and not code:
+            lines.append(re.sub(r"^([-*]|\d+\.) ", "", line))
 
 
-def cpp_prose(source: str) -> Iterator[Prose]:
-    comments = [
-        (number, match.start(), match[0])
-        for number, line in enumerate(source.splitlines(), 1)
-        if (match := re.search(r'(?<![:"])//.*', line))
-    ]
-    yield from joined(comments, "//")
-
-
-def joined(comments: list[tuple[int, int, str]], mark: str) -> Iterator[Prose]:
+def comments(source: str, pattern: str) -> Prose:
     """Joins comments of adjacent lines that begin in the same column."""
     block: list[str] = []
-    first = last = column = -1
-    for line, start, text in [*comments, (-9, -9, "")]:
-        if block and (line != last + 1 or start != column):
-            for paragraph, offset in paragraphs("\n".join(block)):
-                yield Prose(first + offset, paragraph)
+    first = column = -1
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        found = re.search(pattern, line)
+        if block and (found is None or found.start() != column):
+            yield from paragraphs("\n".join(block), first)
             block = []
-        if not block:
-            first = line
-        block.append(text.lstrip(mark).strip() if text else "")
-        last, column = line, start
+        if found:
+            if not block:
+                first, column = number, found.start()
+            block.append(found[1])
 
 
-def paragraphs(text: str) -> Iterator[tuple[str, int]]:
-    """Splits prose at blank lines and list items; code and doctests are left out."""
-    lines: list[str] = []
-    first = 0
-    for number, line in enumerate([*text.splitlines(), ""]):
-        stripped = line.strip()
-        begins = re.match(r"([-*]|\d+\.|>>>|\.\.\.) ", stripped)
-        if (not stripped or begins) and lines:
-            yield " ".join(lines), first
-            lines = []
-        if stripped and not stripped.startswith((">>>", "...")):
-            if not lines:
-                first = number
-            lines.append(re.sub(r"^([-*]|\d+\.) ", "", stripped))
+def docstrings(node: ast.AST) -> Prose:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node)
+        if text is not None:
+            yield from paragraphs(text, node.body[0].lineno)
+    for child in getattr(node, "body", ()):
+        yield from docstrings(child)
 
 
-def markdown_prose(source: str) -> Iterator[Prose]:
-    text = re.sub(r"^(`{3,}|:{3,}).*$|^[|%<#].*$|^ {4,}.*$", "", without_code(source), flags=re.M)
-    for paragraph, line in paragraphs(text):
-        yield Prose(line + 1, paragraph)
+def python(source: str) -> Prose:
+    yield from docstrings(ast.parse(source))
+    yield from comments(source, r"(?:^| )# ?(.*)")
+
+
+def cpp(source: str) -> Prose:
+    return comments(source, r'(?<![:"])// ?(.*)')
+
+
+def makefile(source: str) -> Prose:
+    return comments(source, "^# ?(.*)")
 
 
 def without_code(source: str) -> str:
-    """Empties fenced blocks and formulas, keeping the count of lines."""
-    return re.sub(
-        r"^ *(`{3,}|\$\$).*?^ *\1 *$",
-        lambda match: "\n" * match[0].count("\n"),
-        source,
-        flags=re.M | re.S,
-    )
+    """Leaves out fenced blocks and formulas, keeping the count of lines."""
+    fenced = re.compile(r"^ *(`{3,}|\$\$).*?^ *\1 *$", re.M | re.S)
+    return fenced.sub(lambda match: "\n" * match[0].count("\n"), source)
 
 
-def makefile_prose(source: str) -> Iterator[Prose]:
-    numbered = enumerate(source.splitlines(), 1)
-    yield from joined([(n, 0, line) for n, line in numbered if line.startswith("#")], "#")
+def markdown(source: str) -> Prose:
+    hidden = r"^(`{3,}|:{3,}).*$|^[|%<#].*$|^ {4,}.*$"
+    return paragraphs(re.sub(hidden, "", without_code(source), flags=re.M), 1)
 
 
 READERS = {
-    ".py": python_prose,
-    ".pyi": python_prose,
-    ".cpp": cpp_prose,
-    ".h": cpp_prose,
-    ".md": markdown_prose,
-    "": makefile_prose,
-}
-
-
-def sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.?!:])[)\"']? (?=[A-Z])", text)
+    ".py": python, ".pyi": python, ".cpp": cpp, ".h": cpp, ".md": markdown, "": makefile,
+}  # fmt: skip
 
 
 def findings(path: Path, source: str) -> Iterator[str]:
     for line, text in READERS[path.suffix](source):
-        for sentence in sentences(text):
+        for sentence in re.split(r"(?<=[.?!:])[)\"']? (?=[A-Z])", text):
             plain = re.sub(r"^[*_(]+", "", sentence)
             opening = OPENINGS.match(plain)
             if opening and not plain.endswith("?") and not plain.startswith(tuple(ALLOWED)):
@@ -155,24 +123,17 @@ def findings(path: Path, source: str) -> Iterator[str]:
                 yield f"{path}:{number}: {len(row)} characters, expected {LONGEST_LINE} at most"
 
 
-def tracked() -> list[Path]:
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    read = [x for x in names if Path(x).suffix in READERS and (ROOT / x).exists()]
-    return [ROOT / x for x in read if not x.startswith("docs/zh/") and x != "README.zh.md"]
-
-
-def main(names: list[str]) -> int:
-    paths = [Path(x).resolve() for x in names] or tracked()
+def main(names: Sequence[str] = ()) -> int:
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
     found = [
         finding
-        for path in paths
-        if path.name not in SKIPPED and (path.suffix or path.name == "Makefile")
-        for finding in findings(path.relative_to(ROOT), path.read_text(encoding="utf-8"))
+        for path in map(Path, names or tracked)
+        if path.suffix in READERS and (path.suffix or path.name == "Makefile")
+        if not SKIPPED.match(str(path)) and (ROOT / path).exists()
+        for finding in findings(path, (ROOT / path).read_text(encoding="utf-8"))
     ]
     print(*found, sep="\n", end="\n" if found else "")
-    return 1 if found else 0
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs code in a new process that has torch and the package imported already.
 
 The process is forked from a server, which imports them once per worker of pytest: importing takes
-longer than most of these tests. What an import reads from the environment it has read in the
-server, so a test of such a variable starts a process of its own.
+longer than most of these tests. The server has read the environment of an import already, so a test
+of such a variable starts a process of its own.
 """
 
 from __future__ import annotations
