@@ -46,6 +46,12 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     return None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # The ranks of one worker serve all of these.
+    if item.path.parent.name == "distributed":
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     # Idle ranks would keep their memory to the end.
     if nextitem is None or nextitem.path.parent != item.path.parent:

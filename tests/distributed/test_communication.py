@@ -11,7 +11,7 @@ import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import SCALE, Sizes, inputs, of_ranks
-from support.processes import on_ranks
+from support.processes import on_ranks, rank_counts
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -80,7 +80,7 @@ def traffic(
     return [forward.received, backward.received]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@rank_counts(2, 4)
 @pytest.mark.parametrize("lengths", [[64], [40, 64, 24], [33, 2, 30]], ids=str)
 def test_bytes_are_those_of_the_formula(ranks: int, lengths: list[int]) -> None:
     """Per token and (P - 1) / P of the tokens: 1408 forward, 1152 + 2816 for the gradients."""
@@ -224,7 +224,7 @@ def roundtrip(group: ProcessGroup) -> None:
             assert counted == shards.positions().tolist()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@rank_counts(4, 1, 2)
 def test_unshard_is_the_inverse_of_shard(ranks: int) -> None:
     on_ranks(ranks, roundtrip)
 

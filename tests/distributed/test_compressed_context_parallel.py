@@ -27,7 +27,7 @@ from compressed_layer import (
     run,
 )
 from sparse_layer import relative_error
-from support.processes import on_ranks
+from support.processes import on_ranks, rank_counts
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -78,7 +78,7 @@ def compare_all(group: ProcessGroup, name: str) -> None:
         compare(SequenceShards(lengths, group), name, torch.bfloat16, layout)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@rank_counts(3, 1, 2, 4)
 @pytest.mark.parametrize("name", KINDS)
 def test_results_are_those_of_one_process(name: str, ranks: int) -> None:
     on_ranks(ranks, compare_all, name)
@@ -188,6 +188,6 @@ def with_a_target(group: ProcessGroup) -> None:
                     assert relative_error(shares.unshard(d), y) <= 1e-13
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@rank_counts(2, 4)
 def test_loss_with_a_target(ranks: int) -> None:
     on_ranks(ranks, with_a_target)

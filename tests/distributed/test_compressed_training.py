@@ -22,7 +22,7 @@ from compressed_layer import (
     leaves_of,
     of_a_rank,
 )
-from support.processes import on_ranks
+from support.processes import on_ranks, rank_counts
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
@@ -74,7 +74,7 @@ def in_a_step(group: ProcessGroup) -> None:
             same(gradients(x, loss), wanted)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@rank_counts(2, 3)
 def test_compiled_and_recomputed(ranks: int) -> None:
     on_ranks(ranks, in_a_step)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import relative_error
-from support.processes import on_ranks
+from support.processes import on_ranks, rank_counts
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -128,7 +128,7 @@ ALL_MODES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@rank_counts(3, 2, 4)
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_causal(method: str, ranks: int) -> None:
     on_ranks(ranks, compare_without_limits, method, CAUSAL)
@@ -173,7 +173,7 @@ def with_sinks(group: ProcessGroup, method: str, modes: list[dict[str, int]]) ->
                     check(shards, actual, expected, method)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@rank_counts(3, 1, 2)
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_sinks_are_counted_once(method: str, ranks: int) -> None:
     on_ranks(ranks, with_sinks, method, ALL_MODES[:2] if method == "ring" else ALL_MODES[2:])
@@ -196,7 +196,7 @@ def with_ropes(group: ProcessGroup, method: str, modes: list[dict[str, int]]) ->
                     check(shards, actual, expected, method)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@rank_counts(3, 1, 2)
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_ropes(method: str, ranks: int) -> None:
     on_ranks(ranks, with_ropes, method, ALL_MODES[:2] if method == "ring" else ALL_MODES[2:])

@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 from support.checkout import EXAMPLES
 from support.processes import skip_unless_gloo_averages
+from support.turns import nightly
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
-)
+pytestmark = [
+    nightly,
+    pytest.mark.skipif(
+        importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
+    ),
+]
 
 SCRIPT = EXAMPLES / "train_lightning_indexer.py"
 STEPS = 12
@@ -26,6 +30,7 @@ OPTIONS = {
     "hidden-size": 64, "heads": 4, "head-dim": 32, "latent-dim": 64, "rope-dim": 16,
     "index-heads": 4, "index-dim": 32, "top-k": 16, "sequence-length": 96, "eval-windows": 2,
     "warmup-steps": STEPS // 2, "sparse-steps": STEPS // 2, "checkpoint-every": 4, "log-every": 1,
+    "dtype": "bfloat16",
 }  # fmt: skip
 SECONDS = 240
 

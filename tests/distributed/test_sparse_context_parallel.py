@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ascend_attn_ops as ops
-import pytest
 import torch
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import KEYS, QUERY_SIDE, Sizes, inputs, of_ranks, one_process, relative_error
-from support.processes import on_ranks
+from support.processes import on_ranks, rank_counts
 from torch.distributed import ProcessGroup
 
 SIZES = Sizes()
@@ -40,7 +39,7 @@ def compare_all(group: ProcessGroup) -> None:
         compare(group, lengths, torch.float64, "contiguous")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@rank_counts(3, 1, 2, 4)
 def test_results_are_those_of_one_process(ranks: int) -> None:
     on_ranks(ranks, compare_all)
 

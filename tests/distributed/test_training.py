@@ -15,7 +15,8 @@ from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import KEYS, QUERIES, SCALE, Sizes, inputs, relative_error
 from support.checkout import EXAMPLES
-from support.processes import on_ranks, skip_unless_gloo_averages
+from support.processes import on_ranks, rank_counts, skip_unless_gloo_averages
+from support.turns import nightly
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,6 +82,7 @@ def test_compile() -> None:
     on_ranks(2, compiled, LENGTHS)
 
 
+@nightly
 def test_compile_for_ranks_with_different_numbers_of_parts() -> None:
     on_ranks(3, compiled, [4, 1, 1])
 
@@ -130,7 +132,9 @@ def in_autocast(group: ProcessGroup, compiled: bool) -> None:
             assert relative_error(d, wanted[name]) <= 1e-2, name
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=nightly)], ids=["eager", "compiled"]
+)
 def test_autocast(compiled: bool) -> None:
     on_ranks(2, in_autocast, compiled)
 
@@ -213,7 +217,7 @@ def indexer_values(group: ProcessGroup) -> None:
             assert relative_error(found, whole[name].grad) <= 1e-14, name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@rank_counts(2, 4)
 def test_gradients_through_the_indexers_values(ranks: int) -> None:
     on_ranks(ranks, indexer_values)
 
@@ -264,7 +268,7 @@ def kl_loss(
     return loss.detach(), *torch.autograd.grad(loss, projections)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@rank_counts(3, 1)
 def test_weighted_loss(ranks: int) -> None:
     on_ranks(ranks, weighted)
 

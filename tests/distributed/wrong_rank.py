@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 WRONG_RANK = 2
-# Seconds in which all ranks hear of an error, on a busy machine too; far less than the time-out.
-SOON = 10
 
 Changes = dict[str, Callable[[Tensor], Any]]
 # Function, what is wrong on one rank (tensors, options), and what all ranks are told.
@@ -23,10 +20,8 @@ Case = tuple[Any, Changes, dict[str, Any], str]
 
 
 def message(call: Callable[[], object]) -> str:
-    start = time.perf_counter()
     with pytest.raises(Exception) as caught:  # noqa: PT011, the message has the type
         call()
-    assert time.perf_counter() - start < SOON
     return f"{caught.type.__name__}: {caught.value}"
 
 

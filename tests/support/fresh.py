@@ -1,22 +1,29 @@
-"""Runs code in a new process that has torch and the package imported already.
+"""Runs Python in a new process that has torch imported already.
 
-The process is forked from a server, which imports them once per worker of pytest: importing takes
-longer than most of these tests. The server has read the environment of an import already, so a test
-of such a variable starts a process of its own.
+The process is forked from a server, which imports torch once per worker of pytest: importing takes
+longer than most of these tests. The package is imported in the new process, which so reads the
+package's environment variables; those of torch and OpenMP are read in the server.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["numpy", "torch", "torch.distributed", "ascend_attn_ops", __name__])
+# torch_npu, which the package imports, takes seconds.
+_PACKAGE = ["ascend_attn_ops"] if "CANN_SIM_SOC" in os.environ else []
+CONTEXT.set_forkserver_preload(["numpy", "torch", "torch.distributed", *_PACKAGE, __name__])
 # The server finds these modules by its environment alone.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
@@ -27,21 +34,42 @@ class Ended(NamedTuple):
     err: str
 
 
-def _execute(code: str, environment: dict[str, str], folder: str) -> None:
+def _execute(arguments: Sequence[str]) -> None:
+    """Does what the interpreter does with these arguments, on the present streams."""
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, buffering=1, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate(("r", "w", "w"))
+    )
+    kind, *rest = arguments
+    if kind == "-c":
+        exec(compile(rest[0], "<code>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [kind, *rest]
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _execute_in(folder: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+    _execute(arguments)
 
 
-def run(code: str, seconds: float = 100, **environment: str) -> Ended:
-    """Returns the exit status of `code` and what it writes; kills it after `seconds`."""
+def python(*arguments: str, seconds: float = 100, **environment: str) -> Ended:
+    """Returns how `python *arguments` ends and what it writes; kills it after `seconds`."""
     with TemporaryDirectory() as folder:
         process = CONTEXT.Process(
-            target=_execute, args=(textwrap.dedent(code), environment, folder), daemon=True
+            target=_execute_in, args=(folder, arguments, environment), daemon=True
         )
         process.start()
         process.join(seconds)
@@ -51,3 +79,46 @@ def run(code: str, seconds: float = 100, **environment: str) -> Ended:
         written = {x.name: x.read_text(errors="replace") for x in Path(folder).iterdir()}
         assert process.exitcode is not None
         return Ended(process.exitcode, written.get("out", ""), written.get("err", ""))
+
+
+def run(code: str, seconds: float = 100, **environment: str) -> Ended:
+    """Returns how `code` ends and what it writes; kills it after `seconds`."""
+    return python("-c", textwrap.dedent(code), seconds=seconds, **environment)
+
+
+def _execute_on(arguments: Sequence[str], stdin: Connection, stdout: Connection, err: str) -> None:
+    os.setsid()
+    os.dup2(stdin.fileno(), 0)
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(os.open(err, os.O_WRONLY | os.O_APPEND), 2)
+    _execute(arguments)
+
+
+class _Popen:
+    """The part of subprocess.Popen that a runner of `check` uses."""
+
+    def __init__(self, command: Sequence[str], stderr: IO[bytes], **_: Any) -> None:
+        python, *arguments = command
+        assert python == sys.executable
+        stdin, writing = CONTEXT.Pipe(duplex=False)
+        reading, stdout = CONTEXT.Pipe(duplex=False)
+        err = f"/proc/{os.getpid()}/fd/{stderr.fileno()}"
+        self._process = CONTEXT.Process(target=_execute_on, args=(arguments, stdin, stdout, err))
+        self._process.start()
+        for theirs in (stdin, stdout):
+            theirs.close()
+        self.pid = self._process.pid
+        self.stdin = open(os.dup(writing.fileno()), "wb")  # noqa: SIM115
+        self.stdout = open(os.dup(reading.fileno()), "rb")  # noqa: SIM115
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("python", seconds or 0)
+        return self._process.exitcode
+
+
+# Takes the place of the module in ascend_attn_ops.check.runner.
+SUBPROCESS = SimpleNamespace(
+    PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=_Popen
+)

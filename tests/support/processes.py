@@ -1,14 +1,13 @@
 """Runs functions on several ranks: gloo, one process per rank, and a time-out for everything.
 
-The processes are started once and wait for work, since importing torch takes longer than most
-tests. A group of fewer ranks leaves the last processes idle.
+The processes are forked once from a server that has torch imported, and wait for work. A group of
+fewer ranks leaves the last processes idle.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
-import multiprocessing
 import os
 import socket
 import traceback
@@ -20,6 +19,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from support.fresh import CONTEXT
+from support.turns import nightly
 
 WORLD_SIZE = 4
 # A collective has less time than a call, so that a hang says where it is.
@@ -63,13 +65,12 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
 class _Pool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(WORLD_SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -137,6 +138,13 @@ def on_ranks(
     for pipe in pool.pipes[:size]:
         pipe.send((size, function, args))
     return pool.collect(size, seconds)
+
+
+def rank_counts(*counts: int) -> pytest.MarkDecorator:
+    """Runs a test with each number of ranks; the commit tier takes the first alone."""
+    first, *others = counts
+    values = [first, *(pytest.param(x, marks=nightly) for x in others)]
+    return pytest.mark.parametrize("ranks", values)
 
 
 def _average(group: dist.ProcessGroup) -> float:
