@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 from ascend_attn_ops.check import speed
@@ -10,23 +10,26 @@ from ascend_attn_ops.check.probe import Context
 
 
 class Queue(Context):
-    """A device that takes calls at once, and runs them when the host waits for it."""
+    """A device that takes calls in 1 ms, and runs each in 200 ms when the host waits for it."""
 
     waiting = 0
     ran = 0
+    now = 0.0
 
     def call(self) -> None:
         Queue.waiting += 1
+        Queue.now += 0.001
 
     def synchronize(self) -> None:
-        time.sleep(0.2 * Queue.waiting)
+        Queue.now += 0.2 * Queue.waiting
         Queue.ran += Queue.waiting
         Queue.waiting = 0
 
 
-def test_a_slow_device_gets_few_calls() -> None:
+def test_a_slow_device_gets_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: Queue.now))
     queue = Queue("npu:0")
     seconds, host = speed._times(queue.call, queue)
     assert Queue.ran == 5
-    assert seconds == pytest.approx(0.2, rel=0.5)
-    assert host < 0.05
+    assert seconds == pytest.approx(0.201)
+    assert host == pytest.approx(0.001)

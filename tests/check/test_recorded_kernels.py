@@ -43,7 +43,7 @@ def check(folder: Path, report: Path) -> tuple[int, list[results.Result]]:
     return status, results.read(report)[1]
 
 
-@pytest.mark.usefixtures("no_limits")
+@pytest.mark.usefixtures("no_limits", "forked_child")
 def test_the_recording_of_a_call_is_compared(tmp_path: Path) -> None:
     wrong = {**call().outputs, "softmax_sum": call().outputs["softmax_sum"] * 1.0001}
     torch.save([entry(), entry(what="another", outputs=wrong)], tmp_path / "calls.pt")
@@ -145,6 +145,7 @@ def test_a_wrong_file_is_one_line(what: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("forked_child")
 @pytest.mark.parametrize("name", ["calls.pt", "calls.pt.xz"])
 @pytest.mark.parametrize("content", [b"", b"neither", pickle.dumps([ValueError("code")])])
 def test_other_files_are_read_by_nothing(name: str, content: bytes, tmp_path: Path) -> None:

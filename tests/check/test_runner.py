@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,9 +17,7 @@ CHILD = [sys.executable, str(Path(__file__).with_name("crashing_child.py"))]
 
 
 @pytest.fixture(autouse=True)
-def own_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = os.pathsep.join(sys.path)
-    monkeypatch.setenv("PYTHONPATH", path)
+def own_child(forked_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "child_command", lambda *options: CHILD)
 
 

@@ -1,4 +1,4 @@
-"""Choices by turns cover every value soon, and every pair of values always."""
+"""What runs by turns covers every value soon, and every pair of values always."""
 
 from __future__ import annotations
 
