@@ -1,9 +1,8 @@
-"""The reports of devices in docs/hardware, the table of the page, and the README's column."""
+"""The reports of devices in docs/hardware, and the README's column."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,38 +22,26 @@ def extension(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return hardware_reports
 
 
-def report(folder: Path, name: str, verdict: str, device: str = "npu:0") -> None:
-    facts = {"product": "A2 with CANN 9.0", "CANN": "9.0.0, <CANN>/lib64", "torch_npu": "2.13.0"}
-    facts |= {"ascend_attn_ops": "0.1.0"}
-    results = [Result("environment", x, x, "pass", text) for x, text in facts.items()]
-    results.append(Result("numbers", "flash_attention_score bfloat16", "numbers/1", verdict))
-    assert asdict(results[0])
-    write(folder / f"{name}.json", {"format": FORMAT, "device": device}, results)
-
-
 def test_the_readme_says_what_the_reports_say(extension) -> None:  # type: ignore[no-untyped-def]
-    found = extension.reports()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.partition("## Status")[2].partition("\n## ")[0]
-    table = re.findall(r"^\| `(\w+)`.*\| ([^|]+) \|$", section, re.M)
-    hardware = {name: text for name, text in table if name in OPERATORS}
-    rows = {name: extension.status(name, found) for name in hardware}
-    assert len(rows) >= 7
-    assert hardware == rows
+    rows = dict(re.findall(r"^\| `(\w+)`.*\| ([^|]+) \|$", section, re.M))
+    said = {name: text for name, text in rows.items() if name in OPERATORS}
+    assert len(said) >= 7
+    assert said == {name: extension.status(name, extension.reports()) for name in said}
 
 
 def test_reports_make_rows(extension, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    assert extension.reports(tmp_path) == []
-    report(tmp_path, "a", "pass")
-    report(tmp_path, "b", "differs")
+    facts = [Result("environment", "product", "product", "pass", "A2 with CANN 9.0"),
+             Result("environment", "CANN", "CANN", "pass", "9.0.0, <CANN>/lib64")]  # fmt: skip
+    for verdict in ("differs", "pass"):
+        line = Result("numbers", "flash_attention_score bfloat16", "numbers/1", verdict)
+        header = {"format": FORMAT, "device": "npu:0"}
+        write(tmp_path / f"{verdict}.json", header, [*facts, line])
     first, second = extension.reports(tmp_path)
-    assert first.facts["CANN"] == "9.0.0"
-    assert (first.verdict(), second.verdict()) == ("pass", "1 differ")
-    assert extension.status("flash_attention_score", [first]) == "pass on A2, CANN 9.0.0"
-    assert extension.status("lightning_indexer", [first]) == extension.NOT_RUN
-
-
-def test_a_report_of_the_cpu_is_no_evidence(extension, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    report(tmp_path, "a", "pass", device="cpu")
+    assert (first.facts["CANN"], first.verdict(), second.verdict()) == ("9.0.0", "1 differ", "pass")
+    assert extension.status("flash_attention_score", [second]) == "pass on A2, CANN 9.0.0"
+    assert extension.status("lightning_indexer", [second]) == extension.NOT_RUN
+    write(tmp_path / "cpu.json", {"format": FORMAT, "device": "cpu"}, facts)
     with pytest.raises(ValueError, match="expected a report of an NPU, got one of cpu"):
         extension.reports(tmp_path)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from graphlib import CycleError, TopologicalSorter
+from pathlib import PurePosixPath
 
 import pytest
-from support.layers import TREES, Tree
+from support.checkout import ROOT
+from support.layers import AROUND, TREES, Tree
 
 each_tree = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 
@@ -51,3 +55,28 @@ def test_what_files_of_a_folder_share_uses_none_of_them(inner: str, below: tuple
         if csrc.name(file).startswith(inner):
             used = [csrc.name(x) for x in csrc.used_by(file)]
             assert all(x.startswith((inner, *below)) for x in used), (csrc.name(file), used)
+
+
+def test_the_picture_of_the_docs_shows_the_tables() -> None:
+    """Each part, what it is, and an arrow to each part on which it stands."""
+    picture = (ROOT / "docs/images/house.svg").read_text(encoding="utf-8")
+    shown = re.findall(r'<g id="(\S+)".*\n.*\n.*\n.*>(.+)</text>', picture)
+    arrows = re.findall(r'<path id="(\w+/\S+)"', picture)
+    parts = [(f"{tree}/{name}", part) for tree in TREES for name, part in TREES[tree].parts.items()]
+    assert sorted(shown) == sorted([*((name, part.what) for name, part in parts), *AROUND.items()])
+    assert sorted(arrows) == sorted(f"{name}-{x}" for name, part in parts for x in part.below)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
+def test_every_folder_has_a_paragraph() -> None:
+    listed = subprocess.check_output(["git", "ls-files", "*/*"], cwd=ROOT, text=True).splitlines()
+    files = [PurePosixPath(name) for name in listed if not name.startswith(".")]
+    folders = {x.parts[0] for x in files} - {"csrc", "python"}
+    assert folders == AROUND.keys()
+    for name, tree in TREES.items():
+        root = tree.folder.relative_to(ROOT)
+        below = {x.relative_to(root).parts[0] for x in files if root in x.parents[1:]}
+        assert below <= tree.parts.keys(), name
+        folders |= {str(root / x) for x in below}
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\*\*`(.+?)/`", page, re.M)) == sorted(folders)

@@ -1,4 +1,4 @@
-"""What runs by turns covers every value soon, and every pair of values always."""
+"""Choices by turns cover every value soon, and every pair of values always."""
 
 from __future__ import annotations
 

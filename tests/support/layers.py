@@ -1,7 +1,6 @@
 """Which part of the code may use which.
 
-Tests hold the code to these tables, and docs/design.md shows them as a picture: there is no other
-list.
+Tests hold the code and the picture in docs/design.md to these tables: there is no other list.
 """
 
 from __future__ import annotations

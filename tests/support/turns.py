@@ -88,7 +88,7 @@ def choose(name: str, parameters: list[Mapping[str, Any]], share: int, turn: int
     wanted = pairs(map(traits, parameters))
     missing = set().union(*wanted).difference(*(wanted[i] for i in chosen))
     random.Random(f"{name} {turn}").shuffle(order)
-    # Those with more of what is missing come first.
+    # Parameters with more of the missing pairs come first.
     for i in sorted(order, key=lambda i: -len(wanted[i] & missing)):
         if wanted[i] & missing:
             chosen.add(i)
