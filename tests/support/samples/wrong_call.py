@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 Change = Callable[[Sample], Sample]
 Product = Literal["A2", "A3", "950", "310P"]
+
+LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+COMPRESSED = compressed_mask(3, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class WrongCall:
     argument: str  # regular expression, as `expected` and `code`
     exception: type[Exception] = ValueError
     expected: str = ""  # somewhere in the message
-    code: str = r"\d{6}"
+    code: str = r"16100\d"
     limits: Product | None = None
     # False where the rule is about values or memory, which fake tensors do not have, or about
     # devices, which torch compares there by itself.
@@ -58,24 +62,33 @@ class WrongCall:
         )
         assert re.fullmatch(form, message), message
         assert re.search(self.expected, message), message
+        assert f"Ascend {self.limits or ''}" in message or self.limits is None, message
 
 
-def wrong_inference(
+def wrong_call(
     operator: Operator,
     case: Any,
-    change: Change | dict[str, Any],
-    argument: str,
     expected: str,
     exception: type[Exception] = ValueError,
     *,
     id: str = "",
+    change: Change | None = None,
     on_meta: bool = True,
+    limits: Product | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **arguments: Any,
 ) -> WrongCall:
-    """A wrong call of an operator for inference; `expected` is a part of its name."""
-    id = id or ("-".join(change) if isinstance(change, dict) else argument)
+    """Makes a wrong call whose error names the first of the arguments, or what `expected` does.
+
+    expected: a pattern in the message, or `argument: pattern`.
+    """
+    named = re.match(r"(\w[\w, ]*): ", expected)
+    argument = named[1] if named else next(iter(arguments))
+    expected = expected[named.end() :] if named else expected
     return WrongCall(
-        f"{case.id}-{id}-{expected}", operator, case, change, argument, exception, expected,
-        code=r"16100\d", on_meta=on_meta,
+        f"{limits or case.id}-{id or '-'.join(arguments) or argument}-{expected}", operator, case,
+        change or arguments or None, argument, exception, expected, on_meta=on_meta, limits=limits,
+        dtype=dtype,
     )  # fmt: skip
 
 
@@ -119,45 +132,91 @@ def statistics_rules(operator: Operator, case: Any) -> Iterator[WrongCall]:
         )
 
 
-def inference_mask_rules(
-    wrong: Callable[..., WrongCall], plain: Any, masked: Any, band: Any
+def inference_rules(
+    wrong: Callable[..., WrongCall], plain: Any, three: Any, masked: Any, band: Any
 ) -> Iterator[WrongCall]:
-    """Yields wrong masks of an operator for inference.
+    """Yields the wrong calls that operators for inference share.
 
-    wrong: makes a WrongCall of a case, a change, the argument and what is expected. The cases have
-    two batches of 6 queries and 9 keys: without a mask, with a full one, and in sparse_mode 4.
+    wrong: makes a WrongCall of a case, what is expected and the changed arguments. The cases have
+    two batches of 6 queries of 4 heads and 9 keys of 2 heads: plain; three batches of these with
+    lengths; with a full mask; and in sparse_mode 4.
     """
-    yield wrong(plain, {"sparse_mode": 5}, "sparse_mode", "expected 0, 1, 2 .*, 3 .* or 4")
-    yield wrong(plain, {"sparse_mode": -1}, "sparse_mode", "got -1")
-    yield wrong(plain, {"sparse_mode": 1}, "atten_mask", "full mask .* None.*161001")
+    for scale in (math.nan, math.inf, -math.inf, 1e39):
+        expected = f"finite number of .*, got {re.escape(f'{scale:g}')}"
+        yield wrong(plain, expected, scale_value=scale)
+    merged = replace(plain, layout="BSH")
+    query, key = LENGTHS
+    yield from (
+        # Layouts, dtypes, heads, sizes.
+        wrong(plain, "rank 4", query=normal(2, 6, 32)),
+        wrong(merged, "rank 3", key=normal(2, 9, 2, 8)),
+        wrong(plain, "float16, bfloat16", TypeError, query=torch.ones(2, 4, 6, 8).int()),
+        wrong(plain, "bfloat16", TypeError, key=normal(2, 2, 9, 8).half()),
+        wrong(plain, "positive", num_heads=0),
+        wrong(plain, "or 0", num_key_value_heads=-1),
+        wrong(plain, "divisor of num_heads", num_key_value_heads=3),
+        wrong(plain, "query: num_heads = 2 heads", num_heads=2),
+        wrong(plain, "key: num_key_value_heads = 4", num_key_value_heads=4),
+        wrong(plain, "key: num_key_value_heads = 4", num_key_value_heads=0),
+        wrong(merged, "multiple of num_heads = 4", query=normal(2, 6, 33)),
+        wrong(plain, "head size of at least 1", query=normal(2, 4, 6, 0)),
+        # Lengths.
+        wrong(three, "one per batch, 3, got 2", **{query: [6, 2]}),
+        wrong(three, "one per batch, 3, got 2", **{key: [6, 2]}),
+        wrong(three, r"0\.\.S = 6, got 7", **{query: [6, 2, 7]}),
+        wrong(three, r"0\.\.S = 9, got -1", **{key: [-1]}),
+        # Masks and bands.
+        wrong(plain, "expected 0, 1, 2 .*, 3 .* or 4", sparse_mode=5),
+        wrong(plain, "got -1", sparse_mode=-1),
+        wrong(plain, "atten_mask: full mask .* None.*161001", sparse_mode=1),
+        wrong(masked, "bool, int8 or uint8", TypeError, atten_mask=torch.zeros(6, 9)),
+        wrong(masked, "or with more rows", atten_mask=bools(6, 8)),
+        wrong(masked, "or with more rows", atten_mask=bools(5, 9)),
+        wrong(masked, r"expected shape \(", atten_mask=bools(9)),
+        wrong(masked, r"\(1, Sq, Skv\)", atten_mask=bools(3, 6, 9)),
+        wrong(masked, r"\(B, 1, Sq, Skv\)", atten_mask=bools(3, 1, 6, 9)),
+        wrong(masked, r"\(1, 1, Sq, Skv\)", atten_mask=bools(2, 2, 6, 9)),
+        wrong(masked, r"\(Sq, Skv\)", atten_mask=bools(1, 1, 1, 6, 9)),
+        wrong(band, r"\(2048, 2048\)", atten_mask=bools(6, 9)),
+        wrong(band, "1, 2048, 2048", atten_mask=COMPRESSED.expand(2, -1, -1)),
+    )
     for mode in (2, 3, 4):
-        expected = "compressed mask .* None.*161001"
-        yield wrong(plain, {"sparse_mode": mode}, "atten_mask", expected, id=f"mode{mode}")
-    number = {"atten_mask": torch.zeros(6, 9)}
-    yield wrong(masked, number, "atten_mask", "bool, int8 or uint8", TypeError)
-    for mask, expected in (
-        (bools(6, 8), "or with more rows"),
-        (bools(5, 9), "or with more rows"),
-        (bools(9), r"expected shape \("),
-        (bools(3, 6, 9), r"\(1, Sq, Skv\)"),
-        (bools(3, 1, 6, 9), r"\(B, 1, Sq, Skv\)"),
-        (bools(2, 2, 6, 9), r"\(1, 1, Sq, Skv\)"),
-        (bools(1, 1, 1, 6, 9), r"\(Sq, Skv\)"),
-    ):
-        shape = "x".join(map(str, mask.shape))
-        yield wrong(masked, {"atten_mask": mask}, "atten_mask", expected, id=shape)
-    compressed = compressed_mask(3, torch.bool).expand(2, -1, -1)
-    yield wrong(band, {"atten_mask": bools(6, 9)}, "atten_mask", r"\(2048, 2048\)")
-    yield wrong(band, {"atten_mask": compressed}, "atten_mask", "1, 2048, 2048")
+        yield wrong(plain, "atten_mask: compressed mask .* None.*161001", sparse_mode=mode)
     for case in (masked, band):
-        for pre, following, argument, expected in (
-            (-4, -4, "pre_tokens", "not both negative"),
-            (-1, -1, "pre_tokens", "not both negative"),
-            (2, -3, "next_tokens", "keeps keys"),
-            (-3, 2, "pre_tokens", "keeps keys"),
-        ):
-            tokens = {"pre_tokens": pre, "next_tokens": following}
-            yield wrong(case, tokens, argument, expected, id=f"{pre} and {following}")
+        for expected, pre, following in (
+            ("not both negative", -4, -4), ("not both negative", -1, -1),
+            ("next_tokens: keeps keys", 2, -3), ("keeps keys", -3, 2),
+        ):  # fmt: skip
+            yield wrong(case, expected, pre_tokens=pre, next_tokens=following)
+    for id, mask in (
+        ("inverted", COMPRESSED.logical_not()),
+        ("transposed", COMPRESSED.T.contiguous()),
+        ("zeros", torch.zeros_like(COMPRESSED)),
+    ):
+        expected = r"got other values; True \(1\) masks"
+        yield wrong(band, expected, id=id, atten_mask=mask, on_meta=False)
+
+
+def device_rules(
+    wrong: Callable[..., WrongCall], case: Any, names: Sequence[str]
+) -> Iterator[WrongCall]:
+    """Yields calls with one tensor on another device than the query."""
+    for name in names:
+        expected = rf"{name}: expected device cpu \(query's\), got meta"
+        yield wrong(case, expected, change=put(name, elsewhere), on_meta=False)
+
+
+def gradient_rules(
+    wrong: Callable[..., WrongCall], cases: Iterable[tuple[Any, str]]
+) -> Iterator[WrongCall]:
+    """Yields calls that would need gradients, which flash_attention_score has."""
+    for case, name in cases:
+
+        def change(sample: Sample, name: str = name) -> Sample:
+            return sample.requires_grad((name,))
+
+        expected = f"{name}: flash_attention_score"
+        yield wrong(case, expected, NotImplementedError, change=change)
 
 
 def elsewhere(x: Tensor) -> Tensor:
