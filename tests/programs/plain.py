@@ -1,0 +1,107 @@
+"""What the programs are judged by: attention in float64, from its definition, with autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def causal(queries: int, keys: int) -> Tensor:
+    """True where a query sees a key; the last query sees the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of (B, S, N, D), with fewer heads in key and value."""
+    group = query.shape[2] // key.shape[2]
+    q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    seen = causal(q.shape[2], k.shape[2])
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, ends: list[int]) -> Tensor:
+    """The same of (T, N, D), for each sequence alone."""
+    parts = zip([0, *ends], ends, strict=False)
+    return torch.cat([attention(*(x[None, a:b] for x in (query, key, value)))[0] for a, b in parts])
+
+
+def indexer_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """(B, S, keys), -inf where a key is not visible."""
+    products = torch.einsum("bqhd,bkd->bqhk", query.double(), key.double().squeeze(2)).relu()
+    scores = torch.einsum("bqhk,bqh->bqk", products, weights.double())
+    return scores.masked_fill(~causal(*scores.shape[1:]), -torch.inf)
+
+
+def sparse_attention(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, chosen: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and weights (B, S, N, keys), where `chosen` (B, S, keys) is True."""
+    q, k = (torch.cat(x, -1).double() for x in ((query, query_rope), (latent, key_rope)))
+    scores = torch.einsum("bqnd,bkd->bqnk", q, k.squeeze(2)) * scale
+    weights = scores.masked_fill(~chosen.unsqueeze(2), -torch.inf).softmax(-1)
+    return torch.einsum("bqnk,bkd->bqnd", weights, latent.double().squeeze(2)), weights
+
+
+def chosen_keys(indices: Tensor, keys: int) -> Tensor:
+    """(B, S, keys), True for the keys that are in `indices` (B, S, 1, K)."""
+    rows = indices.squeeze(2).long()
+    one_more = torch.zeros(*rows.shape[:2], keys + 1, dtype=torch.bool)
+    return one_more.scatter(2, rows.where(rows >= 0, keys), True)[..., :keys]
+
+
+def divergence(weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """The mean over the tokens of KL(attention || indexer), over the chosen keys."""
+    target = weights.detach().mean(2).clamp(min=1e-8)
+    log_indexer = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
+    terms = target * (target.log() - log_indexer.clamp(min=-18.42))
+    return terms.where(chosen, 0).sum(-1).mean()
+
+
+def assert_best_keys(indices: Tensor, scores: Tensor, count: int, margin: float = 0.01) -> None:
+    """Each row has min(count, visible) keys; none is worse than one left out by over `margin`."""
+    chosen = chosen_keys(indices, scores.shape[-1])
+    visible = ~scores.isinf()
+    assert torch.equal(chosen.sum(-1), visible.sum(-1).clamp(max=count))
+    assert not (chosen & ~visible).any()
+    worst = scores.masked_fill(~chosen, torch.inf).amin(-1)
+    best = scores.masked_fill(chosen, -torch.inf).amax(-1)
+    spread = scores[visible].std()
+    assert bool((best - worst <= margin * spread).all())
+
+
+# By how much a program of a few layers may differ: the largest relative error of a tensor, and its
+# error along the expected tensor, which rounding does not reach.
+ALLOWED = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (0.06, 0.008)}
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, name: str = "") -> None:
+    x, y = actual.detach().double().flatten(), expected.detach().double().flatten()
+    assert x.shape == y.shape, name
+    assert y.norm() > 0, name
+    error, scale = float((x - y).norm() / y.norm()), float(x @ y / (y @ y))
+    assert (error <= ALLOWED[dtype][0]) & (abs(scale - 1) <= ALLOWED[dtype][1]), (
+        f"{name}: relative error {error:.2g}, scale {scale:.5f}"
+    )
+
+
+def assert_same_gradients(model: nn.Module, expected: nn.Module, dtype: torch.dtype) -> None:
+    parameters = dict(model.named_parameters())
+    for name, parameter in expected.named_parameters():
+        assert_close(parameters[name].grad, parameter.grad, dtype, f"gradient of {name}")
+
+
+@contextmanager
+def compiling_anew() -> Iterator[None]:
+    """Ignores graphs that other versions of the operators have left in torch's caches."""
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield

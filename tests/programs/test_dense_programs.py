@@ -1,0 +1,108 @@
+"""Programs with dense attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dense_model
+import plain
+import pytest
+import torch
+from dense_model import DenseLM, train_step
+from torch import Tensor, nn
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTHS = [[9, 40, 41, 64], [30, 64], [1, 2, 63, 64]]
+
+
+def models(dtype: torch.dtype, **options: bool) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same with the same weights in float64."""
+    torch.manual_seed(0)
+    model = DenseLM(**options).to(dtype)
+    return model, copy.deepcopy(model).double()
+
+
+@pytest.fixture
+def expected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Calls a function while the program's attention is that of plain.py."""
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        with monkeypatch.context() as m:
+            m.setattr(dense_model, "attention", plain.attention)
+            m.setattr(dense_model, "packed_attention", plain.packed_attention)
+            return function(*args)
+
+    return call
+
+
+def texts(batch: int, length: int) -> Tensor:
+    return torch.randint(dense_model.VOCABULARY, (batch, length))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training(dtype: torch.dtype, checkpoints: bool, expected: Callable[..., Any]) -> None:
+    model, judge = models(dtype, checkpoints=checkpoints)
+    text = texts(2, 40)
+    plain.assert_close(train_step(model, text), expected(train_step, judge, text), dtype, "loss")
+    plain.assert_same_gradients(model, judge, dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.smoke)])
+def test_packed_training(compiled: bool, expected: Callable[..., Any]) -> None:
+    """With lengths in lists, which change from batch to batch."""
+    dtype = torch.bfloat16
+    model, judge = models(dtype)
+    program = torch.compile(model, fullgraph=True) if compiled else model
+    for ends in LENGTHS:
+        text = torch.randint(dense_model.VOCABULARY, (ends[-1],))
+        loss = train_step(program, text, ends)
+        plain.assert_close(loss, expected(train_step, judge, text, ends), dtype, "loss")
+    plain.assert_same_gradients(model, judge, dtype)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(dynamic: bool | None, expected: Callable[..., Any]) -> None:
+    """Inference and training: sizes that stay, and sizes that change."""
+    dtype = torch.bfloat16 if dynamic else torch.float32
+    model, judge = models(dtype)
+    program = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    sizes = [(2, 40), (3, 33)] if dynamic else [(2, 40)]
+    for size in sizes:
+        text = texts(*size)
+        with torch.no_grad():
+            logits = program(text)
+            plain.assert_close(logits, expected(judge, text), dtype, "logits")
+            plain.assert_close(logits, model(text), dtype, "logits of eager")
+        plain.assert_close(
+            train_step(program, text), expected(train_step, judge, text), dtype, "loss"
+        )
+    plain.assert_same_gradients(model, judge, dtype)
+
+
+@pytest.mark.smoke
+def test_exported(expected: Callable[..., Any], tmp_path: Path) -> None:
+    model, judge = models(torch.bfloat16)
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(model, (texts(2, 40),), dynamic_shapes=(sizes,))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for size in ((2, 40), (3, 50)):
+        text = texts(*size)
+        plain.assert_close(program(text), expected(judge, text), torch.bfloat16, "logits")
+
+
+@pytest.mark.smoke
+def test_packaged(expected: Callable[..., Any], tmp_path: Path) -> None:
+    model, judge = models(torch.float32)
+    text = texts(2, 40)
+    exported = torch.export.export(model, (text,))
+    path = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "model.pt2")
+    )
+    program = torch._inductor.aoti_load_package(path)
+    plain.assert_close(program(text), expected(judge, text), torch.float32, "logits")

@@ -1,0 +1,84 @@
+"""A program for flash-attn runs as it is, where the module of that name is ours."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import ModuleType
+
+import ascend_attn_ops.flash_attn
+import plain
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setitem(sys.modules, "flash_attn", ascend_attn_ops.flash_attn)
+    monkeypatch.delitem(sys.modules, "flash_attn_program", raising=False)
+    import flash_attn_program
+
+    return flash_attn_program
+
+
+@pytest.fixture
+def models(program: ModuleType) -> tuple[nn.Module, nn.Module]:
+    model = program.MHA().bfloat16()
+    return model, copy.deepcopy(model).double()
+
+
+def by_definition(judge: nn.Module, x: Tensor, ends: list[int] | None = None) -> Tensor:
+    x = x.double()
+    q, k, v = judge.project(x)
+    out = plain.packed_attention(q, k, v, ends) if ends else plain.attention(q, k, v)
+    return x + judge.out(out.flatten(-2))
+
+
+def hidden(*shape: int) -> Tensor:
+    return torch.randn(*shape, 96, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.smoke)])
+def test_training(models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
+    model, judge = models
+    x = hidden(2, 40)
+    out = (torch.compile(model, fullgraph=True) if compiled else model)(x)
+    expected = by_definition(judge, x)
+    plain.assert_close(out, expected, torch.bfloat16, "out")
+    out.float().square().mean().backward()
+    expected.square().mean().backward()
+    plain.assert_same_gradients(model, judge, torch.bfloat16)
+
+
+def test_packed_training(models: tuple[nn.Module, nn.Module]) -> None:
+    model, judge = models
+    for ends in ([7, 30, 31, 64], [40, 64]):
+        x = hidden(ends[-1])
+        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
+        out = model(x, cu_seqlens, int(cu_seqlens.diff().max()))
+        expected = by_definition(judge, x, ends)
+        plain.assert_close(out, expected, torch.bfloat16, "out")
+        out.float().square().mean().backward()
+        expected.square().mean().backward()
+    plain.assert_same_gradients(model, judge, torch.bfloat16)
+
+
+@torch.no_grad()
+def test_decoding(program: ModuleType, models: tuple[nn.Module, nn.Module]) -> None:
+    """Two sequences of other lengths, whose prompts are written one by one."""
+    model, judge = models
+    key_cache, value_cache = program.new_cache(2, 64)
+    texts = [hidden(9), hidden(30)]
+    for i, text in enumerate(texts):
+        cache = key_cache[i : i + 1], value_cache[i : i + 1]
+        out = model.decode(text[None], cache, torch.zeros(1, dtype=torch.int32))
+        plain.assert_close(out, by_definition(judge, text[None]), torch.bfloat16, "prompt")
+    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
+    for _ in range(3):
+        x = hidden(2, 1)
+        out = model.decode(x, (key_cache, value_cache), lengths)
+        lengths += 1
+        texts = [torch.cat((text, new)) for text, new in zip(texts, x, strict=True)]
+        expected = torch.stack([by_definition(judge, text[None])[0, -1:] for text in texts])
+        plain.assert_close(out, expected, torch.bfloat16, "out")
