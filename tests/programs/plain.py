@@ -1,4 +1,4 @@
-"""What the programs are judged by: attention in float64, from its definition, with autograd."""
+"""Attention in float64, from its definition and with autograd, by which programs are judged."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def assert_best_keys(indices: Tensor, scores: Tensor, count: int, margin: float 
     assert bool((best - worst <= margin * spread).all())
 
 
-# By how much a program of a few layers may differ: the largest relative error of a tensor, and its
-# error along the expected tensor, which rounding does not reach.
+# After a few layers: the relative error of a tensor, and its error along the expected tensor, in
+# which roundings cancel.
 ALLOWED = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (0.06, 0.008)}
 
 

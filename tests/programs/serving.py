@@ -23,7 +23,7 @@ class Request:
 
 
 class Pages:
-    """Who has which blocks, and where the new tokens of a step belong."""
+    """The blocks of each request, and the slots of the new tokens of a step."""
 
     def __init__(self) -> None:
         self.free = list(range(BLOCKS))

@@ -62,7 +62,7 @@ def train(model: nn.Module, folder: Path, **options: Any) -> list[float]:
 def assert_same_steps(
     model: nn.Module, stock: nn.Module, first: dict[str, Any], dtype: Any
 ) -> None:
-    """What the parameters have learnt, except for those that the stock package does not train."""
+    """Compares what the parameters learnt, except those that the stock package does not train."""
     parameters = dict(model.named_parameters())
     learnt = 0
     for name, expected in stock.named_parameters():
