@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 
 import ascend_attn_ops
 import pytest
+from ascend_attn_ops.__main__ import main
 from ascend_attn_ops.device_limits import Device, device_in_force, parse, table
+from support import fresh
 
 NEWEST = "9.1"
-
-
-def run(*command: str, limits: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "ASCEND_ATTN_OPS_LIMITS"}
-    if limits is not None:
-        environment["ASCEND_ATTN_OPS_LIMITS"] = limits
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300
-    )
 
 
 def test_a_product_means_its_newest_cann() -> None:
@@ -64,9 +56,6 @@ def test_texts() -> None:
             parse(text)
 
 
-PRINT = "from ascend_attn_ops.device_limits import device_in_force as device; print(device())"
-
-
 @pytest.mark.parametrize(
     ("text", "device"),
     [
@@ -77,14 +66,15 @@ PRINT = "from ascend_attn_ops.device_limits import device_in_force as device; pr
     ],
 )
 def test_the_environment_sets_the_default(text: str, device: Device | None) -> None:
-    result = run("-c", PRINT, limits=text)
-    assert result.stdout.strip() == str(device), result.stderr
+    code = "from ascend_attn_ops.device_limits import device_in_force as device; print(device())"
+    result = fresh.run(code, ASCEND_ATTN_OPS_LIMITS=text)
+    assert result.out.strip() == str(device), result.err
 
 
 def test_a_wrong_environment_says_so() -> None:
-    result = run("-c", "import ascend_attn_ops", limits="A3:1.0")
-    assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]
+    result = fresh.run("import ascend_attn_ops", ASCEND_ATTN_OPS_LIMITS="A3:1.0")
+    assert result.status != 0
+    last = result.err.strip().splitlines()[-1]
     assert last.startswith("ValueError: ASCEND_ATTN_OPS_LIMITS=A3:1.0: ")
     assert "'8.5', '9.0', '9.1', got '1.0'" in last
 
@@ -96,25 +86,25 @@ def test_a_device_has_one_limit_of_a_quantity() -> None:
             assert len(set(quantities)) == len(quantities), (row["operator"], device)
 
 
-def test_the_printed_limits() -> None:
-    result = run("-m", "ascend_attn_ops", "limits", "A2:8.5")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Limits of Ascend A2 with CANN 8.5")
+def test_the_printed_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["limits", "A2:8.5"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Limits of Ascend A2 with CANN 8.5")
     for row in table():
-        assert f"\n{row['operator']}\n" in result.stdout
+        assert f"\n{row['operator']}\n" in printed
 
 
 def test_printing_the_limits_of_an_unknown_device() -> None:
-    result = run("-m", "ascend_attn_ops", "limits", "A9")
-    assert result.returncode == 2
-    assert "one of 'A2', 'A3', '950', '310P', got 'A9'" in result.stderr
+    result = fresh.python("-m", "ascend_attn_ops", "limits", "A9")
+    assert result.status == 2
+    assert "one of 'A2', 'A3', '950', '310P', got 'A9'" in result.err
 
 
 @pytest.mark.parametrize("command", ["report", "limits", "mask"])
 def test_every_command_has_its_help(command: str) -> None:
-    result = run("-m", "ascend_attn_ops", command, "--help")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"usage: python -m ascend_attn_ops {command}")
+    result = fresh.python("-m", "ascend_attn_ops", command, "--help")
+    assert result.status == 0, result.err
+    assert result.out.startswith(f"usage: python -m ascend_attn_ops {command}")
 
 
 def test_a_reader_that_leaves_early() -> None:

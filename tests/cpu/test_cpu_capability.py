@@ -6,20 +6,20 @@ import itertools
 import json
 import os
 import platform
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import _C, calibration, reference
+from support import fresh
 from support.checkout import ROOT
 from support.samples import OPERATORS, Sample
+from support.turns import nightly
 from torch import Tensor
 
 VARIABLE = "ASCEND_ATTN_OPS_CPU_CAPABILITY"
-# A capability above that of the processor is its own.
 CAPABILITIES = {"x86_64": ["baseline", "avx2", "avx512"]}.get(platform.machine(), ["baseline"])
 # Heads, size and selected keys: around the sizes of the blocks in which products are computed.
 SIZES = [(1, 1, 1), (3, 5, 2), (7, 17, 33), (8, 16, 7), (9, 31, 127), (17, 33, 9), (35, 130, 64)]
@@ -28,15 +28,12 @@ PRODUCTS = [f"native:{products}" for products in calibration.PRODUCTS]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
-def run(*command: str, capability: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path), VARIABLE: capability, **environment}
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+RARE = ("avx512", "native:float32")
+EACH = [pytest.param(x, marks=nightly if x in RARE else ()) for x in [*CAPABILITIES, *PRODUCTS]]
+
+
+def run(*arguments: str, capability: str, **environment: str) -> fresh.Ended:
+    return fresh.python(*arguments, seconds=300, **{VARIABLE: capability}, **environment)
 
 
 def small_integers(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -83,39 +80,38 @@ def test_products_with_mkldnn_switched_off() -> None:
     assert_products_of_odd_sizes()
 
 
-@pytest.mark.parametrize("capability", [*CAPABILITIES, "native", *PRODUCTS])
-def test_products_of_odd_sizes(capability: str) -> None:
-    program = "import test_cpu_capability as tests; tests.assert_products_of_odd_sizes()"
-    result = run("-c", program, capability=capability)
-    assert result.returncode == 0, result.stderr
-
-
-def assert_pass(tests: str, share: int, capability: str) -> None:
-    """A sample of the tests in this process's environment, but for the capability."""
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--share", str(share))
-    result = run(*command, f"{ROOT}/tests/operators/{tests}", capability=capability)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_every_operator_at_the_baseline() -> None:
-    assert_pass("test_numerics.py::test_matches_the_reference", 40, "baseline")
-
-
-@pytest.mark.parametrize("capability", PRODUCTS)
-def test_every_operator_with_each_product(capability: str) -> None:
-    assert_pass("test_numerics.py::test_matches_the_reference", 40, capability)
-
-
-@pytest.mark.parametrize("capability", [*CAPABILITIES, *PRODUCTS])
-def test_the_backward_has_the_weights_of_the_forward(capability: str) -> None:
-    assert_pass("test_probabilities.py", 5, capability)
-
-
+@cache
 def implementations(capability: str, **environment: str) -> dict[str, str]:
     printed = "json.dumps([_C.matrix_products(), _C.cpu_implementations()])"
     program = f"import json; from ascend_attn_ops import _C; print({printed})"
-    products, rows = json.loads(run("-c", program, capability=capability, **environment).stdout)
+    result = run("-c", program, capability=capability, **environment)
+    assert result.status == 0, result.err
+    products, rows = json.loads(result.out)
     return {"products": products, **rows}
+
+
+def skip_without(capability: str) -> None:
+    rows = implementations(capability)
+    unit = {"avx2": "AVX2", "avx512": "AVX512"}.get(capability, "")
+    if not rows["vector loops"].startswith(unit):
+        pytest.skip(f"no {unit} in this processor or build: {rows['vector loops']}")
+    if capability == "native:bfloat16" and rows["bfloat16 products"] == "as float32":
+        pytest.skip("no bfloat16 products in this processor or build")
+
+
+@pytest.mark.parametrize("capability", EACH)
+def test_every_operator(capability: str) -> None:
+    """With a sample of each operator and dtype, and products of odd sizes."""
+    skip_without(capability)
+    operators = ROOT / "tests" / "operators"
+    tests = (
+        f"{operators}/test_numerics.py::test_matches_the_reference",
+        f"{operators}/test_probabilities.py",
+        f"{__file__}::test_products_with_mkldnn_switched_off",
+    )
+    options = ("-q", "-p", "no:cacheprovider", "--share=40")
+    result = run("-m", "pytest", *options, *tests, capability=capability)
+    assert result.status == 0, result.out + result.err
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -143,9 +139,8 @@ def test_products_are_chosen_by_the_variable(capability: str) -> None:
 def test_native_holds_nothing_back() -> None:
     if os.environ.get(VARIABLE, "native") != "native":
         pytest.skip(f"{VARIABLE} is set")
-    rows = implementations("native")
-    assert rows.pop("products") == _C.matrix_products()
-    assert rows == _C.cpu_implementations()
+    rows = {"products": _C.matrix_products(), **_C.cpu_implementations()}
+    assert implementations("native") == rows
 
 
 def measured_choices(folder: Path, text: str) -> dict[str, str]:
@@ -212,6 +207,6 @@ def test_products_are_not_those_of_a_blas_with_threads() -> None:
 
 @pytest.mark.parametrize("capability", ["sse9", "native:", "native:int8", "avx2:float32"])
 def test_an_unknown_capability(capability: str) -> None:
-    last = run("-c", "import ascend_attn_ops", capability=capability).stderr.splitlines()[-1]
+    last = run("-c", "import ascend_attn_ops", capability=capability).err.splitlines()[-1]
     known = " or ".join([*CAPABILITIES, "native", *PRODUCTS])
     assert last == f"ValueError: {VARIABLE}={capability}: expected {known}"

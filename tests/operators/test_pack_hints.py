@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.device_limits import limits
+from support import fresh
 from torch import Tensor
 
 T, N, D = 16, 4, 64
@@ -61,16 +60,13 @@ def test_counts_where_padding_rows_are_legal_warn_once(
 ) -> None:
     """In a process of its own: torch warns once in each."""
     script = (
-        f"import sys; sys.path[:0] = {sys.path!r}\n"
         f"import ascend_attn_ops, test_pack_hints\n"
         f"if {call!r} == 'dense': ascend_attn_ops.set_limits(None)\n"
         f"for _ in range(3): test_pack_hints.{call}({lengths})\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("these look like counts") == warned
+    result = fresh.run(script)
+    assert result.status == 0, result.err
+    assert result.err.count("these look like counts") == warned
 
 
 def test_a_batch_where_a_pack_is_expected() -> None:
