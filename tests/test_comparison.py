@@ -15,7 +15,7 @@ from ascend_attn_ops.check.samples import OPERATORS, Operator, as_tuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytestmark = pytest.mark.usefixtures("no_limits")
+pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
 QUERY = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
 KEY = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)

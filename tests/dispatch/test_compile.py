@@ -11,7 +11,7 @@ from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytestmark = pytest.mark.usefixtures("no_limits")
+pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
 # Every seventh sample: these have every operator, layout, mode and kind of empty tensor.
 SOME = [

@@ -12,7 +12,7 @@ from support.torch_defects import skip_unless_dynamo_traces_out
 from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-pytestmark = pytest.mark.usefixtures("no_limits")
+pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
 each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
 # The first of each operator in each layout, and of these one per operator.

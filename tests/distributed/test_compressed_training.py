@@ -74,6 +74,7 @@ def in_a_step(group: ProcessGroup) -> None:
             same(gradients(x, loss), wanted)
 
 
+@pytest.mark.smoke
 @rank_counts(2, 3)
 def test_compiled_and_recomputed(ranks: int) -> None:
     on_ranks(ranks, in_a_step)

@@ -124,6 +124,7 @@ def in_a_step(group: ProcessGroup, method: str) -> None:
 
 
 @rank_counts(2, 3)
+@pytest.mark.smoke
 @pytest.mark.parametrize("method", ["ring", "ulysses", pytest.param("allgather", marks=nightly)])
 def test_compiled_recomputed_and_under_autocast(method: str, ranks: int) -> None:
     on_ranks(ranks, in_a_step, method)

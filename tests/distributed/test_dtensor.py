@@ -110,6 +110,7 @@ def test_step_of_a_layer(mesh: str, placements: str, batch: int) -> None:
     assert max(errors) <= LARGEST_ERROR
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", [(7,), pytest.param((7, 9), marks=nightly)])
 def test_compiled_step(sizes: tuple[int, ...]) -> None:
     """The second size is symbolic to torch.compile."""

@@ -78,6 +78,7 @@ def compiled(group: ProcessGroup, lengths: list[int]) -> None:
         same(gradients(x, actual), gradients(x, expected))
 
 
+@pytest.mark.smoke
 def test_compile() -> None:
     on_ranks(2, compiled, LENGTHS)
 
@@ -105,6 +106,7 @@ def compiled_for_a_rank_without_tokens(group: ProcessGroup) -> str:
         return str(caught.value)
 
 
+@pytest.mark.smoke
 def test_compile_refuses_a_rank_without_tokens() -> None:
     for text in on_ranks(3, compiled_for_a_rank_without_tokens):
         assert (
@@ -179,6 +181,7 @@ def recomputed(group: ProcessGroup) -> None:
                 same({name: leaf.grad for name, leaf in x.items()}, wanted)
 
 
+@pytest.mark.smoke
 def test_activation_checkpointing() -> None:
     on_ranks(3, recomputed)
 
@@ -425,6 +428,7 @@ def sharded_indexer(group: ProcessGroup) -> None:
         assert relative_error(parameters[name].grad.full_tensor(), parameter.grad) <= 1e-5, name
 
 
+@pytest.mark.smoke
 def test_fsdp_with_the_indexer() -> None:
     skip_unless_gloo_averages()
     on_ranks(4, sharded_indexer)

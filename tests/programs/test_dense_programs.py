@@ -51,7 +51,7 @@ def test_training(dtype: torch.dtype, checkpoints: bool, expected: Callable[...,
     plain.assert_same_gradients(model, judge, dtype)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_packed_training(compiled: bool, expected: Callable[..., Any]) -> None:
     """With lengths in lists, which change from batch to batch."""
     dtype = torch.bfloat16
@@ -64,8 +64,7 @@ def test_packed_training(compiled: bool, expected: Callable[..., Any]) -> None:
     plain.assert_same_gradients(model, judge, dtype)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.smoke)])
 def test_compiled(dynamic: bool | None, expected: Callable[..., Any]) -> None:
     """Inference and training: sizes that stay, and sizes that change."""
     dtype = torch.bfloat16 if dynamic else torch.float32
@@ -96,7 +95,6 @@ def test_exported(expected: Callable[..., Any], tmp_path: Path) -> None:
         plain.assert_close(program(text), expected(judge, text), torch.bfloat16, "logits")
 
 
-@pytest.mark.smoke
 def test_packaged(expected: Callable[..., Any], tmp_path: Path) -> None:
     model, judge = models(torch.float32)
     text = texts(2, 40)

@@ -39,7 +39,7 @@ def hidden(*shape: int) -> Tensor:
     return torch.randn(*shape, 96, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_training(models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
     model, judge = models
     x = hidden(2, 40)

@@ -15,7 +15,7 @@ from support.processes import on_ranks, skip_unless_gloo_averages
 from test_sparse_programs import plain_sparse_attention
 from torch.distributed import ProcessGroup
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.smoke]
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def fully_sharded(group: ProcessGroup, sparse: bool, compiled: bool) -> None:
@@ -42,6 +42,7 @@ def test_fully_sharded_dense_model(compiled: bool) -> None:
     on_ranks(2, fully_sharded, False, compiled)
 
 
+@pytest.mark.smoke
 def test_fully_sharded_sparse_model() -> None:
     skip_unless_gloo_averages()
     on_ranks(2, fully_sharded, True, False)
@@ -66,5 +67,6 @@ def shared(group: ProcessGroup) -> None:
     plain.assert_same_gradients(model, judge, torch.bfloat16)
 
 
+@pytest.mark.smoke
 def test_shared_sequences() -> None:
     on_ranks(2, shared)

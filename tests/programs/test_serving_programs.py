@@ -18,7 +18,7 @@ def prompt(length: int) -> Request:
     return Request(torch.randint(dense_model.VOCABULARY, (length,)).tolist())
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_dense(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense_model.DenseLM().bfloat16()
     judge = copy.deepcopy(model).double()

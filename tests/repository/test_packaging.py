@@ -16,6 +16,8 @@ from ascend_attn_ops import _built_with, _library
 from support.checkout import ROOT
 from torch.utils.cpp_extension import include_paths
 
+pytestmark = pytest.mark.smoke
+
 # Useful in a checkout alone, or too large: the recorded calls of CANN's kernels have 5 MB.
 NOT_DISTRIBUTED = re.compile(r"\.|tests/recorded/")
 REMEDY = "install it again in this environment: pip install --no-build-isolation --no-deps ."
