@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Inductor compiles in as many processes as the machine has cores, each of which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import ascend_attn_ops
+import torch
 from support import processes
 from support.turns import (  # noqa: F401
     pytest_addoption,
@@ -50,6 +54,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     # The ranks of one worker serve all of these.
     if item.path.parent.name == "distributed":
         item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Draws the same numbers in a test, whatever ran before it, and others in another test."""
+    torch.manual_seed(zlib.crc32(f"{item.path.name} {item.name}".encode()))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

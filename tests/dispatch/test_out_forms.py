@@ -14,11 +14,13 @@ from ascend_attn_ops.device_limits import table
 from support import registered
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
 from support.samples import WRONG_CALLS, Operator, Recipe, WrongCall, as_tuple, bytes_of
+from support.turns import by_turns
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
+each_recipe = pytest.mark.parametrize("recipe", OUT_RECIPES, ids=lambda recipe: recipe.id)
 each_device = pytest.mark.parametrize("device", ["cpu", "meta"])
 
 
@@ -69,7 +71,8 @@ def test_the_schema_is_the_operators_and_its_outputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", OUT_RECIPES, ids=lambda recipe: recipe.id)
+@by_turns(8)
+@each_recipe
 @pytest.mark.usefixtures("no_limits")
 def test_the_bytes_are_those_of_the_operator(recipe: Recipe, dtype: torch.dtype) -> None:
     call = out_call(recipe, dtype)
@@ -86,7 +89,8 @@ def test_the_bytes_are_those_of_the_operator(recipe: Recipe, dtype: torch.dtype)
         assert torch.equal(bytes_of(x), inputs[name]), name
 
 
-@pytest.mark.parametrize("recipe", OUT_RECIPES[::5], ids=lambda recipe: recipe.id)
+@by_turns(8)
+@each_recipe
 @pytest.mark.usefixtures("no_limits")
 def test_inputs_may_have_gaps(recipe: Recipe) -> None:
     call = out_call(recipe)
@@ -99,7 +103,8 @@ def test_inputs_may_have_gaps(recipe: Recipe) -> None:
             assert torch.equal(bytes_of(x), bytes_of(y))
 
 
-@pytest.mark.parametrize("recipe", OUT_RECIPES[::3], ids=lambda recipe: recipe.id)
+@by_turns(8)
+@each_recipe
 @pytest.mark.usefixtures("no_limits")
 def test_fake_tensors(recipe: Recipe) -> None:
     call = out_call(recipe)
@@ -283,6 +288,7 @@ def test_memory_that_was_freed(operator: Operator) -> None:
         assert_refused(call.with_output(index, freed), ValueError, names(call)[index], expected)
 
 
+@by_turns(4)
 @pytest.mark.parametrize(
     "row",
     [row for row in WRONG_CALLS if row.operator in FORMS],

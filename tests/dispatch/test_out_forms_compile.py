@@ -9,19 +9,34 @@ import torch
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
 from support.samples import Operator, Recipe, Sample, as_tuple, bytes_of
 from support.torch_defects import skip_unless_dynamo_traces_out
+from support.turns import first_of_each, nightly
 from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
 each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
-# The first of each operator in each layout, and of these one per operator.
-BY_LAYOUT = list({(x.operator.name, x.layout): x for x in reversed(OUT_RECIPES)}.values())
-FIRST = list({x.operator.name: x for x in reversed(OUT_RECIPES)}.values())
+each_layout = pytest.mark.parametrize(
+    "recipe",
+    first_of_each(OUT_RECIPES, lambda x: (x.operator.name, x.layout), lambda x: x.operator.name),
+)
+each_first = pytest.mark.parametrize(
+    "recipe", [x.recipes[0] for x in FORMS], ids=lambda recipe: recipe.id
+)
+# By what inductor's code depends on: a list of tensors, and how many outputs there are.
+LIST, ONE_OUTPUT, OUTPUTS = "attention_update", "prompt_flash_attention", "flash_attention_score"
 
 
-def name_of(recipe: Recipe) -> str:
-    return recipe.id
+def forms_per_commit(dynamic: dict[bool, set[str]]) -> list[Any]:
+    """Every operator, with static and dynamic sizes; all but these at night."""
+    return [
+        pytest.param(
+            operator.recipes[0], is_dynamic,
+            id=f"{operator.name}-{'dynamic' if is_dynamic else 'static'}",
+            marks=() if operator.name in dynamic[is_dynamic] else nightly,
+        )
+        for operator in FORMS for is_dynamic in (False, True)
+    ]  # fmt: skip
 
 
 def write(operator: Operator, sample: Sample, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -34,14 +49,15 @@ def assert_same_bytes(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) 
         assert torch.equal(bytes_of(x), bytes_of(y))
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("recipe", BY_LAYOUT, ids=name_of)
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=nightly), True])
+@each_layout
 def test_aot_eager(recipe: Recipe, dynamic: bool) -> None:
     check_compiled(recipe, "aot_eager", dynamic)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("recipe", FIRST, ids=name_of)
+@pytest.mark.parametrize(
+    ("recipe", "dynamic"), forms_per_commit({False: {OUTPUTS}, True: {LIST, ONE_OUTPUT}})
+)
 def test_inductor(recipe: Recipe, dynamic: bool) -> None:
     check_compiled(recipe, "inductor", dynamic)
 
@@ -74,7 +90,7 @@ def check_compiled(recipe: Recipe, backend: str, dynamic: bool) -> None:
             assert_same_bytes(after, tuple(x + 2 for x in expected))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=nightly)])
 @each_form
 def test_outputs_made_in_the_graph(operator: Operator, backend: str) -> None:
     """And parts of a larger tensor, whose other elements stay."""
@@ -140,7 +156,7 @@ def test_an_input_as_output_does_not_compile() -> None:
         assert torch.equal(parts[1], before)
 
 
-@pytest.mark.parametrize("recipe", FIRST, ids=name_of)
+@each_first
 def test_functionalize(recipe: Recipe) -> None:
     """torch.func's: the graph writes to nothing but, at its end, to the given tensors."""
     call = out_call(recipe)
@@ -186,7 +202,7 @@ def test_functionalize_checks(operator: Operator) -> None:
             torch.func.functionalize(half)(first)
 
 
-@pytest.mark.parametrize("recipe", FIRST, ids=name_of)
+@each_first
 def test_export(recipe: Recipe) -> None:
     call = out_call(recipe)
     inputs = call.sample.tensors
@@ -207,7 +223,7 @@ def test_export(recipe: Recipe) -> None:
     assert_same_bytes(after, tuple(x + 1 for x in expected))
 
 
-@pytest.mark.parametrize("recipe", BY_LAYOUT, ids=name_of)
+@each_layout
 def test_opcheck(recipe: Recipe) -> None:
     call = out_call(recipe, torch.float32)
     given = dict(zip(call.operator.output_names, call.outputs, strict=True))

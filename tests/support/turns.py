@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 nightly = pytest.mark.nightly
 by_turns = pytest.mark.by_turns
@@ -94,6 +95,24 @@ def choose(name: str, parameters: list[Mapping[str, Any]], share: int, turn: int
             chosen.add(i)
             missing -= wanted[i]
     return sorted(chosen)
+
+
+def first_of_each(
+    recipes: Iterable[Any], kind: Callable[[Any], Any], per_commit: Callable[[Any], Any]
+) -> list[ParameterSet]:
+    """Returns the first recipe of each kind, as parameters of a test.
+
+    The commit tier has the first of each value of `per_commit`, everything the others as well.
+    """
+    kinds: dict[Any, Any] = {}
+    commit: dict[Any, Any] = {}
+    for recipe in recipes:
+        first = kinds.setdefault(kind(recipe), recipe)
+        commit.setdefault(per_commit(recipe), first)
+    return [
+        pytest.param(x, id=x.id, marks=() if x in commit.values() else nightly)
+        for x in kinds.values()
+    ]
 
 
 def select(items: list[pytest.Item], everything: bool, share: int) -> list[pytest.Item]:
