@@ -31,7 +31,7 @@ def main(operators: list[str]) -> None:
         else:
             numbers = total[operator], agree[operator], here[operator]
         verdicts, agreed, only_here = numbers
-        print(f"{operator:<40} {verdicts:9} {agreed / verdicts:7.1%} {only_here:10}")
+        print(f"{operator:<40} {verdicts:9} {agreed:7} {only_here:10}")
 
 
 if __name__ == "__main__":

@@ -35,17 +35,6 @@ def statistics_of_pages(x: ParameterSet) -> bool:
     return paged and x.arguments.get("return_softmax_lse", True)
 
 
-def launched_otherwise(x: ParameterSet) -> bool:
-    """Whether the launch passes other arguments than CANN was asked about."""
-    if x.operator == "sparse_lightning_indexer_grad_kl_loss":
-        return without_heads(x) or without_ropes(x)
-    if x.operator == "sparse_flash_attention":
-        return without_heads(x) or without_ropes(x) or statistics_of_pages(x)
-    if x.operator == "flash_attention_score":
-        return padded_pack(x)
-    return without_heads(x)
-
-
 # For each operator: the name of a class, as the documentation has it, and which sets belong to it.
 ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
     "flash_attention_score": {"padded packs without a closing 0": padded_pack},

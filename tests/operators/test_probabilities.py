@@ -13,6 +13,7 @@ from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from support import probabilities
 from support.samples import Sample
+from support.turns import by_turns
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -49,6 +50,7 @@ def with_scores_of(size: float, sample: Sample) -> Sample:
     return sample.replace(**scaled, scale_value=scale)
 
 
+@by_turns(4)
 @each_dtype
 @each_size
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
@@ -60,6 +62,7 @@ def test_dense_attention(case: FlashCase, size: float, dtype: torch.dtype) -> No
     weights.assert_rows_add_up()
 
 
+@by_turns(4)
 @each_dtype
 @each_size
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
@@ -70,6 +73,7 @@ def test_sparse_attention(case: SparseCase, size: float, dtype: torch.dtype) -> 
     weights.assert_rows_add_up()
 
 
+@by_turns(4)
 @each_dtype
 @each_size
 @pytest.mark.parametrize("case", [replace(x, mode=3) for x in SPARSE], ids=lambda case: case.id)
@@ -106,6 +110,13 @@ def test_target_of_the_loss(case: SparseCase, size: float, dtype: torch.dtype) -
     unit_of = probabilities.UNIT[dtype]
     assert float((target - expected).abs().max()) <= 8 * unit_of
     assert float((target.sum(-1) - 1).abs().max()) <= 32 * unit_of
+
+
+def test_weights_of_zero_are_noticed() -> None:
+    weights = probabilities.dense(flash_attention_score.build(DENSE[0], torch.float32))
+    zero = torch.zeros_like(weights.forward)
+    with pytest.raises(AssertionError, match="sum is off by 1"):
+        replace(weights, forward=zero, backward=zero).assert_rows_add_up()
 
 
 @each_dtype

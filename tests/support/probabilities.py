@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from ascend_attn_ops import reference
 from ascend_attn_ops.check.bounds import VANISHING
 from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
 from ascend_attn_ops.check.samples.record import Outputs
@@ -37,6 +38,8 @@ class Probabilities:
     backward: Tensor
     outputs: Outputs
     dtype: torch.dtype
+    # 1 where a row has a key and 0 elsewhere, by the reference.
+    sums: Tensor
 
     def assert_same(self, exact: bool = False) -> None:
         """`exact`: with the same bits, which weights have that are neither rounded nor rescaled."""
@@ -54,14 +57,13 @@ class Probabilities:
             )
 
     def assert_rows_add_up(self) -> None:
-        """To 1, but for the rounding of a sum of so many; those without keys, to 0."""
+        """To 1, or 0 without keys, but for the rounding of a sum of so many."""
         units = 8 + self.forward.shape[-1] ** 0.5
         for weights in (self.forward, self.backward):
-            sums = weights.sum(-1)
-            error = torch.where(sums == 0, 0, (sums - 1).abs()).nan_to_num(torch.inf)
+            error = (weights.sum(-1) - self.sums).abs().nan_to_num(torch.inf)
             if error.numel():
                 largest = float(error.max())
-                assert largest <= units * UNIT[self.dtype], f"a row adds up to 1 +- {largest}"
+                assert largest <= units * UNIT[self.dtype], f"a row's sum is off by {largest}"
 
 
 def unit_rows(count: int, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -72,6 +74,12 @@ def unit_rows(count: int, size: int, dtype: torch.dtype) -> Iterator[tuple[slice
         rows = torch.zeros(count, size, dtype=dtype)
         rows[part].fill_diagonal_(1)
         yield part, rows
+
+
+def rows_with_keys(sample: Sample) -> Tensor:
+    """Returns the reference's output for values of 1: 1 in rows with keys, 0 in the others."""
+    ones = sample.replace(value=torch.ones_like(sample.inputs["value"]))
+    return ones.double().call(reference)[0].round()
 
 
 def dense(sample: Sample) -> Probabilities:
@@ -94,7 +102,8 @@ def dense(sample: Sample) -> Probabilities:
         call = flash_attention_score.gradient_call(sample, outputs, from_heads(d_out, a.layout))
         d_value = to_heads(call.call(torch.ops.ascend)[2], key_heads, a.layout)
         backward[:, :, part] = d_value[..., : part.stop - part.start].transpose(2, 3).double()
-    return Probabilities(forward, backward.view_as(forward), outputs, dtype)
+    sums = to_heads(rows_with_keys(sample), heads, a.layout)[..., 0]
+    return Probabilities(forward, backward.view_as(forward), outputs, dtype, sums)
 
 
 def sparse(sample: Sample) -> Probabilities:
@@ -114,4 +123,5 @@ def sparse(sample: Sample) -> Probabilities:
         call = sparse_flash_attention.gradient_call(sample, outputs, d_out)
         d_value = call.call(torch.ops.ascend)[2].squeeze(2)
         backward[:, part] = d_value[..., : part.stop - part.start].transpose(1, 2).double()
-    return Probabilities(forward, backward.view_as(forward), outputs, dtype)
+    sums = rows_with_keys(sample)[..., 0]
+    return Probabilities(forward, backward.view_as(forward), outputs, dtype, sums)
