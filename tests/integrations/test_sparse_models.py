@@ -21,6 +21,7 @@ from support.small_models import (  # noqa: E402
     targets,
     tokens,
 )
+from support.turns import nightly  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -222,6 +223,7 @@ def test_chunks_of_a_prompt(name: str) -> None:
     torch.testing.assert_close(actual, eager(text).logits[:, 23:], **CLOSE)
 
 
+@pytest.mark.parametrize("name", [SPARSE[0], pytest.param(SPARSE[1], marks=nightly)])
 def test_compiled(name: str) -> None:
     torch.compiler.reset()
     eager, ours = pair(name)
@@ -289,7 +291,7 @@ def test_models_in_bfloat16(name: str) -> None:
         model(tokens(), labels=tokens()).loss.backward()
     x, y = (m.model.embed_tokens.weight.grad.float().flatten() for m in (eager, ours))
     # The selections differ in scores that bfloat16 does not tell apart.
-    assert nn.functional.cosine_similarity(x, y, dim=0) > 0.95
+    assert nn.functional.cosine_similarity(x, y, dim=0) > 0.985
 
 
 WRONG_MASKS = {

@@ -13,6 +13,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from support.turns import by_turns
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -78,6 +79,7 @@ each_size = pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (13, 9), 
 each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
 
 
+@by_turns(3)
 @each_group
 @each_size
 @each_mask
@@ -89,6 +91,7 @@ def test_masks_of_flex_attention(name: str, sq: int, skv: int, key_heads: int) -
     torch.testing.assert_close(attend(*tensors, **options), expected)
 
 
+@by_turns(3)
 @each_group
 @each_size
 @each_mask

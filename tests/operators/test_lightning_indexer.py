@@ -9,6 +9,7 @@ import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.check.samples.lightning_indexer import LIGHTNING_INDEXER
 from support.samples import Recipe, Sample
+from support.turns import by_turns
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -80,6 +81,7 @@ def tied_sample(recipe: Recipe, dtype: torch.dtype) -> Sample:
     )
 
 
+@by_turns(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("recipe", LIGHTNING_INDEXER.recipes, ids=lambda recipe: recipe.id)
 def test_equal_scores_go_to_the_lower_index(recipe: Recipe, dtype: torch.dtype) -> None:

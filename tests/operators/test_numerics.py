@@ -6,12 +6,14 @@ import pytest
 import torch
 from ascend_attn_ops import reference
 from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample
+from support.turns import by_turns
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
+@by_turns(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
 def test_matches_the_reference(recipe: Recipe, dtype: torch.dtype) -> None:

@@ -1,4 +1,7 @@
-"""Properties of every call: strides and repetition change nothing; inputs are left alone."""
+"""Properties of every call: strides and repetition change nothing; inputs are left alone.
+
+tests/fuzz tries the same with random calls.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import pytest
 import torch
 from support.samples import RECIPES, Recipe, bytes_of
 from support.tolerance import assert_same_bits
+from support.turns import by_turns
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -13,6 +17,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.id)
 
 
+@by_turns(8)
 @each_dtype
 @each_recipe
 @pytest.mark.usefixtures("no_limits")
@@ -25,6 +30,7 @@ def test_strides_change_nothing(recipe: Recipe, dtype: torch.dtype) -> None:
         assert all(x.is_contiguous() for x in outputs)
 
 
+@by_turns(8)
 @each_dtype
 @each_recipe
 @pytest.mark.usefixtures("no_limits")
@@ -36,6 +42,7 @@ def test_two_runs_are_bitwise_equal(recipe: Recipe, dtype: torch.dtype) -> None:
     assert_same_bits(tuple(map(bytes_of, sample.tensors.values())), before)
 
 
+@by_turns(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "recipe", [r for r in RECIPES if r.on_device], ids=lambda recipe: recipe.id
