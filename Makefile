@@ -12,7 +12,7 @@
 # make sanitize   tests and random calls with C++ that checks itself: AddressSanitizer and UBSan;
 #              with SANITIZE_ARGS=--threads, ThreadSanitizer and the tests of several threads
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
-# make mutants how many of 100 small errors in C++ and Python the tests notice
+# make mutants how many of 130 small errors in C++ and Python the tests notice
 # make lint    ruff, clang-format, mypy, spelling, English, workflows, translations
 # make docs    the documentation: pages in out/docs/html, their examples run, their links checked
 # make wheel   a wheel in dist/, for the torch of PYTHON
@@ -89,7 +89,7 @@ coverage: .venv/ready .venv-npu/ready
 	set -e; for python in $(CPU) $(NPU); do $$python $(PIP_INSTALL) -q 'coverage[toml]>=7.10,<8'; done
 	$(CPU) tools/coverage.py --lines $(COVERAGE_ARGS)
 
-mutants: .venv/ready
+mutants: .venv/ready .venv-npu/ready
 	$(CPU) tools/mutation.py $(MUTANTS_ARGS)
 
 # A file of its own, so that a run that fails leaves the tables alone.

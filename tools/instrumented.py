@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("python", "simulation")
 
 
-def copied(folder: Path) -> Path:
-    """A copy of what git tracks; a file that has not changed keeps its time, and its object."""
+def copied(folder: Path, changed: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """Returns a copy of what git tracks, but for the text of files that are `changed`.
+
+    A file whose content stays the same keeps its time, and its object.
+    """
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0")
     for name in filter(None, names):
         source, target = ROOT / name, folder / name
-        if source.exists() and not same(source, target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
+        if source.exists():
+            content = changed[name].encode() if name in changed else source.read_bytes()
+            if not target.exists() or target.read_bytes() != content:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
     return folder
 
 
 def python_path(folder: Path) -> str:
     """Return the PYTHONPATH that finds both packages in `folder`."""
     return os.pathsep.join(str(folder / package) for package in PACKAGES)
-
-
-def same(source: Path, target: Path) -> bool:
-    return target.exists() and source.read_bytes() == target.read_bytes()
 
 
 def build(folder: Path, flags: Iterable[str], cpu: Path, npu: Path | None = None) -> None:

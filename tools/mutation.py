@@ -1,40 +1,39 @@
-"""How many small errors in C++ and Python the CPU tests notice.
+"""How many small errors in C++ and Python the tests notice.
 
     python tools/mutation.py [NUMBER ...]
 
-The errors, mutants, stand in tools/mutants.py; without a number, all of them run. Builds a copy of
-the checkout in out/mutation, once, at -O1: each mutant of C++ is a branch there, which an
-environment variable takes. A mutant of Python is written into the copy before its run.
+The errors, mutants, stand in tools/mutants.txt; without a number, all of them run. Builds a copy of
+the checkout in out/mutation, once, at -O1: each mutant is a branch there, which an environment
+variable takes. Mutants of csrc/npu and simulation/ run the NPU tests at one level of the task
+queue, all others the CPU tests.
 
-A mutant runs the test files that concern it, up to the first failure, and where nothing fails, all
-others of the CPU but those that tools/mutation.py names as slow. A failure, a crash and a hang
-count as noticed. Exit status 1: the tests fail without a mutant, or notice less than 95 %.
+A mutant runs the commit tier up to the first failure, beginning with the test files that concern
+it, and all tests if nothing fails; examples and tests of the checkout are left out. A failure, a
+crash and a hang count as noticed. Exit status 1: the tests fail without a mutant, the commit tier
+notices less than 95 %, or all tests notice less than 100 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from instrumented import ROOT, build, copied, test_file
-from mutants import KERNELS, PACKAGE, RULES
+from instrumented import ROOT, build, copied, python_path, test_file
 
-CPU = ROOT / ".venv/bin/python"
+PYTHON = {"cpu": ROOT / ".venv/bin/python", "npu": ROOT / ".venv-npu/bin/python"}
 FOLDER = ROOT / "out/mutation"
-FLAGS = ["-O1", "-include", str(ROOT / "tools/mutant.h")]
 LEAST_NOTICED = 0.95
-# Seconds; the whole suite takes less.
-LONGEST_RUN = 1800
 # Test files that concern a mutated file, by a part of its name; what is fast comes first.
 FIRST = {
+    "csrc/npu/aclnn/": "npu_handles npu_graphs npu_graph_updates npu_launcher",
+    "csrc/npu/": "npu_equals_cpu npu_unwritten_rows npu_refusals npu_value_checks",
+    "simulation/": "",
     "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
     "flash_attention_score sequence_lengths threads autocast limits_of_tasks out_forms "
@@ -48,9 +47,9 @@ FIRST = {
     "_dense_attention.py": "errors_python flash_attention_score",
     "_flash_": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
     "_flops.py": "flops",
-    "_packing.py": "integrations/sparse_models integrations/dense_models",
+    "_packing.py": "sparse_models dense_models",
     "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
-    "_statistics.py": "statistics flash_attn distributed/dense_context_parallel varlen_attn",
+    "_statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
     "_varlen_attention.py": "varlen_attn",
     "kl_loss.py": "indexer_loss errors_python",
     "masks.py": "errors_python flash_attention_score prompt_flash_attention",
@@ -58,12 +57,8 @@ FIRST = {
     "quantization.py": "quantize_attention",
     "training.py": "checkpointing attach_loss errors_python",
 }
-# They start processes, which run what other files test as well.
-SLOW = {
-    "test_benchmarks", "test_context_parallel_decode", "test_distributed_example", "test_dtensor",
-    "test_example", "test_int8_example", "test_killed_rank", "test_limits", "test_packaging",
-    "test_paged_decode", "test_training", "test_transformers_example",
-}  # fmt: skip
+# They test the checkout itself, or run programs whose parts other tests run.
+LEFT_OUT = ("npu", "repository", "examples")
 
 
 class Mutant(NamedTuple):
@@ -82,47 +77,49 @@ class Mutant(NamedTuple):
         begin = source.index(before + part + after) + len(before)
         return begin, begin + len(part)
 
+    def branch(self, original: str) -> str:
+        if self.file.endswith(".py"):
+            return f"(({self.mutated}) if mutant({self.number}) else ({original}))"
+        return f"(mutant({self.number}) ? ({self.mutated}) : ({original}))"
+
+    @property
+    def tests(self) -> str:
+        return "npu" if self.file.startswith(("csrc/npu", "simulation")) else "cpu"
+
+    @property
+    def noticed_by(self) -> Path:
+        return FOLDER / f"mutant-{self.number}.noticed"
+
     def __str__(self) -> str:
-        text = re.sub(r"\s+", " ", self.text)
-        return f"{self.number:3} {self.file}: {text} -> {self.mutated or 'nothing'}"
+        return f"{self.number:3} {self.file}: {self.text} -> {self.mutated}"
 
 
 def all_mutants() -> list[Mutant]:
-    package = {f"python/ascend_attn_ops/{file}": pairs for file, pairs in PACKAGE.items()}
-    tables = {**KERNELS, **RULES, **package}
-    pairs = [(file, *pair) for file, pairs in tables.items() for pair in pairs]
-    return [Mutant(number, *row) for number, row in enumerate(pairs, 1)]
+    mutants: list[Mutant] = []
+    file = ""
+    for line in (ROOT / "tools/mutants.txt").read_text().splitlines():
+        if line.startswith(" "):
+            text, mutated = line.strip().split(" -> ")
+            mutants.append(Mutant(len(mutants) + 1, file, text, mutated))
+        elif not line.startswith("#"):
+            file = line
+    return mutants
 
 
-def write_branches(mutants: list[Mutant]) -> None:
-    """Put all mutants of C++ into the copy."""
-    for file in dict.fromkeys(x.file for x in mutants if x.file.startswith("csrc")):
+def with_branches(mutants: list[Mutant]) -> dict[str, str]:
+    """Returns the mutated files, each with all its mutants."""
+    sources = {}
+    for file in dict.fromkeys(x.file for x in mutants):
         source = (ROOT / file).read_text()
         here = [(x.place(source), x) for x in mutants if x.file == file]
         for (begin, end), x in sorted(here, reverse=True):
-            branch = f"(mutant({x.number}) ? ({x.mutated}) : ({source[begin:end]}))"
-            source = source[:begin] + branch + source[end:]
-        (FOLDER / file).write_text(source)
-
-
-def package_with(mutant: Mutant | None) -> Path:
-    """A folder for PYTHONPATH, with the mutated file where it is one of Python."""
-    if mutant is None or mutant.file.startswith("csrc"):
-        return FOLDER / "python"
-    folder = FOLDER / f"mutant-{mutant.number}"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(FOLDER / "python", folder, copy_function=os.symlink)
-    source = (ROOT / mutant.file).read_text()
-    begin, end = mutant.place(source)
-    file = folder / Path(mutant.file).relative_to("python")
-    file.unlink()
-    file.write_text(source[:begin] + mutant.mutated + source[end:])
-    return folder
-
-
-def test_files() -> list[str]:
-    files = [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")]
-    return sorted(x for x in files if not x.startswith("tests/npu/"))
+            source = source[:begin] + x.branch(source[begin:end]) + source[end:]
+        if file.endswith(".py"):
+            future = "from __future__ import annotations\n"
+            sources[file] = source.replace(future, future + "from mutant import mutant\n", 1)
+        else:
+            sources[file] = f'#include "{FOLDER}/tools/mutant.h"\n{source}'
+    return sources
 
 
 def concerned(file: str) -> list[str]:
@@ -131,42 +128,24 @@ def concerned(file: str) -> list[str]:
     return [test_file(name) for name in names]
 
 
-def failure(tests: list[str], mutant: Mutant | None) -> str | None:
-    """Returns the first test that fails; None if all pass."""
-    number = mutant.number if mutant else 0
-    log = FOLDER / f"mutant-{number}.log"
+def run(numbers: dict[int, list[str]], tests: str, jobs: int, options: list[str]) -> None:
+    """Runs tests of the copy for each number of a mutant, beginning with its test files."""
+    listed = FOLDER / "mutants.json"
+    listed.write_text(json.dumps(numbers))
     environment = {
         **os.environ,
-        "MUTANT": str(number),
-        "PYTHONPATH": str(package_with(mutant)),
-        # A module that was compiled before is taken for the mutant of the same size.
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "MUTANTS": str(listed),
+        "MUTANT_JOBS": str(jobs),
+        "NPU_LEVELS": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(FOLDER),
     }
-    options = ["-x", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [CPU, "-m", "pytest", *options, *tests], cwd=FOLDER, env=environment,
-            stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = process.wait(LONGEST_RUN)
-        except subprocess.TimeoutExpired:
-            # With the processes of its tests.
-            os.killpg(process.pid, signal.SIGKILL)
-            status = -process.wait()
-    if status == 0:
-        return None
-    named = re.findall(r"(?m)^(?:FAILED |ERROR )?(tests/\S+)", log.read_text(errors="replace"))
-    return f"{named[-1] if named else 'pytest'}{'' if status == 1 else f' (status {status})'}"
-
-
-def noticed_by(mutant: Mutant) -> str | None:
-    first = concerned(mutant.file)
-    rest = [file for file in test_files() if file not in first and Path(file).stem not in SLOW]
-    found = failure(first, mutant) or failure(rest, mutant)
-    print(f"{mutant}\n    {found or 'SURVIVED'}", flush=True)
-    return found
+    command = {
+        "cpu": ["-m", "pytest", *(f"--ignore=tests/{folder}" for folder in LEFT_OUT)],
+        "npu": ["tests/npu/run.py", "tests/npu", "simulation/tests"],
+    }[tests]
+    command += ["-x", "-q", "--tb=short", "--capture=sys", "-p", "mutant", "-p", "no:cacheprovider"]
+    subprocess.run([PYTHON[tests], *command, *options], cwd=FOLDER, env=environment, check=True)
 
 
 def main() -> int:
@@ -176,19 +155,30 @@ def main() -> int:
     arguments = parser.parse_args()
     everything = all_mutants()
     mutants = [x for x in everything if not arguments.number or x.number in arguments.number]
-    for mutant in everything:
-        mutant.place((ROOT / mutant.file).read_text())
-    copied(FOLDER)
-    write_branches(everything)
-    build(FOLDER, FLAGS, CPU)
-    if not arguments.number and (wrong := failure(test_files(), None)):
-        sys.exit(f"without a mutant there is a failure: {wrong}")
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        found = list(pool.map(noticed_by, mutants))
-    survivors = [mutant for mutant, by in zip(mutants, found, strict=True) if by is None]
-    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants were noticed")
-    print("\n".join(["not noticed:", *map(str, survivors)]) if survivors else "")
-    return int(len(survivors) > (1 - LEAST_NOTICED) * len(mutants))
+    copied(FOLDER, with_branches(everything))
+    shutil.copyfile(ROOT / "tools/mutant.py", FOLDER / "python/mutant.py")
+    build(FOLDER, ["-O1"], PYTHON["cpu"], PYTHON["npu"])
+    for file in FOLDER.glob("mutant-*.*"):
+        file.unlink()
+    left, most_left = mutants, (1 - LEAST_NOTICED) * len(mutants)
+    for tier, options in (("the commit tier", []), ("all tests", ["--all"])):
+        for tests in PYTHON:
+            numbers = {x.number: concerned(x.file) for x in left if x.tests == tests}
+            if not options and not arguments.number:
+                numbers = {0: [], **numbers}  # without a mutant
+            if numbers:
+                run(numbers, tests, arguments.jobs, options)
+            if (failed := FOLDER / "mutant-0.noticed").exists():
+                sys.exit(f"without a mutant there is a failure: {failed.read_text()}")
+        left = [x for x in left if not x.noticed_by.exists()]
+        noticed = (
+            f"{len(mutants) - len(left)} of {len(mutants)} mutants were noticed by {tier}; not"
+        )
+        print(noticed, *left, sep="\n", flush=True)
+        if len(left) > most_left:
+            return 1
+        most_left = 0
+    return 0
 
 
 if __name__ == "__main__":
