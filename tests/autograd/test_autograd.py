@@ -21,6 +21,7 @@ from support.samples import (
     named_tensors,
 )
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
+from support.turns import by_turns
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -76,6 +77,7 @@ def floors(sample: Sample, names: tuple[str, ...]) -> tuple[Tensor | float, ...]
     return tuple(by_name(sample, results)[name] for name in names)
 
 
+@by_turns(4)
 @each_recipe
 def test_each_argument_alone_gets_its_gradient(recipe: Recipe) -> None:
     """Autograd silently drops gradients of tensors that are not passed to it one by one."""
@@ -85,6 +87,7 @@ def test_each_argument_alone_gets_its_gradient(recipe: Recipe) -> None:
         assert_same_bits(gradients(sample, (name,)), (expected,))
 
 
+@by_turns(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each_recipe
 def test_gradients_are_those_of_the_reference(recipe: Recipe, dtype: torch.dtype) -> None:
@@ -97,6 +100,7 @@ def test_gradients_are_those_of_the_reference(recipe: Recipe, dtype: torch.dtype
         assert_close(f"gradient of {name}", x, y, TOLERANCES[dtype], floor)
 
 
+@by_turns(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "recipe",
@@ -129,6 +133,7 @@ def differentiable_function(
     return function, tuple(leaf.tensors[name] for name in names)
 
 
+@by_turns(2)
 @each_recipe
 def test_gradcheck(recipe: Recipe) -> None:
     sample = recipe.make(torch.float64)
@@ -144,15 +149,6 @@ def test_gradcheck(recipe: Recipe) -> None:
 def test_gradcheck_of_every_element(recipe: Recipe) -> None:
     function, leaves = differentiable_function(recipe.make(torch.float64))
     assert torch.autograd.gradcheck(lambda *x: tuple(y.sum(-1) for y in function(*x)), leaves)
-
-
-@each_operator
-def test_one_input_alone(recipe: Recipe) -> None:
-    sample = recipe.make(torch.float32)
-    names = differentiable_names(sample)
-    together = gradients(sample, names)
-    for name, gradient in zip(names, together, strict=True):
-        assert_same_bits(gradients(sample, (name,)), (gradient,))
 
 
 @each_operator
