@@ -51,9 +51,10 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # The ranks of one worker serve all of these.
-    if item.path.parent.name == "distributed":
-        item.add_marker(pytest.mark.xdist_group("ranks"))
+    # The ranks of one worker serve all tests of ranks, and a run all tests of an example.
+    groups = {"distributed": "ranks", "examples": item.path.stem}
+    if group := groups.get(item.path.parent.name):
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(tryfirst=True)

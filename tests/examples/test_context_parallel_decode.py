@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from types import ModuleType
 
 import ascend_attn_ops as ops
 import pytest
 import torch
 from support.checkout import EXAMPLES
+from support.example_runs import run, start, torchrun
+from support.turns import nightly
 
 SCRIPT = EXAMPLES / "context_parallel_decode.py"
 
@@ -120,23 +119,19 @@ def test_merged_parts_are_the_softmax_over_the_keys_before(
         torch.testing.assert_close(out[sequence, row], expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("attention", "ranks"), [("sparse", 2), ("sparse", 3), ("dense", 2)])
+@pytest.mark.parametrize(
+    ("attention", "ranks"),
+    [
+        ("sparse", 2),
+        pytest.param("sparse", 3, marks=nightly),
+        pytest.param("dense", 2, marks=nightly),
+    ],
+)
 def test_ranks_decode_what_one_decodes(attention: str, ranks: int) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={ranks}", str(SCRIPT), "--steps=3", f"--attention={attention}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    found = re.search(
-        rf"{ranks} ranks, {attention} attention, 3 steps of 3 sequences: .* is (\S+)", result.stdout
-    )
-    assert found, result.stdout
+    printed = run(*torchrun(ranks, str(SCRIPT), "--steps=3", f"--attention={attention}"))
+    expected = rf"{ranks} ranks, {attention} attention, 3 steps of 3 sequences: .* is (\S+)"
+    assert re.search(expected, printed), printed
 
 
 def test_says_how_to_start_it() -> None:
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "torchrun --nproc-per-node 2" in result.stderr
+    assert "torchrun --nproc-per-node 2" in start(str(SCRIPT)).err

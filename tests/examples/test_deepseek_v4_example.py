@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from support import example_runs
 from support.checkout import EXAMPLES
-from support.example_runs import kill_at, metrics, run
+from support.example_runs import kill_at, metrics, run, torchrun
+from support.turns import nightly
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("matplotlib", reason="the example draws with matplotlib")
@@ -18,12 +18,12 @@ SCRIPT = EXAMPLES / "train_deepseek_v4.py"
 OPTIONS = {
     "steps": 12, "sequence-length": 96, "hidden-size": 32, "heads": 2, "head-dim": 16, "window": 8,
     "hca-ratio": 8, "index-heads": 4, "index-dim": 16, "top-k": 4, "eval-windows": 2,
-    "checkpoint-every": 2, "log-every": 1,
+    "checkpoint-every": 2, "log-every": 1, "dtype": "float32",
 }  # fmt: skip
 
 
-def command(out: Path, **changes: object) -> list[str]:
-    return example_runs.command(SCRIPT, {**OPTIONS, "out": out, **changes})
+def command(out: Path) -> list[str]:
+    return example_runs.command(SCRIPT, {**OPTIONS, "out": out})
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +45,20 @@ def test_it_learns_and_draws(whole: Path) -> None:
         assert 0 < shares["indexer"] < shares["ideal"] < 1
 
 
+@nightly
 def test_a_killed_run_resumes(whole: Path, tmp_path: Path) -> None:
     kill_at("step 7/12", *command(tmp_path))
     assert "resumed at step" in run(*command(tmp_path), "--resume")
     assert metrics(tmp_path) == metrics(whole)
 
 
+@nightly
 def test_two_ranks_share_the_batch_of_a_resumed_run(tmp_path: Path) -> None:
     """In float32: bfloat16 rounds the gradients of two halves to others than those of the whole."""
-    whole, shared = (command(tmp_path / name, dtype="float32") for name in ("whole", "shared"))
+    whole, shared = (command(tmp_path / name) for name in ("whole", "shared"))
     run(*whole)
     kill_at("step 5/12", *shared)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    _, *script = shared
-    printed = run(*launcher, "--nproc-per-node=2", *script[1:], "--resume")
+    printed = run(*torchrun(2, *shared, "--resume"))
     begin = int(re.findall(r"resumed at step (\d+)", printed)[0])
     assert begin >= 4
     one, two = (metrics(tmp_path / name)["history"] for name in ("whole", "shared"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 from support import example_runs
 from support.checkout import EXAMPLES
-from support.example_runs import ENVIRONMENT, kill_at, metrics, run
+from support.example_runs import kill_at, metrics, run, start
+from support.turns import nightly
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="the example draws with matplotlib"
@@ -25,6 +25,7 @@ OPTIONS = {
     "hidden-size": 64, "heads": 4, "head-dim": 32, "latent-dim": 64, "rope-dim": 16,
     "index-heads": 4, "index-dim": 32, "top-k": 16, "sequence-length": 96, "eval-windows": 4,
     "warmup-steps": STEPS // 2, "sparse-steps": STEPS // 2, "checkpoint-every": 7, "log-every": 1,
+    "dtype": "float32",
 }  # fmt: skip
 
 
@@ -74,11 +75,13 @@ def test_metrics_compare_the_selections(finished: tuple[Path, str]) -> None:
 
 def test_picture_and_table_are_there(finished: tuple[Path, str]) -> None:
     out, printed = finished
+    assert "; float32; " in printed
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "lightning indexer" in printed
     assert f"step {STEPS}/{STEPS}" in printed
 
 
+@nightly
 def test_two_runs_are_equal(finished: tuple[Path, str], tmp_path: Path) -> None:
     run(*command(tmp_path))
     assert_same(finished[0], tmp_path)
@@ -97,12 +100,9 @@ def test_killed_run_resumes_as_if_nothing_happened(
 
 
 def test_checkpoint_of_another_recipe_is_refused(finished: tuple[Path, str]) -> None:
-    result = subprocess.run(
-        [*command(finished[0], **{"learning-rate": 0.5}), "--resume"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode != 0
-    assert "--learning-rate 0.0015, not 0.5" in result.stderr
+    result = start(*command(finished[0], **{"learning-rate": 0.5}), "--resume")
+    assert result.status != 0
+    assert "--learning-rate 0.0015, not 0.5" in result.err
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_processors_that_are_slow_in_bfloat16_train_in_float32(
     assert fast_dtype(device) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_chosen_dtype_is_used(tmp_path: Path, dtype: str) -> None:
-    changes = {"warmup-steps": 1, "sparse-steps": 1, "eval-windows": 1, "dtype": dtype}
-    assert f"; {dtype}; " in run(*command(tmp_path, **changes))
-    assert load(tmp_path)[0]["dtype"] == dtype
+@nightly
+def test_the_chosen_dtype_is_used(tmp_path: Path) -> None:
+    changes = {"warmup-steps": 1, "sparse-steps": 1, "eval-windows": 1, "dtype": "bfloat16"}
+    assert "; bfloat16; " in run(*command(tmp_path, **changes))
+    assert load(tmp_path)[0]["dtype"] == "bfloat16"

@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +18,9 @@ import pytest
 import torch
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
+from support import fresh
 from support.checkout import EXAMPLES, ROOT
+from support.turns import nightly, seed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICES = [Device("A2", "9.1"), Device("A2", "8.5"), Device("A3", "9.1")]
@@ -65,20 +66,32 @@ MISSING_IN_TORCH = {
 }
 
 
-def skip_where_it_is_missing(error: Exception, device: Device) -> None:
+# Pages in English, each for one device by turns; the rest in make test-all.
+RUNS = [
+    pytest.param(
+        name, device, id=f"{name}-{device}",
+        marks=() if "zh/" not in name and (number + seed()) % len(DEVICES) == turn else nightly,
+    )
+    for number, name in enumerate(PAGES)
+    for turn, device in enumerate(DEVICES)
+]  # fmt: skip
+
+
+def why_missing(error: Exception, device: Device) -> str:
+    """Returns what this torch or the device lacks; raises another error again."""
     for function, what in MISSING_IN_TORCH.items():
         if function in str(error):
-            pytest.skip(f"torch {torch.__version__} has no {what}")
+            return f"torch {torch.__version__} has no {what}"
     if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
-        pytest.skip("transformers is not installed")
+        return "transformers is not installed"
     rows = {row["operator"]: row["devices"] for row in table()}
     if missing := re.match(r"ascend::(\w+): product: expected a product that has", str(error)):
         assert tuple(device) not in rows[missing[1]]
-        pytest.skip(f"{device} has no {missing[1]}")
+        return f"{device} has no {missing[1]}"
     if str(error).startswith("ascend::lightning_indexer: cmp_ratio: expected"):
         limits = rows["lightning_indexer"][tuple(device)]["limits"]
         assert ("cmp_ratio", "tokens per key", "1") in limits
-        pytest.skip(f"{device} has no indexer of compressed keys")
+        return f"{device} has no indexer of compressed keys"
     raise error
 
 
@@ -92,8 +105,7 @@ def torch_npu_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_npu_as_before")
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(("name", "device"), RUNS)
 def test_the_examples_of_a_page(
     name: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,13 +117,19 @@ def test_the_examples_of_a_page(
     assert before is not None
     # Sets the default, not `with limits(...)`: a page may change the default.
     ascend_attn_ops.set_limits(*device)  # type: ignore[arg-type]
+    missing = ""
     try:
         for block in python_blocks(PAGES[name]):
-            exec(compile(block, name, "exec"), names)
-    except (RuntimeError, TypeError, ValueError, ModuleNotFoundError) as error:
-        skip_where_it_is_missing(error, device)
+            try:
+                exec(compile(block, name, "exec"), names)
+            except NameError:  # what a block before it would have made
+                assert missing
+            except (RuntimeError, TypeError, ValueError, ModuleNotFoundError) as error:
+                missing = why_missing(error, device)
     finally:
         ascend_attn_ops.set_limits(*before)  # type: ignore[arg-type]
+    if missing:
+        pytest.skip(missing)
 
 
 def statements(code: str) -> tuple[set[str], list[str]]:
@@ -122,10 +140,8 @@ def statements(code: str) -> tuple[set[str], list[str]]:
 
 
 def run_script(script: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    result = fresh.python(str(script))
+    assert result.status == 0, result.err
 
 
 def test_a_script_has_the_examples_of_first_steps() -> None:

@@ -48,7 +48,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(hidden_size=64, heads=2, latent_dim=64, index_heads=2, index_dim=32)
     checkpoint = {"recipe": asdict(config), "model": SparseLM(config).state_dict()}
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
-    sizes = ["--sequence-length=40", "--windows=1", f"--out={tmp_path}"]
+    sizes = ["--sequence-length=40", "--windows=1", "--dtype=float32", f"--out={tmp_path}"]
     for source in (f"--checkpoint={tmp_path / 'checkpoint.pt'}", "--steps=2"):
         monkeypatch.setattr(sys, "argv", ["int8_prefill.py", source, *sizes])
         int8_prefill.main()

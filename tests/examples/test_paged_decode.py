@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from support import fresh
 from support.checkout import EXAMPLES
+from support.example_runs import command, start
+from support.turns import nightly
 
 SIZES = {
     "layers": 2, "hidden_size": 32, "heads": 2, "head_dim": 16, "latent_dim": 32, "rope_dim": 8,
@@ -19,18 +20,10 @@ SIZES = {
 }  # fmt: skip
 
 
-def decode(checkpoint: Path, **options: int | str) -> subprocess.CompletedProcess[str]:
+def decode(checkpoint: Path, **options: int | str) -> fresh.Ended:
     sizes = {"sequences": 5, "prompt": 40, "new": 12, "blocks": 17, "block-size": 4, "contexts": 48}
-    options = sizes | options
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    return subprocess.run(
-        [sys.executable, EXAMPLES / "paged_decode.py", f"--checkpoint={checkpoint}", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    script = EXAMPLES / "paged_decode.py"
+    return start(*command(script, {"checkpoint": checkpoint, **sizes, **options}))
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +41,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"blocks": 100}, {"block-size": 1, "blocks": 64}, {"block-size": 128, "blocks": 1},
-        {"attention": "dense"},
+        pytest.param({}, id="sequences wait for blocks"),
+        pytest.param({"blocks": 100}, id="all run at once", marks=nightly),
+        pytest.param({"block-size": 1, "blocks": 64}, id="blocks of one", marks=nightly),
+        pytest.param({"block-size": 128, "blocks": 1}, id="one at a time", marks=nightly),
+        pytest.param({"attention": "dense"}, id="dense"),
     ],
-    ids=["sequences wait for blocks", "all run at once", "blocks of one", "one at a time", "dense"],
-)  # fmt: skip
+)
 def test_decodes_what_it_would_without_a_cache(
     checkpoint: Path, options: dict[str, int | str]
 ) -> None:
     result = decode(checkpoint, **options)
-    assert result.returncode == 0, result.stderr
-    assert "5 of 5 sequences equal decoding without a cache" in result.stdout
-    assert re.search(r"\n +48 +[\d,]+ tokens/s +[\d,]+ tokens/s\n", result.stdout)
+    assert result.status == 0, result.err
+    assert "5 of 5 sequences equal decoding without a cache" in result.out
+    assert re.search(r"\n +48 +[\d,]+ tokens/s +[\d,]+ tokens/s\n", result.out)
 
 
 def test_says_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:
-    assert "train_lightning_indexer.py first" in decode(tmp_path / "none.pt").stderr
-    assert "--blocks: too few" in decode(checkpoint, blocks=2).stderr
+    assert "train_lightning_indexer.py first" in decode(tmp_path / "none.pt").err
+    assert "--blocks: too few" in decode(checkpoint, blocks=2).err

@@ -9,6 +9,7 @@ import pytest
 from support import example_runs
 from support.checkout import EXAMPLES
 from support.example_runs import kill_at, metrics, run
+from support.turns import nightly
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -27,12 +28,17 @@ def command(out: Path) -> list[str]:
     return example_runs.command(SCRIPT, {**OPTIONS, "out": out})
 
 
-def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    printed = run(*command(whole))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole")
+    printed = run(*command(out))
     assert "step 12/12  pretrain" in printed
     assert "step 6/6  dense" in printed
     assert "lightning indexer" in printed
+    return out
+
+
+def test_phases_table_and_picture(whole: Path) -> None:
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     found = metrics(whole)
@@ -44,8 +50,11 @@ def test_phases_table_and_picture_and_a_killed_run_resumes(tmp_path: Path) -> No
     # The indexer has learnt this. Its losses show less: each depends on its batch.
     assert mass["random"] < mass["indexer"] < mass["ideal"] < 1
 
-    kill_at("step 5/6  sparse", *command(killed))
-    printed = run(*command(killed), "--resume")
+
+@nightly
+def test_a_killed_run_resumes(whole: Path, tmp_path: Path) -> None:
+    kill_at("step 5/6  sparse", *command(tmp_path))
+    printed = run(*command(tmp_path), "--resume")
     assert "sparse: resumed from" in printed
     assert "pretrain" not in printed
-    assert metrics(killed) == found
+    assert metrics(tmp_path) == metrics(whole)

@@ -11,27 +11,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from support import fresh
+
 # A lone small run is fastest, and disturbs others least, on one thread.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+# Far more than a run takes on a busy machine.
+SECONDS = 240
 
 
 def command(script: Path, options: Mapping[str, object]) -> list[str]:
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-u", str(script), *arguments]
+    return [str(script), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return [*launcher, *arguments]
+
+
+def start(*arguments: str) -> fresh.Ended:
+    """Returns how a run ends; it is forked from a process that has torch imported."""
+    return fresh.python(*arguments, seconds=SECONDS, **ENVIRONMENT)
 
 
 def run(*arguments: str) -> str:
-    """Returns the output of a process that must end well."""
-    result = subprocess.run(
-        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    """Returns the output of a run that must end well."""
+    result = start(*arguments)
+    assert result.status == 0, result.err
+    return result.out
 
 
 def kill_at(line: str, *arguments: str) -> None:
-    """Start a process, and kill it when it prints a line that begins like this."""
-    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+    """Starts a process, and kills it when it prints a line that begins like this."""
+    environment = {**os.environ, **ENVIRONMENT}
+    command = [sys.executable, "-u", *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for printed in process.stdout:
             if printed.startswith(line):
