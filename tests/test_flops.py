@@ -13,6 +13,7 @@ from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.sparse_flash_mla import visible
 from ascend_attn_ops.reference.sequences import rows, with_dense_keys
 from support import registered
+from support.attention import to_layout
 from support.samples import OPERATORS, RECIPES, Recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -144,15 +145,10 @@ def test_dense_attention_is_that_of_torch(layout: str) -> None:
     b, n, s, skv, d = 2, 4, 6, 9, 16
     query, key, value = normal(b, n, s, d), normal(b, n, skv, d), normal(b, n, skv, d)
 
-    def placed(x: Tensor) -> Tensor:
-        axes = {"BNSD": (0, 1, 2, 3), "SBH": (2, 0, 1, 3)}.get(layout, (0, 2, 1, 3))
-        x = x.permute(axes)
-        return x.flatten(2) if layout in ("BSH", "SBH") else x
-
     ours = counted(
         step,
         lambda: ops.flash_attention_score(
-            placed(query), placed(key), placed(value), num_heads=n, layout=layout
+            *(to_layout(x, layout) for x in (query, key, value)), num_heads=n, layout=layout
         )[0],
     )
     forward = 2 * b * n * s * skv * (d + d)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.npu_names import SQUARE, attention, causal, from_layout, to_layout, torch_npu
+from support.attention import attention, causal, from_layout, to_layout
+from support.npu_names import SQUARE, torch_npu
 from torch import Tensor
 from torch.testing import assert_close
 

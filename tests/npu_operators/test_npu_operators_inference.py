@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.npu_names import SQUARE, attention, causal, torch_npu
+from support.attention import attention, causal
+from support.npu_names import SQUARE, torch_npu
 from torch import Tensor
 from torch.testing import assert_close
 

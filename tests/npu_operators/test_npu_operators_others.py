@@ -5,7 +5,8 @@ from __future__ import annotations
 import ascend_attn_ops
 import pytest
 import torch
-from support.npu_names import attention, torch_npu
+from support.attention import attention
+from support.npu_names import torch_npu
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -7,6 +7,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from support.attention import to_layout
 from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,17 +63,6 @@ def test_the_public_function_expands_masks(shape: tuple[int, ...], mode: int, la
     )
     for x, y in zip(gradients, actual, strict=True):
         torch.testing.assert_close(x, to_layout(y, layout))
-
-
-def to_layout(x: Tensor, layout: str) -> Tensor:
-    """A tensor in BNSD, in another layout."""
-    if layout == "BNSD":
-        return x
-    x = x.transpose(1, 2)
-    if layout == "BSND":
-        return x
-    x = x.flatten(2)
-    return x if layout == "BSH" else x.transpose(0, 1)
 
 
 def test_an_expanded_mask_has_the_bits_of_a_dense_one() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from support.attention import attention, to_layout
 from support.tolerance import assert_same_bits
 from torch import Tensor
+from torch.nn.functional import pad
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -37,16 +39,6 @@ def tensors() -> dict[str, Tensor]:
     return made
 
 
-def to_layout(x: Tensor, layout: str) -> Tensor:
-    if layout == "BNSD":
-        return x
-    x = x.transpose(1, 2)
-    if layout == "BSND":
-        return x
-    x = x.flatten(2)
-    return x if layout == "BSH" else x.transpose(0, 1)
-
-
 def kept(mode: int, queries: int, keys: int, pre: int, after: int, prefix: int) -> Tensor:
     """The keys of one sequence that a mode keeps."""
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
@@ -64,26 +56,21 @@ def kept(mode: int, queries: int, keys: int, pre: int, after: int, prefix: int) 
     return torch.ones(queries, keys, dtype=torch.bool)
 
 
-def attention(
+def stated(
     x: dict[str, Tensor], scale: float, keep: list[Tensor], bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and the log-sum-exp by a softmax over the valid tokens of each batch; zeros elsewhere."""
+    """out and the log-sum-exp of the valid tokens of each batch; zeros elsewhere."""
+    query, key = (torch.cat((x[name], x[f"{name}_rope"]), -1) for name in ("query", "key"))
+    biases = None if bias is None else scale * bias.expand(B, N, SQ, SKV)
     outs, lses = [], []
     for b, (queries, keys) in enumerate(zip(QUERIES, KEYS, strict=True)):
-        q, k, v, q_rope, k_rope = (
-            y[b, :, : queries if y.shape[1] == N else keys] for y in x.values()
-        )
-        k, v, k_rope = (y.repeat_interleave(N // NK, 0) for y in (k, v, k_rope))
-        scores = q @ k.mT + q_rope @ k_rope.mT
-        if bias is not None:
-            scores = scores + bias.expand(B, N, SQ, SKV)[b, :, :queries, :keys]
-        scores = (scores * scale).masked_fill(~keep[b], -torch.inf)
-        if sink is not None:
-            scores = torch.cat((scores, sink.view(N, 1, 1).expand(N, queries, 1)), -1)
-        weights = scores.softmax(-1)[..., :keys].nan_to_num(0)
-        pad = torch.nn.functional.pad
-        outs.append(pad(weights @ v, (0, 0, 0, SQ - queries)))
-        lses.append(pad(scores.logsumexp(-1), (0, SQ - queries)))
+        out, lse = attention(
+            query[b : b + 1, :, :queries], key[b : b + 1, :, :keys],
+            x["value"][b : b + 1, :, :keys], keep[b], scale,
+            0.0 if biases is None else biases[b, :, :queries, :keys], sink=sink,
+        )  # fmt: skip
+        outs.append(pad(out[0], (0, 0, 0, SQ - queries)))
+        lses.append(pad(lse[0], (0, SQ - queries)))
     return torch.stack(outs), torch.stack(lses)
 
 
@@ -131,7 +118,7 @@ def test_each_sequence_is_computed_by_itself(call: dict[str, Any], layout: str) 
     out, softmax_max, softmax_sum = ops.flash_attention_score(
         **given, num_heads=N, layout=layout, scale_value=scale, **LENGTHS, **options
     )
-    expected, lse = attention(leaves, scale, keep, options.get("pse_shift"), sink)
+    expected, lse = stated(leaves, scale, keep, options.get("pse_shift"), sink)
     torch.testing.assert_close(out, to_layout(expected, layout))
     assert softmax_max.shape == softmax_sum.shape == (B, N, SQ, 8)
     for b, (queries, keys) in enumerate(zip(QUERIES, KEYS, strict=True)):

@@ -7,6 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from support.attention import attention, to_layout
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -128,20 +129,15 @@ def test_ropes_are_a_part_of_the_heads(
     generator = torch.Generator().manual_seed(1)
     ropes = [torch.randn(*x.shape[:3], DR, generator=generator).to(dtype) for x in (query, key)]
 
-    def placed(x: Tensor) -> Tensor:
-        tokens = x.transpose(1, 2)
-        return {
-            "BNSD": x, "BSND": tokens, "BSH": tokens.flatten(2), "TND": tokens.flatten(0, 1),
-            "SBH": tokens.transpose(0, 1).flatten(2),
-        }[layout]  # fmt: skip
-
     options: dict[str, Any] = {"layout": layout, "sparse_mode": 3}
     if layout == "TND":
         options["actual_seq_lengths_query"] = [1, 2 * queries]
         options["actual_seq_lengths_key"] = [SKV - 1, 2 * SKV]
     leaves = [x.requires_grad_() for x in (query, key, value, *ropes)]
-    parts = [placed(x) for x in leaves]
-    joined = [placed(torch.cat((x, y), -1)) for x, y in zip(leaves[:2], ropes, strict=True)]
+    parts = [to_layout(x, layout) for x in leaves]
+    joined = [
+        to_layout(torch.cat((x, y), -1), layout) for x, y in zip(leaves[:2], ropes, strict=True)
+    ]
     # Both calls use the default scale, 1 / sqrt(D + Dr).
     outputs = attend(*parts[:3], query_rope=parts[3], key_rope=parts[4], **options)
     expected = attend(*joined, parts[2], **options)
@@ -160,9 +156,8 @@ def test_a_bias_beside_ropes_gets_its_gradient() -> None:
     out = attend(query, key, value, pse_shift=pse, sink=sink, query_rope=ropes[0],
                  key_rope=ropes[1])[0]  # fmt: skip
     joined = [torch.cat(pair, -1) for pair in zip((query, key), ropes, strict=True)]
-    scores = (joined[0] @ joined[1].mT + pse) * (D + DR) ** -0.5
-    column = sink.view(1, N, 1, 1).expand(BATCH, N, SQ, 1)
-    expected = torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ value
+    scale = (D + DR) ** -0.5
+    expected, _ = attention(*joined, value, None, scale, pse * scale, sink=sink)
     d_out = torch.randn(out.shape).double()
     for x, y in zip(
         torch.autograd.grad(out, pse, d_out), torch.autograd.grad(expected, pse, d_out), strict=True

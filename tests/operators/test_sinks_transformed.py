@@ -9,6 +9,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from support.attention import attention, causal
 from support.dispatched import Calls
 from support.tolerance import assert_same_bits
 from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
@@ -50,13 +51,9 @@ def stated(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, query_rope: Tensor, key_rope: Tensor
 ) -> Tensor:
     """The same in plain torch, in float64."""
-    query, key = (torch.cat(x, -1).double() for x in ((query, query_rope), (key, key_rope)))
-    key, value = (x.repeat_interleave(N // NK, 1) for x in (key, value.double()))
-    scores = query @ key.mT * query.shape[-1] ** -0.5
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
-    scores = scores.masked_fill(~seen, -torch.inf)
-    column = sink.double().view(1, N, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ value
+    query, key = (torch.cat(x, -1) for x in ((query, query_rope), (key, key_rope)))
+    seen = causal(query.shape[2], key.shape[2])
+    return attention(query, key, value, seen, (D + DR) ** -0.5, sink=sink)[0]
 
 
 def results(function: Function, tensors: list[Tensor]) -> list[Tensor]:

@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .attention import attention
+
 
 def visible(sq: int, skv: int, causal: bool, window: tuple[int, int]) -> Tensor:
     """(seqlen_q, seqlen_k), True where query i sees key j."""
@@ -38,29 +40,17 @@ def attend(
 
     A sink is the score of one more key, whose value is 0.
     """
-    batch, sq, heads, size = q.shape
+    sq, heads, size = q.shape[1:]
     skv = k.shape[1]
-    group = heads // k.shape[2]
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    seen = visible(sq, skv, causal, window_size)
-    bias = torch.zeros(batch, heads, sq, skv, dtype=torch.float64)
+    scale = size**-0.5 if softmax_scale is None else softmax_scale
+    bias: Tensor | float = 0.0
     if alibi_slopes is not None:
         distance = (torch.arange(sq)[:, None] + skv - sq - torch.arange(skv)).abs()
-        bias -= alibi_slopes.double().expand(batch, heads)[..., None, None] * distance
-    bias = bias.masked_fill(~seen, -torch.inf)
-    scale = size**-0.5 if softmax_scale is None else softmax_scale
-    if s_aux is not None:
-        column = s_aux.double().view(1, heads, 1, 1).expand(batch, heads, sq, 1)
-        scores = torch.cat((q @ k.mT * scale + bias, column), -1)
-        out = scores.softmax(-1)[..., :-1] @ v
-        return out.transpose(1, 2), scores.detach().logsumexp(-1)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-    # A row that sees no key: 0, which not every torch says, and +inf.
-    some = seen.any(-1)
-    out = torch.where(some[:, None], out, 0)
-    lse = (q.detach() @ k.detach().mT * scale + bias).logsumexp(-1)
-    return out.transpose(1, 2), torch.where(some, lse, torch.inf)
+        bias = -alibi_slopes.double().expand(len(q), heads)[..., None, None] * distance
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    seen = visible(sq, skv, causal, window_size)
+    out, lse = attention(q, k, v, seen, scale, bias, sink=s_aux)
+    return out.transpose(1, 2), lse.detach()
 
 
 def attend_packed(
