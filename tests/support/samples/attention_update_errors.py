@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from ascend_attn_ops.check.samples.attention_update import ATTENTION_UPDATE, CASES, UpdateCase
 from ascend_attn_ops.check.samples.sample import Sample
 from torch import Tensor
 
-from .wrong_call import WrongCall, elsewhere, longer, put
+from .wrong_call import elsewhere, flatter, longer, wrong_call
 
+FIRST = CASES[0]
 
-def wrong(id: str, change: Any, argument: str, expected: str = "", **options: Any) -> WrongCall:
-    case = options.pop("case", CASES[0])
-    return WrongCall(id, ATTENTION_UPDATE, case, change, argument, expected=expected, **options)
+wrong = partial(wrong_call, ATTENTION_UPDATE)
+wrong_type = partial(wrong, exception=TypeError)
 
 
 def without_axes(sample: Sample) -> Sample:
@@ -24,48 +24,34 @@ def without_axes(sample: Sample) -> Sample:
 
 WRONG_CALLS = [
     # Without a tensor nothing says that they are fake.
-    wrong("no parts", {"lse": [], "local_out": []}, "lse", "got an empty list", on_meta=False),
-    wrong("no lse", {"lse": []}, "lse", "expected at least one tensor, got an empty list"),
-    wrong("fewer results", put("local_out", lambda x: x[:2]), "local_out",
-          "expected 3 tensors, as many as lse has, got 2"),
-    wrong("more results", put("local_out", lambda x: [*x, x[0]]), "local_out",
-          "as many as lse has, got 4"),
-    wrong("no axis", without_axes, r"local_out\[0\]", r"expected shape \(\.\.\., D\), got \[\]"),
-    wrong("integers", put("local_out", lambda x: [y.int() for y in x]), r"local_out\[0\]",
-          "expected dtype float16, .*, got int32", exception=TypeError),
-    wrong("two dtypes", put("local_out[2]", Tensor.half), r"local_out\[2\]",
-          r"expected dtype bfloat16 \(local_out\[0\]'s\), got float16", exception=TypeError),
-    wrong("lse in half precision", put("lse[1]", Tensor.bfloat16), r"lse\[1\]",
-          "expected dtype float32, got bfloat16", exception=TypeError),
-    wrong("lse in float32 beside float64", put("lse[1]", Tensor.float), r"lse\[1\]",
-          "expected dtype float64, got float32", exception=TypeError, dtype=torch.float64),
-    wrong("lse in float64", put("lse[0]", Tensor.double), r"lse\[0\]",
-          "expected dtype float32, got float64", exception=TypeError),
-    wrong("other rows", put("local_out[2]", longer(0)), r"local_out\[2\]",
-          r"expected shape \(\.\.\., D\) = \[2, 5, 24\], got \[3, 5, 24\]"),
-    wrong("other head size", put("local_out[1]", longer(-1)), r"local_out\[1\]",
-          r"= \[2, 5, 24\], got \[2, 5, 25\]"),
-    wrong("another rank", put("local_out[1]", lambda x: x[0]), r"local_out\[1\]",
-          r"= \[2, 5, 24\], got \[5, 24\]"),
-    wrong("lse of other rows", put("lse[1]", longer(1)), r"lse\[1\]",
-          r"expected shape \(\.\.\.\) = \[2, 5\], got \[2, 6\]"),
-    wrong("lse with a last axis", put("lse[0]", lambda x: x[..., None]), r"lse\[0\]",
-          r"= \[2, 5\], got \[2, 5, 1\]"),
-    wrong("a part elsewhere", put("local_out[1]", elsewhere), r"local_out\[1\]", "expected device",
-          on_meta=False),
-    wrong("lse elsewhere", put("lse[2]", elsewhere), r"lse\[2\]", "expected device",
-          on_meta=False),
-    wrong("float64 on A2", None, "local_out", "float16 or bfloat16 or float32 on Ascend A2",
-          exception=TypeError, dtype=torch.float64, limits="A2"),
-    wrong("D of 17", None, "local_out", "D .* a multiple of 8 in 8..512 on Ascend A3, got 17",
-          case=UpdateCase(d=17), limits="A3"),
-    wrong("D of 520", None, "local_out", "a multiple of 8 in 8..512", case=UpdateCase(d=520),
-          limits="950"),
-    wrong("129 parts", None, "lse",
-          r"n \(parts\) to be 1..128 on Ascend A2 with CANN 9.1, got 129",
-          case=UpdateCase(parts=129), limits="A2"),
-    wrong("17 parts on 950", None, "lse", r"n \(parts\) to be 1..16 on Ascend 950, got 17",
-          case=UpdateCase(parts=17), limits="950"),
-    wrong("on 310P", None, "product", "a product that has aclnnAttentionUpdate, got Ascend 310P",
-          exception=NotImplementedError, limits="310P"),
+    wrong(FIRST, "lse: got an empty list", lse=[], local_out=[], on_meta=False),
+    wrong(FIRST, "expected at least one tensor, got an empty list", lse=[]),
+    wrong(FIRST, "expected 3 tensors, as many as lse has, got 2", local_out=lambda x: x[:2]),
+    wrong(FIRST, "as many as lse has, got 4", local_out=lambda x: [*x, x[0]]),
+    wrong(FIRST, r"local_out\[0\]: expected shape \(\.\.\., D\), got \[\]", change=without_axes),
+    wrong_type(FIRST, r"local_out\[0\]: expected dtype float16, .*, got int32",
+               local_out=lambda x: [y.int() for y in x]),
+    wrong_type(FIRST, r"expected dtype bfloat16 \(local_out\[0\]'s\), got float16",
+               **{"local_out[2]": Tensor.half}),
+    wrong_type(FIRST, "expected dtype float32, got bfloat16", **{"lse[1]": Tensor.bfloat16}),
+    wrong_type(FIRST, "expected dtype float64, got float32", dtype=torch.float64,
+               **{"lse[1]": Tensor.float}),
+    wrong_type(FIRST, "expected dtype float32, got float64", **{"lse[0]": Tensor.double}),
+    wrong(FIRST, r"expected shape \(\.\.\., D\) = \[2, 5, 24\], got \[3, 5, 24\]",
+          **{"local_out[2]": longer(0)}),
+    wrong(FIRST, r"= \[2, 5, 24\], got \[2, 5, 25\]", **{"local_out[1]": longer(-1)}),
+    wrong(FIRST, r"= \[2, 5, 24\], got \[5, 24\]", **{"local_out[1]": flatter}),
+    wrong(FIRST, r"expected shape \(\.\.\.\) = \[2, 5\], got \[2, 6\]", **{"lse[1]": longer(1)}),
+    wrong(FIRST, r"= \[2, 5\], got \[2, 5, 1\]", **{"lse[0]": lambda x: x[..., None]}),
+    wrong(FIRST, "expected device", **{"local_out[1]": elsewhere}),
+    wrong(FIRST, "expected device", **{"lse[2]": elsewhere}),
+    wrong_type(FIRST, "local_out: float16 or bfloat16 or float32", limits="A2",
+               dtype=torch.float64),
+    wrong(UpdateCase(d=17), r"local_out: D .* a multiple of 8 in 8\.\.512 .* 17", limits="A3"),
+    wrong(UpdateCase(d=520), r"local_out: a multiple of 8 in 8\.\.512", limits="950"),
+    wrong(UpdateCase(parts=129), r"lse: n \(parts\) to be 1\.\.128 on .* with CANN 9\.1, got 129",
+          limits="A2"),
+    wrong(UpdateCase(parts=17), r"lse: n \(parts\) to be 1\.\.16 on .*, got 17", limits="950"),
+    wrong(FIRST, "product: a product that has aclnnAttentionUpdate", NotImplementedError,
+          limits="310P"),
 ]  # fmt: skip

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from operator import methodcaller
+from typing import Any
 
 import torch
 from ascend_attn_ops.check.samples.record import Operator
@@ -12,7 +15,7 @@ from ascend_attn_ops.check.samples.sample import Sample
 from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
 from torch import Tensor
 
-from .wrong_call import WrongCall, elsewhere, longer, put
+from .wrong_call import WrongCall, deeper, elsewhere, filled, flatter, longer, wrong_call
 
 BSND = SparseCase(rope=8, heads=8, index_heads=8)
 TND = SparseCase(layout="TND", lengths=((3, 2, 4), (5, 3, 4)), tail=(1, 2), rope=8)
@@ -69,147 +72,99 @@ def tensor_rules(
     argument_of: Callable[[Sample, str, int], str] = argument_of_extent,
 ) -> Iterator[WrongCall]:
     """Rank, dtype, device and every extent of every tensor, in both layouts."""
-    for case, layout in zip(cases, ("BSND", "TND"), strict=True):
+    for case in cases:
         good = operator.make(case, torch.bfloat16)
+        first = next(iter(good.inputs))
         for name, x in good.tensors.items():
-
-            def wrong(
-                rule: str,
-                change: Callable[[Tensor], object],
-                exception: type[Exception] = ValueError,
-                argument: str = name,
-                case: object = case,
-                name: str = name,
-                layout: str = layout,
-            ) -> WrongCall:
-                id = f"{layout}-{name}-{rule}"
-                return WrongCall(
-                    id, operator, case, put(name, change), argument, exception,
-                    on_meta=change is not elsewhere,
-                )  # fmt: skip
-
-            yield wrong("rank too high", lambda x: x[None])
-            yield wrong("rank too low", lambda x: x[0])
-            if x.is_floating_point():
-                yield wrong("integer", Tensor.int, TypeError)
-            else:
-                yield wrong("int64", Tensor.long, TypeError)
-                yield wrong("float", Tensor.float, TypeError)
-            if name != next(iter(good.inputs)):
-                yield wrong("on another device", elsewhere)
-                if x.is_floating_point():
-                    yield wrong("float16", Tensor.half, TypeError)
-                    yield wrong("float64", Tensor.double, TypeError)
+            wrong = partial(wrong_call, operator, case)
+            dtypes = [torch.int32] if x.is_floating_point() else [torch.int64, torch.float32]
+            if name != first:
+                yield wrong(**{name: elsewhere})
+                dtypes += [torch.float16, torch.float64] if x.is_floating_point() else []
+            for change in (deeper, flatter):
+                yield wrong(**{name: change})
+            for dtype in dtypes:
+                yield wrong("", TypeError, id=dtype, **{name: methodcaller("to", dtype)})
             for axis in range(-x.dim(), 0):
                 argument = argument_of(good, name, axis)
                 if argument:
-                    yield wrong(f"axis {axis} too long", longer(axis), ValueError, argument)
+                    yield wrong(f"{argument}: ", id=f"axis {axis}", **{name: longer(axis)})
 
 
 def option_rules(operator: Operator, modes: tuple[int, ...] = (0, 3)) -> Iterator[WrongCall]:
-    def wrong(rule: str, argument: str, **change: object) -> WrongCall:
-        return WrongCall(rule, operator, BSND, change, argument)
-
+    wrong = partial(wrong_call, operator, BSND)
     for layout in ("BNSD", "BSH", "bsnd", ""):
-        yield wrong(f"layout {layout!r}", "layout", layout=layout)
+        yield wrong(id=layout, layout=layout)
     for mode in sorted({-1, 0, 1, 2, 4, 8} - set(modes)):
-        yield wrong(f"sparse_mode {mode}", "sparse_mode", sparse_mode=mode)
+        yield wrong(id=mode, sparse_mode=mode)
     arguments = operator.make(BSND, torch.bfloat16).arguments
     for name in ("sparse_count", "sparse_block_size"):
         if name in arguments:
-            yield wrong(f"{name} 0", name, **{name: 0})
-            yield wrong(f"{name} negative", name, **{name: -1})
+            yield wrong(id=0, **{name: 0})
+            yield wrong(id=-1, **{name: -1})
     if "scale_value" in arguments:
         for scale in (math.nan, -math.inf, 1e39):
-            yield wrong(f"scale_value {scale}", "scale_value", scale_value=scale)
+            yield wrong(id=scale, scale_value=scale)
     if "query_rope" in arguments:
-        yield wrong("query_rope alone", "key_rope", key_rope=None)
-        yield wrong("key_rope alone", "query_rope", query_rope=None)
+        yield wrong("key_rope: ", key_rope=None)
+        yield wrong("query_rope: ", query_rope=None)
 
 
 def length_rules(operator: Operator) -> Iterator[WrongCall]:
     """Yields wrong lengths, cumulative and not."""
-
-    def wrong(
-        rule: str, case: SparseCase, name: str, change: Callable[[object], object], on_meta: bool
-    ) -> WrongCall:
-        return WrongCall(f"{rule}-{name}", operator, case, put(name, change), name, on_meta=on_meta)
-
+    wrong = partial(wrong_call, operator)
     good = operator.make(TND, torch.bfloat16)
     on_host = isinstance(good.arguments[LENGTHS[0]], list)
     for side, name in enumerate(LENGTHS):
         given, tokens = TND.length_list(side), TND.tokens(side)[0]
         assert given is not None
-        for rule, values in {
-            "decreasing": [given[1], given[0], given[2]],
-            "beyond T": [*given[:2], tokens + 1],
-            "negative": [-1, *given[1:]],
-        }.items():
-            yield wrong(f"TND-{rule}", TND, name, edited(values), on_host)
-        yield wrong("TND-missing", TND, name, lambda x: None, True)
-    yield WrongCall(
-        "TND-fewer lengths of keys", operator, TND, put(LENGTHS[1], lambda x: x[:2]),
-        r"actual_seq_lengths_\w+",
-    )  # fmt: skip
-    for side, name in enumerate(LENGTHS):
-        for rule, values, on_meta in (
-            ("beyond S", [COUNTS.s[side] + 1, 3], on_host),
-            ("negative", [-1, 3], on_host),
-            ("too many", [3, 3, 3], True),
-        ):
-            yield wrong(f"BSND-{rule}", COUNTS, name, edited(values), on_meta)
+        first, second, third = given
+        for values in ([second, first, third], [first, second, tokens + 1], [-1, second, third]):
+            yield wrong(TND, id=values, on_meta=on_host, **{name: edited(values)})
+        yield wrong(TND, **{name: None})
+        for values in ([COUNTS.s[side] + 1, 3], [-1, 3]):
+            yield wrong(COUNTS, id=values, on_meta=on_host, **{name: edited(values)})
+        yield wrong(COUNTS, id="too many", **{name: edited([3, 3, 3])})
+    yield wrong(TND, r"actual_seq_lengths_\w+: ", **{LENGTHS[1]: lambda x: x[:2]})
 
 
 def index_rules(operator: Operator) -> Iterator[WrongCall]:
-    def wrong(rule: str, case: SparseCase, value: int) -> WrongCall:
-        change = put("sparse_indices", first_index(value))
-        id = f"index-{rule}"
-        return WrongCall(id, operator, case, change, "sparse_indices", on_meta=False)
-
-    yield wrong("BSND-is S2", BSND, BSND.s[1])
-    yield wrong("BSND-below -1", BSND, -2)
-    yield wrong("BSND-huge", BSND, 2**31 - 1)
-    # The first sequence has 5 keys of the 14.
-    yield wrong("TND-is Lk", TND, 5)
-    yield wrong("TND-below -1", TND, -(2**31))
+    rules = [
+        (BSND, BSND.s[1]), (BSND, -2), (BSND, 2**31 - 1),
+        # The first sequence has 5 keys of the 14.
+        (TND, 5), (TND, -(2**31)),
+    ]  # fmt: skip
     if "sparse_block_size" in operator.make(BSND, torch.bfloat16).arguments:
-        yield wrong("is the number of blocks", BLOCKS, 3)
+        rules.append((BLOCKS, 3))
     # The first batch has 6 of the 7 keys. The forward passes over the seventh.
     if operator.name != "sparse_flash_attention":
-        yield wrong("BSND-behind the length", replace(COUNTS, lengths=((5, 3), (6, 4))), 6)
+        rules.append((replace(COUNTS, lengths=((5, 3), (6, 4))), 6))
+    for case, value in rules:
+        change = {"sparse_indices": first_index(value)}
+        yield wrong_call(operator, case, id=value, on_meta=False, **change)
 
 
 def compression_rules(operator: Operator) -> Iterator[WrongCall]:
     """Yields wrong ratios and residuals of keys that stand for several tokens."""
-    ratio, residual = "cmp_ratio", "cmp_residual_key"
     derived = SparseCase(s=(9, 2), index_heads=8, ratio=4)
     given = replace(derived, s=(9, 5), residuals=(3, 1))
     packed = replace(TND, rope=0, ratio=4, residuals=(0, 3, 1))
+    wrong = partial(wrong_call, operator)
     for value in (0, -1, 2**31):
-        yield WrongCall(f"ratio {value}", operator, given, {ratio: value}, ratio)
-
-    def wrong(
-        rule: str, case: SparseCase, change: Callable[[Tensor], object],
-        exception: type[Exception] = ValueError, on_meta: bool = False,
-    ) -> WrongCall:  # fmt: skip
-        id = f"residual-{case.layout}-{rule}"
-        change_of = put(residual, change)
-        return WrongCall(id, operator, case, change_of, residual, exception, on_meta=on_meta)
-
+        yield wrong(given, id=value, cmp_ratio=value)
     for case in (given, packed):
-        yield wrong("rank 2", case, lambda x: x[None], on_meta=True)
-        yield wrong("too many", case, longer(0), on_meta=True)
-        yield wrong("int64", case, Tensor.long, TypeError, on_meta=True)
-        yield wrong("float", case, Tensor.float, TypeError, on_meta=True)
-        yield wrong("elsewhere", case, elsewhere)
+        yield wrong(case, cmp_residual_key=deeper)
+        yield wrong(case, id="longer", cmp_residual_key=longer(0))
+        yield wrong(case, "", TypeError, cmp_residual_key=Tensor.long)
+        yield wrong(case, "", TypeError, cmp_residual_key=Tensor.float)
+        yield wrong(case, cmp_residual_key=elsewhere)
         for value in (-1, 4, 2**31 - 1):
-            yield wrong(f"is {value}", case, lambda x, value=value: x.clone().fill_(value))
-        yield wrong("missing", case, lambda x: None, on_meta=case is given)
+            yield wrong(case, id=value, on_meta=False, cmp_residual_key=filled(value))
+        yield wrong(case, on_meta=case is given, cmp_residual_key=None)
     # Queries and keys that are not of the same tokens.
     for s in ((7, 2), (12, 2)):
-        case = replace(given, s=s, residuals=(0, 0))
-        yield wrong(f"none of {s}", case, lambda x: None, on_meta=True)
-    yield WrongCall("residual-of ratio 2", operator, given, {ratio: 2}, residual, on_meta=False)
+        yield wrong(replace(given, s=s, residuals=(0, 0)), cmp_residual_key=None)
+    yield wrong(given, "cmp_residual_key: ", cmp_ratio=2, on_meta=False)
 
 
 # BSND and TND.
@@ -219,55 +174,43 @@ PAGES = [
 ]
 
 
+def table_rules(
+    wrong: Callable[..., WrongCall], blocks: tuple[int, ...], table: str, key: str, lengths: str
+) -> Iterator[WrongCall]:
+    """Yields wrong block tables, and keys and lengths that do not fit them."""
+    for name in (table, lengths):
+        yield wrong(**{name: None})
+    for change in (flatter, deeper, elsewhere):
+        yield wrong(**{table: change})
+    yield wrong(id="longer", **{table: longer(0)})
+    for dtype in (torch.int64, torch.float32):
+        yield wrong("", TypeError, id=dtype, **{table: methodcaller("to", dtype)})
+    for block in blocks:
+        yield wrong(id=block, on_meta=False, **{table: filled(block)})
+    yield wrong(id="two heads", **{key: longer(2)})
+    yield wrong(id="another size", **{key: longer(3)})
+
+
 def page_rules(operator: Operator) -> Iterator[WrongCall]:
     """Yields wrong calls with paged keys."""
-
-    def wrong(
-        rule: str, case: SparseCase, change: object, argument: str,
-        exception: type[Exception] = ValueError, on_meta: bool = True,
-    ) -> WrongCall:  # fmt: skip
-        id = f"pages-{case.layout}-{rule}"
-        return WrongCall(id, operator, case, change, argument, exception, on_meta=on_meta)
-
-    key_lengths = LENGTHS[1]
+    lengths = LENGTHS[1]
     for case in PAGES:
+        wrong = partial(wrong_call, operator, case)
         other = {"BSND": "TND", "TND": "BSND"}[case.layout]
         for layout in (other, "BNSD", "pa_bsnd", ""):
-            yield wrong(f"layout_key {layout!r}", case, {"layout_key": layout}, "layout_key")
-        yield wrong("no table", case, {"block_table": None}, "block_table")
-        yield wrong("no lengths", case, {key_lengths: None}, key_lengths)
-        yield wrong("layout_key None", case, {"layout_key": None}, r"block_table|key|value")
-        for rule, change, exception in (
-            ("rank 1", lambda x: x[0], ValueError),
-            ("rank 3", lambda x: x[None], ValueError),
-            ("too many sequences", longer(0), ValueError),
-            ("int64", Tensor.long, TypeError),
-            ("float", Tensor.float, TypeError),
-        ):
-            yield wrong(f"table-{rule}", case, put("block_table", change), "block_table", exception)
-        yield wrong(
-            "table-elsewhere", case, put("block_table", elsewhere), "block_table", on_meta=False
-        )
-        yield wrong("key-rank 3", case, put("key", lambda x: x.flatten(0, 1)), "key")
-        yield wrong("key-two heads", case, put("key", longer(2)), "key")
-        yield wrong("key-another size", case, put("key", longer(3)), "key")
-        for block in (-1, case.tokens(1)[0], 2**31 - 1):
-            change = put("block_table", lambda x, block=block: x.clone().fill_(block))
-            yield wrong(f"block {block}", case, change, "block_table", on_meta=False)
+            yield wrong(id=layout, layout_key=layout)
+        yield wrong("block_table|key|value: ", layout_key=None)
+        blocks = (-1, case.tokens(1)[0], 2**31 - 1)
+        yield from table_rules(wrong, blocks, "block_table", "key", lengths)
+        yield wrong(id="rank 3", key=lambda x: x.flatten(0, 1))
         room = (max(map(case.pages_of, case.key_counts)) + 1) * case.page
-        for rule, values in {"beyond the table": room + 1, "negative": -1}.items():
-            change = edited([values, *case.key_counts[1:]])
-            yield wrong(
-                f"lengths-{rule}", case, put(key_lengths, change), key_lengths, on_meta=False
-            )
-        yield wrong(
-            "lengths-fewer", case, put(key_lengths, lambda x: x[:1]), r"actual_seq_lengths_\w+"
-        )
-    yield wrong("without rows", replace(PAGES[0], rope=0), _no_rows, "key")
-    yield WrongCall(
-        "pages-table of dense keys", operator, COUNTS,
-        {"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table",
-    )  # fmt: skip
+        for keys in (room + 1, -1):
+            change = edited([keys, *case.key_counts[1:]])
+            yield wrong(id=keys, on_meta=False, **{lengths: change})
+        yield wrong(r"actual_seq_lengths_\w+: ", **{lengths: lambda x: x[:1]})
+    yield wrong_call(operator, replace(PAGES[0], rope=0), "key: ", change=_no_rows)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    yield wrong_call(operator, COUNTS, block_table=table)
 
 
 def _no_rows(sample: Sample) -> Sample:
@@ -279,35 +222,30 @@ def _no_rows(sample: Sample) -> Sample:
 def page_limit_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCall]:
     paged = replace(device, lengths=((5, 3), (7, 6)))
     for size in (8, 24, 1040):
-        yield WrongCall(
-            f"limits-pages of {size}", operator, replace(paged, page=size), None, "key", limits="A2"
-        )
+        yield wrong_call(operator, replace(paged, page=size), "key: ", id=size, limits="A2")
+
+
+def size_rules(
+    operator: Operator, device: Any, rules: Iterable[tuple[str, dict[str, Any]]]
+) -> Iterator[WrongCall]:
+    """Yields calls that are good but for the device, from the argument named and the sizes."""
+    for argument, sizes in rules:
+        case = replace(device, **sizes)
+        yield wrong_call(operator, case, f"{argument}: ", id=sizes, limits="A2")
+    single = {"change": lambda sample: operator.make(device, torch.float32)}
+    yield wrong_call(operator, device, "query: ", TypeError, limits="A2", **single)
+    yield wrong_call(operator, device, r"\w+: ", NotImplementedError, limits="310P")
 
 
 def limit_rules(
-    operator: Operator, device: SparseCase, **own: tuple[str, dict[str, object]]
+    operator: Operator, device: SparseCase, *own: tuple[str, dict[str, Any]]
 ) -> Iterator[WrongCall]:
-    """Sizes that are good in themselves. `own` has, by rule, the argument named and the sizes."""
-    rules: dict[str, tuple[str, dict[str, object]]] = {
-        "D": ("query", {"d": 64}),
-        "B 0": ("query", {"b": 0}),
-        "S1 0": ("query", {"s": (0, 5)}),
-        "S2 0": ("query", {"s": (5, 0)}),
-        **own,
-    }
-    for rule, (argument, sizes) in rules.items():
-        case = replace(device, **sizes)
-        yield WrongCall(f"limits-{rule}", operator, case, None, argument, limits="A2")
-    yield WrongCall(
-        "limits-float32", operator, device, lambda sample: operator.make(device, torch.float32),
-        "query", TypeError, limits="A2",
-    )  # fmt: skip
-    yield WrongCall(
-        "limits-310P", operator, device, None, r"\w+", NotImplementedError, limits="310P"
-    )
+    """Sizes that are good in themselves."""
+    sizes = ({"d": 64}, {"b": 0}, {"s": (0, 5)}, {"s": (5, 0)})
+    return size_rules(operator, device, [*(("query", x) for x in sizes), *own])
 
 
 def token_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCall]:
     """Yields arguments without a meaning in the sparse modes, if the operator refuses them."""
     for name in ("pre_tokens", "next_tokens"):
-        yield WrongCall(f"limits-{name}", operator, device, {name: 5}, name, limits="A2")
+        yield wrong_call(operator, device, limits="A2", **{name: 5})

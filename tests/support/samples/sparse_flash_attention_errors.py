@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ascend_attn_ops.check.samples.sparse_flash_attention import (
     OPERATORS,
@@ -11,11 +12,12 @@ from ascend_attn_ops.check.samples.sparse_flash_attention import (
 )
 
 from . import sparse_errors as shared
-from .wrong_call import WrongCall, longer, put, statistics_rules
+from .wrong_call import longer, statistics_rules, wrong_call
 
-HEADS = ("query", {"heads": 3})
-ROPE = ("query_rope", {"rope": 32})
-BLOCK = ("sparse_block_size", {"block": 3})
+LIMITS = ("query", {"heads": 3}), ("query_rope", {"rope": 32})
+BLOCKS = replace(shared.DEVICE, lengths=((5, 3), (7, 6)), page=16, block=32, k=1024)
+
+wrong = partial(wrong_call, SPARSE_FLASH_ATTENTION)
 
 WRONG_CALLS = [
     *(
@@ -27,25 +29,17 @@ WRONG_CALLS = [
         for row in make(operator)
     ),
     *shared.limit_rules(
-        SPARSE_FLASH_ATTENTION, shared.DEVICE,
-        N=HEADS, Dr=ROPE, block=BLOCK,
+        SPARSE_FLASH_ATTENTION, shared.DEVICE, *LIMITS, ("sparse_block_size", {"block": 3})
     ),
-    *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, N=HEADS, Dr=ROPE),
+    *shared.limit_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.DEVICE, *LIMITS),
     *statistics_rules(SPARSE_FLASH_ATTENTION_GRAD, shared.BSND),
     *shared.token_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
     *shared.page_rules(SPARSE_FLASH_ATTENTION),
     *shared.page_limit_rules(SPARSE_FLASH_ATTENTION, shared.DEVICE),
     *(
-        WrongCall(
-            f"pages-{name} axis {axis} too long", SPARSE_FLASH_ATTENTION, shared.PAGES[0],
-            put(name, longer(axis)), name,
-        )
+        wrong(shared.PAGES[0], id=axis, **{name: longer(axis)})
         for name in ("value", "key_rope")
         for axis in (-4, -3, -2)
     ),
-    WrongCall(
-        "limits-pages of whole blocks", SPARSE_FLASH_ATTENTION,
-        replace(shared.DEVICE, lengths=((5, 3), (7, 6)), page=16, block=32, k=1024), None,
-        "sparse_block_size", limits="A2",
-    ),
+    wrong(BLOCKS, "sparse_block_size: ", limits="A2"),
 ]  # fmt: skip

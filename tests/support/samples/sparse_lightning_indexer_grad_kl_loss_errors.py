@@ -8,7 +8,7 @@ from ascend_attn_ops.check.samples.sample import Sample
 from ascend_attn_ops.check.samples.sparse_lightning_indexer_grad_kl_loss import KL_LOSS
 
 from . import sparse_errors as shared
-from .wrong_call import WrongCall, statistics_rules
+from .wrong_call import statistics_rules, wrong_call
 
 
 def without_heads(sample: Sample) -> Sample:
@@ -18,7 +18,7 @@ def without_heads(sample: Sample) -> Sample:
 
 
 WRONG_CALLS = [
-    WrongCall("no heads", KL_LOSS, shared.BSND, without_heads, "query", expected="one head"),
+    wrong_call(KL_LOSS, shared.BSND, "query: one head", change=without_heads),
     *shared.tensor_rules(KL_LOSS),
     *shared.option_rules(KL_LOSS, modes=(3,)),
     *shared.length_rules(KL_LOSS),
@@ -26,13 +26,9 @@ WRONG_CALLS = [
     *statistics_rules(KL_LOSS, shared.BSND),
     *shared.limit_rules(
         KL_LOSS, replace(shared.DEVICE, heads=32),
-        K_too_large=("sparse_indices", {"k": 9216}),
-        K_between=("sparse_indices", {"k": 2049}),
-        K_with_a_tail=("sparse_indices", {"k": 2176}),
-        N1=("query", {"heads": 16}),
-        Dr=("query_rope", {"rope": 32}),
-        Nidx=("query_index", {"index_heads": 4}),
-        Didx=("query_index", {"index_d": 64}),
-        more_queries=("query", {"s": (6, 5)}),
+        ("sparse_indices", {"k": 9216}), ("sparse_indices", {"k": 2049}),
+        ("sparse_indices", {"k": 2176}),  # with a tail
+        ("query", {"heads": 16}), ("query_rope", {"rope": 32}), ("query_index", {"index_heads": 4}),
+        ("query_index", {"index_d": 64}), ("query", {"s": (6, 5)}),
     ),
 ]  # fmt: skip

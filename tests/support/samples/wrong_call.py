@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from typing import Any, Literal
 
 import torch
@@ -28,7 +30,8 @@ class WrongCall:
     id: str
     operator: Operator
     case: Any  # of the good call
-    # Arguments by name, or a function. None: the limits alone make the call wrong.
+    # Arguments by name, or functions of the good ones; or a function of the sample. None: only the
+    # limits make the call wrong.
     change: Change | dict[str, Any] | None
     argument: str  # regular expression, as `expected` and `code`
     exception: type[Exception] = ValueError
@@ -50,9 +53,11 @@ class WrongCall:
 
     def wrong(self) -> Sample:
         good = self.good()
-        if isinstance(self.change, dict):
-            return good.given(**self.change)
-        return self.change(good) if self.change else good
+        if not isinstance(self.change, dict):
+            return self.change(good) if self.change else good
+        known = {**good.arguments, **good.tensors}
+        change = {name: x(known[name]) if callable(x) else x for name, x in self.change.items()}
+        return good.replace(**change) if change.keys() <= known.keys() else good.given(**change)
 
     def check_message(self, message: str) -> None:
         """One line: operator, argument, what was expected, what came, and aclnn's status."""
@@ -68,35 +73,31 @@ class WrongCall:
 def wrong_call(
     operator: Operator,
     case: Any,
-    expected: str,
+    expected: str = "",
     exception: type[Exception] = ValueError,
     *,
-    id: str = "",
+    id: object = "",
     change: Change | None = None,
-    on_meta: bool = True,
-    limits: Product | None = None,
-    dtype: torch.dtype = torch.bfloat16,
     **arguments: Any,
 ) -> WrongCall:
     """Makes a wrong call whose error names the first of the arguments, or what `expected` does.
 
-    expected: a pattern in the message, or `argument: pattern`.
+    expected: a pattern in the message, or `argument: pattern`. The arguments that are fields of
+    WrongCall are these, and all others are changed in the good call.
     """
-    named = re.match(r"(\w[\w, ]*): ", expected)
-    argument = named[1] if named else next(iter(arguments))
+    options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
+    named = re.match(r"((?:[\w|*+\\[\]]|, )+): ", expected)
+    argument = named[1] if named else re.escape(next(iter(arguments)))
     expected = expected[named.end() :] if named else expected
+    changed = [f"{name} {getattr(x, '__name__', '')}" for name, x in arguments.items()]
     return WrongCall(
-        f"{limits or case.id}-{id or '-'.join(arguments) or argument}-{expected}", operator, case,
-        change or arguments or None, argument, exception, expected, on_meta=on_meta, limits=limits,
-        dtype=dtype,
+        f"{options.get('limits', case.id)}-{'-'.join(changed) or argument}-{id}-{expected}",
+        operator, case, change or arguments or None, argument, exception, expected,
+        **{"on_meta": elsewhere not in arguments.values(), **options},
     )  # fmt: skip
 
 
-def put(name: str, function: Callable[[Any], object]) -> Change:
-    """Another value of an argument, or of a tensor in a list, made of the good one."""
-    return lambda sample: sample.replace(
-        **{name: function({**sample.arguments, **sample.tensors}[name])}
-    )
+OPTIONS = ("code", "limits", "on_meta", "dtype")
 
 
 def statistics_rules(operator: Operator, case: Any) -> Iterator[WrongCall]:
@@ -114,22 +115,13 @@ def statistics_rules(operator: Operator, case: Any) -> Iterator[WrongCall]:
 
         return change
 
-    sums = "sums of exp.* at least 1.*; softmax_max comes before softmax_sum"
-    rules: list[tuple[str, Change, str, str]] = [
-        ("exchanged", exchanged, "softmax_sum", sums),
-        *(
-            (f"sum {x}", put("softmax_sum", first(x)), "softmax_sum", sums)
-            for x in (-1.0, 0.5, torch.inf, -torch.inf)
-        ),
-        *(
-            (f"maximum {x}", put("softmax_max", first(x)), "softmax_max", "finite maxima")
-            for x in (torch.inf, -torch.inf)
-        ),
-    ]
-    for id, change, argument, expected in rules:
-        yield WrongCall(
-            f"statistics-{id}", operator, case, change, argument, expected=expected, on_meta=False
-        )
+    wrong = partial(wrong_call, operator, case, on_meta=False)
+    sums = "softmax_sum: sums of exp.* at least 1.*; softmax_max comes before softmax_sum"
+    yield wrong(sums, id="exchanged", change=exchanged)
+    for x in (-1.0, 0.5, torch.inf, -torch.inf):
+        yield wrong(sums, id=x, softmax_sum=first(x))
+    for x in (torch.inf, -torch.inf):
+        yield wrong("finite maxima", id=x, softmax_max=first(x))
 
 
 def inference_rules(
@@ -202,8 +194,7 @@ def device_rules(
 ) -> Iterator[WrongCall]:
     """Yields calls with one tensor on another device than the query."""
     for name in names:
-        expected = rf"{name}: expected device cpu \(query's\), got meta"
-        yield wrong(case, expected, change=put(name, elsewhere), on_meta=False)
+        yield wrong(case, r"expected device cpu \(query's\), got meta", **{name: elsewhere})
 
 
 def gradient_rules(
@@ -211,12 +202,8 @@ def gradient_rules(
 ) -> Iterator[WrongCall]:
     """Yields calls that would need gradients, which flash_attention_score has."""
     for case, name in cases:
-
-        def change(sample: Sample, name: str = name) -> Sample:
-            return sample.requires_grad((name,))
-
-        expected = f"{name}: flash_attention_score"
-        yield wrong(case, expected, NotImplementedError, change=change)
+        leaf = methodcaller("requires_grad", (name,))
+        yield wrong(case, f"{name}: flash_attention_score", NotImplementedError, change=leaf)
 
 
 def elsewhere(x: Tensor) -> Tensor:
@@ -224,18 +211,23 @@ def elsewhere(x: Tensor) -> Tensor:
     return x.to("meta")
 
 
-def both(*changes: Change) -> Change:
-    def apply(sample: Sample) -> Sample:
-        for change in changes:
-            sample = change(sample)
-        return sample
+def deeper(x: Tensor) -> Tensor:
+    """With one axis more."""
+    return x[None]
 
-    return apply
+
+def flatter(x: Tensor) -> Tensor:
+    """With one axis less."""
+    return x[0]
 
 
 def longer(axis: int) -> Callable[[Tensor], Tensor]:
     """One more along an axis."""
     return lambda x: torch.cat((x, x.narrow(axis, x.shape[axis] - 1, 1)), axis).contiguous()
+
+
+def filled(value: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.full_like(x, value)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
