@@ -22,7 +22,7 @@ import ascend_attn_ops as ops
 import matplotlib
 import torch
 from npu import register_npu
-from precision import add_dtype, autocast, fast_dtype
+from precision import add_dtype, autocast, dtype_of
 from python_corpus import load_corpus, sample_windows
 from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
 from torch import Tensor
@@ -258,7 +258,8 @@ def main() -> None:
         else:
             torch.manual_seed(0)
             model = SparseLM(ModelConfig()).to(own.device)
-            dtype = own.dtype or fast_dtype(own.device)
+            tokens = own.batch_size * own.sequence_length
+            dtype = own.dtype or dtype_of(own.device, tokens, ModelConfig.hidden_size)
             train(model, train_text, own.steps, own.batch_size, own.sequence_length, dtype)
             state = {"recipe": asdict(ModelConfig()), "model": model.state_dict()}
             torch.save(state, own.out / "checkpoint.pt")

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from training import checkpoints
 
 
 class Parallel:
@@ -115,8 +116,3 @@ class Parallel:
             return model.state_dict()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(model, options=options)
-
-
-def checkpoints(out: Path) -> list[Path]:
-    """The complete ones, the newest last."""
-    return sorted(path for path in out.glob("checkpoint-*") if path.suffix != ".partial")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ COLORS = {
 
 
 class Progress:
-    """A bar redrawn in place on a terminal; a plain line every ``every`` steps elsewhere."""
+    """A line redrawn in place on a terminal; a new one every ``every`` steps elsewhere."""
 
     WIDTH = 24
 
@@ -53,10 +54,16 @@ class Progress:
             + f"{speed:,.0f} tokens/s"
         )
         last = self.done == self.total
+        if not last:
+            seconds = (self.total - self.done) * self.tokens_per_step / speed
+            left = f"{seconds / 60:.0f} min" if seconds > 99 else f"{seconds:.0f} s"
+            numbers += f"  {left} left"
         if self.interactive:
             filled = self.WIDTH * self.done // self.total
             bar = "█" * filled + "░" * (self.WIDTH - filled)
-            print(f"\r\033[K{bar} {numbers}", end="\n" if last else "", flush=True)
+            # A line that wraps could not be redrawn.
+            line = f"{numbers}  {bar}"[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\033[K{line}", end="\n" if last else "", flush=True)
         elif last or self.done % self.every == 0:
             print(numbers, flush=True)
 

@@ -32,12 +32,12 @@ import torch.distributed as dist
 import transformers
 from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa
 from npu import register_npu
-from precision import add_dtype, autocast, dtype_of
+from precision import add_dtype, autocast, choose_dtype
 from python_corpus import load_corpus, sample_windows
 from report import Progress
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from training import check_recipe, learning_rate_factor, save
+from training import check_recipe, learning_rate_factor, save, saved_recipe
 
 WINDOW, CSA, HCA = (
     f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
@@ -93,7 +93,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(
             "--top-k must be less than a quarter of --sequence-length: nothing is selected"
         )
-    arguments.dtype = dtype_of(arguments)
+    saved = saved_recipe(arguments.out) if arguments.resume else {}
+    arguments.dtype = choose_dtype(arguments, saved.get("dtype"))
     return arguments
 
 

@@ -35,13 +35,13 @@ import torch
 import torch.distributed as dist
 from evaluate import evaluate
 from npu import register_npu
-from parallel import Parallel, checkpoints
-from precision import add_dtype, autocast, dtype_of
+from parallel import Parallel
+from precision import add_dtype, autocast, choose_dtype
 from python_corpus import load_corpus, sample_windows
 from report import Progress, plot, summary_table
 from sparse_lm import ModelConfig, SparseLM, select_all, select_by_indexer
 from torch import Tensor
-from training import check_recipe, learning_rate_factor, save
+from training import check_recipe, checkpoints, learning_rate_factor, save, saved_recipe
 
 # The sizes that the NPU's kernels are tiled for; the rest of ModelConfig is a free choice.
 DEVICE_SHAPES = {
@@ -98,7 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.top_k >= arguments.sequence_length:
         parser.error("--top-k must be less than --sequence-length: nothing would be sparse")
-    arguments.dtype = dtype_of(arguments)
+    saved = saved_recipe(arguments.out) if arguments.resume else {}
+    arguments.dtype = choose_dtype(arguments, saved.get("dtype"))
     return arguments
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -23,6 +24,19 @@ def save(state: Mapping[str, Any], path: Path) -> None:
     torch.save(state, partial)
     # Renaming is atomic.
     os.replace(partial, path)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Return the complete checkpoints of several ranks, the newest last."""
+    return sorted(path for path in out.glob("checkpoint-*") if path.suffix != ".partial")
+
+
+def saved_recipe(out: Path) -> dict[str, Any]:
+    """Return the recipe of the newest checkpoint; none without one."""
+    for folder in reversed(checkpoints(out)):
+        return json.loads((folder / "about.json").read_text())["recipe"]
+    path = out / "checkpoint.pt"
+    return torch.load(path, mmap=True, weights_only=True)["recipe"] if path.exists() else {}
 
 
 def check_recipe(recipe: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:

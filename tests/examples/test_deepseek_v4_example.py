@@ -53,15 +53,14 @@ def test_a_killed_run_resumes(whole: Path, tmp_path: Path) -> None:
 
 
 @nightly
-def test_two_ranks_share_the_batch_of_a_resumed_run(tmp_path: Path) -> None:
+def test_two_ranks_share_the_batch_of_a_resumed_run(whole: Path, tmp_path: Path) -> None:
     """In float32: bfloat16 rounds the gradients of two halves to others than those of the whole."""
-    whole, shared = (command(tmp_path / name) for name in ("whole", "shared"))
-    run(*whole)
+    shared = command(tmp_path)
     kill_at("step 5/12", *shared)
     printed = run(*torchrun(2, *shared, "--resume"))
     begin = int(re.findall(r"resumed at step (\d+)", printed)[0])
     assert begin >= 4
-    one, two = (metrics(tmp_path / name)["history"] for name in ("whole", "shared"))
+    one, two = (metrics(out)["history"] for out in (whole, tmp_path))
     for name in ("bits_per_byte", "indexer_loss"):
         assert two[name][:begin] == one[name][:begin]
         assert two[name] == pytest.approx(one[name], rel=1e-4)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,25 +108,38 @@ def test_checkpoint_of_another_recipe_is_refused(finished: tuple[Path, str]) -> 
     assert "--learning-rate 0.0015, not 0.5" in result.err
 
 
-@pytest.mark.parametrize(
-    ("device", "machine", "capability", "expected"),
-    [
-        ("cpu", "x86_64", "AVX512", "bfloat16"),
-        ("cpu", "x86_64", "AVX2", "float32"),
-        ("cpu", "AMD64", "DEFAULT", "float32"),
-        ("cpu", "aarch64", "DEFAULT", "bfloat16"),
-        ("npu", "x86_64", "AVX2", "bfloat16"),
-    ],
-)
-def test_processors_that_are_slow_in_bfloat16_train_in_float32(
-    monkeypatch: pytest.MonkeyPatch, device: str, machine: str, capability: str, expected: str
+@pytest.mark.parametrize("slow", ["bfloat16", "float32"])
+def test_the_faster_dtype_is_chosen(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> None:
+        time.sleep(1e-3 * (x.dtype == getattr(torch, slow)))
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    precision = importlib.import_module("precision")
+    monkeypatch.setattr(precision.F, "linear", linear)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    chosen = precision.dtype_of("cpu", 8, 8)
+    assert {chosen, slow} == {"bfloat16", "float32"}
+    assert precision.dtype_of("npu", 8, 8) == "bfloat16"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert precision.dtype_of("cpu", 8, 8) == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_resumed_run_has_the_dtype_of_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    from precision import fast_dtype
-
-    assert fast_dtype(device) == expected
+    precision, training = map(importlib.import_module, ("precision", "training"))
+    assert training.saved_recipe(tmp_path) == {}
+    training.save({"recipe": {"dtype": dtype}}, tmp_path / "checkpoint.pt")
+    assert training.saved_recipe(tmp_path) == {"dtype": dtype}
+    ranks = tmp_path / "checkpoint-0000007"
+    ranks.mkdir()
+    (ranks / "about.json").write_text('{"recipe": {"dtype": "float32", "seed": 1}}')
+    assert training.saved_recipe(tmp_path) == {"dtype": "float32", "seed": 1}
+    sizes = {"batch_size": 1, "sequence_length": 8, "hidden_size": 8}
+    options = argparse.Namespace(dtype=None, device="cpu", device_shapes=False, **sizes)
+    assert precision.choose_dtype(options, dtype) == dtype
 
 
 @nightly
