@@ -57,10 +57,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+# Every test and every module draws its own numbers, whatever ran before it.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Draws the same numbers in a test, whatever ran before it, and others in another test."""
     torch.manual_seed(zlib.crc32(f"{item.path.name} {item.name}".encode()))
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    torch.manual_seed(zlib.crc32(collector.name.encode()))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

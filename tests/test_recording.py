@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from ascend_attn_ops.__main__ import main
 from ascend_attn_ops.check import recorded_calls
 from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
 from ascend_attn_ops.recording import replay
+from support import fresh
 from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
@@ -28,6 +26,17 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 QUERY = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
 KEY = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
 NO_RECORD = re.escape("expected a file of ascend_attn_ops.record")
+
+
+REPLAY = (
+    "import sys; from ascend_attn_ops.__main__ import main; "
+    'sys.exit(main(["check", "--device", "cpu", "--replay", sys.argv[1]]))'
+)
+
+
+def in_new_process(code: str, argument: Path) -> fresh.Ended:
+    start = f"import sys, ascend_attn_ops\nsys.argv[1:] = [{str(argument)!r}]\n"
+    return fresh.run(f"{start}ascend_attn_ops.set_limits(None)\n{code}")
 
 
 def attend(query: Tensor = QUERY, key: Tensor = KEY, num_heads: int = 4) -> Tensor:
@@ -56,11 +65,10 @@ def test_an_error_names_its_file_which_raises_it_again_in_a_fresh_process(tmp_pa
     (file,) = files
     shown = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     assert any(str(file) in line for line in shown)
-    command = [sys.executable, "-m", "ascend_attn_ops", "check", "--replay", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()[1:]
-    assert lines[0].startswith("flash_attention_score, called at "), done.stderr
+    done = in_new_process(REPLAY, file)
+    assert done.status == 1
+    lines = done.out.splitlines()[1:]
+    assert lines[0].startswith("flash_attention_score, called at "), done.err
     assert lines[1].removeprefix("  recorded: ") == lines[2].removeprefix("  here: ")
     assert "num_heads" in lines[2]
 
@@ -98,33 +106,25 @@ with Faulty("flash_attention_score_grad", 0, 1), ops.record(sys.argv[1], when="d
         optimizer.step()
 assert len(files) == 2, files
 """
-REPLAY = """
-import sys
-from ascend_attn_ops.__main__ import main
+REPLAY_WRONGLY = f"""
 from test_comparison import Faulty
 with Faulty("flash_attention_score_grad", 0, 1):
-    sys.exit(main(["check", "--device", "cpu", "--replay", sys.argv[1]]))
+    {REPLAY}
 """
 
 
 def test_a_failing_training_call_replays_to_the_same_in_a_fresh_process(tmp_path: Path) -> None:
-    def run(code: str, argument: Path) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        environment["ASCEND_ATTN_OPS_LIMITS"] = "none"
-        command = [sys.executable, "-c", code, str(argument)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-    trained = run(TRAINING, tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    trained = in_new_process(TRAINING, tmp_path)
+    assert trained.status == 0, trained.err
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 2
     for file in files:
         with safetensors.safe_open(str(file), framework="pt") as opened:
             recorded = json.loads(opened.metadata()[recorded_calls._METADATA])["differs"]
         assert recorded.startswith("dq: 1 of ")
-        replayed = run(REPLAY, file)
-        assert replayed.returncode == 1, replayed.stderr
-        where, difference, same = replayed.stdout.split("\n  here")[0:3]
+        replayed = in_new_process(REPLAY_WRONGLY, file)
+        assert replayed.status == 1, replayed.err
+        where, difference, same = replayed.out.split("\n  here")[0:3]
         assert where.splitlines()[1].startswith("flash_attention_score_grad, called at ")
         text = difference.removeprefix(", against the reference: ").replace("\n    ", "\n")
         assert text == recorded

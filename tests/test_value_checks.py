@@ -12,6 +12,7 @@ import torch
 from ascend_attn_ops._value_checks import VARIABLE
 from support.samples import RECIPES
 from support.tolerance import assert_same_bits
+from support.turns import nightly
 
 
 def test_it_has_no_effect_on_the_cpu() -> None:
@@ -22,7 +23,7 @@ def test_it_has_no_effect_on_the_cpu() -> None:
             assert_same_bits(sample.call(torch.ops.ascend), expected)
 
 
-@pytest.mark.parametrize("text", ["2", "yes"])
+@pytest.mark.parametrize("text", ["2", pytest.param("yes", marks=nightly)])
 def test_a_wrong_environment_says_so(text: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", "import ascend_attn_ops"],

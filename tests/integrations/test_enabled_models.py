@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
+from support import fresh  # noqa: E402
 from support.small_models import SPARSE, make, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -92,8 +91,5 @@ def test_only_the_module_of_the_model_is_imported() -> None:
         "enable_dsa(make('DeepSeek-V3.2'))\n"
         "print([name for name in sys.modules if 'modeling_glm_moe_dsa' in name])\n"
     )
-    tests = Path(__file__).parents[1]
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tests, capture_output=True, text=True, check=False
-    )
-    assert ran.stdout.strip() == "[]", ran.stderr
+    ran = fresh.run(code)
+    assert ran.out.strip() == "[]", ran.err
