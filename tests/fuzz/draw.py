@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import make_dataclass
 from random import Random
+from typing import Any
 
 import torch
 from support.samples import Sample
@@ -11,6 +13,18 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SPECIAL = (torch.nan, torch.inf, -torch.inf)
+
+
+def seeded(case: type[Any]) -> Any:
+    """Returns the type of a case that has other numbers for every seed."""
+
+    def id(self: Any) -> str:
+        return f"{case.id.fget(self)}-{self.seed}"
+
+    return make_dataclass(
+        f"Fuzzed{case.__name__}", [("seed", int, 0)], bases=(case,), frozen=True,
+        namespace={"id": property(id)},
+    )  # fmt: skip
 
 
 def size(random: Random, largest: int = 140) -> int:

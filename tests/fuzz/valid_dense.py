@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -22,24 +22,8 @@ INT_MAX = 2**31 - 1
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class FuzzedFlash(FlashCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
-
-
-@dataclass(frozen=True)
-class FuzzedPrompt(PromptCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
+FuzzedFlash = draw.seeded(FlashCase)
+FuzzedPrompt = draw.seeded(PromptCase)
 
 
 def head_counts(random: Random) -> Pair:

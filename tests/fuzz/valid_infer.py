@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -23,14 +23,7 @@ from .valid_infinities import SOURCES, compare, with_special
 LAYOUTS = sorted({case.layout for case in SAMPLES})
 
 
-@dataclass(frozen=True)
-class FuzzedInfer(InferCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
+FuzzedInfer = draw.seeded(InferCase)
 
 
 def infer_case(random: Random) -> FuzzedInfer:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import torch
 from ascend_attn_ops.check.bounds import Expected
@@ -60,32 +61,32 @@ def with_special(sample: Sample, names: tuple[str, ...], random: Random) -> tupl
     return replace(sample, id=f"{sample.id} with special {name}"), name or "nothing to change"
 
 
+def checked(
+    random: Random, sample: Sample, name: str, same_on_all_threads: bool = False, **options: Any
+) -> str:
+    compare(sample, run(sample, random, same_on_all_threads), **options)
+    return name
+
+
 def sparse(random: Random) -> str:
     case, dtype = sparse_case(random), random.choice(draw.DTYPES)
     sample, name = with_special(sparse_flash_attention.build(case, dtype), SOURCES, random)
-    actual = run(sample, random, same_on_all_threads=True)
-    compare(
-        sample, actual, same_nan=("softmax_sum",) if name == "value" else ("out", "softmax_sum")
-    )
-    return name
+    same_nan = ("softmax_sum",) if name == "value" else ("out", "softmax_sum")
+    return checked(random, sample, name, True, same_nan=same_nan)
 
 
 def sparse_gradient(random: Random) -> str:
     case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
     forward, name = with_special(sparse_flash_attention.build(case, dtype), SOURCES, random)
     sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
-    actual = run(sample, random, same_on_all_threads=False)
-    compare(sample, actual)
-    return name
+    return checked(random, sample, name)
 
 
 def dense(random: Random) -> str:
     case, dtype = flash_case(random), random.choice(draw.DTYPES)
     names = (*SOURCES, "pse_shift") if case.pse_type < 2 else SOURCES
     sample, name = with_special(flash_attention_score.build(case, dtype), names, random)
-    actual = run(sample, random, same_on_all_threads=name != "value")
-    compare(sample, actual)
-    return name
+    return checked(random, sample, name, name != "value")
 
 
 def dense_gradient(random: Random) -> str:
@@ -94,44 +95,32 @@ def dense_gradient(random: Random) -> str:
         return "no such case"
     forward, name = with_special(flash_attention_score.build(case, dtype), SOURCES, random)
     sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
-    actual = run(sample, random, same_on_all_threads=False)
-    compare(sample, actual, bounds=flash_attention_score.expected_gradient(sample))
-    return name
+    return checked(random, sample, name, bounds=flash_attention_score.expected_gradient(sample))
 
 
 def prompt(random: Random) -> str:
     case, dtype = prompt_case(random, quantized=False), random.choice(draw.DTYPES)
     sample, name = with_special(prompt_flash_attention.build(case, dtype), SOURCES, random)
-    actual = run(sample, random, same_on_all_threads=name != "value")
-    compare(sample, actual)
-    return name
+    return checked(random, sample, name, name != "value")
 
 
 def indexer_gradient(random: Random) -> str:
     case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
     names = ("query", "key", "weights", "d_values")
-    sample, name = with_special(lightning_indexer.build_grad(case, dtype), names, random)
-    actual = run(sample, random, same_on_all_threads=False)
-    compare(sample, actual)
-    return name
+    return checked(random, *with_special(lightning_indexer.build_grad(case, dtype), names, random))
 
 
 def loss(random: Random) -> str:
     case = replace(sparse_case(random, loss=True, gradient=True), pattern="random")
-    dtype = random.choice(draw.DTYPES)
+    sample = kl_loss.build(case, random.choice(draw.DTYPES))
     names = (*SOURCES, "query_index", "key_index", "weights")
-    sample, name = with_special(kl_loss.build(case, dtype), names, random)
-    actual = run(sample, random, same_on_all_threads=False)
-    compare(sample, actual)
-    return name
+    return checked(random, *with_special(sample, names, random))
 
 
 def mla(random: Random) -> str:
     case, dtype = mla_case(random), random.choice(draw.DTYPES)
     sample, name = with_special(sparse_flash_mla.build(case, dtype), MLA_SOURCES, random)
-    actual = run(sample, random, same_on_all_threads=not name.endswith("kv"))
-    compare(sample, actual)
-    return name
+    return checked(random, sample, name, not name.endswith("kv"))
 
 
 def mla_gradient(random: Random) -> str:
@@ -139,19 +128,13 @@ def mla_gradient(random: Random) -> str:
     forward, name = with_special(sparse_flash_mla.build(case, dtype), MLA_SOURCES, random)
     d_out = randomness.Random(case.id, dtype).normal(*forward.inputs["query"].shape)
     outputs = forward.call(sparse_flash_mla.reference)
-    sample = sparse_flash_mla.gradient_call(forward, outputs, d_out)
-    actual = run(sample, random, same_on_all_threads=False)
-    compare(sample, actual)
-    return name
+    return checked(random, sparse_flash_mla.gradient_call(forward, outputs, d_out), name)
 
 
 def loss_with_target(random: Random) -> str:
     case, dtype = replace(sparse_case(random, gradient=True), block=1), random.choice(draw.DTYPES)
     names = ("query_index", "key_index", "weights")
-    sample, name = with_special(kl_loss_grad.build(case, dtype), names, random)
-    actual = run(sample, random, same_on_all_threads=False)
-    compare(sample, actual)
-    return name
+    return checked(random, *with_special(kl_loss_grad.build(case, dtype), names, random))
 
 
 CASES: dict[str, Case] = {

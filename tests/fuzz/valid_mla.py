@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -21,14 +21,7 @@ PATTERNS = ("random", "padded", "first", "hole", "duplicates", "future", "unread
 KEYS = ("ori_kv", "cmp_kv")
 
 
-@dataclass(frozen=True)
-class FuzzedMla(MlaCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
+FuzzedMla = draw.seeded(MlaCase)
 
 
 def sequence(random: Random, most: int, ratio: int, derived: bool) -> tuple[int, int, int, int]:

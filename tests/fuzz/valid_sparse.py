@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -28,14 +28,7 @@ _BEHIND = ("future", "unread")
 LOSS_PATTERNS = (*(x for x in PATTERNS if x != "future"), "clamped", "partial")
 
 
-@dataclass(frozen=True)
-class Fuzzed(SparseCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
+Fuzzed = draw.seeded(SparseCase)
 
 
 def sparse_case(

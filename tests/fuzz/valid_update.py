@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -21,25 +21,8 @@ from .calls import FILLS, THREADS, check, poisoned_memory, run, threads
 from .case import Case, Finding
 from .memory import placed
 
-
-@dataclass(frozen=True)
-class FuzzedUpdate(UpdateCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
-
-
-@dataclass(frozen=True)
-class FuzzedCache(CacheCase):
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """Other numbers for every seed."""
-        return f"{super().id}-{self.seed}"
+FuzzedUpdate = draw.seeded(UpdateCase)
+FuzzedCache = draw.seeded(CacheCase)
 
 
 def update_call(random: Random, dtype: torch.dtype, empty: bool = False) -> Sample:

@@ -16,18 +16,9 @@ from .tensor_changes import WHOLE, changed
 Random = random.Random
 
 LAYOUTS = (
-    "BSND",
-    "BNSD",
-    "BSH",
-    "SBH",
-    "TND",
-    "BNSD_BSND",
-    "Norm",
-    "PA_NZ",
-    "None",
-    "Rope",
-    "Omni",
-)
+    "BSND", "BNSD", "BSH", "SBH", "TND", "BNSD_BSND", "Norm", "PA_NZ", "None", "Rope", "Omni",
+)  # fmt: skip
+APPENDED = (" ", "\n", "\0", "é", "\ud800", "\x1b[0m", "%s", "{}", "\r", "\u2028")
 # Values of any type but a list's; reading one does not change it.
 ANYTHING: tuple[Callable[[], object], ...] = (
     *(lambda x=x: x for x in WHOLE),
@@ -36,44 +27,21 @@ ANYTHING: tuple[Callable[[], object], ...] = (
     *(lambda x=x: x for x in (float("nan"), float("inf"), -float("inf"), 1j)),
     *(lambda x=x: x for x in (None, True, False, "", "text", b"BSND", (), ..., object, torch.int8)),
     *(lambda x=x: x for x in (np.int64(3), np.float32(1), np.bool_(True), np.uint64(2**63))),
-    lambda: np.arange(3),
-    lambda: torch.tensor(3),
-    lambda: torch.tensor(0.5),
-    lambda: torch.tensor([2]),
-    lambda: torch.tensor([1, 2]),
-    lambda: torch.tensor(1j),
-    lambda: torch.tensor(1, device="meta"),
-    lambda: torch.empty(0),
-    lambda: torch.zeros(2, 3),
-    list,
-    dict,
-    lambda: [1],
-    lambda: ["a"],
-    lambda: [None],
-    lambda: {"a": 1},
-    lambda: {1, 2},
+    lambda: np.arange(3), lambda: torch.tensor(3), lambda: torch.tensor(0.5),
+    lambda: torch.tensor([2]), lambda: torch.tensor([1, 2]), lambda: torch.tensor(1j),
+    lambda: torch.tensor(1, device="meta"), lambda: torch.empty(0), lambda: torch.zeros(2, 3), list,
+    dict, lambda: [1], lambda: ["a"], lambda: [None], lambda: {"a": 1}, lambda: {1, 2},
     lambda: range(3),
-)
+)  # fmt: skip
 
 
 def _number(r: Random, x: Any) -> object:
     """Returns a number near x, or x in another type."""
     changes: list[Callable[[], object]] = [
-        lambda: x + 1,
-        lambda: x - 1,
-        lambda: -x,
-        lambda: 2 * x,
-        lambda: float(x),
-        lambda: np.float64(x),
-        lambda: torch.tensor(x),
-        lambda: torch.tensor([x]),
-        lambda: str(x),
-        lambda: [x],
-        lambda: complex(x),
-        lambda: np.int64(x),
-        lambda: int(x),
-        lambda: bool(x),
-    ]
+        lambda: x + 1, lambda: x - 1, lambda: -x, lambda: 2 * x, lambda: float(x),
+        lambda: np.float64(x), lambda: torch.tensor(x), lambda: torch.tensor([x]), lambda: str(x),
+        lambda: [x], lambda: complex(x), lambda: np.int64(x), lambda: int(x), lambda: bool(x),
+    ]  # fmt: skip
     try:
         return r.choice(changes)()
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -82,19 +50,10 @@ def _number(r: Random, x: Any) -> object:
 
 def _text(r: Random, x: str) -> object:
     changes: list[Callable[[], object]] = [
-        x.lower,
-        x.swapcase,
-        lambda: x[:-1],
-        lambda: x + x[-1:],
-        lambda: (
-            x + r.choice((" ", "\n", "\0", "é", "\ud800", "\x1b[0m", "%s", "{}", "\r", "\u2028"))
-        ),
-        lambda: "a\n" * 5_000,
-        lambda: x.encode(errors="surrogatepass"),
-        lambda: [x],
-        lambda: np.str_(x),
-        lambda: np.array(x),
-    ]
+        x.lower, x.swapcase, lambda: x[:-1], lambda: x + x[-1:], lambda: x + r.choice(APPENDED),
+        lambda: "a\n" * 5_000, lambda: x.encode(errors="surrogatepass"), lambda: [x],
+        lambda: np.str_(x), lambda: np.array(x),
+    ]  # fmt: skip
     return r.choice(changes)() if r.randrange(2) else r.choice(LAYOUTS)
 
 
@@ -106,34 +65,17 @@ def _lengths(r: Random, x: Sequence[Any]) -> object:
         return [*x[:at], value, *x[at + 1 :]]
 
     changes: list[Callable[[], object]] = [
-        lambda: x[:-1],
-        lambda: [*x, x[-1] if x else 0],
-        lambda: [*x, 0],
-        lambda: x[::-1],
-        list,
-        lambda: put(x[at] + 1 if x else 0),
-        lambda: put(x[at] - 1 if x else 0),
-        lambda: put(r.choice(WHOLE)),
-        lambda: put(r.choice(ANYTHING)()),
-        lambda: put([1]),
-        lambda: tuple(x),
-        lambda: np.array(x),
-        lambda: np.array(x, dtype=np.float32),
-        lambda: torch.tensor(x),
-        lambda: torch.tensor(x, dtype=torch.int32),
-        lambda: torch.tensor(x, dtype=torch.float32),
-        lambda: torch.tensor(x).to("meta"),
-        lambda: torch.tensor([x]),
-        lambda: Once(x),
-        lambda: set(x),
-        lambda: dict.fromkeys(x),
-        lambda: str(x),
-        lambda: [*x] * 50,
-        lambda: x[0] if x else None,
-        lambda: [np.int64(n) for n in x],
-        lambda: [torch.tensor(n) for n in x],
+        lambda: x[:-1], lambda: [*x, x[-1] if x else 0], lambda: [*x, 0], lambda: x[::-1], list,
+        lambda: put(x[at] + 1 if x else 0), lambda: put(x[at] - 1 if x else 0),
+        lambda: put(r.choice(WHOLE)), lambda: put(r.choice(ANYTHING)()), lambda: put([1]),
+        lambda: tuple(x), lambda: np.array(x), lambda: np.array(x, dtype=np.float32),
+        lambda: torch.tensor(x), lambda: torch.tensor(x, dtype=torch.int32),
+        lambda: torch.tensor(x, dtype=torch.float32), lambda: torch.tensor(x).to("meta"),
+        lambda: torch.tensor([x]), lambda: Once(x), lambda: set(x), lambda: dict.fromkeys(x),
+        lambda: str(x), lambda: [*x] * 50, lambda: x[0] if x else None,
+        lambda: [np.int64(n) for n in x], lambda: [torch.tensor(n) for n in x],
         lambda: [float(n) for n in x],
-    ]
+    ]  # fmt: skip
     try:
         return r.choice(changes)()
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -147,18 +89,11 @@ def _tensors(r: Random, x: Sequence[Tensor]) -> object:
     if choice < 5:
         return [*x[:at], changed(r, x[at])[1], *x[at + 1 :]]
     changes: list[Callable[[], object]] = [
-        lambda: x[:-1],
-        lambda: [*x, x[at]],
-        list,
-        lambda: [*x[:at], r.choice(ANYTHING)(), *x[at + 1 :]],
-        lambda: tuple(x),
-        lambda: [list(x)],
-        lambda: dict(enumerate(x)),
-        lambda: Once(x),
-        lambda: x[at],
-        lambda: [x[at]] * len(x),
+        lambda: x[:-1], lambda: [*x, x[at]], list,
+        lambda: [*x[:at], r.choice(ANYTHING)(), *x[at + 1 :]], lambda: tuple(x), lambda: [list(x)],
+        lambda: dict(enumerate(x)), lambda: Once(x), lambda: x[at], lambda: [x[at]] * len(x),
         lambda: [x[at]] * 200,
-    ]
+    ]  # fmt: skip
     return r.choice(changes)()
 
 
