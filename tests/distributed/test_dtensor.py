@@ -73,7 +73,7 @@ QUARTERS = [
 ]
 
 
-@by_turns(4)
+@by_turns(6)
 @pytest.mark.parametrize("case", QUARTERS, ids=lambda x: f"{x[0]}-{x[1]}-{x[2][0]}-{x[3].start}")
 def test_results_and_gradients_of_one_process(case: tuple[str, str, list[str], slice]) -> None:
     _, kind, operators, part = case

@@ -15,6 +15,7 @@ from ascend_attn_ops.distributed import SequenceShards
 from sparse_layer import SCALE, Sizes, inputs
 from support.fresh import CONTEXT
 from support.processes import free_port, join
+from support.turns import nightly
 
 RANKS, KILLED, BACKEND_SECONDS = 3, 1, 20
 SIZES = Sizes()
@@ -51,7 +52,7 @@ def train(rank: int, port: int, moment: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("moment", ["forward", pytest.param("backward", marks=nightly)])
 def test_the_others_end(moment: str) -> None:
     port, ranks = free_port(), []
     for rank in range(RANKS):

@@ -48,9 +48,10 @@ def layer(
         x["query"], x["latent"], *projections, indices, *statistics, **ropes, shards=shards,
         reduction="mean",
     )  # fmt: skip
+    key = x["latent"].expand_as(x["query"])
     dense, *_ = distributed.flash_attention_score(
-        x["query"], *[x["latent"].expand_as(x["query"])] * 2, num_heads=SIZES.heads,
-        shards=shards, sparse_mode=3, method=method,
+        x["query"], key, key.flip(-1), num_heads=SIZES.heads, shards=shards, sparse_mode=3,
+        method=method,
     )  # fmt: skip
     kept = values.masked_fill(values.isinf(), 0)
     return out.sin().sum() + loss + kept.sin().sum() + dense.sin().sum()
