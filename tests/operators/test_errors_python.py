@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -48,89 +49,43 @@ TND = {
 }  # fmt: skip
 
 
-def flash(**options: Any) -> Any:
-    given = {"query": Q, "key": K, "value": K, "num_heads": 4, "layout": "BNSD"}
-    return ops.flash_attention_score(**given | options)
+DENSE = {"query": Q, "key": K, "value": K, "num_heads": 4, "layout": "BNSD"}
+ROWS = torch.randn(1, 6, 1, 8)
+SPARSE = {
+    "query": torch.randn(1, 5, 4, 8), "key": ROWS, "value": ROWS, "scale_value": 1.0,
+    "sparse_indices": torch.zeros(1, 5, 1, 3, dtype=torch.int32),
+}  # fmt: skip
+LOSS = ("query", "key", "query_index", "key_index", "weights", "sparse_indices", "softmax_max",
+        "softmax_sum")  # fmt: skip
+
+flash = partial(ops.flash_attention_score, **DENSE)
+prompt = partial(ops.prompt_flash_attention, **DENSE)
+sparse = partial(ops.sparse_flash_attention, **SPARSE)
+update = partial(ops.attention_update, lse=[torch.zeros(2)], local_out=[torch.ones(2, 8)])
+quantize = partial(ops.quantize_attention_inputs, query=Q, key=K, value=K)
+mask = partial(ops.sparse_mode_mask, sparse_mode=3, sq=3, skv=4)
+log_sum_exp = partial(ops.log_sum_exp, softmax_max=Q, softmax_sum=Q)
+slots = partial(
+    ops.slot_mapping, block_table=TABLE, positions=torch.tensor([[3], [17]]), block_size=16
+)
+gather = partial(
+    ops.gather_paged_kv, cache=torch.zeros(9, 16, 1, 4), block_table=TABLE, lengths=[17, 3]
+)
+shape = partial(
+    ops.nz_cache_shape, num_blocks=2, block_size=4, num_heads=2, head_size=16, dtype=torch.float16
+)
+to_nz = partial(ops.nd_to_nz)
+to_nd = partial(ops.nz_to_nd, cache=torch.randn(2, 2, 4, 8), num_heads=2)
+loss = partial(ops.lightning_indexer_kl_loss, **dict.fromkeys(LOSS, Q), scale_value=1.0)
+attach = partial(ops.attach_loss, output=Q, loss=K)
+module = partial(ops.LightningIndexer, hidden_size=8, num_heads=2, head_dim=8, rope_dim=4)
+forward = partial(module().forward, hidden=HIDDEN)
+select = partial(module().select, projections=module()(HIDDEN), sparse_count=2)
 
 
-def prompt(**options: Any) -> Any:
-    given = {"query": Q, "key": K, "value": K, "num_heads": 4, "layout": "BNSD"}
-    return ops.prompt_flash_attention(**given | options)
-
-
-def sparse(**options: Any) -> Any:
-    key = torch.randn(1, 6, 1, 8)
-    given = {"query": torch.randn(1, 5, 4, 8), "key": key, "value": key, "scale_value": 1.0}
-    indices = torch.zeros(1, 5, 1, 3, dtype=torch.int32)
-    return ops.sparse_flash_attention(**given | {"sparse_indices": indices} | options)
-
-
-def quantize(**options: Any) -> Any:
-    return ops.quantize_attention_inputs(**{"query": Q, "key": K, "value": K} | options)
-
-
-def mask(**options: Any) -> Tensor:
-    return ops.sparse_mode_mask(**{"sparse_mode": 3, "sq": 3, "skv": 4} | options)
-
-
-def log_sum_exp(**options: Any) -> Tensor:
-    return ops.log_sum_exp(**{"softmax_max": Q, "softmax_sum": Q} | options)
-
-
-def slots(**options: Any) -> Tensor:
-    given = {"block_table": TABLE, "positions": torch.tensor([[3], [17]]), "block_size": 16}
-    return ops.slot_mapping(**given | options)
-
-
-def gather(**options: Any) -> Tensor:
-    given = {"cache": torch.zeros(9, 16, 1, 4), "block_table": TABLE, "lengths": [17, 3]}
-    return ops.gather_paged_kv(**given | options)
-
-
-def shape(**options: Any) -> Any:
-    given = {"num_blocks": 2, "block_size": 4, "num_heads": 2, "head_size": 16}
-    return ops.nz_cache_shape(**given | {"dtype": torch.float16} | options)
-
-
-def to_nz(**options: Any) -> Tensor:
-    return ops.nd_to_nz(**options)
-
-
-def to_nd(**options: Any) -> Tensor:
-    return ops.nz_to_nd(**{"cache": torch.randn(2, 2, 4, 8), "num_heads": 2} | options)
-
-
-def limits(**options: Any) -> Any:
-    with ops.limits(**{"product": "A2"} | options):
-        return None
-
-
-def loss(**options: Any) -> Tensor:
-    names = ("query", "key", "query_index", "key_index", "weights", "sparse_indices")
-    given = dict.fromkeys((*names, "softmax_max", "softmax_sum"), Q)
-    return ops.lightning_indexer_kl_loss(**given | {"scale_value": 1.0} | options)
-
-
-def attach(**options: Any) -> Tensor:
-    return ops.attach_loss(**{"output": Q, "loss": K} | options)
-
-
-def update(**options: Any) -> Any:
-    given = {"lse": [torch.zeros(2)], "local_out": [torch.ones(2, 8)]}
-    return ops.attention_update(**given | options)
-
-
-def module(**options: Any) -> ops.LightningIndexer:
-    given = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "rope_dim": 4}
-    return ops.LightningIndexer(**given | options)
-
-
-def forward(**options: Any) -> Any:
-    return module()(**{"hidden": HIDDEN} | options)
-
-
-def select(**options: Any) -> Any:
-    return module().select(**{"projections": module()(HIDDEN), "sparse_count": 2} | options)
+def limits(product: Any = "A2", **options: Any) -> None:
+    with ops.limits(product, **options):
+        pass
 
 
 WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
