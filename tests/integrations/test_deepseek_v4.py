@@ -60,7 +60,8 @@ def test_logits_and_gradients_are_those_of_eager(length: int) -> None:
             if x.grad is not None:
                 torch.testing.assert_close(y.grad, x.grad, **CLOSE, msg=name)
                 compared += 1
-    assert compared > 60
+    # Without a compressed key its parameters have no gradient, with either model.
+    assert compared == (80 if length >= 8 else 72)
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 11])

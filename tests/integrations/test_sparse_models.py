@@ -72,7 +72,7 @@ def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
         result.loss.backward()
     expected, actual = gradients(eager), gradients(ours)
     learned = [x for x in expected if expected[x] is not None]
-    assert len(learned) > 30
+    assert learned == [x for x in expected if ".indexer." not in x]
     for x in learned:
         torch.testing.assert_close(actual[x], expected[x], **CLOSE)
 

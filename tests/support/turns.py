@@ -53,7 +53,8 @@ def traits(parameters: Mapping[str, Any]) -> dict[str, str]:
     for name, value in parameters.items():
         operator = getattr(value, "operator", value)
         if not hasattr(operator, "overload"):
-            found[name] = str(getattr(value, "id", value))
+            # Printing a tensor whose memory was freed crashes.
+            found[name] = str(value if isinstance(value, str | int | float) else id(value))
             continue
         found["operator"] = operator.name
         if hasattr(value, "layout"):
