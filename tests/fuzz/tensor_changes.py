@@ -35,10 +35,6 @@ def _axis(r: Random, x: Tensor) -> int:
     return r.randrange(x.dim()) if x.dim() else 0
 
 
-def _same(r: Random, x: Tensor) -> Tensor:
-    return x.clone()
-
-
 def _with_gaps(r: Random, x: Tensor) -> Tensor:
     other = torch.full_like(x, torch.nan if x.is_floating_point() else 1)
     return torch.stack((x, other), -1)[..., 0]
@@ -91,10 +87,6 @@ SAME: dict[str, Change] = {
     "parameter": lambda r, x: nn.Parameter(x, requires_grad=x.is_floating_point()),
     "buffer": lambda r, x: nn.Buffer(x),
 }
-
-
-def _other_dtype(r: Random, x: Tensor) -> Tensor:
-    return x.to(r.choice(DTYPES))
 
 
 def _quantized(r: Random, x: Tensor) -> Tensor:
@@ -184,17 +176,9 @@ def _nested(r: Random, x: Tensor) -> Tensor:
     return torch.nested.nested_tensor([x if x.dim() else x[None]], layout=layout)
 
 
-def _mkldnn(r: Random, x: Tensor) -> Tensor:
-    return x.float().to_mkldnn()
-
-
-def _fake(r: Random, x: Tensor) -> Tensor:
-    return FakeTensorMode().from_tensor(x)
-
-
 # Other elements, or none.
 OTHER: dict[str, Change] = {
-    "dtype": _other_dtype,
+    "dtype": lambda r, x: x.to(r.choice(DTYPES)),
     "quantized": _quantized,
     "rank": _other_rank,
     "size": _other_size,
@@ -206,8 +190,8 @@ OTHER: dict[str, Change] = {
     "meta": lambda r, x: x.to("meta"),
     "sparse": _sparse,
     "nested": _nested,
-    "mkldnn": _mkldnn,
-    "fake": _fake,
+    "mkldnn": lambda r, x: x.float().to_mkldnn(),
+    "fake": lambda r, x: FakeTensorMode().from_tensor(x),
     "zeros": lambda r, x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     "list": lambda r, x: x.flatten()[:9].tolist(),
     "numpy": lambda r, x: x.float().numpy(),

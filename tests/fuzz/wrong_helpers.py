@@ -39,55 +39,11 @@ def _normal(r: Random, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _flash_attn(r: Random) -> Arguments:
-    q, kv = r.randint(1, 5), r.randint(1, 5)
-    return {
-        "q": _normal(r, 2, q, 4, 8), "k": _normal(r, 2, kv, 2, 8), "v": _normal(r, 2, kv, 2, 8),
-        "dropout_p": 0.0, "softmax_scale": 0.3, "causal": r.random() < 0.5,
-        "window_size": (-1, -1),
-    }  # fmt: skip
-
-
-def _flash_attn_varlen(r: Random) -> Arguments:
-    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
-    return {
-        "q": _normal(r, 5, 4, 8), "k": _normal(r, 5, 2, 8), "v": _normal(r, 5, 2, 8),
-        "cu_seqlens_q": ends, "cu_seqlens_k": ends.clone(), "max_seqlen_q": 3, "max_seqlen_k": 3,
-        "softmax_scale": 0.3, "causal": r.random() < 0.5, "learnable_sink": _normal(r, 4),
-    }  # fmt: skip
-
-
 def _loss(r: Random) -> Arguments:
     sample = draw(r, OPERATORS["sparse_lightning_indexer_grad_kl_loss"])
     dropped = ("pre_tokens", "next_tokens")
     given = {name: x for name, x in sample.arguments.items() if name not in dropped}
     return {**given, **r.choice(({"reduction": "mean"}, {"normalizer": 3.0}, {"reduction": "sum"}))}
-
-
-def _dropout(r: Random) -> Arguments:
-    q = _normal(r, 1, 4, 5, 8)
-    return {
-        "query": q, "key": _normal(r, 1, 4, 6, 8), "value": _normal(r, 1, 4, 6, 8), "num_heads": 4,
-        "layout": "BNSD", "dropout_p": 0.5, "generator": torch.Generator().manual_seed(0),
-        "attn_mask": torch.ones(5, 6, dtype=torch.bool),
-    }  # fmt: skip
-
-
-def _mask(r: Random) -> Arguments:
-    return {
-        "sparse_mode": r.randrange(9), "sq": r.randint(0, 9), "skv": r.randint(3, 9),
-        "pre_tokens": r.randint(-3, 9), "next_tokens": r.randint(-3, 9), "prefix": r.randint(0, 3),
-        "band": r.random() < 0.5,
-    }  # fmt: skip
-
-
-def _slots(r: Random) -> Arguments:
-    dtype = r.choice((torch.int32, torch.int64))
-    return {
-        "block_table": torch.tensor([[7, 2], [1, -1]], dtype=dtype),
-        "positions": torch.tensor(r.choice(([[3], [17]], [[0, 31], [5, -1]], [1, 2]))),
-        "block_size": 16,
-    }
 
 
 def _gather(r: Random) -> Arguments:
@@ -101,10 +57,13 @@ def _gather(r: Random) -> Arguments:
 
 def _shape(r: Random) -> Arguments:
     dtype = r.choice((torch.float16, torch.int8, torch.float32))
-    return {
-        "num_blocks": r.randint(0, 3), "block_size": 4, "num_heads": 2, "head_size": 32,
-        "dtype": dtype,
-    }  # fmt: skip
+    numbers = {"num_blocks": r.randint(0, 3), "block_size": 4, "num_heads": 2, "head_size": 32}
+    return {**numbers, "dtype": dtype}
+
+
+def _attach(r: Random) -> Arguments:
+    loss = _normal(r).requires_grad_()
+    return {"output": _normal(r, 3), "loss": loss, "scale": r.choice((0.5, torch.tensor(2.0)))}
 
 
 def _quantize(r: Random) -> Arguments:
@@ -113,15 +72,12 @@ def _quantize(r: Random) -> Arguments:
     return {**tensors, "scale_dtype": r.choice((torch.float32, torch.uint64))}
 
 
-def _attach(r: Random) -> Arguments:
-    loss = _normal(r).requires_grad_()
-    return {"output": _normal(r, 3), "loss": loss, "scale": r.choice((0.5, torch.tensor(2.0)))}
-
-
-def _module(r: Random) -> Arguments:
+def _flash_attn(r: Random) -> Arguments:
+    q, kv = r.randint(1, 5), r.randint(1, 5)
     return {
-        "hidden_size": 8, "num_heads": 2, "head_dim": 8, "rope_dim": 4, "rope_theta": 1e4,
-        "dtype": r.choice((None, torch.bfloat16)),
+        "q": _normal(r, 2, q, 4, 8), "k": _normal(r, 2, kv, 2, 8), "v": _normal(r, 2, kv, 2, 8),
+        "dropout_p": 0.0, "softmax_scale": 0.3, "causal": r.random() < 0.5,
+        "window_size": (-1, -1),
     }  # fmt: skip
 
 
@@ -131,20 +87,6 @@ with torch.no_grad():
         _parameter.copy_(torch.linspace(-1, 1, _parameter.numel()).view(_parameter.shape))
 
 
-def _forward(r: Random) -> Arguments:
-    return {"hidden": _normal(r, 2, 3, 8), "positions": r.choice((None, torch.arange(3)))}
-
-
-def _select(r: Random) -> Arguments:
-    return {"projections": [x.detach() for x in _INDEXER(_normal(r, 2, 3, 8))], "sparse_count": 2}
-
-
-def _product(r: Random) -> Arguments:
-    return {
-        "product": r.choice(("A2", "A3", "950", "310P", None)), "cann": r.choice((None, "9.0"))
-    }  # fmt: skip
-
-
 def _limits(*args: Any, **options: Any) -> None:
     with limits(*args, **options):
         pass
@@ -152,23 +94,51 @@ def _limits(*args: Any, **options: Any) -> None:
 
 # The functions give no NaN: a helper's input is finite where all of its tensors are.
 HELPERS: dict[str, tuple[Callable[..., Any], Callable[[Random], Arguments]]] = {
-    "sparse_mode_mask": (ops.sparse_mode_mask, _mask),
-    "slot_mapping": (ops.slot_mapping, _slots),
+    "sparse_mode_mask": (ops.sparse_mode_mask, lambda r: {
+        "sparse_mode": r.randrange(9), "sq": r.randint(0, 9), "skv": r.randint(3, 9),
+        "pre_tokens": r.randint(-3, 9), "next_tokens": r.randint(-3, 9), "prefix": r.randint(0, 3),
+        "band": r.random() < 0.5,
+    }),
+    "slot_mapping": (ops.slot_mapping, lambda r: {
+        "block_table": torch.tensor([[7, 2], [1, -1]], dtype=r.choice((torch.int32, torch.int64))),
+        "positions": torch.tensor(r.choice(([[3], [17]], [[0, 31], [5, -1]], [1, 2]))),
+        "block_size": 16,
+    }),
     "gather_paged_kv": (ops.gather_paged_kv, _gather),
     "nz_cache_shape": (ops.nz_cache_shape, _shape),
     "nd_to_nz": (ops.nd_to_nz, lambda r: {"cache": _normal(r, 2, 3, 2, 16)}),
     "nz_to_nd": (ops.nz_to_nd, lambda r: {"cache": _normal(r, 2, 4, 3, 8), "num_heads": 2}),
     "quantize_attention_inputs": (ops.quantize_attention_inputs, _quantize),
     "attach_loss": (ops.attach_loss, _attach),
-    "LightningIndexer": (ops.LightningIndexer, _module),
-    "LightningIndexer.forward": (_INDEXER.forward, _forward),
-    "LightningIndexer.select": (_INDEXER.select, _select),
+    "LightningIndexer": (ops.LightningIndexer, lambda r: {
+        "hidden_size": 8, "num_heads": 2, "head_dim": 8, "rope_dim": 4, "rope_theta": 1e4,
+        "dtype": r.choice((None, torch.bfloat16)),
+    }),
+    "LightningIndexer.forward": (_INDEXER.forward, lambda r: {
+        "hidden": _normal(r, 2, 3, 8), "positions": r.choice((None, torch.arange(3))),
+    }),
+    "LightningIndexer.select": (_INDEXER.select, lambda r: {
+        "projections": [x.detach() for x in _INDEXER(_normal(r, 2, 3, 8))], "sparse_count": 2,
+    }),
     "lightning_indexer_kl_loss": (ops.lightning_indexer_kl_loss, _loss),
-    "flash_attention_score with dropout": (ops.flash_attention_score, _dropout),
+    "flash_attention_score with dropout": (ops.flash_attention_score, lambda r: {
+        "query": _normal(r, 1, 4, 5, 8), "key": _normal(r, 1, 4, 6, 8),
+        "value": _normal(r, 1, 4, 6, 8), "num_heads": 4, "layout": "BNSD", "dropout_p": 0.5,
+        "generator": torch.Generator().manual_seed(0),
+        "attn_mask": torch.ones(5, 6, dtype=torch.bool),
+    }),
     "flash_attn_func": (flash_attn_func, _flash_attn),
-    "flash_attn_varlen_func": (flash_attn_varlen_func, _flash_attn_varlen),
-    "limits": (_limits, _product),
-}
+    "flash_attn_varlen_func": (flash_attn_varlen_func, lambda r: {
+        "q": _normal(r, 5, 4, 8), "k": _normal(r, 5, 2, 8), "v": _normal(r, 5, 2, 8),
+        "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 2, 5], dtype=torch.int32), "max_seqlen_q": 3,
+        "max_seqlen_k": 3, "softmax_scale": 0.3, "causal": r.random() < 0.5,
+        "learnable_sink": _normal(r, 4),
+    }),
+    "limits": (_limits, lambda r: {
+        "product": r.choice(("A2", "A3", "950", "310P", None)), "cann": r.choice((None, "9.0")),
+    }),
+}  # fmt: skip
 # The errors of torch's own functions, which helpers are made of.
 _TORCHS = (RuntimeError, NotImplementedError)
 _LINEAR = re.compile(r"expected m1 and m2 to have the same dtype")
