@@ -31,6 +31,8 @@ class Layer(nn.Module):
         self.norm = nn.RMSNorm(HIDDEN)
         self.heads = nn.Linear(HIDDEN, (HEADS + 2 * KEY_HEADS) * SIZE, bias=False)
         self.out = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        nn.init.normal_(self.heads.weight, std=0.15)
+        nn.init.normal_(self.out.weight, std=0.3)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         heads = self.heads(self.norm(x)).unflatten(-1, (-1, SIZE))

@@ -27,12 +27,12 @@ class MHA(nn.Module):
             out = flash_attn_varlen_func(
                 q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True
             )
-        return x + self.out(out.flatten(-2))
+        return self.out(out.flatten(-2))
 
     def decode(self, x: Tensor, cache: tuple[Tensor, Tensor], cache_seqlens: Tensor) -> Tensor:
         q, k, v = self.project(x)
         out = flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=cache_seqlens, causal=True)
-        return x + self.out(out.flatten(-2))
+        return self.out(out.flatten(-2))
 
 
 def new_cache(batch: int, length: int) -> tuple[Tensor, Tensor]:

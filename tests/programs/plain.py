@@ -76,8 +76,9 @@ def assert_best_keys(indices: Tensor, scores: Tensor, count: int, margin: float 
 
 
 # After a few layers: the relative error of a tensor, and its error along the expected tensor, in
-# which roundings cancel.
-ALLOWED = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (0.06, 0.008)}
+# which roundings cancel, but for the few of a vector.
+ALLOWED = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (0.06, 0.004)}
+OF_A_VECTOR = 2
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, name: str = "") -> None:
@@ -85,7 +86,9 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, name: str
     assert x.shape == y.shape, name
     assert y.norm() > 0, name
     error, scale = float((x - y).norm() / y.norm()), float(x @ y / (y @ y))
-    assert (error <= ALLOWED[dtype][0]) & (abs(scale - 1) <= ALLOWED[dtype][1]), (
+    allowed, bias = ALLOWED[dtype]
+    bias *= OF_A_VECTOR if actual.dim() == 1 else 1
+    assert (error <= allowed) & (abs(scale - 1) <= bias), (
         f"{name}: relative error {error:.2g}, scale {scale:.5f}"
     )
 

@@ -32,7 +32,7 @@ def by_definition(judge: nn.Module, x: Tensor, ends: list[int] | None = None) ->
     x = x.double()
     q, k, v = judge.project(x)
     out = plain.packed_attention(q, k, v, ends) if ends else plain.attention(q, k, v)
-    return x + judge.out(out.flatten(-2))
+    return judge.out(out.flatten(-2))
 
 
 def hidden(*shape: int) -> Tensor:
