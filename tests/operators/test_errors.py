@@ -8,6 +8,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from support.samples import OPERATORS, WRONG_CALLS, Operator, Sample, WrongCall, bytes_of
+from support.turns import by_turns
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -36,6 +37,7 @@ def test_a_wrong_call_is_refused_before_anything_is_written(row: WrongCall) -> N
         assert torch.equal(bytes_of(sample.tensors[name]), bytes_before), name
 
 
+@by_turns(4)
 @pytest.mark.parametrize("row", [row for row in WRONG_CALLS if row.on_meta], ids=row_id)
 def test_a_wrong_call_is_refused_on_fake_tensors(row: WrongCall) -> None:
     sample = row.wrong()

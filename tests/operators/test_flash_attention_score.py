@@ -21,6 +21,7 @@ from ascend_attn_ops.check.samples.masks import compressed_mask as sample_mask
 from ascend_attn_ops.masks import _new_mask, compressed_mask
 from support.samples import OPERATORS
 from support.tolerance import assert_same_bits
+from support.turns import by_turns
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -199,6 +200,7 @@ def test_refused_masks_draw_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@by_turns(3)
 @pytest.mark.parametrize("pse_type", [0, 1])
 @pytest.mark.parametrize("case", [c for c in CASES if c.pse and c.pse_type < 2], ids=lambda c: c.id)
 def test_gradient_of_pse(case: FlashCase, pse_type: int) -> None:
