@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ascend_attn_ops.check.samples import (
+from ascend_attn_ops.check.samples import (  # noqa: F401
     DIFFERENTIABLE_RECIPES,
     FIRST_DIFFERENTIABLE,
     OPERATORS,
@@ -32,21 +32,4 @@ _MODULES = [
 
 WRONG_CALLS: list[WrongCall] = [
     row for module in _MODULES for row in getattr(module, "WRONG_CALLS", ())
-]
-
-__all__ = [
-    "DIFFERENTIABLE_RECIPES",
-    "FIRST_DIFFERENTIABLE",
-    "OPERATORS",
-    "RECIPES",
-    "SPARSE_OPERATORS",
-    "WRONG_CALLS",
-    "Gradient",
-    "Operator",
-    "Recipe",
-    "Sample",
-    "WrongCall",
-    "as_tuple",
-    "bytes_of",
-    "named_tensors",
 ]
