@@ -4,8 +4,8 @@
 
 The errors, mutants, stand in tools/mutants.txt; without a number, all of them run. Builds a copy of
 the checkout in out/mutation, once, at -O1: each mutant is a branch there, which an environment
-variable takes. Mutants of csrc/npu and simulation/ run the NPU tests at one level of the task
-queue, all others the CPU tests.
+variable takes. Mutants of csrc/npu run the NPU tests, at one level of the task queue, those of
+simulation/ the tests of the simulated CANN, and all others the CPU tests.
 
 A mutant runs the commit tier up to the first failure, beginning with the test files that concern
 it, and all tests if nothing fails; examples and tests of the checkout are left out. A failure, a
@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 from instrumented import ROOT, build, copied, python_path, test_file
 
-PYTHON = {"cpu": ROOT / ".venv/bin/python", "npu": ROOT / ".venv-npu/bin/python"}
+CPU, NPU = ROOT / ".venv/bin/python", ROOT / ".venv-npu/bin/python"
 FOLDER = ROOT / "out/mutation"
 LEAST_NOTICED = 0.95
 # Test files that concern a mutated file, by a part of its name; what is fast comes first.
 FIRST = {
     "csrc/npu/aclnn/": "npu_handles npu_graphs npu_graph_updates npu_launcher",
-    "csrc/npu/": "npu_equals_cpu npu_unwritten_rows npu_refusals npu_value_checks",
+    "csrc/npu/": "npu_equals_cpu npu_unwritten_rows npu_value_checks npu_errors",
     "simulation/": "",
     "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
@@ -40,7 +40,6 @@ FIRST = {
     "cache_layouts prompt_flash_attention_int8 memory_and_sizes verdicts",
     "/distributed/": "dense_context_parallel agreement sparse_context_parallel communication "
     "dtensor training",
-    "/integrations/": "dense_models sparse_models",
     "/npu_operators/": "npu_operators_inference npu_operators_others npu_operators_errors "
     "npu_operators_fusion_attention npu_operators_sparse",
     "_arguments.py": "errors_python memory_and_sizes",
@@ -50,15 +49,19 @@ FIRST = {
     "_packing.py": "sparse_models dense_models",
     "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
     "_statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
-    "_varlen_attention.py": "varlen_attn",
     "kl_loss.py": "indexer_loss errors_python",
     "masks.py": "errors_python flash_attention_score prompt_flash_attention",
     "modules.py": "modules errors_python",
     "quantization.py": "quantize_attention",
     "training.py": "checkpointing attach_loss errors_python",
 }
-# They test the checkout itself, or run programs whose parts other tests run.
-LEFT_OUT = ("npu", "repository", "examples")
+# pytest and its tests, by what the path of a mutated file begins with. The tests that are left out
+# test the checkout itself, or run programs whose parts other tests run.
+TESTS: dict[str, list[str | Path]] = {
+    "csrc/npu/": [NPU, "tests/npu/run.py", "tests/npu"],
+    "simulation/": [NPU, "tests/npu/run.py", "simulation/tests"],
+    "": [CPU, "-m", "pytest", *(f"--ignore=tests/{x}" for x in ("npu", "repository", "examples"))],
+}
 
 
 class Mutant(NamedTuple):
@@ -84,7 +87,7 @@ class Mutant(NamedTuple):
 
     @property
     def tests(self) -> str:
-        return "npu" if self.file.startswith(("csrc/npu", "simulation")) else "cpu"
+        return next(folder for folder in TESTS if self.file.startswith(folder))
 
     @property
     def noticed_by(self) -> Path:
@@ -140,12 +143,9 @@ def run(numbers: dict[int, list[str]], tests: str, jobs: int, options: list[str]
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": python_path(FOLDER),
     }
-    command = {
-        "cpu": ["-m", "pytest", *(f"--ignore=tests/{folder}" for folder in LEFT_OUT)],
-        "npu": ["tests/npu/run.py", "tests/npu", "simulation/tests"],
-    }[tests]
-    command += ["-x", "-q", "--tb=short", "--capture=sys", "-p", "mutant", "-p", "no:cacheprovider"]
-    subprocess.run([PYTHON[tests], *command, *options], cwd=FOLDER, env=environment, check=True)
+    options = ["-x", "-q", "--tb=short", "--disable-warnings", "--capture=sys", *options]
+    command = [*TESTS[tests], *options, "-p", "mutant", "-p", "no:cacheprovider"]
+    subprocess.run(command, cwd=FOLDER, env=environment, check=True)
 
 
 def main() -> int:
@@ -155,14 +155,16 @@ def main() -> int:
     arguments = parser.parse_args()
     everything = all_mutants()
     mutants = [x for x in everything if not arguments.number or x.number in arguments.number]
+    for tests in ("tests", "simulation/tests"):
+        shutil.rmtree(FOLDER / tests, ignore_errors=True)  # where files are gone from the checkout
     copied(FOLDER, with_branches(everything))
     shutil.copyfile(ROOT / "tools/mutant.py", FOLDER / "python/mutant.py")
-    build(FOLDER, ["-O1"], PYTHON["cpu"], PYTHON["npu"])
+    build(FOLDER, ["-O1"], CPU, NPU)
     for file in FOLDER.glob("mutant-*.*"):
         file.unlink()
     left, most_left = mutants, (1 - LEAST_NOTICED) * len(mutants)
     for tier, options in (("the commit tier", []), ("all tests", ["--all"])):
-        for tests in PYTHON:
+        for tests in TESTS:
             numbers = {x.number: concerned(x.file) for x in left if x.tests == tests}
             if not options and not arguments.number:
                 numbers = {0: [], **numbers}  # without a mutant
