@@ -1,9 +1,8 @@
-"""The ranks of test_npu_hccl.py: communication over HCCL, and its expected results."""
+"""The ranks of test_hccl.py: communication over HCCL, and its expected results."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -144,14 +143,10 @@ def another_size(rank: int, ranks: int) -> None:
     print("no error", flush=True)
 
 
-def main() -> None:
+def main(*names: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.npu.set_device(rank)
     dist.init_process_group("hccl")
-    for name in sys.argv[1:]:
+    for name in names:
         globals()[name](rank, ranks)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

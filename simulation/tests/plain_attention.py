@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import support.attention
 import torch
 import torch_npu
 from support.tolerance import Tolerance
@@ -29,23 +30,6 @@ def values(*shape: int, seed: int = 0) -> Tensor:
     """Returns random float64 values, so that every dtype rounds the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def to_layout(x: Tensor, layout: str) -> Tensor:
-    """(B, N, S, D) in another layout."""
-    if layout == "BNSD":
-        return x
-    moved = x.permute(2, 0, 1, 3) if layout == "SBH" else x.transpose(1, 2)
-    return moved.flatten(2) if layout.endswith("H") else moved
-
-
-def from_layout(x: Tensor, layout: str, heads: int) -> Tensor:
-    """The inverse of `to_layout`."""
-    if layout == "BNSD":
-        return x
-    if layout.endswith("H"):
-        x = x.unflatten(2, (heads, -1))
-    return x.permute(1, 2, 0, 3) if layout == "SBH" else x.transpose(1, 2)
 
 
 def statistics(
@@ -85,19 +69,14 @@ def attention(
     *,
     scale: float,
     kept: Tensor | None = None,
-    inner_bias: Tensor | None = None,
-    outer_bias: Tensor | None = None,
+    inner_bias: Tensor | float = 0.0,
+    outer_bias: Tensor | float = 0.0,
     sinks: Tensor | None = None,
-    drop: Tensor | None = None,
+    drop: Tensor | float = 1.0,
 ) -> Tensor:
     """(B, N, Sq, Dv), 0 in rows without keys. `drop` multiplies the probabilities."""
-    exponentials, _, total = statistics(
-        q, k, scale=scale, kept=kept, inner_bias=inner_bias, outer_bias=outer_bias, sinks=sinks
-    )
-    probabilities = exponentials / total.clamp(min=torch.finfo(total.dtype).tiny)
-    if drop is not None:
-        probabilities = probabilities * drop
-    return probabilities @ v.repeat_interleave(q.size(1) // v.size(1), 1)
+    bias = inner_bias * scale + outer_bias
+    return support.attention.attention(q, k, v, kept, scale, bias, drop, sinks)[0]
 
 
 def log_sum_exp(q: Tensor, k: Tensor, *, scale: float, **options: Tensor | None) -> Tensor:

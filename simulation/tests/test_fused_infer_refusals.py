@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_npu_refusals import F32, I32, INVALID, First, new, pytestmark
+from test_refusals import F32, I32, INVALID, First, new, pytestmark
 
 __all__ = ["pytestmark"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TASK_QUEUE
+from support.simulated_npu import once
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(TASK_QUEUE != 1, reason="independent of the task queue: once")
+pytestmark = once
 
 CALLS, SEEDS = 200, 10
 

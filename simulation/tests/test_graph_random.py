@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import TASK_QUEUE
+from support.simulated_npu import captured
 from torch import Tensor
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+pytestmark = captured
 
 Drawing = Callable[[], Tensor]
 
 
-def captured(draw: Drawing) -> tuple[torch.npu.NPUGraph, Tensor]:
+def capture(draw: Drawing) -> tuple[torch.npu.NPUGraph, Tensor]:
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         result = draw()
@@ -40,7 +40,7 @@ DRAWINGS: dict[str, Drawing] = {
 def test_replays_go_on_where_the_last_call_ended(name: str) -> None:
     """A replay draws what the same operators draw from the same state of the generator."""
     draw = DRAWINGS[name]
-    graph, result = captured(draw)
+    graph, result = capture(draw)
     torch.npu.manual_seed(3)
     expected = [draw().cpu() for _ in range(3)]
     torch.npu.manual_seed(3)
@@ -57,7 +57,7 @@ def test_replays_go_on_where_the_last_call_ended(name: str) -> None:
 def test_a_capture_draws_nothing() -> None:
     torch.npu.manual_seed(5)
     before = torch.npu.get_rng_state()
-    captured(DRAWINGS["rand"])
+    capture(DRAWINGS["rand"])
     assert torch.equal(torch.npu.get_rng_state(), before)
 
 
@@ -88,7 +88,7 @@ def test_dropout_and_its_gradient() -> None:
 
 
 def test_the_cpu_draws_its_own_numbers() -> None:
-    graph, _ = captured(DRAWINGS["dropout"])
+    graph, _ = capture(DRAWINGS["dropout"])
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)

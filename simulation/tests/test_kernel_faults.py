@@ -5,6 +5,7 @@ The calls go through torch_npu's own operators, which launch what they are given
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ascend_attn_ops
@@ -12,11 +13,20 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from conftest import DEVICE, TASK_QUEUE, run_in_new_process
+from ascend_attn_ops.check.samples.sparse_flash_mla import (
+    DEVICE as MLA,
+)
+from ascend_attn_ops.check.samples.sparse_flash_mla import (
+    DEVICE_CASES,
+    SPARSE_FLASH_MLA,
+    SPARSE_FLASH_MLA_GRAD,
+    MlaCase,
+)
+from support.samples import Operator
+from support.simulated_npu import TASK_QUEUE, run_in_new_process
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="the kernels of A2 were executed"),
     pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure"),
 ]
 
@@ -272,3 +282,40 @@ def test_the_environment_switches_checks_off() -> None:
         print("ran")
     """
     assert run_in_new_process(code, CANN_SIM_UNCHECKED="bounds,results")[0] == "ran\n"
+
+
+TND = next(case for case in DEVICE_CASES if case.layout == "TND" and case.kind == "csa")
+
+
+def test_rows_behind_the_sequences_in_a_gradient() -> None:
+    """The device would read behind the lengths: the simulation says so."""
+    sample = (
+        SPARSE_FLASH_MLA.make(replace(TND, tail=(3, 2, 1)), torch.bfloat16)
+        .to("npu")
+        .requires_grad(("query",))
+    )
+    loss = sample.call(torch.ops.ascend)[0].float().sum()
+    with pytest.raises(RuntimeError, match="ends at 22 of 25 rows"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("operator", "case", "changes", "error"),
+    [
+        (SPARSE_FLASH_MLA_GRAD, MLA, {"deterministic": True}, "deterministic mode"),
+        (SPARSE_FLASH_MLA, replace(MLA, pattern="first"), {}, "row 3 has fewer than 1 indices"),
+        (SPARSE_FLASH_MLA_GRAD, replace(MLA, pattern="first"), {}, "reads row -1"),
+        (SPARSE_FLASH_MLA_GRAD, replace(MLA, b=2, residual=(0, 3)), {}, "of the first batch"),
+        (
+            SPARSE_FLASH_MLA_GRAD, replace(MLA, s=(20, 12, 5), residual=(0,)), {},
+            "row 3 is before all original keys",
+        ),
+    ],
+    ids=["deterministic", "forward-indices", "indices", "residuals", "before keys"],
+)  # fmt: skip
+def test_the_simulation_goes_wrong_where_the_device_does(
+    operator: Operator, case: MlaCase, changes: dict[str, Any], error: str
+) -> None:
+    sample = operator.make(case, torch.bfloat16).given(**changes).to("npu")
+    with ascend_attn_ops.limits(None), pytest.raises(RuntimeError, match=error):
+        [x.cpu() for x in sample.call(torch.ops.ascend)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from conftest import TASK_QUEUE
+from support.simulated_npu import captured
 from torch import Tensor, nn
 
 
@@ -160,7 +160,7 @@ def test_nested_tensors() -> None:
     assert torch.equal(padded.cpu(), torch.where(kept[..., None], 3 * x, -1.0))
 
 
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@captured
 @pytest.mark.usefixtures("seeded")
 def test_a_graph_repeats_a_cell() -> None:
     cell, x = nn.GRUCell(8, 16).npu(), torch.randn(3, 8).npu()

@@ -9,12 +9,11 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from conftest import DEVICE, TASK_QUEUE
+from support.simulated_npu import once
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="independent of the device: on the first"),
-    pytest.mark.skipif(TASK_QUEUE != 1, reason="the first phases are called directly: once"),
+    once,
 ]
 
 NO_TENSOR, NULL_POINTER, INVALID, TILING, INNER_NULL_POINTER = -1, 161001, 161002, 561002, 561103

@@ -17,7 +17,7 @@ import torch_npu
 from ascend_attn_ops import _C
 from cann_simulator._products import SOC_OF_PRODUCT, device_of
 from cann_simulator.control import library
-from conftest import once
+from support.simulated_npu import once
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = os.pathsep.join(str(ROOT / folder) for folder in ("python", "simulation"))

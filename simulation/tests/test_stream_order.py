@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import cann_simulator
 import pytest
-from conftest import DEVICE, TASK_QUEUE
+from support import fresh
+from support.simulated_npu import on_ranks, once
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != ("A2", "9.1") or TASK_QUEUE != 1, reason="in processes of its own: once"
-)
+pytestmark = once
 
 BEGIN = """
 import ascend_attn_ops, torch, torch_npu
@@ -34,16 +29,9 @@ print("done")
 """
 
 
-def run(program: str, streams: str = "strict") -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        **cann_simulator.environment(task_queue=TASK_QUEUE, streams=streams),
-        "ASCEND_ATTN_OPS_LIMITS": "none",
-    }
-    return subprocess.run(
-        [sys.executable, "-c", BEGIN + textwrap.dedent(program) + END],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def run(program: str, streams: str = "strict") -> fresh.Ended:
+    environment = {"CANN_SIM_STREAMS": streams, "ASCEND_ATTN_OPS_LIMITS": "none"}
+    return fresh.run(BEGIN + textwrap.dedent(program) + END, **environment)
 
 
 # The two pieces of work that an error names, and how the second depends on the first.
@@ -151,20 +139,20 @@ ORDERED = {
 def test_mistakes(mistake: str) -> None:
     program, message = MISTAKES[mistake]
     strict = run(program)
-    assert strict.returncode != 0
-    assert "done" not in strict.stdout
-    assert re.search(f"strict streams: {message}", strict.stderr), strict.stderr
+    assert strict.status != 0
+    assert "done" not in strict.out
+    assert re.search(f"strict streams: {message}", strict.err), strict.err
 
 
 @pytest.mark.parametrize("program", ORDERED)
 def test_what_is_ordered(program: str) -> None:
     ran = run(ORDERED[program])
-    assert ran.stdout == "done\n", ran.stderr
+    assert ran.out == "done\n", ran.err
 
 
 def test_only_strict_streams_are_checked() -> None:
     ran = run(MISTAKES["a stream does not wait"][0], streams="lenient")
-    assert ran.stdout == "done\n", ran.stderr
+    assert ran.out == "done\n", ran.err
 
 
 def test_another_name() -> None:
@@ -172,28 +160,22 @@ def test_another_name() -> None:
         cann_simulator.environment(streams="loose")
 
 
-def test_communication(tmp_path: Path) -> None:
+def test_communication() -> None:
     """HCCL has a stream of its own, for which wait() makes the current one wait."""
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, sys, torch, torch_npu, torch.distributed as dist
-            torch.npu.set_device(int(os.environ["RANK"]))
-            dist.init_process_group("hccl")
-            x = torch.ones(4).npu()
-            dist.all_reduce(x, async_op=True).wait()
-            assert (x + 1).sum().item() == 12
-            work = dist.all_reduce(x, async_op=True)
-            (x + 1).sum().item()
-            """
-        )
+    ended = on_ranks(
+        2,
+        """
+        import os, torch_npu, torch.distributed as dist
+        torch.npu.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("hccl")
+        x = torch.ones(4).npu()
+        dist.all_reduce(x, async_op=True).wait()
+        assert (x + 1).sum().item() == 12
+        work = dist.all_reduce(x, async_op=True)
+        (x + 1).sum().item()
+        """,
+        CANN_SIM_STREAMS="strict",
     )
-    environment = {**os.environ, **cann_simulator.environment(streams="strict")}
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(script)],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert "memory that HcclAllReduce on stream" in ran.stderr, ran.stderr
-    assert "assert (x + 1)" not in ran.stderr
+    for rank in ended:
+        assert "memory that HcclAllReduce on stream" in rank.err
+        assert "assert (x + 1)" not in rank.err

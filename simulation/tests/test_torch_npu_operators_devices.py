@@ -12,7 +12,7 @@ import test_torch_npu_operators_infer_attention as infer
 import test_torch_npu_operators_packed_attention as packed
 import torch
 import torch_npu
-from conftest import DEVICE
+from support.simulated_npu import DEVICE
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from conftest import TASK_QUEUE
 from plain_attention import takes, values
+from support.simulated_npu import TASK_QUEUE
 from torch import Tensor
 
 N, NK, D = 4, 2, 16

@@ -8,16 +8,8 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from plain_attention import (
-    TOLERANCES,
-    attention,
-    compressed_mask,
-    from_layout,
-    kept_by_mode,
-    statistics,
-    to_layout,
-    values,
-)
+from plain_attention import TOLERANCES, attention, compressed_mask, kept_by_mode, statistics, values
+from support.attention import from_layout, to_layout
 from support.tolerance import assert_close
 from torch import Tensor
 

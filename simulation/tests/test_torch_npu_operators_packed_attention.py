@@ -10,14 +10,7 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from plain_attention import (
-    TOLERANCES,
-    attention,
-    compressed_mask,
-    kept_by_mode,
-    statistics,
-    values,
-)
+from plain_attention import TOLERANCES, attention, compressed_mask, kept_by_mode, statistics, values
 from support.tolerance import assert_close
 from torch import Tensor
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
 from ascend_attn_ops.check.numbers import placed_on
 from support.samples import RECIPES, Recipe, Sample
+from support.turns import nightly
 
 # Not too many: all of them are in test_npu_equals_cpu.py and test_npu_conformance.py.
 DEVICE_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.on_device]
@@ -33,3 +40,20 @@ def is_pack_gradient(recipe: Recipe) -> bool:
     equal ones, whose lengths the host waits for."""
     is_gradient = recipe.operator.name == "lightning_indexer_grad"
     return is_gradient and recipe.case.layout == "TND" and len(recipe.case.lengths[0]) > 1
+
+
+def one_of_each(recipes: Iterable[Recipe]) -> list[Any]:
+    """Returns parameters of a test that shows that arguments arrive: nightly, but for the first
+    recipe of each operator, layout, mode and set of arguments. At the levels of the queue that do
+    not run every test, the first of each operator and layout."""
+    seen, found = set(), []
+    for recipe in recipes:
+        arguments = recipe.make(torch.bfloat16).arguments
+        kind = (recipe.operator.name, recipe.layout)
+        if os.environ["TASK_QUEUE_ENABLE"] == "1":
+            present = frozenset(name for name, x in arguments.items() if x is not None)
+            kind = (*kind, arguments.get("sparse_mode"), present)
+        marks = [nightly] if kind in seen else []
+        found.append(pytest.param(recipe, marks=marks, id=recipe.id))
+        seen.add(kind)
+    return found

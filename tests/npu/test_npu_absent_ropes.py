@@ -10,8 +10,8 @@ import pytest
 import torch
 from arrivals import arriving
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import TASK_QUEUE, once, run_in_new_process
 from support.samples import OPERATORS, Sample
+from support.simulated_npu import captured, once, run_in_new_process
 from support.tolerance import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -93,7 +93,7 @@ def test_more_zeros_leave_the_old_ones() -> None:
     assert again == new
 
 
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@captured
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_capture(warm: bool) -> None:
     """A graph keeps the zeros that exist. If there are too few, it gets zeros of its own."""

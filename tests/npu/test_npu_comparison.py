@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.recording import replay
-from conftest import TASK_QUEUE, once, run_in_new_process
+from support.simulated_npu import captured, once, run_in_new_process
 from torch import Tensor
 
 OPTIONS = {"dtype": torch.bfloat16, "device": "npu"}
@@ -48,7 +48,7 @@ def test_an_error_on_the_npu_is_recorded(tmp_path: Path) -> None:
     assert replay(files[0], "npu").same_as_recorded
 
 
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@captured
 def test_a_capture_is_refused() -> None:
     query = torch.randn(1, 6, 4, 64, **OPTIONS)
     attend(query)  # builds and keeps the mask, which a capture must not

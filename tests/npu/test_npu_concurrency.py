@@ -9,9 +9,9 @@ import cann_simulator
 import pytest
 import torch
 from ascend_attn_ops.check.selection import with_cut_blocks_last
-from conftest import run_in_new_process
 from device_samples import DEVICE_RECIPES, first, is_launched, is_pack_gradient
 from support.samples import RECIPES, Recipe, named_tensors
+from support.simulated_npu import run_in_new_process
 from support.tolerance import assert_same_bits
 
 

@@ -30,9 +30,9 @@ from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.device_limits import device_in_force
 from cann_simulator._products import missing_functions
-from conftest import DEVICE, TASK_QUEUE, once, run_in_new_process
 from device_samples import first
 from support.samples import Sample
+from support.simulated_npu import DEVICE, TASK_QUEUE, captured, once, run_in_new_process
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -250,7 +250,7 @@ def test_only_packs_of_several_sequences_wait(lengths: Any) -> None:
 
 @pytest.mark.usefixtures("unchecked")  # the shortest sequences have fewer keys than slots
 @lacks("aclnnLightningIndexerGrad")
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@captured
 def test_a_graph_does_not_wait() -> None:
     sample = packed_gradient(((3, 6), (5, 9))).to("npu")
     sample.call(torch.ops.ascend)

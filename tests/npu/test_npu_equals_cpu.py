@@ -13,7 +13,7 @@ from ascend_attn_ops.check.gradients import gradients
 from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS
 from ascend_attn_ops.check.selection import with_cut_blocks_last
 from cann_simulator import computing
-from device_samples import is_launched
+from device_samples import is_launched, one_of_each
 from support.samples import (
     DIFFERENTIABLE_RECIPES,
     OPERATORS,
@@ -24,17 +24,18 @@ from support.samples import (
     Sample,
 )
 from support.tolerance import assert_same_bits
+from support.turns import nightly
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 # The dtypes that the device takes; the simulation refuses the others as the device does.
-each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-each_recipe = pytest.mark.parametrize(
-    "recipe", [x for x in RECIPES if is_launched(x)], ids=lambda recipe: recipe.id
+each_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=nightly), torch.bfloat16], ids=str
 )
+each_recipe = pytest.mark.parametrize("recipe", one_of_each(filter(is_launched, RECIPES)))
 each_differentiable = pytest.mark.parametrize(
-    "recipe", [x for x in DIFFERENTIABLE_RECIPES if is_launched(x)], ids=lambda recipe: recipe.id
+    "recipe", one_of_each(filter(is_launched, DIFFERENTIABLE_RECIPES))
 )
 
 

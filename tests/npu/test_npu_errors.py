@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import cann_simulator
@@ -15,26 +16,28 @@ import torch_npu
 from ascend_attn_ops import _C
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops.device_limits import table
-from conftest import (
+from device_samples import DEVICE_RECIPES, first
+from support.samples import OPERATORS, Recipe
+from support.simulated_npu import (
+    FAILURES_OF_CALLER,
+    FAILURES_OF_QUEUE,
     TASK_QUEUE,
-    each_caller_failure,
-    each_queue_failure,
     once,
     operator_fails,
     run_in_new_process,
 )
-from device_samples import DEVICE_RECIPES, first
-from support.samples import OPERATORS, Recipe
+from support.turns import nightly
 
-each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 ATTENTION = "sparse_flash_attention"
 
 
-@each_caller_failure
-@each_recipe
+@pytest.mark.parametrize(
+    ("recipe", "phase"),
+    # Without memory the message is torch_npu's own: test_npu_handles.py.
+    product(DEVICE_RECIPES, [x for x in FAILURES_OF_CALLER if x]),
+    ids=lambda x: getattr(x, "id", x),
+)
 def test_failure_at_the_call(recipe: Recipe, phase: int) -> None:
-    if phase == 0:
-        pytest.skip("no memory: torch_npu's own message, see test_npu_handles.py")
     sample = recipe.make(torch.bfloat16).to("npu")
     with (
         operator_fails(
@@ -49,7 +52,7 @@ def test_failure_at_the_call(recipe: Recipe, phase: int) -> None:
     assert line.endswith(": EZ1001: head size [PID: 7] [ACLNN_ERR_PARAM_INVALID 161002]")
 
 
-@each_queue_failure
+@pytest.mark.parametrize("phase", FAILURES_OF_QUEUE)
 def test_failure_on_the_queue(phase: int) -> None:
     """torch_npu names the function at the next wait and writes our line to standard error.
 
@@ -137,8 +140,10 @@ def test_missing_function(tmp_path: Path) -> None:
 
 
 @once
-@pytest.mark.parametrize("product", [name for name, _ in _C.products])
-def test_product(product: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "950" else nightly) for x, _ in _C.products]
+)
+def test_product(name: str) -> None:
     text, _ = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
@@ -152,12 +157,12 @@ def test_product(product: str) -> None:
         except NotImplementedError as error:
             print(error)
         """,
-        **cann_simulator.environment(task_queue=TASK_QUEUE, product=product),
+        **cann_simulator.environment(task_queue=TASK_QUEUE, product=name),
     )
     in_force, outcome = text.strip().splitlines()[-2:]
-    assert in_force == f"Ascend {product} with CANN 9.1"
+    assert in_force == f"Ascend {name} with CANN 9.1"
     (row,) = (row for row in table() if row["operator"] == ATTENTION)
-    assert (outcome == "accepted") == ((product, "9.1") in row["devices"])
+    assert (outcome == "accepted") == ((name, "9.1") in row["devices"])
     if outcome != "accepted":
         assert "product" in outcome
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
-from conftest import attention_functions, once
+from support.simulated_npu import attention_functions, on_ranks, once
+from support.turns import nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
@@ -105,6 +108,7 @@ def test_the_examples_do_what_they_do_on_the_cpu(
 
 
 @once
+@nightly
 def test_int8_prefill(
     tmp_path: Path, run_example: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +125,7 @@ def test_int8_prefill(
 
 
 @once
+@nightly
 def test_training_with_transformers(tmp_path: Path, run_example: Callable[..., None]) -> None:
     """By its Trainer, which takes the NPU if there is one."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -207,3 +212,27 @@ def test_dense_attention_over_two_ranks(monkeypatch: pytest.MonkeyPatch, new: in
     assert functions["aclnnAttentionUpdate"] == 1
     for on_cpu, on_npu in zip(*found, strict=True):
         assert torch.equal(on_cpu, on_npu)
+
+
+@once
+@nightly
+def test_training_over_two_ranks_is_that_with_gloo(tmp_path: Path) -> None:
+    histories = {}
+    for device in ("cpu", "npu"):
+        options = {**OPTIONS, "device": device, "out": tmp_path / device, "context-parallel": 2}
+        arguments = [str(EXAMPLES / "train_lightning_indexer.py")]
+        arguments += [f"--{name}={value}" for name, value in options.items()]
+        if device == "npu":
+            code = f"import runpy, sys\nsys.argv = {arguments}\n"
+            code += 'runpy.run_path(sys.argv[0], run_name="__main__")'
+            for ended in on_ranks(2, code):
+                assert ended.status == 0, ended.err
+        else:
+            # torch would take the device of torch_npu for that of a mesh.
+            without = {"LD_LIBRARY_PATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node=2", *arguments]
+            environment = {**os.environ, **without, "OMP_NUM_THREADS": "1"}
+            subprocess.run(command, env=environment, timeout=240, check=True)
+        histories[device] = json.loads((tmp_path / device / "metrics.json").read_text())["history"]
+    assert histories["npu"] == histories["cpu"]

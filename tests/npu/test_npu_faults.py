@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 from ascend_attn_ops.device_limits import table
-from conftest import DEVICE, TASK_QUEUE, run_in_new_process
 from faulty_calls import FAULTS, MESSAGE, Fault
 from support.samples import OPERATORS
+from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process
+
+# One process makes the calls of all tests.
+pytestmark = pytest.mark.xdist_group("faulty calls")
 
 FUNCTIONS = [(row["operator"], function) for row in table() for function in row["aclnn"]]
 # The phases that run on the thread of the task queue, at each of its levels.

@@ -14,8 +14,8 @@ import pytest
 import torch
 from ascend_attn_ops.check.samples import fused_infer_attention_score as samples
 from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
-from conftest import DEVICE, TASK_QUEUE
 from support.samples import Sample
+from support.simulated_npu import DEVICE, TASK_QUEUE
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import TASK_QUEUE, run_in_new_process
+from support.simulated_npu import captured, run_in_new_process
 
-pytestmark = pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+pytestmark = captured
 
 
 @pytest.mark.parametrize("name", ["npu/graphs/calls", "npu/graphs/training"])

@@ -13,12 +13,12 @@ import torch
 import torch_npu
 from ascend_attn_ops import _npu_graphs
 from ascend_attn_ops._torch_npu import graph_handlers
-from conftest import TASK_QUEUE, run_in_new_process
+from support.simulated_npu import captured, run_in_new_process
 from test_npu_graphs import capture, dense, packed, poison, same_bytes
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2"),
+    captured,
     pytest.mark.usefixtures("no_limits"),
 ]
 

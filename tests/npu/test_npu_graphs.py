@@ -14,15 +14,11 @@ import torch
 import torch_npu
 from ascend_attn_ops.check.gradients import incoming_gradients
 from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
-from conftest import TASK_QUEUE, attention_functions, run_in_new_process
 from device_samples import DEVICE_RECIPES, is_pack_gradient
 from support.samples import OPERATORS, Recipe, Sample, as_tuple, bytes_of
+from support.simulated_npu import TASK_QUEUE, attention_functions, captured, run_in_new_process
 from test_npu_scatter_pa_kv_cache import to_npu
 from torch import Tensor
-
-captured = pytest.mark.skipif(
-    TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2: test_level_2"
-)
 
 
 def waits(recipe: Recipe) -> bool:

@@ -9,8 +9,8 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import once, run_in_new_process
 from support.samples import OPERATORS
+from support.simulated_npu import once, run_in_new_process
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

@@ -6,12 +6,12 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import pytest
 import torch_npu
-from conftest import TASK_QUEUE
+from support.simulated_npu import once
+from support.turns import nightly
 from torch.utils.cpp_extension import include_paths
 
-pytestmark = pytest.mark.skipif(TASK_QUEUE != 1, reason="independent of the task queue: once")
+pytestmark = once
 
 # The prototype of aclnnLightningIndexer, in csrc/npu/lightning_indexer.cpp.
 ARGUMENTS = [
@@ -72,6 +72,7 @@ def test_only_the_prototypes_arguments_compile(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@nightly
 def test_the_compiler_says_so(tmp_path: Path) -> None:
     call = "void call(Tensor t) { aclnn_lightning_indexer(t, t, t); }"
     result = compile_source(tmp_path, call)

@@ -17,7 +17,7 @@ import torch
 from ascend_attn_ops.check.gradients import differentiable_names, outputs_and_gradients
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops.masks import compressed_mask
-from conftest import DEVICE, TASK_QUEUE
+from support.simulated_npu import DEVICE, TASK_QUEUE
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
 
 pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.usefixtures("unchecked")]

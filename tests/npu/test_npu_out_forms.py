@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_samples import is_launched
+from device_samples import is_launched, one_of_each
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, rubbish_like
 from support.samples import Operator, Recipe, bytes_of
 from torch import Tensor
@@ -26,9 +26,7 @@ def good(operator: Operator) -> OutCall:
     return next(x for x in calls if all(output.numel() for output in x.outputs))
 
 
-@pytest.mark.parametrize(
-    "recipe", [x for x in OUT_RECIPES if is_launched(x)], ids=lambda recipe: recipe.id
-)
+@pytest.mark.parametrize("recipe", one_of_each(filter(is_launched, OUT_RECIPES)))
 def test_the_bytes_are_those_of_the_cpu(recipe: Recipe) -> None:
     call = on_npu(recipe)
     addresses = [x.data_ptr() for x in call.outputs]

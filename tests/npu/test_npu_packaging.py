@@ -9,13 +9,11 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-from conftest import DEVICE, TASK_QUEUE
 from support.checkout import ROOT
+from support.simulated_npu import once
+from support.turns import nightly
 
-pytestmark = pytest.mark.skipif(
-    TASK_QUEUE != 1 or DEVICE != ("A2", "9.1"), reason="in processes of its own: once"
-)
+pytestmark = once
 
 # Writes empty files in the place of objects and libraries: the wheel's list of files is the same.
 COMPILER = """#!/bin/sh
@@ -55,6 +53,7 @@ def files_of_wheel(project: Path, folder: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
+@nightly
 def test_the_wheels_share_no_file(tmp_path: Path) -> None:
     """Uninstalling one leaves the other whole; only the simulator has libraries of CANN's names."""
     files = {}
@@ -114,6 +113,7 @@ def test_the_library_alone() -> None:
     assert "The CPU path works." in ran.stdout
 
 
+@nightly
 def test_another_version_of_the_library(tmp_path: Path) -> None:
     (tmp_path / "ascend_attn_ops.py").write_text('__version__ = "9.9"\n')
     path = os.pathsep.join([str(ROOT / "simulation"), str(tmp_path)])
@@ -123,6 +123,7 @@ def test_another_version_of_the_library(tmp_path: Path) -> None:
     assert last.startswith("cann_simulator: cann_simulator 0.1.0 needs ascend_attn_ops 0.1.0, and")
 
 
+@nightly
 def test_children_that_do_not_import_the_library() -> None:
     """They call torch_npu's operators, which the simulator computes with those of the library."""
     child = (

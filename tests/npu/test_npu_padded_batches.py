@@ -8,7 +8,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
-from conftest import attention_functions
+from support.simulated_npu import attention_functions
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

@@ -9,8 +9,8 @@ import cann_simulator
 import pytest
 import torch
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import TASK_QUEUE
 from support.samples import OPERATORS, Sample
+from support.simulated_npu import captured
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def test_blocks_apart(case: SparseCase) -> None:
     assert_same_bits(tuple(x.cpu() for x in found), sample.call(torch.ops.ascend))
 
 
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@captured
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_replays_read_new_pages_and_lengths(case: SparseCase) -> None:
     """The capture would fail if the launch waited for the device."""

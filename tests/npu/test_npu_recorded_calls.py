@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import pytest
 from ascend_attn_ops.check.kernel_calls import KernelCall
-from conftest import DEVICE
 from support.recorded_calls import FILE, recorded_calls
 from support.tolerance import assert_same_bits
 
 pytestmark = [
     pytest.mark.usefixtures("no_limits"),
     pytest.mark.skipif(not FILE.exists(), reason="a source distribution has no recorded calls"),
-    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="the recorded kernels are those of A2"),
 ]
 
 

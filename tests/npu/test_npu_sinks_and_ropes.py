@@ -18,8 +18,8 @@ from ascend_attn_ops.check.gradients import (
 )
 from ascend_attn_ops.check.samples import flash_attention_score
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
-from conftest import DEVICE
 from support.samples import OPERATORS, Recipe, Sample
+from support.simulated_npu import DEVICE
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 

@@ -18,11 +18,9 @@ from ascend_attn_ops.check.samples.sparse_flash_mla import (
     DEVICE_CASES,
     PAGED_CASES,
     SPARSE_FLASH_MLA,
-    SPARSE_FLASH_MLA_GRAD,
     MlaCase,
 )
-from conftest import TASK_QUEUE
-from support.samples import Operator, Sample
+from support.samples import Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -125,15 +123,6 @@ def test_the_gradient_gets_no_metadata() -> None:
     assert [x["metadataOptional"] for x in calls] == [None]
 
 
-@pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure")
-def test_rows_behind_the_sequences_in_a_gradient() -> None:
-    """The device would read behind the lengths: the simulation says so."""
-    sample = SPARSE_FLASH_MLA.make(TAIL, torch.bfloat16).to("npu").requires_grad(("query",))
-    loss = sample.call(torch.ops.ascend)[0].float().sum()
-    with pytest.raises(RuntimeError, match="ends at 22 of 25 rows"):
-        loss.backward()
-
-
 def test_a_deterministic_gradient_is_refused() -> None:
     sample = SPARSE_FLASH_MLA.make(DEVICE, torch.bfloat16).to("npu").requires_grad(("query",))
     torch.use_deterministic_algorithms(True)
@@ -164,29 +153,6 @@ def test_a_gradient_that_may_only_warn_runs_in_a_context_without_determinism() -
     modes = {x["function"]: x["deterministic"] for x in log if x.get("phase") == 1}
     assert modes[GRADIENT] == 0
     assert modes[FORWARD] == 1
-
-
-@pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure")
-@pytest.mark.parametrize(
-    ("operator", "case", "changes", "error"),
-    [
-        (SPARSE_FLASH_MLA_GRAD, DEVICE, {"deterministic": True}, "deterministic mode"),
-        (SPARSE_FLASH_MLA, replace(DEVICE, pattern="first"), {}, "row 3 has fewer than 1 indices"),
-        (SPARSE_FLASH_MLA_GRAD, replace(DEVICE, pattern="first"), {}, "reads row -1"),
-        (SPARSE_FLASH_MLA_GRAD, replace(DEVICE, b=2, residual=(0, 3)), {}, "of the first batch"),
-        (
-            SPARSE_FLASH_MLA_GRAD, replace(DEVICE, s=(20, 12, 5), residual=(0,)), {},
-            "row 3 is before all original keys",
-        ),
-    ],
-    ids=["deterministic", "forward-indices", "indices", "residuals", "before keys"],
-)  # fmt: skip
-def test_the_simulation_goes_wrong_where_the_device_does(
-    operator: Operator, case: MlaCase, changes: dict[str, Any], error: str
-) -> None:
-    sample = operator.make(case, torch.bfloat16).given(**changes).to("npu")
-    with ops.limits(None), pytest.raises(RuntimeError, match=error):
-        [x.cpu() for x in sample.call(torch.ops.ascend)]
 
 
 def test_checked_values() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from conftest import attention_functions
+from support.simulated_npu import attention_functions
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from conftest import TASK_QUEUE, attention_functions, once, run_in_new_process
 from device_samples import DEVICE_RECIPES, to_npu
 from support.out_forms import OutCall, out_call
 from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall
+from support.simulated_npu import attention_functions, captured, once, run_in_new_process
 from support.tolerance import assert_same_bits
 
 GRADIENTS = (
@@ -331,7 +331,7 @@ def test_compiled_calls_are_checked_when_they_run() -> None:
         assert error_of(lambda: compiled(indices))[1] == expected
 
 
-@pytest.mark.skipif(TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2")
+@captured
 @pytest.mark.usefixtures("no_limits")
 def test_a_capture_is_not_checked_and_says_so() -> None:
     out, err = run_in_new_process(
