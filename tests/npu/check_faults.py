@@ -1,9 +1,4 @@
-"""Plants faults in the simulated device, one at a time, and runs the probe that must notice each.
-
-    python tests/npu/check_faults.py          # in the environment of a simulated product
-
-Prints, as JSON, what the probe has said without the fault and with it.
-"""
+"""Faults of the simulated device, and the line of `check` that must notice each."""
 
 from __future__ import annotations
 
@@ -12,21 +7,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import cann_simulator
 import torch
-from ascend_attn_ops.check import child, runner
+from ascend_attn_ops.__main__ import main
+from ascend_attn_ops.check import child, command, runner
 from ascend_attn_ops.check.behaviour import CASES_OF_LENGTHS
 from ascend_attn_ops.check.probe import Context, Probe
+from ascend_attn_ops.check.results import Result
 from ascend_attn_ops.check.samples import OPERATORS
 from torch import Tensor
 
@@ -350,8 +344,11 @@ def hang(x: Tensor) -> None:
     time.sleep(600)
 
 
-# In a child of its own: by the name of the fault, what the line must say.
-FATAL = {"crash": (crash, "signal SIGABRT"), "hang": (hang, "no answer within 20 seconds")}
+# In a child of its own: by the name of the fault, what the line must say, and when a probe hangs.
+FATAL = {
+    "crash": (crash, "signal SIGABRT", 30),
+    "hang": (hang, "no answer within 3 seconds", 3),
+}
 
 
 def first(pattern: str, probes: list[Probe], context: Context) -> Probe | None:
@@ -363,6 +360,7 @@ def first(pattern: str, probes: list[Probe], context: Context) -> Probe | None:
 
 
 def survey() -> dict[str, Any]:
+    """Plants one fault after another; the line, verdict and text of the probe that has run."""
     context = Context("npu:0")
     probes = list(child.probes_of(context))
     found: dict[str, Any] = {}
@@ -384,25 +382,45 @@ def survey() -> dict[str, Any]:
 
 
 def fatal(name: str) -> list[str]:
-    """Return the result of a probe that ends its process, or does not come back."""
-    command = [sys.executable, __file__, "--child", name]
-    with runner.Runner(command, 20) as running:
+    """Returns the result of a probe that ends its process, or does not come back."""
+    with runner.Runner([sys.executable, __file__, name], FATAL[name][2]) as running:
         task = next(x for x in running.tasks() if fnmatchcase(x.id, LINE_PFA))
         result = running.run(task)
     return [result.id, result.verdict, result.text]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    if sys.argv[1:2] == ["--child"]:
-        change = FATAL[sys.argv[2]][0]
-        with (
-            cann_simulator.altered(PFA, tensors={"attentionOut": change}),
-        ):
-            child.serve(Context("npu:0"))
-        return
-    print(json.dumps(fatal(sys.argv[1]) if sys.argv[1:] else survey()))
+class InThisProcess:
+    """In the place of check's Runner, for probes that neither crash nor hang."""
+
+    def __init__(self, command: Sequence[str], hang: float) -> None:
+        device, quick, memory, recorded = json.loads(command[-1])
+        self._context = Context(device, quick, memory, recorded and Path(recorded))
+        child.limit_memory(self._context)
+        self._probes = {x.id: x for x in child.probes_of(self._context)}
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def tasks(self) -> list[runner.Task]:
+        return [
+            runner.Task(x.section, x.group, x.id, x.quick, x.danger, x.longest)
+            for x in self._probes.values()
+        ]
+
+    def run(self, task: runner.Task) -> Result:
+        return child.run(self._probes[task.id], self._context)
+
+
+def check_here(*arguments: str) -> int:
+    """`python -m ascend_attn_ops check`, without a process for the probes."""
+    command.Runner = InThisProcess  # type: ignore[misc, assignment]
+    return main(["check", *arguments])
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    with cann_simulator.altered(PFA, tensors={"attentionOut": FATAL[sys.argv[1]][0]}):
+        child.serve(Context("npu:0"))

@@ -11,13 +11,13 @@ import torch
 from ascend_attn_ops.check import child, recorded_kernels, results
 from ascend_attn_ops.check.kernel_calls import KernelCall
 from ascend_attn_ops.check.probe import Context, Probe
-from conftest import DEVICE, once
 from support.recorded_calls import FILE, recorded_calls
+from support.simulated_npu import once
+from support.turns import nightly
 from test_npu_check import check, environment
 
 pytestmark = [
     pytest.mark.skipif(not FILE.exists(), reason="a source distribution has no recorded calls"),
-    pytest.mark.skipif(DEVICE != ("A2", "9.1"), reason="the recorded kernels are those of A2"),
 ]
 
 CONTEXT = Context("npu:0", recorded=FILE.parent)
@@ -77,7 +77,7 @@ def test_one_column_notices_a_fault_of_the_cpu() -> None:
 
 
 @once
-@pytest.mark.parametrize("product", ["A2", "A3"])
+@pytest.mark.parametrize("product", ["A2", pytest.param("A3", marks=nightly)])
 def test_the_simulated_device_repeats_the_recorded_calls(product: str, tmp_path: Path) -> None:
     only = ("--quick", "--only", recorded_kernels.SECTION, "--recorded", FILE.parent)
     status, found = check(tmp_path, environment(product), *only)
