@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
-import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.npu_operators import enable
+from support import fresh
 from support.npu_names import torch_npu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-PACKAGE = Path(ascend_attn_ops.__file__).parents[1]
 
 without_torch_npu = pytest.mark.skipif(
     importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"
@@ -27,15 +21,9 @@ without_torch_npu = pytest.mark.skipif(
 
 def run(code: str) -> str:
     """Returns what `code` prints in a process of its own."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    status, out, err = fresh.run(code)
+    assert status == 0, err
+    return out
 
 
 @without_torch_npu

@@ -1,4 +1,4 @@
-"""npu_fusion_attention on the CPU against attention in plain torch, with gradients and dropout."""
+"""npu_fusion_attention on the CPU against plain torch, with gradients, dropout and sinks."""
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def inputs() -> list[Tensor]:
+def inputs(queries: int = SQ, keys: int = SKV) -> list[Tensor]:
     """query, key and value as (B, N, S, D)."""
     torch.manual_seed(0)
-    return [drawn(B, N, SQ, D), drawn(B, NK, SKV, D), drawn(B, NK, SKV, DV)]
-
-
-def gradients_of(out: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return torch.autograd.grad((out * weight).sum(), tensors)
+    return [drawn(B, N, queries, D), drawn(B, NK, keys, D), drawn(B, NK, keys, DV)]
 
 
 def assert_as_stated(out: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
     assert_close(out, expected)
-    assert_close(gradients_of(out, tensors), gradients_of(expected, tensors))
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    found, wanted = (torch.autograd.grad(x, tensors, weight) for x in (out, expected))
+    assert_close(found, wanted)
 
 
 @each_version
 @each_layout
-def test_forward_and_gradients(name: str, layout: str) -> None:
-    tensors = inputs()
-    given = [to_layout(x, layout) for x in tensors]
-    out, maximum, total, *_ = getattr(torch_npu, name)(*given, N, layout, scale=0.3)
-    expected, lse = attention(*tensors, scale=0.3)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_forward_and_gradients(name: str, layout: str, with_sink: bool) -> None:
+    """With a sink the first queries see no key, as there are more queries than keys."""
+    tensors, options, keep, sink = inputs(), {}, None, None
+    if with_sink:
+        sink, keep = drawn(N), causal(7, 5)
+        tensors = [*inputs(7, 5), sink]
+        options = {"sink": sink, "atten_mask": SQUARE, "sparse_mode": 3}
+    given = [to_layout(x, layout) for x in tensors[:3]]
+    out, maximum, total, *_ = getattr(torch_npu, name)(*given, N, layout, scale=0.3, **options)
+    expected, lse = attention(*tensors[:3], keep, scale=0.3, sink=sink)
     assert_as_stated(from_layout(out, layout, N), expected, tensors)
-    assert maximum.shape == (B, N, SQ, 8)
+    assert maximum.shape == (B, N, tensors[0].shape[2], 8)
     assert_close(maximum[..., 0] + total[..., 0].log(), lse)
 
 
@@ -80,22 +83,32 @@ def test_masks(name: str) -> None:
 
 
 @each_version
-def test_packed_sequences(name: str) -> None:
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_packed_sequences(name: str, with_sink: bool) -> None:
+    """With a sink, in a window."""
     torch.manual_seed(0)
     q_ends, k_ends = [3, 3, 8], [4, 6, 11]
     tensors = [drawn(8, N, D), drawn(11, NK, D), drawn(11, NK, DV)]
     lengths: Any = (q_ends, k_ends)
     if name.endswith("v3"):
         lengths = map(torch.tensor, lengths)
+    options: dict[str, Any] = {"sparse_mode": 3}
+    sink = drawn(N) if with_sink else None
+    if sink is not None:
+        options = {"sparse_mode": 4, "sink": sink, **pre_and_next(name, 2, 0)}
+        tensors.append(sink)
     out = getattr(torch_npu, name)(
-        *tensors, N, "TND", atten_mask=SQUARE, sparse_mode=3,
+        *tensors[:3], N, "TND", atten_mask=SQUARE, **options,
         **dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), lengths, strict=True)),
     )[0]  # fmt: skip
     parts = []
     for q0, q1, k0, k1 in ((0, 3, 0, 4), (3, 3, 4, 6), (3, 8, 6, 11)):
         q, k, v = tensors[0][q0:q1], tensors[1][k0:k1], tensors[2][k0:k1]
+        keep = causal(q1 - q0, k1 - k0)
+        if with_sink:
+            keep = keep.triu(k1 - k0 - (q1 - q0) - 2)
         batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        parts.append(attention(*batch, causal(q1 - q0, k1 - k0))[0][0].transpose(0, 1))
+        parts.append(attention(*batch, keep, sink=sink)[0][0].transpose(0, 1))
     assert_as_stated(out, torch.cat(parts), tensors)
 
 
@@ -146,6 +159,18 @@ def test_a_bias_behind_the_scale() -> None:
 
 
 @each_layout
+def test_a_sink_beside_ropes(layout: str) -> None:
+    tensors = [*inputs(), drawn(B, N, SQ, 4), drawn(B, NK, SKV, 4), drawn(N)]
+    q, k, v, q_rope, k_rope = (to_layout(x, layout) for x in tensors[:5])
+    out = torch_npu.npu_fusion_attention_v2(
+        q, k, v, N, layout, query_rope=q_rope, key_rope=k_rope, scale=0.3, sink=tensors[5]
+    )[0]
+    wide = [torch.cat((tensors[i], tensors[3 + i]), -1) for i in (0, 1)]
+    expected = attention(*wide, tensors[2], scale=0.3, sink=tensors[5])[0]
+    assert_as_stated(from_layout(out, layout, N), expected, tensors)
+
+
+@each_layout
 def test_ropes_are_further_channels(layout: str) -> None:
     tensors = [*inputs(), drawn(B, N, SQ, 4), drawn(B, NK, SKV, 4)]
     q, k, v, q_rope, k_rope = (to_layout(x, layout) for x in tensors)
@@ -190,23 +215,29 @@ def test_without_dropout_there_is_no_seed() -> None:
     assert (seed, offset, numels) == (0, 0, B * N * SQ * SKV)
 
 
-@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
-def test_the_gradient_draws_the_mask_again(version: str) -> None:
-    tensors = inputs()
-    forward = getattr(torch_npu, f"npu_fusion_attention{version}")
-    backward = getattr(torch_npu, f"npu_fusion_attention_grad{version}")
+@each_version
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_the_gradient_draws_the_mask_again(name: str, with_sink: bool) -> None:
+    """With a sink, beside a bias."""
+    tensors, more = inputs(), {}
+    if with_sink:
+        more = {"pse": drawn(B, N, SQ, SKV), "sink": drawn(N)}
+    forward = getattr(torch_npu, name)
+    backward = getattr(torch_npu, name.replace("attention", "attention_grad"))
     torch.manual_seed(3)
-    out, maximum, total, softmax, *drawn_by = forward(*tensors, N, "BNSD", keep_prob=0.7)
+    out, maximum, total, softmax, *drawn_by = forward(*tensors, N, "BNSD", keep_prob=0.7, **more)
     names = ("seed", "offset", "numels")[: len(drawn_by)]
-    again = backward(
+    *first, last = backward(
         *(x.detach() for x in tensors), torch.ones_like(out), N, "BNSD", keep_prob=0.7,
         softmax_max=maximum, softmax_sum=total, softmax_in=softmax, attention_in=out.detach(),
-        **dict(zip(names, drawn_by, strict=True)),
+        **dict(zip(names, drawn_by, strict=True)), **{k: x.detach() for k, x in more.items()},
     )  # fmt: skip
-    assert_close(again[:3], torch.autograd.grad(out.sum(), tensors), rtol=0, atol=0)
+    found = [*first[:4], last] if with_sink else first[:3]
+    expected = torch.autograd.grad(out.sum(), [*tensors, *more.values()])
+    assert_close(found, list(expected), rtol=0, atol=0)
     torch.manual_seed(3)
-    assert torch.equal(forward(*tensors, N, "BNSD", keep_prob=0.7)[0], out)
-    assert not torch.equal(forward(*tensors, N, "BNSD", keep_prob=0.7)[0], out)
+    assert torch.equal(forward(*tensors, N, "BNSD", keep_prob=0.7, **more)[0], out)
+    assert not torch.equal(forward(*tensors, N, "BNSD", keep_prob=0.7, **more)[0], out)
 
 
 def test_the_masks_are_random() -> None:
@@ -236,4 +267,33 @@ def test_the_gradient_of_the_bias_by_its_operator() -> None:
         softmax_max=maximum, softmax_sum=total, attention_in=out.detach(),
     )  # fmt: skip
     assert_close(results[:4], torch.autograd.grad(out.sum(), tensors))
-    assert results[4].shape == (0,)
+    assert results[4].shape == (0,)  # that of the sink
+    assert results[4].dtype == torch.float32
+
+
+@each_version
+def test_wrong_sinks(name: str) -> None:
+    query, key = torch.randn(B, N, SQ, D), torch.randn(B, NK, SKV, D)
+    for sink, kind, message in (
+        (torch.zeros(NK), ValueError, r"sink: expected shape \(4\)"),
+        (torch.zeros(N).bfloat16(), TypeError, "sink: expected dtype float32, got bfloat16"),
+    ):
+        with pytest.raises(kind, match=message):
+            getattr(torch_npu, name)(query, key, key, N, "BNSD", sink=sink)
+
+
+@pytest.mark.parametrize("name", ["npu_fusion_attention_v2", "npu_fusion_attention_v3"])
+def test_sinks_compile(name: str) -> None:
+    tensors = [x.detach().float() for x in (*inputs(), drawn(N))]
+    function = getattr(torch_npu, name)
+
+    def call(*x: Tensor) -> Tensor:
+        return function(*x[:3], N, "BNSD", scale=0.3, sink=x[3])[0]
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    results = []
+    for step in (compiled, call):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = step(*leaves)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    assert all(map(torch.equal, *results))
