@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -23,7 +24,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "simulation"))
-from precompiled_header import precompiled  # noqa: E402
+from building import precompiled, short_lines  # noqa: E402
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 7, 1)
 COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
@@ -32,6 +33,8 @@ COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
 COMPILE_ARGS += ["-fno-trapping-math", "-fno-math-errno"]
 # Clang wants braces around `options` in an operator's list of all arguments.
 COMPILE_ARGS += ["-Wno-missing-braces"]
+# Vector units of x86-64 that loops can be compiled for.
+VECTOR_UNITS = ("baseline", "avx2", "avx512")
 # Such as --coverage: for the compiler and the linker, after all others.
 FLAGS = shlex.split(os.environ.get("ASCEND_ATTN_OPS_FLAGS", ""))
 # Read by python/ascend_attn_ops/_built_with.py before it loads what was compiled.
@@ -111,9 +114,39 @@ def core_extension() -> Any:
         "ascend_attn_ops._C",
         core_sources(),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=[*COMPILE_ARGS, *torch_headers(), *FLAGS],
+        extra_compile_args=[*COMPILE_ARGS, *torch_headers(), *vector_units(), *FLAGS],
         extra_link_args=[*openmp(), *FLAGS],
     )
+
+
+def vector_units() -> list[str]:
+    """Return what compiles loops for the one vector unit that ASCEND_ATTN_OPS_VECTOR_UNITS names.
+
+    With "all", the default, a build runs on every processor. "native" is this processor's unit.
+    """
+    unit = os.environ.get("ASCEND_ATTN_OPS_VECTOR_UNITS") or "all"
+    if unit not in ("all", "native", *VECTOR_UNITS):
+        expected = ", ".join(("all", "native", *VECTOR_UNITS))
+        refuse(f"ASCEND_ATTN_OPS_VECTOR_UNITS={unit}: expected one of {expected}")
+    if unit == "all" or platform.machine().lower() not in ("x86_64", "amd64"):
+        return []
+    if unit == "native":
+        macros = compiler_says("-march=native", "-dM", "-E", "-x", "c++", os.devnull)
+        needed = {
+            "avx512": ("AVX512F", "AVX512BW", "AVX512CD", "AVX512DQ", "AVX512VL"),
+            "avx2": ("AVX2", "FMA", "BMI", "BMI2"),
+            "baseline": (),
+        }
+        unit = next(x for x in needed if all(f" __{y}__ " in macros for y in needed[x]))
+    return [f"-DASCEND_ATTN_OPS_VECTOR_UNIT={unit}"]
+
+
+def compiler_says(*arguments: str) -> str:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        refuse(f"there is no compiler {compiler[0]}; install g++, or set CXX to another")
+    command = [*compiler, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def openmp() -> list[str]:
@@ -122,11 +155,7 @@ def openmp() -> list[str]:
     GCC's is the one that torch brings, and a second copy would have threads of its own. Clang's is
     another, which torch does not have.
     """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if shutil.which(compiler[0]) is None:
-        refuse(f"there is no compiler {compiler[0]}; install g++, or set CXX to another")
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
-    return ["-fopenmp"] if "clang" in version.stdout else []
+    return ["-fopenmp"] if "clang" in compiler_says("--version") else []
 
 
 def npu_extension() -> Any | None:
@@ -187,8 +216,10 @@ def build_command() -> Any:
                 versions["torch_npu"] = metadata.version("torch_npu")
             # setuptools compares times, which do not tell that torch is another.
             self.force = self.force or modules.get(module) != versions
-            ext.extra_compile_args += precompiled(self.compiler, ext, Path(self.build_temp, module))
-            super().build_extension(ext)
+            with short_lines():
+                folder = Path(self.build_temp, module)
+                ext.extra_compile_args += precompiled(self.compiler, ext, folder)
+                super().build_extension(ext)
             record.write_text(json.dumps({**modules, module: versions}, indent=2) + "\n")
 
         def copy_extensions_to_source(self) -> None:

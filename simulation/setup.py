@@ -19,7 +19,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
-from precompiled_header import precompiled  # noqa: E402
+from building import precompiled, short_lines  # noqa: E402
 
 OLDEST_PYTHON = (3, 10)
 PACKAGE = "cann_simulator"
@@ -128,9 +128,10 @@ def build_command(versions: dict[str, str]) -> Any:
 
         def build_extension(self, ext: Any) -> None:
             ext.library_dirs.append(str(Path(self.get_ext_fullpath(ext.name)).parent))
-            if ext.name.endswith(LIBRARIES_WITH_TENSORS):
-                ext.extra_compile_args += precompiled(self.compiler, ext, Path(self.build_temp))
-            super().build_extension(ext)
+            with short_lines():
+                if ext.name.endswith(LIBRARIES_WITH_TENSORS):
+                    ext.extra_compile_args += precompiled(self.compiler, ext, Path(self.build_temp))
+                super().build_extension(ext)
 
         def run(self) -> None:
             record = Path(self.build_lib, PACKAGE, BUILT_WITH)

@@ -180,6 +180,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   m.def("cpu_implementations", &cpu_implementations);
   m.def("check_cpu_capability", &cpu::check_capability);
+  m.attr("vector_units") = py::tuple(py::cast(cpu::built_units()));
   m.def("matrix_products", [] { return cpu::name_of(cpu::product_choice().products); });
   m.def("measured_choices_file", &cpu::measured_choices_file);
   m.def("processor_name", &cpu::processor_name);

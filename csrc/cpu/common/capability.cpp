@@ -47,7 +47,7 @@ VectorUnit unit_of_processor() {
 #endif
 }
 
-VectorUnit vector_unit() {
+VectorUnit wanted_unit() {
   const auto* level = wanted_level();
   return level == nullptr ? unit_of_processor() : std::min(level->unit, unit_of_processor());
 }
@@ -55,12 +55,24 @@ VectorUnit vector_unit() {
 }  // namespace
 
 const char* const kCapabilityVariable = "ASCEND_ATTN_OPS_CPU_CAPABILITY";
-const VectorUnit kVectorUnit = vector_unit();
+#if !defined(ASCEND_ATTN_OPS_VECTOR_UNIT)
+const VectorUnit kVectorUnit = wanted_unit();
+#endif
 const bool kNative = wanted_level() == nullptr;
 
 std::string_view wanted_products() {
   constexpr size_t begin = kNativeName.size() + 1;
   return wanted().starts_with("native:") ? wanted().substr(begin) : std::string_view();
+}
+
+std::vector<std::string> built_units() {
+  std::vector<std::string> names;
+  for (const auto& level : kLevels) {
+    if (is_built(level.unit)) {
+      names.emplace_back(level.name);
+    }
+  }
+  return names;
 }
 
 std::string vector_unit_name() {
@@ -72,18 +84,27 @@ std::string vector_unit_name() {
 #elif defined(__aarch64__)
   name = "NEON";
 #endif
+  if (built_units().size() < std::size(kLevels)) {
+    name += ", the only one built";
+  }
   return kNative ? name : name + " (" + kCapabilityVariable + "=" + std::string(wanted()) + ")";
 }
 
 void check_capability() {
-  if (wanted() == kNativeName || wanted_level() != nullptr ||
+  if (unit_of_processor() < kVectorUnit) {
+    throw std::invalid_argument(
+        "ascend_attn_ops._C is built for processors with " + built_units().front() +
+        " alone, and this one has none; build it here: `make build`, or for every processor: "
+        "pip install --no-build-isolation --no-deps .");
+  }
+  if (wanted() == kNativeName || (wanted_level() != nullptr && is_built(wanted_unit())) ||
       std::ranges::find(kNativeProducts, wanted_products()) != std::end(kNativeProducts)) {
     return;
   }
   std::string message =
       std::string(kCapabilityVariable) + "=" + std::string(wanted()) + ": expected ";
-  for (const auto& level : kLevels) {
-    message += std::string(level.name) + " or ";
+  for (const auto& unit : built_units()) {
+    message += unit + " or ";
   }
   message += kNativeName;
   for (const auto& products : kNativeProducts) {

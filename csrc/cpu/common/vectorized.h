@@ -1,4 +1,5 @@
-// Loops that use the vector units of the machine they run on, in a binary that runs on any machine.
+// Loops that use the vector units of the machine they run on, in a binary that runs on any machine
+// unless it is built for one.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -42,19 +43,25 @@ void run_with_avx512(Body& body) {
 }
 #endif
 
-// Runs the loops in `body`, which is compiled once for each vector unit. Not target_clones: Clang
-// has it for fewer targets, and cannot tell which clone runs.
+// Runs the loops in `body`, which is compiled once for each built vector unit. Not target_clones:
+// Clang has it for fewer targets, and cannot tell which clone runs.
 template <typename Body>
 void vectorized(Body body) {
 #if defined(__x86_64__) && defined(__GNUC__)
-  if (kVectorUnit == VectorUnit::avx512) {
-    return run_with_avx512(body);
+  if constexpr (is_built(VectorUnit::avx512)) {
+    if (kVectorUnit == VectorUnit::avx512) {
+      return run_with_avx512(body);
+    }
   }
-  if (kVectorUnit == VectorUnit::avx2) {
-    return run_with_avx2(body);
+  if constexpr (is_built(VectorUnit::avx2)) {
+    if (kVectorUnit == VectorUnit::avx2) {
+      return run_with_avx2(body);
+    }
   }
 #endif
-  if constexpr (takes_vector_bytes<Body>) {
+  if constexpr (!is_built(VectorUnit::baseline)) {
+    return;
+  } else if constexpr (takes_vector_bytes<Body>) {
     body(VectorBytes<16>());
   } else {
     body();
