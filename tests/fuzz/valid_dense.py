@@ -213,8 +213,7 @@ def flash_call(random: Random, case: FuzzedFlash, dtype: torch.dtype) -> Sample:
 def attention(random: Random) -> str:
     case, dtype = flash_case(random), random.choice(draw.DTYPES)
     sample = flash_call(random, case, dtype)
-    actual = run(sample, random, same_on_all_threads=True)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=True))
     return label(case, dtype)
 
 
@@ -323,8 +322,7 @@ def prompt(random: Random, empty: bool = False) -> str:
     if case.inputs == "float" and case.output == "float":
         sample = draw.scaled(sample, ("value",), random)
     sample = with_expanded(sample, ("query", "key", "value"), random)
-    actual = run(sample, random, same_on_all_threads=True)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=True))
     if case.inputs == "int8" or case.output == "int8":
         inputs = case.inputs if case.inputs == "int8" else draw.name_of(dtype)
         return f"{case.layout} mode {case.mode} {inputs} to {case.output}"

@@ -150,8 +150,7 @@ def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
 def attention(random: Random, paged: bool = False, empty: bool = False) -> str:
     case, dtype = sparse_case(random, paged=paged, empty=empty), random.choice(draw.DTYPES)
     sample = forward_of(random, case, dtype)
-    actual = run(sample, random, same_on_all_threads=True)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=True))
     return label(case, dtype)
 
 
@@ -160,8 +159,7 @@ def attention_gradient(random: Random, empty: bool = False) -> str:
     forward = forward_of(random, case, dtype)
     sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
     sample = with_expanded(draw.scaled(sample, ("d_out",), random), ("d_out",), random)
-    actual = run(sample, random, same_on_all_threads=False)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=False))
     return label(case, dtype)
 
 
@@ -178,8 +176,7 @@ def indexer(
         # No score may be more than float16 holds.
         sample = draw.scaled(sample, ("query", "key", "weights"), random, exponents=(-6, 1))
     sample = with_expanded(sample, (*expanded(case), "weights"), random)
-    actual = run(sample, random, same_on_all_threads=True)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=True))
     return label(case, dtype)
 
 
@@ -192,8 +189,7 @@ def indexer_gradient(random: Random, empty: bool = False) -> str:
         if random.random() < 0.2
         else draw.scaled(sample, names, random)
     )
-    actual = run(sample, random, same_on_all_threads=False)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=False))
     return label(case, dtype)
 
 
@@ -211,8 +207,7 @@ def loss(random: Random, empty: bool = False) -> str:
         )
         kind = random.choice((torch.bool, torch.float32, dtype))
         sample = sample.given(weight=weight.to(kind))
-    actual = run(sample, random, same_on_all_threads=False)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=False))
     return f"{label(case, dtype)}{' weighted' if 'weight' in sample.options else ''}"
 
 
@@ -223,8 +218,7 @@ def loss_gradient(random: Random, empty: bool = False) -> str:
     if random.random() < 0.7:
         case = compressed(random, case, empty)
     sample = draw.with_float32_weights(kl_loss_grad.build(replace(case, block=1), dtype), random)
-    actual = run(sample, random, same_on_all_threads=False)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=False))
     return label(case, dtype)
 
 

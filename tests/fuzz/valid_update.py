@@ -49,8 +49,7 @@ def update(random: Random, empty: bool = False) -> str:
     sample = update_call(random, dtype, empty)
     if random.random() < 0.1:
         sample, _ = draw.with_special(sample, list(sample.tensors), random)
-    actual = run(sample, random, same_on_all_threads=True)
-    check(sample, actual)
+    check(sample, run(sample, random, same_on_all_threads=True))
     return f"{len(sample.inputs['lse'])} parts {draw.name_of(dtype)}"
 
 
