@@ -158,41 +158,27 @@ class _Function(NamedTuple):
     valid: Callable[[Random, SequenceShards, torch.dtype], Arguments]
 
 
-def _of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda shards, **options: function(**options, shards=shards)
+def _of_shards(
+    function: Callable[..., Any], valid: Callable[[Random, SequenceShards, torch.dtype], Arguments]
+) -> _Function:
+    return _Function(function, lambda shards, **x: function(**x, shards=shards), valid)
 
 
 FUNCTIONS = {
-    "flash_attention_score": _Function(
-        distributed.flash_attention_score, _of_shards(distributed.flash_attention_score), _dense
+    "flash_attention_score": _of_shards(distributed.flash_attention_score, _dense),
+    "lightning_indexer": _of_shards(distributed.lightning_indexer, _indexer),
+    "sparse_flash_attention": _of_shards(distributed.sparse_flash_attention, _sparse),
+    "lightning_indexer_kl_loss": _of_shards(distributed.lightning_indexer_kl_loss, _loss),
+    "lightning_indexer with compressed keys": _of_shards(
+        distributed.lightning_indexer, _compressed_indexer
     ),
-    "lightning_indexer": _Function(
-        distributed.lightning_indexer, _of_shards(distributed.lightning_indexer), _indexer
+    "lightning_indexer_kl_loss with a target": _of_shards(
+        distributed.lightning_indexer_kl_loss, _loss_with_target
     ),
-    "sparse_flash_attention": _Function(
-        distributed.sparse_flash_attention, _of_shards(distributed.sparse_flash_attention), _sparse
-    ),
-    "lightning_indexer_kl_loss": _Function(
-        distributed.lightning_indexer_kl_loss, _of_shards(distributed.lightning_indexer_kl_loss),
-        _loss,
-    ),
-    "lightning_indexer with compressed keys": _Function(
-        distributed.lightning_indexer, _of_shards(distributed.lightning_indexer),
-        _compressed_indexer,
-    ),
-    "lightning_indexer_kl_loss with a target": _Function(
-        distributed.lightning_indexer_kl_loss, _of_shards(distributed.lightning_indexer_kl_loss),
-        _loss_with_target,
-    ),
-    "compress_keys": _Function(
-        distributed.compress_keys, _of_shards(distributed.compress_keys), _compress
-    ),
-    "sparse_flash_mla": _Function(
-        distributed.sparse_flash_mla, _of_shards(distributed.sparse_flash_mla), _mla
-    ),
-    "sparse_flash_mla_with_indexer_loss": _Function(
-        distributed.sparse_flash_mla_with_indexer_loss,
-        _of_shards(distributed.sparse_flash_mla_with_indexer_loss), _mla_with_loss,
+    "compress_keys": _of_shards(distributed.compress_keys, _compress),
+    "sparse_flash_mla": _of_shards(distributed.sparse_flash_mla, _mla),
+    "sparse_flash_mla_with_indexer_loss": _of_shards(
+        distributed.sparse_flash_mla_with_indexer_loss, _mla_with_loss
     ),
     "SequenceShards.unshard": _Function(SequenceShards.unshard, SequenceShards.unshard, _unshard),
     "SequenceShards": _Function(
