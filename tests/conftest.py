@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,11 +51,23 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     return None
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    # The ranks of one worker serve all tests of ranks, and a run all tests of an example.
-    groups = {"distributed": "ranks", "examples": item.path.stem}
-    if group := groups.get(item.path.parent.name):
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps in one worker what shares ranks, the runs of an example, or verdicts.
+
+    xdist 3.8's own mark, xdist_group, has no effect with pytest 9.2.
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduler(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if "/distributed/" in file or file.endswith("test_rank_programs.py"):
+                return "ranks"
+            shared = "/examples/" in file or file.endswith("test_verdicts.py")
+            return file if shared else str(super()._split_scope(nodeid))
+
+    return Scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 # Every test and every module draws its own numbers, whatever ran before it.

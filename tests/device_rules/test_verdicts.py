@@ -14,7 +14,6 @@ from device_rules.verdicts import OPERATORS, Answer, answers
 PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
 
 # The answers of an operator are computed once: all of this runs in one worker.
-pytestmark = pytest.mark.xdist_group("verdicts")
 
 # For each operator: the verdicts that agree with this library, and the parameter sets that only
 # this library accepts, as `python -m device_rules` prints them.

@@ -15,8 +15,6 @@ from support.processes import on_ranks, skip_unless_gloo_averages
 from test_sparse_programs import plain_sparse_attention
 from torch.distributed import ProcessGroup
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def fully_sharded(group: ProcessGroup, sparse: bool, compiled: bool) -> None:
     torch.manual_seed(0)
