@@ -64,7 +64,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if "/distributed/" in file or file.endswith("test_rank_programs.py"):
                 return "ranks"
-            shared = "/examples/" in file or file.endswith("test_verdicts.py")
+            shared = "/examples/" in file or file.endswith(
+                ("test_verdicts.py", "test_npu_faults.py")
+            )
             return file if shared else str(super()._split_scope(nodeid))
 
     return Scheduler(config, log) if config.getoption("dist") == "loadgroup" else None

@@ -19,7 +19,6 @@ from support.samples import OPERATORS
 from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process
 
 # One process makes the calls of all tests.
-pytestmark = pytest.mark.xdist_group("faulty calls")
 
 FUNCTIONS = [(row["operator"], function) for row in table() for function in row["aclnn"]]
 # The phases that run on the thread of the task queue, at each of its levels.
