@@ -157,9 +157,8 @@ class AttentionRows {
       }
     }
     // Copied values are operands.
-    attention_.whole_values()
-        ? restore_order<Input>(out(0), task.rows(), attention_.value_size)
-        : restore_order<Operand>(out(0), task.rows(), attention_.value_size);
+    attention_.whole_values() ? restore_order<Input>(out(0), task.rows(), attention_.value_size)
+                              : restore_order<Operand>(out(0), task.rows(), attention_.value_size);
   }
 
   // The scores of keys that are several rows of memory. They have the bits of those of whole keys.
