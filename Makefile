@@ -84,7 +84,7 @@ SMOKE_TORCH := 2.10.0
 
 # One build without the NPU, at -O1.
 smoke:
-	ASCEND_ATTN_OPS_FLAGS=-O1 $(PYTHON) tools/matrix.py $(SMOKE_TORCH) --smoke
+	ASCEND_ATTN_OPS_FLAGS=-O1 ASCEND_ATTN_OPS_VECTOR_UNITS=native $(PYTHON) tools/matrix.py $(SMOKE_TORCH) --smoke
 
 # SECONDS is a variable of bash, which counts up: from the environment it would be any number.
 fuzz: build
