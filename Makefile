@@ -1,4 +1,4 @@
-# make demo    train a LightningIndexer on real text: eight minutes from nothing, four of training
+# make demo    train a LightningIndexer on real text: seven minutes from nothing, three of training
 # make demo-full   the same with twice the steps: the figures of the docs
 # make test    build `_C` and run the CPU tests that every change runs; SEED=... chooses what runs by
 #              turns, without it the commit does
@@ -61,7 +61,7 @@ demo-full: build
 
 say-what-demo-does:
 	@echo "Builds the operators and trains a small language model with its indexers on Python's"
-	@echo "standard library: about 8 minutes on 2 cores the first time, and 4 when all is built."
+	@echo "standard library: about 7 minutes on 2 cores the first time, and 3 when all is built."
 
 TEST_JOBS ?= $(shell nproc)
 IN_PARALLEL = -n $(TEST_JOBS) --dist=loadgroup

@@ -217,14 +217,14 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
     if options.compile_only or not row.ok:
         return row.ok
     os.environ["NPU_LEVELS"] = "1"
-    tests = ["-m", "pytest", "tests", *(f"--ignore=tests/{name}" for name in LEFT_OUT)]
+    tests = ["-m", "pytest", "tests", "--all", *(f"--ignore=tests/{name}" for name in LEFT_OUT)]
     for processor in options.processors:
         os.environ["QEMU_CPU"] = processor
         name = f"CPU, {processor}"
         report.add(name, test, name, base, *tests, share=options.share)
         if torch_npu:
             name = f"NPU, {processor}"
-            report.add(name, test, name, npu, "tests/npu/run.py", "-k", NPU_SMOKE)
+            report.add(name, test, name, npu, "tests/npu/run.py", "--all", "-k", NPU_SMOKE)
     return row.ok
 
 

@@ -124,7 +124,7 @@ def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> boo
 
 def test(row: Row, kind: str, log: Path, sources: Path, *command: object, share: int) -> None:
     jobs = os.environ.get("TEST_JOBS") or os.cpu_count()
-    options = ("-q", "-n", jobs, "--dist=loadgroup", "--all", f"--share={share}")
+    options = ("-q", "-n", jobs, "--dist=loadgroup", f"--share={share}")
     succeeded = run(log, sources, *command, *options)
     # pytest's last lines: the NPU tests run once for each device and level of the task queue.
     endings = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", log.read_text(), re.M)
@@ -156,14 +156,14 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
         build(row, "_npu", npu, sources, logs)
     if options.compile_only:
         return row
-    chosen = ["-m", "smoke"] if options.smoke else []
+    chosen = ["-m", "smoke"] if options.smoke else ["--all"]
     test(
         row, "CPU", logs / "test_cpu", sources, python, "-m", "pytest", "tests",
         "--ignore=tests/npu", *chosen, share=options.share,
     )  # fmt: skip
     if row.built.get("_npu", "no") != "no":
         test(
-            row, "NPU", logs / "test_npu", sources, npu, "tests/npu/run.py",
+            row, "NPU", logs / "test_npu", sources, npu, "tests/npu/run.py", "--all",
             share=options.share,
         )  # fmt: skip
     return row
