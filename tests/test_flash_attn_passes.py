@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_attn_ops import flash_attn, flash_attn_interface
-from support.flash_attention_in_torch import attend, attend_packed
+from support.flash_attention_in_torch import assert_gradients, attend, attend_packed, cu, in_blocks
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -16,11 +16,8 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 B, N, KV, D = 2, 4, 2, 24
 CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
 MASKS: list[dict[str, Any]] = [
-    {},
-    {"causal": True},
-    {"window_size": (3, 2)},
-    {"window_size": (0, 0)},
-]
+    {}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, 0)},
+]  # fmt: skip
 each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
 
 
@@ -28,16 +25,9 @@ def randn(*shape: int, requires_grad: bool = True) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=requires_grad)
 
 
-def cu(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def assert_gradients(actual: Tensor, expected: Tensor, *leaves: Tensor) -> None:
-    torch.testing.assert_close(actual, expected)
-    d_out = torch.randn_like(expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(actual, leaves, d_out), torch.autograd.grad(expected, leaves, d_out)
-    )
+def qkv_of(packed: bool, queries: int = 5, keys: int = 9) -> list[Tensor]:
+    q, k = ((CU_Q[-1],), (CU_K[-1],)) if packed else ((B, queries), (B, keys))
+    return [randn(*q, N, D), randn(*k, KV, D), randn(*k, KV, D)]
 
 
 @each_mask
@@ -46,7 +36,7 @@ def test_query_key_and_value_in_one_tensor(module: Any, mask: dict[str, Any]) ->
     qkv = randn(B, 7, 3, N, D)
     out, lse, *_ = module.flash_attn_qkvpacked_func(qkv, **mask, return_attn_probs=True)
     expected, expected_lse = attend(*qkv.unbind(2), **mask)
-    assert_gradients(out, expected, qkv)
+    assert_gradients(out, expected, [qkv])
     torch.testing.assert_close(lse, expected_lse)
 
 
@@ -54,20 +44,20 @@ def test_fewer_heads_of_keys_in_one_tensor() -> None:
     qkv = randn(B, 7, N + 2 * KV, D)
     out = flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=N)
     expected, _ = attend(*qkv.split([N, KV, KV], 2), causal=True)
-    assert_gradients(out, expected, qkv)
+    assert_gradients(out, expected, [qkv])
 
 
 @each_mask
 def test_key_and_value_in_one_tensor(mask: dict[str, Any]) -> None:
     q, kv = randn(B, 5, N, D), randn(B, 9, 2, KV, D)
     out = flash_attn.flash_attn_kvpacked_func(q, kv, **mask)
-    assert_gradients(out, attend(q, *kv.unbind(2), **mask)[0], q, kv)
+    assert_gradients(out, attend(q, *kv.unbind(2), **mask)[0], [q, kv])
     q, kv = randn(CU_Q[-1], N, D), randn(CU_K[-1], 2, KV, D)
     out, lse, _ = flash_attn.flash_attn_varlen_kvpacked_func(
         q, kv, cu(CU_Q), cu(CU_K), 7, 28, **mask, return_attn_probs=True
     )
     expected, expected_lse = attend_packed(q, *kv.unbind(1), CU_Q, CU_K, **mask)
-    assert_gradients(out, expected, q, kv)
+    assert_gradients(out, expected, [q, kv])
     torch.testing.assert_close(lse, expected_lse)
 
 
@@ -75,7 +65,7 @@ def test_key_and_value_in_one_tensor(mask: dict[str, Any]) -> None:
 def test_packed_sequences_in_one_tensor(mask: dict[str, Any]) -> None:
     qkv = randn(CU_Q[-1], 3, N, D)
     out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu(CU_Q), 7, **mask)
-    assert_gradients(out, attend_packed(*qkv.unbind(1), CU_Q, CU_Q, **mask)[0], qkv)
+    assert_gradients(out, attend_packed(*qkv.unbind(1), CU_Q, CU_Q, **mask)[0], [qkv])
 
 
 @pytest.mark.parametrize(
@@ -105,18 +95,24 @@ def test_passes(
 ) -> None:
     alibi = None if slopes is None else 1 / torch.arange(1.0, 1 + torch.Size(slopes).numel())
     alibi = alibi if alibi is None or slopes is None else alibi.view(slopes)
-    q, k, v = randn(B, sizes[0], N, D), randn(B, sizes[1], KV, D), randn(B, sizes[1], KV, D)
+    q, k, v = qkv_of(False, *sizes)
     options = (0.0, 0.3, *bounds(mask), 0.0, alibi)
-    out, lse, _, state = flash_attn._flash_attn_forward(q, k, v, *options, False)
-    expected, expected_lse = attend(q, k, v, softmax_scale=0.3, alibi_slopes=alibi, **mask)
-    torch.testing.assert_close(out, expected.detach())
-    torch.testing.assert_close(lse, expected_lse)
+    expected = attend(q, k, v, softmax_scale=0.3, alibi_slopes=alibi, **mask)
+    check_passes("_flash_attn", [q, k, v], options, expected)
+
+
+def check_passes(
+    name: str, tensors: list[Tensor], options: tuple[Any, ...], expected: tuple[Tensor, Tensor]
+) -> None:
+    out, lse, _, state = getattr(flash_attn, f"{name}_forward")(*tensors, *options, False)
+    torch.testing.assert_close(out, expected[0].detach())
+    torch.testing.assert_close(lse, expected[1])
     assert not any(x.requires_grad for x in (out, lse))
     d_out = torch.randn_like(out)
-    found = [torch.full_like(x, torch.nan, requires_grad=False) for x in (q, k, v)]
-    flash_attn._flash_attn_backward(d_out, q, k, v, out, lse, *found, *options, False, state)
-    wanted = torch.autograd.grad(expected, (q, k, v), d_out)
-    torch.testing.assert_close(tuple(found), wanted)
+    found = [torch.full_like(x, torch.nan, requires_grad=False) for x in tensors]
+    backward = getattr(flash_attn, f"{name}_backward")
+    backward(d_out, *tensors, out, lse, *found, *options, False, state)
+    torch.testing.assert_close(tuple(found), torch.autograd.grad(expected[0], tensors, d_out))
 
 
 # Where keys come after the diagonal, slopes want the same seqlen_k - seqlen_q everywhere.
@@ -126,61 +122,42 @@ def test_passes(
 )  # fmt: skip
 def test_packed_passes(mask: dict[str, Any], with_slopes: bool) -> None:
     alibi = 1 / torch.arange(1.0, 1 + N) if with_slopes else None
-    q, k, v = randn(CU_Q[-1], N, D), randn(CU_K[-1], KV, D), randn(CU_K[-1], KV, D)
-    lengths = cu(CU_Q), cu(CU_K), 7, 28
-    options = (0.0, None, *bounds(mask), 0.0, alibi)
-    out, lse, _, state = flash_attn._flash_attn_varlen_forward(q, k, v, *lengths, *options)
-    expected, expected_lse = attend_packed(q, k, v, CU_Q, CU_K, alibi_slopes=alibi, **mask)
-    torch.testing.assert_close(out, expected.detach())
-    torch.testing.assert_close(lse, expected_lse)
-    d_out = torch.randn_like(out)
-    found = [torch.full_like(x, torch.nan, requires_grad=False) for x in (q, k, v)]
-    flash_attn._flash_attn_varlen_backward(
-        d_out, q, k, v, out, lse, *found, *lengths, *options, False, state
-    )
-    torch.testing.assert_close(tuple(found), torch.autograd.grad(expected, (q, k, v), d_out))
+    q, k, v = qkv_of(True)
+    options = (cu(CU_Q), cu(CU_K), 7, 28, 0.0, None, *bounds(mask), 0.0, alibi)
+    expected = attend_packed(q, k, v, CU_Q, CU_K, alibi_slopes=alibi, **mask)
+    check_passes("_flash_attn_varlen", [q, k, v], options, expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_ring_of_two_parts_of_the_keys(packed: bool) -> None:
     """As ring attention merges: forwards of parts, then backwards with the statistics of all."""
-    q, k, v = randn(1, 6, N, D), randn(1, 8, KV, D), randn(1, 8, KV, D)
-    halves = [(x[:, :4].detach(), y[:, :4].detach()) for x, y in ((k, v),)]
-    halves += [(k[:, 4:].detach(), v[:, 4:].detach())]
-    options = (0.0, None, False, -1, -1, 0.0, None)
+    q, k, v = randn(6, N, D), randn(8, KV, D), randn(8, KV, D)
     name = "_flash_attn_varlen" if packed else "_flash_attn"
     forward = getattr(flash_attn, f"{name}_forward")
     backward = getattr(flash_attn, f"{name}_backward")
     lengths: tuple[Any, ...] = (cu([0, 6]), cu([0, 4]), 6, 4) if packed else ()
+    options = (*lengths, 0.0, None, False, -1, -1, 0.0, None, False)
 
-    def rows(x: Tensor) -> Tensor:
-        return x[0] if packed else x
+    def given(*x: Tensor) -> list[Tensor]:
+        return [y.detach() if packed else y.detach()[None] for y in x]
 
-    outs, lses = [], []
-    for keys, values in halves:
-        arguments = (rows(q), rows(keys), rows(values), *lengths, *options)
-        out, lse, *_ = forward(*arguments) if packed else forward(*arguments, False)
-        outs.append(out)
-        lses.append(lse)
+    parts = [given(q, *x) for x in zip(k.split(4), v.split(4), strict=True)]
+    outs, lses = zip(*(forward(*x, *options)[:2] for x in parts), strict=True)
     lse = torch.logaddexp(*lses)
     # lse has the heads first, out the tokens.
     shares = [(x - lse).exp().transpose(-1, -2)[..., None] for x in lses]
     out = sum(share * x for share, x in zip(shares, outs, strict=True))
-    expected, expected_lse = attend(q, k, v)
-    torch.testing.assert_close(out, rows(expected))
-    torch.testing.assert_close(lse, expected_lse[0] if packed else expected_lse)
-    d_out = torch.randn_like(out)
-    d_q, d_keys = torch.zeros_like(rows(q)), []
-    for keys, values in halves:
-        found = [torch.empty_like(x) for x in (rows(q), rows(keys), rows(values))]
-        backward(
-            d_out, rows(q), rows(keys), rows(values), out, lse, *found, *lengths, *options, False
-        )
-        d_q += found[0]
-        d_keys.append(found[1:])
-    d_k, d_v = (torch.cat(x, 0 if packed else 1) for x in zip(*d_keys, strict=True))
-    wanted = torch.autograd.grad(rows(expected), (q, k, v), d_out)
-    torch.testing.assert_close((d_q, d_k, d_v), tuple(rows(x) for x in wanted))
+    expected, expected_lse = attend_packed(q, k, v, [0, 6], [0, 8])
+    d_out = torch.randn_like(expected)
+    torch.testing.assert_close([out, lse], given(expected, expected_lse))
+    gradients = []
+    for x in parts:
+        found = [torch.empty_like(y) for y in x]
+        backward(*given(d_out), *x, out, lse, *found, *options)
+        gradients.append([y.view(-1, *y.shape[-2:]) for y in found])
+    d_q, d_k, d_v = zip(*gradients, strict=True)
+    wanted = torch.autograd.grad(expected, (q, k, v), d_out)
+    torch.testing.assert_close((sum(d_q), torch.cat(d_k), torch.cat(d_v)), wanted)
 
 
 def test_no_dropout_in_a_pass() -> None:
@@ -190,76 +167,63 @@ def test_no_dropout_in_a_pass() -> None:
 
 
 @each_mask
-def test_passes_of_flash_attention_3(mask: dict[str, Any]) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_passes_of_flash_attention_3(packed: bool, mask: dict[str, Any]) -> None:
     causal, left, right = bounds(mask)
-    window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
-    q, k, v = randn(B, 5, N, D), randn(B, 9, KV, D), randn(B, 9, KV, D)
-    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, k, v, causal=causal, **window)
-    expected, expected_lse = attend(q, k, v, **mask)
-    torch.testing.assert_close(out, expected.detach())
-    torch.testing.assert_close(lse, expected_lse)
-    d_out = torch.randn_like(out)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    flash_attn_interface._flash_attn_backward(
-        d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=causal, **window
-    )
-    torch.testing.assert_close((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), d_out))
-
-
-@each_mask
-def test_packed_passes_of_flash_attention_3(mask: dict[str, Any]) -> None:
-    causal, left, right = bounds(mask)
-    window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
-    q, k, v = randn(CU_Q[-1], N, D), randn(CU_K[-1], KV, D), randn(CU_K[-1], KV, D)
-    lengths = {"cu_seqlens_q": cu(CU_Q), "cu_seqlens_k": cu(CU_K)}
-    target = torch.empty_like(q)
+    options: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
+    q, k, v = qkv_of(packed)
+    if packed:
+        options |= {"cu_seqlens_q": cu(CU_Q), "cu_seqlens_k": cu(CU_K)}
+        expected, expected_lse = attend_packed(q, k, v, CU_Q, CU_K, **mask)
+    else:
+        expected, expected_lse = attend(q, k, v, **mask)
+    target = torch.empty_like(q) if packed else None
     out, lse, *_ = flash_attn_interface._flash_attn_forward(
-        q, k, v, out_=target, **lengths, causal=causal, **window
+        q, k, v, out_=target, causal=causal, **options
     )
-    assert out is target
-    expected, expected_lse = attend_packed(q, k, v, CU_Q, CU_K, **mask)
+    assert target is None or out is target
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(lse, expected_lse)
     d_out = torch.randn_like(out)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     flash_attn_interface._flash_attn_backward(
-        d_out, q, k, v, out, lse, **lengths, dq=dq, dk=dk, dv=dv, is_causal=causal, **window
+        d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=causal, **options
     )
     torch.testing.assert_close((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), d_out))
 
 
 @each_mask
 def test_functions_of_flash_attention_3(mask: dict[str, Any]) -> None:
-    q, k, v = randn(B, 5, N, D), randn(B, 9, KV, D), randn(B, 9, KV, D)
+    q, k, v = qkv_of(False)
     out, lse = flash_attn_interface.flash_attn_func(q, k, v, None, **mask, return_attn_probs=True)
     expected, expected_lse = attend(q, k, v, **mask)
-    assert_gradients(out, expected, q, k, v)
+    assert_gradients(out, expected, [q, k, v])
     torch.testing.assert_close(lse, expected_lse)
     assert isinstance(flash_attn_interface.flash_attn_func(q, k, v), Tensor)
 
-    q, k, v = randn(CU_Q[-1], N, D), randn(CU_K[-1], KV, D), randn(CU_K[-1], KV, D)
-    used = [4, 3, 0, 28]
+    q, k, v = qkv_of(True)
+    used, sink = [4, 3, 0, 28], randn(N)
     out, lse = flash_attn_interface.flash_attn_varlen_func(
-        q, k, v, cu(CU_Q), cu(CU_K), 7, 28, seqused_k=cu(used), **mask, return_attn_probs=True
-    )
+        q, k, v, cu(CU_Q), cu(CU_K), 7, 28, seqused_k=cu(used), **mask, s_aux=sink,
+        return_attn_probs=True,
+    )  # fmt: skip
     kept = torch.cat([torch.arange(n) + begin for n, begin in zip(used, CU_K[:-1], strict=True)])
     ends = [0, *torch.tensor(used).cumsum(0).tolist()]
-    expected, expected_lse = attend_packed(q, k[kept], v[kept], CU_Q, ends, **mask)
-    assert_gradients(out, expected, q, k, v)
+    expected, expected_lse = attend_packed(q, k[kept], v[kept], CU_Q, ends, **mask, s_aux=sink)
+    assert_gradients(out, expected, [q, k, v, sink])
     torch.testing.assert_close(lse, expected_lse)
 
 
 def test_cache_of_flash_attention_3() -> None:
-    caches = [randn(B, 16, KV, D, requires_grad=False) for _ in range(2)]
-    pages = [x.reshape(B * 4, 4, KV, D) for x in caches]
-    table = torch.arange(B * 4, dtype=torch.int32).view(B, 4)
-    q, lengths = randn(B, 1, N, D, requires_grad=False), cu([5, 11])
-    expected = [
-        attend(q[b : b + 1], *(x[b : b + 1, :n] for x in caches)) for b, n in ((0, 5), (1, 11))
-    ]
+    q, sink = randn(B, 1, N, D, requires_grad=False), randn(N, requires_grad=False)
+    k, v = randn(2, 16, KV, D, requires_grad=False)
+    (k_pages, table), (v_pages, _) = (in_blocks(x.split([5, 11]), 4) for x in (k, v))
+    parts = zip(q.split(1), k.split([5, 11]), v.split([5, 11]), strict=True)
+    expected = [attend(x, y[None], z[None], s_aux=sink) for x, y, z in parts]
     out, lse, *_ = flash_attn_interface.flash_attn_with_kvcache(
-        q, *pages, cache_seqlens=lengths, page_table=table, causal=True, return_softmax_lse=True
-    )
+        q, k_pages, v_pages, cache_seqlens=cu([5, 11]), page_table=table, causal=True,
+        return_softmax_lse=True, learnable_sink=sink,
+    )  # fmt: skip
     torch.testing.assert_close(out, torch.cat([x for x, _ in expected]))
     torch.testing.assert_close(lse, torch.cat([x for _, x in expected]))
 
@@ -281,6 +245,11 @@ DESCALE = "q_descale k_descale v_descale"
 # The names of sinks in vLLM's FlashAttention-3 and in FlashAttention-4.
 SINK = "s_aux learnable_sink"
 SIGNATURES = {
+    (flash_attn, "flash_attn_func"): f"q k v {PACKED} {SINK}",
+    (flash_attn, "flash_attn_varlen_func"): f"q k v {SEQUENCES} {PACKED} block_table {SINK}",
+    (flash_attn, "flash_attn_with_kvcache"): f"q k_cache v_cache k v rotary_cos rotary_sin \
+cache_seqlens cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap \
+rotary_interleaved alibi_slopes num_splits return_softmax_lse {SINK}",
     (flash_attn, "flash_attn_qkvpacked_func"): f"qkv {PACKED}",
     (flash_attn, "flash_attn_kvpacked_func"): f"q kv {PACKED}",
     (flash_attn, "flash_attn_varlen_qkvpacked_func"): f"qkv cu_seqlens max_seqlen {PACKED}",
@@ -315,7 +284,21 @@ window_size_left window_size_right softcap deterministic sm_margin",
 }
 
 
+DEFAULTS = {
+    "dropout_p": 0.0, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
+    "deterministic": False, "return_attn_probs": False, "rotary_interleaved": True,
+    "num_splits": 0, "return_softmax_lse": False,
+    **dict.fromkeys(["softmax_scale", "alibi_slopes", "block_table", "k", "v", "rotary_cos",
+                     "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "s_aux",
+                     "learnable_sink"]),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x))
 def test_signatures(module: Any, name: str) -> None:
-    expected = SIGNATURES[module, name].split()
-    assert list(inspect.signature(getattr(module, name)).parameters) == expected
+    parameters = inspect.signature(getattr(module, name)).parameters
+    assert list(parameters) == SIGNATURES[module, name].split()
+    for argument, parameter in parameters.items():
+        has_default = parameter.default is not parameter.empty
+        if has_default and module is flash_attn and not name.startswith("_"):
+            assert parameter.default == DEFAULTS[argument], argument

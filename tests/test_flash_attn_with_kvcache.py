@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import flash_attn_with_kvcache
-from support.flash_attention_in_torch import attend
+from support.flash_attention_in_torch import attend, cu, in_blocks
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -27,10 +26,6 @@ def holding(lengths: list[int], rows: int = B) -> tuple[Tensor, Tensor]:
     for row, length in enumerate(lengths):
         k[row, length:], v[row, length:] = torch.nan, torch.nan
     return k, v
-
-
-def seqlens(lengths: list[int]) -> Tensor:
-    return torch.tensor(lengths, dtype=torch.int32)
 
 
 def expected_of(
@@ -52,7 +47,7 @@ def expected_of(
 each_options = pytest.mark.parametrize(
     "options",
     [{}, {"causal": True}, {"window_size": (4, 0)}, {"window_size": (6, 1)}, {"slopes": ()},
-     {"causal": True, "slopes": (B,)}],
+     {"causal": True, "slopes": (B,)}, {"causal": True, "s_aux": torch.arange(N).double()}],
     ids=str,
 )  # fmt: skip
 
@@ -76,7 +71,7 @@ def test_attends_to_what_the_cache_holds(
     before = [x.clone() for x in caches]
     q, k, v = random(B, max(new, 2), N, D), random(B, new, NK, D), random(B, new, NK, D)
     out, lse = flash_attn_with_kvcache(
-        q, *caches, *((k, v) if new else ()), cache_seqlens=seqlens(lengths),
+        q, *caches, *((k, v) if new else ()), cache_seqlens=cu(lengths),
         return_softmax_lse=True, **options,
     )  # fmt: skip
     whole = [
@@ -110,7 +105,7 @@ def test_rows_of_the_cache(new: int) -> None:
     before = [x.clone() for x in caches]
     q, k, v = random(B, 1, N, D), random(B, new, NK, D), random(B, new, NK, D)
     out = flash_attn_with_kvcache(
-        q, *caches, *((k, v) if new else ()), cache_seqlens=seqlens(LENGTHS),
+        q, *caches, *((k, v) if new else ()), cache_seqlens=cu(LENGTHS),
         cache_batch_idx=torch.tensor(rows, dtype=torch.int32), causal=True,
     )  # fmt: skip
     whole = [
@@ -130,58 +125,35 @@ def test_rows_of_the_cache(new: int) -> None:
 def test_blocks(block_size: int, new: int) -> None:
     """The same as with a cache that is not paged, whatever the order of the blocks."""
     q, k, v = random(B, 2, N, D), random(B, new, NK, D), random(B, new, NK, D)
-    plain = holding(LENGTHS)
+    plain = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 8)) for x in holding(LENGTHS)]
     appended = (k, v) if new else ()
-    options: dict[str, Any] = {"cache_seqlens": seqlens(LENGTHS), "causal": True}
-    blocks = -(-max(SLOTS, max(LENGTHS) + new) // block_size)
-    order = torch.randperm(B * blocks + 3, generator=torch.Generator().manual_seed(0))
-    table = order[: B * blocks].view(B, blocks).int()
-    paged = [torch.full((B * blocks + 3, block_size, NK, D), torch.nan).double() for _ in range(2)]
-    for cache, x in zip(paged, plain, strict=True):
-        for b, n in enumerate(LENGTHS):
-            for position in range(n):
-                block = table[b, position // block_size]
-                cache[block, position % block_size] = x[b, position]
-    wide = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 8)) for x in plain]
-    expected = flash_attn_with_kvcache(q, *wide, *appended, **options, return_softmax_lse=True)
+    options: dict[str, Any] = {"cache_seqlens": cu(LENGTHS), "causal": True}
+    (k_blocks, table), (v_blocks, _) = (in_blocks(x.unbind(), block_size) for x in plain)
+    expected = flash_attn_with_kvcache(q, *plain, *appended, **options, return_softmax_lse=True)
     actual = flash_attn_with_kvcache(
-        q, *paged, *appended, **options, block_table=table, return_softmax_lse=True
-    )
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y)
+        q, k_blocks, v_blocks, *appended, **options, block_table=table[:, :-1],
+        return_softmax_lse=True,
+    )  # fmt: skip
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_table_padded_with_minus_one() -> None:
     q, cache = random(2, 1, N, D), random(3, 8, NK, D)
     table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
-    out = flash_attn_with_kvcache(
-        q, cache, cache, cache_seqlens=seqlens([13, 8]), block_table=table
-    )
+    out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=cu([13, 8]), block_table=table)
     whole = [torch.cat((cache[2], cache[0]))[:13], cache[1]]
     torch.testing.assert_close(out, expected_of(q, whole, whole)[0])
-
-
-def test_parts_of_a_cache_are_merged_with_the_log_sum_exp() -> None:
-    """return_softmax_lse serves this."""
-    q, (k, v) = random(B, 2, N, D), random(2, B, SLOTS, NK, D)
-    parts = [
-        flash_attn_with_kvcache(q, k[:, span], v[:, span], return_softmax_lse=True)
-        for span in (slice(0, 10), slice(10, None))
-    ]
-    lse = [x.transpose(1, 2).float().contiguous() for _, x in parts]
-    merged, _ = ascend_attn_ops.attention_update(lse, [x.float() for x, _ in parts])
-    torch.testing.assert_close(merged.double(), attend(q, k, v)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_inference_mode_and_gradients() -> None:
     caches = holding(LENGTHS)
     leaf = random(B, 1, N, D).requires_grad_()
     with pytest.raises(NotImplementedError, match=r"q, .*: expected no gradient .*torch\.no_grad"):
-        flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
+        flash_attn_with_kvcache(leaf, *caches, cache_seqlens=cu(LENGTHS))
     with torch.no_grad():
-        out = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
+        out = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=cu(LENGTHS))
     with torch.inference_mode():
-        again = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=seqlens(LENGTHS))
+        again = flash_attn_with_kvcache(leaf, *caches, cache_seqlens=cu(LENGTHS))
     assert not out.requires_grad
     assert torch.equal(out, again)
 

@@ -10,21 +10,18 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import flash_attn_varlen_func, register_flash_attention_impl
-from support.flash_attention_in_torch import attend_packed
+from support.flash_attention_in_torch import assert_gradients, attend_packed, cu, in_blocks
 from torch import Tensor
 
 HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
-needs_registry = pytest.mark.skipif(
-    not HAS_REGISTRY,
-    reason=f"torch {torch.__version__} has no register_flash_attention_impl, which 2.10 brought",
-)
-
 N, D = 4, 16
 CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
 
 
 @pytest.fixture
 def varlen_attn(no_limits: None) -> Iterator[Callable[..., Any]]:
+    if not HAS_REGISTRY:
+        pytest.skip(f"torch {torch.__version__} has no registry of implementations, as 2.10 has")
     from torch.nn.attention.varlen import varlen_attn
 
     register_flash_attention_impl()
@@ -62,14 +59,9 @@ def tensors(
     return [torch.randn(*x, D, generator=generator, dtype=torch.float64).to(dtype) for x in sizes]
 
 
-def cu(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 LENGTHS = cu(CU_Q), cu(CU_K), 7, 28
 
 
-@needs_registry
 @pytest.mark.parametrize("behind", [0, 2])
 @pytest.mark.parametrize("bounds", [(-1, -1), (-1, 0), (3, 0), (4, 2), (2, -1), (0, 0)], ids=str)
 def test_forward_and_backward(
@@ -78,14 +70,10 @@ def test_forward_and_backward(
     leaves = [x.requires_grad_() for x in tensors(behind=behind)]
     out = varlen_attn(*leaves, *LENGTHS, **window(*bounds))
     expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=bounds)
-    torch.testing.assert_close(out, expected)
-    d_out = torch.randn_like(out)
-    actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
     # The statistics for the backward are float32.
-    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    assert_gradients(out, expected, leaves, tolerance=1e-5)
 
 
-@needs_registry
 def test_a_window_of_one_key_under_the_limits(varlen_attn: Callable[..., Any]) -> None:
     leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32, behind=2)]
     with ascend_attn_ops.limits("A2"):
@@ -98,7 +86,6 @@ def test_a_window_of_one_key_under_the_limits(varlen_attn: Callable[..., Any]) -
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
-@needs_registry
 def test_autocast_leaves_it_alone(varlen_attn: Callable[..., Any]) -> None:
     leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -109,45 +96,28 @@ def test_autocast_leaves_it_alone(varlen_attn: Callable[..., Any]) -> None:
     assert all(x.grad is not None and x.grad.any() for x in leaves)
 
 
-@needs_registry
 def test_grouped_heads(varlen_attn: Callable[..., Any]) -> None:
     needs("enable_gqa")
     leaves = [x.requires_grad_() for x in tensors(key_heads=2)]
     out = varlen_attn(*leaves, *LENGTHS, enable_gqa=True, window_size=(-1, 0))
     expected, _ = attend_packed(*leaves, CU_Q, CU_K, causal=True)
-    torch.testing.assert_close(out, expected)
-    d_out = torch.randn_like(out)
-    actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
-    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    assert_gradients(out, expected, leaves, tolerance=1e-5)
 
 
-@needs_registry
 @pytest.mark.parametrize("behind", [0, 2])
 def test_return_aux_and_scale(varlen_attn: Callable[..., Any], behind: int) -> None:
     from torch.nn.attention.varlen import AuxRequest
 
     needs("scale")
-    inputs = tensors(behind=behind)
+    leaves = [x.requires_grad_() for x in tensors(behind=behind)]
     aux = AuxRequest(lse=True)
-    out, lse = varlen_attn(*inputs, *LENGTHS, return_aux=aux, scale=0.4, **window(-1, 0))
-    expected, expected_lse = attend_packed(*inputs, CU_Q, CU_K, causal=True, softmax_scale=0.4)
-    torch.testing.assert_close(out, expected)
+    out, lse = varlen_attn(*leaves, *LENGTHS, return_aux=aux, scale=0.4, **window(-1, 0))
+    expected, expected_lse = attend_packed(*leaves, CU_Q, CU_K, causal=True, softmax_scale=0.4)
+    assert_gradients(out, expected, leaves, tolerance=1e-5)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-@needs_registry
-def test_gradients_with_a_scale(varlen_attn: Callable[..., Any]) -> None:
-    needs("scale")
-    leaves = [x.requires_grad_() for x in tensors()]
-    out = varlen_attn(*leaves, *LENGTHS, scale=0.4)
-    expected, _ = attend_packed(*leaves, CU_Q, CU_K, softmax_scale=0.4)
-    d_out = torch.randn_like(out)
-    actual, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (out, expected))
-    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
-
-
-@needs_registry
 @pytest.mark.parametrize("paged", [False, True])
 def test_seqused_k_and_block_table(varlen_attn: Callable[..., Any], paged: bool) -> None:
     needs("block_table")
@@ -158,20 +128,15 @@ def test_seqused_k_and_block_table(varlen_attn: Callable[..., Any], paged: bool)
     keys = [k, v]
     cu_k: Tensor | None = LENGTHS[1]
     if paged:
-        blocks = torch.full((2, 9, 4, N, D), torch.nan).double()
-        table = torch.tensor([[8, 1, 0, 0, 0], [0] * 5, [0] * 5, [2, 4, 6, 7, 3]]).int()
-        for x, cache in zip((k, v), blocks, strict=True):
-            for row, begin, length in zip(table, CU_K, used, strict=False):
-                for i in range(length):
-                    cache[row[i // 4], i % 4] = x[begin + i]
-        keys, cu_k, options["block_table"] = list(blocks), None, table
+        blocks = [in_blocks(x.split(used), 4) for x in whole]
+        keys, cu_k = [cache for cache, _ in blocks], None
+        options["block_table"] = blocks[0][1].clamp(min=0)
     with torch.no_grad():
         out = varlen_attn(q, *keys, LENGTHS[0], cu_k, 7, 28, **options)
     expected, _ = attend_packed(q, *whole, CU_Q, [0, 7, 7, 7, 27], causal=True)
     torch.testing.assert_close(out, expected)
 
 
-@needs_registry
 def test_into_a_tensor(varlen_attn: Callable[..., Any]) -> None:
     from torch.nn.attention import varlen
 
@@ -183,7 +148,6 @@ def test_into_a_tensor(varlen_attn: Callable[..., Any]) -> None:
     assert torch.equal(out, varlen_attn(q, k, v, *LENGTHS))
 
 
-@needs_registry
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_same_as_flash_attn_varlen_func(
     varlen_attn: Callable[..., Any], dtype: torch.dtype
@@ -193,7 +157,6 @@ def test_the_same_as_flash_attn_varlen_func(
     assert torch.equal(varlen_attn(*inputs, *LENGTHS, **window(-1, 0)), expected)
 
 
-@needs_registry
 def test_compiles(varlen_attn: Callable[..., Any]) -> None:
     leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
 
@@ -205,7 +168,6 @@ def test_compiles(varlen_attn: Callable[..., Any]) -> None:
     torch.testing.assert_close(*gradients)
 
 
-@needs_registry
 def test_errors(varlen_attn: Callable[..., Any]) -> None:
     q, k, v = tensors()
     long, no_zero = LENGTHS[1].long(), LENGTHS[1] + 1
@@ -222,7 +184,6 @@ def test_errors(varlen_attn: Callable[..., Any]) -> None:
         forward(q[None], k[None], v[None], None, None, 13, 40, 0.0, False, False)
 
 
-@needs_registry
 def test_torch_alone_has_no_kernel_here(varlen_attn: Callable[..., Any]) -> None:
     """And has none again when it is told to restore its own."""
     if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .attention import attention
+
+
+def cu(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_gradients(
+    actual: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float | None = None
+) -> None:
+    """Compares results and their gradients, these with another tolerance if one is given."""
+    torch.testing.assert_close(actual, expected)
+    d_out = torch.randn_like(expected)
+    found, wanted = (torch.autograd.grad(x, leaves, d_out) for x in (actual, expected))
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def in_blocks(sequences: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """Returns a cache with the sequences in blocks of any order, otherwise NaN, and its table."""
+    counts = [-(-len(x) // size) for x in sequences]
+    order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist())
+    cache = sequences[0].new_full((max(sum(counts), 1), size, *sequences[0].shape[1:]), torch.nan)
+    table = torch.full((len(sequences), max(counts) + 1), -1, dtype=torch.int32)
+    for row, x in zip(table, sequences, strict=True):
+        for i, part in enumerate(x.split(size) if len(x) else ()):
+            row[i] = block = next(order)
+            cache[block, : len(part)] = part
+    return cache, table
 
 
 def visible(sq: int, skv: int, causal: bool, window: tuple[int, int]) -> Tensor:
