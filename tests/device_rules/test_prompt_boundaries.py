@@ -1,47 +1,15 @@
-"""Both sides of each device rule of prompt_flash_attention, with the text of the error."""
+"""Products that have prompt_flash_attention, and calls that none of them limits."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.boundaries.prompt import (
-    A2,
-    A3,
-    BOUNDARIES,
-    P950,
-    Arguments,
-    inputs,
-    merged,
-    meta,
-)
+from ascend_attn_ops.check.boundaries.prompt import A2, A3, P950, inputs, merged, meta
 
 OPERATOR = torch.ops.ascend.prompt_flash_attention
-
-
-@pytest.mark.parametrize(("device", "good", "bad", "error"), BOUNDARIES, ids=str)
-def test_both_sides(device: tuple[Any, Any], good: Arguments, bad: Arguments, error: str) -> None:
-    def call(arguments: Arguments) -> None:
-        positional = [arguments[name] for name in ("query", "key", "value")]
-        OPERATOR(*positional, **{k: v for k, v in arguments.items() if k not in INPUTS})
-
-    with ops.limits(*device):
-        call(good)
-        text = f"ascend::prompt_flash_attention: {error.format(f'Ascend {device[0]}')}{LIFTED}"
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            call(bad)
-    with ops.limits(None):
-        call(bad)
-
-
-INPUTS = ("query", "key", "value")
-LIFTED = (
-    "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits "
-    "[ACLNN_ERR_PARAM_INVALID 161002]"
-)
 
 
 def test_950_has_a_function_from_cann_9_0_on() -> None:
