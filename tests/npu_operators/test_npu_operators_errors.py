@@ -58,10 +58,6 @@ RING = {
                      ("softmax_sum", (2, 4, 5, 8)))
 }  # fmt: skip
 PACKED_RING = {name: torch.ones(5, 4, 8) for name in RING}
-CACHE = {
-    "key": bf16(3, 2, 32), "value": bf16(3, 2, 32), "key_cache": bf16(4, 16, 2, 32),
-    "value_cache": bf16(4, 16, 2, 32), "slot_mapping": torch.arange(3, dtype=torch.int32),
-}  # fmt: skip
 
 # A call of every operator that takes more than it follows.
 CALLS: dict[str, dict[str, Any]] = {
@@ -121,6 +117,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_fusion_attention", FUSION, {"sparse_mode": 3}, ValueError, "atten_mask: expected"),
     ("npu_fusion_attention", FUSION, {"seed": 4}, NotImplementedError, "seed: expected 0"),
     ("npu_fusion_attention", FUSION, {"keep_prob": 0.0}, ValueError, "keep_prob: expected"),
+    ("npu_fusion_attention", FUSION, {"sink": torch.zeros(2)}, ValueError,
+     r"sink: expected shape \(4\)"),
     ("npu_fusion_attention", FUSION, {"softmax_layout": "TND"}, ValueError,
      "softmax_layout: expected '', or 'TND' in input_layout TND, got 'TND' in input_layout BSND"),
     ("npu_fusion_attention_v3", FUSION, {"softmax_layout": "NTD"}, ValueError,
@@ -131,7 +129,6 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      "actual_seq_lengths_query: expected"),
     ("npu_fusion_attention_grad", PACKED_GRAD, {"softmax_sum": torch.ones(5, 32)}, ValueError,
      "softmax_sum: expected"),
-    ("npu_fusion_attention_v2", FUSION, {"query_rope": QUERY}, ValueError, "key_rope: expected"),
     ("npu_fusion_attention_grad", FUSION_GRAD, {"softmax_in": QUERY}, NotImplementedError,
      "softmax_in: expected"),
     ("npu_fusion_attention_grad", FUSION_GRAD, {"softmax_max": None}, ValueError, "softmax_max"),
@@ -145,6 +142,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_incre_flash_attention", STEP, {"key": KEY.char()}, NotImplementedError, "key: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, {"query": QUERY.char()}, NotImplementedError,
      "query: expected float16 or bfloat16, got a tensor of int8"),
+    ("npu_fused_infer_attention_score_v2", INFERENCE_2, {"learnable_sink": torch.zeros(4)},
+     NotImplementedError, "learnable_sink: expected float16 or bfloat16, got .* float32"),
     ("npu_fused_infer_attention_score", INFERENCE, {"input_layout": "SBH"}, NotImplementedError,
      "input_layout: expected one of"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 5}, NotImplementedError,
@@ -153,16 +152,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      "atten_mask: expected a full mask for sparse_mode 1"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 3}, ValueError,
      "atten_mask: expected"),
-    ("npu_fused_infer_attention_score", INFERENCE, {"num_key_value_heads": 4}, ValueError,
-     "key: expected shape for layout BSND, num_key_value_heads = 4"),
-    ("npu_fused_infer_attention_score", INFERENCE, {"query": QUERY[0]}, ValueError,
-     "query: expected rank 4 for layout BSND"),
     ("npu_fused_infer_attention_score", INFERENCE, {"atten_mask": SQUARE[:4]}, ValueError,
      "atten_mask: expected"),
-    ("npu_fused_infer_attention_score", INFERENCE, {"actual_seq_lengths_kv": [8, 1]}, ValueError,
-     "actual_seq_lengths_key: expected counts in 0..S = 7, got 8 at 0"),
-    ("npu_fused_infer_attention_score", INFERENCE, {"query_rope": QUERY}, ValueError,
-     "key_rope: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, PAGES, ValueError, "lengths of the key"),
     ("npu_fused_infer_attention_score", INFERENCE, {**PAGES, "actual_seq_lengths_kv": [3, 4]},
      ValueError, "key: expected blocks of 2 heads"),
@@ -171,13 +162,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_sparse_flash_attention", SPARSE, {"value": None}, NotImplementedError, "value: expected"),
     ("npu_sparse_flash_attention", SPARSE, {"layout_kv": "TND"}, NotImplementedError,
      "layout_kv: expected PA_BSND or layout_query, BSND, got 'TND'"),
-    ("npu_sparse_flash_attention", SPARSE, {"layout_kv": "PA_BSND"}, ValueError,
-     "block_table: expected"),
-    ("npu_sparse_flash_attention", SPARSE, {"block_table": PAGES["block_table"]}, ValueError,
-     "block_table: expected None"),
     ("npu_sparse_flash_attention", SPARSE, {"query": bf16(1, 3, 16, 512).requires_grad_()},
      ValueError, "return_softmax_lse: expected True"),
-    ("npu_sparse_flash_attention", SPARSE, {"pre_tokens": 3}, ValueError, "pre_tokens"),
     ("npu_sparse_flash_attention", SPARSE, NO_ROPES, ValueError,
      "query_rope: expected a tensor, without which CANN refuses the call, got None"),
     ("npu_sparse_lightning_indexer_grad_kl_loss", LOSS, NO_ROPES, ValueError,
@@ -190,9 +176,6 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      NotImplementedError, "return_value: expected False"),
     ("npu_lightning_indexer_grad", INDEXER_GRAD, {"pre_tokens": 3}, NotImplementedError,
      "pre_tokens: expected"),
-    ("npu_scatter_pa_kv_cache", CACHE, {"cache_mode": "ND"}, ValueError, "cache_mode: expected"),
-    ("npu_scatter_pa_kv_cache", {**CACHE, "cache_mode": "Norm"},
-     {"compress_lens": torch.ones(3).int()}, ValueError, "compress_lens: expected"),
     ("npu_attention_update", LSE, {"update_type": 2}, ValueError, "update_type: expected 0"),
     ("npu_ring_attention_update", RING, {"input_layout": "BSH"}, NotImplementedError,
      "input_layout: expected SBH or TND"),

@@ -56,12 +56,6 @@ def test_forward_and_gradients(name: str, layout: str, with_sink: bool) -> None:
     assert_close(maximum[..., 0] + total[..., 0].log(), lse)
 
 
-def test_the_scale_is_one_unless_given() -> None:
-    tensors = inputs()
-    out = torch_npu.npu_fusion_attention(*tensors, N, "BNSD")[0]
-    assert_close(out, attention(*tensors)[0])
-
-
 def pre_and_next(name: str, before: int, after: int) -> dict[str, int]:
     tokens = "tokens" if name.endswith("v2") else "tockens"
     return {f"pre_{tokens}": before, f"next_{tokens}": after}
@@ -142,53 +136,47 @@ def test_statistics_in_the_order_of_tokens(name: str, ends: list[int]) -> None:
     assert_close(by_operator[:3], expected)
 
 
-@each_version
-def test_a_bias_before_the_scale(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "factor"),
+    [
+        ("npu_fusion_attention", {}, 0.5),
+        ("npu_fusion_attention_v2", {}, 0.5),
+        ("npu_fusion_attention_v2", {"pse_type": 0}, 1),
+        ("npu_fusion_attention_v3", {}, 0.5),
+    ],
+)
+def test_a_bias_before_the_scale_or_behind_it(
+    name: str, options: dict[str, int], factor: float
+) -> None:
     pse = drawn(B, N, SQ, SKV)
     tensors = [*inputs(), pse]
-    out = getattr(torch_npu, name)(*tensors[:3], N, "BNSD", pse=pse, scale=0.5)[0]
-    assert_as_stated(out, attention(*tensors[:3], scale=0.5, bias=pse * 0.5)[0], tensors)
-
-
-def test_a_bias_behind_the_scale() -> None:
-    pse = drawn(B, N, SQ, SKV)
-    tensors = [*inputs(), pse]
-    call = {"pse": pse, "pse_type": 0, "scale": 0.5}
-    out = torch_npu.npu_fusion_attention_v2(*tensors[:3], N, "BNSD", **call)[0]
-    assert_as_stated(out, attention(*tensors[:3], scale=0.5, bias=pse)[0], tensors)
+    out = getattr(torch_npu, name)(*tensors[:3], N, "BNSD", pse=pse, scale=0.5, **options)[0]
+    assert_as_stated(out, attention(*tensors[:3], scale=0.5, bias=pse * factor)[0], tensors)
 
 
 @each_layout
-def test_a_sink_beside_ropes(layout: str) -> None:
-    tensors = [*inputs(), drawn(B, N, SQ, 4), drawn(B, NK, SKV, 4), drawn(N)]
-    q, k, v, q_rope, k_rope = (to_layout(x, layout) for x in tensors[:5])
-    out = torch_npu.npu_fusion_attention_v2(
-        q, k, v, N, layout, query_rope=q_rope, key_rope=k_rope, scale=0.3, sink=tensors[5]
-    )[0]
-    wide = [torch.cat((tensors[i], tensors[3 + i]), -1) for i in (0, 1)]
-    expected = attention(*wide, tensors[2], scale=0.3, sink=tensors[5])[0]
-    assert_as_stated(from_layout(out, layout, N), expected, tensors)
-
-
-@each_layout
-def test_ropes_are_further_channels(layout: str) -> None:
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_ropes_are_further_channels(layout: str, with_sink: bool) -> None:
     tensors = [*inputs(), drawn(B, N, SQ, 4), drawn(B, NK, SKV, 4)]
+    sink = drawn(N) if with_sink else None
     q, k, v, q_rope, k_rope = (to_layout(x, layout) for x in tensors)
     out, maximum, total, *_ = torch_npu.npu_fusion_attention_v2(
-        q, k, v, N, layout, query_rope=q_rope, key_rope=k_rope, scale=0.3
+        q, k, v, N, layout, query_rope=q_rope, key_rope=k_rope, scale=0.3, sink=sink
     )
     wide = [torch.cat((tensors[i], tensors[3 + i]), -1) for i in (0, 1)]
-    expected = attention(*wide, tensors[2], scale=0.3)[0]
-    expected_gradients = torch.autograd.grad(expected.sum(), tensors, retain_graph=True)
-    assert_as_stated(from_layout(out, layout, N), expected, tensors)
-    by_operator = torch_npu.npu_fusion_attention_grad_v2(
-        q.detach(), k.detach(), v.detach(), torch.ones_like(out), N, layout,
-        query_rope=q_rope.detach(), key_rope=k_rope.detach(), scale_value=0.3,
-        softmax_max=maximum, softmax_sum=total, attention_in=out.detach(),
+    expected = attention(*wide, tensors[2], scale=0.3, sink=sink)[0]
+    leaves = [*tensors, *([] if sink is None else [sink])]
+    wanted = torch.autograd.grad(expected.sum(), leaves, retain_graph=True)
+    assert_as_stated(from_layout(out, layout, N), expected, leaves)
+    dq, dk, dv, _, dq_rope, dk_rope, d_sink = torch_npu.npu_fusion_attention_grad_v2(
+        *(x.detach() for x in (q, k, v)), torch.ones_like(out), N, layout, scale_value=0.3,
+        query_rope=q_rope.detach(), key_rope=k_rope.detach(), softmax_max=maximum,
+        softmax_sum=total, attention_in=out.detach(), sink=None if sink is None else sink.detach(),
     )  # fmt: skip
-    dq, dk, dv, _, dq_rope, dk_rope, _ = by_operator
-    for gradient, wanted in zip((dq, dk, dv, dq_rope, dk_rope), expected_gradients, strict=True):
-        assert_close(gradient, to_layout(wanted, layout))
+    found = (dq, dk, dv, dq_rope, dk_rope)
+    assert_close(found, tuple(to_layout(x, layout) for x in wanted[:5]))
+    if with_sink:
+        assert_close(d_sink, wanted[5])
 
 
 def bits(mask: Tensor, scores: int) -> Tensor:
@@ -205,14 +193,11 @@ def test_a_dropout_mask() -> None:
         *tensors, N, "BNSD", keep_prob=0.5, dropout_mask=mask, seed=5, offset=7
     )
     assert results[4:] == (5, 7, scores)
+    *_, softmax, seed, offset, numels = torch_npu.npu_fusion_attention(*tensors, N, "BNSD")
+    assert softmax.shape == (0,)
+    assert (seed, offset, numels) == (0, 0, scores)  # without dropout
     expected = attention(*tensors, weight=bits(mask, scores) / 0.5)[0]
     assert_as_stated(results[0], expected, tensors)
-
-
-def test_without_dropout_there_is_no_seed() -> None:
-    *_, softmax, seed, offset, numels = torch_npu.npu_fusion_attention(*inputs(), N, "BNSD")
-    assert softmax.shape == (0,)
-    assert (seed, offset, numels) == (0, 0, B * N * SQ * SKV)
 
 
 @each_version
@@ -256,44 +241,3 @@ def test_the_masks_are_random() -> None:
         (first[:, :, 1:] & first[:, :, :-1], 0.75**2),
     ):  # fmt: skip
         assert abs(share.float().mean() - expected) < 0.012
-
-
-def test_the_gradient_of_the_bias_by_its_operator() -> None:
-    pse = drawn(B, N, SQ, SKV)
-    tensors = [*inputs(), pse]
-    out, maximum, total, *_ = torch_npu.npu_fusion_attention(*tensors[:3], N, "BNSD", pse=pse)
-    results = torch_npu.npu_fusion_attention_grad(
-        *(x.detach() for x in tensors[:3]), torch.ones_like(out), N, "BNSD", pse=pse.detach(),
-        softmax_max=maximum, softmax_sum=total, attention_in=out.detach(),
-    )  # fmt: skip
-    assert_close(results[:4], torch.autograd.grad(out.sum(), tensors))
-    assert results[4].shape == (0,)  # that of the sink
-    assert results[4].dtype == torch.float32
-
-
-@each_version
-def test_wrong_sinks(name: str) -> None:
-    query, key = torch.randn(B, N, SQ, D), torch.randn(B, NK, SKV, D)
-    for sink, kind, message in (
-        (torch.zeros(NK), ValueError, r"sink: expected shape \(4\)"),
-        (torch.zeros(N).bfloat16(), TypeError, "sink: expected dtype float32, got bfloat16"),
-    ):
-        with pytest.raises(kind, match=message):
-            getattr(torch_npu, name)(query, key, key, N, "BNSD", sink=sink)
-
-
-@pytest.mark.parametrize("name", ["npu_fusion_attention_v2", "npu_fusion_attention_v3"])
-def test_sinks_compile(name: str) -> None:
-    tensors = [x.detach().float() for x in (*inputs(), drawn(N))]
-    function = getattr(torch_npu, name)
-
-    def call(*x: Tensor) -> Tensor:
-        return function(*x[:3], N, "BNSD", scale=0.3, sink=x[3])[0]
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    results = []
-    for step in (compiled, call):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = step(*leaves)
-        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    assert all(map(torch.equal, *results))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -38,11 +38,14 @@ def valid(lengths: Sequence[int], tokens: int) -> Tensor:
     return torch.arange(tokens) < torch.tensor(lengths)[:, None]
 
 
+Keep = Callable[[int, int], Tensor]
+
+
 def by_sequence(
     tensors: list[Tensor],
     q_lengths: Sequence[int],
     k_lengths: Sequence[int],
-    mode: int,
+    keep: Keep | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Each sequence alone, and 0 and +inf behind its queries."""
@@ -50,10 +53,10 @@ def by_sequence(
     out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
     lse = torch.full(query.shape[:3], torch.inf, dtype=torch.float64)
     for b, (lq, lk) in enumerate(zip(q_lengths, k_lengths, strict=True)):
-        keep = {0: None, 2: torch.ones(lq, lk, dtype=torch.bool).tril(), 3: causal(lq, lk)}[mode]
+        kept = keep(lq, lk) if keep else None
         one = (query[b : b + 1, :, :lq], key[b : b + 1, :, :lk], value[b : b + 1, :, :lk])
         if lq:
-            out[b, :, :lq], lse[b, :, :lq] = (x[0] for x in attention(*one, keep, **options))
+            out[b, :, :lq], lse[b, :, :lq] = (x[0] for x in attention(*one, kept, **options))
     return out, lse
 
 
@@ -72,27 +75,49 @@ def test_fused_layouts(layout: str) -> None:
     assert_close(lse, expected_lse[..., None])
 
 
-@pytest.mark.parametrize("mode", [0, 2, 3])
-def test_fused_lengths_and_modes(mode: int) -> None:
-    tensors = inputs()
-    out, lse = torch_npu.npu_fused_infer_attention_score(
-        *tensors, input_layout="BNSD", actual_seq_lengths=Q_LENGTHS,
-        actual_seq_lengths_kv=K_LENGTHS, sparse_mode=mode, atten_mask=SQUARE if mode else None,
-        softmax_lse_flag=True, **HEADS,
+def all_pairs(queries: int, keys: int) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool)
+
+
+FULL = torch.rand(SQ, SKV, generator=torch.Generator().manual_seed(0)) < 0.4
+FULL[2] = True  # a row without keys
+MASKS: dict[str, tuple[dict[str, Any], Keep]] = {
+    "none": ({"sparse_mode": 0}, all_pairs),
+    "a full one": ({"sparse_mode": 1, "atten_mask": FULL}, lambda q, k: ~FULL[:q, :k]),
+    "from the left": (
+        {"sparse_mode": 2, "atten_mask": SQUARE}, lambda q, k: all_pairs(q, k).tril()
+    ),
+    "from the right": ({"sparse_mode": 3, "atten_mask": SQUARE}, causal),
+    "a band": (
+        {"sparse_mode": 4, "pre_tokens": 3, "next_tokens": 1, "atten_mask": SQUARE[None, None]},
+        lambda q, k: all_pairs(q, k).tril(k - q + 1).triu(k - q - 3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_fused_lengths_and_masks(mask: str, with_sink: bool) -> None:
+    """The first version, which has no sinks, says the same."""
+    tensors, (options, keep) = inputs(), MASKS[mask]
+    sink = torch.randn(N).bfloat16() if with_sink else None
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        *tensors, num_query_heads=N, num_key_value_heads=NK, input_layout="BNSD",
+        actual_seq_qlen=Q_LENGTHS, actual_seq_kvlen=K_LENGTHS, softmax_scale=0.3,
+        learnable_sink=sink, return_softmax_lse=True, **options,
     )  # fmt: skip
-    expected, expected_lse = by_sequence(tensors, Q_LENGTHS, K_LENGTHS, mode)
+    if sink is None:
+        first = torch_npu.npu_fused_infer_attention_score(
+            *tensors, input_layout="BNSD", actual_seq_lengths=Q_LENGTHS, scale=0.3,
+            actual_seq_lengths_kv=K_LENGTHS, softmax_lse_flag=True, **options, **HEADS,
+        )  # fmt: skip
+        assert_close(first, (out, lse), rtol=0, atol=0)
+    else:
+        behind = ~valid(Q_LENGTHS, SQ)[:, None].expand(B, N, SQ)
+        out[behind], lse[behind] = 0, torch.inf
+    expected, expected_lse = by_sequence(tensors, Q_LENGTHS, K_LENGTHS, keep, scale=0.3, sink=sink)
     assert_close(out, expected)
     assert_close(lse, expected_lse[..., None])
-
-
-def test_fused_band() -> None:
-    tensors = inputs()
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        *tensors, input_layout="BNSD", sparse_mode=4, pre_tokens=3, next_tokens=1,
-        atten_mask=SQUARE[None, None], **HEADS,
-    )  # fmt: skip
-    i, j = torch.arange(SQ)[:, None] + SKV - SQ, torch.arange(SKV)
-    assert_close(out, attention(*tensors, (j >= i - 3) & (j <= i + 1))[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8], ids=str)
@@ -102,8 +127,11 @@ def test_fused_full_masks(mode: int, shape: tuple[int, ...], dtype: torch.dtype)
     tensors = inputs()
     mask = torch.rand(shape) < 0.4
     mask[..., 2, :] = True  # a row without keys
+    given = [x.clone() for x in tensors]
+    for b, length in enumerate(K_LENGTHS):  # what lies behind the keys has no part
+        given[1][b, :, length:] = given[2][b, :, length:] = torch.nan
     out, lse = torch_npu.npu_fused_infer_attention_score(
-        *tensors, input_layout="BNSD", sparse_mode=mode, atten_mask=mask.to(dtype), next_tokens=4,
+        *given, input_layout="BNSD", sparse_mode=mode, atten_mask=mask.to(dtype), next_tokens=4,
         actual_seq_lengths_kv=K_LENGTHS, softmax_lse_flag=True, **HEADS,
     )  # fmt: skip
     full = mask[..., :SKV].expand(B, *([1] if len(shape) == 4 else []), SQ, SKV)
@@ -113,38 +141,6 @@ def test_fused_full_masks(mode: int, shape: tuple[int, ...], dtype: torch.dtype)
     expected, expected_lse = attention(*tensors, keep)
     assert_close(out, expected)
     assert_close(lse, expected_lse[..., None])
-
-
-@pytest.mark.parametrize("mode", [0, 3])
-@pytest.mark.parametrize("masked", [False, True])
-def test_fused_sinks(mode: int, masked: bool) -> None:
-    tensors, sink = inputs(), torch.randn(N).bfloat16()
-    options: dict[str, Any] = {"sparse_mode": mode, "atten_mask": SQUARE if mode else None}
-    mask = torch.rand(SQ, SKV) < 0.4
-    mask[2] = True  # a row without keys
-    if masked:
-        options = {"sparse_mode": 1, "atten_mask": mask}
-    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
-        *tensors, num_query_heads=N, num_key_value_heads=NK, input_layout="BNSD",
-        actual_seq_qlen=Q_LENGTHS, actual_seq_kvlen=K_LENGTHS, learnable_sink=sink,
-        return_softmax_lse=True, **options,
-    )  # fmt: skip
-    for b, (lq, lk) in enumerate(zip(Q_LENGTHS, K_LENGTHS, strict=True)):
-        one = [tensors[0][b : b + 1, :, :lq], *(x[b : b + 1, :, :lk] for x in tensors[1:])]
-        keep = ~mask[:lq, :lk] if masked else causal(lq, lk) if mode else None
-        expected, expected_lse = attention(*one, keep, sink=sink)
-        assert_close(out[b, :, :lq], expected[0])
-        assert_close(lse[b, :, :lq, 0], expected_lse[0])
-
-
-def test_fused_sinks_of_another_dtype() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"learnable_sink: expected float16 or bfloat16, got .* float32"
-    ):
-        torch_npu.npu_fused_infer_attention_score_v2(
-            *inputs(), num_query_heads=N, num_key_value_heads=NK, input_layout="BNSD",
-            learnable_sink=torch.zeros(N),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["TND", "NTD", "TND_NTD", "NTD_TND"])
@@ -200,7 +196,7 @@ def test_fused_pages(form: str) -> None:
     out, _ = torch_npu.npu_fused_infer_attention_score(
         tensors[0], *cache, input_layout="BNSD", sparse_mode=3, atten_mask=SQUARE, **paging, **HEADS
     )
-    expected, _ = by_sequence(tensors, [SQ] * B, K_LENGTHS, 3)
+    expected, _ = by_sequence(tensors, [SQ] * B, K_LENGTHS, causal)
     assert_close(out, expected)
     packed = tensors[0].transpose(1, 2).flatten(0, 1)
     out, _ = torch_npu.npu_fused_infer_attention_score(
@@ -221,49 +217,13 @@ def test_each_cache_is_gathered_once() -> None:
     assert sum(event.name == "aten::index" for event in profile.events()) == len(caches)
 
 
-@pytest.mark.parametrize("with_pages", [False, True])
-def test_fused_ropes(with_pages: bool) -> None:
-    """Absorbed latent attention: one head of keys, which are the values too."""
-    torch.manual_seed(0)
-    query, query_rope = torch.randn(B, N, 1, D).double(), torch.randn(B, N, 1, 4).double()
-    latent, key_rope = torch.randn(B, 1, SKV, D).double(), torch.randn(B, 1, SKV, 4).double()
-    keys, paging = [latent, key_rope], {}
-    if with_pages:
-        keys = [paged(x, "heads together").nan_to_num(1e3) for x in keys]
-        paging = {"block_table": TABLE, "block_size": BLOCK}
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        query, keys[0], keys[0], query_rope=query_rope, key_rope=keys[1], num_heads=N,
-        num_key_value_heads=1, input_layout="BNSD", scale=0.3, actual_seq_lengths_kv=K_LENGTHS,
-        **paging,
-    )  # fmt: skip
-    wide = [torch.cat(x, -1) for x in ((query, query_rope), (latent, key_rope))]
-    assert_close(out, by_sequence([*wide, latent], [1] * B, K_LENGTHS, 0, scale=0.3)[0])
-
-
-def test_the_second_version_says_the_same() -> None:
-    tensors = inputs()
-    first = torch_npu.npu_fused_infer_attention_score(
-        *tensors, input_layout="BNSD", actual_seq_lengths=Q_LENGTHS, scale=0.3, sparse_mode=3,
-        actual_seq_lengths_kv=K_LENGTHS, atten_mask=SQUARE, softmax_lse_flag=True, **HEADS,
-    )  # fmt: skip
-    second = torch_npu.npu_fused_infer_attention_score_v2(
-        *tensors, input_layout="BNSD", actual_seq_qlen=Q_LENGTHS, actual_seq_kvlen=K_LENGTHS,
-        softmax_scale=0.3, num_query_heads=N, num_key_value_heads=NK, sparse_mode=3,
-        atten_mask=SQUARE, return_softmax_lse=True,
-    )  # fmt: skip
-    assert_close(second, first, rtol=0, atol=0)
-    assert torch_npu.npu_fused_infer_attention_score(*tensors, input_layout="BNSD", **HEADS)[
-        1
-    ].shape == (0,)
-
-
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
 def test_incremental(layout: str) -> None:
     tensors = inputs(queries=1)
     given = [IN[layout](x) for x in tensors]
     options = {"input_layout": layout, "scale_value": 0.3, **HEADS}
     out = torch_npu.npu_incre_flash_attention(*given, actual_seq_lengths=K_LENGTHS, **options)
-    expected = by_sequence(tensors, [1] * B, K_LENGTHS, 0, scale=0.3)[0]
+    expected = by_sequence(tensors, [1] * B, K_LENGTHS, scale=0.3)[0]
     assert_close(out, OUT[layout](expected))
     for axes in ((), (1,), (1, 1)):
         mask = ~valid(K_LENGTHS, SKV).view(B, *axes, SKV)
@@ -279,7 +239,7 @@ def test_incremental_pages(form: str) -> None:
         IN["BSH"](tensors[0]), *cache, actual_seq_lengths=K_LENGTHS, block_table=TABLE,
         block_size=BLOCK, **HEADS,
     )  # fmt: skip
-    assert_close(out, IN["BSH"](by_sequence(tensors, [1] * B, K_LENGTHS, 0)[0]))
+    assert_close(out, IN["BSH"](by_sequence(tensors, [1] * B, K_LENGTHS)[0]))
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND"])
@@ -290,7 +250,7 @@ def test_prompt(layout: str) -> None:
         *(IN[source](x) for x in tensors), input_layout=layout, actual_seq_lengths=Q_LENGTHS,
         actual_seq_lengths_kv=K_LENGTHS, sparse_mode=3, atten_mask=SQUARE, **HEADS,
     )  # fmt: skip
-    expected = by_sequence(tensors, Q_LENGTHS, K_LENGTHS, 3)[0]
+    expected = by_sequence(tensors, Q_LENGTHS, K_LENGTHS, causal)[0]
     assert_close(out, OUT[target or source](expected))
 
 
@@ -298,8 +258,9 @@ def test_prompt_of_one_sequence() -> None:
     tensors = [x[0] for x in inputs()]
     out = torch_npu.npu_prompt_flash_attention(*tensors, input_layout="NSD", **HEADS)
     assert_close(out, attention(*(x[None] for x in tensors))[0][0])
-    out, _ = torch_npu.npu_fused_infer_attention_score(*tensors, input_layout="NSD", **HEADS)
+    out, lse = torch_npu.npu_fused_infer_attention_score(*tensors, input_layout="NSD", **HEADS)
     assert_close(out, attention(*(x[None] for x in tensors))[0][0])
+    assert lse.shape == (0,)
 
 
 def test_a_mask_of_the_prompt_is_causal_unless_told() -> None:

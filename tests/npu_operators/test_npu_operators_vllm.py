@@ -19,11 +19,6 @@ SCALE = D**-0.5
 INT32_MAX = 2**31 - 1
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
@@ -67,21 +62,22 @@ def windowed(queries: int, keys: int, window: int) -> Tensor:
     return keep & ~keep.new_ones(queries, keys).tril(keys - queries - window - 1)
 
 
-def test_prefill() -> None:
-    """attention_v1, PrefillNoCache: packed keys, an int8 mask, block_size without pages."""
-    lengths = [5, 130, 1]
-    ends = list(accumulate(lengths))
+@pytest.mark.parametrize("causal_mask", [True, False])
+def test_packed_keys(causal_mask: bool) -> None:
+    """attention_v1 without a cache: int8 mask, block_size without pages. mm_encoder_attention."""
+    ends = list(accumulate([5, 130, 1]))
     query, key, value = (normal(ends[-1], n, D) for n in (N, NK, NK))
+    options = {"atten_mask": MASK, "sparse_mode": 3} if causal_mask else {"sparse_mode": 0}
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query=query, key=key, value=value, atten_mask=MASK, block_table=None, input_layout="TND",
-        block_size=BLOCK, actual_seq_lengths=ends, actual_seq_lengths_kv=ends,
-        num_key_value_heads=NK, num_heads=N, scale=SCALE, sparse_mode=3,
+        query=query, key=key, value=value, block_table=None, input_layout="TND", block_size=BLOCK,
+        actual_seq_lengths=ends, actual_seq_lengths_kv=ends, num_key_value_heads=NK, num_heads=N,
+        scale=SCALE, **options,
     )  # fmt: skip
     assert out.shape == query.shape
     for begin, end in pairwise([0, *ends]):
         tensors = [heads_first(x[begin:end]) for x in (query, key, value)]
-        expected, _ = attention(*tensors, causal(end - begin, end - begin), scale=SCALE)
-        close(out[begin:end], expected[0].transpose(0, 1))
+        keep = causal(end - begin, end - begin) if causal_mask else None
+        close(out[begin:end], attention(*tensors, keep, scale=SCALE)[0][0].transpose(0, 1))
 
 
 # Queries and keys of each sequence: chunked prefill, decoding, speculative decoding, and a graph
@@ -173,17 +169,13 @@ def test_context_parallelism() -> None:
     """attention_cp: parts of the keys, one of them empty, merged by their log-sum-exp."""
     query, key, value = normal(2, 1, N, D), normal(2, 60, NK, D), normal(2, 60, NK, D)
     counts = [[20, 7], [0, 33], [40, 0]]
+    options: dict[str, Any] = {
+        "num_heads": N, "num_key_value_heads": NK, "input_layout": "BSND", "scale": SCALE,
+        "softmax_lse_flag": True,
+    }  # fmt: skip
     parts = [
         torch_npu.npu_fused_infer_attention_score(
-            query,
-            key,
-            value,
-            num_heads=N,
-            num_key_value_heads=NK,
-            input_layout="BSND",
-            actual_seq_lengths_kv=lengths,
-            scale=SCALE,
-            softmax_lse_flag=True,
+            query, key, value, actual_seq_lengths_kv=lengths, **options
         )
         for lengths in counts
     ]
@@ -194,35 +186,6 @@ def test_context_parallelism() -> None:
         keys = [torch.cat([x[b, : counts[i][b]] for i in range(3)]) for x in (key, value)]
         expected, _ = attention(heads_first(query[b]), *map(heads_first, keys), scale=SCALE)
         close(merged, expected[0, :, 0])
-
-
-def test_vision_encoder() -> None:
-    """mm_encoder_attention: mode 0 in TND, without a mask."""
-    ends = [9, 9 + 64]
-    query, key, value = (normal(73, N, 64) for _ in range(3))
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        query, key, value, num_heads=N, num_key_value_heads=N, input_layout="TND", scale=0.125,
-        actual_seq_lengths=ends, actual_seq_lengths_kv=ends, sparse_mode=0,
-    )  # fmt: skip
-    for begin, end in pairwise([0, *ends]):
-        tensors = [heads_first(x[begin:end]) for x in (query, key, value)]
-        expected, _ = attention(*tensors, scale=0.125)
-        close(out[begin:end], expected[0].transpose(0, 1))
-
-
-def test_what_lies_behind_the_keys_has_no_part() -> None:
-    """A full mask does not read keys behind the lengths, whose memory may hold anything."""
-    query, key, value = normal(2, 3, N, D), normal(2, 9, NK, D), normal(2, 9, NK, D)
-    lengths, mask = [4, 7], torch.zeros(2, 3, 9, dtype=torch.int8)
-    arguments: dict[str, Any] = {
-        "num_heads": N, "num_key_value_heads": NK, "input_layout": "BSND", "atten_mask": mask,
-        "actual_seq_lengths_kv": lengths,
-    }  # fmt: skip
-    expected, _ = torch_npu.npu_fused_infer_attention_score(query, key, value, **arguments)
-    for b, length in enumerate(lengths):
-        key[b, length:], value[b, length:] = torch.nan, torch.nan
-    out, _ = torch_npu.npu_fused_infer_attention_score(query, key, value, **arguments)
-    assert_close(out, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("form", ["rows", "heads"])
