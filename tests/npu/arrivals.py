@@ -37,10 +37,11 @@ def arrivals(operator: str, argument: str) -> Iterator[list[Tensor | None]]:
         library._destroy()
 
 
-def arriving(sample: Sample, operator: str, argument: str) -> Tensor | None:
+def arriving(sample: Sample, operator: str, argument: str) -> Tensor:
     """That of one call."""
     with arrivals(operator, argument) as found:
         sample.to("npu").call(torch.ops.ascend)
         torch.get_device_module("npu").synchronize()
     (x,) = found
+    assert x is not None
     return x

@@ -60,26 +60,15 @@ TOKENS = [(2, 3), (2, 100), (100, 0), (-1, 4), (5, -2), (2**31 - 1, 1), (0, 2**6
 def assert_arrives(sample: Sample, expected: Tensor) -> None:
     for call in (sample, gradient_of(sample)):
         mask = arriving(call, call.operator, "atten_mask")
-        assert mask is not None
         assert torch.equal(mask.bool(), expected.bool())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8], ids=str)
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @pytest.mark.parametrize(("pre", "following"), TOKENS)
-def test_the_mask_has_the_band(
-    shape: tuple[int, ...], dtype: torch.dtype, pre: int, following: int
-) -> None:
+def test_the_mask_has_the_band(shape: tuple[int, ...], pre: int, following: int) -> None:
     mask = torch.rand(shape) < 0.3
-    sample = sample_of("BSND", mask.to(dtype), pre_tokens=pre, next_tokens=following)
+    sample = sample_of("BSND", mask.byte(), pre_tokens=pre, next_tokens=following)
     assert_arrives(sample, mask | outside(SQ, SKV, pre, following))
-
-
-@pytest.mark.parametrize("shape", [(5, 6), (3, 1, 5, 6)], ids=str)
-def test_masks_of_packed_sequences(shape: tuple[int, ...]) -> None:
-    mask = torch.rand(shape) < 0.3
-    sample = sample_of("TND", mask, pre_tokens=3, next_tokens=1)
-    assert_arrives(sample, mask | outside(5, 6, 3, 1))
 
 
 def test_a_mask_of_a_whole_pack() -> None:
@@ -88,7 +77,6 @@ def test_a_mask_of_a_whole_pack() -> None:
     sample = sample_of("TND", mask, pre_tokens=3, next_tokens=1)
     for call in (sample, gradient_of(sample)):
         found = arriving(call, call.operator, "atten_mask")
-        assert found is not None
         for (q0, q1), (k0, k1) in zip(pairwise([0, *ENDS]), pairwise([0, *KEY_ENDS]), strict=True):
             expected = mask[q0:q1, k0:k1] | outside(5, 6, 3, 1)[: q1 - q0, : k1 - k0]
             assert torch.equal(found[q0:q1, k0:k1], expected)
