@@ -19,15 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 CAST = (
-    "lightning_indexer",
-    "sparse_flash_attention",
-    "sparse_lightning_indexer_grad_kl_loss",
-    "sparse_lightning_indexer_kl_loss_grad",
-    "flash_attention_score",
-    "prompt_flash_attention",
-    "fused_infer_attention_score",
-    "sparse_flash_mla",
-)
+    "lightning_indexer", "sparse_flash_attention", "sparse_lightning_indexer_grad_kl_loss",
+    "sparse_lightning_indexer_kl_loss_grad", "flash_attention_score", "prompt_flash_attention",
+    "fused_infer_attention_score", "sparse_flash_mla",
+)  # fmt: skip
 HALF = [torch.bfloat16, torch.float16]
 
 each_operator = pytest.mark.parametrize("name", CAST)

@@ -8,11 +8,11 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names, gradients, incoming_gradients
+from ascend_attn_ops.check.gradients import differentiable_names, incoming_gradients
 from support.samples import FIRST_DIFFERENTIABLE, OPERATORS, Recipe, Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor
-from torch.func import functional_call, functionalize, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, jvp, vmap
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -64,22 +64,6 @@ def test_grad(recipe: Recipe, namespace: Any) -> None:
 
 
 @each_operator
-def test_vjp(recipe: Recipe) -> None:
-    sample = recipe.make(torch.float32)
-    names = differentiable_names(sample)
-
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        call = sample.replace(**dict(zip(names, tensors, strict=True)))
-        return recipe.operator.gradient_outputs(call.call(ops))
-
-    outputs, pull_back = vjp(function, *(sample.tensors[name] for name in names))
-    expected = sample.call(torch.ops.ascend)
-    assert_same_bits(outputs, recipe.operator.gradient_outputs(expected))
-    actual = pull_back(incoming_gradients(sample, expected))
-    assert_same_bits(actual, gradients(sample))
-
-
-@each_operator
 def test_vmap(recipe: Recipe) -> None:
     """Over every tensor that is differentiated, while the others are shared."""
     sample = recipe.make(torch.float32)
@@ -105,23 +89,6 @@ def test_vmap_of_grad_and_grad_of_vmap(recipe: Recipe) -> None:
     together = grad(lambda *x: vmap(function)(*x).sum(), argnums=positions)(*batch)
     assert_same_bits(tuple(x[1] for x in per_example), eager(sample))
     assert_same_bits(together, per_example)
-
-
-@each_operator
-def test_vmap_within_autograd(recipe: Recipe) -> None:
-    sample = recipe.make(torch.float32)
-    function, tensors = scalar_of(sample)
-    batch = tuple(x.requires_grad_() for x in examples(tensors))
-    vmap(function)(*batch).sum().backward()
-    assert_same_bits(tuple(x.grad[1] for x in batch), eager(sample))
-
-
-@each_operator
-def test_second_derivative(recipe: Recipe) -> None:
-    function, tensors = scalar_of(recipe.make(torch.float64))
-    first = grad(function)
-    with pytest.raises(NotImplementedError, match=r"^ascend::\w+: .*second derivative"):
-        grad(lambda *x: first(*x).square().sum())(*tensors)
 
 
 @each_operator
@@ -173,17 +140,6 @@ def test_vmap_of_gradient_operators(name: str) -> None:
     batch = torch.stack((query, query.flip(0)))
     outputs = vmap(lambda query: sample.replace(**{argument: query}).call(ops))(batch)
     assert_same_bits(tuple(x[0] for x in outputs), sample.call(ops))
-
-
-def test_jacrev() -> None:
-    torch.manual_seed(0)
-    query, key = (torch.randn(1, 3, 1, 4, dtype=torch.float64) for _ in range(2))
-
-    def function(query: Tensor) -> Tensor:
-        return ops.flash_attention_score(query, key, key, num_heads=1, layout="BSND")[0].flatten()
-
-    expected = torch.autograd.functional.jacobian(function, query)
-    torch.testing.assert_close(jacrev(function)(query), expected)
 
 
 def test_functional_call_of_the_indexer() -> None:
