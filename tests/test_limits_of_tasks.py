@@ -103,17 +103,6 @@ def test_a_block_can_end_in_another_context() -> None:
     assert device_in_force() == DEFAULT
 
 
-def test_one_context_is_entered_twice() -> None:
-    lifted, other = ascend_attn_ops.limits(None), ascend_attn_ops.limits("A3")
-    with lifted, other:
-        with lifted:
-            assert device_in_force() is None
-        assert device_in_force() == ("A3", "9.1")
-    with lifted:
-        assert device_in_force() is None
-    assert device_in_force() == DEFAULT
-
-
 def test_tasks_share_a_context() -> None:
     lifted = ascend_attn_ops.limits(None)
     seen = []

@@ -9,7 +9,6 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops._statistics import by_head, by_sequence
-from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -90,24 +89,6 @@ def test_sparse_attention(packed: bool) -> None:
     rows = lse.view(3, 8)
     torch.testing.assert_close(rows[:2], expected)
     assert rows[2].isneginf().all()
-
-
-def test_parts_merge_to_the_whole() -> None:
-    """A part in which no query sees a key has no weight."""
-    query, key = torch.randn(1, 4, 2, 16), torch.randn(1, 6, 2, 16)
-
-    def attend(keys: slice, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out, *statistics = ops.flash_attention_score(
-            query, key[:, keys], key[:, keys], num_heads=2, layout="BSND", atten_mask=mask
-        )
-        return ops.log_sum_exp(*statistics)[..., 0].transpose(1, 2), out
-
-    nothing = torch.ones(4, 3, dtype=torch.bool)
-    parts = [attend(slice(0, 3), nothing), attend(slice(0, 2)), attend(slice(2, 6))]
-    lse, out = attend(slice(0, 6))
-    merged, merged_lse = ops.attention_update(*map(list, zip(*parts, strict=True)))
-    torch.testing.assert_close(merged, out)
-    torch.testing.assert_close(merged_lse, lse)
 
 
 def test_compiled_and_without_values() -> None:

@@ -75,15 +75,9 @@ def test_packed_sequences_are_separate_batches() -> None:
     ends_q, ends_k = torch.tensor([3, 3, 6]).int(), torch.tensor([4, 4, 8]).int()
     options = {"scale_value": SCALE, "sparse_mode": 3}
     out, softmax_max, _ = reference.sparse_flash_attention(
-        query,
-        key,
-        value,
-        indices,
-        layout="TND",
-        actual_seq_lengths_query=ends_q,
-        actual_seq_lengths_key=ends_k,
-        **options,
-    )
+        query, key, value, indices, layout="TND", actual_seq_lengths_query=ends_q,
+        actual_seq_lengths_key=ends_k, **options,
+    )  # fmt: skip
     for q, k in ((slice(0, 3), slice(0, 4)), (slice(3, 6), slice(4, 8))):
         alone = reference.sparse_flash_attention(
             query[None, q], key[None, k], value[None, k], indices[None, q], **options
@@ -141,16 +135,9 @@ def test_kl_loss_is_the_divergence_and_has_its_gradients() -> None:
         query, key, key, indices, scale_value=SCALE
     )
     *gradients, loss = reference.sparse_lightning_indexer_grad_kl_loss(
-        query,
-        key,
-        query_index,
-        key_index,
-        weights,
-        indices,
-        softmax_max,
-        softmax_sum,
+        query, key, query_index, key_index, weights, indices, softmax_max, softmax_sum,
         scale_value=SCALE,
-    )
+    )  # fmt: skip
     torch.testing.assert_close(loss, divergence[None])
     torch.testing.assert_close(tuple(gradients), torch.autograd.grad(divergence, tensors))
 
