@@ -1,8 +1,7 @@
 """Arguments of torch_npu's operators that the simulation does not compute are errors.
 
-They name the aclnn function and its argument.
-
-torch_npu itself leaves handles behind when a first phase fails.
+They name the aclnn function and its argument. torch_npu itself leaves handles behind when a first
+phase fails.
 """
 
 from __future__ import annotations
@@ -12,21 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from plain_attention import takes, values
 from support.simulated_npu import TASK_QUEUE
+from test_torch_npu_operators_others import HEADS, S1, B, sparse_tensors
 from torch import Tensor
+from torch_npu_calls import takes, values
 
 N, NK, D = 4, 2, 16
-NAME = r"aclnn\w+: the simulation does not compute "
+NAME = r"npu::npu_\w+: aclnn\w+: the simulation does not compute "
 
 
 def tensors(queries: int = 1) -> list[Tensor]:
     shapes = (2, N, queries, D), (2, NK, 20, D), (2, NK, 20, D)
     return [values(*shape).half().npu() for shape in shapes]
-
-
-def one_value() -> Tensor:
-    return torch.ones(1).npu()
 
 
 # torch_npu drops all later work of the process after an error in its task queue.
@@ -58,7 +54,7 @@ def test_quantised_forms(operator: Any, argument: str, name: str) -> None:
     heads = "num_query_heads" if operator is FUSED_V2 else "num_heads"
     options = {heads: N, "num_key_value_heads": NK, "input_layout": "BNSD"}
     with pytest.raises(NotImplementedError, match=NAME + name):
-        operator(*tensors(), **{argument: one_value()}, **options)
+        operator(*tensors(), **{argument: torch.ones(1).npu()}, **options)
 
 
 @RAISES_AT_ONCE
@@ -74,23 +70,13 @@ def test_padding_mask(version: str) -> None:
 @RAISES_AT_ONCE
 @takes("npu_sparse_lightning_indexer_grad_kl_loss", "sinks")
 def test_sinks_of_the_indexer_loss() -> None:
-    heads, size, rope, queries, keys = 8, 512, 64, 3, 20
-    shapes = [(heads, size), (1, size), (heads, 128), (1, 128)]
-    main = [
-        torch.zeros(2, s, *x).half().npu()
-        for s, x in zip((queries, keys, queries, keys), shapes, strict=True)
-    ]
-    weights = torch.zeros(2, queries, heads).half().npu()
-    indices = torch.zeros(2, queries, 1, 16, dtype=torch.int32).npu()
-    statistics = [torch.ones(2, 1, queries, heads).npu() for _ in range(2)]
-    ropes = {
-        "query_rope": torch.zeros(2, queries, heads, rope).half().npu(),
-        "key_rope": torch.zeros(2, keys, 1, rope).half().npu(),
-    }
-    options = {"sinks": torch.zeros(heads).npu(), **ropes}
+    (query, query_rope, *index), (key, key_rope, index_key), chosen = sparse_tensors()
+    statistics = [torch.ones(B, 1, S1, HEADS) for _ in range(2)]
+    given = [query, key, index[0], index_key, index[1], chosen, *statistics]
+    options = {"query_rope": query_rope, "key_rope": key_rope, "sinks": torch.zeros(HEADS)}
     operator = torch_npu.npu_sparse_lightning_indexer_grad_kl_loss
     with pytest.raises(NotImplementedError, match=NAME + "sinksOptional"):
-        operator(*main, weights, indices, *statistics, 1.0, **options)
+        operator(*(x.npu() for x in given), 1.0, **{n: x.npu() for n, x in options.items()})
 
 
 @pytest.mark.parametrize("name", ["npu_transpose", "npu_gelu"])
@@ -111,9 +97,3 @@ def test_operators_of_atb() -> None:
     x, positions = values(3, 64).half().npu(), torch.arange(3).npu()
     with pytest.raises(NotImplementedError, match=r"atb::_npu_rotary_embedding: .*torch\.library"):
         torch_npu._npu_rotary_embedding(positions, x, x, 64, x, True)
-
-
-@RAISES_AT_ONCE
-def test_what_is_not_computed_is_not_implemented() -> None:
-    with pytest.raises(NotImplementedError, match=f"npu::npu_incre_flash_attention: {NAME}"):
-        INCREMENTAL(*tensors(), num_heads=N, num_key_value_heads=NK, dequant_scale1=one_value())

@@ -2,195 +2,195 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import cann_simulator
 import pytest
 import torch
 import torch_npu
-from plain_attention import TOLERANCES, attention, compressed_mask, kept_by_mode, statistics, values
-from support.attention import from_layout, to_layout
+from support.attention import attention, to_layout
 from support.tolerance import assert_close
 from torch import Tensor
+from torch_npu_calls import HALF, LENGTHS, SCALE, TOLERANCES, check, mask, values
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
-SCALE = 0.25
-B, N, NK, SQ, SKV, D = 2, 4, 2, 9, 12, 16
-V1, V2, V3 = (
-    torch_npu.npu_fusion_attention,
-    torch_npu.npu_fusion_attention_v2,
-    torch_npu.npu_fusion_attention_v3,
-)
+N, NK, D, ROPE = 4, 2, 16, 8
+B, SQ, SKV = 2, 9, 12
+DENSE, PACK = ([SQ] * B, [SKV] * B), ([5, 1, 8, 3], [9, 1, 8, 17])
+each_version = pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+each_layout = pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "TND"])
 
 
-def inputs(dtype: torch.dtype, sq: int = SQ, skv: int = SKV) -> list[Tensor]:
-    """(B, N, S, D): query, key, value and the gradient of the output."""
-    shapes = (B, N, sq, D), (B, NK, skv, D), (B, NK, skv, D), (B, N, sq, D)
-    return [values(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
-
-
-def leaves(*tensors: Tensor) -> list[Tensor]:
-    return [x.detach().npu().requires_grad_() for x in tensors]
-
-
-def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    names = ("out", "dq", "dk", "dv", "dsink")[: len(expected)]
-    for name, x, y in zip(names, actual, expected, strict=True):
-        assert_close(name, x.cpu(), y, TOLERANCES[dtype])
-
-
-def check_dense(
-    operator: Any,
+def check_fusion(
+    version: str,
     layout: str,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    plain: dict[str, Any],
-    lengths: tuple[int, int] = (SQ, SKV),
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """The operator's results, after they and their gradients were compared with the plain ones."""
-    q, k, v, dy = inputs(dtype, *lengths)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    given = leaves(*(to_layout(x, layout) for x in (q, k, v)))
-    if sinks is not None:
-        exact.append(sinks.double().requires_grad_())
-        given += leaves(sinks)
-        options, plain = options | {"sink": given[3]}, plain | {"sinks": exact[3]}
-    out = attention(*exact[:3], scale=SCALE, **plain)
-    gradients = torch.autograd.grad(out, exact, dy.double())
-    results = operator(*given[:3], N, layout, scale=SCALE, **options)
-    on_npu = torch.autograd.grad(results[0], given, to_layout(dy, layout).npu())
-    back = [from_layout(x.cpu(), layout, n) for x, n in zip(on_npu, (N, NK, NK), strict=False)]
-    actual = (from_layout(results[0].cpu(), layout, N), *back, *on_npu[3:])
-    compare(actual, (out, *gradients), dtype)
-    _, top, total = statistics(
-        *exact[:2], scale=SCALE, **{x: y for x, y in plain.items() if x != "drop"}
-    )
-    for name, x, y in (("max", results[1], top), ("sum", results[2], total)):
-        assert x.shape == (B, N, lengths[0], 8)
-        assert_close(name, x.cpu(), y.expand(x.shape), TOLERANCES[torch.float32])
-    return tuple(results)
+    dtype: torch.dtype = torch.float16,
+    *,
+    lengths: tuple[list[int], list[int]] | None = None,
+    sinks: bool = False,
+    ropes: bool = False,
+    sizes: tuple[int, int] = (D, ROPE),
+    gradients: bool = True,
+    **options: Any,
+) -> None:
+    queries, keys = lengths or (PACK if layout == "TND" else DENSE)
+    tq, tk, (d, rope) = sum(queries), sum(keys), sizes
+    shapes = {"query": (tq, N, d), "key": (tk, NK, d), "value": (tk, NK, d)}
+    if ropes:
+        shapes |= {"query_rope": (tq, N, rope), "key_rope": (tk, NK, rope)}
+        # A2 and A3 take ropes beside a mask alone.
+        options |= {"sparse_mode": 3, "atten_mask": mask(3)}
+    for i, (name, shape) in enumerate(shapes.items()):
+        x = values(*shape, seed=i).to(dtype)
+        if layout != "TND":
+            x = to_layout(x.unflatten(0, (B, -1)).transpose(1, 2), layout)
+        options[name] = x.requires_grad_(gradients)
+    if sinks:
+        options["sink"] = values(N, seed=8).float().requires_grad_()
+    if layout == "TND":
+        for name, x in zip(LENGTHS, (queries, keys), strict=True):
+            ends = list(accumulate(x))
+            options[name] = torch.tensor(ends) if version == "_v3" else ends
+    options |= {"head_num": N, "input_layout": layout, "scale": SCALE}
+    check(f"npu_fusion_attention{version}", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD"])
-@pytest.mark.parametrize("operator", [V1, V2, V3], ids=["v1", "v2", "v3"])
-def test_layouts(operator: Any, layout: str, dtype: torch.dtype) -> None:
-    check_dense(operator, layout, dtype, {}, {})
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@each_layout
+@each_version
+def test_fusion_attention(version: str, layout: str, dtype: torch.dtype) -> None:
+    check_fusion(version, layout, dtype)
+    if dtype != torch.float32:
+        options = {"softmax_layout": "TND"} if layout == "TND" else {}
+        check_fusion(version, layout, dtype, sinks=True, **options)
 
 
-def called(calls: list[dict[str, Any]]) -> list[str]:
-    return [x["function"] for x in calls if x.get("phase") == 1 and "Attention" in x["function"]]
-
-
-def test_functions_called() -> None:
-    sinks = values(N).float()
-    with cann_simulator.recorded_calls() as calls:
-        check_dense(V1, "BSH", torch.float16, {}, {})
-        check_dense(V2, "BSH", torch.float16, {}, {})
-        check_dense(V1, "BSH", torch.float16, {}, {}, sinks=sinks)
-    name = "aclnnFlashAttentionScore"
-    assert called(calls) == [name + x for x in ("", "Grad", "V2", "GradV2", "V3", "GradV3")]
-
-
-@pytest.mark.parametrize("mode", range(7))
-@pytest.mark.parametrize("operator", [V1, V3], ids=["v1", "v3"])
-def test_sparse_modes(operator: Any, mode: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "mode", "pre", "next"),
+    [
+        *(("BNSD", mode, 4, 2) for mode in range(7)),
+        *(("TND", *x) for x in ((2, 0, 0), (3, 0, 0), (4, 6, 1), (7, 20, -2), (8, 9, 1))),
+    ],
+)
+@each_version
+def test_sparse_modes(version: str, layout: str, mode: int, pre: int, next: int) -> None:
     options: dict[str, Any] = {"sparse_mode": mode}
-    kept = values(B, 1, SQ, SKV, seed=9) > -0.5
-    if mode >= 2:
-        if mode == 4:
-            options |= {"pre_tockens": 4, "next_tockens": 2}
-        prefixes = [5, 9]
-        if mode >= 5:
-            options["prefix"] = prefixes
-        kept = torch.stack(
-            [kept_by_mode(mode, SQ, SKV, pre=4, next=2, prefix=x)[None] for x in prefixes]
-        )
-    if mode == 5:
-        kept = kept.expand(B, 1, SQ, SKV)
-    compressed = mode in (2, 3, 4, 6)
-    options["atten_mask"] = (compressed_mask(mode) if compressed else ~kept).npu()
-    check_dense(operator, "BNSD", torch.float16, options, {"kept": kept})
+    if mode == 8:
+        options["lengths"] = [9, 4, 2], [9, 6, 2]
+    if mode in (4, 7, 8):
+        tokens = "tokens" if version == "_v2" else "tockens"
+        options |= {f"pre_{tokens}": pre, f"next_{tokens}": next}
+    if mode in (5, 6):
+        options["prefix"] = [5, 9]
+    if mode in (0, 1):
+        options["atten_mask"] = values(B, 1, SQ, SKV, seed=9) > 0.5
+    elif mode == 5:
+        i, j = torch.arange(SQ).view(-1, 1), torch.arange(SKV)
+        kept = [(j < prefix) | (j <= i + SKV - SQ) for prefix in options["prefix"]]
+        options["atten_mask"] = torch.stack(kept)[:, None].logical_not()
+    else:
+        options["atten_mask"] = mask(mode)
+    check_fusion(version, layout, **options)
 
 
 def test_window_of_mode_0() -> None:
     i, j = torch.arange(SQ).view(-1, 1), torch.arange(SKV)
-    kept = (j >= i - 3) & (j <= i + 1)
-    options = {"pre_tockens": 3, "next_tockens": 1, "atten_mask": kept.logical_not().npu()}
-    check_dense(V1, "BSND", torch.bfloat16, options, {"kept": kept})
+    outside = (j < i - 3) | (j > i + 1)
+    options = {"pre_tockens": 3, "next_tockens": 1, "atten_mask": outside}
+    check_fusion("", "BSND", torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("rows", [SQ, 1])
-def test_pse(rows: int) -> None:
-    pse = values(B, N, rows, SKV, seed=7)
-    for dtype in (torch.float16, torch.float32):
-        rounded = pse.to(dtype)
-        given = {"pse": rounded.npu()}
-        check_dense(V1, "BSH", dtype, given, {"inner_bias": rounded.double()})
-        after = given | {"pse_type": 0}
-        check_dense(V2, "BSH", dtype, after, {"outer_bias": rounded.double()})
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_pse(dtype: torch.dtype, rows: int) -> None:
+    pse = values(B, N, rows, SKV, seed=7).to(dtype)
+    check_fusion("", "BSH", dtype, pse=pse)
+    check_fusion("_v2", "BSH", dtype, pse=pse, pse_type=0)
 
 
 @pytest.mark.parametrize("pse_type", [2, 3])
 def test_slopes(pse_type: int) -> None:
     slopes = values(N, seed=7).abs().float()
-    distance = (torch.arange(SQ) + 2 - (torch.arange(SQ).view(-1, 1) + 1)).abs().double()
-    bias = -slopes.double().view(-1, 1, 1) * (distance if pse_type == 2 else distance.sqrt())
-    options = {"pse": slopes.npu(), "pse_type": pse_type, "q_start_idx": [1], "kv_start_idx": [2]}
-    check_dense(V2, "BNSD", torch.float32, options, {"outer_bias": bias}, (SQ, SQ))
-
-
-@pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD"])
-@pytest.mark.parametrize("operator", [V1, V2, V3], ids=["v1", "v2", "v3"])
-def test_sinks(operator: Any, layout: str) -> None:
-    sinks = values(N, seed=5).float()
-    for dtype in (torch.float16, torch.bfloat16):
-        check_dense(operator, layout, dtype, {}, {}, sinks=sinks)
+    options = {"pse": slopes, "pse_type": pse_type, "q_start_idx": [1], "kv_start_idx": [2]}
+    check_fusion("_v2", "BNSD", torch.float32, lengths=([SQ] * B, [SQ] * B), **options)
 
 
 def test_sinks_of_masked_rows() -> None:
-    kept = kept_by_mode(3, SKV, SQ)  # the first rows keep nothing
-    options = {"sparse_mode": 3, "atten_mask": compressed_mask(3).npu()}
-    sinks = values(N, seed=5).float()
-    check_dense(V1, "BNSD", torch.float16, options, {"kept": kept}, lengths=(SKV, SQ), sinks=sinks)
+    """The first rows keep nothing."""
+    options = {"sparse_mode": 3, "atten_mask": mask(3)}
+    check_fusion("", "BNSD", lengths=(DENSE[1], DENSE[0]), sinks=True, **options)
 
 
-def kept_elements(operator: Any, keep: float, **options: Any) -> Tensor:
+# _v2 heeds softmax_layout with sinks alone.
+@pytest.mark.parametrize("version", ["", "_v3"])
+def test_statistics_in_the_order_of_tokens(version: str) -> None:
+    check_fusion(version, "TND", softmax_layout="TND")
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_ropes_of_packed_sequences(sinks: bool) -> None:
+    options = {"softmax_layout": "TND"} if sinks else {}
+    check_fusion("_v2", "TND", torch.bfloat16, ropes=True, sinks=sinks, **options)
+
+
+def kept_elements(version: str, keep: float) -> Tensor:
     """Returns the elements that dropout keeps, from the output for unit vectors as values."""
     q, k = torch.zeros(B, N, SQ, D), torch.zeros(B, NK, SKV, D)
     v = torch.eye(SKV, D).expand(B, NK, SKV, D)
-    out = operator(
-        *(x.half().npu() for x in (q, k, v)), N, "BNSD", scale=SCALE, keep_prob=keep, **options
-    )[0]
-    return out.cpu()[..., :SKV] != 0
+    given = [x.half().npu() for x in (q, k, v)]
+    operator = getattr(torch_npu, f"npu_fusion_attention{version}")
+    return operator(*given, N, "BNSD", scale=SCALE, keep_prob=keep)[0].cpu()[..., :SKV] != 0
 
 
-@pytest.mark.parametrize("operator", [V1, V2, V3], ids=["v1", "v2", "v3"])
-def test_dropout(operator: Any) -> None:
+@each_version
+def test_dropout(version: str) -> None:
     """The backward drops what the forward dropped, drawn from the generator's seed."""
     keep = 0.75
-    masks = []
+    kept = []
     for _ in range(2):
         torch.npu.manual_seed(7)
-        masks.append(kept_elements(operator, keep))
-    assert torch.equal(*masks)
-    assert not torch.equal(masks[0], kept_elements(operator, keep))
+        kept.append(kept_elements(version, keep))
+    assert torch.equal(*kept)
+    assert not torch.equal(kept[0], kept_elements(version, keep))
     # 864 elements: four standard deviations.
-    assert abs(masks[0].float().mean() - keep) < 4 * (keep * (1 - keep) / masks[0].numel()) ** 0.5
-    for dtype in (torch.float16, torch.float32):
-        torch.npu.manual_seed(7)
-        drop = masks[0] / keep
-        check_dense(operator, "BNSD", dtype, {"keep_prob": keep}, {"drop": drop})
+    assert abs(kept[0].float().mean() - keep) < 4 * (keep * (1 - keep) / kept[0].numel()) ** 0.5
+    shapes = (B, N, SQ, D), (B, NK, SKV, D), (B, NK, SKV, D), (B, N, SQ, D)
+    *rounded, dy = (values(*shape, seed=i).half() for i, shape in enumerate(shapes))
+    exact = [x.double().requires_grad_() for x in rounded]
+    expected = attention(*exact, scale=SCALE, weight=kept[0] / keep)[0]
+    gradients = torch.autograd.grad(expected, exact, dy.double())
+    given = [x.npu().requires_grad_() for x in rounded]
+    torch.npu.manual_seed(7)
+    operator = getattr(torch_npu, f"npu_fusion_attention{version}")
+    out = operator(*given, N, "BNSD", scale=SCALE, keep_prob=keep)[0]
+    actual = torch.autograd.grad(out, given, dy.npu())
+    for x, y in zip((out, *actual), (expected, *gradients), strict=True):
+        assert_close("dropout", x.cpu(), y, TOLERANCES[torch.float16])
 
 
-def test_given_dropout_mask() -> None:
-    kept = torch.randint(0, 2, (B * N * SQ * SKV,), generator=torch.Generator().manual_seed(0))
-    packed = (kept.view(-1, 8) * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
-    q, k, v, _ = inputs(torch.float16)
-    given = [x.npu() for x in (q, k, v)]
-    out = V1(*given, N, "BNSD", scale=SCALE, keep_prob=0.5, dropout_mask=packed.npu())[0]
-    exact = [x.double() for x in (q, k, v)]
-    expected = attention(*exact, scale=SCALE, drop=kept.view(B, N, SQ, SKV) / 0.5)
-    assert_close("out", out.cpu(), expected, TOLERANCES[torch.float16])
+@pytest.mark.parametrize("layout", ["BNSD", "TND"])
+def test_given_dropout_mask(layout: str) -> None:
+    lengths = PACK if layout == "TND" else DENSE
+    scores = sum(N * sq * skv for sq, skv in zip(*lengths, strict=True))
+    bits = torch.full((-(-scores // 128) * 16,), 0b10100101, dtype=torch.uint8)
+    check_fusion("", layout, gradients=False, keep_prob=0.5, dropout_mask=bits)
+
+
+def test_functions_called() -> None:
+    by_token = {"softmax_layout": "TND"}
+    with cann_simulator.recorded_calls() as calls:
+        check_fusion("", "BSH")
+        check_fusion("_v2", "BSH")
+        check_fusion("", "BSH", sinks=True)
+        check_fusion("", "TND")
+        check_fusion("_v2", "TND")
+        check_fusion("_v2", "TND", torch.bfloat16, ropes=True)
+        check_fusion("", "TND", **by_token)
+        check_fusion("", "TND", sinks=True, **by_token)
+    names = [x["function"] for x in calls if x.get("phase") == 1 and "Attention" in x["function"]]
+    expected = [f"Score{x}{version}" for version in ("", "V2", "V3") for x in ("", "Grad")]
+    for version in ("", "V2", "V3", "V4", "V5"):
+        expected += [f"VarLenScore{version}", f"UnpaddingScoreGrad{version}"]
+    assert names == [f"aclnnFlashAttention{x}" for x in expected]
