@@ -3,440 +3,304 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
-import cann_simulator
 import pytest
 import torch
+from first_phase import first_phase
 from support.simulated_npu import once
 from torch import Tensor
 
-pytestmark = [
-    once,
-]
+pytestmark = once
 
 NO_TENSOR, NULL_POINTER, INVALID, TILING, INNER_NULL_POINTER = -1, 161001, 161002, 561002, 561103
-DTYPES = {
-    torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, torch.uint8: 4,
-    torch.bool: 12, torch.bfloat16: 27,
-}  # fmt: skip
-ND = 2
-F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
-
-
-class First:
-    """Calls first phases with any arguments: no wrapper of torch_npu's checks them before."""
-
-    def __init__(self) -> None:
-        self.library = cann_simulator.control.library()
-        for maker in ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray"):
-            getattr(self.library, maker).restype = ctypes.c_void_p
-
-    def handle(self, x: Tensor) -> ctypes.c_void_p:
-        def array(values: Any) -> Any:
-            return (ctypes.c_int64 * len(values))(*values)
-
-        return ctypes.c_void_p(
-            self.library.aclCreateTensor(
-                array(x.shape), ctypes.c_uint64(x.dim()), DTYPES[x.dtype], array(x.stride()),
-                ctypes.c_int64(0), ND, array([x.numel()]), ctypes.c_uint64(1),
-                ctypes.c_void_p(x.data_ptr()),
-            )
-        )  # fmt: skip
-
-    def argument(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self.handle(x)
-        if isinstance(x, tuple):
-            integers = (ctypes.c_int64 * len(x))(*x)
-            count = ctypes.c_uint64(len(x))
-            return ctypes.c_void_p(self.library.aclCreateIntArray(integers, count))
-        if isinstance(x, list):
-            handles = (ctypes.c_void_p * len(x))(*(self.handle(item) for item in x))
-            return ctypes.c_void_p(
-                self.library.aclCreateTensorList(handles, ctypes.c_uint64(len(x)))
-            )
-        if isinstance(x, bool):
-            return ctypes.c_bool(x)
-        if isinstance(x, int):
-            return ctypes.c_int64(x)
-        if isinstance(x, float):
-            return ctypes.c_double(x)
-        return ctypes.c_char_p(x.encode()) if isinstance(x, str) else ctypes.c_void_p(None)
-
-    def __call__(self, function: str, *arguments: Any) -> int:
-        phase = getattr(self.library, f"aclnn{function}GetWorkspaceSize")
-        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        given = [self.argument(x) for x in arguments]
-        status: int = phase(*given, ctypes.byref(size), ctypes.byref(executor))
-        return status
+F32, F16, BF16, I32 = torch.float32, torch.float16, torch.bfloat16, torch.int32
+Arguments = dict[Any, Any]
 
 
 def new(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def update(
-    parts: int = 2, d: int = 64, kind: int = 0, out: Tensor | None = None, lse: Any = None
-) -> int:
-    return First()(
-        "AttentionUpdate", [new(8, dtype=F32)] * parts, [new(8, d)] * parts, kind,
-        new(8, d) if out is None else out, lse,
-    )  # fmt: skip
+def rest(*values: Any) -> Arguments:
+    """Arguments that no test changes."""
+    return {object(): x for x in values}
 
 
-@pytest.mark.parametrize("kind", [-1, 3, 7, 9])
-def test_types_of_an_update(kind: int) -> None:
-    assert update(kind=kind) == INVALID
-    assert update(kind=0) == 0
-    assert update(kind=1, lse=new(8, dtype=F32)) == 0
+def named(names: str, value: Any) -> Arguments:
+    return dict.fromkeys(names.split(), value)
 
 
-def test_lse_of_an_update() -> None:
-    assert update(kind=0, lse=new(8, dtype=F32)) == INVALID
-    assert update(kind=1) == NULL_POINTER
-    assert update(kind=1, lse=new(8, dtype=BF16)) == INNER_NULL_POINTER
-    assert update(kind=1, lse=new(9, dtype=F32)) == INNER_NULL_POINTER
+NONE = [None] * 13
+DENSE, STATISTICS = new(1, 2, 4, 64), new(1, 2, 4, 8, dtype=F32)
+PACK, ROPE, PACK_STATISTICS = new(4, 2, 64), new(4, 2, 32), new(4, 2, 8, dtype=F32)
+MASK, SINK = new(4, 4, dtype=torch.bool), new(2, dtype=F32)
+NUMBERS, LENGTHS = (1.0, 1.0, 100, 100), ((4,), (4,))  # scale, keep_prob, pre and next tokens
+QUERY, KEY = new(1, 2, 8, 512), new(1, 9, 1, 512)
+QUERY_ROPE, KEY_ROPE = new(1, 2, 8, 64), new(1, 9, 1, 64)
+SLOTS, SPARSE_STATISTICS = new(1, 2, 1, 8, dtype=I32), new(1, 1, 2, 8, dtype=F32)
+INDEX_QUERY, INDEX_KEY, WEIGHTS = new(1, 2, 64, 128), new(1, 9, 1, 128), new(1, 2, 64)
+LOSS_QUERY, LOSS_WEIGHTS = new(1, 2, 8, 128), new(1, 2, 8)
+
+# Calls that are not refused: all arguments of a function in their order.
+CALLS: dict[str, Arguments] = {
+    "AttentionUpdate": {
+        "lse": [new(8, dtype=F32)] * 2, "outs": [new(8, 64)] * 2, "kind": 0, "out": new(8, 64),
+        "lse_out": None,
+    },
+    "FlashAttentionScoreV2": {
+        **rest(DENSE, DENSE, DENSE, *NONE[:7], *NUMBERS, 2, "BNSD", 0, 0, 1),
+        **named("max sum", STATISTICS), **rest(new(0)), "out": DENSE,
+    },
+    "FlashAttentionScoreGradV2": {
+        **named("query key value dy", DENSE), "pse": None, **rest(*NONE[:3]),
+        **named("max sum", STATISTICS), **rest(None), "out": DENSE, **rest(*NONE[:3], *NUMBERS),
+        "heads": 2, "layout": "BNSD", **rest(0, 0, 1), **named("dq dk dv", DENSE), "dpse": new(0),
+    },
+    "FlashAttentionScoreGradV3": {
+        **named("query key value dy", DENSE), **rest(*NONE[:4], STATISTICS, STATISTICS, None),
+        "out": DENSE, "sink": SINK, **rest(*NONE[:3], *NUMBERS, 2, "BNSD", 0, 0, 1),
+        **named("dq dk dv", DENSE), **rest(new(0)), "dsink": SINK,
+    },
+    "FlashAttentionVarLenScoreV2": {
+        **rest(PACK, PACK, PACK, *NONE[:5]), **named("queries keys", (4,)),
+        **rest(None, None, *NUMBERS, 2, "TND", 0, 0, 1, PACK_STATISTICS, PACK_STATISTICS, new(0),
+               PACK),
+    },
+    "FlashAttentionVarLenScoreV3": {
+        "query": PACK, "query_rope": ROPE, "key": PACK, "key_rope": ROPE, "value": PACK,
+        **rest(*NONE[:3], MASK, None, *LENGTHS, None, None, *NUMBERS, 2, "TND", 0, 0, 1,
+               PACK_STATISTICS, PACK_STATISTICS, new(0)), "out": PACK,
+    },
+    "FlashAttentionVarLenScoreV5": {
+        "query": PACK, "query_rope": ROPE, "key": PACK, "key_rope": ROPE, "value": PACK,
+        "pse": None, "drop": None, **rest(None), "mask": MASK, **rest(None), "prefix": None,
+        **rest(*LENGTHS, None, None, 1.0), "keep": 1.0, **rest(100, 100, 2, "TND", 0), "mode": 0,
+        **rest(1, "", PACK_STATISTICS, PACK_STATISTICS, new(0)), "out": PACK,
+    },
+    "FlashAttentionUnpaddingScoreGradV3": {
+        "query": PACK, "query_rope": ROPE, "key": PACK, "key_rope": ROPE,
+        **named("value dy", PACK), **rest(*NONE[:3], MASK, PACK_STATISTICS, PACK_STATISTICS, None),
+        "out": PACK, **rest(None, *LENGTHS, None, None, *NUMBERS, 2, "TND", 0, 0, 1),
+        "dq": PACK, "dq_rope": ROPE, "dk": PACK, "dk_rope": ROPE, "dv": PACK, **rest(new(0)),
+    },
+    "FlashAttentionUnpaddingScoreGradV5": {
+        **rest(PACK, ROPE, PACK, ROPE, PACK, PACK, *NONE[:3], MASK, PACK_STATISTICS,
+               PACK_STATISTICS, None, PACK, SINK, None, *LENGTHS, None, None, *NUMBERS, 2,
+               "TND", 0, 0, 1, "", PACK),
+        "dq_rope": ROPE, **rest(PACK), "dk_rope": ROPE, **rest(PACK, new(0)), "dsink": SINK,
+    },
+    "FusedInferAttentionScoreV4": {
+        "query": new(2, 4, 3, 64), **named("key value", [new(2, 2, 9, 64)]), **rest(None, None),
+        **named("queries keys", None), **rest(*NONE[:7]), "table": None, **rest(*NONE[:13]),
+        "sink": None, "heads": 4, **rest(1.0, 100, 100), "layout": "BNSD",
+        **rest(2, 0, 0, 16, 0), "flag": True, **rest(0, 0, 0), "out": new(2, 4, 3, 64),
+        "lse": new(2, 4, 3, 1, dtype=F32),
+    },
+    "LightningIndexer": {
+        "query": INDEX_QUERY, **rest(INDEX_KEY, WEIGHTS, *NONE[:3], "BSND", "BSND", 8, 3, 100, 100,
+                                     True), "indices": SLOTS, "values": new(1, 2, 1, 8),
+    },
+    "LightningIndexerGrad": {
+        **rest(INDEX_QUERY, INDEX_KEY, new(1, 2, 1, 8), SLOTS, WEIGHTS, None, None, 64, "BSND", 3,
+               100, 100, False), "dq": INDEX_QUERY, **rest(INDEX_KEY, WEIGHTS),
+    },
+    "PromptFlashAttentionV3": {
+        **rest(DENSE, DENSE, DENSE, *NONE[:9], 2, 1.0, 100, 100, "BNSD", 2, 0, 2), "out": DENSE,
+    },
+    "ScatterPaKvCache": {
+        "key": new(3, 1, 32), "key_cache": new(2, 16, 1, 32), "slots": new(3, dtype=I32),
+        "value": new(3, 1, 32), "value_cache": new(2, 16, 1, 32),
+        **rest(None, None, None, "Norm", "None", None, None),
+    },
+    "SparseFlashAttention": {
+        "query": QUERY, **named("key value", KEY), "slots": SLOTS,
+        **named("table query_lengths key_lengths", None), "query_rope": QUERY_ROPE,
+        "key_rope": KEY_ROPE, **rest(1.0, 1), **named("layout key_layout", "BSND"),
+        **rest(3, 100, 100, 2), "flag": True, "out": QUERY, **named("max sum", SPARSE_STATISTICS),
+    },
+    "SparseFlashAttentionGrad": {
+        **rest(QUERY, KEY), "value": KEY, **rest(SLOTS, QUERY, QUERY, SPARSE_STATISTICS,
+                                                 SPARSE_STATISTICS, None, None),
+        "query_rope": QUERY_ROPE, "key_rope": KEY_ROPE, **rest(1.0, 1, "BSND", 3, 100, 100, False),
+        "dq": QUERY, **rest(KEY, KEY), "dq_rope": QUERY_ROPE, "dk_rope": KEY_ROPE,
+    },
+    "SparseLightningIndexerGradKLLoss": {
+        **rest(QUERY, KEY, LOSS_QUERY, INDEX_KEY, LOSS_WEIGHTS, SLOTS, SPARSE_STATISTICS,
+               SPARSE_STATISTICS), "query_rope": QUERY_ROPE, "key_rope": KEY_ROPE,
+        **rest(None, None, 1.0, "BSND", 3, 100, 100, False, LOSS_QUERY, INDEX_KEY, LOSS_WEIGHTS),
+        "loss": new(1, dtype=F32),
+    },
+}  # fmt: skip
 
 
-def test_output_of_an_update() -> None:
-    assert update(out=new(8, 64, dtype=F32)) == INNER_NULL_POINTER
-    assert update(out=new(8, 32)) == INNER_NULL_POINTER
+def of_dtype(function: str, dtype: torch.dtype) -> Arguments:
+    """Returns all tensors of bfloat16, which have names, in another dtype."""
+    return {
+        name: x.to(dtype)
+        for name, x in CALLS[function].items()
+        if isinstance(name, str) and isinstance(x, Tensor) and x.dtype == BF16 and x.numel()
+    }
 
 
-def test_sizes_of_an_update() -> None:
-    assert update(d=60) == INVALID
-    assert update(parts=128) == 0
-    assert update(parts=129) == INVALID
-
-
-def score(out: torch.dtype = BF16, statistics: torch.dtype = F32) -> int:
-    q = new(1, 2, 4, 64)
-    maximum, total = (new(1, 2, 4, 8, dtype=statistics) for _ in range(2))
-    return First()(
-        "FlashAttentionScoreV2", q, q, q, None, None, None, None, None, None, None, 1.0, 1.0,
-        100, 100, 2, "BNSD", 0, 0, 1, maximum, total, new(0), new(1, 2, 4, 64, dtype=out),
-    )  # fmt: skip
-
-
-def test_outputs_of_dense_attention() -> None:
-    assert score() == 0
-    assert score(out=F32) == NULL_POINTER
-    assert score(statistics=BF16) == NULL_POINTER
-
-
-def score_grad(layout: str, q: Tensor, v: Tensor, heads: int, **outputs: Any) -> int:
-    statistics = new(1, heads, 1, 8, dtype=F32)
-    pse = outputs.get("pse")
-    return First()(
-        "FlashAttentionScoreGradV2", q, q, v, v, pse, None, None, None, statistics, statistics,
-        None, v, None, None, None, 1.0, 1.0, 100, 100, heads, layout, 0, 0, 1,
-        outputs.get("dq", q), q, v, outputs.get("dpse", new(0)),
-    )  # fmt: skip
-
-
-def test_outputs_of_dense_gradients() -> None:
-    q, pse = new(1, 2, 4, 64), new(1, 2, 4, 4)
-    assert score_grad("BNSD", q, q, 2) == 0
-    assert score_grad("BNSD", q, q, 2, dq=q.float()) == NULL_POINTER
-    assert score_grad("BNSD", q, q, 2, dq=new(1, 2, 4, 32)) == NULL_POINTER
-    assert score_grad("BNSD", q, q, 2, pse=pse, dpse=pse) == 0
-    assert score_grad("BNSD", q, q, 2, pse=pse, dpse=pse.float()) == NULL_POINTER
-    assert score_grad("BNSD", q, q, 2, pse=pse, dpse=new(1, 2, 4, 3)) == NULL_POINTER
-
-
-@pytest.mark.parametrize(
-    ("layout", "b", "n", "status"),
-    [
-        ("SBH", 1, 256, NULL_POINTER),
-        ("SBH", 2, 128, NULL_POINTER),
-        ("SBH", 1, 255, 0),
-        ("BSH", 1, 256, NULL_POINTER),
-        ("BSH", 2, 128, 0),
-        ("BSND", 1, 256, NULL_POINTER),
-        ("BNSD", 1, 256, 0),
-    ],
-)
-def test_smaller_values_of_many_heads(layout: str, b: int, n: int, status: int) -> None:
+def many_heads(layout: str, b: int, n: int, value: int = 128) -> Arguments:
     def tensor(d: int) -> Tensor:
         axes = {"B": b, "S": 1, "N": n, "D": d, "H": n * d}
         return new(*(axes[axis] for axis in layout))
 
-    assert score_grad(layout, tensor(192), tensor(128), n) == status
-    assert score_grad(layout, tensor(192), tensor(192), n) == 0
+    statistics = named("max sum", new(1, n, 1, 8, dtype=F32))
+    tensors = named("query key dq dk", tensor(192)) | named("value dy out dv", tensor(value))
+    return {"layout": layout, "heads": n, **statistics, **tensors}
+
+
+PSE = new(1, 2, 4, 4)
+SCORE_GRAD, ROPES, SPARSE = (
+    "FlashAttentionScoreGradV2", "FlashAttentionVarLenScoreV5", "SparseFlashAttention",
+)  # fmt: skip
+PAGES = {
+    "query": new(2, 8, 512), **named("key value", new(4, 16, 1, 512)),
+    "slots": new(2, 1, 8, dtype=I32), "table": new(2, 2, dtype=I32),
+    **named("query_lengths key_lengths", new(2, dtype=I32)), "query_rope": new(2, 8, 64),
+    "key_rope": new(4, 16, 1, 64), "layout": "TND", "key_layout": "PA_BSND", "out": new(2, 8, 512),
+    **named("max sum", new(1, 2, 8, dtype=F32)),
+}  # fmt: skip
+INFER = "FusedInferAttentionScoreV4"
+INFER_PACK = {
+    "query": new(5, 4, 64), **named("key value", [new(7, 2, 64)]), "layout": "TND",
+    "queries": (2, 5), "keys": (3, 7), "out": new(5, 4, 64), "lse": new(5, 4, 1, dtype=F32),
+}  # fmt: skip
+INFER_PAGES = {
+    **named("key value", [new(8, 16, 128)]), "keys": (20, 3), "table": new(2, 2, dtype=I32),
+}  # fmt: skip
+INFER_THREE = {
+    "query": new(3, 4, 3, 64), **named("key value", [new(3, 2, 9, 64)]), "out": new(3, 4, 3, 64),
+    "lse": new(3, 4, 3, 1, dtype=F32),
+}  # fmt: skip
+NO_ROPES = named("query_rope key_rope", None)
+STATUSES: list[tuple[str, Arguments, int]] = [
+    *((function, {}, 0) for function in CALLS),
+    *(("AttentionUpdate", {"kind": x}, INVALID) for x in (-1, 3, 7, 9)),
+    ("AttentionUpdate", {"kind": 1, "lse_out": new(8, dtype=F32)}, 0),
+    ("AttentionUpdate", {"kind": 0, "lse_out": new(8, dtype=F32)}, INVALID),
+    ("AttentionUpdate", {"kind": 1}, NULL_POINTER),
+    ("AttentionUpdate", {"kind": 1, "lse_out": new(8)}, INNER_NULL_POINTER),
+    ("AttentionUpdate", {"kind": 1, "lse_out": new(9, dtype=F32)}, INNER_NULL_POINTER),
+    ("AttentionUpdate", {"out": new(8, 64, dtype=F32)}, INNER_NULL_POINTER),
+    ("AttentionUpdate", {"out": new(8, 32)}, INNER_NULL_POINTER),
+    ("AttentionUpdate", {"outs": [new(8, 60)] * 2, "out": new(8, 60)}, INVALID),
+    *(
+        ("AttentionUpdate", {"lse": [new(8, dtype=F32)] * n, "outs": [new(8, 64)] * n}, status)
+        for n, status in ((128, 0), (129, INVALID))
+    ),
+    ("FlashAttentionScoreV2", {"out": DENSE.float()}, NULL_POINTER),
+    ("FlashAttentionScoreV2", named("max sum", STATISTICS.bfloat16()), NULL_POINTER),
+    (SCORE_GRAD, {"dq": DENSE.float()}, NULL_POINTER),
+    (SCORE_GRAD, {"dq": new(1, 2, 4, 32)}, NULL_POINTER),
+    (SCORE_GRAD, {"pse": PSE, "dpse": PSE}, 0),
+    (SCORE_GRAD, {"pse": PSE, "dpse": PSE.float()}, NULL_POINTER),
+    (SCORE_GRAD, {"pse": PSE, "dpse": new(1, 2, 4, 3)}, NULL_POINTER),
+    (SCORE_GRAD, many_heads("SBH", 1, 256), NULL_POINTER),
+    (SCORE_GRAD, many_heads("SBH", 2, 128), NULL_POINTER),
+    (SCORE_GRAD, many_heads("SBH", 1, 255), 0),
+    (SCORE_GRAD, many_heads("SBH", 1, 256, value=192), 0),
+    (SCORE_GRAD, many_heads("BSH", 1, 256), NULL_POINTER),
+    (SCORE_GRAD, many_heads("BSH", 2, 128), 0),
+    (SCORE_GRAD, many_heads("BSND", 1, 256), NULL_POINTER),
+    (SCORE_GRAD, many_heads("BNSD", 1, 256), 0),
+    ("FlashAttentionScoreGradV3", of_dtype("FlashAttentionScoreGradV3", F32), INVALID),
+    # Which once ended the process.
+    ("FlashAttentionVarLenScoreV2", named("queries keys", None), INVALID),
+    *(
+        (function, of_dtype(function, dtype), INVALID)
+        for function in ("FlashAttentionVarLenScoreV3", "FlashAttentionUnpaddingScoreGradV3")
+        for dtype in (F16, F32)
+    ),
+    # The host pads no head beside a rope, and combines ropes with a mask alone.
+    (ROPES, {"mask": None}, INVALID),
+    (ROPES, {"pse": new(2 * 4 * 4)}, INVALID),
+    (ROPES, {"drop": new(4, dtype=torch.uint8), "keep": 0.5}, INVALID),
+    (ROPES, {"mode": 6, "prefix": (4,)}, INVALID),
+    (ROPES, named("query key value out", new(4, 2, 72)), INVALID),
+    (ROPES, named("query_rope key_rope", new(4, 2, 80)), INVALID),
+    (ROPES, named("value out", new(4, 2, 32)), INVALID),
+    *(
+        ("FlashAttentionUnpaddingScoreGradV5", {name: new(3, dtype=dtype)}, NULL_POINTER)
+        for name, dtype in (("dq_rope", BF16), ("dk_rope", BF16), ("dsink", F32))
+    ),
+    *((INFER, {**x, "sink": new(4)}, 0) for x in ({}, INFER_PACK, INFER_PAGES)),
+    *(
+        (INFER, {**x, "flag": False, "lse": new(0, dtype=F32)}, 0)
+        for x in ({}, INFER_PACK, INFER_PAGES)
+    ),
+    (INFER, {"out": new(2, 3, 4, 64)}, INVALID),
+    (INFER, {"out": new(2, 4, 3, 64, dtype=F16)}, INVALID),
+    (INFER, {"out": new(2, 4, 3, 64, dtype=torch.int8)}, INVALID),
+    (INFER, {"out": new(2, 3, 4, 32), "layout": "BNSD_BSND"}, INVALID),
+    (INFER, {"lse": None}, INVALID),
+    (INFER, {"lse": new(2, 4, 3, 1)}, INVALID),
+    (INFER, {"lse": new(2, 4, 3, dtype=F32)}, INVALID),
+    (INFER, {"sink": new(4, dtype=F32)}, INVALID),
+    (INFER, {"sink": new(2)}, INVALID),
+    (INFER, {"heads": 3}, INVALID),
+    (INFER, INFER_PACK, 0),
+    (INFER, {**INFER_PACK, "queries": (2, 4)}, INVALID),
+    (INFER, {**INFER_PACK, "queries": (5, 2)}, INVALID),
+    (INFER, {**INFER_PACK, "queries": None}, INVALID),
+    (INFER, {**INFER_PACK, "keys": (3, 5)}, INVALID),
+    (INFER, {**INFER_PACK, "keys": (7,)}, INVALID),
+    (INFER, {**INFER_PACK, "lse": new(4, 5, 1, dtype=F32)}, INVALID),
+    (INFER, INFER_PAGES, 0),
+    (INFER, {**INFER_PAGES, "keys": None}, INVALID),
+    (INFER, {**INFER_THREE, "keys": (9, 4, 1, 7)}, 0),
+    (INFER, {**INFER_THREE, "keys": (9,)}, 0),
+    (INFER, {**INFER_THREE, "keys": (9, 4)}, INVALID),
+    ("LightningIndexer", {"query": None}, NO_TENSOR),
+    ("LightningIndexer", {"indices": SLOTS.float()}, INNER_NULL_POINTER),
+    ("LightningIndexer", {"values": new(1, 2, 1, 8, dtype=F32)}, INNER_NULL_POINTER),
+    ("LightningIndexerGrad", {"dq": INDEX_QUERY.float()}, INNER_NULL_POINTER),
+    ("LightningIndexerGrad", {"dq": new(1, 2, 64, 64)}, INNER_NULL_POINTER),
+    ("PromptFlashAttentionV3", {"out": DENSE.float()}, INNER_NULL_POINTER),
+    *(
+        ("ScatterPaKvCache", {name: None}, INNER_NULL_POINTER)
+        for name in ("key", "key_cache", "slots", "value", "value_cache")
+    ),
+    (SPARSE, named("max sum", None), NO_TENSOR),
+    (SPARSE, {**named("max sum", None), "flag": False}, 0),
+    (SPARSE, {"out": QUERY.float()}, INNER_NULL_POINTER),
+    (SPARSE, named("max sum", SPARSE_STATISTICS.bfloat16()), INNER_NULL_POINTER),
+    (SPARSE, {"value": None}, 0),  # the key
+    (SPARSE, {**PAGES, "flag": False}, 0),
+    (SPARSE, PAGES, TILING),
+    (SPARSE, NO_ROPES, TILING),
+    ("SparseLightningIndexerGradKLLoss", NO_ROPES, TILING),
+    ("SparseLightningIndexerGradKLLoss", {"loss": new(1)}, INNER_NULL_POINTER),
+    ("SparseFlashAttentionGrad", NO_ROPES | named("dq_rope dk_rope", None), 0),
+    ("SparseFlashAttentionGrad", {"value": None}, 0),
+    ("SparseFlashAttentionGrad", {"dq": QUERY.float()}, INNER_NULL_POINTER),
+]
+
+
+def status_of(function: str, changes: Arguments) -> int:
+    assert changes.keys() <= CALLS[function].keys()
+    return first_phase(function, *(CALLS[function] | changes).values())[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "status"),
+    STATUSES,
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else str(x),
+)
+def test_status(function: str, changes: Arguments, status: int) -> None:
+    assert status_of(function, changes) == status
 
 
 def test_the_deterministic_gradient_takes_smaller_values() -> None:
-    call = ("BSND", new(1, 1, 256, 192), new(1, 1, 256, 128), 256)
+    call = (SCORE_GRAD, many_heads("BSND", 1, 256))
     runtime, switch = ctypes.CDLL("libascendcl.so"), 0
     torch.npu.synchronize()
     runtime.aclrtCtxSetSysParamOpt(switch, ctypes.c_int64(1))
     try:
-        assert score_grad(*call) == 0
+        assert status_of(*call) == 0
     finally:
         runtime.aclrtCtxSetSysParamOpt(switch, ctypes.c_int64(0))
-    assert score_grad(*call) == NULL_POINTER
-
-
-def packed(dtype: torch.dtype, rope: torch.dtype) -> int:
-    """The forward of one sequence with ropes."""
-    q, q_rope = new(4, 2, 64, dtype=dtype), new(4, 2, 32, dtype=rope)
-    statistics, mask = new(4, 2, 8, dtype=F32), new(4, 4, dtype=torch.bool)
-    return First()(
-        "FlashAttentionVarLenScoreV3", q, q_rope, q, q_rope, q, *[None] * 3, mask, None, (4,), (4,),
-        None, None, 1.0, 1.0, 100, 100, 2, "TND", 0, 0, 1, statistics, statistics, new(0), q,
-    )  # fmt: skip
-
-
-def packed_grad(dtype: torch.dtype, rope: torch.dtype) -> int:
-    q, q_rope = new(4, 2, 64, dtype=dtype), new(4, 2, 32, dtype=rope)
-    statistics, mask = new(4, 2, 8, dtype=F32), new(4, 4, dtype=torch.bool)
-    return First()(
-        "FlashAttentionUnpaddingScoreGradV3", q, q_rope, q, q_rope, q, q, *[None] * 3, mask,
-        statistics, statistics, None, q, None, (4,), (4,), None, None, 1.0, 1.0, 100, 100, 2, "TND",
-        0, 0, 1, q, q_rope, q, q_rope, q, new(0),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("call", [packed, packed_grad])
-def test_dtypes_of_ropes(call: Callable[[torch.dtype, torch.dtype], int]) -> None:
-    assert call(BF16, BF16) == 0
-    assert call(torch.float16, torch.float16) == INVALID
-    assert call(F32, F32) == INVALID
-
-
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [
-        ({}, 0),
-        ({"mask": None}, INVALID),
-        ({"pse": "bias"}, INVALID),
-        ({"drop": "bits", "keep": 0.5}, INVALID),
-        ({"mode": 6, "prefix": (4,)}, INVALID),
-        ({"d": 72}, INVALID),
-        ({"rope": 80}, INVALID),
-        ({"value": 32}, INVALID),
-    ],
-    ids=str,
-)
-def test_calls_that_take_no_ropes(changes: dict[str, Any], status: int) -> None:
-    """The host pads no head beside a rope, and combines ropes with a mask alone."""
-    given: dict[str, Any] = {
-        "d": 64, "rope": 32, "mask": "mask", "pse": None, "drop": None, "keep": 1.0, "mode": 0,
-        "prefix": None, **changes,
-    }  # fmt: skip
-    tensors = {
-        "mask": new(4, 4, dtype=torch.bool), "bias": new(2 * 4 * 4),
-        "bits": new(4, dtype=torch.uint8), None: None,
-    }  # fmt: skip
-    q, q_rope = new(4, 2, given["d"]), new(4, 2, given["rope"])
-    v = new(4, 2, given.get("value", given["d"]))
-    statistics = new(4, 2, 8, dtype=F32)
-    actual = First()(
-        "FlashAttentionVarLenScoreV5", q, q_rope, q, q_rope, v, tensors[given["pse"]],
-        tensors[given["drop"]], None, tensors[given["mask"]], None, given["prefix"], (4,), (4,),
-        None, None, 1.0, given["keep"], 100, 100, 2, "TND", 0, given["mode"], 1, "", statistics,
-        statistics, new(0), v,
-    )  # fmt: skip
-    assert actual == status
-
-
-@pytest.mark.parametrize("wrong", ["dq_rope", "dk_rope", "dsink"])
-def test_gradients_of_ropes_and_sinks_have_their_shapes(wrong: str) -> None:
-    q, rope, sink = new(4, 2, 64), new(4, 2, 32), new(2, dtype=F32)
-    statistics, mask = new(4, 2, 8, dtype=F32), new(4, 4, dtype=torch.bool)
-
-    def gradient(**outputs: Tensor) -> int:
-        out = {"dq_rope": rope, "dk_rope": rope, "dsink": sink, **outputs}
-        return First()(
-            "FlashAttentionUnpaddingScoreGradV5", q, rope, q, rope, q, q, *[None] * 3, mask,
-            statistics, statistics, None, q, sink, None, (4,), (4,), None, None, 1.0, 1.0, 100, 100,
-            2, "TND", 0, 0, 1, "", q, out["dq_rope"], q, out["dk_rope"], q, new(0), out["dsink"],
-        )  # fmt: skip
-
-    assert gradient() == 0
-    assert gradient(**{wrong: new(3, dtype=F32 if wrong == "dsink" else BF16)}) == NULL_POINTER
-
-
-def test_sinks_of_a_float_gradient() -> None:
-    def gradient(dtype: torch.dtype) -> int:
-        q, statistics = new(1, 2, 4, 64, dtype=dtype), new(1, 2, 4, 8, dtype=F32)
-        sink = new(2, dtype=F32)
-        return First()(
-            "FlashAttentionScoreGradV3", q, q, q, q, *[None] * 4, statistics, statistics, None, q,
-            sink, None, None, None, 1.0, 1.0, 100, 100, 2, "BNSD", 0, 0, 1, q, q, q, new(0), sink,
-        )  # fmt: skip
-
-    assert gradient(BF16) == 0
-    assert gradient(F32) == INVALID
-
-
-def indexer(query: Tensor | None, indices: torch.dtype = I32, values: torch.dtype = BF16) -> int:
-    return First()(
-        "LightningIndexer", query, new(1, 9, 1, 128), new(1, 2, 64), None, None, None, "BSND",
-        "BSND", 8, 3, 100, 100, True, new(1, 2, 1, 8, dtype=indices),
-        new(1, 2, 1, 8, dtype=values),
-    )  # fmt: skip
-
-
-def test_tensors_of_the_indexer() -> None:
-    query = new(1, 2, 64, 128)
-    assert indexer(query) == 0
-    assert indexer(None) == NO_TENSOR
-    assert indexer(query, indices=F32) == INNER_NULL_POINTER
-    assert indexer(query, values=F32) == INNER_NULL_POINTER
-
-
-def test_outputs_of_the_indexers_gradient() -> None:
-    q, k, w = new(1, 2, 64, 128), new(1, 9, 1, 128), new(1, 2, 64)
-
-    def gradient(dq: Tensor) -> int:
-        return First()(
-            "LightningIndexerGrad", q, k, new(1, 2, 1, 8), new(1, 2, 1, 8, dtype=I32), w, None,
-            None, 64, "BSND", 3, 100, 100, False, dq, k, w,
-        )  # fmt: skip
-
-    assert gradient(q) == 0
-    assert gradient(q.float()) == INNER_NULL_POINTER
-    assert gradient(new(1, 2, 64, 64)) == INNER_NULL_POINTER
-
-
-def test_outputs_of_sparse_attention() -> None:
-    q, k, rope = new(1, 2, 8, 512), new(1, 9, 1, 512), new(1, 2, 8, 64)
-
-    def attention(out: Tensor, maximum: Any, lse: bool = True) -> int:
-        return First()(
-            "SparseFlashAttention", q, k, k, new(1, 2, 1, 8, dtype=I32), None, None, None, rope,
-            new(1, 9, 1, 64), 1.0, 1, "BSND", "BSND", 3, 100, 100, 2, lse, out, maximum, maximum,
-        )  # fmt: skip
-
-    statistics = new(1, 1, 2, 8, dtype=F32)
-    assert attention(q, statistics) == 0
-    assert attention(q, None) == NO_TENSOR
-    assert attention(q, None, lse=False) == 0
-    assert attention(q.float(), statistics) == INNER_NULL_POINTER
-    assert attention(q, statistics.bfloat16()) == INNER_NULL_POINTER
-
-
-def test_sparse_attention_and_its_loss_need_ropes() -> None:
-    """The gradient does not."""
-    q, k, ropes = new(1, 2, 8, 512), new(1, 9, 1, 512), (new(1, 2, 8, 64), new(1, 9, 1, 64))
-    indices, statistics = new(1, 2, 1, 8, dtype=I32), new(1, 1, 2, 8, dtype=F32)
-    q_index, k_index, weights = new(1, 2, 8, 128), new(1, 9, 1, 128), new(1, 2, 8)
-
-    def attention(*ropes: Any) -> int:
-        return First()(
-            "SparseFlashAttention", q, k, k, indices, None, None, None, *ropes, 1.0, 1, "BSND",
-            "BSND", 3, 100, 100, 2, True, q, statistics, statistics,
-        )  # fmt: skip
-
-    def gradient(*ropes: Any) -> int:
-        return First()(
-            "SparseFlashAttentionGrad", q, k, k, indices, q, q, statistics, statistics, None, None,
-            *ropes, 1.0, 1, "BSND", 3, 100, 100, False, q, k, k, *ropes,
-        )  # fmt: skip
-
-    def loss(*ropes: Any) -> int:
-        return First()(
-            "SparseLightningIndexerGradKLLoss", q, k, q_index, k_index, weights, indices,
-            statistics, statistics, *ropes, None, None, 1.0, "BSND", 3, 100, 100, False,
-            q_index, k_index, weights, new(1, dtype=F32),
-        )  # fmt: skip
-
-    for call, without in ((attention, TILING), (gradient, 0), (loss, TILING)):
-        assert call(*ropes) == 0
-        assert call(None, None) == without
-
-
-def test_sparse_attention_has_no_statistics_of_pages() -> None:
-    q, cache, rope = new(2, 8, 512), new(4, 16, 1, 512), new(4, 16, 1, 64)
-    lengths, statistics = new(2, dtype=I32), new(1, 2, 8, dtype=F32)
-
-    def attention(lse: bool) -> int:
-        return First()(
-            "SparseFlashAttention", q, cache, cache, new(2, 1, 8, dtype=I32),
-            new(2, 2, dtype=I32), lengths, lengths, new(2, 8, 64), rope, 1.0, 1, "TND", "PA_BSND",
-            3, 100, 100, 2, lse, q, statistics, statistics,
-        )  # fmt: skip
-
-    assert attention(False) == 0
-    assert attention(True) == TILING
-
-
-def test_sparse_attention_takes_the_key_for_a_missing_value() -> None:
-    q, k = new(1, 2, 8, 512), new(1, 9, 1, 512)
-    indices, statistics = new(1, 2, 1, 8, dtype=I32), new(1, 1, 2, 8, dtype=F32)
-    ropes = (new(1, 2, 8, 64), new(1, 9, 1, 64))
-    forward = First()(
-        "SparseFlashAttention", q, k, None, indices, None, None, None, *ropes, 1.0, 1, "BSND",
-        "BSND", 3, 100, 100, 2, True, q, statistics, statistics,
-    )  # fmt: skip
-    gradient = First()(
-        "SparseFlashAttentionGrad", q, k, None, indices, q, q, statistics, statistics, None, None,
-        *ropes, 1.0, 1, "BSND", 3, 100, 100, False, q, k, k, *ropes,
-    )  # fmt: skip
-    assert (forward, gradient) == (0, 0)
-
-
-def test_outputs_of_the_sparse_gradient_and_of_the_loss() -> None:
-    q, k = new(1, 2, 8, 512), new(1, 9, 1, 512)
-    q_rope, k_rope, statistics = new(1, 2, 8, 64), new(1, 9, 1, 64), new(1, 1, 2, 8, dtype=F32)
-    indices = new(1, 2, 1, 8, dtype=I32)
-
-    def gradient(dq: Tensor) -> int:
-        return First()(
-            "SparseFlashAttentionGrad", q, k, k, indices, q, q, statistics, statistics, None, None,
-            q_rope, k_rope, 1.0, 1, "BSND", 3, 100, 100, False, dq, k, k, q_rope, k_rope,
-        )  # fmt: skip
-
-    assert gradient(q) == 0
-    assert gradient(q.float()) == INNER_NULL_POINTER
-    q_index, k_index, weights = new(1, 2, 8, 128), new(1, 9, 1, 128), new(1, 2, 8)
-
-    def loss(dtype: torch.dtype) -> int:
-        return First()(
-            "SparseLightningIndexerGradKLLoss", q, k, q_index, k_index, weights, indices,
-            statistics, statistics, q_rope, k_rope, None, None, 1.0, "BSND", 3, 100, 100, False,
-            q_index, k_index, weights, new(1, dtype=dtype),
-        )  # fmt: skip
-
-    assert loss(F32) == 0
-    assert loss(BF16) == INNER_NULL_POINTER
-
-
-def test_output_of_prompt_attention() -> None:
-    q = new(1, 2, 4, 64)
-
-    def prompt(out: torch.dtype) -> int:
-        return First()(
-            "PromptFlashAttentionV3", q, q, q, *[None] * 9, 2, 1.0, 100, 100, "BNSD", 2, 0, 2,
-            new(1, 2, 4, 64, dtype=out),
-        )  # fmt: skip
-
-    assert prompt(BF16) == 0
-    assert prompt(F32) == INNER_NULL_POINTER
-
-
-@pytest.mark.parametrize("missing", range(5))
-def test_missing_tensors_of_a_cache(missing: int) -> None:
-    tensors = [new(3, 1, 32), new(2, 16, 1, 32), new(3, dtype=I32), new(3, 1, 32),
-               new(2, 16, 1, 32)]  # fmt: skip
-
-    def scatter(tensors: list[Any]) -> int:
-        options = (None, None, None, "Norm", "None", None, None)
-        return First()("ScatterPaKvCache", *tensors, *options)
-
-    assert scatter(tensors) == 0
-    given: list[Any] = list(tensors)
-    given[missing] = None
-    assert scatter(given) == INNER_NULL_POINTER
-
-
-def test_packed_attention_without_lengths() -> None:
-    """Which once ended the process."""
-    q, statistics = new(4, 2, 128), new(4, 2, 8, dtype=F32)
-    assert First()(
-        "FlashAttentionVarLenScoreV2", q, q, q, None, None, None, None, None, None, None, None,
-        None, 1.0, 1.0, 100, 100, 2, "TND", 0, 0, 1, statistics, statistics, new(0), q,
-    ) == INVALID  # fmt: skip
+    assert status_of(*call) == NULL_POINTER
