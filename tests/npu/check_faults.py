@@ -24,74 +24,55 @@ from ascend_attn_ops.check.results import Result
 from ascend_attn_ops.check.samples import OPERATORS
 from torch import Tensor
 
-Planted = Callable[[], AbstractContextManager[None]]
+Planted = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """In a function of CANN, and the line that must notice it: the first that has this pattern."""
+    """In a function of CANN."""
 
     name: str
     function: str
-    line: str
     plant: Planted
+    pattern: str = ""
+
+    @property
+    def line(self) -> str:
+        """The line that must notice it: the first that has this pattern."""
+        return self.pattern or LINES[self.function]
 
 
-def tensors(function: str, **changes: Callable[[Tensor], object]) -> Planted:
-    return lambda: cann_simulator.altered(function, tensors=changes)
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "one wrong": lambda x: x.view(-1)[x.numel() // 2].add_(1),
+    "scaled": lambda x: x.mul_(1.05),
+    "slightly off": lambda x: x.mul_(1.001),
+    "heads exchanged": lambda x: x.copy_(x.flip(1).clone()),
+    "rows moved": lambda x: x.copy_(x.roll(1, -2).clone()),
+    "row of NaN": lambda x: x[..., -1, :].fill_(torch.nan),
+    "row unwritten": lambda x: x[..., 0, :].zero_(),
+    "unwritten": Tensor.zero_,
+    "added twice": lambda x: x[..., 0, :].mul_(2),
+    "infinite": lambda x: x.view(-1)[0].fill_(torch.inf),
+    "last element": lambda x: x.view(-1)[-1].fill_(0.75),
+    "next key": lambda x: x.copy_(torch.where(x >= 0, x + 1, x)),
+    "key twice": lambda x: x[..., 1].copy_(x[..., 0]),
+    "no padding": lambda x: x.clamp_(min=0),
+    "ascending": lambda x: x.copy_(x.flip(-1).clone()),
+}
 
 
-def numbers(function: str, **changes: Callable[[float], float]) -> Planted:
-    return lambda: cann_simulator.altered(function, numbers=changes)
+def tensors(**changes: str | Callable[[Tensor], object]) -> Planted:
+    """Changes of outputs, some by their name."""
+    named = {name: CHANGES[x] if isinstance(x, str) else x for name, x in changes.items()}
+    return lambda function: cann_simulator.altered(function, tensors=named)
 
 
-def status(function: str, phase: int, code: int) -> Planted:
-    return lambda: cann_simulator.fail(function, phase, code, "planted", times=1000)
+def numbers(**changes: Callable[[float], float]) -> Planted:
+    return lambda function: cann_simulator.altered(function, numbers=changes)
 
 
-# Changes of a tensor.
-def one_wrong(x: Tensor) -> None:
-    x.view(-1)[x.numel() // 2] += 1
-
-
-def scaled(x: Tensor) -> None:
-    x *= 1.05
-
-
-def heads_exchanged(x: Tensor) -> None:
-    x.copy_(x.flip(1).clone())
-
-
-def rows_moved(x: Tensor) -> None:
-    x.copy_(x.roll(1, -2).clone())
-
-
-def row_of_nan(x: Tensor) -> None:
-    x[..., -1, :] = torch.nan
-
-
-def row_unwritten(x: Tensor) -> None:
-    x[..., 0, :] = 0
-
-
-def nothing_written(x: Tensor) -> None:
-    x.zero_()
-
-
-def added_twice(x: Tensor) -> None:
-    x[..., 0, :] *= 2
-
-
-def infinite(x: Tensor) -> None:
-    x.view(-1)[0] = torch.inf
-
-
-def last_element(x: Tensor) -> None:
-    x.view(-1)[-1] = 0.75
-
-
-def slightly_off(x: Tensor) -> None:
-    x *= 1.001
+def status(phase: int, code: int) -> Planted:
+    return lambda function: cann_simulator.fail(function, phase, code, "planted", times=1000)
 
 
 class Exchanged:
@@ -108,6 +89,10 @@ class Exchanged:
             self.first.copy_(both[1])
             x.copy_(both[0])
             self.first = None
+
+
+def exchanged(*names: str) -> Planted:
+    return tensors(**dict.fromkeys(names, Exchanged()))
 
 
 class Unsteady:
@@ -128,22 +113,6 @@ def kept(name: str) -> Callable[[float], float]:
     return dict(zip(*lengths, strict=True)).__getitem__
 
 
-def next_key(x: Tensor) -> None:
-    x.copy_(torch.where(x >= 0, x + 1, x))
-
-
-def key_twice(x: Tensor) -> None:
-    x[..., 1] = x[..., 0]
-
-
-def no_padding(x: Tensor) -> None:
-    x.clamp_(min=0)
-
-
-def ascending(x: Tensor) -> None:
-    x.copy_(x.flip(-1).clone())
-
-
 FA, FAG = "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2"
 PACK, PACKG = "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2"
 LI, LIG = "aclnnLightningIndexer", "aclnnLightningIndexerGrad"
@@ -156,172 +125,154 @@ MLA, MLAG = "aclnnSparseFlashMla", "aclnnSparseFlashMlaGrad"
 LIV2, KLG = "aclnnLightningIndexerV2", "aclnnSparseLightningIndexerKLLossGrad"
 FUSED, FIA = "aclnnFusedInferAttentionScoreV4", "aclnnFusedInferAttentionScoreV5"
 
-# Lines of the section `numbers`, all in bfloat16 or float16.
-LINE_FA = "numbers/flash_attention_score-BNSD-*bfloat16"
-LINE_FAG = "numbers/flash_attention_score_grad-BNSD-*bfloat16"
-LINE_PACK = "numbers/flash_attention_score-TND-*bfloat16"
-LINE_PACKG = "numbers/flash_attention_score_grad-TND-*bfloat16"
-LINE_LI = "numbers/lightning_indexer-*K1024*bfloat16"
-LINE_LIG = "numbers/lightning_indexer_grad-*K1024*bfloat16"
-LINE_SFA = "numbers/sparse_flash_attention-*K1024*bfloat16"
-LINE_SFAG = "numbers/sparse_flash_attention_grad-*K1024*bfloat16"
-LINE_KL = "numbers/sparse_lightning_indexer_grad_kl_loss-*K1024*bfloat16"
-LINE_MLA = "numbers/sparse_flash_mla-*K512*bfloat16"
-LINE_MLAG = "numbers/sparse_flash_mla_grad-*K512*bfloat16"
-LINE_LIV2 = "numbers/lightning_indexer-*ratio4*bfloat16"
-LINE_KLG = "numbers/sparse_lightning_indexer_kl_loss_grad-*K512*bfloat16"
-LINE_FUSED = "numbers/fused_infer_attention_score-*lse-*bfloat16"
-LINE_PFA = "numbers/prompt_flash_attention-*float16"
-LINE_SCATTER = "numbers/scatter_pa_kv_cache_-*bfloat16"
-LINE_UPDATE = "numbers/attention_update-*bfloat16"
+# By function, its line of the section `numbers`.
+LINES = {
+    FA: "numbers/flash_attention_score-BNSD-*bfloat16",
+    FAG: "numbers/flash_attention_score_grad-BNSD-*bfloat16",
+    PACK: "numbers/flash_attention_score-TND-*bfloat16",
+    PACKG: "numbers/flash_attention_score_grad-TND-*bfloat16",
+    LI: "numbers/lightning_indexer-*K1024*bfloat16",
+    LIG: "numbers/lightning_indexer_grad-*K1024*bfloat16",
+    SFA: "numbers/sparse_flash_attention-*K1024*bfloat16",
+    SFAG: "numbers/sparse_flash_attention_grad-*K1024*bfloat16",
+    KL: "numbers/sparse_lightning_indexer_grad_kl_loss-*K1024*bfloat16",
+    MLA: "numbers/sparse_flash_mla-*K512*bfloat16",
+    MLAG: "numbers/sparse_flash_mla_grad-*K512*bfloat16",
+    LIV2: "numbers/lightning_indexer-*ratio4*bfloat16",
+    KLG: "numbers/sparse_lightning_indexer_kl_loss_grad-*K512*bfloat16",
+    FUSED: "numbers/fused_infer_attention_score-*lse-*bfloat16",
+    PFA: "numbers/prompt_flash_attention-*float16",
+    SCATTER: "numbers/scatter_pa_kv_cache_-*bfloat16",
+    UPDATE: "numbers/attention_update-*bfloat16",
+    FIA: "numbers/prompt_flash_attention-*float16",
+}
 AUTOGRAD = "numbers/{}-*-through-autograd-bfloat16"
 
+# In the order of docs/hardware.md.
 FAULTS = [
-    Fault("one wrong element", FA, LINE_FA, tensors(FA, attentionOutOut=one_wrong)),
-    Fault("an output 5% too large", FA, LINE_FA, tensors(FA, attentionOutOut=scaled)),
-    Fault("heads exchanged", FA, LINE_FA, tensors(FA, attentionOutOut=heads_exchanged)),
-    Fault("rows moved by one", FA, LINE_FA, tensors(FA, attentionOutOut=rows_moved)),
-    Fault("a row of NaN", FA, LINE_FA, tensors(FA, attentionOutOut=row_of_nan)),
-    Fault("a row left unwritten", FA, LINE_FA, tensors(FA, attentionOutOut=row_unwritten)),
-    Fault("nothing written", FA, LINE_FA, tensors(FA, attentionOutOut=nothing_written)),
-    Fault("statistics exchanged", FA, LINE_FA,
-          (lambda both: tensors(FA, softmaxMaxOut=both, softmaxSumOut=both))(Exchanged())),
-    Fault("a sum 0.1% off", FA, LINE_FA, tensors(FA, softmaxSumOut=slightly_off)),
-    Fault("a maximum of infinity", FA, LINE_FA, tensors(FA, softmaxMaxOut=infinite)),
-    Fault("another scale", FA, LINE_FA, numbers(FA, scaleValue=lambda x: 1.1 * x)),
-    Fault("the band one key later", FA, "numbers/flash_attention_score-*mode4*bfloat16",
-          numbers(FA, nextTokens=lambda x: x + 1)),
-    Fault("the band one key earlier", FA, "numbers/flash_attention_score-*mode4*bfloat16",
-          numbers(FA, preTokens=lambda x: x - 1)),
-    Fault("causal aligned at the other end", FA, "numbers/flash_attention_score-*mode2*bfloat16",
-          numbers(FA, sparseMode=lambda x: 3 if x == 2 else x)),
-    Fault("a bias scaled as none should be", FA, "numbers/flash_attention_score-*pse1*bfloat16",
-          numbers(FA, pseType=lambda x: 0)),
-    Fault("a gradient of one key", FAG, LINE_FAG, tensors(FAG, dkOut=added_twice)),
-    Fault("a gradient of NaN", FAG, LINE_FAG, tensors(FAG, dvOut=row_of_nan)),
-    Fault("a gradient without its scale", FAG, LINE_FAG, tensors(FAG, dqOut=scaled)),
-    Fault("a gradient through autograd", FAG, AUTOGRAD.format("flash_attention_score-BNSD"),
-          tensors(FAG, dqOut=rows_moved)),
-    Fault("a row of a pack", PACK, LINE_PACK, tensors(PACK, attentionOutOut=row_unwritten)),
-    Fault("lengths of a pack off by one", PACK, LINE_PACK,
-          numbers(PACK, actualSeqKvLenOptional=lambda x: max(0, x - 1))),
-    Fault("a gradient of a pack", PACKG, LINE_PACKG, tensors(PACKG, dkOut=heads_exchanged)),
-    Fault("the next key selected", LI, LINE_LI, tensors(LI, sparseIndicesOut=next_key)),
-    Fault("a key selected twice", LI, LINE_LI, tensors(LI, sparseIndicesOut=key_twice)),
-    Fault("padding that is no -1", LI, LINE_LI, tensors(LI, sparseIndicesOut=no_padding)),
-    Fault("values in ascending order", LI, LINE_LI, tensors(LI, sparseValuesOut=ascending)),
-    Fault("the causal edge lost", LI, LINE_LI, numbers(LI, sparseMode=lambda x: 0)),
-    Fault("a gradient of the indexer's query", LIG, LINE_LIG, tensors(LIG, dqOut=scaled)),
-    Fault("a gradient of the indexer's key", LIG, LINE_LIG, tensors(LIG, dkOut=nothing_written)),
-    Fault("a gradient of the weights", LIG, LINE_LIG, tensors(LIG, dweightsOut=nothing_written)),
-    Fault("sparse attention of other heads", SFA, LINE_SFA,
-          tensors(SFA, attentionOut=lambda x: x.copy_(x.roll(1, -2).clone()))),
-    Fault("sparse statistics exchanged", SFA, LINE_SFA,
-          (lambda both: tensors(SFA, softmaxMax=both, softmaxSum=both))(Exchanged())),
-    Fault("sparse attention with another scale", SFA, LINE_SFA,
-          numbers(SFA, scaleValue=lambda x: 1.1 * x)),
-    Fault("a sparse gradient of the query", SFAG, LINE_SFAG,
-          tensors(SFAG, dQueryOut=row_unwritten)),
-    Fault("a sparse gradient of the key", SFAG, LINE_SFAG, tensors(SFAG, dKeyOut=nothing_written)),
-    Fault("a gradient of the ropes", SFAG, LINE_SFAG,
-          tensors(SFAG, dQueryRopeOutOptional=nothing_written)),
-    Fault("a sparse gradient through autograd", SFAG,
-          AUTOGRAD.format("sparse_flash_attention-*K1024"), tensors(SFAG, dQueryOut=infinite)),
-    Fault("another loss", KL, LINE_KL, tensors(KL, loss=scaled)),
-    Fault("the loss's gradient of the key", KL, LINE_KL, tensors(KL, dKeyIndex=nothing_written)),
-    Fault("the loss's gradient of the weights", KL, LINE_KL, tensors(KL, dWeights=nothing_written)),
-    Fault("compressed keys with another scale", MLA, LINE_MLA,
-          numbers(MLA, softmaxScale=lambda x: 1.1 * x)),
-    Fault("a row beside compressed keys left unwritten", MLA, LINE_MLA,
-          tensors(MLA, attnOutOut=row_unwritten)),
-    Fault("the log-sum-exp of compressed keys", MLA, LINE_MLA,
-          tensors(MLA, softmaxLseOutOptional=one_wrong)),
-    Fault("a gradient of compressed keys", MLAG, LINE_MLAG,
-          tensors(MLAG, dCmpKvOutOptional=nothing_written)),
-    Fault("a gradient of the sink", MLAG, LINE_MLAG, tensors(MLAG, dSinksOutOptional=scaled)),
-    Fault("the target of an indexer", MLAG, LINE_MLAG,
-          tensors(MLAG, cmpSoftmaxL1NormOptional=scaled)),
-    Fault("a gradient of compressed keys through autograd", MLAG,
-          AUTOGRAD.format("sparse_flash_mla"), tensors(MLAG, dQueryOut=infinite)),
-    Fault("the next compressed key selected", LIV2, LINE_LIV2,
-          tensors(LIV2, sparseIndices=next_key)),
-    Fault("the causal edge of compressed keys lost", LIV2, LINE_LIV2,
-          numbers(LIV2, maskMode=lambda x: 0)),
-    Fault("a target's gradient of the key", KLG, LINE_KLG, tensors(KLG, dk=nothing_written)),
-    Fault("a target's gradient of the weights", KLG, LINE_KLG, tensors(KLG, dw=nothing_written)),
-    Fault("the prediction beside a target", KLG, LINE_KLG, tensors(KLG, softmaxOut=scaled)),
-    Fault("a stricter rule of compressed keys", MLA, "limits/sparse_flash_mla-*-inside",
-          status(MLA, 1, 161002)),
-    Fault("compressed keys that a graph leaves out", MLA, "behaviour/graph-sparse_flash_mla",
-          tensors(MLA, attnOutOut=nothing_written)),
-    Fault("a prompt's row of NaN", PFA, LINE_PFA, tensors(PFA, attentionOut=row_of_nan)),
-    Fault("a prompt's row left unwritten", PFA, LINE_PFA,
-          tensors(PFA, attentionOut=row_unwritten)),
-    Fault("a prompt's wrong element", PFA, LINE_PFA, tensors(PFA, attentionOut=last_element)),
-    Fault("a prompt's heads exchanged", PFA, LINE_PFA, tensors(PFA, attentionOut=heads_exchanged)),
-    Fault("a prompt with another scale", PFA, LINE_PFA,
-          numbers(PFA, scaleValue=lambda x: 1.5 * x)),
-    Fault("a prompt refused", PFA, LINE_PFA, status(PFA, 1, 161002)),
-    Fault("a prompt that fails at its launch", PFA, LINE_PFA, status(PFA, 2, 361001)),
-    Fault("a prompt's kernel that fails", PFA, LINE_PFA, status(PFA, 3, 507015)),
-    Fault("a prompt that wants too much memory", PFA, LINE_PFA, status(PFA, 0, 0)),
-    Fault("prompts that differ from call to call", PFA, "behaviour/determinism-prompt*",
-          (lambda change: tensors(PFA, attentionOut=change))(Unsteady())),
-    Fault("a prompt that a graph leaves out", PFA, "behaviour/graph-prompt*",
-          tensors(PFA, attentionOut=nothing_written)),
-    Fault("a stricter rule of prompts", PFA, "limits/prompt*-inside", status(PFA, 1, 161002)),
-    Fault("a cache written one slot later", SCATTER, LINE_SCATTER,
-          tensors(SCATTER, keyCacheRef=lambda x: x.copy_(x.roll(1, 1).clone()))),
-    Fault("a cache left as it was", SCATTER, LINE_SCATTER,
-          tensors(SCATTER, valueCacheRef=nothing_written)),
-    Fault("merged parts", UPDATE, LINE_UPDATE, tensors(UPDATE, out=scaled)),
-    Fault("the lse of merged parts", UPDATE, LINE_UPDATE, tensors(UPDATE, lseOut=infinite)),
+    Fault("one wrong element", FA, tensors(attentionOutOut="one wrong")),
+    Fault("an output 5% too large", FA, tensors(attentionOutOut="scaled")),
+    Fault("heads exchanged", FA, tensors(attentionOutOut="heads exchanged")),
+    Fault("rows moved by one", FA, tensors(attentionOutOut="rows moved")),
+    Fault("a row of NaN", FA, tensors(attentionOutOut="row of NaN")),
+    Fault("a row left unwritten", FA, tensors(attentionOutOut="row unwritten")),
+    Fault("nothing written", FA, tensors(attentionOutOut="unwritten")),
+    Fault("statistics exchanged", FA, exchanged("softmaxMaxOut", "softmaxSumOut")),
+    Fault("a sum 0.1% off", FA, tensors(softmaxSumOut="slightly off")),
+    Fault("a maximum of infinity", FA, tensors(softmaxMaxOut="infinite")),
+    Fault("another scale", FA, numbers(scaleValue=lambda x: 1.1 * x)),
+    Fault("the band one key later", FA, numbers(nextTokens=lambda x: x + 1),
+          "numbers/flash_attention_score-*mode4*bfloat16"),
+    Fault("the band one key earlier", FA, numbers(preTokens=lambda x: x - 1),
+          "numbers/flash_attention_score-*mode4*bfloat16"),
+    Fault("causal aligned at the other end", FA, numbers(sparseMode=lambda x: 3 if x == 2 else x),
+          "numbers/flash_attention_score-*mode2*bfloat16"),
+    Fault("a bias scaled as none should be", FA, numbers(pseType=lambda x: 0),
+          "numbers/flash_attention_score-*pse1*bfloat16"),
+    Fault("a gradient of one key", FAG, tensors(dkOut="added twice")),
+    Fault("a gradient of NaN", FAG, tensors(dvOut="row of NaN")),
+    Fault("a gradient without its scale", FAG, tensors(dqOut="scaled")),
+    Fault("a gradient through autograd", FAG, tensors(dqOut="rows moved"),
+          AUTOGRAD.format("flash_attention_score-BNSD")),
+    Fault("a row of a pack", PACK, tensors(attentionOutOut="row unwritten")),
+    Fault("lengths of a pack off by one", PACK,
+          numbers(actualSeqKvLenOptional=lambda x: max(0, x - 1))),
+    Fault("a gradient of a pack", PACKG, tensors(dkOut="heads exchanged")),
+    Fault("the next key selected", LI, tensors(sparseIndicesOut="next key")),
+    Fault("a key selected twice", LI, tensors(sparseIndicesOut="key twice")),
+    Fault("padding that is no -1", LI, tensors(sparseIndicesOut="no padding")),
+    Fault("values in ascending order", LI, tensors(sparseValuesOut="ascending")),
+    Fault("the causal edge lost", LI, numbers(sparseMode=lambda x: 0)),
+    Fault("a gradient of the indexer's query", LIG, tensors(dqOut="scaled")),
+    Fault("a gradient of the indexer's key", LIG, tensors(dkOut="unwritten")),
+    Fault("a gradient of the weights", LIG, tensors(dweightsOut="unwritten")),
+    Fault("sparse attention of other heads", SFA,
+          tensors(attentionOut=lambda x: x.copy_(x.roll(1, -2).clone()))),
+    Fault("sparse statistics exchanged", SFA, exchanged("softmaxMax", "softmaxSum")),
+    Fault("sparse attention with another scale", SFA, numbers(scaleValue=lambda x: 1.1 * x)),
+    Fault("a sparse gradient of the query", SFAG, tensors(dQueryOut="row unwritten")),
+    Fault("a sparse gradient of the key", SFAG, tensors(dKeyOut="unwritten")),
+    Fault("a gradient of the ropes", SFAG, tensors(dQueryRopeOutOptional="unwritten")),
+    Fault("a sparse gradient through autograd", SFAG, tensors(dQueryOut="infinite"),
+          AUTOGRAD.format("sparse_flash_attention-*K1024")),
+    Fault("another loss", KL, tensors(loss="scaled")),
+    Fault("the loss's gradient of the key", KL, tensors(dKeyIndex="unwritten")),
+    Fault("the loss's gradient of the weights", KL, tensors(dWeights="unwritten")),
+    Fault("compressed keys with another scale", MLA, numbers(softmaxScale=lambda x: 1.1 * x)),
+    Fault("a row beside compressed keys left unwritten", MLA, tensors(attnOutOut="row unwritten")),
+    Fault("the log-sum-exp of compressed keys", MLA, tensors(softmaxLseOutOptional="one wrong")),
+    Fault("a gradient of compressed keys", MLAG, tensors(dCmpKvOutOptional="unwritten")),
+    Fault("a gradient of the sink", MLAG, tensors(dSinksOutOptional="scaled")),
+    Fault("the target of an indexer", MLAG, tensors(cmpSoftmaxL1NormOptional="scaled")),
+    Fault("a gradient of compressed keys through autograd", MLAG, tensors(dQueryOut="infinite"),
+          AUTOGRAD.format("sparse_flash_mla")),
+    Fault("the next compressed key selected", LIV2, tensors(sparseIndices="next key")),
+    Fault("the causal edge of compressed keys lost", LIV2, numbers(maskMode=lambda x: 0)),
+    Fault("a target's gradient of the key", KLG, tensors(dk="unwritten")),
+    Fault("a target's gradient of the weights", KLG, tensors(dw="unwritten")),
+    Fault("the prediction beside a target", KLG, tensors(softmaxOut="scaled")),
+    Fault("a stricter rule of compressed keys", MLA, status(1, 161002),
+          "limits/sparse_flash_mla-*-inside"),
+    Fault("compressed keys that a graph leaves out", MLA, tensors(attnOutOut="unwritten"),
+          "behaviour/graph-sparse_flash_mla"),
+    Fault("a prompt's row of NaN", PFA, tensors(attentionOut="row of NaN")),
+    Fault("a prompt's row left unwritten", PFA, tensors(attentionOut="row unwritten")),
+    Fault("a prompt's wrong element", PFA, tensors(attentionOut="last element")),
+    Fault("a prompt's heads exchanged", PFA, tensors(attentionOut="heads exchanged")),
+    Fault("a prompt with another scale", PFA, numbers(scaleValue=lambda x: 1.5 * x)),
+    Fault("a prompt refused", PFA, status(1, 161002)),
+    Fault("a prompt that fails at its launch", PFA, status(2, 361001)),
+    Fault("a prompt's kernel that fails", PFA, status(3, 507015)),
+    Fault("a prompt that wants too much memory", PFA, status(0, 0)),
+    Fault("prompts that differ from call to call", PFA, tensors(attentionOut=Unsteady()),
+          "behaviour/determinism-prompt*"),
+    Fault("a prompt that a graph leaves out", PFA, tensors(attentionOut="unwritten"),
+          "behaviour/graph-prompt*"),
+    Fault("a stricter rule of prompts", PFA, status(1, 161002), "limits/prompt*-inside"),
+    Fault("a cache written one slot later", SCATTER,
+          tensors(keyCacheRef=lambda x: x.copy_(x.roll(1, 1).clone()))),
+    Fault("a cache left as it was", SCATTER, tensors(valueCacheRef="unwritten")),
+    Fault("merged parts", UPDATE, tensors(out="scaled")),
+    Fault("the lse of merged parts", UPDATE, tensors(lseOut="infinite")),
     *(
-        Fault(f"refused, {function.removeprefix('aclnn')}", function, line,
-              status(function, 1, 161002))
-        for function, line in (
-            (FA, LINE_FA), (FAG, LINE_FAG), (LI, LINE_LI), (SFA, LINE_SFA), (KL, LINE_KL),
-            (SCATTER, LINE_SCATTER), (UPDATE, LINE_UPDATE),
-        )
+        Fault(f"refused, {function.removeprefix('aclnn')}", function, status(1, 161002))
+        for function in (FA, FAG, LI, SFA, KL, SCATTER, UPDATE)
     ),
-    Fault("a kernel that fails", FA, LINE_FA, status(FA, 3, 507015)),
-    Fault("too much workspace", FA, LINE_FA, status(FA, 0, 0)),
-    Fault("a rule that is stricter", SFA, "limits/sparse_flash_attention-*-inside",
-          status(SFA, 1, 161002)),
-    Fault("a wrong result just inside a limit", FA,
-          "limits/flash_attention_score-query-D-*-inside", tensors(FA, attentionOutOut=scaled)),
-    Fault("padding rows that are written", LI, "known facts/li-padding-rows",
-          tensors(LI, sparseIndicesOut=lambda x: x[-2:].fill_(-1))),
-    Fault("sums that differ from call to call", SFAG,
-          "behaviour/determinism-sparse_flash_attention_grad",
-          (lambda change: tensors(SFAG, dQueryOut=change))(Unsteady())),
-    Fault("a replay of a graph that computes nothing", FA, "behaviour/graph-flash_attention_score",
-          tensors(FA, attentionOutOut=nothing_written)),
-    Fault("a graph that keeps its lengths", PACK, "behaviour/graph-lengths-flash_attention_score",
-          numbers(PACK, actualSeqKvLenOptional=kept("flash_attention_score"))),
+    Fault("a kernel that fails", FA, status(3, 507015)),
+    Fault("too much workspace", FA, status(0, 0)),
+    Fault("a rule that is stricter", SFA, status(1, 161002),
+          "limits/sparse_flash_attention-*-inside"),
+    Fault("a wrong result just inside a limit", FA, tensors(attentionOutOut="scaled"),
+          "limits/flash_attention_score-query-D-*-inside"),
+    Fault("padding rows that are written", LI, tensors(sparseIndicesOut=lambda x: x[-2:].fill_(-1)),
+          "known facts/li-padding-rows"),
+    Fault("sums that differ from call to call", SFAG, tensors(dQueryOut=Unsteady()),
+          "behaviour/determinism-sparse_flash_attention_grad"),
+    Fault("a replay of a graph that computes nothing", FA, tensors(attentionOutOut="unwritten"),
+          "behaviour/graph-flash_attention_score"),
+    Fault("a graph that keeps its lengths", PACK,
+          numbers(actualSeqKvLenOptional=kept("flash_attention_score")),
+          "behaviour/graph-lengths-flash_attention_score"),
     Fault("a graph that keeps a prompt's lengths", PFA,
-          "behaviour/graph-lengths-prompt_flash_attention",
-          numbers(PFA, actualSeqLengthsKv=kept("prompt_flash_attention"))),
-    Fault("an update that computes nothing", PACK, "behaviour/graph-lengths-flash_attention_score",
-          tensors(PACK, attentionOutOut=nothing_written)),
-    Fault("a wrong element of a prompt on Ascend 950", FIA, LINE_PFA,
-          tensors(FIA, attentionOut=last_element)),
-    Fault("a prompt on Ascend 950 that a graph leaves out", FIA, "behaviour/graph-prompt*",
-          tensors(FIA, attentionOut=nothing_written)),
+          numbers(actualSeqLengthsKv=kept("prompt_flash_attention")),
+          "behaviour/graph-lengths-prompt_flash_attention"),
+    Fault("an update that computes nothing", PACK, tensors(attentionOutOut="unwritten"),
+          "behaviour/graph-lengths-flash_attention_score"),
+    Fault("a wrong element of a prompt on Ascend 950", FIA, tensors(attentionOut="last element")),
+    Fault("a prompt on Ascend 950 that a graph leaves out", FIA,
+          tensors(attentionOut="unwritten"), "behaviour/graph-prompt*"),
     Fault("a graph that keeps a prompt's lengths on Ascend 950", FIA,
-          "behaviour/graph-lengths-prompt_flash_attention",
-          numbers(FIA, actualSeqLengthsKvOptional=kept("prompt_flash_attention"))),
-    Fault("a wrong element of fused inference", FUSED, LINE_FUSED,
-          tensors(FUSED, attentionOut=last_element)),
-    Fault("a wrong log-sum-exp of fused inference", FUSED, LINE_FUSED,
-          tensors(FUSED, softmaxLse=one_wrong)),
+          numbers(actualSeqLengthsKvOptional=kept("prompt_flash_attention")),
+          "behaviour/graph-lengths-prompt_flash_attention"),
+    Fault("a wrong element of fused inference", FUSED, tensors(attentionOut="last element")),
+    Fault("a wrong log-sum-exp of fused inference", FUSED, tensors(softmaxLse="one wrong")),
     Fault("a graph that keeps the lengths of fused inference", FUSED,
-          "behaviour/graph-lengths-fused_infer_attention_score",
-          numbers(FUSED, actualSeqLengthsKvOptional=kept("fused_infer_attention_score"))),
-    Fault("host code that refuses", FAG, "host code/flash_attention_score_grad-*",
-          status(FAG, 1, 161001)),
-    Fault("a pack of many sequences", PACK, "behaviour/1000 sequences",
-          tensors(PACK, attentionOutOut=row_unwritten)),
+          numbers(actualSeqLengthsKvOptional=kept("fused_infer_attention_score")),
+          "behaviour/graph-lengths-fused_infer_attention_score"),
+    Fault("host code that refuses", FAG, status(1, 161001),
+          "host code/flash_attention_score_grad-*"),
+    Fault("a pack of many sequences", PACK, tensors(attentionOutOut="row unwritten"),
+          "behaviour/1000 sequences"),
 ]  # fmt: skip
 
 # By product and pattern of lines: why no such line passes there without the fault.
@@ -375,7 +326,7 @@ def survey() -> dict[str, Any]:
         if probe is None:
             found[fault.name] = None
             continue
-        with fault.plant():
+        with fault.plant(fault.function):
             result = child.run(probe, context)
         found[fault.name] = [result.id, result.verdict, result.text]
     return found
@@ -384,7 +335,7 @@ def survey() -> dict[str, Any]:
 def fatal(name: str) -> list[str]:
     """Returns the result of a probe that ends its process, or does not come back."""
     with runner.Runner([sys.executable, __file__, name], FATAL[name][2]) as running:
-        task = next(x for x in running.tasks() if fnmatchcase(x.id, LINE_PFA))
+        task = next(x for x in running.tasks() if fnmatchcase(x.id, LINES[PFA]))
         result = running.run(task)
     return [result.id, result.verdict, result.text]
 
