@@ -89,17 +89,6 @@ def test_sparse_attention_and_its_loss_by_hand() -> None:
     }
 
 
-@pytest.mark.parametrize("mode", [0, 3])
-def test_blocks_are_clipped(mode: int) -> None:
-    """Two blocks of 4 keys, of the 10 keys that the last of 10 queries sees."""
-    x, indices = normal(1, 10, 2, 32), torch.zeros(1, 10, 1, 2, dtype=torch.int32)
-    options = {"scale_value": 0.1, "sparse_block_size": 4, "sparse_mode": mode}
-    key = x[:, :, :1].detach()
-    read = 10 * 8 if mode == 0 else 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 8 + 8
-    flops = counted(ops.sparse_flash_attention, x, key, key, indices, **options)
-    assert flops == {"sparse_flash_attention": read * 2 * (2 * 32 + 2 * 32)}
-
-
 PAGES = {"rows": (9, 16, 2 * 32), "heads": (9, 2, 16, 32), "fractals": (9, 2, 2, 16, 16)}
 
 
@@ -123,18 +112,6 @@ def test_paged_attention_by_hand(layout: str, form: str) -> None:
         actual_seq_lengths_key=[7, 20],
     )  # fmt: skip
     assert flops == {"fused_infer_attention_score": pairs * 4 * 2 * (64 + 32)}
-
-
-def test_contiguous_serving_is_dense_attention() -> None:
-    query, key, value = (torch.randn(2, 4, n, 16).bfloat16() for n in (6, 9, 9))
-    (dense,) = counted(
-        ops.flash_attention_score, query, key, value, num_heads=4, layout="BNSD"
-    ).values()
-    flops = counted(
-        ops.fused_infer_attention_score, query, key, value, num_heads=4, layout="BNSD_NBSD",
-        actual_seq_lengths_key=[9],
-    )  # fmt: skip
-    assert flops == {"fused_infer_attention_score": dense}
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])

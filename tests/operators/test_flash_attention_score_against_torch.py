@@ -7,15 +7,14 @@ CPU: gradients are compared with those of scaled_dot_product_attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import ascend_attn_ops
 import pytest
 import torch
+from support.attention import qkv
 from support.turns import by_turns
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,12 +25,6 @@ pytestmark = [
 
 B, N, D = 2, 4, 16
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def qkv(sq: int, skv: int, key_heads: int = N, batch: int = B) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (batch, N, sq, D), (batch, key_heads, skv, D), (batch, key_heads, skv, D)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -83,18 +76,6 @@ each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
 @each_group
 @each_size
 @each_mask
-def test_masks_of_flex_attention(name: str, sq: int, skv: int, key_heads: int) -> None:
-    tensors = qkv(sq, skv, key_heads)
-    options, rule = masks(sq, skv)[name]
-    mask = create_block_mask(rule, B, None, sq, skv, device="cpu")
-    expected = flex_attention(*tensors, block_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(attend(*tensors, **options), expected)
-
-
-@by_turns(3)
-@each_group
-@each_size
-@each_mask
 def test_masks_of_scaled_dot_product_attention(
     name: str, sq: int, skv: int, key_heads: int
 ) -> None:
@@ -104,22 +85,6 @@ def test_masks_of_scaled_dot_product_attention(
     kept = rule(b, b, i, j).expand(B, 1, sq, skv)
     expected = scaled_dot_product_attention(*tensors, attn_mask=kept, enable_gqa=True)
     assert_same_gradients(attend(*tensors, **options), expected, tensors)
-
-
-@each_group
-@pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (70, 300)])
-def test_both_corners_have_a_name_in_torch(sq: int, skv: int, key_heads: int) -> None:
-    """is_causal is the upper left one: sparse_mode 2."""
-    tensors = [x.requires_grad_() for x in qkv(sq, skv, key_heads)]
-    for mode, bias in ((2, causal_upper_left(sq, skv)), (3, causal_lower_right(sq, skv))):
-        group = N // key_heads
-        q, k, v = tensors
-        expected = scaled_dot_product_attention(
-            q, *(x.repeat_interleave(group, 1) for x in (k, v)), attn_mask=bias
-        )
-        assert_same_gradients(attend(*tensors, sparse_mode=mode), expected, tensors)
-    expected = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
-    assert_same_gradients(attend(*tensors, sparse_mode=2), expected, tensors)
 
 
 @each_group
@@ -160,7 +125,7 @@ def test_pse_shift_is_an_additive_mask(pse_type: int, shape: tuple[int, ...]) ->
 def test_pse_of_1024_rows(mode: int, batch: int) -> None:
     """Values of the distance alone, of which the last rows are stored: ALiBi of flex_attention."""
     s = 1500
-    q, k, v = (x[..., :8] for x in qkv(s, s, batch=2))
+    q, k, v = (x[..., :8] for x in qkv(s, s))
     i, j = torch.arange(s)[:, None], torch.arange(s)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.3, 0.2, 0.1, 0.05]).double()
     slopes = slopes.view(2, N)[:batch]
@@ -179,24 +144,3 @@ def test_pse_of_1024_rows(mode: int, batch: int) -> None:
         torch.testing.assert_close(out, expected)
         results.append(torch.autograd.grad(out.square().sum(), leaves))
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("mode", [None, 2, 3])
-def test_packed_sequences_are_the_documents_of_flex_attention(mode: int | None) -> None:
-    lengths = [5, 70, 1, 33]
-    total = sum(lengths)
-    q, k, v = qkv(total, total, key_heads=2, batch=1)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-
-    def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        same = document[i] == document[j]
-        return same if mode is None else same & (j <= i)
-
-    mask = create_block_mask(same_document, None, None, total, total, device="cpu")
-    expected = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    ends = list(accumulate(lengths))
-    out, *_ = ascend_attn_ops.flash_attention_score(
-        *(x[0].transpose(0, 1) for x in (q, k, v)), num_heads=N, layout="TND",
-        actual_seq_lengths_query=ends, actual_seq_lengths_key=ends, sparse_mode=mode or 0,
-    )  # fmt: skip
-    torch.testing.assert_close(out.transpose(0, 1)[None], expected)

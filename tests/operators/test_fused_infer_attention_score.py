@@ -8,11 +8,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples.fused_infer_attention_score import (
-    DEVICE_CASES,
-    InferCase,
-    build,
-)
+from ascend_attn_ops.check.samples.fused_infer_attention_score import DEVICE_CASES, InferCase, build
 from ascend_attn_ops.device_limits import table
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -122,24 +118,6 @@ def test_pages_behind_a_band_are_not_read() -> None:
         ops.fused_infer_attention_score(query, *pages, **call)
 
 
-def test_the_query_of_one_head_reads_pages_in_place() -> None:
-    """One row for each key head: keys are not packed."""
-    torch.manual_seed(0)
-    query = torch.randn(2, NK, 1, D).bfloat16()
-    key, value = torch.randn(2, 2, NK, 1200, D).bfloat16()
-    blocks = torch.randperm(2 * 38).view(2, 38).int()
-    pages = [paged(x, blocks, "rows", 32) for x in (key, value)]
-    lengths = [1200, 17]
-    options = {"num_heads": NK, "layout": "BNSD", "actual_seq_lengths_key": lengths}
-    for mode, pre in ((0, 0), (4, 100)):
-        band = {"sparse_mode": mode, "pre_tokens": pre, "next_tokens": 0}
-        expected, _ = ops.fused_infer_attention_score(query, key, value, **options, **band)
-        out, _ = ops.fused_infer_attention_score(
-            query, *pages, block_table=blocks, **options, **band
-        )
-        assert torch.allclose(out.float(), expected.float(), rtol=2**-7, atol=2**-9)
-
-
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
 def test_layouts_agree(layout: str) -> None:
     query, key, value = tensors(6, 9)
@@ -164,22 +142,6 @@ def test_layouts_agree(layout: str) -> None:
         assert torch.equal(actual[1], lse)
 
 
-def test_a_pack_is_its_sequences() -> None:
-    queries, keys = [3, 0, 5], [7, 2, 9]
-    query = torch.randn(8, N, D).bfloat16()
-    key, value = torch.randn(2, 18, NK, D).bfloat16()
-    ends = {"actual_seq_lengths_query": [3, 3, 8], "actual_seq_lengths_key": [7, 9, 18]}
-    out, lse = attend(query, key, value, layout="TND", sparse_mode=3, **ends)
-    for q, k, x, y in zip(
-        query.split(queries), key.split(keys), out.split(queries), lse.split(queries), strict=True
-    ):
-        v = value[: len(k)] if k is key else value.split(keys)[[7, 2, 9].index(len(k))]
-        if len(q):
-            of_one = attend(q[None], k[None], v[None], layout="BSND", sparse_mode=3)
-            assert torch.equal(of_one[0][0], x)
-            assert torch.equal(of_one[1][0, ..., 0].T, y[..., 0])
-
-
 @pytest.mark.parametrize("sink", [None, torch.tensor([-1.0, 0.0, 3.0, -torch.inf])])
 def test_dead_rows(sink: Tensor | None) -> None:
     """They are 0; their lse is that of no key, or the sink, but where they are no rows."""
@@ -199,24 +161,6 @@ def test_dead_rows(sink: Tensor | None) -> None:
     lse = lse[..., 0].transpose(1, 2)
     assert torch.equal(lse[dead], lowest.expand(8, N))
     assert torch.equal(lse[padding], torch.full((4, N), -torch.inf))
-
-
-def test_parts_of_the_keys_merge() -> None:
-    """The sink is in one part; a part without keys does not count."""
-    query, key, value = (x.double() for x in tensors(5, 30))
-    sink = torch.randn(N)
-    with ops.limits(None):
-        expected = attend(query, key, value, sink=sink, scale_value=0.3)
-        parts = [
-            attend(query, key[:, :, a:b], value[:, :, a:b], scale_value=0.3,
-                   sink=sink if i == 1 else None)
-            for i, (a, b) in enumerate([(0, 11), (11, 11), (11, 30)])
-        ]  # fmt: skip
-        lse = [part[1][..., 0].flatten().float() for part in parts]
-        rows = [part[0].reshape(-1, D).float() for part in parts]
-        out, total = ops.attention_update(lse, rows)
-    assert torch.allclose(out.view(expected[0].shape).double(), expected[0], atol=1e-6)
-    assert torch.allclose(total.view(3, N, 5, 1).double(), expected[1], atol=1e-5)
 
 
 def test_the_mask_of_a_single_query_has_two_axes_by_batch() -> None:
@@ -239,20 +183,6 @@ def test_the_function_builds_the_compressed_mask_and_the_scale() -> None:
     ends = {"actual_seq_lengths_query": [6, 12, 18], "actual_seq_lengths_key": [9, 18, 27]}
     out, _ = attend(*packed, layout="NTD_TND", **ends)
     assert torch.equal(out.unflatten(0, (3, 6)).transpose(1, 2), attend(query, key, value)[0])
-
-
-def test_ropes_are_further_channels() -> None:
-    query, key, value = tensors(5, 9, dtype=torch.float32)
-    ropes = {"query_rope": torch.randn(3, N, 5, 8), "key_rope": torch.randn(3, NK, 9, 8)}
-    with ops.limits(None):
-        out, lse = attend(query, key, value, **ropes)
-        joined = (
-            torch.cat((query, ropes["query_rope"]), -1),
-            torch.cat((key, ropes["key_rope"]), -1),
-        )
-        expected = attend(*joined, value)
-    assert torch.allclose(out, expected[0], atol=1e-6)
-    assert torch.allclose(lse, expected[1], atol=1e-6)
 
 
 def test_no_lse_unless_it_is_asked_for() -> None:

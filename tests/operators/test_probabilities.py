@@ -87,19 +87,12 @@ def test_target_of_the_loss(case: SparseCase, size: float, dtype: torch.dtype) -
     _, softmax_max, softmax_sum = weights.outputs
     names = ("query_rope", "key_rope")
     d_key_index = torch.ops.ascend.sparse_lightning_indexer_grad_kl_loss(
-        sample.inputs["query"],
-        sample.inputs["key"],
-        unit.contiguous(),
+        sample.inputs["query"], sample.inputs["key"], unit.contiguous(),
         torch.ones(batch, keys, 1, queries, dtype=dtype),
-        torch.ones(batch, queries, 1, dtype=dtype),
-        sample.inputs["sparse_indices"],
-        softmax_max,
-        softmax_sum,
-        scale_value=sample.options["scale_value"],
-        layout="BSND",
-        sparse_mode=3,
-        **{name: sample.options[name] for name in names},
-    )[1]
+        torch.ones(batch, queries, 1, dtype=dtype), sample.inputs["sparse_indices"],
+        softmax_max, softmax_sum, scale_value=sample.options["scale_value"], layout="BSND",
+        sparse_mode=3, **{name: sample.options[name] for name in names},
+    )[1]  # fmt: skip
     of_indexer = torch.zeros(batch, queries, keys, dtype=torch.float64)
     for b, i in torch.cartesian_prod(torch.arange(batch), torch.arange(queries)).tolist():
         kept = sample.inputs["sparse_indices"][b, i, 0]
@@ -152,16 +145,9 @@ def test_gradients_of_values(size: float, dtype: torch.dtype) -> None:
     inputs = {name: sample.inputs[name] for name in ("query", "key", "value")}
     inputs |= {name: size * inputs[name] for name in ("query", "key")}
     every_key = torch.arange(64, dtype=torch.int32).repeat(1, 64, 1, 1)
-    scale = 128**-0.5
-    for forward in (
-        sample.replace(**inputs),
-        Sample(
-            "sparse_flash_attention",
-            "",
-            {**inputs, "sparse_indices": every_key},
-            {"scale_value": scale, "sparse_mode": 0},
-        ),
-    ):
+    options = {"scale_value": 128**-0.5, "sparse_mode": 0}
+    sparse = Sample("sparse_flash_attention", "", {**inputs, "sparse_indices": every_key}, options)
+    for forward in (sample.replace(**inputs), sparse):
         d_value, exact = (
             d_value_of(x, n) for x, n in ((forward, ascend_attn_ops), (forward.double(), reference))
         )

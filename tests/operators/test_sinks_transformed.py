@@ -147,19 +147,6 @@ def test_rows_of_a_jacobian() -> None:
     assert torch.equal(found != 0, torch.eye(N, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed(reentrant: bool) -> None:
-    def recomputing(*x: Tensor) -> Tensor:
-        return checkpoint(attend, *x, use_reentrant=reentrant)
-
-    tensors = inputs(torch.float32)
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    recomputing(*leaves).square().sum().backward()
-    expected = [x.clone().requires_grad_() for x in tensors]
-    attend(*expected).square().sum().backward()
-    assert_same_bits([x.grad for x in leaves], [x.grad for x in expected])
-
-
 def test_kept_by_the_policy() -> None:
     keeping = partial(create_selective_checkpoint_contexts, ops.save_attention_policy)
 

@@ -35,6 +35,13 @@ def attention(
     return weights @ value, torch.where(some, lse, torch.inf)
 
 
+def qkv(queries: int, keys: int, key_heads: int = 4) -> list[Tensor]:
+    """Returns the same query, key and value in BNSD each time: two batches of 4 heads of 16."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, queries, 16), (2, key_heads, keys, 16), (2, key_heads, keys, 16)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
 def causal(queries: int, keys: int) -> Tensor:
     """Returns a causal mask aligned to the bottom right; True keeps a key."""
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
