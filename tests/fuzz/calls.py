@@ -17,6 +17,7 @@ from support.samples import OPERATORS, Sample, bytes_of
 from torch import Tensor
 
 from .case import Finding
+from .copies import storage_bytes
 from .memory import placed
 
 Outputs = tuple[Tensor, ...]
@@ -77,7 +78,7 @@ class Run:
 
 def content(x: Tensor) -> Tensor:
     """Returns a copy of a tensor's whole storage, or the sum of a large one."""
-    every = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    every = storage_bytes(x)
     if every.numel() < 2**20:
         return every.clone()
     return every[: every.numel() // 8 * 8].view(torch.int64).sum()

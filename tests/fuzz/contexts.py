@@ -1,9 +1,7 @@
-"""The context of a call changes what is documented, and no other bit: autocast, inference mode, and
-threads with limits of their own."""
+"""The context of a call changes what is documented, and no other bit: autocast, inference mode."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from random import Random
@@ -16,7 +14,6 @@ from ascend_attn_ops.check.samples import (
     prompt_flash_attention,
     scatter_pa_kv_cache,
 )
-from ascend_attn_ops.device_limits import device_in_force
 from support.autocast import cast
 from support.samples import OPERATORS, Sample, bytes_of
 from torch import Tensor
@@ -29,8 +26,6 @@ from .valid_infer import infer_case
 from .valid_update import cache_case, update_call
 
 HALF = (torch.bfloat16, torch.float16)
-PRODUCTS = (None, "A2", "A3", "950", "310P")
-TIMES = 3  # that each thread calls, while the other does
 
 Build = Callable[[Random, torch.dtype], Sample]
 
@@ -163,63 +158,8 @@ def inference_cache(random: Random) -> str:
     return f"made {'inside' if made_inside else 'outside'}, {'inside' if inside else 'outside'}"
 
 
-def of_the_device(random: Random) -> Sample:
-    """Mostly a call that a device accepts."""
-    if random.random() < 0.2:
-        return random.choice(list(ALL.values()))(random, random.choice(draw.DTYPES))
-    recipes = [recipe for name in ALL for recipe in OPERATORS[name].recipes if recipe.on_device]
-    return random.choice(recipes).make(random.choice(HALF))
-
-
-def limits_in_threads(random: Random) -> str:
-    """Two threads call at the same time, each in limits of its own: results, gradients and errors
-    are those of each thread alone."""
-    products = random.sample(PRODUCTS, 2)
-    samples = [of_the_device(random) for _ in products]
-
-    def results(sample: Sample) -> Sequence[Tensor]:
-        if OPERATORS[sample.operator].gradient is None:
-            return sample.call(ascend_attn_ops)
-        outputs, gradients = outputs_and_gradients(
-            sample, call=lambda leaf: leaf.call(ascend_attn_ops)
-        )
-        return *outputs, *gradients
-
-    def in_limits(index: int) -> Outcome:
-        with ascend_attn_ops.limits(products[index]):
-            return outcome(lambda: results(samples[index]))
-
-    alone = [in_limits(index) for index in range(2)]
-    seen: list[list[Outcome]] = [[], []]
-    together = threading.Barrier(2, timeout=60)
-
-    def thread(index: int) -> None:
-        # Whose number of threads for kernels is its own, too.
-        torch.set_num_threads(1)
-        with ascend_attn_ops.limits(products[index]):
-            for _ in range(TIMES):
-                together.wait()
-                seen[index].append(outcome(lambda: results(samples[index])))
-
-    before = device_in_force()
-    threads = [threading.Thread(target=thread, args=(index,)) for index in range(2)]
-    for x in threads:
-        x.start()
-    for x in threads:
-        x.join()
-    if device_in_force() != before:
-        raise Finding(f"the limits of the process are {device_in_force()}, expected {before}")
-    for index, expected in enumerate(alone):
-        if len(seen[index]) != TIMES:
-            raise Finding(f"thread {index} ended after {len(seen[index])} calls")
-        for actual in seen[index]:
-            compare(f"{samples[index].operator} {samples[index].id}", actual, expected)
-    return f"{sum(x.error is not None for x in alone)} refused"
-
-
 CASES: dict[str, Case] = {
     **{f"contexts/autocast/{name}": autocast_case(build) for name, build in CAST.items()},
     **{f"contexts/inference/{name}": inference_case(build) for name, build in ALL.items()},
     "contexts/inference/scatter_pa_kv_cache_": inference_cache,
-    "contexts/limits_in_threads": limits_in_threads,
 }

@@ -48,6 +48,13 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def label(case: Any, dtype: torch.dtype) -> str:
+    """Names a case in the counts of a campaign."""
+    mode = "no mask" if case.mode is None else f"mode {case.mode}"
+    kinds = (getattr(case, name, "") for name in ("pages", "kind"))
+    return " ".join((case.layout, *filter(None, kinds), mode, name_of(dtype)))
+
+
 def lengths(random: Random, count: int, largest: int) -> tuple[int, ...]:
     """Draws lengths of sequences, some of them empty."""
     return tuple(0 if random.random() < 0.2 else size(random, largest) for _ in range(count))

@@ -28,11 +28,7 @@ def placed(sample: Sample, random: Random) -> Sample:
     return sample.map(place)
 
 
-def _copied(x: Tensor, random: Random) -> Tensor:
-    return x.clone()
-
-
-def _permuted(x: Tensor, random: Random) -> Tensor:
+def permuted(x: Tensor, random: Random) -> Tensor:
     """The axes in another order."""
     order = random.sample(range(x.dim()), x.dim())
     inverse = [order.index(axis) for axis in range(x.dim())]
@@ -66,8 +62,8 @@ def _shifted(x: Tensor, random: Random) -> Tensor:
 
 
 _PLACES: tuple[Callable[[Tensor, Random], Tensor], ...] = (
-    _copied,
-    _permuted,
+    lambda x, random: x.clone(),
+    permuted,
     _narrowed,
     _spaced,
     _shifted,

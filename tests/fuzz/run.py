@@ -10,13 +10,17 @@ The cases run in a process of their own: one that a case crashes, or that hangs,
 from __future__ import annotations
 
 import argparse
+import ctypes
+import faulthandler
 import fnmatch
 import hashlib
 import importlib
 import itertools
+import mmap
 import os
 import pkgutil
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -39,7 +43,6 @@ import ascend_attn_ops  # noqa: E402
 
 from fuzz.calls import threads  # noqa: E402
 from fuzz.case import Case, Finding  # noqa: E402
-from fuzz.crash import Journal, limit_memory, protect, remembered  # noqa: E402
 
 CORPUS = FOLDER / "corpus.txt"
 OPEN = "open "  # before a line of the corpus whose finding is not mended
@@ -48,6 +51,7 @@ LABELS = 6  # labels of a class in the table
 PROGRESS_SECONDS = 10
 CASE_SECONDS = 120  # one that takes longer hangs
 WATCH_SECONDS = 0.1  # between two looks at it
+_JOURNAL_BYTES = 512
 
 
 def classes() -> dict[str, Case]:
@@ -166,6 +170,53 @@ def table(counts: dict[str, Count]) -> str:
             f"{name:{width}} {count.cases:8} {len(count.findings):8} {rate:8.1f}  {common}{more}"
         )
     return "\n".join(lines)
+
+
+class Journal:
+    """A line in a file that outlives the process which wrote it.
+
+    A process that a signal kills writes nothing more, so the line is written before every case. The
+    file is mapped into memory: a line costs a copy, not a call of the system.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_JOURNAL_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _JOURNAL_BYTES)
+
+    def remember(self, line: str) -> None:
+        self._map[:] = line.encode()[:_JOURNAL_BYTES].ljust(_JOURNAL_BYTES, b"\0")
+
+
+def remembered(path: Path) -> str:
+    """The last line of the journal at `path`, also while another process writes to it."""
+    return path.read_bytes().rstrip(b"\0").decode(errors="replace")
+
+
+def has_sanitizer() -> bool:
+    """Returns whether AddressSanitizer is loaded, as tools/sanitize.py does."""
+    return hasattr(ctypes.CDLL(None), "__asan_init")
+
+
+def protect() -> None:
+    """Makes crashes of this process say where, and limits its memory."""
+    # A sanitizer says more of a crash.
+    if not has_sanitizer():
+        faulthandler.enable()
+    limit_memory()
+    # A core of every crash would fill the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def limit_memory(memory: int = 6 * 2**30) -> None:
+    """Let the process take so much more. torch keeps the code of products of every size: the
+    addresses of a long run would reach a limit that stays where it is."""
+    # A sanitizer maps terabytes of addresses for what it knows of memory.
+    if has_sanitizer():
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, most))
 
 
 def watch(command_line: list[str]) -> int:

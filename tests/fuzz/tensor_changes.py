@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .copies import can_be_read
+from .memory import permuted
 
 Random = random.Random
 Change = Callable[[Random, Tensor], object]
@@ -38,12 +39,6 @@ def _axis(r: Random, x: Tensor) -> int:
 def _with_gaps(r: Random, x: Tensor) -> Tensor:
     other = torch.full_like(x, torch.nan if x.is_floating_point() else 1)
     return torch.stack((x, other), -1)[..., 0]
-
-
-def _transposed(r: Random, x: Tensor) -> Tensor:
-    order = r.sample(range(x.dim()), x.dim())
-    back = sorted(range(x.dim()), key=order.__getitem__)
-    return x.permute(order).contiguous().permute(back)
 
 
 def _with_offset(r: Random, x: Tensor) -> Tensor:
@@ -76,7 +71,7 @@ def _requires_grad(r: Random, x: Tensor) -> Tensor:
 # The same elements in another form.
 SAME: dict[str, Change] = {
     "gaps": _with_gaps,
-    "transposed": _transposed,
+    "transposed": lambda r, x: permuted(x, r),
     "offset": _with_offset,
     "rows apart": _in_rows_apart,
     "inference": _inference,

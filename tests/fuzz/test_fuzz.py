@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import ascend_attn_ops
@@ -132,8 +131,37 @@ def small_sample() -> Sample:
     return Sample("sparse_flash_attention", "small", inputs, {"scale_value": 1.0})
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]) -> None:
-    """Runs a call, after which `change` gets the sample and the outputs."""
+def change_the_key(sample: Sample, outputs: tuple[Tensor, ...]) -> None:
+    sample.tensors["key"][0, 0, 0, 0] += 1
+
+
+def read_new_memory(sample: Sample, outputs: tuple[Tensor, ...]) -> None:
+    outputs[0].copy_(torch.empty_like(outputs[0]))
+
+
+def add_the_threads(sample: Sample, outputs: tuple[Tensor, ...]) -> None:
+    outputs[0][0, 0, 0, 0] += torch.get_num_threads()
+
+
+needs_mallopt = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="fills memory with mallopt"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_the_key, r"^key: the call wrote to it, or beside it \(torch.ops, "),
+        pytest.param(
+            read_new_memory, r"^output 0: \d+ elements differ between torch.ops, ",
+            marks=needs_mallopt,
+        ),
+        (add_the_threads, r"^output 0: 1 elements differ between torch.ops, "),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_changed_is_found(
+    change: Callable[..., None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = Sample.call
 
     def call(sample: Sample, namespace: object) -> tuple[Tensor, ...]:
@@ -141,35 +169,10 @@ def run_with(monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]) -> No
         change(sample, outputs)
         return outputs
 
-    with monkeypatch.context() as patch, ascend_attn_ops.limits(None):
-        patch.setattr(Sample, "call", call)
-        calls.run(small_sample(), random.Random(0), same_on_all_threads=True)
-
-
-def test_a_call_that_changes_an_argument_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(sample: Sample, outputs: tuple[Tensor, ...]) -> None:
-        sample.tensors["key"][0, 0, 0, 0] += 1
-
-    with pytest.raises(Finding, match=r"^key: the call wrote to it, or beside it \(torch.ops, "):
-        run_with(monkeypatch, change)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fills memory with mallopt")
-def test_new_memory_that_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(sample: Sample, outputs: tuple[Tensor, ...]) -> None:
-        outputs[0].copy_(torch.empty_like(outputs[0]))
-
-    with pytest.raises(Finding, match=r"^output 0: \d+ elements differ between torch.ops, "):
-        run_with(monkeypatch, change)
-
-
-def test_a_result_that_depends_on_the_threads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(sample: Sample, outputs: tuple[Tensor, ...]) -> None:
-        outputs[0][0, 0, 0, 0] += torch.get_num_threads()
-
+    monkeypatch.setattr(Sample, "call", call)
     monkeypatch.setattr(calls, "SHARE_OF_THREADS", 1.0)
-    with pytest.raises(Finding, match=r"^output 0: 1 elements differ between torch.ops, "):
-        run_with(monkeypatch, change)
+    with ascend_attn_ops.limits(None), pytest.raises(Finding, match=message):
+        calls.run(small_sample(), random.Random(0), same_on_all_threads=True)
 
 
 def never(random: random.Random) -> str:
@@ -203,30 +206,6 @@ def test_a_campaign_goes_on_and_counts(
     assert "fine" in rows[2]
 
 
-def test_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    watched: list[list[str]] = []
-    monkeypatch.setattr(run, "watch", lambda command: watched.append(command) or 7)
-    monkeypatch.setattr(run, "classes", lambda: {"wrong/never": never})
-    monkeypatch.setattr(run, "protect", lambda: None)  # it would be this process
-
-    def main(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-        return run.main()
-
-    # Another process runs the cases, with the same options.
-    assert main("--seconds", "0.1") == 7
-    assert watched == [[sys.executable, run.__file__, "--seconds", "0.1", "--journal"]]
-    assert main("--seconds", "0.1", "--journal", str(tmp_path / "journal")) == 1
-    assert capsys.readouterr().out.splitlines()[0] == "seed 0, 0.1 s, 1 classes"
-    assert main("--replay", "wrong/never:1") == 1
-    assert capsys.readouterr().out.endswith("FINDING wrong/never:1\nplanted\n")
-    with pytest.raises(SystemExit):
-        main("--only", "nothing")
-    assert "no class matches nothing: wrong/never" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("code", "signal"), [("os.kill(os.getpid(), 11)", "SIGSEGV"),
                                               ("time.sleep(100)", "SIGABRT")])  # fmt: skip
 def test_a_case_that_ends_its_process_is_found(
@@ -242,11 +221,15 @@ def test_a_case_that_ends_its_process_is_found(
 
 
 def test_a_script_replays_what_is_found_here() -> None:
-    """And runs cases in a process of its own."""
+    """And runs cases in a process of its own, and says what it does not know."""
     replay = run.command("valid/attention_update", 1).split()[1:]
-    cases = ["tests/fuzz/run.py", "--seconds", "0.1", "--only", "valid/attention_update"]
+    cases = ["tests/fuzz/run.py", "--seconds", "0.1", "--only"]
     expected = f"nothing found: {run.replay('valid/attention_update:1')}\n"
-    for arguments, text in ((replay, expected), (cases, "seed 0, 0.1 s, 1 classes\n")):
+    for arguments, status, text in (
+        (replay, 0, expected),
+        ([*cases, "valid/attention_update"], 0, "seed 0, 0.1 s, 1 classes\n"),
+        ([*cases, "nothing"], 2, ""),
+    ):
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout[: len(text)]) == (0, text), done.stderr
+        assert (done.returncode, done.stdout[: len(text)]) == (status, text), done.stderr

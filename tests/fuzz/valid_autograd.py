@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import torch
@@ -20,9 +19,7 @@ from . import draw
 from .calls import poisoned_memory
 from .case import Case, Finding
 from .valid_dense import flash_call, flash_case
-from .valid_mla import forward_of as mla_call
-from .valid_mla import mla_case
-from .valid_sparse import forward_of, sparse_case
+from .valid_sparse import forward_of, mla_call, mla_with_lse, sparse_case
 from .valid_update import update_call
 
 
@@ -38,7 +35,7 @@ def sparse(random: Random, dtype: torch.dtype) -> Sample:
 
 
 def mla(random: Random, dtype: torch.dtype) -> Sample:
-    return mla_call(random, replace(mla_case(random), lse=True), dtype)
+    return mla_call(random, mla_with_lse(random), dtype)
 
 
 def indexer(random: Random, dtype: torch.dtype) -> Sample:

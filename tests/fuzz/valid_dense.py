@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
 
+import ascend_attn_ops
 import torch
 from ascend_attn_ops.check.samples import flash_attention_score, prompt_flash_attention, randomness
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
+from support.attention import from_layout, to_layout
 from support.samples import Sample
+from torch import Tensor
 
 from . import draw
 from .calls import check, run
-from .case import Case
+from .case import Case, Finding
 from .memory import with_expanded
 
 INT_MAX = 2**31 - 1
@@ -196,11 +200,6 @@ def bias_fields(random: Random, layout: str, sequences: list[Pair], slopes: bool
     return {"pse": random.choice(kinds), "pse_type": pse_type}
 
 
-def label(case: FlashCase | PromptCase, dtype: torch.dtype) -> str:
-    mode = "no mask" if case.mode is None else f"mode {case.mode}"
-    return f"{case.layout} {mode} {draw.name_of(dtype)}"
-
-
 def flash_call(random: Random, case: FuzzedFlash, dtype: torch.dtype) -> Sample:
     sample = flash_attention_score.build(case, dtype)
     if random.random() < 0.2:
@@ -214,19 +213,22 @@ def attention(random: Random) -> str:
     case, dtype = flash_case(random), random.choice(draw.DTYPES)
     sample = flash_call(random, case, dtype)
     check(sample, run(sample, random, same_on_all_threads=True))
-    return label(case, dtype)
+    return draw.label(case, dtype)
+
+
+def check_gradient(random: Random, forward: Sample, case: FuzzedFlash, dtype: torch.dtype) -> None:
+    sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
+    sample = with_expanded(draw.scaled(sample, ("dy",), random), ("dy",), random)
+    actual = run(sample, random, same_on_all_threads=False)
+    check(sample, actual, flash_attention_score.expected_gradient(sample))
 
 
 def attention_gradient(random: Random) -> str:
     case, dtype = flash_case(random), random.choice(draw.DTYPES)
     if case.pse == "key" and case.b > 1:  # the gradient wants a bias for each batch
         return "no such case"
-    forward = flash_call(random, case, dtype)
-    sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
-    sample = with_expanded(draw.scaled(sample, ("dy",), random), ("dy",), random)
-    actual = run(sample, random, same_on_all_threads=False)
-    check(sample, actual, flash_attention_score.expected_gradient(sample))
-    return label(case, dtype)
+    check_gradient(random, flash_call(random, case, dtype), case, dtype)
+    return draw.label(case, dtype)
 
 
 def empty(random: Random) -> str:
@@ -250,10 +252,8 @@ def empty(random: Random) -> str:
 def forward_and_backward(random: Random, case: FuzzedFlash, dtype: torch.dtype) -> str:
     sample = flash_call(random, case, dtype)
     check(sample, run(sample, random, same_on_all_threads=True))
-    call = flash_attention_score.gradient_of(sample, randomness.Random(case.id, dtype))
-    actual = run(call, random, same_on_all_threads=False)
-    check(call, actual, flash_attention_score.expected_gradient(call))
-    return label(case, dtype)
+    check_gradient(random, sample, case, dtype)
+    return draw.label(case, dtype)
 
 
 def prompt_case(random: Random, quantized: bool = True) -> FuzzedPrompt:
@@ -326,11 +326,111 @@ def prompt(random: Random, empty: bool = False) -> str:
     if case.inputs == "int8" or case.output == "int8":
         inputs = case.inputs if case.inputs == "int8" else draw.name_of(dtype)
         return f"{case.layout} mode {case.mode} {inputs} to {case.output}"
-    return label(case, dtype)
+    return draw.label(case, dtype)
+
+
+def padded_case(random: Random) -> FuzzedFlash:
+    """A pack of what padded batches may have."""
+    while True:
+        case = flash_case(random)
+        if case.layout == "TND" and not case.closed and case.mode not in (7, 8):
+            break
+    case = replace(case, tail=(0, 0), pse=None if case.pse == "rows" else case.pse)
+    if case.pse is None:
+        case = replace(case, pse_type=1, start=None)
+    return replace(case, mask="B1") if case.mask == "sum" else case
+
+
+def padded(x: Tensor, lengths: tuple[int, ...], room: int) -> Tensor:
+    """(T, N, D) as (B, S, N, D), with NaN in the padding."""
+    batches = x.new_full((len(lengths), room, *x.shape[1:]), torch.nan)
+    for batch, part in zip(batches, x.split(list(lengths)), strict=True):
+        batch[: part.shape[0]] = part
+    return batches
+
+
+def without_padding(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """(B, S, ...) without the padding, which must be zero."""
+    for batch, length in zip(x, lengths, strict=True):
+        if batch[length:].any():
+            raise Finding("results in the padding are not zero")
+    return torch.cat([batch[:length] for batch, length in zip(x, lengths, strict=True)])
+
+
+def statistics_of_pack(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    rows = without_padding(x.transpose(1, 2), lengths)
+    parts = [part.transpose(0, 1).reshape(part.shape) for part in rows.split(list(lengths))]
+    return torch.cat(parts)
+
+
+def mask_beside(random: Random, mask: Tensor, rooms: Pair) -> tuple[Tensor, Tensor]:
+    """The mask of a pack, and that of its padded batch, in which an axis may be 1."""
+    narrow = mask
+    if mask.dim() == 4:
+        for axis in range(4):
+            if random.random() < 0.3:
+                narrow = narrow.narrow(axis, 0, min(1, narrow.shape[axis]))
+        mask = narrow.expand(mask.shape)
+    sides = [
+        0 if narrow.dim() == 4 and x == 1 else room - x
+        for x, room in zip(narrow.shape[-2:], rooms, strict=True)
+    ]
+    return mask, torch.nn.functional.pad(narrow, (0, sides[1], 0, sides[0]), value=1)
+
+
+def bias_beside(case: FuzzedFlash, pse: Tensor, rooms: Pair) -> Tensor:
+    """A flat bias as (B, N, Sq or 1, Skv), with NaN in the padding."""
+    heads = case.heads[0]
+    per_key = case.pse == "keys"
+    rows = 1 if per_key else rooms[0]
+    bias = pse.new_full((len(case.sequences), heads, rows, rooms[1]), torch.nan)
+    begin = 0
+    for batch, (queries, keys) in zip(bias, case.sequences, strict=True):
+        shape = (heads, 1 if per_key else queries, keys)
+        size = heads * shape[1] * keys
+        batch[:, : shape[1], :keys] = pse[begin : begin + size].view(shape)
+        begin += size
+    return bias
+
+
+def padded_attention(random: Random) -> str:
+    """With the lengths of padded batches and broadcast masks, which the public function takes.
+
+    The expected results are those of the pack without the padding, of which a case is made.
+    """
+    case, dtype = padded_case(random), random.choice(draw.DTYPES)
+    pack = flash_attention_score.build(case, dtype)
+    layout = random.choice(("BNSD", "BSND", "BSH", "SBH"))
+    rooms = tuple(max(x) + random.randint(1, 3) for x in case.lengths)
+    options: dict[str, Any] = {**pack.options, "layout": layout}
+    for name, side in (("query", 0), ("key", 1), ("value", 1), ("query_rope", 0), ("key_rope", 1)):
+        x = pack.arguments.get(name)
+        if x is not None:
+            batches = padded(x, case.lengths[side], rooms[side])
+            options[name] = to_layout(batches.transpose(1, 2), layout)
+    for name, lengths in zip(("query", "key"), case.lengths, strict=True):
+        options[f"actual_seq_lengths_{name}"] = random.choice((list, torch.tensor))(lengths)
+    if case.mode in (0, 1):
+        pack_mask, options["atten_mask"] = mask_beside(random, options["atten_mask"], rooms)
+        pack = pack.replace(atten_mask=pack_mask)
+    if case.pse and case.pse_type < 2:
+        options["pse_shift"] = bias_beside(case, options["pse_shift"], rooms)
+    inputs = {name: options.pop(name) for name in ("query", "key", "value")}
+    call = Sample("flash_attention_score", f"padded {pack.id}", inputs, options)
+    with warnings.catch_warnings():
+        # A mask with axes of 1 may mask every key.
+        warnings.simplefilter("ignore")
+        out, *statistics = call.call(ascend_attn_ops)
+    queries = case.lengths[0]
+    batches = from_layout(out, layout, case.heads[0]).transpose(1, 2)
+    actual = without_padding(batches, queries)
+    check(pack, (actual, *(statistics_of_pack(x, queries) for x in statistics)))
+    return draw.label(replace(case, layout=layout), dtype)
 
 
 CASES: dict[str, Case] = {
     "valid/flash_attention_score": attention,
+    "valid/padded/flash_attention_score": padded_attention,
     "valid/flash_attention_score_grad": attention_gradient,
     "valid/empty/flash_attention_score": empty,
     "valid/long_pack/flash_attention_score": long_pack,

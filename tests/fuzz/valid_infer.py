@@ -18,7 +18,7 @@ from .calls import check, run
 from .case import Case
 from .memory import with_expanded
 from .valid_dense import head_counts, sizes, valid_lengths
-from .valid_infinities import SOURCES, compare, with_special
+from .valid_infinities import but_value, case_of
 
 LAYOUTS = sorted({case.layout for case in SAMPLES})
 
@@ -86,10 +86,6 @@ def without_elements(random: Random) -> FuzzedInfer:
     return replace(case, s=s, lengths=lengths)
 
 
-def label(case: FuzzedInfer, dtype: torch.dtype) -> str:
-    return f"{case.layout} {case.pages or 'contiguous'} mode {case.mode} {draw.name_of(dtype)}"
-
-
 def call(random: Random, case: FuzzedInfer, dtype: torch.dtype) -> Sample:
     sample = fused_infer_attention_score.build(case, dtype)
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
@@ -101,18 +97,13 @@ def attention(random: Random, empty: bool = False) -> str:
     sample = draw.scaled(call(random, case, dtype), ("value",), random)
     sample = with_expanded(sample, ("query", "key", "value"), random)
     check(sample, run(sample, random, same_on_all_threads=True))
-    return label(case, dtype)
-
-
-def infinities(random: Random) -> str:
-    case, dtype = infer_case(random), random.choice(draw.DTYPES)
-    sample, name = with_special(fused_infer_attention_score.build(case, dtype), SOURCES, random)
-    compare(sample, run(sample, random, same_on_all_threads=name != "value"))
-    return name
+    return draw.label(case, dtype)
 
 
 CASES: dict[str, Case] = {
     "valid/fused_infer_attention_score": attention,
     "valid/empty/fused_infer_attention_score": partial(attention, empty=True),
-    "valid/infinities/fused_infer_attention_score": infinities,
+    "valid/infinities/fused_infer_attention_score": case_of(
+        infer_case, fused_infer_attention_score.build, same_on_all_threads=but_value
+    ),
 }

@@ -9,8 +9,9 @@ so may be rows that share a tile with it, which threads decide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -32,8 +33,7 @@ from . import draw
 from .calls import Outputs, check, run
 from .case import Case
 from .valid_dense import flash_case, prompt_case
-from .valid_mla import mla_case
-from .valid_sparse import sparse_case
+from .valid_sparse import mla_case, mla_gradient_of, mla_with_lse, sparse_case, with_gradient
 
 SOURCES = ("query", "key", "value", "query_rope", "key_rope")
 MLA_SOURCES = ("query", "ori_kv", "cmp_kv", "sink")
@@ -56,96 +56,77 @@ def compare(
     check(sample, actual, expected)
 
 
-def with_special(sample: Sample, names: tuple[str, ...], random: Random) -> tuple[Sample, str]:
-    sample, name = draw.with_special(sample, names, random)
-    return replace(sample, id=f"{sample.id} with special {name}"), name or "nothing to change"
+def case_of(
+    draw_case: Callable[[Random], Any],
+    build: Callable[[Any, torch.dtype], Sample],
+    names: Callable[[Any], tuple[str, ...]] = lambda case: SOURCES,
+    gradient_of: Callable[..., Sample] | None = None,
+    expected: Callable[[Sample], Sequence[Expected]] | None = None,
+    same_on_all_threads: Callable[[str], bool] = lambda name: False,
+    same_nan: tuple[str, ...] = (),
+) -> Case:
+    """`names`: of the tensors, of which one is changed; threads may depend on which that is."""
+
+    def infinities(random: Random) -> str:
+        case, dtype = draw_case(random), random.choice(draw.DTYPES)
+        if gradient_of and getattr(case, "pse", None) == "key" and case.b > 1:
+            return "no such case"  # the gradient wants a bias for each batch
+        sample, name = draw.with_special(build(case, dtype), names(case), random)
+        sample = replace(sample, id=f"{sample.id} with special {name}")
+        if gradient_of:
+            sample = gradient_of(sample, randomness.Random(case.id, dtype))
+        same = tuple(x for x in same_nan if x != "out" or name != "value")
+        actual = run(sample, random, same_on_all_threads(name))
+        compare(sample, actual, same, expected(sample) if expected else None)
+        return name or "nothing to change"
+
+    return infinities
 
 
-def checked(
-    random: Random, sample: Sample, name: str, same_on_all_threads: bool = False, **options: Any
-) -> str:
-    compare(sample, run(sample, random, same_on_all_threads), **options)
-    return name
-
-
-def sparse(random: Random) -> str:
-    case, dtype = sparse_case(random), random.choice(draw.DTYPES)
-    sample, name = with_special(sparse_flash_attention.build(case, dtype), SOURCES, random)
-    same_nan = ("softmax_sum",) if name == "value" else ("out", "softmax_sum")
-    return checked(random, sample, name, True, same_nan=same_nan)
-
-
-def sparse_gradient(random: Random) -> str:
-    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
-    forward, name = with_special(sparse_flash_attention.build(case, dtype), SOURCES, random)
-    sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
-    return checked(random, sample, name)
-
-
-def dense(random: Random) -> str:
-    case, dtype = flash_case(random), random.choice(draw.DTYPES)
-    names = (*SOURCES, "pse_shift") if case.pse_type < 2 else SOURCES
-    sample, name = with_special(flash_attention_score.build(case, dtype), names, random)
-    return checked(random, sample, name, name != "value")
-
-
-def dense_gradient(random: Random) -> str:
-    case, dtype = flash_case(random), random.choice(draw.DTYPES)
-    if case.pse == "key" and case.b > 1:  # the gradient wants a bias for each batch
-        return "no such case"
-    forward, name = with_special(flash_attention_score.build(case, dtype), SOURCES, random)
-    sample = flash_attention_score.gradient_of(forward, randomness.Random(case.id, dtype))
-    return checked(random, sample, name, bounds=flash_attention_score.expected_gradient(sample))
-
-
-def prompt(random: Random) -> str:
-    case, dtype = prompt_case(random, quantized=False), random.choice(draw.DTYPES)
-    sample, name = with_special(prompt_flash_attention.build(case, dtype), SOURCES, random)
-    return checked(random, sample, name, name != "value")
-
-
-def indexer_gradient(random: Random) -> str:
-    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
-    names = ("query", "key", "weights", "d_values")
-    return checked(random, *with_special(lightning_indexer.build_grad(case, dtype), names, random))
-
-
-def loss(random: Random) -> str:
-    case = replace(sparse_case(random, loss=True, gradient=True), pattern="random")
-    sample = kl_loss.build(case, random.choice(draw.DTYPES))
-    names = (*SOURCES, "query_index", "key_index", "weights")
-    return checked(random, *with_special(sample, names, random))
-
-
-def mla(random: Random) -> str:
-    case, dtype = mla_case(random), random.choice(draw.DTYPES)
-    sample, name = with_special(sparse_flash_mla.build(case, dtype), MLA_SOURCES, random)
-    return checked(random, sample, name, not name.endswith("kv"))
-
-
-def mla_gradient(random: Random) -> str:
-    case, dtype = replace(mla_case(random), lse=True), random.choice(draw.DTYPES)
-    forward, name = with_special(sparse_flash_mla.build(case, dtype), MLA_SOURCES, random)
-    d_out = randomness.Random(case.id, dtype).normal(*forward.inputs["query"].shape)
-    outputs = forward.call(sparse_flash_mla.reference)
-    return checked(random, sparse_flash_mla.gradient_call(forward, outputs, d_out), name)
-
-
-def loss_with_target(random: Random) -> str:
-    case, dtype = replace(sparse_case(random, gradient=True), block=1), random.choice(draw.DTYPES)
-    names = ("query_index", "key_index", "weights")
-    return checked(random, *with_special(kl_loss_grad.build(case, dtype), names, random))
+def but_value(name: str) -> bool:
+    return name != "value"
 
 
 CASES: dict[str, Case] = {
-    "valid/infinities/sparse_flash_attention": sparse,
-    "valid/infinities/sparse_flash_attention_grad": sparse_gradient,
-    "valid/infinities/flash_attention_score": dense,
-    "valid/infinities/flash_attention_score_grad": dense_gradient,
-    "valid/infinities/prompt_flash_attention": prompt,
-    "valid/infinities/lightning_indexer_grad": indexer_gradient,
-    "valid/infinities/sparse_flash_mla": mla,
-    "valid/infinities/sparse_flash_mla_grad": mla_gradient,
-    "valid/infinities/sparse_lightning_indexer_grad_kl_loss": loss,
-    "valid/infinities/sparse_lightning_indexer_kl_loss_grad": loss_with_target,
-}
+    "valid/infinities/sparse_flash_attention": case_of(
+        sparse_case, sparse_flash_attention.build, same_on_all_threads=lambda name: True,
+        same_nan=("out", "softmax_sum"),
+    ),
+    "valid/infinities/sparse_flash_attention_grad": case_of(
+        with_gradient, sparse_flash_attention.build, gradient_of=sparse_flash_attention.gradient_of
+    ),
+    "valid/infinities/flash_attention_score": case_of(
+        flash_case, flash_attention_score.build,
+        lambda case: (*SOURCES, "pse_shift") if case.pse_type < 2 else SOURCES,
+        same_on_all_threads=but_value,
+    ),
+    "valid/infinities/flash_attention_score_grad": case_of(
+        flash_case, flash_attention_score.build, gradient_of=flash_attention_score.gradient_of,
+        expected=flash_attention_score.expected_gradient,
+    ),
+    "valid/infinities/prompt_flash_attention": case_of(
+        partial(prompt_case, quantized=False), prompt_flash_attention.build,
+        same_on_all_threads=but_value,
+    ),
+    "valid/infinities/lightning_indexer_grad": case_of(
+        with_gradient, lightning_indexer.build_grad,
+        lambda case: ("query", "key", "weights", "d_values"),
+    ),
+    "valid/infinities/sparse_flash_mla": case_of(
+        mla_case, sparse_flash_mla.build, lambda case: MLA_SOURCES,
+        same_on_all_threads=lambda name: not name.endswith("kv"),
+    ),
+    "valid/infinities/sparse_flash_mla_grad": case_of(
+        mla_with_lse, sparse_flash_mla.build, lambda case: MLA_SOURCES, mla_gradient_of
+    ),
+    "valid/infinities/sparse_lightning_indexer_grad_kl_loss": case_of(
+        lambda random: replace(
+            sparse_case(random, loss=True, gradient=True), pattern="random"
+        ),
+        kl_loss.build, lambda case: (*SOURCES, "query_index", "key_index", "weights"),
+    ),
+    "valid/infinities/sparse_lightning_indexer_kl_loss_grad": case_of(
+        lambda random: replace(with_gradient(random), block=1), kl_loss_grad.build,
+        lambda case: ("query_index", "key_index", "weights"),
+    ),
+}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import torch
 from ascend_attn_ops.check.samples import (
@@ -22,9 +23,8 @@ from support.samples import Sample
 from . import draw
 from .calls import THREADS, Outputs, threads
 from .case import Case, Finding
-from .valid_dense import flash_case, label
-from .valid_mla import mla_case
-from .valid_sparse import sparse_case
+from .valid_dense import flash_case
+from .valid_sparse import mla_with_lse, sparse_case
 
 # The largest product of query and key, as a power of two. Larger products make scores overflow.
 LARGEST_PRODUCT = 100
@@ -80,33 +80,33 @@ def assert_scaled(sample: Sample, scaled: Sample, powers: tuple[int, ...], rando
         compare(scaled.call(torch.ops.ascend), outputs, powers)
 
 
-def dense(random: Random) -> str:
-    case, dtype = replace(flash_case(random), pse=None, pse_type=1), random.choice(draw.DTYPES)
-    sample, (a, b) = flash_attention_score.build(case, dtype), exponents(random, dtype)
+def attention(random: Random, module: Any, case: Any, zeros: int, ropes: bool) -> str:
+    """`zeros`: the gradients whose sizes do not change; those of ropes follow."""
+    dtype = random.choice(draw.DTYPES)
+    sample, (a, b) = module.build(case, dtype), exponents(random, dtype)
     scaled = with_factors(sample, a, b)
     assert_scaled(sample, scaled, (0, 0, 0), random)
     outputs = sample.call(torch.ops.ascend)
     d_out = randomness.Random(case.id, dtype).normal(*outputs[0].shape)
-    calls = (flash_attention_score.gradient_call(x, outputs, d_out) for x in (sample, scaled))
-    assert_scaled(*calls, (-a, -b, 0, 0, -a, -b) if case.is_extended else (-a, -b, 0), random)
-    return label(case, dtype)
+    calls = (module.gradient_call(x, outputs, d_out) for x in (sample, scaled))
+    assert_scaled(*calls, (-a, -b, *[0] * zeros, *((-a, -b) if ropes else ())), random)
+    return draw.label(case, dtype)
+
+
+def dense(random: Random) -> str:
+    case = replace(flash_case(random), pse=None, pse_type=1)
+    extended = case.is_extended
+    return attention(random, flash_attention_score, case, zeros=1 + extended, ropes=extended)
 
 
 def sparse(random: Random) -> str:
-    case, dtype = sparse_case(random, gradient=True), random.choice(draw.DTYPES)
-    sample, (a, b) = sparse_flash_attention.build(case, dtype), exponents(random, dtype)
-    scaled = with_factors(sample, a, b)
-    assert_scaled(sample, scaled, (0, 0, 0), random)
-    outputs = sample.call(torch.ops.ascend)
-    d_out = randomness.Random(case.id, dtype).normal(*outputs[0].shape)
-    calls = (sparse_flash_attention.gradient_call(x, outputs, d_out) for x in (sample, scaled))
-    assert_scaled(*calls, (-a, -b, 0, -a, -b), random)
-    return f"{case.layout} {draw.name_of(dtype)}"
+    case = sparse_case(random, gradient=True)
+    return attention(random, sparse_flash_attention, case, zeros=1, ropes=True)
 
 
 def mla(random: Random) -> str:
     """Keys are values, so their factor is that of the outputs too."""
-    case, dtype = replace(mla_case(random), lse=True), random.choice(draw.DTYPES)
+    case, dtype = mla_with_lse(random), random.choice(draw.DTYPES)
     sample, (a, b) = sparse_flash_mla.build(case, dtype), exponents(random, dtype)
     scaled = with_factors(sample, a, b)
     assert_scaled(sample, scaled, (b, 0), random)
@@ -117,7 +117,7 @@ def mla(random: Random) -> str:
         for x, y in ((sample, out), (scaled, out * 2.0**b))
     ]
     assert_scaled(calls[0], calls[1], (b - a, 0, 0, b, 0), random)
-    return f"{case.layout} {case.kind} {draw.name_of(dtype)}"
+    return draw.label(case, dtype)
 
 
 def indexer(random: Random) -> str:
@@ -126,7 +126,7 @@ def indexer(random: Random) -> str:
     if not sample.options["return_values"]:
         sample = sample.replace(return_values=True)
     assert_scaled(sample, with_factors(sample, a, b), (0, a + b), random)
-    return f"{case.layout} {draw.name_of(dtype)}"
+    return draw.label(case, dtype)
 
 
 def loss(random: Random) -> str:
@@ -134,7 +134,7 @@ def loss(random: Random) -> str:
     dtype = random.choice(draw.DTYPES)
     sample, (a, b) = kl_loss.build(case, dtype), exponents(random, dtype)
     assert_scaled(sample, with_factors(sample, a, b), (0, 0, 0, 0), random)
-    return f"{case.layout} {draw.name_of(dtype)}"
+    return draw.label(case, dtype)
 
 
 def loss_with_target(random: Random) -> str:
@@ -147,7 +147,7 @@ def loss_with_target(random: Random) -> str:
         **{name: sample.inputs[name] * 2.0**power for name, power in powers.items()}
     )
     assert_scaled(sample, scaled, (-a, -b, a + b, 0), random)
-    return f"{case.layout} {draw.name_of(dtype)}"
+    return draw.label(case, dtype)
 
 
 def with_scores(sample: Sample, random: Random) -> Sample:
@@ -177,7 +177,7 @@ def weights_of_dense(random: Random) -> str:
     # With a sink, the weights of the keys add up to less than 1.
     adds_up = case.keep_prob == 1 and not case.sink
     weights(sample, probabilities.dense(sample), adds_up)
-    return label(case, dtype)
+    return draw.label(case, dtype)
 
 
 def weights_of_sparse(random: Random) -> str:
@@ -187,7 +187,7 @@ def weights_of_sparse(random: Random) -> str:
     case = replace(case, d=random.choice((16, 40, 192)), absorbed=False)
     sample = with_scores(sparse_flash_attention.build(case, dtype), random)
     weights(sample, probabilities.sparse(sample), adds_up=True)
-    return f"{case.layout} {draw.name_of(dtype)}"
+    return draw.label(case, dtype)
 
 
 CASES: dict[str, Case] = {

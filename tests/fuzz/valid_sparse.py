@@ -1,4 +1,4 @@
-"""Valid calls of the sparse operators."""
+"""Valid calls of the sparse operators, and of sparse_flash_mla."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from random import Random
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples import lightning_indexer, randomness, sparse_flash_attention
+from ascend_attn_ops.check.samples import (
+    lightning_indexer,
+    randomness,
+    sparse_flash_attention,
+    sparse_flash_mla,
+)
 from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
 from ascend_attn_ops.check.samples import sparse_lightning_indexer_kl_loss_grad as kl_loss_grad
 from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.check.samples.sparse_flash_mla import MlaCase
 from support.samples import Sample
 
 from . import draw
@@ -29,6 +35,8 @@ LOSS_PATTERNS = (*(x for x in PATTERNS if x != "future"), "clamped", "partial")
 
 
 Fuzzed = draw.seeded(SparseCase)
+FuzzedMla = draw.seeded(MlaCase)
+MLA_KEYS = ("ori_kv", "cmp_kv")
 
 
 def sparse_case(
@@ -130,12 +138,6 @@ def expanded(case: SparseCase) -> tuple[str, ...]:
     return ("query",) if case.page else ("query", "key", "value", "key_rope")
 
 
-def label(case: SparseCase, dtype: torch.dtype) -> str:
-    pages = " paged" if case.page else ""
-    ratio = f" ratio {case.ratio}" if case.ratio > 1 else ""
-    return f"{case.layout}{pages} mode {case.mode}{ratio} {draw.name_of(dtype)}"
-
-
 def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
     """A call of sparse_flash_attention, of values of all sizes."""
     sample = sparse_flash_attention.build(case, dtype)
@@ -147,20 +149,103 @@ def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
 
 
-def attention(random: Random, paged: bool = False, empty: bool = False) -> str:
-    case, dtype = sparse_case(random, paged=paged, empty=empty), random.choice(draw.DTYPES)
-    sample = forward_of(random, case, dtype)
+def sequence(random: Random, most: int, ratio: int, derived: bool) -> tuple[int, int, int, int]:
+    """Queries, original keys, compressed keys and the residual of one sequence."""
+    queries, keys = draw.size(random, most), draw.size(random, most)
+    if derived:
+        return queries, keys, keys // ratio, keys % ratio
+    return queries, keys, draw.size(random, most), random.randrange(ratio)
+
+
+def mla_case(random: Random, paged: bool = False, empty: bool = False) -> FuzzedMla:
+    """`empty`: an axis has no elements."""
+    large = random.random() < 0.1
+    most = 140 if large else 16
+    ratio = random.choice((1, 2, 3, 4, 4, 8, 128))
+    derived = random.random() < 0.5
+    count = random.randint(0, 1 if large else 4)
+    each = [sequence(random, most, ratio, derived) for _ in range(count)]
+    if empty and count:
+        each[random.randrange(count)] = (0, 0, 0, 0)
+    lengths = tuple(tuple(x[side] for x in each) for side in range(3))
+    fields: dict[str, Any] = {
+        "seed": random.getrandbits(32),
+        "layout": random.choice(("BSND", "TND")),
+        "kind": random.choice(("swa", "hca", "csa", "csa")),
+        "b": count,
+        "s": tuple(max(side, default=0) + random.randint(0, 2) for side in lengths),
+        "lengths": lengths,
+        "residual": None if derived else tuple(x[3] for x in each),
+        "ratio": ratio,
+        "heads": random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33, 64) if not large else (1, 2, 64)),
+        "d": 0 if empty and random.random() < 0.3 else draw.head_size(random),
+        "k": max(1, draw.size(random, most)),
+        "mode": random.choice((0, 3, 4, 4, 4)),
+        "cmp_mode": random.choice((0, 3, 3)),
+        "left": random.choice((-1, 0, 1, 3, 127)),
+        "right": random.choice((-1, 0, 0, 2)),
+        "sink": random.random() < 0.7,
+        "pattern": random.choice(PATTERNS),
+        "selection_heads": random.random() < 0.8,
+        "lse": random.random() < 0.8,
+    }
+    if paged:
+        fields["page"] = random.choice((1, 2, 3, 7, 16, 16, 128))
+    elif fields["layout"] == "TND":
+        fields["tail"] = random.choice(((0, 0, 0), (2, 3, 1), (0, 1, 2), (1, 0, 0)))
+    elif derived and random.random() < 0.5:
+        queries, keys, compressed, _ = sequence(random, most, ratio, derived)
+        fields |= {"s": (queries, keys, compressed), "lengths": None}
+    return FuzzedMla(**fields)
+
+
+def mla_call(random: Random, case: MlaCase, dtype: torch.dtype) -> Sample:
+    sample = sparse_flash_mla.build(case, dtype)
+    if random.random() < 0.2:
+        sample = draw.with_zeros(sample, ("query", *MLA_KEYS), random)
+    sample = draw.scaled(sample, ("sink",), random, exponents=(-6, 4))
+    sample = with_expanded(sample, ("query",) if case.page else ("query", *MLA_KEYS), random)
+    return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
+
+
+def with_gradient(random: Random, empty: bool = False) -> Fuzzed:
+    return sparse_case(random, gradient=True, empty=empty)
+
+
+def mla_with_lse(random: Random, empty: bool = False) -> FuzzedMla:
+    return replace(mla_case(random, empty=empty), lse=True)
+
+
+def mla_gradient_of(forward: Sample, random: randomness.Random) -> Sample:
+    outputs = forward.call(sparse_flash_mla.reference)
+    d_out = random.normal(*outputs[0].shape)
+    return sparse_flash_mla.gradient_call(forward, outputs, d_out)
+
+
+def attention(
+    random: Random,
+    draw_case: Callable[..., Any] = sparse_case,
+    call: Callable[..., Sample] = forward_of,
+    **options: bool,
+) -> str:
+    case, dtype = draw_case(random, **options), random.choice(draw.DTYPES)
+    sample = call(random, case, dtype)
     check(sample, run(sample, random, same_on_all_threads=True))
-    return label(case, dtype)
+    return draw.label(case, dtype)
 
 
-def attention_gradient(random: Random, empty: bool = False) -> str:
-    case, dtype = sparse_case(random, gradient=True, empty=empty), random.choice(draw.DTYPES)
-    forward = forward_of(random, case, dtype)
-    sample = sparse_flash_attention.gradient_of(forward, randomness.Random(case.id, dtype))
+def attention_gradient(
+    random: Random,
+    draw_case: Callable[..., Any] = with_gradient,
+    call: Callable[..., Sample] = forward_of,
+    gradient_of: Callable[..., Sample] = sparse_flash_attention.gradient_of,
+    **options: bool,
+) -> str:
+    case, dtype = draw_case(random, **options), random.choice(draw.DTYPES)
+    sample = gradient_of(call(random, case, dtype), randomness.Random(case.id, dtype))
     sample = with_expanded(draw.scaled(sample, ("d_out",), random), ("d_out",), random)
     check(sample, run(sample, random, same_on_all_threads=False))
-    return label(case, dtype)
+    return draw.label(case, dtype)
 
 
 def indexer(
@@ -177,7 +262,7 @@ def indexer(
         sample = draw.scaled(sample, ("query", "key", "weights"), random, exponents=(-6, 1))
     sample = with_expanded(sample, (*expanded(case), "weights"), random)
     check(sample, run(sample, random, same_on_all_threads=True))
-    return label(case, dtype)
+    return draw.label(case, dtype)
 
 
 def indexer_gradient(random: Random, empty: bool = False) -> str:
@@ -190,7 +275,7 @@ def indexer_gradient(random: Random, empty: bool = False) -> str:
         else draw.scaled(sample, names, random)
     )
     check(sample, run(sample, random, same_on_all_threads=False))
-    return label(case, dtype)
+    return draw.label(case, dtype)
 
 
 def loss(random: Random, empty: bool = False) -> str:
@@ -208,7 +293,7 @@ def loss(random: Random, empty: bool = False) -> str:
         kind = random.choice((torch.bool, torch.float32, dtype))
         sample = sample.given(weight=weight.to(kind))
     check(sample, run(sample, random, same_on_all_threads=False))
-    return f"{label(case, dtype)}{' weighted' if 'weight' in sample.options else ''}"
+    return f"{draw.label(case, dtype)}{' weighted' if 'weight' in sample.options else ''}"
 
 
 def loss_gradient(random: Random, empty: bool = False) -> str:
@@ -219,14 +304,19 @@ def loss_gradient(random: Random, empty: bool = False) -> str:
         case = compressed(random, case, empty)
     sample = draw.with_float32_weights(kl_loss_grad.build(replace(case, block=1), dtype), random)
     check(sample, run(sample, random, same_on_all_threads=False))
-    return label(case, dtype)
+    return draw.label(case, dtype)
 
 
+_MLA = partial(attention, draw_case=mla_case, call=mla_call)
 _OPERATORS: dict[str, Callable[..., str]] = {
     "lightning_indexer": indexer,
     "lightning_indexer_grad": indexer_gradient,
     "sparse_flash_attention": attention,
     "sparse_flash_attention_grad": attention_gradient,
+    "sparse_flash_mla": _MLA,
+    "sparse_flash_mla_grad": partial(
+        attention_gradient, draw_case=mla_with_lse, call=mla_call, gradient_of=mla_gradient_of
+    ),
     "sparse_lightning_indexer_grad_kl_loss": loss,
     "sparse_lightning_indexer_kl_loss_grad": loss_gradient,
 }
@@ -235,6 +325,8 @@ CASES: dict[str, Case] = {
     **{f"valid/empty/{name}": partial(case, empty=True) for name, case in _OPERATORS.items()},
     "valid/paged/lightning_indexer": partial(indexer, paged=True),
     "valid/paged/sparse_flash_attention": partial(attention, paged=True),
+    "valid/paged/sparse_flash_mla": partial(_MLA, paged=True),
+    "valid/empty/paged/sparse_flash_mla": partial(_MLA, paged=True, empty=True),
     "valid/compressed/lightning_indexer": partial(indexer, in_windows=True),
     "valid/compressed/paged/lightning_indexer": partial(indexer, in_windows=True, paged=True),
     "valid/empty/compressed/lightning_indexer": partial(indexer, in_windows=True, empty=True),

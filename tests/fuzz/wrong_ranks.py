@@ -35,158 +35,120 @@ _HEADS, _DEPTH, _ROPE, _COUNT = 4, 8, 4, 3
 _RATIO = 2
 
 
-def _tensors(r: Random, tokens: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> Arguments:
-    generator = torch.Generator().manual_seed(r.getrandbits(32))
-    return {
-        name: torch.randn(tokens, *shape, generator=generator).to(dtype).requires_grad_()
-        for name, shape in shapes.items()
-    }
+class _Drawing:
+    """Draws valid arguments for the tokens of this rank."""
+
+    def __init__(self, r: Random, shards: SequenceShards, dtype: torch.dtype) -> None:
+        self.r, self.shards, self.dtype = r, shards, dtype
+        self.tokens = shards.local_tokens
+
+    def tensors(self, *, tokens: int | None = None, **shapes: tuple[int, ...]) -> Arguments:
+        generator = torch.Generator().manual_seed(self.r.getrandbits(32))
+        rows = self.tokens if tokens is None else tokens
+        return {
+            name: torch.randn(rows, *x, generator=generator).to(self.dtype).requires_grad_()
+            for name, x in shapes.items()
+        }
+
+    def compressed(self, *names: str) -> Arguments:
+        tokens = self.shards.compressed(_RATIO).local_tokens
+        return self.tensors(tokens=tokens, **dict.fromkeys(names, (1, _DEPTH)))
+
+    def indices(self) -> Tensor:
+        """Every token selects itself, and the first keys."""
+        x = self.shards.positions()[:, None, None].int()
+        return torch.cat((x, torch.zeros_like(x), -torch.ones_like(x)), -1)
+
+    def no_indices(self) -> Tensor:
+        return -torch.ones(self.tokens, 1, _COUNT).int()
+
+    def reduction(self) -> Arguments:
+        return self.r.choice(({"reduction": "mean"}, {"normalizer": 3.0}, {"reduction": "sum"}))
+
+    def indexer(self) -> Arguments:
+        following = {"next_key": _KEY, "next_rope": (1, _ROPE)}
+        x = self.tensors(query=_INDEX_QUERY, key=_KEY, weights=(2,), **following)
+        ahead = [x.pop(name) for name in following][: self.r.randrange(3)]
+        prefetch = Once(ahead) if self.r.randrange(2) else ahead
+        values = self.r.random() < 0.5
+        return {**x, "sparse_count": _COUNT, "return_values": values, "prefetch": prefetch}
+
+    def mla_keys(self) -> Arguments:
+        keys = self.compressed("cmp_kv")
+        selected = keys | {"cmp_sparse_indices": self.no_indices()}
+        return self.r.choice(({}, keys, selected))
 
 
-def _indices(shards: SequenceShards) -> Tensor:
-    """Every token selects itself, and the first keys."""
-    positions = shards.positions()[:, None, None].int()
-    return torch.cat((positions, torch.zeros_like(positions), -torch.ones_like(positions)), -1)
-
-
-def _dense(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    heads = (_HEADS, _DEPTH)
-    x = _tensors(r, shards.local_tokens, dtype, query=heads, key=heads, value=heads)
-    method = r.choice(("allgather", "ring", "ulysses"))
-    return {**x, "num_heads": _HEADS, "method": method, "sparse_mode": r.choice((0, 3))}
-
-
-def _indexer(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(
-        r, shards.local_tokens, dtype, query=(2, _DEPTH), key=(1, _DEPTH), weights=(2,),
-        next_key=(1, _DEPTH), next_rope=(1, _ROPE),
-    )  # fmt: skip
-    ahead = [x.pop("next_key"), x.pop("next_rope")][: r.randrange(3)]
-    prefetch = Once(ahead) if r.randrange(2) else ahead
-    return {**x, "sparse_count": _COUNT, "return_values": r.random() < 0.5, "prefetch": prefetch}
-
-
-def _sparse(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(
-        r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), key=(1, _DEPTH),
-        query_rope=(_HEADS, _ROPE), key_rope=(1, _ROPE),
-    )  # fmt: skip
-    return {**x, "value": x["key"], "sparse_indices": _indices(shards), "scale_value": 0.3}
-
-
-def _loss(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(
-        r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), key=(1, _DEPTH),
-        query_index=(2, _DEPTH), key_index=(1, _DEPTH), weights=(2,),
-    )  # fmt: skip
-    statistic = torch.ones(1, shards.local_tokens, _HEADS)
-    return {
-        **x, "sparse_indices": _indices(shards), "softmax_max": statistic,
-        "softmax_sum": statistic.clone(), "scale_value": 0.3,
-        **r.choice(({"reduction": "mean"}, {"normalizer": 3.0}, {"reduction": "sum"})),
-    }  # fmt: skip
-
-
-def _compress(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(r, shards.local_tokens, dtype, values=(_DEPTH,), logits=(_DEPTH,))
-    bias = torch.zeros(_RATIO, _DEPTH, dtype=dtype).requires_grad_()
-    return {**x, "position_bias": bias, "overlap": r.random() < 0.5}
-
-
-def _compressed_keys(shards: SequenceShards) -> int:
-    return shards.compressed(_RATIO).local_tokens
-
-
-def _mla(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), ori_kv=(1, _DEPTH))
-    keys = _tensors(r, _compressed_keys(shards), dtype, cmp_kv=(1, _DEPTH))
-    selected = {"cmp_sparse_indices": -torch.ones(shards.local_tokens, 1, _COUNT).int()}
-    kind = r.choice(({}, keys, keys | selected))
-    return {
-        **x, **kind, "cmp_ratio": _RATIO, "scale_value": 0.3, "sink": torch.zeros(_HEADS),
-        "ori_win_left": r.choice((-1, 1, 127)),
-    }  # fmt: skip
-
-
-def _compressed_indexer(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(r, shards.local_tokens, dtype, query=(2, _DEPTH), weights=(2,))
-    key = _tensors(r, _compressed_keys(shards), dtype, key=(1, _DEPTH))
-    return {**x, **key, "sparse_count": _COUNT, "cmp_ratio": _RATIO}
-
-
-def _loss_with_target(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(r, shards.local_tokens, dtype, query_index=(2, _DEPTH), weights=(2,))
-    key = _tensors(r, _compressed_keys(shards), dtype, key_index=(1, _DEPTH))
-    return {
-        "query": None, "key": None, **x, **key, "cmp_ratio": _RATIO,
-        "sparse_indices": -torch.ones(shards.local_tokens, 1, _COUNT).int(),
-        "target": torch.zeros(shards.local_tokens, 1, _COUNT),
-        "normalize_target": r.random() < 0.5,
-        **r.choice(({"reduction": "mean"}, {"normalizer": 3.0}, {"reduction": "sum"})),
-    }  # fmt: skip
-
-
-def _mla_with_loss(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    x = _tensors(
-        r, shards.local_tokens, dtype, query=(_HEADS, _DEPTH), ori_kv=(1, _DEPTH),
-        query_index=(2, _DEPTH), weights=(2,),
-    )  # fmt: skip
-    keys = _tensors(r, _compressed_keys(shards), dtype, cmp_kv=(1, _DEPTH), key_index=(1, _DEPTH))
-    factor = r.choice((0.5, torch.tensor(0.5)))
-    return {
-        **x, **keys, "cmp_sparse_indices": -torch.ones(shards.local_tokens, 1, _COUNT).int(),
-        "cmp_ratio": _RATIO, "scale_value": 0.3, "indexer_loss_weight": factor,
-        "on_loss": r.choice((None, len)),
-    }  # fmt: skip
-
-
-def _unshard(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    return {**_tensors(r, shards.local_tokens, dtype, x=(3,)), "dim": 0}
-
-
-def _shards(r: Random, shards: SequenceShards, dtype: torch.dtype) -> Arguments:
-    lengths = list(shards.lengths)
-    return {
-        "lengths": Once(lengths) if r.randrange(2) else lengths,
-        "order": r.choice(("zigzag", "contiguous")),
-    }  # fmt: skip
+_QUERY, _KEY, _INDEX_QUERY = (_HEADS, _DEPTH), (1, _DEPTH), (2, _DEPTH)
+_CALLS: dict[str, Callable[[_Drawing], Arguments]] = {
+    "flash_attention_score": lambda d: {
+        **d.tensors(query=_QUERY, key=_QUERY, value=_QUERY), "num_heads": _HEADS,
+        "method": d.r.choice(("allgather", "ring", "ulysses")), "sparse_mode": d.r.choice((0, 3)),
+    },
+    "lightning_indexer": lambda d: d.indexer(),
+    "sparse_flash_attention": lambda d: {
+        **(x := d.tensors(query=_QUERY, key=_KEY, query_rope=(_HEADS, _ROPE), key_rope=(1, _ROPE))),
+        "value": x["key"], "sparse_indices": d.indices(), "scale_value": 0.3,
+    },
+    "lightning_indexer_kl_loss": lambda d: {
+        **d.tensors(
+            query=_QUERY, key=_KEY, query_index=_INDEX_QUERY, key_index=_KEY, weights=(2,)
+        ),
+        "sparse_indices": d.indices(), "softmax_max": torch.ones(1, d.tokens, _HEADS),
+        "softmax_sum": torch.ones(1, d.tokens, _HEADS), "scale_value": 0.3, **d.reduction(),
+    },
+    "lightning_indexer with compressed keys": lambda d: {
+        **d.tensors(query=_INDEX_QUERY, weights=(2,)), **d.compressed("key"),
+        "sparse_count": _COUNT, "cmp_ratio": _RATIO,
+    },
+    "lightning_indexer_kl_loss with a target": lambda d: {
+        "query": None, "key": None, **d.tensors(query_index=_INDEX_QUERY, weights=(2,)),
+        **d.compressed("key_index"), "cmp_ratio": _RATIO, "sparse_indices": d.no_indices(),
+        "target": torch.zeros(d.tokens, 1, _COUNT), "normalize_target": d.r.random() < 0.5,
+        **d.reduction(),
+    },
+    "compress_keys": lambda d: {
+        **d.tensors(values=(_DEPTH,), logits=(_DEPTH,)),
+        "position_bias": torch.zeros(_RATIO, _DEPTH, dtype=d.dtype).requires_grad_(),
+        "overlap": d.r.random() < 0.5,
+    },
+    "sparse_flash_mla": lambda d: {
+        **d.tensors(query=_QUERY, ori_kv=_KEY), **d.mla_keys(), "cmp_ratio": _RATIO,
+        "scale_value": 0.3, "sink": torch.zeros(_HEADS), "ori_win_left": d.r.choice((-1, 1, 127)),
+    },
+    "sparse_flash_mla_with_indexer_loss": lambda d: {
+        **d.tensors(query=_QUERY, ori_kv=_KEY, query_index=_INDEX_QUERY, weights=(2,)),
+        **d.compressed("cmp_kv", "key_index"), "cmp_sparse_indices": d.no_indices(),
+        "cmp_ratio": _RATIO, "scale_value": 0.3,
+        "indexer_loss_weight": d.r.choice((0.5, torch.tensor(0.5))),
+        "on_loss": d.r.choice((None, len)),
+    },
+    "SequenceShards.unshard": lambda d: {**d.tensors(x=(3,)), "dim": 0},
+    "SequenceShards": lambda d: {
+        "lengths": d.r.choice((list, Once))(d.shards.lengths),
+        "order": d.r.choice(("zigzag", "contiguous")),
+    },
+}  # fmt: skip
 
 
 class _Function(NamedTuple):
     signature: Callable[..., Any]
     call: Callable[..., Any]  # shards and the arguments
-    valid: Callable[[Random, SequenceShards, torch.dtype], Arguments]
+    valid: Callable[[_Drawing], Arguments]
 
 
-def _of_shards(
-    function: Callable[..., Any], valid: Callable[[Random, SequenceShards, torch.dtype], Arguments]
-) -> _Function:
+def _function(name: str, valid: Callable[[_Drawing], Arguments]) -> _Function:
+    if name == "SequenceShards":
+        return _Function(
+            SequenceShards, lambda shards, **x: SequenceShards(**x, group=shards.group), valid
+        )
+    if name == "SequenceShards.unshard":
+        return _Function(SequenceShards.unshard, SequenceShards.unshard, valid)
+    function = getattr(distributed, name.partition(" ")[0])
     return _Function(function, lambda shards, **x: function(**x, shards=shards), valid)
 
 
-FUNCTIONS = {
-    "flash_attention_score": _of_shards(distributed.flash_attention_score, _dense),
-    "lightning_indexer": _of_shards(distributed.lightning_indexer, _indexer),
-    "sparse_flash_attention": _of_shards(distributed.sparse_flash_attention, _sparse),
-    "lightning_indexer_kl_loss": _of_shards(distributed.lightning_indexer_kl_loss, _loss),
-    "lightning_indexer with compressed keys": _of_shards(
-        distributed.lightning_indexer, _compressed_indexer
-    ),
-    "lightning_indexer_kl_loss with a target": _of_shards(
-        distributed.lightning_indexer_kl_loss, _loss_with_target
-    ),
-    "compress_keys": _of_shards(distributed.compress_keys, _compress),
-    "sparse_flash_mla": _of_shards(distributed.sparse_flash_mla, _mla),
-    "sparse_flash_mla_with_indexer_loss": _of_shards(
-        distributed.sparse_flash_mla_with_indexer_loss, _mla_with_loss
-    ),
-    "SequenceShards.unshard": _Function(SequenceShards.unshard, SequenceShards.unshard, _unshard),
-    "SequenceShards": _Function(
-        SequenceShards,
-        lambda shards, **options: SequenceShards(**options, group=shards.group),
-        _shards,
-    ),
-}  # fmt: skip
+FUNCTIONS = {name: _function(name, valid) for name, valid in _CALLS.items()}
 # Without these there is no group to tell of an error.
 _NOT_CHANGED = ("self", "shards", "group", "check_calls")
 
@@ -215,7 +177,7 @@ def on_this_rank(group: ProcessGroup, name: str, seed: int) -> Answer:
     here = group.rank() == wrong_rank
     with limits(None):
         shards = SequenceShards(lengths, group)
-        arguments = function.valid(r, shards, dtype)
+        arguments = function.valid(_Drawing(r, shards, dtype))
         good = twin(arguments)
         kinds: list[str] = []
         if here and r.randrange(8):
