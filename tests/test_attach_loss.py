@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -90,8 +89,6 @@ def test_scale_is_read_in_the_backward() -> None:
     scale = torch.tensor([65536.0], dtype=torch.float64)
     attach_loss(torch.ones(3), (parameter**2).sum(), scale).sum().backward()
     assert torch.equal(parameter.grad, torch.full((2,), 2 * 65536.0))
-    with pytest.raises(ValueError, match=r"^ascend::attach_loss: scale: expected one element, got"):
-        attach_loss(torch.ones(3), parameter.sum(), torch.ones(2))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -110,19 +107,6 @@ def test_gradient_accumulation() -> None:
     for _ in range(3):
         attach_loss(torch.ones(1), parameter.sum(), scale=1 / 3).sum().backward()
     torch.testing.assert_close(parameter.grad, torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("output", "loss", "message"),
-    [
-        (torch.ones(2), 1.0, "loss: expected a tensor, got float"),
-        (None, torch.ones(()), "output: expected a tensor, got NoneType"),
-        (torch.ones(2, dtype=torch.long), torch.ones(()), "output: expected a floating point"),
-    ],
-)
-def test_only_tensors_with_gradients(output: Any, loss: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"attach_loss: {message}"):
-        attach_loss(output, loss)
 
 
 @pytest.fixture

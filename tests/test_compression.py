@@ -74,32 +74,3 @@ def test_gradients(overlap: bool) -> None:
 
     # The softmax is in float32.
     assert torch.autograd.gradcheck(compress, leaves, eps=1e-2, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"values": torch.zeros(2, 6)}, "values: expected 3 axes"),
-        ({"logits": torch.zeros(2, 8, 5)}, "logits: expected values' shape"),
-        ({"position_bias": torch.zeros(4, 5)}, "position_bias: expected"),
-        ({"position_bias": torch.zeros(6)}, "position_bias: expected"),
-        ({"actual_seq_lengths": [4, 8]}, "values: expected 2 axes"),
-        ({"values": None}, "values: expected a tensor"),
-    ],
-)
-def test_wrong_arguments(change: dict[str, object], message: str) -> None:
-    arguments = {
-        "values": torch.zeros(2, 8, 6),
-        "logits": torch.zeros(2, 8, 6),
-        "position_bias": torch.zeros(4, 6),
-    }
-    with pytest.raises((TypeError, ValueError), match=message):
-        compress_keys(**{**arguments, **change})
-
-
-@pytest.mark.parametrize("ends", [[4, 3, 8], [4, 9]])
-def test_ends_that_are_none(ends: list[int]) -> None:
-    with pytest.raises(ValueError, match="actual_seq_lengths: expected"):
-        compress_keys(
-            torch.zeros(8, 6), torch.zeros(8, 6), torch.zeros(4, 6), actual_seq_lengths=ends
-        )

@@ -67,12 +67,6 @@ def test_only_differences_of_positions_matter() -> None:
     )
 
 
-def test_positions_default_to_counting_from_zero() -> None:
-    indexer, hidden = make(), torch.randn(2, 6, HIDDEN)
-    for default, given in zip(indexer(hidden), indexer(hidden, torch.arange(6)), strict=True):
-        assert torch.equal(default, given)
-
-
 def test_selects_the_best_scores_causally() -> None:
     indexer, hidden = make(), torch.randn(2, 10, HIDDEN)
     projections = indexer(hidden)
@@ -89,25 +83,3 @@ def test_selects_the_best_scores_causally() -> None:
     found = scores.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
     torch.testing.assert_close(found, scores.topk(4).values)
     assert all(len(set(row)) == 4 for row in chosen[:, 3:].flatten(0, 1).tolist())
-
-
-def test_kl_loss_reaches_every_parameter() -> None:
-    indexer, hidden = make(), torch.randn(1, 6, HIDDEN)
-    query, latent = torch.randn(1, 6, 2, 32), torch.randn(1, 6, 1, 32)
-    projections = indexer(hidden)
-    indices = indexer.select(projections, 4)
-    _, softmax_max, softmax_sum = ascend_attn_ops.sparse_flash_attention(
-        query, latent, latent, indices, scale_value=0.2
-    )
-    ascend_attn_ops.lightning_indexer_kl_loss(
-        query, latent, *projections, indices, softmax_max, softmax_sum, scale_value=0.2
-    ).backward()
-    for name, parameter in indexer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize("rope_dim", [-2, 3, DIM + 2])
-def test_rope_dim_is_checked(rope_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"rope_dim: expected .* got {rope_dim}"):
-        make(rope_dim)

@@ -19,6 +19,7 @@ from ascend_attn_ops.check.bounds import within
 from ascend_attn_ops.check.samples.flash_attention_score import CASES, FlashCase, build
 from ascend_attn_ops.check.samples.masks import compressed_mask as sample_mask
 from ascend_attn_ops.masks import _new_mask, compressed_mask
+from support.attention import qkv
 from support.samples import OPERATORS
 from support.tolerance import assert_same_bits
 from support.turns import by_turns
@@ -31,12 +32,6 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 
 FLT_MAX = torch.finfo(torch.float32).max
 B, N, D = 2, 4, 16
-
-
-def qkv(sq: int, skv: int, heads: int = N, key_heads: int = N) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (B, heads, sq, D), (B, key_heads, skv, D), (B, key_heads, skv, D)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -132,36 +127,6 @@ def test_a_bias_of_1024_rows_and_no_batch() -> None:
     assert not bias.grad.any()
 
 
-def test_without_keys_everything_is_zero() -> None:
-    for x in build(FlashCase(s=(5, 0)), torch.float32).call(torch.ops.ascend):
-        assert x.numel()
-        assert not x.any()
-
-
-def test_statistics_of_packed_sequences_are_stored_by_sequence() -> None:
-    """DECISION: the device's order of bytes, (N, Sq, 8) of one sequence after another."""
-    lengths = ((3, 4), (5, 6))
-    case = FlashCase(layout="TND", lengths=lengths, tail=(2, 1), heads=(3, 3), mode=3)
-    sample = build(case, torch.float32)
-    _, softmax_max, _ = sample.call(torch.ops.ascend)
-    rows = softmax_max.view(-1, 8)
-    begin_q, begin_k = 0, 0
-    for sq, skv in zip(*lengths, strict=True):
-        q = sample.inputs["query"][begin_q : begin_q + sq].transpose(0, 1)[None]
-        k, v = (
-            sample.inputs[name][begin_k : begin_k + skv].transpose(0, 1)[None]
-            for name in ("key", "value")
-        )
-        _, expected, _ = ascend_attn_ops.flash_attention_score(
-            q, k, v, num_heads=3, layout="BNSD", sparse_mode=3, scale_value=case.d[0] ** -0.5
-        )
-        torch.testing.assert_close(
-            rows[3 * begin_q : 3 * (begin_q + sq)].view(3, sq, 8), expected[0]
-        )
-        begin_q, begin_k = begin_q + sq, begin_k + skv
-    assert not rows[3 * begin_q :].any()
-
-
 def test_without_a_mask_mode_0_keeps_every_key() -> None:
     """The tokens have no effect, as in aclnn; modes that need a mask are refused without one."""
     q, k, v = qkv(5, 5)
@@ -181,25 +146,6 @@ def test_a_symbolic_length_beside_real_tensors_is_an_error() -> None:
         ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout="TND", **lengths)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"), [(["BSND"], "expected a str"), (None, "expected the axes of query")]
-)
-def test_a_layout_that_is_no_name_is_an_error_of_the_operator(layout: Any, message: str) -> None:
-    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
-    with pytest.raises(TypeError, match=f"ascend::flash_attention_score: layout: {message}"):
-        ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout=layout)
-
-
-def test_refused_masks_draw_no_random_numbers() -> None:
-    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
-    state = torch.get_rng_state()
-    with pytest.raises(TypeError, match="attn_mask: expected dtype bool"):
-        ascend_attn_ops.flash_attention_score(
-            q, q, q, num_heads=2, layout="BSND", attn_mask=torch.ones(2, 2), dropout_p=0.5
-        )
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @by_turns(3)
 @pytest.mark.parametrize("pse_type", [0, 1])
 @pytest.mark.parametrize("case", [c for c in CASES if c.pse and c.pse_type < 2], ids=lambda c: c.id)
@@ -212,13 +158,6 @@ def test_gradient_of_pse(case: FlashCase, pse_type: int) -> None:
     (actual,) = torch.autograd.grad(out, [pse], d_out)
     (expected,) = torch.autograd.grad(sample.call(reference)[0], [pse], d_out)
     torch.testing.assert_close(actual, expected)
-    inputs = [x.detach().requires_grad_() for x in (*sample.args, pse)]
-
-    def function(*inputs: Tensor) -> Tensor:
-        names = (*sample.inputs, "pse_shift")
-        return sample.replace(**dict(zip(names, inputs, strict=True))).call(torch.ops.ascend)[0]
-
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True, atol=1e-6)
 
 
 def test_only_the_first_start_indices_count_and_only_with_that_of_the_keys() -> None:
@@ -356,23 +295,6 @@ def test_the_public_function_compiles_once_for_all_sizes(options: dict[str, Any]
             assert_same_bits(*results)
 
 
-def test_attn_mask_has_the_polarity_of_scaled_dot_product_attention() -> None:
-    q, k, v = qkv(6, 9)
-    mask = torch.rand(6, 9) < 0.7
-    mask[:, 0] = True
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(attend(q, k, v, attn_mask=mask), expected)
-    torch.testing.assert_close(attend(q, k, v, atten_mask=~mask), expected)
-
-
-def test_default_scale() -> None:
-    q, k, v = qkv(5, 7)
-    assert torch.equal(attend(q, k, v), attend(q, k, v, scale_value=D**-0.5))
-    merged = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    out, *_ = ascend_attn_ops.flash_attention_score(*merged, num_heads=N, layout="BSH")
-    torch.testing.assert_close(out.unflatten(2, (N, D)).transpose(1, 2), attend(q, k, v))
-
-
 def test_dropout_is_drawn_from_the_generator() -> None:
     q, k, v = (x.float().requires_grad_() for x in qkv(40, 50))
     outs = []
@@ -397,14 +319,6 @@ def test_dropout_is_drawn_from_the_generator() -> None:
     torch.testing.assert_close(d_value.sum(2), row_sums.sum(2))
 
 
-def test_mask_drawings() -> None:
-    assert ascend_attn_ops.masks.draw(sparse_mode_mask(3, 2, 4)).splitlines() == [
-        "   0 1 2 3",
-        " 0 ■ ■ ■ ·",
-        " 1 ■ ■ ■ ■",
-    ]
-
-
 def test_mask_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["mask", "--mode", "4", "--sq", "3", "--skv", "4", "--pre", "1", "--next", "0"]
     assert main(options) == 0
@@ -423,42 +337,3 @@ def test_mask_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     dark = [[pixels[16 * i * stride + 1 + 48 * j] < 128 for j in range(4)] for i in range(3)]
     kept = sparse_mode_mask(4, 3, 4, pre_tokens=1, next_tokens=0)
     assert dark == kept.tolist()
-
-
-NOTHING = torch.zeros(6, 9, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("options", "exception", "words"),
-    [
-        ({"attn_mask": torch.zeros(6, 9)}, TypeError, "attn_mask: .* as pse_shift with pse_type=0"),
-        ({"attn_mask": NOTHING.byte()}, TypeError, "attn_mask: expected dtype bool"),
-        (
-            {"attn_mask": NOTHING, "atten_mask": NOTHING},
-            ValueError,
-            "attn_mask: .* both",
-        ),
-        ({"dropout_p": 1.0}, ValueError, "dropout_p: expected a probability"),
-        ({"dropout_p": 0.5, "keep_prob": 0.5}, ValueError, "dropout_p: expected 0 beside"),
-    ],
-    ids=["float", "uint8", "both", "one", "twice"],
-)
-def test_what_the_public_function_refuses(
-    options: dict[str, Any], exception: type[Exception], words: str
-) -> None:
-    q, k, v = build(FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8)), torch.bfloat16).args
-    with pytest.raises(exception, match=rf"^ascend::flash_attention_score: {words}"):
-        attend(q, k, v, **options)
-
-
-def test_the_public_function_and_a_query_without_axes() -> None:
-    """Its scale comes from the head size, which is not there."""
-    x = torch.tensor(1.0, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="ascend::flash_attention_score: query: expected rank 4"):
-        ascend_attn_ops.flash_attention_score(x, x, x, num_heads=1, layout="BNSD")
-
-
-def test_the_largest_sizes_within_the_limits() -> None:
-    x = torch.zeros(1, 256, 1, 512)
-    with ascend_attn_ops.limits("A2"):
-        assert attend(x, x, x).shape == x.shape

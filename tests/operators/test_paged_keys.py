@@ -8,7 +8,6 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.samples.record import Recipe
-from fuzz.calls import threads
 from support.samples import OPERATORS, Sample, bytes_of
 from support.turns import by_turns
 from torch import Tensor
@@ -72,16 +71,6 @@ def test_blocks_apart(recipe: Recipe) -> None:
     assert not sliced.inputs["key"].is_contiguous()
     for x, y in zip(sliced.call(torch.ops.ascend), sample.call(torch.ops.ascend), strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("recipe", PAGED[:2], ids=lambda x: x.id)
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_any_number_of_threads(recipe: Recipe, count: int) -> None:
-    sample = recipe.make(torch.float32)
-    expected = sample.call(torch.ops.ascend)
-    with threads(count):
-        outputs = sample.call(torch.ops.ascend)
-    assert all(map(torch.equal, outputs, expected))
 
 
 def test_only_selected_blocks_are_read() -> None:
@@ -179,13 +168,6 @@ def test_gathered_rows_are_those_that_were_written(shape: tuple[int, ...]) -> No
     assert ops.gather_paged_kv(cache, table[:0], []).shape == (0, *shape)
     assert ops.gather_paged_kv(cache, table.long(), torch.tensor(lengths)).equal(rows)
     assert ops.gather_paged_kv(cache, table, np.array(lengths)).equal(rows)
-
-
-def test_nested_tensors_are_refused() -> None:
-    table = torch.zeros(2, 1, dtype=torch.int32)
-    cache = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="cache: expected a tensor of one shape, got a nested one"):
-        ops.gather_paged_kv(cache, table, [1, 1])
 
 
 def test_a_table_without_memory() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import prompt_flash_attention, sparse_mode_mask
@@ -20,7 +19,6 @@ from support.samples.prompt_flash_attention_errors import (
     OFFSET,
     THREE,
     TO_INT8,
-    zeros,
 )
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -43,19 +41,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
     )
 
 
-def test_no_mask() -> None:
-    tensors = qkv(40, 300)
-    torch.testing.assert_close(attend(*tensors), scaled_dot_product_attention(*tensors))
-
-
-def test_is_causal() -> None:
-    """Mode 2, top left, as SDPA has it."""
-    tensors = qkv(150, 90)
-    torch.testing.assert_close(
-        attend(*tensors, sparse_mode=2), scaled_dot_product_attention(*tensors, is_causal=True)
-    )
-
-
 @pytest.mark.parametrize("nk", [1, 2, 4])
 @pytest.mark.parametrize("mode", [2, 3, 4])
 def test_right_padded_batches(mode: int, nk: int) -> None:
@@ -63,14 +48,8 @@ def test_right_padded_batches(mode: int, nk: int) -> None:
     q, k, v = qkv(90, 280, nk=nk)
     query_lengths, key_lengths = [90, 7, 50], [280, 130, 61]
     options = {"sparse_mode": mode, "pre_tokens": 40, "next_tokens": 6}
-    out = attend(
-        q,
-        k,
-        v,
-        actual_seq_lengths_query=query_lengths,
-        actual_seq_lengths_key=key_lengths,
-        **options,
-    )
+    lengths = {"actual_seq_lengths_query": query_lengths, "actual_seq_lengths_key": key_lengths}
+    out = attend(q, k, v, **lengths, **options)
     for b, (sq, skv) in enumerate(zip(query_lengths, key_lengths, strict=True)):
         kept = sparse_mode_mask(mode, sq, skv, pre_tokens=40, next_tokens=6)
         expected = scaled_dot_product_attention(
@@ -144,14 +123,10 @@ def test_rows_without_keys_are_zero_in_int8(offset: Tensor | None) -> None:
     mask = torch.zeros(B, 8, 8, dtype=torch.bool)
     mask[:, 2] = True
     out = attend(
-        *tensors,
-        atten_mask=mask,
-        sparse_mode=1,
-        quant_scale2=torch.tensor([1e-4]),
-        quant_offset2=offset,
-        actual_seq_lengths_query=[8, 8, 5],
+        *tensors, atten_mask=mask, sparse_mode=1, quant_scale2=torch.tensor([1e-4]),
+        quant_offset2=offset, actual_seq_lengths_query=[8, 8, 5],
         actual_seq_lengths_key=[8, 0, 8],
-    )
+    )  # fmt: skip
     empty = torch.zeros(B, 8, dtype=torch.bool)
     empty[:, 2] = empty[1] = empty[2, 5:] = True
     expected = torch.where(empty, 0, 0 if offset is None else 7)
@@ -243,48 +218,7 @@ def test_legal(case: PromptCase, changes: dict[str, Any]) -> None:
     build(case, torch.bfloat16).given(**changes).call(torch.ops.ascend)
 
 
-NOTHING_MASKED = torch.zeros(128, 128, dtype=torch.bool, device="meta")
-
 # Calls just within the limits of a product.
-WITHIN_LIMITS: list[tuple[str, PromptCase, dict[str, Any]]] = [
-    ("A2", PromptCase(b=65536, d=16), {}),
-    ("A2", PromptCase(b=128, d=15), {}),
-    ("A2", PromptCase(heads=(256, 256), d=16), {}),
-    ("A2", PromptCase(s=(2**26, 2**26), d=16), {}),
-    ("A3", PromptCase(b=65536, d=16), {}),
-    ("A3", PromptCase(b=129, d=32, inputs="int8"), {}),
-    ("A2", PromptCase(d=512), {}),
-    ("A2", PromptCase(layout="BSH", heads=(255, 255), d=257), {}),
-    ("A2", PromptCase(layout="BSND", heads=(128, 128), d=512), {}),
-    ("A2", PromptCase(layout="BNSD", heads=(128, 128), d=512), {}),
-    ("310P", PromptCase(d=17), {}),
-    ("310P", PromptCase(b=128, heads=(256, 256), d=512, s=(65535, 3)), {}),
-    ("310P", PromptCase(layout="BSH", heads=(128, 128), d=512), {}),
-    ("310P", PromptCase(), {LENGTHS[1]: []}),
-    ("310P", PromptCase(), {"next_tokens": 2147483647}),
-    ("310P", PromptCase(s=(5, 7)), {"next_tokens": 7, "pre_tokens": 5}),
-    ("310P", PromptCase(b=300, layout="BSH", d=16), {}),
-    ("310P", PromptCase(heads=(4, 4)), {"num_key_value_heads": 4}),
-    ("310P", PromptCase(s=(128, 128)), {"atten_mask": NOTHING_MASKED}),
-    ("A2", PromptCase(b=129, d=32, inputs="int8"), {}),
-]
-
-
-@pytest.mark.parametrize(
-    ("product", "case", "changes"),
-    WITHIN_LIMITS,
-    ids=[f"{p}-{c.id}-{'-'.join(x)}" for p, c, x in WITHIN_LIMITS],
-)
-def test_within_the_limits(product: Any, case: PromptCase, changes: dict[str, Any]) -> None:
-    with ascend_attn_ops.limits(product):
-        zeros(case, torch.float16).given(**changes).call(torch.ops.ascend)
-
-
-def test_a_query_without_axes() -> None:
-    """The function's scale comes from the head size, which is not there."""
-    x = torch.tensor(1.0, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="ascend::prompt_flash_attention: query: expected rank 4"):
-        prompt_flash_attention(x, x, x, num_heads=1, layout="BNSD")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -8,8 +8,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
+from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS
 from support.samples import OPERATORS, SPARSE_OPERATORS, Operator, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -79,15 +78,6 @@ def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
     assert_same_bits(one_side.call(torch.ops.ascend), sample.call(torch.ops.ascend))
 
 
-def test_attention_passes_over_keys_behind_the_length() -> None:
-    """Its gradients refuse them: samples/sparse_errors.py."""
-    case = SparseCase(s=(9, 17), lengths=((9, 4), (11, 6)), pattern="future", k=8)
-    sample = OPERATORS["sparse_flash_attention"].make(case, torch.float64)
-    assert int(sample.arguments["sparse_indices"][0].max()) >= 11
-    for actual, expected in zip(sample.call(ops), sample.call(reference), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize(
     "recipe",
     [r for r in SAMPLES if "lightning" in r.operator.name or "sparse" in r.operator.name],
@@ -100,66 +90,3 @@ def test_lists_are_compiled(recipe: Recipe) -> None:
         lambda: as_tuple(sample.call(ops)), backend="aot_eager", fullgraph=True
     )
     assert_same_bits(compiled(), sample.call(ops))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error", "message"),
-    [
-        ([1.5, 4], TypeError, r"expected whole numbers, .* got \[1.5, 4\]"),
-        (["2", "4"], TypeError, r"expected whole numbers, .* got \['2', '4'\]"),
-        ([2, 2**40], ValueError, "expected lengths of at most 2147483647, got "),
-    ],
-)
-def test_what_is_no_list_of_lengths(lengths: Any, error: type[Exception], message: str) -> None:
-    x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
-    with pytest.raises(
-        error, match=f"ascend::lightning_indexer: actual_seq_lengths_query: {message}"
-    ):
-        ops.lightning_indexer(
-            x, x[:, :1], x[..., 0], layout="TND",
-            actual_seq_lengths_query=lengths, actual_seq_lengths_key=[2, 4],
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [2.0, 4], torch.tensor([2.0, 4.0]), torch.tensor([[2, 4]]), torch.tensor(4),
-        np.array([[2, 4]]),
-        torch.quantize_per_tensor(torch.tensor([2.0, 4.0]), 1.0, 0, torch.qint8),
-    ],
-    ids=["floats in a list", "floats in a tensor", "two axes", "no axis", "array",
-         "quantized"],
-)  # fmt: skip
-def test_what_is_no_list_of_lengths_on_the_host(lengths: Any) -> None:
-    x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
-    wrong = "ascend::flash_attention_score: actual_seq_lengths_query: expected whole numbers"
-    with pytest.raises(TypeError, match=wrong):
-        ops.flash_attention_score(
-            x, x, x, num_heads=2, layout="TND",
-            actual_seq_lengths_query=lengths, actual_seq_lengths_key=[2, 4],
-        )  # fmt: skip
-
-
-def test_a_range_is_a_sequence() -> None:
-    x = torch.ones(4, 2, 16, dtype=torch.bfloat16)
-    arguments = (x, x[:, :1], x[..., 0])
-    options = {"layout": "TND", "actual_seq_lengths_key": [1, 2, 3, 4], "sparse_count": 2}
-    expected = ops.lightning_indexer(*arguments, actual_seq_lengths_query=[1, 2, 3, 4], **options)
-    assert_same_bits(
-        ops.lightning_indexer(*arguments, actual_seq_lengths_query=range(1, 5), **options),
-        expected,
-    )
-
-
-def test_dropout_of_packed_sequences_reads_either() -> None:
-    x = torch.randn(6, 2, 16, dtype=torch.bfloat16)
-
-    def out(lengths: Any) -> Tensor:
-        return ops.flash_attention_score(
-            x, x, x, num_heads=2, layout="TND", dropout_p=0.5,
-            generator=torch.Generator().manual_seed(0),
-            actual_seq_lengths_query=lengths, actual_seq_lengths_key=lengths,
-        )[0]  # fmt: skip
-
-    assert torch.equal(out([2, 6]), out(torch.tensor([2, 6])))
