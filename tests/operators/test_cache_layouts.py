@@ -49,13 +49,9 @@ def five_axes_with_gaps(x: Tensor) -> Tensor:
 
 
 LAYOUTS: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-    ("Norm", by_heads),
-    ("Norm", with_gaps),
-    ("Norm", by_heads_with_gaps),
-    ("PA_NZ", five_axes),
-    ("PA_NZ", with_gaps),
-    ("PA_NZ", five_axes_with_gaps),
-]
+    ("Norm", by_heads), ("Norm", with_gaps), ("Norm", by_heads_with_gaps),
+    ("PA_NZ", five_axes), ("PA_NZ", with_gaps), ("PA_NZ", five_axes_with_gaps),
+]  # fmt: skip
 each_layout = pytest.mark.parametrize(("mode", "layout"), LAYOUTS)
 
 
