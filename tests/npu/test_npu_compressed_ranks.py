@@ -18,91 +18,60 @@ from torch import Tensor
 
 # The edges of the shards are in windows of the attention and of the compressor.
 LENGTH = 300
-HEADS, DIM, INDEX_HEADS, INDEX_DIM, COUNT = 2, 512, 8, 128, 512
+HEADS, DIM, INDEX_HEADS, INDEX_DIM, COUNT, RATIO = 2, 512, 8, 128, 512, 4
 SHAPES = {
     "query": (HEADS, DIM), "ori_kv": (1, DIM), "query_index": (INDEX_HEADS, INDEX_DIM),
-    "weights": (INDEX_HEADS,), "d_out": (HEADS, DIM),
+    "weights": (INDEX_HEADS,), "d_out": (HEADS, DIM), "values": (2 * DIM,), "logits": (2 * DIM,),
+    "index_values": (2 * INDEX_DIM,), "index_logits": (2 * INDEX_DIM,),
 }  # fmt: skip
 
 
-def inputs(ratio: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    overlap = 2 if ratio == 4 else 1
-    features = {"values": DIM, "logits": DIM, "index_values": INDEX_DIM, "index_logits": INDEX_DIM}
-    shapes: dict[str, tuple[int, ...]] = {
-        **SHAPES, **{name: (overlap * size,) for name, size in features.items()}
-    }  # fmt: skip
-    x = {
-        name: torch.randn(LENGTH, *shape, generator=generator).bfloat16()
-        for name, shape in shapes.items()
-    }
-    x["weights"] = x["weights"].float()
-    return x
-
-
-def layer(x: dict[str, Tensor], functions: Any, ratio: int, **where: Any) -> dict[str, Tensor]:
+def layer(x: dict[str, Tensor], functions: Any, **where: Any) -> dict[str, Tensor]:
     """All tensors with the batch of one first, as in layout BSND."""
-    names = [name for name in x if name != "d_out"]
-    leaves = {name: x[name].detach().requires_grad_() for name in names}
+    leaves = {name: y.detach().requires_grad_() for name, y in x.items() if name != "d_out"}
     device = x["query"].device
 
     def compress(values: str, logits: str) -> Tensor:
-        bias = torch.zeros(ratio, x[values].shape[-1], dtype=torch.bfloat16, device=device)
-        options = {name: value for name, value in where.items() if functions is distributed}
+        bias = torch.zeros(RATIO, x[values].shape[-1], dtype=torch.bfloat16, device=device)
+        options = where if functions is distributed else {}
         keys = functions.compress_keys(
-            leaves[values], leaves[logits], bias, overlap=ratio == 4, **options
+            leaves[values], leaves[logits], bias, overlap=True, **options
         )
         return keys.unsqueeze(2)
 
-    attention = {
-        "scale_value": DIM**-0.5, "sink": torch.zeros(HEADS, device=device), "cmp_ratio": ratio,
-        "layout": "BSND",
-    }  # fmt: skip
-    cmp_kv = compress("values", "logits")
+    options = {"cmp_ratio": RATIO, "layout": "BSND", **where}
+    indexer = leaves["query_index"], compress("index_values", "index_logits"), leaves["weights"]
+    indices, _ = functions.lightning_indexer(
+        *(y.detach() for y in indexer), sparse_count=COUNT, **options
+    )
     losses: list[Tensor] = []
-    if ratio == 4:
-        indexer = (
-            leaves["query_index"], compress("index_values", "index_logits"), leaves["weights"],
-        )  # fmt: skip
-        indices, _ = functions.lightning_indexer(
-            *(y.detach() for y in indexer), sparse_count=COUNT, cmp_ratio=ratio,
-            **{"layout": "BSND", **where},
-        )  # fmt: skip
-        out = functions.sparse_flash_mla_with_indexer_loss(
-            leaves["query"], leaves["ori_kv"], cmp_kv, indices, *indexer, on_loss=losses.append,
-            **{**attention, **where},
-        )  # fmt: skip
-    else:
-        out, _ = functions.sparse_flash_mla(
-            leaves["query"], leaves["ori_kv"], cmp_kv, **{**attention, **where}
-        )
+    out = functions.sparse_flash_mla_with_indexer_loss(
+        leaves["query"], leaves["ori_kv"], compress("values", "logits"), indices, *indexer,
+        scale_value=DIM**-0.5, sink=torch.zeros(HEADS, device=device), on_loss=losses.append,
+        **options,
+    )  # fmt: skip
     out.backward(x["d_out"])
-    results = {f"d_{name}": y.grad for name, y in leaves.items() if y.grad is not None}
-    if losses:
-        (results["loss"],) = losses
-    return {"out": out.detach(), **results}
+    results = {f"d_{name}": y.grad for name, y in leaves.items()}
+    return {"out": out.detach(), "loss": losses[0], **results}
 
 
 def main() -> None:
-    rank = int(os.environ["RANK"])
-    torch.npu.set_device(rank)
+    torch.npu.set_device(int(os.environ["RANK"]))
     dist.init_process_group("cpu:gloo,npu:hccl")
     shards = SequenceShards([LENGTH], order="contiguous")
-    for ratio in (4, 128):
-        x = {name: y.npu().unsqueeze(0) for name, y in inputs(ratio).items()}
-        expected = layer(x, ops, ratio)
-        local = {name: shards.shard(y, 1) for name, y in x.items()}
-        actual = layer(local, distributed, ratio, shards=shards, layout="BSND")
-        assert actual.keys() == expected.keys()
-        assert len(actual) == (10 if ratio == 4 else 5)
-        for name, y in expected.items():
-            mine = actual[name] if name == "loss" else shards.unshard(actual[name], 1)
-            assert mine.device.type == "npu"
-            # Gradients of keys are rounded once more.
-            error = (mine.float() - y.float()).norm() / y.float().norm()
-            assert error.item() <= 1e-2, (name, error.item())
-            if name in ("out", "d_query", "d_query_index"):
-                assert torch.equal(mine, y), name
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, LENGTH, *shape).bfloat16().npu() for name, shape in SHAPES.items()}
+    x["weights"] = x["weights"].float()
+    local = {name: shards.shard(y, 1) for name, y in x.items()}
+    actual = layer(local, distributed, shards=shards, layout="BSND")
+    for name, y in layer(x, ops).items():
+        mine = actual[name] if name == "loss" else shards.unshard(actual[name], 1)
+        assert mine.device.type == "npu"
+        # Gradients of keys are rounded once more.
+        error = (mine.float() - y.float()).norm() / y.float().norm()
+        assert error.item() <= 1e-2, (name, error.item())
+        if name in ("out", "d_query", "d_query_index"):
+            assert torch.equal(mine, y), name
     dist.destroy_process_group()
 
 

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def bf16(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).bfloat16()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
 from support.samples import OPERATORS
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -14,14 +17,6 @@ from torch.func import grad, vmap
 PACKED = SparseCase(layout="TND", lengths=((3, 0, 6), (5, 2, 9)))
 
 pytestmark = pytest.mark.usefixtures("no_limits")
-
-
-def test_attach_loss() -> None:
-    output, parameter = torch.randn(3).npu(), torch.ones(2).npu().requires_grad_()
-    attached = ops.attach_loss(output, parameter * parameter, scale=0.5)
-    attached.backward(torch.ones(3).npu())
-    assert torch.equal(attached.cpu(), output.cpu())
-    assert torch.equal(parameter.grad.cpu(), torch.ones(2))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -47,21 +42,16 @@ def test_torch_func() -> None:
     assert_same_bits((on_npu,), (vmap(grad(loss))(x),))
 
 
-def test_lengths_as_a_list() -> None:
-    sample = OPERATORS["lightning_indexer"].make(PACKED, torch.bfloat16)
-    as_lists = {
-        name: sample.arguments[name].tolist()
-        for name in ("actual_seq_lengths_query", "actual_seq_lengths_key")
-    }
-    outputs = sample.to("npu").replace(**as_lists).call(ops)
-    assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
-
-
-def test_lengths_on_the_device_of_an_operator_that_reads_them_on_the_host() -> None:
-    sample = OPERATORS["sparse_lightning_indexer_grad_kl_loss"].make(PACKED, torch.bfloat16)
-    on_device = {
-        name: torch.tensor(sample.arguments[name]).npu()
-        for name in ("actual_seq_lengths_query", "actual_seq_lengths_key")
-    }
-    outputs = sample.to("npu").given(**on_device).call(ops)
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("lightning_indexer", Tensor.tolist),
+        ("sparse_lightning_indexer_grad_kl_loss", lambda x: torch.tensor(x).npu()),
+    ],
+)
+def test_lengths_of_the_other_kind(name: str, given: Callable[[Any], Any]) -> None:
+    """As lists, or on the device where the host reads them."""
+    sample = OPERATORS[name].make(PACKED, torch.bfloat16)
+    lengths = {x: given(sample.arguments[x]) for x in LENGTHS}
+    outputs = sample.to("npu").given(**lengths).call(ops)
     assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
