@@ -12,6 +12,7 @@ import ascend_attn_ops as ops
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
+from sparse_layer import drawn
 from torch import Tensor
 
 SCALE = 0.2
@@ -42,25 +43,17 @@ SWA, HCA, CSA = Kind(), Kind(8), Kind(4, selects=True)
 KINDS = {"SWA": SWA, "HCA": HCA, "CSA": CSA}
 
 SHAPES = {
-    "query": (HEADS, DIM),
-    "ori_kv": (1, DIM),
-    "d_out": (HEADS, DIM),
-    "query_index": (INDEX_HEADS, INDEX_DIM),
-    "weights": (INDEX_HEADS,),
-}
+    "query": (HEADS, DIM), "ori_kv": (1, DIM), "d_out": (HEADS, DIM),
+    "query_index": (INDEX_HEADS, INDEX_DIM), "weights": (INDEX_HEADS,),
+}  # fmt: skip
 
 
 def inputs(lengths: list[int], kind: Kind, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Packed tokens of all sequences, rounded to bfloat16."""
-    generator = torch.Generator().manual_seed(0)
     # With an overlap, a key also has the window before.
     times = 2 if kind.selects else 1
     features = {"values": DIM, "logits": DIM, "index_values": INDEX_DIM, "index_logits": INDEX_DIM}
-    shapes = {**SHAPES, **{name: (times * size,) for name, size in features.items()}}
-    return {
-        name: torch.randn(sum(lengths), *shape, generator=generator).bfloat16().to(dtype)
-        for name, shape in shapes.items()
-    }
+    widened = {name: (times * size,) for name, size in features.items()}
+    return drawn(lengths, dtype, SHAPES | widened)
 
 
 @dataclass
@@ -125,12 +118,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(
-    x: dict[str, Tensor],
-    functions: Functions,
-    kind: Kind,
-    on_loss: Callable[[Tensor], None] | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
+    x: dict[str, Tensor], functions: Functions, kind: Kind,
+    on_loss: Callable[[Tensor], None] | None = None, **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
     def compress(values: str, logits: str) -> Tensor:
         keys = functions.compress(
             x[values], x[logits], x[f"bias of {values}"], overlap=kind.selects
@@ -159,13 +149,9 @@ def forward(
 
 
 def run(
-    tokens: dict[str, Tensor],
-    functions: Functions,
-    kind: Kind,
-    *,
-    batched: bool = False,
+    tokens: dict[str, Tensor], functions: Functions, kind: Kind, *, batched: bool = False,
     **options: Any,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Forward and backward of a layer; all results have the tokens, or the keys, first."""
     leaves = leaves_of(tokens, kind)
     x = {

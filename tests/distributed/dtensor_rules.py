@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
+import sparse_layer
 import torch
 from ascend_attn_ops.distributed import dtensor, enable_dtensor
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
@@ -52,63 +54,47 @@ def scatter(mesh_name: str, heads: int, cache: list[Placement], key: list[Placem
         assert torch.equal(actual.to_local(), distribute(expected, mesh, cache).to_local())
 
 
-def refused_write(
-    mesh_name: str, key_cache: list[Placement], value_cache: list[Placement], mode: str = "Norm"
-) -> str:
+def refused_write(key_cache: list[Placement], value_cache: list[Placement], mode: str) -> str:
     """The message; what the caches held stays."""
     enable_dtensor()
-    mesh = mesh_of(mesh_name)
+    mesh = mesh_of("2")
     shape = (4, 3, HEADS, 8) if mode == "Norm" else (4, HEADS, 3, 8)
-    caches = [
-        distribute(numbers(*shape, seed=seed, dtype=torch.float32), mesh, placements)
-        for seed, placements in ((1, key_cache), (2, value_cache))
-    ]
+    x = numbers(*shape, dtype=torch.float32)
+    caches = [distribute(x, mesh, placements) for placements in (key_cache, value_cache)]
     before = [cache.to_local().clone() for cache in caches]
-    replicated = [Replicate()] * mesh.ndim
-    rows = distribute(numbers(5, HEADS, 8, dtype=torch.float32), mesh, replicated)
-    slots = distribute(torch.arange(5), mesh, replicated)
+    rows = distribute(numbers(5, HEADS, 8, dtype=torch.float32), mesh, [Replicate()])
+    slots = distribute(torch.arange(5), mesh, [Replicate()])
+    arguments = rows, caches[0], slots, rows, caches[1]
     with torch.no_grad(), ops.limits(None):
-        message = message_of(
-            lambda: ops.scatter_pa_kv_cache_(
-                rows, caches[0], slots, rows, caches[1], cache_mode=mode
-            )
-        )
-    for cache, x in zip(caches, before, strict=True):
-        assert torch.equal(cache.to_local(), x)
+        message = message_of(lambda: ops.scatter_pa_kv_cache_(*arguments, cache_mode=mode))
+    assert all(map(torch.equal, (x.to_local() for x in caches), before))
     return message
 
 
-def attention(
-    mesh: DeviceMesh, heads: list[Placement], n1: int = HEADS, **changes: Any
-) -> Callable[[], Any]:
+def attention(mesh: DeviceMesh, n1: int = HEADS, **changes: Any) -> Callable[[], Any]:
     """A call of sparse_flash_attention within the device's limits, with sharded heads."""
-    replicated = [Replicate()] * mesh.ndim
 
-    def bfloat16(*shape: int) -> Tensor:
-        return numbers(*shape, dtype=torch.bfloat16)
+    def placed(*shape: int, at: Placement | None = None) -> Tensor:
+        return distribute(numbers(*shape, dtype=torch.bfloat16), mesh, [at or Replicate()])
 
+    heads = changes.pop("heads", Shard(2))
     indices = torch.full((1, 2, 1, 1024), -1, dtype=torch.int32)
     indices[..., :2] = torch.arange(2)
-    latent = distribute(bfloat16(1, 3, 1, 512), mesh, replicated)
+    latent = placed(1, 3, 1, 512)
     arguments: dict[str, Any] = {
-        "query": distribute(bfloat16(1, 2, n1, 512), mesh, heads),
-        "key": latent,
-        "value": latent,
-        "sparse_indices": distribute(indices, mesh, replicated),
-        "query_rope": distribute(bfloat16(1, 2, n1, 64), mesh, heads),
-        "key_rope": distribute(bfloat16(1, 3, 1, 64), mesh, replicated),
-        "scale_value": 0.05,
-        **changes,
-    }
+        "query": placed(1, 2, n1, 512, at=heads), "key": latent, "value": latent,
+        "sparse_indices": distribute(indices, mesh, [Replicate()]),
+        "query_rope": placed(1, 2, n1, 64, at=heads), "key_rope": placed(1, 3, 1, 64),
+        "scale_value": 0.05, **changes,
+    }  # fmt: skip
     return lambda: ops.sparse_flash_attention(**arguments)
 
 
-def limits_of_parts(n1: int, sharded: bool) -> str:
+def limits_of_parts(heads: Placement) -> str:
     """The device takes at most 128 query heads."""
     enable_dtensor()
-    mesh = mesh_of("2")
     with ops.limits("A2"):
-        return message_of(attention(mesh, [Shard(2) if sharded else Replicate()], n1))
+        return message_of(attention(mesh_of("2"), 256, heads=heads))
 
 
 def compared() -> tuple[int, int]:
@@ -120,33 +106,30 @@ def compared() -> tuple[int, int]:
     return report.compared["flash_attention_score"], len(report.differences)
 
 
-def wrong_arguments() -> dict[str, str]:
+def wrong_key_rope(what: str) -> str:
+    """A plain tensor, one on another mesh, a short one, and one that had to be moved."""
     enable_dtensor()
     mesh = mesh_of("2")
     plain = numbers(1, 3, 1, 64, dtype=torch.bfloat16)
-    other = distribute(plain, mesh_of("4"), [Replicate()])
-    shorter = distribute(plain[:, :2], mesh, [Shard(1)])
-    shape = (1, 4, 4, 16)
-    query = distribute(numbers(*shape, dtype=torch.float32), mesh, [Shard(0)])
-    drop_mask = torch.ones(16, dtype=torch.uint8)
-    return {
-        "plain": message_of(attention(mesh, [Shard(2)], key_rope=plain)),
-        "mesh": message_of(attention(mesh, [Shard(2)], key_rope=other)),
-        "shape": message_of(attention(mesh, [Shard(2)], key_rope=shorter)),
-        "drop_mask": message_of(
-            lambda: ops.flash_attention_score(
-                query, query, query, num_heads=4, layout="BNSD", drop_mask=drop_mask, keep_prob=0.5
-            )
-        ),
-    }
+    rope = {
+        "plain": plain,
+        "mesh": distribute(plain, mesh_of("4"), [Replicate()]),
+        "shape": distribute(plain[:, :2], mesh, [Shard(1)]),
+        "explicit": distribute(plain, mesh, [Shard(1)]),
+    }[what]
+    with EXPLICIT() if what == "explicit" else nullcontext():
+        return message_of(attention(mesh, key_rope=rope))
 
 
-def implicit_redistribution() -> str:
+def plain_drop_mask() -> str:
     enable_dtensor()
-    mesh = mesh_of("2")
-    rope = distribute(numbers(1, 3, 1, 64, dtype=torch.bfloat16), mesh, [Shard(1)])
-    with EXPLICIT():
-        return message_of(attention(mesh, [Shard(2)], key_rope=rope))
+    query = distribute(numbers(1, 4, 4, 16, dtype=torch.float32), mesh_of("2"), [Shard(0)])
+    options = {"drop_mask": torch.ones(16, dtype=torch.uint8), "keep_prob": 0.5}
+    return message_of(
+        lambda: ops.flash_attention_score(
+            query, query, query, num_heads=4, layout="BNSD", **options
+        )
+    )
 
 
 def unseen_index() -> str:
@@ -156,79 +139,26 @@ def unseen_index() -> str:
     x = numbers(1, 4, 1, 8)
     indices = torch.zeros(1, 4, 1, 1, dtype=torch.int32)
     indices[0, 0] = 3
-    tokens, replicated = [Shard(1)], [Replicate()]
-    query = distribute(x, mesh, tokens)
-    key = distribute(x, mesh, replicated)
-    selected = distribute(indices, mesh, tokens)
-    with ops.limits(None):
-        try:
-            ops.sparse_flash_attention(query, key, key, selected, scale_value=1.0)
-        except ValueError as raised:
-            return str(raised)
-    return "no error"
+    query, selected = (distribute(y, mesh, [Shard(1)]) for y in (x, indices))
+    key = distribute(x, mesh, [Replicate()])
+    with ops.limits(None), pytest.raises(ValueError, match="sparse_indices") as caught:
+        ops.sparse_flash_attention(query, key, key, selected, scale_value=1.0)
+    return str(caught.value)
 
 
-def communication(axis: str) -> int:
+def communication(of_query: Placement, of_key: Placement) -> int:
     """How many collectives a forward and a backward need whose tensors lie as they should."""
     enable_dtensor()
     mesh = mesh_of("4")
-    at: dict[str, tuple[int | None, int | None]] = {"B": (0, 0), "N": (2, None)}
-    x, y = at[axis]
-    query = distribute(numbers(4, 3, 8, 16), mesh, [Replicate() if x is None else Shard(x)])
-    key = distribute(numbers(4, 3, 1, 16), mesh, [Replicate() if y is None else Shard(y)])
-    indices = torch.zeros(4, 3, 1, 1, dtype=torch.int32)
-    selected = distribute(indices, mesh, [Replicate() if y is None else Shard(y)])
-    query.requires_grad_()
-    key.requires_grad_()
+    query = distribute(numbers(4, 3, 8, 16), mesh, [of_query]).requires_grad_()
+    key = distribute(numbers(4, 3, 1, 16), mesh, [of_key]).requires_grad_()
+    selected = distribute(torch.zeros(4, 3, 1, 1, dtype=torch.int32), mesh, [of_key])
     with ops.limits(None), debug.CommDebugMode() as counted:
         out, *_ = ops.sparse_flash_attention(query, key, key, selected, scale_value=1.0)
         out.backward(out.detach())
     assert isinstance(key.grad, DTensor)
-    assert key.grad.placements == (Partial() if y is None else Shard(y),)
+    assert key.grad.placements == (Partial() if of_key == Replicate() else of_key,)
     return int(counted.get_total_counts())
-
-
-def step(
-    tensors: dict[str, Tensor], reduction: str, compiled: bool = False
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The losses of a layer of sparse attention, and the gradients of all its tensors."""
-
-    def losses(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        indices, _ = ops.lightning_indexer(x["q_index"], x["k_index"], x["w"], sparse_count=3)
-        out, *statistics = ops.sparse_flash_attention(
-            x["q"], x["c"], x["c"], indices, scale_value=0.3, query_rope=x["qr"], key_rope=x["kr"]
-        )
-        kl = ops.lightning_indexer_kl_loss(
-            x["q"],
-            x["c"],
-            x["q_index"],
-            x["k_index"],
-            x["w"],
-            indices,
-            *statistics,
-            scale_value=0.3,
-            query_rope=x["qr"],
-            key_rope=x["kr"],
-            reduction=reduction,  # type: ignore[arg-type]
-        )
-        return kl, (out * out).sum()
-
-    run = torch.compile(losses, fullgraph=True, backend="aot_eager") if compiled else losses
-    kl, squares = run(tensors)
-    (kl + squares).backward()
-    return (kl + squares).detach(), [x.grad for x in tensors.values()]
-
-
-def layer(heads: int, batch: int, tokens: int) -> dict[str, Tensor]:
-    return {
-        "q": numbers(batch, tokens, heads, 16),
-        "qr": numbers(batch, tokens, heads, 8),
-        "c": numbers(batch, tokens, 1, 16),
-        "kr": numbers(batch, tokens, 1, 8),
-        "q_index": numbers(batch, tokens, 2, 16),
-        "k_index": numbers(batch, tokens, 1, 16),
-        "w": numbers(batch, tokens, 2),
-    }
 
 
 def whole_step(
@@ -237,19 +167,31 @@ def whole_step(
     """The error of a step whose heads, or batch, or tokens are sharded; "BN" and so on."""
     enable_dtensor()
     mesh = mesh_of(mesh_name)
+    sizes = sparse_layer.Sizes(3 if batch == 3 else HEADS, 16, 8, 2, 16, count=3)
+    packed = sparse_layer.inputs([tokens] * batch, torch.float64, sizes)
+    del packed["d_out"]
+
+    def loss(x: dict[str, Tensor], reduction: str) -> Tensor:
+        """Returns what a layer of sparse attention adds to the loss."""
+        where, reduced = {"layout": "BSND"}, {"reduction": reduction}
+        found = sparse_layer.forward(x, ops, sizes, where, loss=reduced)
+        return found["loss"] + found["out"].square().sum()
+
+    step = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     largest = 0.0
-    reductions = ("mean",) if compiled else ("sum", "mean")
-    for reduction in reductions:
-        tensors = layer(3 if batch == 3 else HEADS, batch, tokens)
-        dtensors: dict[str, Tensor] = {}
-        for name, x in tensors.items():
-            axes = {"B": 0, "S": 1} | ({"N": 2} if name in ("q", "qr") else {})
+    for reduction in ("mean",) if compiled else ("sum", "mean"):
+        leaves, dtensors = {}, {}
+        for name, x in packed.items():
+            axes = {"B": 0, "S": 1} | ({"N": 2} if name in ("query", "query_rope") else {})
             chosen = [Shard(axes[axis]) if axis in axes else Replicate() for axis in placements]
-            dtensors[name] = distribute(x, mesh, chosen).requires_grad_()
+            leaves[name] = x.unflatten(0, (batch, tokens)).requires_grad_()
+            dtensors[name] = distribute(leaves[name], mesh, chosen).requires_grad_()
         with ops.limits(None):
-            expected = step({name: x.requires_grad_() for name, x in tensors.items()}, reduction)
-            actual = step(dtensors, reduction, compiled)
-        pairs = [(actual[0], expected[0]), *zip(actual[1], expected[1], strict=True)]
+            expected, actual = loss(leaves, reduction), step(dtensors, reduction)
+            expected.backward()
+            actual.backward()
+        pairs = [(actual.detach(), expected.detach())]
+        pairs += [(dtensors[name].grad, x.grad) for name, x in leaves.items()]
         for x, y in pairs if mesh.get_coordinate() else ():
             assert isinstance(x, DTensor)
             assert y is not None
@@ -261,10 +203,36 @@ def decisions() -> tuple[int, int]:
     """How many a second call adds, and one with other sizes."""
     enable_dtensor()
     mesh = mesh_of("2")
+    counts = []
     with ops.limits("A2"):
-        attention(mesh, [Shard(2)])()
-        first = len(dtensor._plans)
-        attention(mesh, [Shard(2)])()
-        second = len(dtensor._plans)
-        attention(mesh, [Shard(2)], n1=8)()
-        return second - first, len(dtensor._plans) - second
+        for heads in (HEADS, HEADS, 8):
+            attention(mesh, heads)()
+            counts.append(len(dtensor._plans))
+    return counts[1] - counts[0], counts[2] - counts[1]
+
+
+def with_sinks(
+    mesh_name: str, by: Sequence[Placement], sink_at: Sequence[Placement],
+    gradient_at: Sequence[Placement], dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Query, key and value by heads or by batches, and a sink with placements of its own."""
+    enable_dtensor()
+    mesh = mesh_of(mesh_name)
+    whole = [numbers(4, 8, 9, 16, seed=i).requires_grad_() for i in range(3)]
+    whole.append(torch.linspace(-2, 2, 8).to(dtype).requires_grad_())
+    places = [by, by, by, sink_at]
+    placed = [distribute(x, mesh, at).requires_grad_() for x, at in zip(whole, places, strict=True)]
+    d_out = numbers(4, 8, 9, 16, seed=3)
+    with ops.limits(None):
+        for leaves, d in ((whole, d_out), (placed, distribute(d_out, mesh, by))):
+            *x, sink = leaves
+            out, *_ = ops.flash_attention_score(*x, sink=sink, num_heads=8, layout="BNSD")
+            out.backward(d)
+    assert out.placements == tuple(by)
+    assert placed[3].grad.placements == tuple(gradient_at)
+    for x, leaf in zip(placed, whole, strict=True):
+        gradient = x.grad.full_tensor()
+        assert gradient.dtype == leaf.dtype
+        # Summands of a half precision sink are rounded before they are summed.
+        close = 1e-13 if leaf.dtype == torch.float64 else 2**-7
+        assert sparse_layer.relative_error(gradient, leaf.grad) <= close

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -13,28 +16,211 @@ import pytest
 import torch
 from ascend_attn_ops import _C, distributed
 from ascend_attn_ops.distributed import SequenceShards
-from sparse_layer import SCALE, Sizes, inputs, of_ranks
+from fuzz.wrong_ranks import FUNCTIONS
+from sparse_layer import Sizes, inputs, of_ranks
 from support.processes import on_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
-from wrong_rank import WRONG_RANK, Case, assert_all_are_told, message, message_of_case, twice
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 
-SIZES = Sizes()
-# The second of three ranks has no tokens.
-LENGTHS = [2]
+METHODS = ("allgather", "ring", "ulysses")
+SPARSE, INDEXER, LOSS = "sparse_flash_attention", "lightning_indexer", "lightning_indexer_kl_loss"
+MLA, MLA_WITH_LOSS = "sparse_flash_mla", "sparse_flash_mla_with_indexer_loss"
+COMPRESSED_INDEXER, COMPRESS = "lightning_indexer with compressed keys", "compress_keys"
+LOSS_WITH_TARGET = "lightning_indexer_kl_loss with a target"
+# Arguments that the fuzzer would draw.
+COMMON: dict[str, dict[str, Any]] = {
+    INDEXER: {"prefetch": (), "return_values": False},
+    LOSS: {"reduction": "sum"},
+    LOSS_WITH_TARGET: {"reduction": "sum", "normalize_target": False},
+    COMPRESS: {"overlap": True},
+    MLA_WITH_LOSS: {"indexer_loss_weight": 0.5, "on_loss": None},
+    **{x: {"method": x, "sparse_mode": 0, "scale_value": 1.0} for x in METHODS},
+}  # fmt: skip
+
+
+def valid(group: ProcessGroup, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function on these ranks, of which the second of three has no tokens, and its arguments."""
+    function = FUNCTIONS["flash_attention_score" if name in METHODS else name]
+    if name in (INDEXER, LOSS, SPARSE, *METHODS):
+        shards = SequenceShards([2], group)
+    else:
+        shards = SequenceShards([9], group, "contiguous")
+    drawn = (function.valid(random.Random(i), shards, torch.float32) for i in count())
+    arguments = next(x for x in drawn if name != MLA or "cmp_sparse_indices" in x)
+    return partial(function.call, shards), {**arguments, **COMMON.get(name, {})}
+
+
+def message(call: Callable[[], object]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011, the message has the type
+        call()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def assert_all_are_told(messages: list[str], expected: str) -> None:
+    assert len(set(messages)) == 1
+    assert re.match(expected, messages[0]), messages[0]
+
+
+def is_wrong(group: ProcessGroup) -> bool:
+    return group.rank() == group.size() - 1
+
+
+def freed(x: Tensor) -> Tensor:
+    x = x.detach().clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def twice(x: Tensor) -> Tensor:
+    return torch.cat((x, x))
+
+
+def shorter(x: Tensor) -> Tensor:
+    return x[..., :-1]
+
+
+def on_meta(x: Tensor) -> Tensor:
+    return x.to("meta")
+
+
+def filled(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.full_like(x, value)
+
+
+class Unspeakable(Exception):
+    """Cannot be made from its message, nor pickled."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+        self.callback = lambda: code
+
+
+class Raises:
+    """An option whose repr raises."""
+
+    def __repr__(self) -> str:
+        raise Unspeakable(3, "no text")
+
+
+ROPE = torch.zeros(1, 4, 4)
+ROPES = {"query_rope": ROPE, "key_rope": ROPE}
+# A function, what is wrong on the last rank, and what all ranks are told.
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    (SPARSE, {"key": twice, "value": twice}, "ValueError: .*key: expected the 1 lo"),
+    (SPARSE, {"key_rope": Tensor.double}, "TypeError: .*key_rope: .*dtype"),
+    (SPARSE, {"layout": "BSH"}, "ValueError: .*layout: expected 'TND' or"),
+    (SPARSE, {"query_rope": 3}, "TypeError: .*query_rope: .* got int"),
+    (SPARSE, {"sparse_indices": filled(1)},
+     r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got 1 at \(0, 0, 0\)"),
+    (SPARSE, {"scale_value": np.float64(0.3)}, "ValueError: .*scale_value: .* same"),
+    (SPARSE, {"scale_value": freed(torch.tensor(0.3))},
+     "ValueError: .*scale_value: expected a storage that holds every element"),
+    (SPARSE, {"sparse_mode": torch._efficientzerotensor(1, dtype=torch.int64)},
+     "ValueError: .*sparse_mode: expected the same on all ranks, got 3 on rank 0"),
+    (SPARSE, {"save_gathered": True}, "ValueError: .*save_gathered: .* the same on"),
+    (INDEXER, {"key": on_meta}, "ValueError: .*key: .*device"),
+    (INDEXER, dict.fromkeys(("query", "key", "weights"), on_meta),
+     r"ValueError: .*query: expected device cpu or cuda \(the group's\), got meta"),
+    (INDEXER, {"sparse_count": 4}, "ValueError: .*sparse_count: .* same"),
+    (INDEXER, {"sparse_counts": 3}, "TypeError: .*unexpected keyword"),
+    *((INDEXER, {"prefetch": x}, "ValueError: .*prefetch: expected the key")
+      for x in ((torch.zeros(1),) * 3, None, torch.zeros(2, 1))),
+    (LOSS, {"reduction": "max"}, "ValueError: .*reduction: expected 'sum'"),
+    (LOSS, {"normalizer": 5.0}, "ValueError: .*normalizer: .* same on all"),
+    (LOSS, {"normalizer": Raises()}, r"RuntimeError: Unspeakable: no text \(3\)"),
+    (LOSS, {"weight": torch.ones(7)}, "ValueError: .*weight: expected the 1 local tokens"),
+    (LOSS, {"sparse_indices": filled(-2)},
+     r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got -2"),
+    (LOSS, {"softmax_max": filled(0.5), "softmax_sum": filled(0.5)},
+     "ValueError: .*_kl_loss: softmax_sum: expected sums of .*, got 0.5"),
+    ("allgather", {"method": "star"}, "ValueError: .*method: expected 'allgather', 'ring'"),
+    ("allgather", {"method": "ulysses"}, "ValueError: .*number of heads that the 3 ranks"),
+    ("allgather", {"sparse_mode": 5}, "NotImplementedError: .*sparse_mode: expected one of"),
+    ("allgather", {"query": None}, "ValueError: .*query: expected a tensor"),
+    ("allgather", {"query": Tensor.to_sparse}, "NotImplementedError: .*query: .* dense"),
+    ("allgather", {"query": freed}, "ValueError: .*query: expected a storage that holds"),
+    *((method, changes, expected)
+      for method in METHODS
+      for changes, expected in (
+          ({"num_heads": None}, "TypeError: .*num_heads: .* got None"),
+          ({"query_rope": ROPE}, r"\w+: .*key_rope: expected a tensor"),
+          ({"key_rope": ROPE}, r"\w+: .*query_rope: expected a tensor"),
+          ({**ROPES, "key_rope": torch.zeros(1, 4, 5)}, "ValueError: .*key_rope: .*Dr = 4"),
+          ({**ROPES, "key_rope": twice(ROPE)}, "ValueError: .*key_rope: .* 1 local tokens"),
+          ({**ROPES, "query_rope": ROPE.half()}, "TypeError: .*query_rope: .* dtype float32"),
+          (ROPES, "ValueError: .*query_rope"),
+          ({"sink": torch.zeros(5)}, r"ValueError: .*sink: .* \(4\), one score .* got \[5\]"),
+          ({"sink": torch.zeros(1)}, r"ValueError: .*sink: expected shape \(4\).* got \[1\]"),
+          ({"sink": torch.zeros(4).long()}, "TypeError: .*sink: .* float32, got int64"),
+          ({"sink": [0.0] * 4}, r"\w+: .*sink: expected a tensor of this .* tokens, got list"),
+          ({"sink": torch.zeros(4)}, "ValueError: .*sink"),
+      )),
+    (COMPRESS, {"values": twice}, "ValueError: .*values: expected the 3 local tokens"),
+    (COMPRESS, {"position_bias": shorter}, "ValueError: .*position_bias: expected shape"),
+    (COMPRESS, {"position_bias": lambda x: x[:-1]}, "ValueError: .*position_bias: .* same on all"),
+    (COMPRESS, {"overlap": False}, "ValueError: .*overlap: expected the same"),
+    (COMPRESS, {"overlap": "yes"}, "TypeError: .*overlap: expected a bool"),
+    (COMPRESS, {"layout": "BNSD"}, "ValueError: .*layout: expected 'TND' or 'BSND'"),
+    (COMPRESSED_INDEXER, {"key": twice}, "ValueError: .*key: expected the 1 local compressed"),
+    (COMPRESSED_INDEXER, {"prefetch": (torch.zeros(3, 1, 8),)},
+     "ValueError: .*prefetch: expected nothing with cmp_ratio above 1, got 1 tensors"),
+    (COMPRESSED_INDEXER, {"return_values": True},
+     "NotImplementedError: .*cmp_ratio: expected 1 where a gradient of the values"),
+    (MLA, {"cmp_kv": twice},
+     "ValueError: .*cmp_kv: expected the 1 local compressed keys of shards, .* got .2, 1, 8. "),
+    (MLA, {"ori_kv": twice}, "ValueError: .*ori_kv: expected the 3 local tokens"),
+    (MLA, {"ori_kv": None}, "TypeError: .*ori_kv: expected a tensor"),
+    (MLA, {"cmp_kv": None, "cmp_sparse_indices": None},
+     "ValueError: .*cmp_sparse_indices: expected the same on all ranks"),
+    (MLA, {"cmp_sparse_indices": filled(4)},
+     r"ValueError: .*cmp_sparse_indices: expected values in \[-1, \d\), got 4 at \(0, 0, 0\)"),
+    (MLA, {"ori_win_left": 3}, "ValueError: .*ori_win_left: .*the same"),
+    (MLA, {"cmp_ratio": "4"}, "TypeError: .*cmp_ratio: .* whole number"),
+    (MLA_WITH_LOSS, {"cmp_sparse_indices": None},
+     "TypeError: .*cmp_sparse_indices: expected a tensor, got NoneType"),
+    (MLA_WITH_LOSS, {"indexer_loss_weight": torch.ones(2)},
+     "ValueError: .*indexer_loss_weight: expected one element"),
+    (MLA_WITH_LOSS, {"indexer_loss_weight": 2.0}, "ValueError: .*factor: expected the same"),
+    (MLA_WITH_LOSS, {"indexer_loss_weight": "2"}, "TypeError: .*indexer_loss_weight: .*number"),
+    (MLA_WITH_LOSS, {"on_loss": lambda _: print}, "ValueError: .*on_loss: expected the same"),
+    (LOSS_WITH_TARGET, {"query": torch.zeros(3, 4, 8)},
+     "ValueError: .*query: expected None beside a target"),
+    (LOSS_WITH_TARGET, dict.fromkeys(("query_index", "key_index", "weights"), Tensor.detach),
+     "ValueError: .*gradient: expected the same on all ranks"),
+    (LOSS_WITH_TARGET, {"target": twice}, "ValueError: .*target: expected the 3 local"),
+    (LOSS_WITH_TARGET, {"target": None}, "ValueError: .*query: expected the attention's, or a"),
+    (LOSS_WITH_TARGET, {"cmp_ratio": 4}, "ValueError: .*cmp_ratio: expected the same on all"),
+    (LOSS_WITH_TARGET, {"normalize_target": True}, "ValueError: .*normalize_target: .* same on"),
+]  # fmt: skip
+
+
+def wrong_call(group: ProcessGroup, number: int) -> str:
+    """Returns the message of this rank, between two calls that succeed: ranks stay in step."""
+    name, changes, _ = CASES[number]
+    with ops.limits(None):
+        call, good = valid(group, name)
+        call(**good)
+        wrong = {key: x(good[key]) if callable(x) else x for key, x in changes.items()}
+        text = message(lambda: call(**{**good, **(wrong if is_wrong(group) else {})}))
+        call(**good)
+    return text
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}-{i}")
+def test_wrong_on_one_rank(number: int) -> None:
+    name, _, expected = CASES[number]
+    # Two ranks divide the heads of "ulysses".
+    messages = on_ranks(2 if name == "ulysses" else 3, wrong_call, number)
+    assert_all_are_told(messages, expected)
+    assert "\n" not in messages[0]
 
 
 def wrong_lengths(group: ProcessGroup, given: list[Any]) -> str:
     lengths = given[group.rank()]
     return message(lambda: SequenceShards(lengths, group))
-
-
-def wrong_order(group: ProcessGroup) -> str:
-    order = "contiguous" if group.rank() == WRONG_RANK else "zigzag"
-    return message(lambda: SequenceShards([4], group, order))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,9 +239,7 @@ def wrong_order(group: ProcessGroup) -> str:
     ids=["differ", "negative", "type", "none", "huge"],
 )  # fmt: skip
 def test_lengths(given: list[Any], expected: str) -> None:
-    messages = on_ranks(3, wrong_lengths, given)
-    assert len(set(messages)) == 1
-    assert re.match(expected, messages[0]), messages[0]
+    assert_all_are_told(on_ranks(3, wrong_lengths, given), expected)
 
 
 def lengths_of_iterators(group: ProcessGroup) -> None:
@@ -71,196 +255,48 @@ def test_lengths_may_be_an_iterator() -> None:
 def broken_lengths(group: ProcessGroup) -> str:
     def lengths() -> Iterator[int]:
         yield 4
-        if group.rank() == WRONG_RANK:
+        if is_wrong(group):
             raise LookupError("no such sequence")
 
-    with pytest.raises(LookupError) as caught:
-        SequenceShards(lengths(), group)
-    return str(caught.value)
+    return message(lambda: SequenceShards(lengths(), group))
 
 
-def test_an_iterator_that_raises() -> None:
-    assert on_ranks(3, broken_lengths) == ["no such sequence (on rank 2)"] * 3
-
-
-def test_order() -> None:
-    for text in on_ranks(3, wrong_order):
-        assert "order: expected the same on all ranks, got 'zigzag' on rank 0" in text
-
-
-def sparse_attention(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
-    return distributed.sparse_flash_attention(
-        x["query"], x["latent"], options.pop("value", x["latent"]), x["indices"],
-        **{"scale_value": SCALE, "query_rope": x["query_rope"], "key_rope": x["key_rope"],
-           "shards": shards, **options},
-    )  # fmt: skip
-
-
-def indexer(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
-    options = {"sparse_count": SIZES.count, **options}
-    return distributed.lightning_indexer(
-        x["query_index"], x["key_index"], x["weights"], shards=shards, **options
-    )
-
-
-def loss(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
-    return distributed.lightning_indexer_kl_loss(
-        x["query"], x["latent"], x["query_index"], x["key_index"], x["weights"], x["indices"],
-        x["max"], x["max"], query_rope=x["query_rope"], key_rope=x["key_rope"],
-        **{"scale_value": SCALE, "shards": shards, **options},
-    )  # fmt: skip
-
-
-def dense(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> Any:
-    heads = options.pop("num_heads", SIZES.heads)
-    return distributed.flash_attention_score(
-        x["query"], x["latent"], x["latent"], num_heads=heads, shards=shards, **options
-    )
-
-
-def freed(x: Tensor) -> Tensor:
-    x = x.clone()
-    x.untyped_storage().resize_(0)
-    return x
-
-
-def inference(x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return x.clone()
-
-
-class Unspeakable(Exception):
-    """Cannot be made from its message, nor pickled."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{text} ({code})")
-        self.callback = lambda: code
-
-
-class Raises:
-    """An option whose repr raises."""
-
-    def __repr__(self) -> str:
-        raise Unspeakable(3, "no text")
-
-
-CASES: dict[str, Case] = {
-    "all tokens": (sparse_attention, {"latent": twice}, {}, "ValueError: .*key: expected the 1 lo"),
-    "device": (indexer, {"key_index": lambda x: x.to("meta")}, {}, "ValueError: .*key: .*device"),
-    "group's device": (
-        indexer, dict.fromkeys(("query_index", "key_index", "weights"), lambda x: x.to("meta")), {},
-        r"ValueError: .*query: expected device cpu or cuda \(the group's\), got meta",
-    ),
-    "dtype": (sparse_attention, {"key_rope": Tensor.double}, {}, "TypeError: .*key_rope: .*dtype"),
-    "head size": (loss, {"key_index": lambda x: x[..., :8]}, {}, "ValueError: .*key_index: "),
-    "all ranks but one": (indexer, {}, {"sparse_count": 3}, "ValueError: .*sparse_count: .* same"),
-    "layout": (sparse_attention, {}, {"layout": "BSH"}, "ValueError: .*layout: expected 'TND' or"),
-    "reduction": (loss, {}, {"reduction": "max"}, "ValueError: .*reduction: expected 'sum'"),
-    "normalizer": (loss, {}, {"normalizer": 3.0}, "ValueError: .*normalizer: .* same on all"),
-    "weight": (
-        loss, {}, {"weight": torch.ones(7)}, "ValueError: .*weight: expected the 1 local tokens"
-    ),
-    "gradient": (
-        sparse_attention, {"latent": lambda x: x.clone().requires_grad_()}, {},
-        "ValueError: .*gradient: expected the same on all ranks",
-    ),
-    "method": (dense, {}, {"method": "star"}, "ValueError: .*method: expected 'allgather', 'ring'"),
-    "heads": (dense, {}, {"method": "ulysses"}, "ValueError: .*number of heads that the 3 ranks"),
-    "mode": (dense, {}, {"sparse_mode": 5}, "NotImplementedError: .*sparse_mode: expected one of"),
-    "not a tensor": (
-        sparse_attention, {}, {"query_rope": 3}, "TypeError: .*query_rope: .* got int"
-    ),
-    "prefetch": (
-        indexer, {}, {"prefetch": (torch.zeros(1),) * 3}, "ValueError: .*prefetch: expected the key"
-    ),
-    "no prefetch": (indexer, {}, {"prefetch": None}, "ValueError: .*prefetch: .* got None"),
-    "prefetch of a tensor": (
-        indexer, {}, {"prefetch": torch.zeros(2, 1)}, "ValueError: .*prefetch: expected the key"
-    ),
-    "no heads": (dense, {}, {"num_heads": None}, "TypeError: .*num_heads: .* got None"),
-    "no heads in ulysses": (
-        dense, {}, {"num_heads": None, "method": "ulysses"}, "TypeError: .*num_heads: .* got None"
-    ),
-    "no query": (dense, {"query": lambda _: None}, {}, "ValueError: .*query: expected a tensor"),
-    "no depth": (dense, {"query": lambda x: x[..., :0]}, {}, "ValueError: .*D = 0"),
-    "no axes": (dense, {"query": lambda x: x[:, 0, 0]}, {}, "ValueError: .*query: expected rank 4"),
-    "sparse": (dense, {"query": Tensor.to_sparse}, {}, "NotImplementedError: .*query: .* dense"),
-    "freed": (dense, {"query": freed}, {}, "ValueError: .*query: expected a storage that holds"),
-    "index beyond the keys": (
-        sparse_attention, {"indices": lambda x: torch.full_like(x, 1)}, {},
-        r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got 1 at \(0, 0, 0\)",
-    ),
-    "index below -1": (
-        loss, {"indices": lambda x: torch.full_like(x, -2)}, {},
-        r"ValueError: .*sparse_indices: expected values in \[-1, 1\), got -2",
-    ),
-    "statistics that no row has": (
-        loss, {"max": lambda x: torch.full_like(x, 0.5)}, {},
-        "ValueError: .*_kl_loss: softmax_sum: expected sums of .*, got 0.5",
-    ),
-    "number of another type": (
-        sparse_attention, {}, {"scale_value": np.float64(SCALE)}, "ValueError: .*scale_value: .* sa"
-    ),
-    "number whose memory was freed": (
-        sparse_attention, {}, {"scale_value": freed(torch.tensor(SCALE))},
-        "ValueError: .*scale_value: expected a storage that holds every element",
-    ),
-    "number without memory": (
-        sparse_attention, {}, {"sparse_mode": torch._efficientzerotensor(1, dtype=torch.int64)},
-        "ValueError: .*sparse_mode: expected the same on all ranks, got 3 on rank 0",
-    ),
-    "kept keys": (
-        sparse_attention, {}, {"save_gathered": True}, "ValueError: .*save_gathered: .* the same on"
-    ),
-    "unknown argument": (indexer, {}, {"sparse_counts": 3}, "TypeError: .*unexpected keyword"),
-    "strange error": (
-        loss, {}, {"normalizer": Raises()}, r"RuntimeError: Unspeakable: no text \(3\)",
-    ),
-}  # fmt: skip
-
-
-def wrong_call(group: ProcessGroup, name: str) -> str:
-    with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
-        x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
-        x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
-        x["max"] = torch.ones(1, shards.local_tokens, SIZES.heads)
-        return message_of_case(group, CASES[name], x, shards)
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_wrong_on_one_rank(name: str) -> None:
-    assert_all_are_told(on_ranks(3, wrong_call, name), CASES[name][3])
+def wrong_order(group: ProcessGroup) -> str:
+    order = "contiguous" if is_wrong(group) else "zigzag"
+    return message(lambda: SequenceShards([4], group, order))
 
 
 def other_matrix_products(group: ProcessGroup) -> str:
-    with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
-        x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
-        chosen = "float32" if group.rank() == WRONG_RANK else "bfloat16"
-        with mock.patch.object(_C, "matrix_products", return_value=chosen):
-            return message(lambda: indexer(x, shards))
-
-
-def test_ranks_choose_the_same_matrix_products() -> None:
-    for text in on_ranks(3, other_matrix_products):
-        assert re.match(
-            r"ValueError: .*: matrix products \(set ASCEND_ATTN_OPS_CPU_CAPABILITY\): expected the "
-            "same on all ranks, got 'bfloat16' on rank 0 and 'float32' on rank 2",
-            text,
-        )
+    chosen = "float32" if is_wrong(group) else "bfloat16"
+    with ops.limits(None), mock.patch.object(_C, "matrix_products", return_value=chosen):
+        call, good = valid(group, INDEXER)
+        return message(lambda: call(**good))
 
 
 def breaks_a_limit(group: ProcessGroup) -> str:
-    shards = SequenceShards(LENGTHS, group)
-    x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.bfloat16, SIZES).items()}
-    return message(lambda: indexer(x, shards))
+    """The second rank, which has no tokens, as well."""
+    call, good = valid(group, INDEXER)
+    half = {name: x.bfloat16() for name, x in good.items() if isinstance(x, Tensor)}
+    return message(lambda: call(**{**good, **half}))
 
 
-def test_device_limits_hold_on_ranks_without_tokens() -> None:
-    messages = on_ranks(3, breaks_a_limit)
-    assert len(set(messages)) == 1
-    assert "query: expected Didx" in messages[0]
+def wrong_without_tokens(group: ProcessGroup) -> str:
+    with ops.limits(None):
+        call, good = valid(group, INDEXER)
+        if not len(good["query"]):
+            good["query"] = good["query"][:, 0]
+        return message(lambda: call(**good))
+
+
+def inference_tensor(group: ProcessGroup) -> str:
+    with ops.limits(None):
+        call, good = valid(group, SPARSE)
+        if is_wrong(group):
+            with torch.inference_mode():
+                good["sparse_indices"] = good["sparse_indices"].clone()
+        with torch.no_grad():
+            call(**good)
+        return message(lambda: call(**good))
 
 
 def wrong_unshard(group: ProcessGroup) -> str:
@@ -268,100 +304,60 @@ def wrong_unshard(group: ProcessGroup) -> str:
     return message(lambda: shards.unshard(torch.zeros(3 - (group.rank() == 0), 2)))
 
 
-def unshard_with_a_gradient_on_one_rank(group: ProcessGroup) -> str:
+def unshard_with_a_gradient(group: ProcessGroup) -> str:
     shards = SequenceShards([6], group)
-    x = torch.zeros(2, 2, requires_grad=group.rank() == WRONG_RANK)
+    x = torch.zeros(2, 2, requires_grad=is_wrong(group))
     return message(lambda: shards.unshard(x))
-
-
-def test_unshard_with_a_gradient_on_one_rank() -> None:
-    for text in on_ranks(3, unshard_with_a_gradient_on_one_rank):
-        assert "gradient: expected the same on all ranks, got False on rank 0" in text
 
 
 def unshard_a_fake_tensor(group: ProcessGroup) -> str:
     shards = SequenceShards([6], group)
-    with FakeTensorMode() if group.rank() == WRONG_RANK else nullcontext():
+    with FakeTensorMode() if is_wrong(group) else nullcontext():
         x = torch.zeros(2, 2)
     return message(lambda: shards.unshard(x))
-
-
-def test_unshard_a_fake_tensor() -> None:
-    for text in on_ranks(3, unshard_a_fake_tensor):
-        assert "x: expected a tensor of this rank's tokens, got FakeTensor (on rank 2)" in text
-
-
-def inference_tensor_on_one_rank(group: ProcessGroup) -> str:
-    with ops.limits(None):
-        shards = SequenceShards([9], group)
-        tokens = inputs([9], torch.float32, SIZES)
-        x = {k: shards.shard(v).requires_grad_() for k, v in tokens.items()}
-        x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
-        if group.rank() == WRONG_RANK:
-            x["indices"] = inference(x["indices"])
-        with torch.no_grad():
-            sparse_attention(x, shards)
-        return message(lambda: sparse_attention(x, shards))
-
-
-def test_inference_tensor_on_one_rank() -> None:
-    messages = on_ranks(3, inference_tensor_on_one_rank)
-    assert len(set(messages)) == 1
-    assert "sparse_indices: expected no inference tensor where gradients are" in messages[0]
-
-
-def wrong_without_tokens(group: ProcessGroup) -> str:
-    with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
-        x = {k: shards.shard(v) for k, v in inputs(LENGTHS, torch.float32, SIZES).items()}
-        if shards.local_tokens == 0:
-            x["query_index"] = x["query_index"][:, 0]
-        return message(lambda: indexer(x, shards))
-
-
-def test_wrong_on_a_rank_without_tokens() -> None:
-    assert len(set(on_ranks(3, wrong_without_tokens))) == 1
 
 
 def unshard_on_a_freed_axis(group: ProcessGroup) -> str:
     shards = SequenceShards([6], group)
     axis = torch.tensor(0)
-    if group.rank() == 1:
-        axis.untyped_storage().resize_(0)
-    return message(lambda: shards.unshard(torch.zeros(3, 2), axis))  # type: ignore[arg-type]
+    if is_wrong(group):
+        axis = freed(axis)
+    return message(lambda: shards.unshard(torch.zeros(2, 2), axis))
 
 
-def test_unshard_on_an_axis_whose_memory_was_freed() -> None:
-    for text in on_ranks(2, unshard_on_a_freed_axis):
-        assert "dim: expected a whole number, got a tensor of int64 [] " in text
-
-
-def test_unshard() -> None:
-    for text in on_ranks(3, wrong_unshard):
-        assert "x: expected the 2 tokens of this rank on axis 0, got shape (3, 2)" in text
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (broken_lengths, r"LookupError: no such sequence \(on rank 2\)$"),
+        (wrong_order, ".*order: expected the same on all ranks, got 'zigzag' on rank 0"),
+        (other_matrix_products, r"ValueError: .*: matrix products "
+         r"\(set ASCEND_ATTN_OPS_CPU_CAPABILITY\): expected the same on all ranks, "
+         "got 'bfloat16' on rank 0 and 'float32' on rank 2"),
+        (breaks_a_limit, ".*query: expected Didx"),
+        (wrong_without_tokens, r"ValueError: .*query: "),
+        (inference_tensor, ".*sparse_indices: expected no inference tensor where gradients are"),
+        (wrong_unshard, r".*x: expected the 2 tokens .* on axis 0, got shape \(3, 2\)"),
+        (unshard_with_a_gradient, ".*gradient: expected the same on .*, got False on rank 0"),
+        (unshard_a_fake_tensor, r".*x: expected a tensor .*, got FakeTensor \(on rank 2\)"),
+        (unshard_on_a_freed_axis, r".*dim: expected a whole number, got a tensor of int64 \[\] "),
+    ],
+)  # fmt: skip
+def test_other_calls(call: Callable[..., str], expected: str) -> None:
+    assert_all_are_told(on_ranks(3, call), expected)
 
 
 def modified_before_the_backward(group: ProcessGroup, name: str) -> str:
     with ops.limits(None):
-        shards = SequenceShards([9], group)
-        tokens = inputs([9], torch.float32, SIZES)
-        x = {k: shards.shard(v).requires_grad_() for k, v in tokens.items()}
-        x["indices"] = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
-        changed = x["query"]
-        if name == "indexer":
-            changed = x["query_index"]
-            out = indexer(x, shards, return_values=True)[1]
-        elif name == "sparse":
-            out = sparse_attention(x, shards)[0]
-        else:
-            out = dense(x, shards, method=name)[0]
-        if group.rank() == WRONG_RANK:
+        call, good = valid(group, name)
+        values = {"return_values": True} if name == INDEXER else {}
+        out = call(**{**good, **values})[len(values)]
+        if is_wrong(group):
             with torch.no_grad():
-                changed.add_(1)
+                good["query"].add_(1)
         return message(lambda: out.sum().backward())
 
 
-@pytest.mark.parametrize("name", ["sparse", "indexer", "allgather", "ring"])
+@pytest.mark.parametrize("name", [SPARSE, INDEXER, MLA, *METHODS[:2]])
 def test_wrong_in_the_backward_of_one_rank(name: str) -> None:
     messages = on_ranks(3, modified_before_the_backward, name)
     assert_all_are_told(messages, "RuntimeError: one of the variables needed for gradient")
@@ -369,15 +365,19 @@ def test_wrong_in_the_backward_of_one_rank(name: str) -> None:
 
 
 def unchecked(group: ProcessGroup) -> None:
+    sizes, lengths = Sizes(), [9, 4]
     with ops.limits(None):
-        tokens = inputs([9, 4], torch.float64, SIZES)
-        checked = SequenceShards([9, 4], group)
-        trusting = SequenceShards([9, 4], group, check_calls=False)
-        expected, actual = (of_ranks(tokens, x, SIZES) for x in (checked, trusting))
+        tokens = inputs(lengths, torch.float64, sizes)
+        checked = SequenceShards(lengths, group)
+        trusting = SequenceShards(lengths, group, check_calls=False)
+        expected, actual = (of_ranks(tokens, x, sizes) for x in (checked, trusting))
         for name, x in expected.items():
             assert torch.equal(actual[name], x), name
         # A call that is wrong on all ranks is still an error on each.
-        assert "local tokens" in message(lambda: indexer(tokens, trusting))
+        whole = (tokens[name] for name in ("query_index", "key_index", "weights"))
+        options = {"sparse_count": 8, "shards": trusting}
+        text = message(lambda: distributed.lightning_indexer(*whole, **options))
+        assert "local tokens" in text
 
 
 def test_calls_can_go_unchecked() -> None:

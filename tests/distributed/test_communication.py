@@ -6,10 +6,13 @@ import gc
 from typing import Any
 
 import ascend_attn_ops as ops
+import compressed_layer
 import pytest
+import sparse_layer
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
+from compressed_layer import DIM, KINDS, LEFT
 from sparse_layer import SCALE, Sizes, inputs, of_ranks
 from support.processes import on_ranks, rank_counts
 from torch import Tensor
@@ -17,46 +20,34 @@ from torch.distributed import ProcessGroup
 
 debug = pytest.importorskip("torch.distributed.tensor.debug", reason="numpy is not installed")
 
+GATHER = "all_gather_into_tensor"
 # Latent, rope and indexer key as on the device: 1408 bytes per token in bfloat16.
 SIZES = Sizes(heads=2, latent=512, rope=64, index_heads=2, index=128, count=16)
 
 
 class Traffic(debug.CommDebugMode):
-    """Also the bytes that a rank receives, by collective, and the order of all operators."""
+    """Also the bytes that a rank receives, or sends in all-to-alls, and the order of operators."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.sent = ranks, 0
         self.received: dict[str, float] = {}
         self.order: list[tuple[str, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2].removesuffix("_out")
-        if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        if name in (GATHER, "reduce_scatter_tensor"):
             share = args[0].nbytes * (1 if name.startswith("all") else 1 / self.ranks)
             self.received[name] = self.received.get(name, 0) + share * (self.ranks - 1)
+        if name == "all_to_all_single":
+            self.sent += args[0].nbytes
         self.order.append((name, tuple(args[0].shape) if isinstance(args[0], Tensor) else ()))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def layer(x: dict[str, Tensor], shards: SequenceShards, **options: Any) -> tuple[Tensor, Tensor]:
-    keys = x["latent"], x["key_rope"]
-    ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
-    indices, _ = distributed.lightning_indexer(
-        x["query_index"], x["key_index"], x["weights"], shards=shards,
-        sparse_count=SIZES.count, prefetch=keys,
-    )  # fmt: skip
-    out, *statistics = distributed.sparse_flash_attention(
-        x["query"], x["latent"], x["latent"], indices, **ropes, shards=shards, **options
-    )
-    # Detached: the same memory, and so gathered already.
-    constants = {name: value.detach() for name, value in x.items()}
-    loss = distributed.lightning_indexer_kl_loss(
-        constants["query"], constants["latent"], x["query_index"], x["key_index"], x["weights"],
-        indices, *statistics, scale_value=SCALE, query_rope=constants["query_rope"],
-        key_rope=constants["key_rope"], shards=shards,
-    )  # fmt: skip
-    return out, loss
+    found = sparse_layer.forward(x, distributed, SIZES, {"shards": shards}, **options)
+    return found["out"], found["loss"]
 
 
 def leaves(lengths: list[int], shards: SequenceShards) -> dict[str, Tensor]:
@@ -90,7 +81,7 @@ def test_bytes_are_those_of_the_formula(ranks: int, lengths: list[int]) -> None:
     tokens = sum(lengths) * (ranks - 1) / ranks
     # Padding adds at most two tokens to each rank's shard of each sequence.
     padding = 2 * len(lengths) * (ranks - 1) if any(n % (2 * ranks) for n in lengths) else 0
-    gathered = forward["all_gather_into_tensor"], backward["all_gather_into_tensor"]
+    gathered = forward[GATHER], backward[GATHER]
     # The forward of the loss computes the gradients, and sums that of the indexer's key.
     summed = forward["reduce_scatter_tensor"] + backward["reduce_scatter_tensor"]
     for received, per_token in zip((*gathered, summed), (1408, 1152, 2816), strict=True):
@@ -104,7 +95,7 @@ def test_keys_travel_in_the_dtype_of_autocast() -> None:
 
 def test_gathered_keys_can_be_kept() -> None:
     for forward, backward in on_ranks(2, traffic, [64], True):
-        assert forward["all_gather_into_tensor"] == 32 * 1408
+        assert forward[GATHER] == 32 * 1408
         assert backward == {"reduce_scatter_tensor": 32 * (576 * 4)}
 
 
@@ -114,7 +105,7 @@ def order_of_operators(group: ProcessGroup) -> None:
         with torch.no_grad():
             layer(leaves([64], shards), shards)
     names = [name for name, _ in seen.order]
-    gathers = [i for i, name in enumerate(names) if name == "all_gather_into_tensor"]
+    gathers = [i for i, name in enumerate(names) if name == GATHER]
     first_wait = names.index("wait_tensor")
     # The calls before had no data: they checked the arguments.
     indexer = names.index("lightning_indexer", first_wait)
@@ -129,29 +120,27 @@ def test_keys_travel_while_the_indexer_computes() -> None:
     on_ranks(2, order_of_operators)
 
 
+def attend(x: dict[str, Tensor], shards: SequenceShards, key: Tensor) -> Tensor:
+    indices = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
+    return distributed.sparse_flash_attention(
+        x["query"], key, key, indices, scale_value=SCALE, shards=shards,
+        query_rope=x["query_rope"], key_rope=x["key_rope"],
+    )[0]  # fmt: skip
+
+
 def changed_keys(group: ProcessGroup) -> None:
     """Keys that were written to since, or others in the same place, are gathered again."""
     with ops.limits(None), torch.no_grad():
         shards = SequenceShards([16], group)
         x = {name: value.detach().clone() for name, value in leaves([16], shards).items()}
         layer(x, shards)
-        attention = {"query_rope": x["query_rope"], "key_rope": x["key_rope"]}
-        indices = torch.arange(SIZES.count, dtype=torch.int32).repeat(shards.local_tokens, 1, 1)
-
-        def attend() -> Tensor:
-            return distributed.sparse_flash_attention(
-                x["query"], x["latent"], x["latent"], indices, scale_value=SCALE, shards=shards,
-                **attention,
-            )[0]  # fmt: skip
-
-        before = attend()
-        x["latent"].mul_(2)
-        assert not torch.equal(attend(), before)
+        key = x["latent"]
+        before = attend(x, shards, key)
+        assert not torch.equal(attend(x, shards, key.mul_(2)), before)
         with torch.inference_mode():
-            x["latent"] = x["latent"].clone()
-            before = attend()
-            x["latent"].mul_(2)
-            assert not torch.equal(attend(), before)
+            key = key.clone()
+            before = attend(x, shards, key)
+            assert not torch.equal(attend(x, shards, key.mul_(2)), before)
 
 
 def test_changed_keys_are_gathered_again() -> None:
@@ -163,13 +152,8 @@ def keys_only_some_ranks_have(group: ProcessGroup) -> None:
     with ops.limits(None):
         shards = SequenceShards([2], group)
         x = {name: value.detach() for name, value in leaves([2], shards).items()}
-        indices = torch.zeros(shards.local_tokens, 1, SIZES.count, dtype=torch.int32)
         for _ in range(2):
-            distributed.sparse_flash_attention(
-                x["query"], *[x["latent"].transpose(0, 1).contiguous().transpose(0, 1)] * 2,
-                indices, scale_value=SCALE, shards=shards,
-                query_rope=x["query_rope"], key_rope=x["key_rope"],
-            )  # fmt: skip
+            attend(x, shards, x["latent"].transpose(0, 1).contiguous().transpose(0, 1))
             if group.rank():
                 shards._gathered.drop(shards, "key_rope")
 
@@ -230,7 +214,9 @@ def test_unshard_is_the_inverse_of_shard(ranks: int) -> None:
 def layer_without_tokens(group: ProcessGroup) -> None:
     with ops.limits(None):
         shards = SequenceShards([0, 0], group)
-        results = of_ranks(inputs([0, 0], torch.float64, SIZES), shards, SIZES, reduction="mean")
+        results = of_ranks(
+            inputs([0, 0], torch.float64, SIZES), shards, SIZES, loss={"reduction": "mean"}
+        )
         assert results["loss"] == 0
         query = torch.zeros(0, 4, 8)
         for method in ("allgather", "ring", "ulysses"):
@@ -259,3 +245,35 @@ def prefetched_in_vain(group: ProcessGroup) -> int:
 
 def test_prefetched_keys_that_nothing_uses_are_freed() -> None:
     assert on_ranks(2, prefetched_in_vain) == [0, 0]
+
+
+def traffic_of_windows(group: ProcessGroup, lengths: list[int], kind: str) -> list[tuple[int, int]]:
+    with ops.limits(None):
+        shards = SequenceShards(lengths, group, "contiguous")
+        tokens = compressed_layer.inputs(lengths, KINDS[kind], torch.bfloat16)
+        x = {name: shards.shard(tokens[name]).requires_grad_() for name in ("query", "ori_kv")}
+        keys = shards.compressed(8).local_tokens
+        cmp_kv = torch.ones(keys, 1, DIM, dtype=torch.bfloat16) if kind == "HCA" else None
+        with Traffic(group.size()) as forward:
+            out, _ = distributed.sparse_flash_mla(
+                x["query"], x["ori_kv"], cmp_kv, shards=shards, scale_value=SCALE,
+                cmp_ratio=8, ori_win_left=LEFT,
+            )  # fmt: skip
+        with Traffic(group.size()) as backward:
+            out.sum().backward()
+    gathers = [sum(x.startswith(GATHER) for x, _ in y.order) for y in (forward, backward)]
+    sent = [x.sent // (2 * DIM) for x in (forward, backward)]
+    return list(zip(sent, gathers, strict=True))
+
+
+def test_a_rank_sends_the_tokens_in_the_windows_of_others() -> None:
+    # Ranks of 20 tokens send the last 7, and in the backward the keys again, with gradients of
+    # twice the size.
+    assert on_ranks(3, traffic_of_windows, [60], "SWA") == [
+        [(LEFT, 0), (LEFT, 0)], [(LEFT, 0), (3 * LEFT, 0)], [(0, 0), (2 * LEFT, 0)],
+    ]  # fmt: skip
+    # A rank of 3 tokens has windows of all ranks before.
+    short = [x for x, _ in on_ranks(4, traffic_of_windows, [12], "HCA")]
+    assert short == [(3 + 3 + 1, 1), (3 + 3, 1), (3, 1), (0, 1)]
+    # Whole sequences on each rank.
+    assert on_ranks(2, traffic_of_windows, [9, 9], "SWA") == [[(0, 0), (0, 0)]] * 2

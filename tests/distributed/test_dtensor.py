@@ -49,20 +49,11 @@ def on_four(function: Callable[..., Any], *args: Any) -> list[Any]:
 # Sharded by an axis: of 2, 3 and 4 ranks with a rank outside of the mesh, ranks without a part, and
 # axes that have to be gathered. At random: every tensor by itself, sums among them.
 PLACEMENTS = [
-    ("2", "B", SPARSE),
-    ("3", "B", DENSE),
-    ("4", "S", SPARSE),
-    ("4", "N", SPARSE + DENSE),
-    ("2", "H", SPARSE),
-    ("2x2", "BN", DENSE),
-    ("2x2", "NB", SPARSE),
-    ("2x2", "BS", SPARSE),
-    ("2x2", "SS", ["sparse_flash_attention"]),
-    ("4", "C", ["attention_update"]),
-    ("2x2", "CA", ["attention_update"]),
-    ("4", "random", COMPUTING),
-    ("2x2", "random", COMPUTING),
-]
+    ("2", "B", SPARSE), ("3", "B", DENSE), ("4", "S", SPARSE), ("4", "N", SPARSE + DENSE),
+    ("2", "H", SPARSE), ("2x2", "BN", DENSE), ("2x2", "NB", SPARSE), ("2x2", "BS", SPARSE),
+    ("2x2", "SS", ["sparse_flash_attention"]), ("4", "C", ["attention_update"]),
+    ("2x2", "CA", ["attention_update"]), ("4", "random", COMPUTING), ("2x2", "random", COMPUTING),
+]  # fmt: skip
 
 
 # Each with a third of the samples, in quarters.
@@ -95,14 +86,7 @@ def test_a_mask_of_packed_sequences_is_sharded_with_its_heads() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "placements", "batch"),
-    [
-        ("4", "N", 1),
-        ("2", "S", 1),
-        THREE_RANKS,
-        ("4", "B", 3),
-        ("2x2", "BN", 3),
-        ("2x2", "BS", 1),
-    ],
+    [("4", "N", 1), ("2", "S", 1), THREE_RANKS, ("4", "B", 3), ("2x2", "BN", 3), ("2x2", "BS", 1)],
 )
 def test_step_of_a_layer(mesh: str, placements: str, batch: int) -> None:
     """With the public functions; where heads are sharded, the KL loss is exact as well."""
@@ -146,7 +130,7 @@ def test_scatter_writes(mesh: str, heads: int, cache: list, key: list) -> None:
 def test_scatter_refuses_what_it_cannot_write(
     key_cache: list, value_cache: list, mode: str, expected: str
 ) -> None:
-    for message in on_four(dtensor_rules.refused_write, "2", key_cache, value_cache, mode):
+    for message in on_four(dtensor_rules.refused_write, key_cache, value_cache, mode):
         assert message.startswith(f"ValueError: ascend::scatter_pa_kv_cache_: {expected}")
 
 
@@ -159,8 +143,8 @@ def test_keys_of_a_part_whose_queries_see_none() -> None:
 
 
 def test_limits_are_those_of_a_part() -> None:
-    assert on_four(dtensor_rules.limits_of_parts, 256, True) == ["no error"] * 4
-    for message in on_four(dtensor_rules.limits_of_parts, 256, False):
+    assert on_four(dtensor_rules.limits_of_parts, Shard(2)) == ["no error"] * 4
+    for message in on_four(dtensor_rules.limits_of_parts, Replicate()):
         assert message.startswith("ValueError: ascend::sparse_flash_attention: query: expected")
         assert "for a rank's part" in message
 
@@ -169,19 +153,24 @@ def test_compare_sees_the_parts() -> None:
     assert on_four(dtensor_rules.compared) == [(1, 0)] * 4
 
 
-def test_wrong_arguments() -> None:
-    for messages in on_four(dtensor_rules.wrong_arguments):
-        form = "ascend::sparse_flash_attention: key_rope: expected"
-        assert messages["plain"].startswith(f"TypeError: {form} a DTensor beside DTensors")
-        assert messages["mesh"].startswith(f"ValueError: {form} the device mesh of query")
-        assert messages["shape"].startswith(f"ValueError: {form}")
-        form = "ascend::flash_attention_score: drop_mask: expected a DTensor"
-        assert messages["drop_mask"].startswith(f"TypeError: {form}")
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("plain", "TypeError: {}: expected a DTensor beside DTensors"),
+        ("mesh", "ValueError: {}: expected the device mesh of query"),
+        ("shape", "ValueError: {}: "),
+        ("explicit", "{}: expected placements"),
+    ],
+)
+def test_wrong_key_rope(what: str, expected: str) -> None:
+    start = expected.format("ascend::sparse_flash_attention: key_rope")
+    for message in on_four(dtensor_rules.wrong_key_rope, what):
+        assert start in message
 
 
-def test_explicit_redistribution_only() -> None:
-    for message in on_four(dtensor_rules.implicit_redistribution):
-        assert "ascend::sparse_flash_attention: key_rope: expected placements" in message
+def test_plain_drop_mask() -> None:
+    for message in on_four(dtensor_rules.plain_drop_mask):
+        assert "TypeError: ascend::flash_attention_score: drop_mask: expected a DT" in message
 
 
 def test_index_of_a_key_that_is_elsewhere() -> None:
@@ -191,9 +180,26 @@ def test_index_of_a_key_that_is_elsewhere() -> None:
     assert others == [first] * 3
 
 
-@pytest.mark.parametrize("axis", ["B", "N"])
-def test_no_communication(axis: str) -> None:
-    assert on_four(dtensor_rules.communication, axis) == [0] * 4
+@pytest.mark.parametrize(
+    ("query", "key"), [(Shard(0), Shard(0)), (Shard(2), Replicate())], ids=["B", "N"]
+)
+def test_no_communication(query: Any, key: Any) -> None:
+    assert on_four(dtensor_rules.communication, query, key) == [0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "by", "sink_at", "gradient_at"),
+    [
+        ("4", [Shard(1)], [Shard(0)], [Shard(0)]),
+        ("4", [Shard(0)], [Replicate()], [Partial()]),
+        ("2x2", [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Partial(), Shard(0)]),
+        ("4", [Shard(1)], [Replicate()], [Shard(0)]),
+    ],
+    ids=["heads", "batches", "both", "a replicated sink"],
+)
+def test_sinks(mesh: str, by: list, sink_at: list, gradient_at: list, dtype: torch.dtype) -> None:
+    on_four(dtensor_rules.with_sinks, mesh, by, sink_at, gradient_at, dtype)
 
 
 def test_a_decision_is_made_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -12,10 +13,11 @@ import pytest
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from sparse_layer import SCALE, Sizes, inputs
+from sparse_layer import Sizes, forward, inputs
 from support.fresh import CONTEXT
 from support.processes import free_port, join
 from support.turns import nightly
+from torch import Tensor
 
 RANKS, KILLED, BACKEND_SECONDS = 3, 1, 20
 SIZES = Sizes()
@@ -28,6 +30,12 @@ def train(rank: int, port: int, moment: str, pipe: Connection) -> None:
         if rank == KILLED and where == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def attend(*tensors: Tensor, **options: Any) -> Any:
+        die_here("forward")
+        return distributed.sparse_flash_attention(*tensors, **options)
+
+    functions = SimpleNamespace(**vars(distributed))
+    functions.sparse_flash_attention = attend
     with ops.limits(None):
         shards = SequenceShards([30])
         tokens = inputs([30], torch.float32, SIZES)
@@ -35,17 +43,9 @@ def train(rank: int, port: int, moment: str, pipe: Connection) -> None:
         pipe.send("started")
         try:
             while True:
-                indices, _ = distributed.lightning_indexer(
-                    x["query_index"], x["key_index"], x["weights"], shards=shards,
-                    sparse_count=SIZES.count, prefetch=(x["latent"], x["key_rope"]),
-                )  # fmt: skip
-                die_here("forward")
-                out, *_ = distributed.sparse_flash_attention(
-                    x["query"], x["latent"], x["latent"], indices, scale_value=SCALE,
-                    shards=shards, query_rope=x["query_rope"], key_rope=x["key_rope"],
-                )  # fmt: skip
+                found = forward(x, functions, SIZES, {"shards": shards})
                 die_here("backward")
-                out.sum().backward()
+                found["out"].sum().backward()
         except RuntimeError as error:
             pipe.send(f"{type(error).__name__}: {error}")
     # After a failure, gloo's threads can abort a process that tears itself down.
@@ -69,12 +69,8 @@ def test_the_others_end(moment: str) -> None:
             process.join(120)
             assert process.exitcode == (-signal.SIGKILL if rank == KILLED else 0)
             if rank != KILLED:
-                assert answer(pipe).startswith(("RuntimeError: ", "DistBackendError: "))
+                assert pipe.poll(0)
+                assert pipe.recv().startswith(("RuntimeError: ", "DistBackendError: "))
     finally:
         for process, _ in ranks:
             process.kill()
-
-
-def answer(pipe: Connection) -> Any:
-    assert pipe.poll(0)
-    return pipe.recv()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import ascend_attn_ops as ops
+import compressed_layer
 import pytest
+import sparse_layer
 import torch
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from sparse_layer import KEYS, QUERIES, SCALE, Sizes, inputs, relative_error
+from compressed_layer import COUNT, CSA, DIM, INDEX_DIM, LEFT
+from sparse_layer import KEYS, QUERIES, SCALE, Sizes, gradients, inputs, relative_error, same
 from support.checkout import EXAMPLES
-from support.processes import on_ranks, rank_counts, skip_unless_gloo_averages
+from support.processes import on_ranks, rank_counts
 from support.turns import nightly
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,68 +27,99 @@ from torch.utils.checkpoint import checkpoint
 
 SIZES = Sizes()
 LENGTHS = [19, 6, 40]
+METHODS = ("allgather", "ulysses", "ring")
 
 
 def local_leaves(shards: SequenceShards, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     tokens = inputs(list(shards.lengths), dtype, SIZES)
-    return {name: shards.shard(tokens[name]).requires_grad_() for name in (*QUERIES, *KEYS)}
+    leaves = {name: shards.shard(tokens[name]).requires_grad_() for name in (*QUERIES, *KEYS)}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    # No rounding to bfloat16 leaves these as they are.
+    sink = torch.linspace(-2, 2 + 2**-20, SIZES.heads, dtype=wide)
+    return {**leaves, "sink": sink.requires_grad_()}
 
 
 def layer(
     shards: SequenceShards, x: dict[str, Tensor], method: Any = "allgather", **options: Any
 ) -> Tensor:
     """A loss with a gradient of every input."""
-    projections = x["query_index"], x["key_index"], x["weights"]
-    ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
-    indices, values = distributed.lightning_indexer(
-        *projections, shards=shards, sparse_count=SIZES.count, return_values=True
-    )
-    out, *statistics = distributed.sparse_flash_attention(
-        x["query"], x["latent"], x["latent"], indices, **ropes, shards=shards, **options
-    )
-    loss = distributed.lightning_indexer_kl_loss(
-        x["query"], x["latent"], *projections, indices, *statistics, **ropes, shards=shards,
-        reduction="mean",
+    found = sparse_layer.forward(
+        x, distributed, SIZES, {"shards": shards}, values=True, loss={"reduction": "mean"},
+        **options,
     )  # fmt: skip
-    key = x["latent"].expand_as(x["query"])
+    key, key_rope = (x[name].expand(-1, SIZES.heads, -1) for name in ("latent", "key_rope"))
     dense, *_ = distributed.flash_attention_score(
         x["query"], key, key.flip(-1), num_heads=SIZES.heads, shards=shards, sparse_mode=3,
-        method=method,
+        method=method, sink=x["sink"], query_rope=x["query_rope"], key_rope=key_rope, **options,
     )  # fmt: skip
-    kept = values.masked_fill(values.isinf(), 0)
-    return out.sin().sum() + loss + kept.sin().sum() + dense.sin().sum()
+    kept = found["values"].masked_fill(found["values"].isinf(), 0)
+    return found["out"].sin().sum() + found["loss"] + kept.sin().sum() + dense.sin().sum()
 
 
-def gradients(x: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-    return dict(zip(x, torch.autograd.grad(loss, list(x.values())), strict=True))
+def compressed_leaves(
+    shards: SequenceShards, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    shards.compressed(CSA.ratio)  # before compiled code
+    tokens = compressed_layer.inputs(list(shards.lengths), CSA, dtype)
+    return compressed_layer.leaves_of({k: shards.shard(x) for k, x in tokens.items()}, CSA)
 
 
-def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, x in expected.items():
-        assert x.abs().sum() > 0 or not x.numel(), name
-        assert torch.equal(actual[name], x), name
+def compressed(shards: SequenceShards, x: dict[str, Tensor], **options: Any) -> Tensor:
+    functions = compressed_layer.of_a_rank(shards, **options)
+    return compressed_layer.forward(x, functions, CSA)["out"].sin().sum()
 
 
-def compiled(group: ProcessGroup, lengths: list[int]) -> None:
+def in_a_step(group: ProcessGroup, step: Any, lengths: list[int]) -> None:
+    """Compiled, recomputed, and with gathered keys that are kept: bit for bit as without."""
+    order = "zigzag" if step is layer else "contiguous"
     with ops.limits(None):
-        shards = SequenceShards(lengths, group)
-        x = local_leaves(shards)
-        expected = layer(shards, x)
+        shards = SequenceShards(lengths, group, order)
+        x = (local_leaves if step is layer else compressed_leaves)(shards)
+        expected = step(shards, x)
+        wanted = gradients(x, expected)
         torch._dynamo.reset()
-        step = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        actual = step(shards, x)
-        assert torch.equal(actual, expected)
-        same(gradients(x, actual), gradients(x, expected))
+        losses = {
+            "kept": step(shards, x, save_gathered=True),
+            "recomputed": checkpoint(step, shards, x, use_reentrant=False),
+            "compiled": torch.compile(step, fullgraph=True, backend="aot_eager")(shards, x),
+        }
+        for name, loss in losses.items():
+            assert torch.equal(loss, expected), name
+            same(gradients(x, loss), wanted)
+        again = checkpoint(
+            lambda *tensors: step(shards, dict(zip(x, tensors, strict=True))),
+            *x.values(), use_reentrant=True,
+        )  # fmt: skip
+        again.backward()
+        same({name: leaf.grad for name, leaf in x.items()}, wanted)
 
 
 @pytest.mark.smoke
-def test_compile() -> None:
-    on_ranks(2, compiled, LENGTHS)
+@rank_counts(2, 3)
+@pytest.mark.parametrize("step", [layer, compressed])
+def test_compiled_recomputed_and_kept(step: Any, ranks: int) -> None:
+    on_ranks(ranks, in_a_step, step, LENGTHS)
 
 
 @nightly
-def test_compile_for_ranks_with_different_numbers_of_parts() -> None:
-    on_ranks(3, compiled, [4, 1, 1])
+def test_ranks_with_different_numbers_of_parts() -> None:
+    on_ranks(3, in_a_step, layer, [4, 1, 1])
+
+
+def methods_recomputed(group: ProcessGroup) -> None:
+    with ops.limits(None):
+        shards = SequenceShards(LENGTHS, group)
+        x = local_leaves(shards)
+        for method in METHODS[1:]:
+            expected = layer(shards, x, method)
+            loss = checkpoint(layer, shards, x, method, use_reentrant=False)
+            assert torch.equal(loss, expected), method
+            same(gradients(x, loss), gradients(x, expected))
+
+
+@pytest.mark.smoke
+def test_other_methods_are_recomputed() -> None:
+    on_ranks(2, methods_recomputed)
 
 
 def compiled_for_a_rank_without_tokens(group: ProcessGroup) -> str:
@@ -117,11 +150,11 @@ def test_compile_refuses_a_rank_without_tokens() -> None:
 
 def in_autocast(group: ProcessGroup, compiled: bool) -> None:
     """As with arguments in bfloat16, and gradients in the dtype of the leaves."""
-    methods = ("allgather", "ulysses") if compiled else ("allgather", "ulysses", "ring")
+    methods = METHODS[:2] if compiled else METHODS
     with ops.limits(None):
         shards = SequenceShards(LENGTHS, group)
         x = local_leaves(shards, torch.float32)
-        half = {name: leaf.bfloat16() for name, leaf in x.items()}
+        half = {name: leaf if name == "sink" else leaf.bfloat16() for name, leaf in x.items()}
         expected = sum(layer(shards, half, method=method) for method in methods)
         wanted = gradients(x, expected)
         torch._dynamo.reset()
@@ -148,7 +181,7 @@ def in_autocast_of_one_rank(group: ProcessGroup) -> None:
         shards = SequenceShards(LENGTHS, group)
         for dtype in (torch.float32, torch.bfloat16):
             x = local_leaves(shards, dtype)
-            for method in ("allgather", "ulysses", "ring"):
+            for method in METHODS:
                 expected = layer(shards, x, method=method)
                 here = torch.autocast("cpu", torch.float16, enabled=group.rank() == 1)
                 with here, pytest.warns(UserWarning, match=r"autocast: expected the same on all"):
@@ -161,157 +194,61 @@ def test_autocast_on_one_rank() -> None:
     on_ranks(2, in_autocast_of_one_rank)
 
 
-def recomputed(group: ProcessGroup) -> None:
+def compiled_at_once(group: ProcessGroup) -> None:
     with ops.limits(None):
         shards = SequenceShards(LENGTHS, group)
-        x = local_leaves(shards)
-        expected = layer(shards, x)
-        wanted = gradients(x, expected)
-        for reentrant in (False, True):
-            loss = checkpoint(layer, shards, x, use_reentrant=reentrant) if not reentrant else (
-                checkpoint(
-                    lambda *tensors: layer(shards, dict(zip(x, tensors, strict=True))),
-                    *x.values(), use_reentrant=True,
-                )
-            )  # fmt: skip
-            assert torch.equal(loss, expected)
-            if not reentrant:
-                same(gradients(x, loss), wanted)
-            else:
-                loss.backward()
-                same({name: leaf.grad for name, leaf in x.items()}, wanted)
+        torch._dynamo.reset()
+        x = compressed_leaves(SequenceShards(LENGTHS, group))
+        step = torch.compile(compressed, fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match=r"call shards\.compressed\(4\) before the compiled"):
+            step(shards, x)
 
 
-@pytest.mark.smoke
-def test_activation_checkpointing() -> None:
-    on_ranks(3, recomputed)
+def test_compiled_code_wants_its_shards_of_compressed_keys_before() -> None:
+    on_ranks(2, compiled_at_once)
 
 
-def kept(group: ProcessGroup) -> None:
+def compressed_in_autocast(group: ProcessGroup) -> None:
+    """As with arguments in bfloat16; sinks and the indexer's weights stay in float32."""
     with ops.limits(None):
         shards = SequenceShards(LENGTHS, group)
-        x = local_leaves(shards)
-        plain, keeping = (layer(shards, x, save_gathered=save) for save in (False, True))
-        same(gradients(x, keeping), gradients(x, plain))
+        x = compressed_leaves(shards, torch.float32)
+        keys = shards.compressed(CSA.ratio).local_tokens
+        x["cmp_kv"] = torch.linspace(-1, 1, keys * DIM).reshape(keys, 1, DIM)
+        x["key_index"] = torch.linspace(-1, 1, keys * INDEX_DIM).reshape(keys, 1, INDEX_DIM)
+        keeps = ("sink", "weights")
+        half = {name: leaf if name in keeps else leaf.bfloat16() for name, leaf in x.items()}
+        expected = compressed_attention(shards, half)
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = compressed_attention(shards, x)
+        for out, y in zip(actual, expected, strict=True):
+            assert out.dtype == y.dtype
+            assert torch.equal(out, y)
+        learned = "query", "ori_kv", "query_index", "weights", "sink"
+        leaves = [x[name] for name in learned]
+        found, wanted = (torch.autograd.grad(y[0].sum(), leaves) for y in (actual, expected))
+        for name, d, y in zip(learned, found, wanted, strict=True):
+            assert d.dtype == torch.float32
+            assert torch.equal(d, y), name
 
 
-def test_saved_keys_give_the_same_gradients() -> None:
-    on_ranks(2, kept)
-
-
-def indexer_values(group: ProcessGroup) -> None:
-    with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
-        tokens = inputs(LENGTHS, torch.float64, SIZES)
-        names = ("query_index", "key_index", "weights")
-        whole = {name: tokens[name].clone().requires_grad_() for name in names}
-        local = {name: shards.shard(tokens[name]).requires_grad_() for name in names}
-        ends = torch.tensor(LENGTHS).cumsum(0).int()
-        options = {"sparse_count": SIZES.count, "return_values": True}
-        _, expected = ops.lightning_indexer(
-            *whole.values(), layout="TND", actual_seq_lengths_query=ends,
-            actual_seq_lengths_key=ends, **options,
-        )  # fmt: skip
-        _, actual = distributed.lightning_indexer(*local.values(), shards=shards, **options)
-        assert torch.equal(actual, shards.shard(expected))
-        for values in (expected, actual):
-            values.masked_fill(values.isinf(), 0).sin().sum().backward()
-        for name in names:
-            found = shards.unshard(local[name].grad)
-            assert relative_error(found, whole[name].grad) <= 1e-14, name
-
-
-@rank_counts(2, 4)
-def test_gradients_through_the_indexers_values(ranks: int) -> None:
-    on_ranks(ranks, indexer_values)
-
-
-def weighted(group: ProcessGroup) -> None:
-    with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
-        tokens = inputs(LENGTHS, torch.float64, SIZES)
-        generator = torch.Generator().manual_seed(3)
-        weight = torch.randint(3, (sum(LENGTHS),), generator=generator).double()
-        ends = list(accumulate(LENGTHS))
-        packed = {
-            "layout": "TND", "actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends,
-        }  # fmt: skip
-        choices: list[dict[str, Any]] = [
-            {"reduction": "mean"}, {"normalizer": 7}, {"normalizer": torch.tensor([2.5])},
-        ]  # fmt: skip
-        for options in choices:
-            whole = kl_loss(ops, tokens, weight, **packed, **options)
-            local = {name: shards.shard(x) for name, x in tokens.items()}
-            mine = shards.shard(weight)
-            actual = kl_loss(distributed, local, mine, shards=shards, **options)
-            torch.testing.assert_close(actual[0], whole[0], rtol=1e-14, atol=0)
-            for x, y in zip(actual[1:], whole[1:], strict=True):
-                assert relative_error(shards.unshard(x), y) <= 1e-14
-
-
-def kl_loss(
-    functions: Any, tokens: dict[str, Tensor], weight: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
-    """Returns the loss and its gradients; the selection has no axis of heads."""
-    x = {name: tokens[name].clone().requires_grad_() for name in (*QUERIES, *KEYS)}
-    projections = x["query_index"], x["key_index"], x["weights"]
-    ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
-    where = {name: y for name, y in options.items() if name not in ("reduction", "normalizer")}
-    on_device = {
-        name: torch.tensor(y, dtype=torch.int32) if isinstance(y, list) else y
-        for name, y in where.items()
-    }
-    indices, _ = functions.lightning_indexer(*projections, sparse_count=SIZES.count, **on_device)
-    _, *statistics = functions.sparse_flash_attention(
-        x["query"], x["latent"], x["latent"], indices.squeeze(1), **ropes, **on_device
-    )
-    loss = functions.lightning_indexer_kl_loss(
-        x["query"], x["latent"], *projections, indices.squeeze(1), *statistics, **ropes,
-        weight=weight, **options,
+def compressed_attention(
+    shards: SequenceShards, x: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    indexer = x["query_index"], x["key_index"], x["weights"]
+    indices, values = distributed.lightning_indexer(
+        *(y.detach() for y in indexer), shards=shards, sparse_count=COUNT, cmp_ratio=CSA.ratio,
+        return_values=True,
     )  # fmt: skip
-    return loss.detach(), *torch.autograd.grad(loss, projections)
+    out = distributed.sparse_flash_mla_with_indexer_loss(
+        x["query"], x["ori_kv"], x["cmp_kv"], indices, *indexer, shards=shards, scale_value=SCALE,
+        sink=x["sink"], cmp_ratio=CSA.ratio, ori_win_left=LEFT,
+    )  # fmt: skip
+    return out, indices, values
 
 
-@rank_counts(3, 1)
-def test_weighted_loss(ranks: int) -> None:
-    on_ranks(ranks, weighted)
-
-
-def other_options(group: ProcessGroup) -> None:
-    """Without ropes, with value apart from key, blocks of keys, and in mode 0."""
-    with ops.limits(None):
-        shards = SequenceShards(LENGTHS, group)
-        tokens = inputs(LENGTHS, torch.float64, SIZES)
-        tokens["value"] = tokens["latent"].flip(-1)
-        names = ("query", "latent", "value")
-        ends = torch.tensor(LENGTHS).cumsum(0).int()
-        for mode, block in ((3, 1), (0, 1), (3, 4)):
-            # Slots behind those that are read hold any keys that exist.
-            blocks = torch.tensor([-(-n // block) for n in LENGTHS]).repeat_interleave(
-                torch.tensor(LENGTHS)
-            )
-            slots = torch.arange(SIZES.count)
-            indices = (slots % blocks[:, None]).int().unsqueeze(1)
-            options = {"scale_value": SCALE, "sparse_mode": mode, "sparse_block_size": block}
-            whole = {name: tokens[name].clone().requires_grad_() for name in names}
-            local = {name: shards.shard(tokens[name]).requires_grad_() for name in names}
-            expected, *_ = ops.sparse_flash_attention(
-                *whole.values(), indices, layout="TND", actual_seq_lengths_query=ends,
-                actual_seq_lengths_key=ends, **options,
-            )  # fmt: skip
-            actual, *_ = distributed.sparse_flash_attention(
-                *local.values(), shards.shard(indices), shards=shards, **options
-            )
-            assert torch.equal(actual, shards.shard(expected))
-            expected.backward(tokens["d_out"])
-            actual.backward(shards.shard(tokens["d_out"]))
-            for name in names:
-                found = shards.unshard(local[name].grad)
-                assert relative_error(found, whole[name].grad) <= 1e-14, name
-
-
-def test_options_of_the_attention() -> None:
-    on_ranks(3, other_options)
+def test_autocast_with_compressed_keys() -> None:
+    on_ranks(2, compressed_in_autocast)
 
 
 def second_derivative(group: ProcessGroup) -> None:
@@ -391,45 +328,3 @@ def fully_sharded(group: ProcessGroup) -> None:
 
 def test_fsdp_with_the_examples_model() -> None:
     on_ranks(4, fully_sharded)
-
-
-def sharded_indexer(group: ProcessGroup) -> None:
-    torch.manual_seed(0)
-    hidden_size, length = 24, 30
-    hidden = torch.randn(length, hidden_size)
-    query, latent = torch.randn(length, 2, 32), torch.randn(length, 1, 32)
-    indexer = ops.LightningIndexer(hidden_size, num_heads=4, head_dim=16, rope_dim=8)
-    alone = copy.deepcopy(indexer)
-    mesh = init_device_mesh("cpu", (group.size(),))
-    with ops.limits(None):
-        shards = SequenceShards([length], group)
-        fully_shard(indexer, mesh=mesh)
-        local, q, k = (shards.shard(x) for x in (hidden, query, latent))
-        projections = indexer(local, shards.positions())
-        indices, _ = distributed.lightning_indexer(*projections, shards=shards, sparse_count=8)
-        _, *statistics = distributed.sparse_flash_attention(
-            q, k, k, indices, scale_value=SCALE, shards=shards
-        )
-        loss = distributed.lightning_indexer_kl_loss(
-            q, k, *projections, indices, *statistics, scale_value=SCALE, shards=shards
-        )
-        (group.size() * loss).backward()
-
-        whole = alone(hidden.unsqueeze(0))
-        q, k = query.unsqueeze(0), latent.unsqueeze(0)
-        indices = alone.select(whole, 8)
-        _, *statistics = ops.sparse_flash_attention(q, k, k, indices, scale_value=SCALE)
-        expected = ops.lightning_indexer_kl_loss(
-            q, k, *whole, indices, *statistics, scale_value=SCALE
-        )
-        expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    parameters = dict(indexer.named_parameters())
-    for name, parameter in alone.named_parameters():
-        assert relative_error(parameters[name].grad.full_tensor(), parameter.grad) <= 1e-5, name
-
-
-@pytest.mark.smoke
-def test_fsdp_with_the_indexer() -> None:
-    skip_unless_gloo_averages()
-    on_ranks(4, sharded_indexer)
