@@ -48,6 +48,12 @@ OVER_A_DIM = [
 ]  # fmt: skip
 IN_PLACE = ["add_", "mul_", "sub_", "copy_", "clamp_min_", "fill_", "zero_", "tanh_", "abs_"]
 WITH_OUT = ["add", "mul", "maximum", "div", "sub", "atan2", "eq"]
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.tensor([0, 0, 1], device=x.device)
+
+
 OTHERS: dict[str, Callable[..., Any]] = {
     "cat": lambda x, y, z, dim, number: torch.cat([x, y, x], dim),
     "stack": lambda x, y, z, dim, number: torch.stack([x, y], dim),
@@ -57,7 +63,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "masked_fill_": lambda x, y, z, dim, number: x.masked_fill_(y > 0, number),
     "cumsum_": lambda x, y, z, dim, number: x.cumsum_(dim),
     "select": lambda x, y, z, dim, number: x.select(dim, 0) + 1,
-    "index": lambda x, y, z, dim, number: x[torch.tensor([0, 0, -1], device=x.device)],
+    "index": lambda x, y, z, dim, number: x[rows(x)],
     "index on the CPU": lambda x, y, z, dim, number: x[torch.tensor([0, -1])],
     "mask": lambda x, y, z, dim, number: x[x > 0],
     "assign": lambda x, y, z, dim, number: x.__setitem__(y > 0, number),
@@ -69,6 +75,10 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "channels last": lambda x, y, z, dim, number: x.contiguous(memory_format=torch.channels_last),
     "norm": lambda x, y, z, dim, number: torch.linalg.vector_norm(x, dim=dim),
     "einsum": lambda x, y, z, dim, number: torch.einsum("...i,...i->...", x, y),
+    "index_put_": lambda x, y, z, dim, number: x.index_put_((rows(x),), y[:1], accumulate=True),
+    "index_select": lambda x, y, z, dim, number: x.index_select(dim, rows(x)),
+    "scatter_add_": lambda x, y, z, dim, number: x.scatter_add_(dim, torch.zeros_like(x).long(), y),
+    "unfold": lambda x, y, z, dim, number: x.unfold(dim, 2, 1).clone(),
     "item": lambda x, y, z, dim, number: x.flatten()[:1].sum().item(),
 }
 

@@ -54,11 +54,16 @@ def test_replays_go_on_where_the_last_call_ended(name: str) -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_capture_draws_nothing() -> None:
+def test_a_capture_draws_nothing_and_the_cpu_draws_its_own_numbers() -> None:
     torch.npu.manual_seed(5)
     before = torch.npu.get_rng_state()
-    capture(DRAWINGS["rand"])
+    graph, _ = capture(DRAWINGS["dropout"])
     assert torch.equal(torch.npu.get_rng_state(), before)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    graph.replay()
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_generators_that_a_graph_knows() -> None:
@@ -84,13 +89,4 @@ def test_dropout_and_its_gradient() -> None:
     for _ in range(2):
         graph.replay()
         assert torch.equal(gradient, y)
-        assert 0 < y.count_nonzero() < 64
-
-
-def test_the_cpu_draws_its_own_numbers() -> None:
-    graph, _ = capture(DRAWINGS["dropout"])
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    graph.replay()
-    assert torch.equal(torch.rand(4), expected)
+        assert sorted(set(y.tolist())) == [0, 2]

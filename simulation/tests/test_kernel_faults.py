@@ -5,6 +5,8 @@ The calls go through torch_npu's own operators, which launch what they are given
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,22 +15,14 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops.check.samples.sparse_flash_mla import (
-    DEVICE as MLA,
-)
-from ascend_attn_ops.check.samples.sparse_flash_mla import (
-    DEVICE_CASES,
-    SPARSE_FLASH_MLA,
-    SPARSE_FLASH_MLA_GRAD,
-    MlaCase,
-)
+from ascend_attn_ops.check.samples import sparse_flash_mla as mla
 from support.samples import Operator
 from support.simulated_npu import TASK_QUEUE, run_in_new_process
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure"),
-]
+pytestmark = pytest.mark.skipif(
+    TASK_QUEUE != 0, reason="torch_npu's task queue does not survive a failure"
+)
 
 D, ROPE, HEADS = 512, 64, 8
 OPEN = 2**31 - 1
@@ -43,7 +37,11 @@ def integers(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32).npu()
 
 
-def sparse(rows: list[list[int]], keys: int, block: int = 1, **options: Any) -> dict[str, Tensor]:
+def refused(message: str) -> Any:
+    return pytest.raises(RuntimeError, match=message)
+
+
+def sparse(rows: list[list[int]], keys: int) -> dict[str, Tensor]:
     """A call of one sequence whose sparse_mode is 0, so that every query sees all keys."""
     key = normal(1, keys, 1, D)
     return {
@@ -53,7 +51,7 @@ def sparse(rows: list[list[int]], keys: int, block: int = 1, **options: Any) -> 
         "sparse_indices": integers(*rows)[None, :, None],
         "query_rope": normal(1, len(rows), HEADS, ROPE),
         "key_rope": normal(1, keys, 1, ROPE),
-    } | options
+    }
 
 
 def forward(x: dict[str, Tensor], block: int = 1, **options: Any) -> tuple[Tensor, ...]:
@@ -76,39 +74,47 @@ def backward(x: dict[str, Tensor], block: int = 1, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def test_cut_block() -> None:
-    """Block 9 has the last three of 39 keys."""
-    call = sparse([[9, 1, 0], [1, 0, 9]], keys=39)
-    message = "row 0 of sparse_indices has the cut block 9 in slot 0 of the 3 that are read"
-    with pytest.raises(RuntimeError, match=message):
-        forward(call, block=4)
-    forward(sparse([[1, 0, 9], [2, 1, 9]], keys=39), block=4)
-    forward(sparse([[9, 1, 0]], keys=79), block=8)
-    message = "row 1 of sparse_indices has the cut block 9 in slot 1 of the 3 that are read"
-    with pytest.raises(RuntimeError, match=message):
-        backward(sparse([[1, 0, 9], [0, 9, 1]], keys=79), block=8)
-    backward(sparse([[1, 0, 9], [2, 1, 9]], keys=79), block=8)
+CUT = "has the cut block 9 in slot"
+PADDED = "row 1 of sparse_indices has -1 in slot"
 
 
-def test_padding_between_keys() -> None:
-    message = "row 1 of sparse_indices has -1 in slot 1 of the 4 that are read and keys behind it"
-    with pytest.raises(RuntimeError, match=message):
-        forward(sparse([[3, 2, -1, -1], [3, -1, 2, 1]], keys=20))
-    forward(sparse([[3, 2, -1, -1], [3, 1, 2, -1]], keys=20))
-    forward(sparse([[3, -1, 2, 1]], keys=80), block=8)
+@pytest.mark.parametrize(
+    ("run", "rows", "keys", "block", "error"),
+    [
+        # Block 9 has the last three of 39 keys.
+        (forward, [[9, 1, 0], [1, 0, 9]], 39, 4, f"row 0 of sparse_indices {CUT} 0 of the 3"),
+        (forward, [[1, 0, 9], [2, 1, 9]], 39, 4, None),
+        (forward, [[9, 1, 0]], 79, 8, None),
+        (backward, [[1, 0, 9], [0, 9, 1]], 79, 8, f"row 1 of sparse_indices {CUT} 1 of the 3"),
+        (backward, [[1, 0, 9], [2, 1, 9]], 79, 8, None),
+        # Padding between keys.
+        (forward, [[3, 2, -1, -1], [3, -1, 2, 1]], 20, 1, f"{PADDED} 1 .* and keys behind it"),
+        (forward, [[3, 2, -1, -1], [3, 1, 2, -1]], 20, 1, None),
+        (forward, [[3, -1, 2, 1]], 80, 8, None),
+        # Padding in the gradient; of three keys, with three slots.
+        (backward, [[3, 2, 1, 0], [3, 2, 1, -1]], 20, 1, f"{PADDED} 3 of the 4 .* out of bounds"),
+        (backward, [[1, 0, 2, -1]], 3, 1, None),
+        (forward, [[0, 1]], 12, 3, "sparse_block_size 3 is no power of two"),
+        (backward, [[0, 1]], 12, 3, "sparse_block_size 3 is no power of two"),
+        (backward, [[0, 1, 2, 3]], 1024, 128, "sparse_block_size 128 with 4 indices .* memory"),
+        (backward, [list(range(8))], 1024, 128, None),
+    ],
+)
+def test_sparse_indices(
+    run: Callable[..., Any], rows: list[list[int]], keys: int, block: int, error: str | None
+) -> None:
+    with refused(error) if error else nullcontext():
+        run(sparse(rows, keys=keys), block)
 
 
 def test_row_without_keys() -> None:
-    """Its output is infinite; our own launch fills it with zeros."""
-    out = forward(sparse([[1, 0], [-1, -1]], keys=80), block=8)[0].cpu()
+    """Its output is infinite; our own launch fills it with zeros. In small blocks its statistics
+    are those of as many keys as it has slots, far below all others."""
+    call = sparse([[1, 0], [-1, -1]], keys=80)
+    out = forward(call, block=8)[0].cpu()
     assert out[0, 0].isfinite().all()
     assert out[0, 1].isinf().all()
-
-
-def test_row_without_keys_in_small_blocks() -> None:
-    """Its statistics are those of as many keys as it has slots, far below all others."""
-    indices = [[1, 0], [-1, -1]]
-    out, softmax_max, softmax_sum = (x.cpu() for x in forward(sparse(indices, keys=80), block=4))
+    out, softmax_max, softmax_sum = (x.cpu() for x in forward(call, block=4))
     assert (out[0, 1].float().abs() < 1e-25).all()
     assert (softmax_max[0, 0, 1] == -2e38).all()
     assert (softmax_sum[0, 0, 1] == 2).all()
@@ -116,33 +122,17 @@ def test_row_without_keys_in_small_blocks() -> None:
     assert out[0, 0].float().abs().max() > 0.01
 
 
-def test_padding_in_the_gradient() -> None:
-    message = "row 1 of sparse_indices has -1 in slot 3 of the 4 that are read: .* out of bounds"
-    with pytest.raises(RuntimeError, match=message):
-        backward(sparse([[3, 2, 1, 0], [3, 2, 1, -1]], keys=20))
-    backward(sparse([[1, 0, 2, -1]], keys=3))  # three keys, three slots
-
-
 def test_value_other_than_key() -> None:
     other = {"value": normal(1, 80, 1, D)}
     for run, block in ((forward, 1), (forward, 4), (backward, 1), (backward, 8)):
-        with pytest.raises(RuntimeError, match="value is another tensor than key"):
+        with refused("value is another tensor than key"):
             run(sparse([[0, 1, 2, 3]], keys=80) | other, block)
     forward(sparse([[0, 1, 2, 3]], keys=80) | other, block=8)
 
 
-def test_block_sizes() -> None:
-    for run in (forward, backward):
-        with pytest.raises(RuntimeError, match="sparse_block_size 3 is no power of two"):
-            run(sparse([[0, 1]], keys=12), 3)
-    with pytest.raises(RuntimeError, match=r"sparse_block_size 128 with 4 indices .* memory"):
-        backward(sparse([[0, 1, 2, 3]], keys=1024), block=128)
-    backward(sparse([list(range(8))], keys=1024), block=128)
-
-
 def test_lengths_of_a_padded_gradient() -> None:
     lengths = {"actual_seq_qlen": integers(1), "actual_seq_kvlen": integers(12)}
-    with pytest.raises(RuntimeError, match="actualSeqLengthsKvOptional in layout BSND"):
+    with refused("actualSeqLengthsKvOptional in layout BSND"):
         backward(sparse([[0, 1]], keys=20), **lengths)
 
 
@@ -167,8 +157,7 @@ def select(x: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [([5, 5, 5], [0, 0, 0]), ([17, 0], [0, 30])])
 def test_no_sequence_with_queries_and_keys(queries: list[int], keys: list[int]) -> None:
     rows = sum(queries)
-    message = f"the device writes {len(queries) * rows} rows into outputs of {rows}"
-    with pytest.raises(RuntimeError, match=message):
+    with refused(f"the device writes {len(queries) * rows} rows into outputs of {rows}"):
         select(indexer(queries, keys))
     select(indexer([5, 5], [0, 5]))
 
@@ -183,7 +172,7 @@ def test_sequences_of_unequal_lengths() -> None:
             layout="TND", sparse_mode=3,
         )  # fmt: skip
 
-    with pytest.raises(RuntimeError, match="sequence 1 has 2 queries and 5 keys, and sequence 0"):
+    with refused("sequence 1 has 2 queries and 5 keys, and sequence 0"):
         gradient([2, 2], [4, 5])
     gradient([2, 2], [5, 5])
 
@@ -196,7 +185,7 @@ def test_more_slots_than_keys_of_an_indexer_without_a_causal_mask() -> None:
             layout="BSND", sparse_mode=mode,
         )  # fmt: skip
 
-    with pytest.raises(RuntimeError, match="sequence 0 has 7 keys for the 8 slots of a row"):
+    with refused("sequence 0 has 7 keys for the 8 slots of a row"):
         gradient(8, mode=0)
     gradient(7, mode=0)
     gradient(8, mode=3)
@@ -237,7 +226,7 @@ def test_large_heads_of_averaged_windows() -> None:
                 compress_seq_offset=integers(1), seq_lens=integers(5),
             )  # fmt: skip
 
-    with pytest.raises(RuntimeError, match="key has heads of 1536: the device writes behind"):
+    with refused("key has heads of 1536: the device writes behind"):
         scatter(1536, windows=2)
     scatter(1472, windows=2)
     scatter(1536, windows=0)
@@ -256,7 +245,7 @@ def test_mask_with_tokens() -> None:
         )[0]  # fmt: skip
         return out
 
-    with pytest.raises(RuntimeError, match=r"query 0 sees key 9, which preTokens 3"):
+    with refused(r"query 0 sees key 9, which preTokens 3"):
         call(open_mask, 3, 8)
     call(open_mask, 16, 24)
     q.requires_grad_()
@@ -284,37 +273,38 @@ def test_the_environment_switches_checks_off() -> None:
     assert run_in_new_process(code, CANN_SIM_UNCHECKED="bounds,results")[0] == "ran\n"
 
 
-TND = next(case for case in DEVICE_CASES if case.layout == "TND" and case.kind == "csa")
+MLA = mla.DEVICE
+TND = next(case for case in mla.DEVICE_CASES if case.layout == "TND" and case.kind == "csa")
 
 
 def test_rows_behind_the_sequences_in_a_gradient() -> None:
     """The device would read behind the lengths: the simulation says so."""
     sample = (
-        SPARSE_FLASH_MLA.make(replace(TND, tail=(3, 2, 1)), torch.bfloat16)
+        mla.SPARSE_FLASH_MLA.make(replace(TND, tail=(3, 2, 1)), torch.bfloat16)
         .to("npu")
         .requires_grad(("query",))
     )
     loss = sample.call(torch.ops.ascend)[0].float().sum()
-    with pytest.raises(RuntimeError, match="ends at 22 of 25 rows"):
+    with refused("ends at 22 of 25 rows"):
         loss.backward()
 
 
 @pytest.mark.parametrize(
     ("operator", "case", "changes", "error"),
     [
-        (SPARSE_FLASH_MLA_GRAD, MLA, {"deterministic": True}, "deterministic mode"),
-        (SPARSE_FLASH_MLA, replace(MLA, pattern="first"), {}, "row 3 has fewer than 1 indices"),
-        (SPARSE_FLASH_MLA_GRAD, replace(MLA, pattern="first"), {}, "reads row -1"),
-        (SPARSE_FLASH_MLA_GRAD, replace(MLA, b=2, residual=(0, 3)), {}, "of the first batch"),
+        (mla.SPARSE_FLASH_MLA_GRAD, MLA, {"deterministic": True}, "deterministic mode"),
+        (mla.SPARSE_FLASH_MLA, replace(MLA, pattern="first"), {}, "row 3 has fewer than 1 indices"),
+        (mla.SPARSE_FLASH_MLA_GRAD, replace(MLA, pattern="first"), {}, "reads row -1"),
+        (mla.SPARSE_FLASH_MLA_GRAD, replace(MLA, b=2, residual=(0, 3)), {}, "of the first batch"),
         (
-            SPARSE_FLASH_MLA_GRAD, replace(MLA, s=(20, 12, 5), residual=(0,)), {},
+            mla.SPARSE_FLASH_MLA_GRAD, replace(MLA, s=(20, 12, 5), residual=(0,)), {},
             "row 3 is before all original keys",
         ),
     ],
     ids=["deterministic", "forward-indices", "indices", "residuals", "before keys"],
 )  # fmt: skip
 def test_the_simulation_goes_wrong_where_the_device_does(
-    operator: Operator, case: MlaCase, changes: dict[str, Any], error: str
+    operator: Operator, case: mla.MlaCase, changes: dict[str, Any], error: str
 ) -> None:
     sample = operator.make(case, torch.bfloat16).given(**changes).to("npu")
     with ascend_attn_ops.limits(None), pytest.raises(RuntimeError, match=error):

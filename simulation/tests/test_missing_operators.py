@@ -56,36 +56,29 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def check(layer: nn.Module, *inputs: Any, tolerance: float = 2e-6) -> None:
-    expected, found = (results(layer, inputs, device) for device in ("cpu", "npu"))
-    assert len(found) > len(list(layer.parameters()))
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * y.abs().max().item())
-
-
 OPTIONS: list[dict[str, Any]] = [
     {}, {"bias": False}, {"num_layers": 2, "bidirectional": True, "batch_first": True},
+]  # fmt: skip
+STATE = [torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+# Layers, their options, and the states that they begin with.
+RECURRENT: list[tuple[type[nn.Module], dict[str, Any], list[Any]]] = [
+    *((layer, options, []) for layer in (nn.LSTM, nn.GRU, nn.RNN) for options in OPTIONS),
+    (nn.LSTM, {}, [tuple(STATE)]), (nn.GRU, {}, STATE[:1]), (nn.LSTMCell, {}, []),
+    (nn.GRUCell, {}, []),
 ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("seeded")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(layer: type[nn.Module], options: dict[str, Any]) -> None:
-    check(layer(8, 16, **options), torch.randn(5, 3, 8))
-
-
-@pytest.mark.usefixtures("seeded")
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_begin_with_a_state(layer: type[nn.Module]) -> None:
-    state = [torch.randn(1, 3, 16) for _ in range(2)]
-    check(layer(8, 16), torch.randn(5, 3, 8), tuple(state) if layer is nn.LSTM else state[0])
-
-
-@pytest.mark.usefixtures("seeded")
-@pytest.mark.parametrize("layer", [nn.LSTMCell, nn.GRUCell])
-def test_recurrent_cells(layer: type[nn.Module]) -> None:
-    check(layer(8, 16), torch.randn(3, 8))
+@pytest.mark.parametrize(("layer", "options", "state"), RECURRENT)
+def test_recurrent_layers(
+    layer: type[nn.Module], options: dict[str, Any], state: list[Any]
+) -> None:
+    module, x = layer(8, 16, **options), torch.randn(5, 3, 8)
+    inputs = (x[0] if "Cell" in layer.__name__ else x, *state)
+    expected, found = (results(module, inputs, device) for device in ("cpu", "npu"))
+    assert len(found) > len(list(module.parameters()))
+    for y, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, z, rtol=2e-6, atol=2e-6 * z.abs().max().item())
 
 
 @pytest.mark.usefixtures("seeded")
@@ -113,12 +106,10 @@ def test_packed_sequences(layer: type[nn.Module]) -> None:
     torch.testing.assert_close(run("npu"), run("cpu"), rtol=2e-6, atol=2e-6)
 
 
-def encoder(training: bool, norm_first: bool = False) -> nn.Module:
+def encoder(training: bool) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer = nn.TransformerEncoderLayer(
-            32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first
-        )
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
         return nn.TransformerEncoder(layer, 2, nn.LayerNorm(32)).train(training)
 
 
