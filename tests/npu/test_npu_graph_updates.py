@@ -11,8 +11,6 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import _npu_graphs
-from ascend_attn_ops._torch_npu import graph_handlers
 from support.simulated_npu import captured, run_in_new_process
 from test_npu_graphs import capture, dense, packed, poison, same_bytes
 from torch import Tensor
@@ -145,6 +143,12 @@ def per_launch(name: str, update: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [x for x in update for _ in range(2)] if "gradient" in name else update
 
 
+def memory_of(out: Tensor, workspace: int = 0) -> dict[str, Any]:
+    """The memory that a launch of one's own writes."""
+    return {"workspace": torch.empty(workspace, dtype=torch.uint8, device="npu"),
+            "out": [torch.empty_like(out)]}  # fmt: skip
+
+
 def launch(tensors: list[Tensor], lengths: list[int], memory: dict[str, Any]) -> None:
     torch.ops.ascend.prompt_flash_attention.relaunch(
         *tensors, num_heads=2, layout="BSND", scale_value=0.125, actual_seq_lengths_key=lengths,
@@ -165,8 +169,7 @@ def launch_fused(tensors: list[Tensor], lengths: list[int], memory: dict[str, An
 def test_a_replay_waits_for_the_update_that_is_behind_it(call: Callable[..., None]) -> None:
     """As a serving engine does it: groups of its own, and an event that the graph waits for."""
     tensors = dense()
-    memory = {"workspace": torch.empty(4096, dtype=torch.uint8, device="npu"),
-              "out": [torch.empty_like(tensors[0])]}  # fmt: skip
+    memory = memory_of(tensors[0], 4096)
     main, side = torch.npu.current_stream(), torch.npu.Stream()
     ready = torch.npu.ExternalEvent()
     ready.record(side)  # makes it
@@ -182,12 +185,9 @@ def test_a_replay_waits_for_the_update_that_is_behind_it(call: Callable[..., Non
         (out,) = memory["out"]
         doubled = out * 2
     for lengths in ([3, 5], [8, 8], [1, 7]):
-        expected = torch.empty_like(out)
-        call(
-            tensors,
-            lengths,
-            {"workspace": torch.empty_like(memory["workspace"]), "out": [expected]},
-        )
+        other = memory_of(tensors[0], 4096)
+        call(tensors, lengths, other)
+        (expected,) = other["out"]
         poison([out, doubled])
         graph.replay()
         assert not main.query()
@@ -202,47 +202,24 @@ def test_a_replay_waits_for_the_update_that_is_behind_it(call: Callable[..., Non
         assert same_bytes([out, doubled], [expected, expected * 2])
 
 
-def test_another_number_of_launches() -> None:
-    tensors = dense()
-    memory = {"workspace": torch.empty(4096, dtype=torch.uint8, device="npu"),
-              "out": [torch.empty_like(tensors[0])]}  # fmt: skip
-    with torch.npu.graph(torch.npu.NPUGraph()):
-        stream = torch.npu.current_stream()
-        torch.npu.graph_task_group_begin(stream)
-        launch(tensors, [8, 8], memory)
-        group = torch.npu.graph_task_group_end(stream)
-    side = torch.npu.Stream()
-    torch.npu.graph_task_update_begin(side, group)
-    with pytest.raises(RuntimeError, match="expected 1 tasks, got 0"):
-        torch.npu.graph_task_update_end(side)
-
-
 def test_a_call_that_needs_more_workspace_than_it_had() -> None:
     """The memory behind it is another's by then."""
     tensors = dense()
-    call = dict[str, Any](out=[torch.empty_like(tensors[0])])
-    empty = torch.empty(0, dtype=torch.uint8, device="npu")
-    launch(tensors, [8, 8], {**call, "workspace": empty})
-    assert empty.numel() > 1
+    memory = memory_of(tensors[0])
+    launch(tensors, [8, 8], memory)
+    assert memory["workspace"].numel() > 1
+    memory["workspace"] = memory["workspace"][1:]
     with pytest.raises(ValueError, match=r"prompt_flash_attention: workspace: expected \d+ bytes"):
-        launch(tensors, [8, 8], {**call, "workspace": empty[1:]})
+        launch(tensors, [8, 8], memory)
 
 
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        (lambda x: [], "expected 1 tensors, got 0"),
-        (lambda x: [x[:1].clone()], "out: expected shape"),
-        (lambda x: [x.float()], "out: expected dtype"),
-        (lambda x: [x.cpu()], "out: expected device"),
-        (lambda x: [torch.stack((x, x), -1)[..., 0]], "out: expected a contiguous tensor"),
-    ],
-)
-def test_outputs_that_do_not_fit(out: Callable[[Tensor], list[Tensor]], message: str) -> None:
+def test_outputs_that_do_not_fit() -> None:
     tensors = dense()
-    workspace = torch.empty(0, dtype=torch.uint8, device="npu")
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
-        launch(tensors, [8, 8], {"workspace": workspace, "out": out(tensors[0])})
+    for out, message in (
+        ([], "expected 1 tensors, got 0"), ([tensors[0].float()], "out: expected dtype"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
+            launch(tensors, [8, 8], {**memory_of(tensors[0]), "out": out})
 
 
 def strided(x: Tensor) -> Tensor:
@@ -263,9 +240,8 @@ def test_strided_tensors() -> None:
         graph.replay()
         assert same_bytes(outputs, prompt(tensors, **{KEY: lengths}))
     # A launch of one's own has nowhere to copy them to.
-    memory = {"workspace": torch.empty(0, dtype=torch.uint8, device="npu"), "out": outputs}
     with pytest.raises(NotImplementedError, match="expected contiguous tensors"):
-        launch(views, [3, 5], memory)
+        launch(views, [3, 5], memory_of(tensors[0]))
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "sink"), (torch.half, "query_rope")])
@@ -343,50 +319,31 @@ def test_a_stream_that_waits_for_the_captured_one_is_captured() -> None:
     assert joined == [True, False, False]
 
 
-def test_a_stream_that_does_not_join_again() -> None:
-    """Needs its own process: after a failed capture, an older torch_npu cannot capture again."""
-    output, _ = run_in_new_process("""
-        import torch, torch_npu
-        side = torch.npu.Stream()
-        try:
-            with torch.npu.graph(torch.npu.NPUGraph()):
-                side.wait_stream(torch.npu.current_stream())
-                with torch.npu.stream(side):
-                    torch.ones(4, device="npu")
-        except RuntimeError as error:
-            print(str(error).replace("\\n", " "))
-    """)
-    assert re.search(r"stream \d+ has work in the capture", output), output
-
-
-def test_a_captured_stream_cannot_wait_for_what_is_outside() -> None:
-    """In a process of its own: its task queue has failed then."""
-    output, _ = run_in_new_process("""
-        import torch, torch_npu
-        x, event = torch.ones(4).npu(), torch.npu.Event()
-        event.record()
-        try:
-            with torch.npu.graph(torch.npu.NPUGraph()):
-                event.wait()
-                x * 2
-        except RuntimeError as error:
-            while error:
-                print(error)
-                error = error.__context__
-    """)
-    assert "is captured and waits for an event that was recorded outside" in output
-
-
-def test_the_handlers_can_be_taken_back(caplog: pytest.LogCaptureFixture) -> None:
-    handlers = graph_handlers()
-    ours = set(_npu_graphs._HANDLED)
-    assert ours <= handlers.keys()
-    try:
-        for _ in range(2):
-            _npu_graphs.unregister_handlers()
-            assert not ours & handlers.keys()
-    finally:
-        for _ in range(2):
-            _npu_graphs.register_handlers()
-    assert ours <= handlers.keys()
-    assert not caplog.records
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("torch.npu.synchronize()", "while a graph is being captured"),
+        ("event.wait(); x * 2", "is captured and waits for an event that was recorded outside"),
+        (
+            "side.wait_stream(torch.npu.current_stream())\n"
+            "        with torch.npu.stream(side): x * 2",
+            r"stream \d+ has work in the capture",
+        ),
+    ],
+    ids=["host", "event", "no join"],
+)
+def test_what_no_capture_can_have(code: str, message: str) -> None:
+    """In a process of its own: the task queue has failed then, or captures nothing more."""
+    output, _ = run_in_new_process(f"""
+import torch, torch_npu
+x, event, side = torch.ones(4).npu(), torch.npu.Event(), torch.npu.Stream()
+event.record()
+try:
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        {code}
+except RuntimeError as error:
+    while error:
+        print(str(error).replace("\\n", " "))
+        error = error.__context__
+""")
+    assert re.search(message, output), output

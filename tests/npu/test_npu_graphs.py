@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops.check.gradients import incoming_gradients
 from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from device_samples import DEVICE_RECIPES, is_pack_gradient
-from support.samples import OPERATORS, Recipe, Sample, as_tuple, bytes_of
+from fuzz.npu_graphs import Step
+from support.samples import Recipe, as_tuple, bytes_of
 from support.simulated_npu import TASK_QUEUE, attention_functions, captured, run_in_new_process
 from test_npu_scatter_pa_kv_cache import to_npu
 from torch import Tensor
@@ -42,7 +43,6 @@ def waits_in_backward(recipe: Recipe) -> bool:
 
 
 WITHOUT_WAITING = [x for x in DEVICE_RECIPES if not waits(x)]
-each_recipe = pytest.mark.parametrize("recipe", WITHOUT_WAITING, ids=lambda x: x.id)
 
 
 def capture(call: Callable[[], Any], **options: Any) -> tuple[Any, tuple[Tensor, ...]]:
@@ -67,69 +67,33 @@ def same_bytes(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(bytes_of(x.cpu()), bytes_of(y.cpu())) for x, y in pairs)
 
 
-def fill(sample: Sample, contents: Sample) -> None:
-    for name, x in sample.tensors.items():
-        x.copy_(contents.tensors[name])
+TRAINED = [x for x in WITHOUT_WAITING if x.differentiable and not waits_in_backward(x)]
 
 
 @captured
-@each_recipe
-def test_replays_compute_with_what_the_tensors_hold(recipe: Recipe) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "with_gradients"),
+    [*product(WITHOUT_WAITING, [False]), *product(TRAINED, [True])],
+    ids=lambda x: getattr(x, "id", "trained" if x else "called"),
+)
+def test_replays_compute_with_what_the_tensors_hold(recipe: Recipe, with_gradients: bool) -> None:
     original = recipe.make(torch.bfloat16)
-    sample = original.to("npu")
-    graph, outputs = capture(lambda: sample.call(torch.ops.ascend))
-    seen: list[tuple[Tensor, ...]] = []
+    step = Step(original.to("npu"), with_gradients)
+    graph, outputs = capture(step)
+    seen: list[Sequence[Tensor]] = []
     for factor in (0.5, 0.75):
         contents = original.scaled(factor)
         if factor == 0.75 and "weights" in contents.tensors:
             # The indexer's order does not depend on a factor, but on its sign.
             contents = contents.replace(weights=-contents.tensors["weights"])
-        fill(sample, contents)
-        poison(outputs)
-        expected = contents.to("npu").call(torch.ops.ascend)
+        step.fill(contents)
+        seen.append(step())
         for _ in range(2):
+            poison(outputs)
             graph.replay()
             torch.npu.synchronize()
-            assert same_bytes(outputs, expected)
-            poison(outputs)
-        seen.append(expected)
-    assert not same_bytes(*seen) or not any(x.numel() for x in sample.tensors.values())
-
-
-@captured
-@pytest.mark.parametrize(
-    "recipe",
-    [x for x in WITHOUT_WAITING if x.differentiable and not waits_in_backward(x)],
-    ids=lambda x: x.id,
-)
-def test_replays_of_a_training_step(recipe: Recipe) -> None:
-    """Autograd's own calls, captured in one graph with the forward."""
-    operator = OPERATORS[recipe.operator.name]
-    original = recipe.make(torch.bfloat16)
-
-    def step(leaf: Sample, leaves: list[Tensor], d_outputs: tuple[Tensor, ...]) -> Any:
-        results = operator.gradient_outputs(leaf.call(torch.ops.ascend))
-        return torch.autograd.grad(results, leaves, d_outputs)
-
-    def prepared(sample: Sample) -> tuple[Sample, list[Tensor], tuple[Tensor, ...]]:
-        names = sample.tensor_names(operator.differentiable)
-        leaf = sample.to("npu").requires_grad(names)
-        d_outputs = incoming_gradients(leaf, leaf.call(torch.ops.ascend))
-        return leaf, [leaf.tensors[name] for name in names], d_outputs
-
-    leaf, leaves, d_outputs = prepared(original)
-    graph, results = capture(lambda: step(leaf, leaves, d_outputs))
-    for factor in (0.5, 0.75):
-        contents = original.scaled(factor)
-        other = prepared(contents)
-        with torch.no_grad():
-            fill(leaf, contents)
-            for x, y in zip(d_outputs, other[2], strict=True):
-                x.copy_(y)
-        poison(results)
-        graph.replay()
-        torch.npu.synchronize()
-        assert same_bytes(results, step(*other))
+            assert same_bytes(outputs, seen[-1])
+    assert not same_bytes(*seen) or not any(x.numel() for x in original.tensors.values())
 
 
 @captured
@@ -137,97 +101,67 @@ def test_replays_of_a_training_step(recipe: Recipe) -> None:
 @pytest.mark.usefixtures("no_limits")
 def test_replays_write_caches(case: CacheCase) -> None:
     original = build(case, torch.bfloat16)
-    sample = to_npu(original)
-    names = [name for name in sample.tensors if name.endswith("_cache")]
-    before = {name: sample.tensors[name].clone() for name in names}
-    graph, _ = capture(lambda: sample.call(torch.ops.ascend))
+    step = Step(to_npu(original), with_gradients=False)
+    names = [name for name in original.tensors if name.endswith("_cache")]
+    caches = [step.sample.tensors[name] for name in names]
+    graph, _ = capture(step)
     # Nothing has run yet.
-    assert same_bytes(list(before.values()), [sample.tensors[name] for name in names])
+    assert same_bytes(caches, [original.tensors[name] for name in names])
     for factor in (-1, 3):
-        rows = [x for name, x in sample.tensors.items() if name in ("key", "value")]
-        for x in rows:
-            x.copy_(x * factor)
-        expected = sample.replace(**{name: x.clone() for name, x in before.items()})
-        expected.call(torch.ops.ascend)
-        for name, x in before.items():
-            sample.tensors[name].copy_(x)
+        step.fill(original.scaled(factor))
+        before = [x.clone() for x in caches]
+        step()
+        expected = [x.clone() for x in caches]
+        for x, y in zip(caches, before, strict=True):
+            x.copy_(y)
         graph.replay()
         torch.npu.synchronize()
-        written = [sample.tensors[name] for name in names]
-        assert same_bytes(written, [expected.tensors[name] for name in names])
-        # Some cases write nothing.
-        writes_nothing = not case.rows or case.slots == "all skipped"
-        writes_nothing |= case.scatter == "Alibi" and not case.lengths
-        assert same_bytes(written, list(before.values())) == writes_nothing
+        assert same_bytes(caches, expected)
 
 
 BLOCKS, BLOCK, TOP, B = 12, 4, 6, 3
 
 
-class Decoder:
-    """One layer's decode step over a paged cache: what a replay reads anew are tensors alone."""
+def decode(x: dict[str, Tensor]) -> Tensor:
+    """A step of an indexer over a paged cache: what a replay reads anew are tensors alone."""
+    ops.scatter_pa_kv_cache_(x["row"], x["cache"], x["slots"])
+    return ops.lightning_indexer(
+        x["query"], x["cache"], x["weights"], sparse_count=TOP, layout_key="PA_BSND",
+        block_table=x["table"], actual_seq_lengths_key=x["lengths"],
+    )[0]  # fmt: skip
 
-    def __init__(self) -> None:
-        self.caches = [torch.zeros(BLOCKS, BLOCK, 1, size).to("npu", torch.bfloat16)
-                       for size in (32, 16, 32)]  # fmt: skip
-        self.table = torch.zeros(B, 3, dtype=torch.int32, device="npu")
-        self.lengths = torch.ones(B, dtype=torch.int32, device="npu")
-        self.slots = torch.zeros(B, dtype=torch.int32, device="npu")
-        shapes = [(B, 32), (B, 16), (B, 32), (B, 1, 4, 32), (B, 1, 4, 16), (B, 1, 2, 32), (B, 1, 2)]
-        self.rows = [torch.zeros(x, device="npu", dtype=torch.bfloat16) for x in shapes]
 
-    def fill(self, step: int, lengths: list[int]) -> None:
-        generator = torch.Generator().manual_seed(step)
-        for x in self.rows:
-            x.copy_(torch.randn(x.shape, generator=generator))
-        table = torch.randperm(BLOCKS, generator=generator)[: B * 3].view(B, 3).int()
-        self.table.copy_(table)
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        positions = torch.tensor(lengths) - 1
-        self.slots.copy_(ops.slot_mapping(table, positions, BLOCK))
-        for i, x in enumerate(self.caches):
-            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i)))
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        latent, rope, indexer, query, query_rope, query_index, weights = self.rows
-        head = [x.unsqueeze(1) for x in (latent, rope, indexer)]
-        ops.scatter_pa_kv_cache_(head[0], self.caches[0], self.slots, head[1], self.caches[1])
-        ops.scatter_pa_kv_cache_(head[2], self.caches[2], self.slots)
-        latents, ropes, index_keys = self.caches
-        pages = {
-            "actual_seq_lengths_key": self.lengths,
-            "layout_key": "PA_BSND",
-            "block_table": self.table,
-        }
-        indices, _ = ops.lightning_indexer(
-            query_index, index_keys, weights, sparse_count=TOP, **pages
-        )
-        out, *_ = ops.sparse_flash_attention(
-            query, latents, latents, indices, scale_value=0.2, query_rope=query_rope,
-            key_rope=ropes, **pages,
-        )  # fmt: skip
-        return indices, out
+def tensors_of_a_step(lengths: list[int]) -> dict[str, Tensor]:
+    shapes = {
+        "row": (B, 1, 32), "cache": (BLOCKS, BLOCK, 1, 32), "query": (B, 1, 2, 32),
+        "weights": (B, 1, 2),
+    }  # fmt: skip
+    table = torch.randperm(BLOCKS)[: B * 3].view(B, 3).int()
+    return {
+        **{name: torch.randn(shape).bfloat16() for name, shape in shapes.items()},
+        "table": table,
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "slots": ops.slot_mapping(table, torch.tensor(lengths) - 1, BLOCK),
+    }
 
 
 @captured
 @pytest.mark.usefixtures("no_limits")
 def test_a_decode_step_with_other_lengths_blocks_and_slots() -> None:
-    graphed, eager = Decoder(), Decoder()
-    graph, outputs = capture(graphed)
-    seen: list[list[Tensor]] = []
-    for step, lengths in enumerate([[5, 12, 1], [12, 3, 7]]):
-        graphed.fill(step, lengths)
-        eager.fill(step, lengths)
-        poison(outputs)
+    graphed = {name: x.npu() for name, x in tensors_of_a_step([1, 1, 1]).items()}
+    graph, (indices,) = capture(lambda: decode(graphed))
+    for lengths in ([5, 12, 1], [12, 3, 7]):
+        eager = {name: x.npu() for name, x in tensors_of_a_step(lengths).items()}
+        for name, x in eager.items():
+            graphed[name].copy_(x)
+        poison([indices])
         graph.replay()
         torch.npu.synchronize()
-        expected = [x.clone() for x in (*eager(), *eager.caches)]
-        assert same_bytes([*outputs, *graphed.caches], expected)
+        expected = decode(eager)
+        assert same_bytes([indices, graphed["cache"]], [expected, eager["cache"]])
         # A row has as many keys as its sequence, or the best of them.
-        counts = (outputs[0] >= 0).sum(-1).flatten().tolist()
+        counts = (indices >= 0).sum(-1).flatten().tolist()
         assert counts == [min(TOP, length) for length in lengths]
-        seen.append(expected)
-    assert not any(torch.equal(x, y) for x, y in zip(*seen, strict=True))
 
 
 # Calls that wait for the device.
@@ -254,61 +188,31 @@ def packed(seed: int = 0) -> list[Tensor]:
     return [x.flatten(0, 1) for x in dense(seed)]
 
 
+def prompt_with_a_tensor(tensors: list[Tensor], lengths: Tensor) -> object:
+    return ops.prompt_flash_attention(
+        *tensors, num_heads=2, layout="BSND", actual_seq_lengths_key=lengths
+    )
+
+
+def indexer_with_a_list(tensors: list[Tensor], _: Tensor) -> object:
+    query, key, _ = tensors
+    return ops.lightning_indexer(
+        query, key[:, :, :1], query[..., 0], actual_seq_lengths_key=[3, 5], sparse_count=4
+    )
+
+
 @captured
+@pytest.mark.usefixtures("no_limits")
 @pytest.mark.parametrize(
-    ("wait", "end"),
-    [("torch.npu.current_stream().synchronize()", "kept"), ("torch.npu.synchronize()", "lost")],
+    ("call", "kind"), [(prompt_with_a_tensor, "list"), (indexer_with_a_list, "tensor")]
 )
-def test_the_host_cannot_wait_in_a_capture(wait: str, end: str) -> None:
-    """In a process of its own: an older torch_npu captures nothing after a capture that failed."""
-    output, _ = run_in_new_process(f"""
-        import torch, torch_npu
-        x = torch.ones(4, device="npu")
-        graph = torch.npu.NPUGraph()
-        try:
-            with torch.npu.graph(graph):
-                y = x * 2
-                try:
-                    {wait}
-                except RuntimeError as error:
-                    assert "while a graph is being captured" in str(error), error
-                else:
-                    raise AssertionError("waited for what nothing computes")
-        except RuntimeError:
-            print("lost")
-        else:
-            graph.replay()
-            assert y.tolist() == [2] * 4
-            print("kept")
-    """)
-    assert output.endswith(f"{end}\n")
-
-
-@captured
-@pytest.mark.usefixtures("no_limits")
-def test_lengths_that_the_host_would_read() -> None:
-    query, key, value = dense()
-    lengths = torch.tensor([3, 5], dtype=torch.int32, device="npu")
-    call = dict[str, Any](num_heads=2, layout="BSND", actual_seq_lengths_key=lengths)
+def test_lengths_that_no_replay_could_read(call: Callable[..., object], kind: str) -> None:
+    tensors, lengths = dense(), torch.tensor([3, 5], dtype=torch.int32, device="npu")
     with (
         torch.npu.graph(torch.npu.NPUGraph()),
-        pytest.raises(NotImplementedError, match="actual_seq_lengths_key: expected a list"),
+        pytest.raises(NotImplementedError, match=f"actual_seq_lengths_key: expected a {kind}"),
     ):
-        ops.prompt_flash_attention(query, key, value, **call)
-
-
-@captured
-@pytest.mark.usefixtures("no_limits")
-def test_lists_where_a_tensor_can_change() -> None:
-    query, key, _ = dense()
-    weights = query[..., 0]
-    with (
-        torch.npu.graph(torch.npu.NPUGraph()),
-        pytest.raises(NotImplementedError, match="actual_seq_lengths_key: expected a tensor"),
-    ):
-        ops.lightning_indexer(
-            query, key[:, :, :1], weights, actual_seq_lengths_key=[3, 5], sparse_count=4
-        )
+        call(tensors, lengths)
 
 
 @captured
@@ -330,38 +234,24 @@ def test_a_mask_that_a_capture_builds_is_not_kept() -> None:
 
 
 @captured
-def test_a_capture_changes_nothing() -> None:
+def test_torchs_operators() -> None:
+    """A capture changes nothing; replays compute several results, also of lists."""
     x, places = torch.arange(4.0, device="npu"), torch.tensor([3, 1], device="npu")
-    before = x.clone()
 
-    def step() -> Tensor:
+    def step() -> tuple[Tensor, ...]:
         x.add_(1)
-        places.mul_(0)
-        return torch.zeros(2, device="npu") + x[places]
+        return (*torch._foreach_mul([x, x[:1]], 2), *x.topk(2), x[places])
 
-    graph, (out,) = capture(step)
-    assert same_bytes([x, places], [before, torch.tensor([3, 1])])
-    assert out.tolist() != [1, 1]
-    graph.replay()
-    assert x.tolist() == [1, 2, 3, 4]
-    assert out.tolist() == [1, 1]
-
-
-@captured
-def test_torchs_operators_with_several_results() -> None:
-    tensors = [torch.ones(3, device="npu"), torch.ones(2, device="npu")]
-    graph, outputs = capture(
-        lambda: (*torch._foreach_mul(tensors, 2), *torch.cat(tensors).topk(2), tensors[0].sum())
-    )
-    for numbers in ([3.0, 1, 2], [4.0, 6, 5]):
-        tensors[0].copy_(torch.tensor(numbers))
+    graph, outputs = capture(step)
+    assert x.tolist() == [0, 1, 2, 3]
+    for number in (1, 2):
         poison(outputs)
         graph.replay()
-        doubled, ones, best, places, total = (x.tolist() for x in outputs)
-        assert (doubled, ones) == ([2 * x for x in numbers], [2, 2])
-        assert best == sorted(numbers)[:0:-1]
-        assert [numbers[place] for place in places] == best
-        assert total == sum(numbers)
+        now = [number + i for i in range(4)]
+        assert x.tolist() == now
+        doubled, first, best, at, chosen = (y.tolist() for y in outputs)
+        assert (doubled, first) == ([2 * y for y in now], [2 * number])
+        assert (best, at, chosen) == (now[:1:-1], [3, 2], [now[3], now[1]])
 
 
 @captured
