@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import torch_npu
 from ascend_attn_ops import _C
 from cann_simulator._products import SOC_OF_PRODUCT, device_of
 from cann_simulator.control import library
+from first_phase import first_phase
 from support.simulated_npu import once
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,10 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    return run("-c", textwrap.dedent(code))
 
 
 def write(path: Path, code: str) -> str:
@@ -66,18 +70,8 @@ def test_a_script(tmp_path: Path) -> None:
         print(sys.argv, __name__, y.sum().item(), torch.npu.device_count())
         """,
     )
-    options = (
-        "--devices",
-        "3",
-        "--product",
-        "A3",
-        "--cann",
-        "9.0",
-        "--calls",
-        str(calls),
-        "--report",
-    )
-    ran = run("-m", "cann_simulator", *options, script, "--soc", "x")
+    options = f"--devices 3 --product A3 --cann 9.0 --calls {calls} --report"
+    ran = run("-m", "cann_simulator", *options.split(), script, "--soc", "x")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == f"{[script, '--soc', 'x']} __main__ 1024.0 3"
     lines = ran.stderr.splitlines()
@@ -153,9 +147,7 @@ def test_the_plugin_of_pytest(tmp_path: Path) -> None:
 @once
 def test_start(tmp_path: Path) -> None:
     """Starting again changes nothing; with other options it is refused."""
-    ran = run(
-        "-c",
-        textwrap.dedent("""
+    ran = run_code("""
         import cann_simulator
         from ascend_attn_ops import report
         cann_simulator.start(product="A2")
@@ -165,8 +157,7 @@ def test_start(tmp_path: Path) -> None:
         except RuntimeError as error:
             print(error)
         report.print_report()
-        """),
-    )
+    """)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].endswith("simulated CANN already, with CANN_SIM_SOC=Ascend910B2")
@@ -211,7 +202,7 @@ def test_what_start_says_is_missing(tmp_path: Path) -> None:
             except ImportError as error:
                 print(error)
         """.replace("VERSION", repr(version), 1)
-        ran = run("-c", textwrap.dedent(code))
+        ran = run_code(code)
         assert ran.stdout.startswith(expected), ran.stderr
 
 
@@ -233,9 +224,7 @@ def test_options_that_do_not_exist() -> None:
 FAST_GELU = "(const aclTensor* self, aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** e)"
 
 
-@pytest.fixture(scope="module")
-def fast_gelu() -> list[torch.Size]:
-    """Adds the function of torch_npu.npu_fast_gelu; returns the sizes that it is called with."""
+def test_a_function_of_the_user() -> None:
     seen = []
 
     @cann_simulator.function("aclnnFastGelu", FAST_GELU)
@@ -243,22 +232,16 @@ def fast_gelu() -> list[torch.Size]:
         seen.append(self.shape)
         return self * torch.sigmoid(1.702 * self)
 
-    return seen
-
-
-def test_a_function_of_the_user(fast_gelu: list[torch.Size]) -> None:
     x = torch.randn(4, 6)
     out = torch_npu.npu_fast_gelu(x.npu().t())
     torch.npu.synchronize()
     assert torch.equal(out.cpu(), (x * torch.sigmoid(1.702 * x)).t())
-    assert fast_gelu[-1] == (6, 4)
+    assert seen == [(6, 4)]
 
 
 @once
 def test_a_function_of_the_user_that_raises() -> None:
-    ran = run(
-        "-c",
-        textwrap.dedent("""
+    ran = run_code("""
         import cann_simulator
         cann_simulator.start(task_queue=0)
         import torch, torch_npu
@@ -271,8 +254,7 @@ def test_a_function_of_the_user_that_raises() -> None:
             torch_npu.npu_fast_gelu(torch.ones(3).npu())
         except RuntimeError as error:
             print(error)
-        """),
-    )
+    """)
     assert "aclnnFastGelu: ValueError: nothing today" in ran.stdout, ran.stderr
 
 
@@ -284,7 +266,6 @@ def test_prototypes_that_do_not_fit() -> None:
 
 
 def test_all_kinds_of_arguments() -> None:
-    """As CANN passes them, by the C functions themselves."""
     seen = []
 
     @cann_simulator.function(
@@ -298,37 +279,11 @@ def test_all_kinds_of_arguments() -> None:
         changed += 1
         return x + sum(xs)
 
-    opapi = library()
-    for name in ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray"):
-        getattr(opapi, name).restype = ctypes.c_void_p
-    memory = [torch.full((2, 3), float(i)) for i in range(5)]
-
-    def handle(x: torch.Tensor) -> ctypes.c_void_p:
-        sizes, strides = ((ctypes.c_int64 * 2)(*given) for given in (x.shape, x.stride()))
-        place = ctypes.c_void_p(x.data_ptr())
-        return ctypes.c_void_p(
-            opapi.aclCreateTensor(
-                sizes, ctypes.c_uint64(2), 0, strides, ctypes.c_int64(0), 2, sizes,
-                ctypes.c_uint64(2), place,
-            )
-        )  # fmt: skip
-
-    x, one, two, changed, out = (handle(tensor) for tensor in memory)
-    tensors = (ctypes.c_void_p * 2)(one, two)
-    integers = (ctypes.c_int64 * 3)(4, 5, 6)
-    xs = ctypes.c_void_p(opapi.aclCreateTensorList(tensors, ctypes.c_uint64(2)))
-    sizes = ctypes.c_void_p(opapi.aclCreateIntArray(integers, ctypes.c_uint64(3)))
-    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    status = opapi.aclnnEverythingGetWorkspaceSize(
-        x, xs, sizes, ctypes.c_double(0.5), ctypes.c_int64(7), True, b"BSND", None, changed, out,
-        ctypes.byref(size), ctypes.byref(executor),
-    )  # fmt: skip
-    opapi.aclDestroyTensorList(xs)
-    opapi.aclDestroyIntArray(sizes)
-    for tensor in (x, changed, out):
-        opapi.aclDestroyTensor(tensor)
+    x, one, two, changed, out = memory = [torch.full((2, 3), float(i)) for i in range(5)]
+    given = (x, [one, two], (4, 5, 6), 0.5, 7, True, "BSND", None, changed, out)
+    status, size, executor = first_phase("Everything", *given)
     assert status == 0
-    assert opapi.aclnnEverything(None, size, executor, None) == 0
+    assert library().aclnnEverything(None, size, executor, None) == 0
     assert seen == [([4, 5, 6], 0.5, 7, True, "BSND", None)]
     assert memory[3].eq(4).all()
     assert memory[4].eq(0 + 1 + 2).all()

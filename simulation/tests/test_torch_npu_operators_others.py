@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 
 B, N, D = 2, 4, 16
 each_dtype = pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-# Of sparse attention: queries, keys, heads, and keys for each query.
+# Sparse attention has so many queries, keys, heads, and keys for each query.
 S1, S2, HEADS, COUNT = 6, 40, 8, 16
 
 

@@ -22,7 +22,7 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(rtol=2**-7, of_largest=2**-7),
     torch.float32: Tolerance(rtol=1e-5, of_largest=1e-5),
 }
-# Of _v3, which takes them on the host.
+# The operators of _v3 take these on the host.
 LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 SCALE = 0.25
 HALF = [torch.float16, torch.bfloat16]
