@@ -11,7 +11,6 @@ import torch
 from ascend_attn_ops.check.selection import with_cut_blocks_last
 from device_samples import DEVICE_RECIPES, first, is_launched, is_pack_gradient
 from support.samples import RECIPES, Recipe, named_tensors
-from support.simulated_npu import run_in_new_process
 from support.tolerance import assert_same_bits
 
 
@@ -57,27 +56,6 @@ def test_current_stream(recipe: Recipe) -> None:
     assert len(streams) == 3
 
 
-def test_streams_that_launch_synchronously() -> None:
-    """torch_npu destroys an event on the caller's thread, and its queue waits for it later."""
-    output, _ = run_in_new_process("""
-        import torch, torch_npu
-
-        def attend():
-            x = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device="npu")
-            out = torch_npu.npu_fusion_attention(x, x, x, 2, "BSND")[0]
-            torch.npu.synchronize()
-            return bool((out == 1).all())
-
-        results = []
-        for _ in range(50):
-            with torch.npu.stream(torch_npu.npu.SyncLaunchStream()):
-                results.append(attend())
-            results.append(attend())
-        print(all(results))
-    """)
-    assert output == "True\n"
-
-
 @each_recipe
 def test_second_device(recipe: Recipe) -> None:
     """A call runs on the device of its tensors, which need not be the current one."""
@@ -92,7 +70,7 @@ def test_second_device(recipe: Recipe) -> None:
     assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
 
 
-# test_npu_devices.py tests the calls that wait.
+# test_npu_graphs.py tests the calls that wait.
 WITHOUT_WAITING = [recipe for recipe in DEVICE_RECIPES if not is_pack_gradient(recipe)]
 
 

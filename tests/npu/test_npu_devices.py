@@ -32,7 +32,7 @@ from ascend_attn_ops.device_limits import device_in_force
 from cann_simulator._products import missing_functions
 from device_samples import first
 from support.samples import Sample
-from support.simulated_npu import DEVICE, TASK_QUEUE, captured, once, run_in_new_process
+from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -74,19 +74,11 @@ def test_the_versions_are_those_of_the_simulation() -> None:
         assert thread.submit(device_in_force).result() == DEVICE
 
 
-# Rows with gaps between them.
-
-
-def fused_rows() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    fused = torch.randn(5, 3, 2, 32, generator=generator).bfloat16()
-    return fused[:, 1], fused[:, 2]
-
-
 def test_rows_of_a_fused_projection() -> None:
+    """With gaps between them."""
     caches = [torch.zeros(2, 4, 2, 32).bfloat16() for _ in range(2)]
     slots = torch.tensor([6, 1, -1, 3, 0], dtype=torch.int32)
-    key, value = fused_rows()
+    _, key, value = torch.randn(5, 3, 2, 32).bfloat16().unbind(1)
     ops.scatter_pa_kv_cache_(key, caches[0], slots, value, caches[1])
     key, value = (x.npu()[:, i] for i, x in enumerate((torch.stack([key, value], 1),) * 2))
     assert not key.is_contiguous()
@@ -97,20 +89,6 @@ def test_rows_of_a_fused_projection() -> None:
     (call,) = first_phases(log, "aclnnScatterPaKvCache")
     rows = 128 if PRODUCT == "950" else 64
     assert [call[name]["strides"] for name in ("key", "value")] == [[rows, 32, 1]] * 2
-
-
-@on_a2
-@pytest.mark.skipif(CANN < "9.1", reason="refused")
-def test_the_simulation_reads_dense_rows() -> None:
-    """Through torch_npu's operator, which passes the strides on."""
-    key = torch.stack(fused_rows(), 1).npu()[:, 0]
-    cache = torch.zeros(2, 4, 2, 32).bfloat16().npu()
-    slots = torch.arange(5, dtype=torch.int32).npu()
-    none = torch.empty((), dtype=torch.bfloat16).npu()
-    torch.ops.npu.npu_scatter_pa_kv_cache(key, none, cache, none, slots, cache_mode="Norm")
-    written = cache.cpu().flatten(0, 1)[:5]
-    assert torch.equal(written[0], key.cpu()[0])
-    assert not torch.equal(written[1], key.cpu()[1])
 
 
 @pytest.mark.skipif(
@@ -170,28 +148,6 @@ def test_the_mask_of_all_heads_of_one_padded_pack() -> None:
     assert_same_bits(cpu(attend("npu")), attend("cpu"))
 
 
-# In a process of its own, whose memory nobody has used: it holds what the simulation fills it with.
-ROWS_BEHIND = """
-    import torch, ascend_attn_ops
-    from ascend_attn_ops.check.samples import lightning_indexer
-    from test_npu_devices import PACKS
-    x = lightning_indexer.build(PACKS[0], torch.bfloat16).to("npu").arguments
-    indices, _ = torch.ops.npu.npu_lightning_indexer(
-        x["query"], x["key"], x["weights"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"], layout_query="TND", layout_key="TND",
-        sparse_count=x["sparse_count"], sparse_mode=3, return_value=True)
-    print((indices.cpu()[-4:] == 0x7F7F7F7F).all().item())
-"""
-
-
-@once
-@lacks("aclnnLightningIndexer")
-def test_the_simulation_leaves_them_alone() -> None:
-    text, _ = run_in_new_process(ROWS_BEHIND)
-    assert text.split()[-1] == "True"
-
-
 # The gradient of lightning_indexer in packs.
 
 # Lengths of queries and keys, and those of every launch: the sequences and their lengths.
@@ -236,29 +192,6 @@ def test_no_launch_has_sequences_of_unequal_lengths(lengths: Any, tail: tuple[in
     # Views: no tensor of the caller's is copied.
     for name, tensor in (("query", on_npu.inputs["query"]), ("dqOut", outputs[0])):
         assert {call[name]["address"] for call in calls} <= {tensor.untyped_storage().data_ptr()}
-
-
-@pytest.mark.usefixtures("unchecked")  # the shortest sequences have fewer keys than slots
-@lacks("aclnnLightningIndexerGrad")
-@pytest.mark.parametrize("lengths", [((3, 6), (5, 9)), ((4, 4), (5, 5)), ((7,), (9,))], ids=str)
-def test_only_packs_of_several_sequences_wait(lengths: Any) -> None:
-    sample = packed_gradient(lengths).to("npu")
-    before = cann_simulator.waits()
-    sample.call(torch.ops.ascend)
-    assert cann_simulator.waits() - before == (len(lengths[0]) > 1)
-
-
-@pytest.mark.usefixtures("unchecked")  # the shortest sequences have fewer keys than slots
-@lacks("aclnnLightningIndexerGrad")
-@captured
-def test_a_graph_does_not_wait() -> None:
-    sample = packed_gradient(((3, 6), (5, 9))).to("npu")
-    sample.call(torch.ops.ascend)
-    with (
-        torch.npu.graph(torch.npu.NPUGraph()),
-        pytest.raises(NotImplementedError, match=r"actual_seq_lengths_query: .* graph"),
-    ):
-        sample.call(torch.ops.ascend)
 
 
 # Values of 128 beside keys of 192.
@@ -354,21 +287,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert all(call["deterministic"] == bool(call["context"]) for call in calls)
 
 
-# FlashAttention: tokens and padded packs.
-
-
-@pytest.mark.parametrize("tokens", [(3, 2**62), (3, 2**31), (2**62, -4)], ids=str)
-def test_tokens_beyond_int32(tokens: tuple[int, int]) -> None:
-    case = FlashCase(layout="BSH", b=1, s=(7, 9), mode=4, pre=tokens[0], next=tokens[1])
-    sample = flash_attention_score.build_grad(case, torch.bfloat16)
-    for each in (flash_attention_score.build(case, torch.bfloat16), sample):
-        expected = each.call(torch.ops.ascend)
-        with cann_simulator.recorded_calls() as log:
-            outputs = each.to("npu").call(torch.ops.ascend)
-        assert_same_bits(cpu(outputs), expected)
-        (call,) = [x["arguments"] for x in log if "preTokens" in x.get("arguments", ())]
-        assert abs(call["preTokens"]) < 2**31
-        assert abs(call["nextTokens"]) < 2**31
+# FlashAttention: padded packs.
 
 
 @pytest.mark.parametrize("tail", [(2, 3), (2, 0), (0, 3), (0, 0)], ids=str)

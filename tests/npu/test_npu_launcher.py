@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch_npu
 from support.simulated_npu import once
-from support.turns import nightly
 from torch.utils.cpp_extension import include_paths
 
 pytestmark = once
@@ -26,17 +25,16 @@ WRONG = [
 ]  # fmt: skip
 
 
-def calls() -> dict[str, list[str]]:
-    """Calls that must not compile, by what is wrong with them."""
-    others = {
+def test_only_the_prototypes_arguments_compile(tmp_path: Path) -> None:
+    wrong = {
         f"argument {position} is {kind}": [*ARGUMENTS[:position], kind, *ARGUMENTS[position + 1 :]]
         for position, kind in WRONG
     }
-    return {**others, "one too few": ARGUMENTS[:-1], "one too many": [*ARGUMENTS, "Tensor"]}
-
-
-def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[str]:
-    source = folder / "call.cpp"
+    wrong |= {"one too few": ARGUMENTS[:-1], "one too many": [*ARGUMENTS, "Tensor"]}
+    statements = [f"static_assert(Callable<{', '.join(ARGUMENTS)}>);"]
+    for reason, arguments in wrong.items():
+        statements.append(f'static_assert(!Callable<{", ".join(arguments)}>, "{reason}");')
+    source = tmp_path / "call.cpp"
     source.write_text(
         f"""
         #include "npu/lightning_indexer.cpp"
@@ -50,7 +48,7 @@ def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[
         using None = std::nullopt_t;
         using Text = std::string_view;
         using List = at::IntArrayRef;
-        {statement}
+        {"".join(statements)}
         }}
         """
     )
@@ -61,20 +59,5 @@ def compile_source(folder: Path, statement: str) -> subprocess.CompletedProcess[
     ]  # fmt: skip
     flags = [f"-I{folder}" for folder in folders]
     command = ["g++", "-std=c++20", "-fsyntax-only", *flags, str(source)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_only_the_prototypes_arguments_compile(tmp_path: Path) -> None:
-    statements = [f"static_assert(Callable<{', '.join(ARGUMENTS)}>);"]
-    for reason, arguments in calls().items():
-        statements.append(f'static_assert(!Callable<{", ".join(arguments)}>, "{reason}");')
-    result = compile_source(tmp_path, "\n".join(statements))
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-
-
-@nightly
-def test_the_compiler_says_so(tmp_path: Path) -> None:
-    call = "void call(Tensor t) { aclnn_lightning_indexer(t, t, t); }"
-    result = compile_source(tmp_path, call)
-    assert result.returncode != 0
-    assert "no match for call to" in result.stderr
