@@ -1,34 +1,21 @@
-"""A process that makes calls which fail, each in a fork of its own: torch_npu's task queue does not
-survive its first failure, and to import torch takes longer than all that follows.
-
-Reads a request a line and writes an answer a line, as JSON.
-"""
+"""Calls that fail, each in a process of its own: torch_npu's task queue does not survive its first
+failure."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cann_simulator
 import torch
-from ascend_attn_ops.device_limits import limits, table
+from ascend_attn_ops.device_limits import table
 from device_samples import to_npu
 from support.samples import OPERATORS, Recipe, Sample, bytes_of
 from torch import Tensor
 
 MESSAGE = "EZ9999: planted"
-CASE_SECONDS = 60
 MAKERS = ("aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray")
 
 
@@ -156,36 +143,3 @@ def call_that_fails(operator: str, function: str, name: str, recipe: str, handle
     answer["memory"] = torch.npu.memory_allocated() - memory
     answer["next"] = what_follows(chosen)
     return answer
-
-
-def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the function's result; a text if it raised, or if a signal has ended it."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(CASE_SECONDS)
-        try:
-            with limits(None):  # the sizes of some samples are not the device's
-                answer = function(*arguments)
-        except BaseException:
-            answer = traceback.format_exc()
-        with open(write, "w") as file:
-            json.dump(answer, file)
-        os._exit(0)
-    os.close(write)
-    with open(read) as file:
-        text = file.read()
-    _, status = os.waitpid(pid, 0)
-    return json.loads(text) if text else f"ended with status {status}"
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = in_a_fork(call_that_fails, *request) if request else in_a_fork(survey)
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ from support.tolerance import assert_same_bits
 from support.turns import nightly
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("no_limits")
+pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 
 # The dtypes that the device takes; the simulation refuses the others as the device does.
 each_dtype = pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import cann_simulator
@@ -16,82 +15,26 @@ import torch_npu
 from ascend_attn_ops import _C
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops.device_limits import table
-from device_samples import DEVICE_RECIPES, first
-from support.samples import OPERATORS, Recipe
-from support.simulated_npu import (
-    FAILURES_OF_CALLER,
-    FAILURES_OF_QUEUE,
-    TASK_QUEUE,
-    once,
-    operator_fails,
-    run_in_new_process,
-)
+from device_samples import first
+from support.samples import OPERATORS
+from support.simulated_npu import TASK_QUEUE, once, run_in_new_process
 from support.turns import nightly
 
 ATTENTION = "sparse_flash_attention"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "phase"),
-    # Without memory the message is torch_npu's own: test_npu_handles.py.
-    product(DEVICE_RECIPES, [x for x in FAILURES_OF_CALLER if x]),
-    ids=lambda x: getattr(x, "id", x),
-)
-def test_failure_at_the_call(recipe: Recipe, phase: int) -> None:
-    sample = recipe.make(torch.bfloat16).to("npu")
-    with (
-        operator_fails(
-            sample.operator, phase=phase, status=161002, message="EZ1001: head size\n[PID: 7]"
-        ),
-        pytest.raises(RuntimeError) as raised,
-    ):
-        sample.call(torch.ops.ascend)
-    line = str(raised.value)
-    assert line.startswith(f"ascend::{sample.operator}: aclnn")
-    assert ("GetWorkspaceSize: " in line) == (phase == 1)
-    assert line.endswith(": EZ1001: head size [PID: 7] [ACLNN_ERR_PARAM_INVALID 161002]")
-
-
-@pytest.mark.parametrize("phase", FAILURES_OF_QUEUE)
-def test_failure_on_the_queue(phase: int) -> None:
-    """torch_npu names the function at the next wait and writes our line to standard error.
-
-    From then on its queue drops all work without a word: our next call says so, where torch_npu's
-    own operators would return memory that nothing has written.
-    """
-    out, err = run_in_new_process(
-        f"""
-        import torch, ascend_attn_ops
-        import cann_simulator
-        from device_samples import first
-        sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
-        with cann_simulator.fail(phase={phase}, status=361001, message="EZ9999: launch"):
-            for _ in range(2):
-                try:
-                    sample.call(torch.ops.ascend)
-                    torch.npu.synchronize()
-                except RuntimeError as error:
-                    print(str(error).splitlines()[0])
-        """
-    )
-    at_wait, at_next_call = out.splitlines()
-    assert "operator name is aclnnSparseFlashAttention" in at_wait
-    first_phase = "GetWorkspaceSize" if phase == 1 else ""
-    line = (
-        f"ascend::{ATTENTION}: aclnnSparseFlashAttention{first_phase}: EZ9999: launch "
-        "[ACLNN_ERR_RUNTIME_ERROR 361001]"
-    )
-    if phase == 0:
-        line = "out of memory"
-    assert line in err
-    assert line in at_next_call
-    assert at_next_call.startswith(f"ascend::{ATTENTION}: aclnnSparseFlashAttention: torch_npu's")
-
-
 @pytest.mark.skipif(TASK_QUEUE == 2, reason="the first phase runs on the queue's thread")
-def test_an_unknown_status_is_shown_as_its_number() -> None:
+@pytest.mark.parametrize(
+    ("status", "shown"), [(161002, "ACLNN_ERR_PARAM_INVALID 161002"), (507015, "507015")]
+)
+def test_a_failure_is_one_line(status: int, shown: str) -> None:
+    """test_npu_faults.py: of every function, and what is left behind."""
     sample = first(ATTENTION).make(torch.bfloat16).to("npu")
-    with cann_simulator.fail(phase=1, status=507015), pytest.raises(RuntimeError, match="507015"):
+    line = f"ascend::{ATTENTION}: aclnnSparseFlashAttentionGetWorkspaceSize: EZ1001: head size"
+    with (
+        cann_simulator.fail(phase=1, status=status, message="EZ1001: head size\n[PID: 7]"),
+        pytest.raises(RuntimeError, match=re.escape(f"{line} [PID: 7] [{shown}]") + "$"),
+    ):
         sample.call(torch.ops.ascend)
 
 

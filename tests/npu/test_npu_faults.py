@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +13,6 @@ from ascend_attn_ops.device_limits import table
 from faulty_calls import FAULTS, MESSAGE, Fault
 from support.samples import OPERATORS
 from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process
-
-# One process makes the calls of all tests.
 
 FUNCTIONS = [(row["operator"], function) for row in table() for function in row["aclnn"]]
 # The phases that run on the thread of the task queue, at each of its levels.
@@ -28,38 +22,29 @@ each_function = pytest.mark.parametrize(("operator", "function"), FUNCTIONS)
 each_fault = pytest.mark.parametrize("name", FAULTS)
 
 
-class FaultyCalls:
-    """The process of faulty_calls.py."""
+def ask(what: str) -> dict[str, Any]:
+    """Returns the value of a call of faulty_calls.py in a process of its own."""
+    out, _ = run_in_new_process(f"""
+        import json, torch
+        import ascend_attn_ops
+        from faulty_calls import call_that_fails, survey
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("faulty_calls.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        self.calls: dict[str, list[dict[str, Any]]] = self.ask()
-
-    def ask(self, *request: Any) -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = json.loads(self._process.stdout.readline())
-        assert isinstance(answer, dict), answer
-        return answer
-
-    def close(self) -> None:
-        self._process.communicate()
+        torch.set_num_threads(1)
+        with ascend_attn_ops.limits(None):  # the sizes of some samples are not the device's
+            print(json.dumps({what}))
+    """)
+    answer: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return answer
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Iterator[FaultyCalls]:
-    process = FaultyCalls()
-    yield process
-    process.close()
+def calls_of() -> dict[str, list[dict[str, Any]]]:
+    return ask("survey()")
 
 
-def test_a_function_of_every_operator_is_called(faulty: FaultyCalls) -> None:
+def test_a_function_of_every_operator_is_called(calls_of: dict[str, Any]) -> None:
     """By a sample; those that are not belong to other products."""
-    called = {operator for operator, function in FUNCTIONS if function in faulty.calls}
+    called = {operator for operator, function in FUNCTIONS if function in calls_of}
     assert called == {row["operator"] for row in table()}
 
 
@@ -83,13 +68,13 @@ def line_of(operator: str, function: str, fault: Fault) -> str:
 
 @each_function
 @each_fault
-def test_fault(operator: str, function: str, name: str, faulty: FaultyCalls) -> None:
+def test_fault(operator: str, function: str, name: str, calls_of: dict[str, Any]) -> None:
     fault = FAULTS[name]
-    if function not in faulty.calls:
+    if function not in calls_of:
         pytest.skip(f"no sample calls it on {' with CANN '.join(DEVICE)}")
     if fault is not None and fault.phase == 3 and function.endswith("Metadata"):
         pytest.skip("the simulated operator behind it refuses metadata that nothing has written")
-    calls = faulty.calls[function]
+    calls = calls_of[function]
     first = first_of(function)
     failing = first if fault is not None and fault.phase == -1 and not fault.last else function
     if TASK_QUEUE == 2 and fault is not None and failing.endswith("Metadata"):
@@ -100,7 +85,8 @@ def test_fault(operator: str, function: str, name: str, faulty: FaultyCalls) -> 
         calls = [call for call in calls if call["handles"][fault.of]]
     if not calls:
         pytest.skip("takes no such argument")
-    answer = faulty.ask(operator, function, name, calls[0]["recipe"], calls[0]["handles"])
+    request = (operator, function, name, calls[0]["recipe"], calls[0]["handles"])
+    answer = ask(f"call_that_fails{request}")
     assert set(answer["handles"].values()) == {0}
     assert answer["memory"] == 0
     on_queue = fault is not None and fault.phase in PHASES_ON_QUEUE[TASK_QUEUE]

@@ -9,7 +9,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cann_simulator
@@ -44,10 +43,6 @@ captured = pytest.mark.skipif(
     reason="torch_npu captures no graph at level 2: test_level_2",
 )
 
-# Where a call can fail, 0: the workspace's allocation, 1 and 2: the phases; and on which thread.
-FAILURES_OF_CALLER = {0: (0, 1, 2), 1: (0, 1), 2: ()}[TASK_QUEUE]
-FAILURES_OF_QUEUE = {0: (), 1: (2,), 2: (0, 1, 2)}[TASK_QUEUE]
-
 
 @pytest.fixture
 def no_leak() -> Iterator[None]:
@@ -78,16 +73,6 @@ def unchecked_samples(request: pytest.FixtureRequest) -> None:
     recipe = callspec.params.get("recipe") if callspec else None
     if recipe and not recipe.on_device:
         request.getfixturevalue("unchecked")
-
-
-@contextmanager
-def operator_fails(operator: str, **fault: Any) -> Iterator[None]:
-    """`cann_simulator.fail` for each aclnn function of an operator of ours, and no other."""
-    (functions,) = (row["aclnn"] for row in table() if row["operator"] == operator)
-    with ExitStack() as stack:
-        for function in functions:
-            stack.enter_context(cann_simulator.fail(function, **fault))
-        yield
 
 
 def attention_functions(calls: list[dict[str, Any]]) -> Counter[str]:
