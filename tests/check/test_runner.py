@@ -33,14 +33,9 @@ def test_a_crash_and_a_hang_are_lines(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert check("--json", report) == 1
     assert verdicts(report) == {
-        "crash": "differs",
-        "succeed": "pass",
-        "hang": "differs",
-        "leave": "differs",
-        "skip": "skipped",
-        "fail": "differs",
-        "interrupt": "skipped",
-    }
+        "crash": "differs", "succeed": "pass", "hang": "differs", "leave": "differs",
+        "skip": "skipped", "fail": "differs", "interrupt": "skipped",
+    }  # fmt: skip
     texts = {x.id.partition("/")[2]: x.text for x in results.read(report)[1]}
     assert "signal SIGSEGV" in texts["crash"]
     assert texts["crash"].endswith("the last words")
@@ -59,17 +54,16 @@ def test_status_0_says_that_nothing_differs(capsys: pytest.CaptureFixture[str]) 
     assert check("--only", "numbers/fail") == 1
 
 
-@pytest.mark.parametrize("name", ["numbers/succeed", "succeed", "suc*", "*/succeed"])
-def test_a_probe_has_its_name_with_and_without_the_section(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--only", name] for name in ("numbers/succeed", "succeed", "suc*", "*/succeed")),
+        *(["--quick", "--only", name] for name in ("num*", "numbers", "all", "al*")),
+    ],
+)
+def test_probes_are_chosen_by_name_section_or_group(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    assert check("--json", report, "--only", name) == 0
-    assert verdicts(report) == {"succeed": "pass"}
-
-
-@pytest.mark.parametrize("name", ["num*", "numbers", "all", "al*"])
-def test_a_pattern_of_a_section_or_a_group(name: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    assert check("--json", report, "--quick", "--only", name) == 0
+    assert check("--json", report, *options) == 0
     assert verdicts(report) == {"succeed": "pass"}
 
 

@@ -35,15 +35,8 @@ VARIABLE = re.compile(
     r"""(?:getenv\(|environ(?:\.\w+)?[\[(]|timeout\()"([A-Z_]+)"|"((?:ASCEND_ATTN_OPS|CANN_SIM)[A-Z_]*)\""""
 )
 SOURCES = (
-    "python",
-    "csrc",
-    "simulation",
-    "tools",
-    "benchmarks",
-    "setup.py",
-    "tests/npu",
-    "tests/fuzz",
-)
+    "python", "csrc", "simulation", "tools", "benchmarks", "setup.py", "tests/npu", "tests/fuzz",
+)  # fmt: skip
 
 
 def test_every_environment_variable_has_a_row() -> None:

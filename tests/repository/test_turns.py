@@ -41,16 +41,3 @@ def test_without_operators_every_pair_of_short_axes() -> None:
         product(range(3), "xyz")
     )
     assert len(chosen) < 20
-
-
-def test_values_are_not_printed() -> None:
-    freed = torch.ones(4)
-    freed.untyped_storage().resize_(0)
-    assert turns.choose("test", [{"x": freed}, {"x": None}, {"x": freed}], 2, 0)
-
-
-def test_the_seed_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns.seed.cache_clear()
-    monkeypatch.setenv("SEED", "0x1F")
-    assert turns.seed() == 31
-    turns.seed.cache_clear()

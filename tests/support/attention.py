@@ -7,15 +7,9 @@ from torch import Tensor
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep: Tensor | None = None,
-    scale: float = 1.0,
-    bias: Tensor | float = 0.0,
-    weight: Tensor | float = 1.0,
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None = None, scale: float = 1.0,
+    bias: Tensor | float = 0.0, weight: Tensor | float = 1.0, sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns out (B, N, Sq, Dv) and the log-sum-exp (B, N, Sq) of tensors in (B, N, S, D).
 
     `keep` is True where a query sees a key; `weight` multiplies the probabilities. A sink is the

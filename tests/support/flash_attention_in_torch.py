@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +55,10 @@ def visible(sq: int, skv: int, causal: bool, window: tuple[int, int]) -> Tensor:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    s_aux: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softmax_scale: float | None = None,
+    alibi_slopes: Tensor | None = None, s_aux: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of (batch_size, seqlen, nheads, headdim), in float64 and differentiable.
 
     A sink is the score of one more key, whose value is 0.
@@ -82,37 +77,21 @@ def attend(
 
 
 def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: list[int],
-    cu_seqlens_k: list[int],
-    *,
-    alibi_slopes: Tensor | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    s_aux: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: list[int], cu_seqlens_k: list[int], *,
+    alibi_slopes: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence after another: out (total_q, nheads, headdim) and lse (nheads, total_q)."""
     out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64)
     lse = torch.full((q.shape[1], q.shape[0]), torch.inf, dtype=torch.float64)
-    spans = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
     outs = []
-    for b, ((q_begin, q_end), (k_begin, k_end)) in enumerate(spans):
+    spans = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
+    for b, (of_q, of_k) in enumerate(spans):
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[b]
-        part, part_lse = attend(
-            q[None, q_begin:q_end],
-            k[None, k_begin:k_end],
-            v[None, k_begin:k_end],
-            alibi_slopes=slopes,
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            s_aux=s_aux,
-        )
-        outs.append(part[0])
-        lse[:, q_begin:q_end] = part_lse[0]
+        rows, keys = slice(*of_q), slice(*of_k)
+        part = q[None, rows], k[None, keys], v[None, keys]
+        part_out, part_lse = attend(*part, alibi_slopes=slopes, **options)
+        outs.append(part_out[0])
+        lse[:, rows] = part_lse[0]
     return torch.cat((*outs, out[cu_seqlens_q[-1] :])), lse

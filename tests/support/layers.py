@@ -49,26 +49,16 @@ PACKAGE_PARTS = {
     "reference": Part(("reference/*",), "in plain torch", ("vocabulary",)),
     "modules": Part(
         ("compression.py", "indexer_training.py", "modules.py", "quantization.py", "training.py"),
-        "LightningIndexer, compressed keys, training, int8",
-        ("operators",),
+        "LightningIndexer, compressed keys, training, int8", ("operators",),
     ),
     "flash_attn": Part(
-        ("flash_attn*.py", "_flash_*.py", "_varlen_attention.py"),
-        "flash-attn's API",
+        ("flash_attn*.py", "_flash_*.py", "_varlen_attention.py"), "flash-attn's API",
         ("operators",),
     ),
     "comparison": Part(
-        (
-            "comparison.py",
-            "recording.py",
-            "check/samples/*",
-            "check/bounds.py",
-            "check/observed_calls.py",
-            "check/comparing.py",
-            "check/recorded_calls.py",
-        ),
-        "calls against the reference",
-        ("reference",),
+        ("comparison.py", "recording.py", "check/samples/*", "check/bounds.py",
+         "check/observed_calls.py", "check/comparing.py", "check/recorded_calls.py"),
+        "calls against the reference", ("reference",),
     ),
     "public": Part(
         ("__init__.py", "_public.py"), "import ascend_attn_ops", ("modules", "comparison")
@@ -78,15 +68,13 @@ PACKAGE_PARTS = {
     "integrations": Part(("integrations/*",), "transformers", ("public",)),
     "check": Part(
         ("__main__.py", "report.py", "calibration.py", "check/*"),
-        "the command line: report, limits, check",
-        ("public",),
+        "the command line: report, limits, check", ("public",),
     ),
     "vocabulary": Part(
         ("_*.py", "_C.pyi", "device_limits.py", "masks.py"),
         "arguments, packs, pages, masks, device limits",
     ),
-}
-
+}  # fmt: skip
 
 # The other folders of the checkout. They use csrc and the package, which do not use them.
 AROUND = {

@@ -13,16 +13,11 @@ from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tup
 FORMS: list[Operator] = [
     OPERATORS[name]
     for name in (
-        "attention_update",
-        "flash_attention_score",
-        "fused_infer_attention_score",
-        "lightning_indexer",
-        "prompt_flash_attention",
-        "sparse_flash_attention",
-        "sparse_flash_mla",
-        "sparse_lightning_indexer_kl_loss_grad",
+        "attention_update", "flash_attention_score", "fused_infer_attention_score",
+        "lightning_indexer", "prompt_flash_attention", "sparse_flash_attention",
+        "sparse_flash_mla", "sparse_lightning_indexer_kl_loss_grad",
     )
-]
+]  # fmt: skip
 OUT_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.operator in FORMS]
 
 RUBBISH = 0x5A

@@ -31,11 +31,7 @@ TOLERANCES = {
 
 
 def assert_close(
-    name: str,
-    actual: Tensor,
-    expected: Tensor,
-    tolerance: Tolerance,
-    floor: Tensor | float = 0.0,
+    name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance, floor: Tensor | float = 0.0
 ) -> None:
     """Says where the results differ, by how much, and how alike they are on the whole.
 

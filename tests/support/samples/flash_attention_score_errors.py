@@ -17,15 +17,7 @@ from ascend_attn_ops.check.samples.flash_attention_score import (
 )
 from ascend_attn_ops.check.samples.record import Operator
 
-from .wrong_call import (
-    COMPRESSED,
-    LENGTHS,
-    WrongCall,
-    bools,
-    normal,
-    statistics_rules,
-    wrong_call,
-)
+from .wrong_call import COMPRESSED, LENGTHS, WrongCall, bools, normal, statistics_rules, wrong_call
 
 PLAIN = FlashCase(s=(6, 9), heads=(4, 2), d=(8, 8))
 BSH = FlashCase(layout="BSH", s=(6, 9), heads=(4, 2), d=(8, 8))

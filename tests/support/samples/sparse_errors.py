@@ -168,10 +168,7 @@ def compression_rules(operator: Operator) -> Iterator[WrongCall]:
 
 
 # BSND and TND.
-PAGES = [
-    replace(COUNTS, page=16),
-    replace(TND, page=16),
-]
+PAGES = [replace(COUNTS, page=16), replace(TND, page=16)]
 
 
 def table_rules(

@@ -41,14 +41,10 @@ def argument_of_extent(good: Sample, name: str, axis: int) -> str:
 
 def option_rules(operator: Operator) -> Iterator[WrongCall]:
     for name, values in (
-        ("layout", ("BNSD", "bsnd", "PA_BSND", "")),
-        ("ori_mask_mode", (-1, 1, 2, 5, 8)),
-        ("cmp_mask_mode", (-1, 1, 2, 4)),
-        ("cmp_ratio", (0, -1, 2**31)),
-        ("ori_win_left", (-2,)),
-        ("ori_win_right", (-2,)),
-        ("scale_value", (math.nan, -math.inf, 1e39)),
-    ):
+        ("layout", ("BNSD", "bsnd", "PA_BSND", "")), ("ori_mask_mode", (-1, 1, 2, 5, 8)),
+        ("cmp_mask_mode", (-1, 1, 2, 4)), ("cmp_ratio", (0, -1, 2**31)), ("ori_win_left", (-2,)),
+        ("ori_win_right", (-2,)), ("scale_value", (math.nan, -math.inf, 1e39)),
+    ):  # fmt: skip
         for value in values:
             yield wrong_call(operator, BSND, id=value, **{name: value})
     yield wrong_call(operator, BSND, code="161001", cmp_kv=None)
@@ -100,21 +96,13 @@ def page_rules() -> Iterator[WrongCall]:
 
 
 LIMITS: list[tuple[str, dict[str, Any]]] = [
-    ("query", {"heads": 3}),
-    ("query", {"d": 64}),
-    ("cmp_sparse_indices", {"k": 5}),
-    ("query", {"b": 0}),
-    ("query", {"s": (5, 0, 0)}),
-    ("ori_mask_mode", {"mode": 3}),
-    ("cmp_mask_mode", {"cmp_mode": 0}),
-    ("ori_win_left", {"left": 128}),
-    ("ori_win_right", {"right": 1}),
-    ("sink", {"sink": False}),
-    ("cmp_ratio", {"ratio": 2, "s": (20, 20, 10)}),
-    ("cmp_ratio", {"kind": "hca"}),
-    ("cmp_ratio", {"kind": "swa"}),
-    (r"actual_seq_lengths\w*", {"lengths": ((20,), (20,), (5,))}),
-]
+    ("query", {"heads": 3}), ("query", {"d": 64}), ("cmp_sparse_indices", {"k": 5}),
+    ("query", {"b": 0}), ("query", {"s": (5, 0, 0)}), ("ori_mask_mode", {"mode": 3}),
+    ("cmp_mask_mode", {"cmp_mode": 0}), ("ori_win_left", {"left": 128}),
+    ("ori_win_right", {"right": 1}), ("sink", {"sink": False}),
+    ("cmp_ratio", {"ratio": 2, "s": (20, 20, 10)}), ("cmp_ratio", {"kind": "hca"}),
+    ("cmp_ratio", {"kind": "swa"}), (r"actual_seq_lengths\w*", {"lengths": ((20,), (20,), (5,))}),
+]  # fmt: skip
 
 
 def rules(operator: Operator) -> Iterator[WrongCall]:

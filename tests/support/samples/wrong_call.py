@@ -71,15 +71,9 @@ class WrongCall:
 
 
 def wrong_call(
-    operator: Operator,
-    case: Any,
-    expected: str = "",
-    exception: type[Exception] = ValueError,
-    *,
-    id: object = "",
-    change: Change | None = None,
-    **arguments: Any,
-) -> WrongCall:
+    operator: Operator, case: Any, expected: str = "", exception: type[Exception] = ValueError, *,
+    id: object = "", change: Change | None = None, **arguments: Any,
+) -> WrongCall:  # fmt: skip
     """Makes a wrong call whose error names the first of the arguments, or what `expected` does.
 
     expected: a pattern in the message, or `argument: pattern`. The arguments that are fields of
