@@ -7,33 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
-from support.small_models import make, packing, padding, tokens  # noqa: E402
+from ascend_attn_ops.integrations.transformers import enable_dsa  # noqa: E402
+from support.small_models import SMALL_V4, make, packing, padding, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-# Enough heads that no indexer gives two keys the score 0, and one of them is selected.
-SMALL = {
-    "num_hidden_layers": 3,
-    "layer_types": [
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-    ],
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    "index_n_heads": 16,
-}
 # Norms and logits are rounded to float32 by the model itself.
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
     """transformers' eager model, and the same one over our operators."""
-    eager = make("DeepSeek-V4", **SMALL).to(dtype)
+    eager = make("DeepSeek-V4", **SMALL_V4).to(dtype)
     ours = copy.deepcopy(eager)
     enable_dsa(ours, **options)
     return eager, ours
@@ -105,17 +94,6 @@ def test_the_models_own_backward_trains_the_indexer() -> None:
     assert history == sorted(history, reverse=True)
 
 
-def test_the_indexers_gradient_is_that_of_its_loss_alone() -> None:
-    """The loss of the model adds nothing to it, and the weight is its factor."""
-    found = []
-    for weight, of_model in ((1.0, 1.0), (1.0, 3.0), (0.25, 1.0), (torch.tensor(4.0), 1.0)):
-        _, ours = pair(indexer_loss_weight=weight)
-        (of_model * ours(tokens(), labels=tokens()).loss).backward()
-        found.append({x: y.grad / weight for x, y in of_indexers(ours).items()})
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_adds_the_loss_once(reentrant: bool) -> None:
     _, ours = pair()
@@ -155,15 +133,6 @@ def test_a_bfloat16_model() -> None:
     assert difference < 0.05
 
 
-def test_the_model_remains_transformers_own() -> None:
-    eager, ours = pair()
-    assert list(ours.state_dict()) == list(eager.state_dict())
-    before: Tensor = eager(tokens()).logits
-    disable_dsa(ours)
-    assert type(ours.model.layers[1].self_attn) is type(eager.model.layers[1].self_attn)
-    torch.testing.assert_close(ours(tokens()).logits, before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_refused(side: str) -> None:
     _, ours = pair()
@@ -172,9 +141,9 @@ def test_padding_is_refused(side: str) -> None:
 
 
 def test_options_that_its_layers_have_not() -> None:
-    model = make("DeepSeek-V4", **SMALL)
+    model = make("DeepSeek-V4", **SMALL_V4)
     with pytest.raises(NotImplementedError, match="dense_warmup"):
         enable_dsa(model, dense_warmup=True)
     with pytest.raises(NotImplementedError, match="attention_dropout"):
-        enable_dsa(make("DeepSeek-V4", **SMALL, attention_dropout=0.1))
+        enable_dsa(make("DeepSeek-V4", **SMALL_V4, attention_dropout=0.1))
     assert not hasattr(model, "indexer_losses")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,20 +15,16 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import _dense, register, unregister  # noqa: E402
-from support.small_models import (  # noqa: E402
-    make,
-    packing,
-    padding,
-    targets,
-    tokens,
-)
+from support.small_models import make, packing, padding, targets, tokens  # noqa: E402
 from support.turns import nightly  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-# Some 40 roundings of float32 in series, on logits of up to 10.
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# Errors of some 40 roundings in series, on logits of up to 10; norms compute in float32 everywhere.
+CLOSE = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rtol": 1e-4, "atol": 1e-4}}
 DENSE = ["Llama", "Qwen3", "Mistral", "GptOss"]
+# MiMo has sinks in its sliding layers only, and values smaller than keys.
+OTHERS = ["GraniteMoeSWA", "Flint", "MiMo-V2-Flash"]
 # Full attention is causal, and sliding windows are a band. GptOss has both in turns.
 MODES = {"Mistral": {4}, "GptOss": {3, 4}}
 
@@ -42,19 +39,33 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def pair(name: str, **changes: Any) -> tuple[nn.Module, nn.Module]:
-    return make(name, **changes), make(name, "ascend", **changes)
+def pair(
+    name: str, dtype: torch.dtype | None = None, **changes: Any
+) -> tuple[nn.Module, nn.Module]:
+    """transformers' eager model and ours, with sinks of some weight beside the scores.
+
+    Only GptOss has a softmax that is not computed in float32.
+    """
+    dtype = dtype or (torch.float64 if name == "GptOss" else torch.float32)
+    models = [make(name, attention, **changes).to(dtype) for attention in ("eager", "ascend")]
+    for model in models:
+        for parameter, x in model.named_parameters():
+            if parameter.endswith("sinks"):
+                x.data = torch.linspace(-1, 3, len(x), dtype=dtype)
+    return models[0], models[1]
 
 
-class Calls:
-    """Records the arguments of the operator's calls."""
+def assert_close(actual: Any, expected: Any) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, **CLOSE[y.dtype])
 
-    def __init__(self) -> None:
-        self.options: list[dict[str, Any]] = []
 
-    def __call__(self, *tensors: Tensor, **options: Any) -> Any:
-        self.options.append(options)
-        return CALL(*tensors, **options)
+def assert_same_gradients(ours: nn.Module, eager: nn.Module) -> None:
+    assert_close(*([x.grad for x in model.parameters()] for model in (ours, eager)))
+
+
+def valid_tokens(batch: dict[str, Any]) -> Tensor:
+    return batch.get("attention_mask", torch.ones_like(tokens())).bool()
 
 
 COMPILED_PER_COMMIT = [("Llama", "plain"), ("Mistral", "left padding"), ("GptOss", "packed")]
@@ -68,29 +79,48 @@ BATCHES = {
 }
 
 
-# eager GptOss attends across packed sequences: test_models_with_sinks.py compares those.
+# eager GptOss attends across packed sequences, which the next test compares.
 @pytest.mark.parametrize(
-    ("name", "batch"), [x for x in product(DENSE, BATCHES) if x != ("GptOss", "packed")]
+    ("name", "batch"),
+    [
+        *(x for x in product(DENSE, BATCHES) if x != ("GptOss", "packed")),
+        *product(OTHERS, ["plain", "left padding"]),
+    ],
 )
 def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
     arguments = BATCHES[batch]
-    text = tokens()
-    valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
-    labels = targets(text, valid)
+    text, valid = tokens(), valid_tokens(arguments)
     eager, ours = pair(name)
-    calls = Calls()
-    with mock.patch.object(ops, "flash_attention_score", calls):
-        results = [model(text, labels=labels, **arguments) for model in (eager, ours)]
-    # No mask of all pairs, and a layout with lengths only where there are some.
-    assert len(calls.options) == 2
-    assert not any("attn_mask" in options for options in calls.options)
-    assert {x["layout"] for x in calls.options} == {"BNSD" if batch == "plain" else "TND"}
-    assert {x["sparse_mode"] for x in calls.options} == MODES.get(name, {3})
-    torch.testing.assert_close(results[1].logits[valid], results[0].logits[valid], **CLOSE)
+    with mock.patch.object(ops, "flash_attention_score", wraps=CALL) as recorded:
+        results = [model(text, labels=targets(text, valid), **arguments) for model in (eager, ours)]
+    if name in DENSE:
+        # No mask of all pairs, and a layout with lengths only where there are some.
+        calls = [x.kwargs for x in recorded.call_args_list]
+        assert len(calls) == 2
+        assert not any("attn_mask" in options for options in calls)
+        assert {x["layout"] for x in calls} == {"BNSD" if batch == "plain" else "TND"}
+        assert {x["sparse_mode"] for x in calls} == MODES.get(name, {3})
+    assert_close([results[1].logits[valid]], [results[0].logits[valid]])
     for result in results:
         result.loss.backward()
-    for x, y in zip(ours.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(x.grad, y.grad, **CLOSE)
+    assert_same_gradients(ours, eager)
+
+
+LENGTHS = (15, 1, 24)
+
+
+@pytest.mark.parametrize("window", [7, 64])
+def test_packed_sequences_are_those_of_eager_alone(window: int) -> None:
+    """transformers does not tell the masks of gpt_oss that positions start over."""
+    eager, ours = pair("GptOss", sliding_window=window)
+    text, packed = tokens(), packing(lengths=LENGTHS, gap=0)
+    out = ours(text, **packed).logits
+    parts = [eager(part, use_cache=False).logits for part in text.split(LENGTHS, 1)]
+    expected = torch.cat(parts, 1)
+    assert_close([out], [expected])
+    d_out = torch.randn(out.shape, dtype=torch.float64)
+    torch.autograd.backward((out, expected), (d_out, d_out))
+    assert_same_gradients(ours, eager)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -98,12 +128,14 @@ def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
 def test_generate_with_the_librarys_caches(name: str, cache: str, padded: bool) -> None:
     arguments = {"attention_mask": padding("left")["attention_mask"]} if padded else {}
     options = {
-        "max_new_tokens": 5, "do_sample": False, "output_logits": True, "disable_compile": True,
+        "max_new_tokens": 9, "do_sample": False, "output_logits": True, "disable_compile": True,
         "return_dict_in_generate": True, "cache_implementation": cache,
     }  # fmt: skip
     expected, actual = (x.generate(tokens(), **arguments, **options) for x in pair(name))
     assert torch.equal(actual.sequences, expected.sequences)
-    torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
+    # transformers returns logits in float32.
+    close = 1e-6 if name == "GptOss" else 1e-4
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -122,9 +154,8 @@ def test_chunks_of_a_prompt(name: str, padded: bool) -> None:
             }
         part = ours(text[:, first:behind], past_key_values=cache, **given)
         logits.append(part.logits)
-    valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
-    expected = eager(text, **arguments).logits[valid]
-    torch.testing.assert_close(torch.cat(logits, 1)[valid], expected, **CLOSE)
+    valid = valid_tokens(arguments)
+    assert_close([torch.cat(logits, 1)[valid]], [eager(text, **arguments).logits[valid]])
 
 
 def test_padding_with_gaps(name: str) -> None:
@@ -132,8 +163,7 @@ def test_padding_with_gaps(name: str) -> None:
     mask[0, 11:14] = 0
     eager, ours = pair(name)
     expected, actual = (x(tokens(), attention_mask=mask).logits for x in (eager, ours))
-    valid = mask.bool()
-    torch.testing.assert_close(actual[valid], expected[valid], **CLOSE)
+    assert_close([actual[mask.bool()]], [expected[mask.bool()]])
 
 
 def test_mask_of_all_pairs() -> None:
@@ -143,8 +173,7 @@ def test_mask_of_all_pairs() -> None:
     both_ways = both_ways.expand(2, 1, 40, 40)
     in_floats = torch.where(both_ways, 0.0, torch.finfo(torch.float32).min)
     expected = eager(tokens(), attention_mask=in_floats).logits
-    actual = ours(tokens(), attention_mask=both_ways).logits
-    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert_close([ours(tokens(), attention_mask=both_ways).logits], [expected])
     with pytest.raises(TypeError, match=r"bool .* True keeps a key, got torch\.float32"):
         ours(tokens(), attention_mask=in_floats)
 
@@ -159,19 +188,17 @@ def test_mask_of_all_pairs() -> None:
 def test_compiled(name: str, batch: str) -> None:
     arguments = BATCHES[batch]
     torch.compiler.reset()
-    text = tokens()
-    valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
+    text, valid = tokens(), valid_tokens(arguments)
     eager, ours = pair(name)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     # torch 2.7 cannot trace how transformers makes a cache, whatever the attention.
     arguments = {"use_cache": False, **arguments}
     results = [model(text, labels=text, **arguments) for model in (eager, compiled)]
-    torch.testing.assert_close(results[1].logits[valid], results[0].logits[valid], **CLOSE)
+    assert_close([results[1].logits[valid]], [results[0].logits[valid]])
     if batch == "plain":
         for result in results:
             result.loss.backward()
-        for x, y in zip(ours.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(x.grad, y.grad, **CLOSE)
+        assert_same_gradients(ours, eager)
 
 
 def test_dropout_is_applied() -> None:
@@ -231,7 +258,7 @@ def test_what_the_operator_cannot_do_is_refused_by_name(refused: str) -> None:
 
 def test_gemma3_without_a_soft_cap() -> None:
     eager, ours = pair("Gemma3")
-    torch.testing.assert_close(ours(tokens()).logits, eager(tokens()).logits, **CLOSE)
+    assert_close([ours(tokens()).logits], [eager(tokens()).logits])
 
 
 def test_attention_weights_are_refused() -> None:
@@ -277,3 +304,66 @@ def test_registering_can_be_undone() -> None:
         for _ in range(2):
             register()
     assert all("ascend" in interface for interface in interfaces)
+
+
+def test_positions_are_read_once_for_all_layers() -> None:
+    _, ours = pair("GptOss", torch.float32)
+    packed = packing(lengths=LENGTHS, gap=0)
+    with mock.patch.object(_dense, "packed", wraps=_dense.packed) as read:
+        ours(tokens(), **packed)
+        assert read.call_count == 1
+        before = ours(tokens(), **packed).logits
+        assert read.call_count == 1
+        packed["position_ids"] = packed["position_ids"].clone()
+        ours(tokens(), **packed)
+        packed["position_ids"].copy_(torch.arange(40))
+        after = ours(tokens(), **packed).logits
+        assert read.call_count == 3
+    torch.testing.assert_close(after, ours(tokens(), use_cache=False).logits)
+    assert not torch.allclose(after, before)
+
+
+def test_lengths_of_flash_attention_beside_positions() -> None:
+    """As transformers' collators make them for packed sequences."""
+    _, ours = pair("GptOss", torch.float32)
+    packed = packing(1, LENGTHS, gap=0)
+    ends = torch.tensor([0, 15, 16, 40])
+    actual = ours(tokens(1), **packed, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+    torch.testing.assert_close(actual, ours(tokens(1), **packed).logits)
+
+
+def test_a_checkpoint_of_transformers_is_loaded_as_it_is(tmp_path: Path) -> None:
+    eager, _ = pair("GptOss", torch.float32)
+    eager.save_pretrained(tmp_path / "eager")
+    kind = transformers.AutoModelForCausalLM
+    ours = kind.from_pretrained(tmp_path / "eager", attn_implementation="ascend")
+    ours.set_experts_implementation("batched_mm")
+    sinks = [layer.self_attn.sinks for layer in ours.model.layers]
+    assert all(torch.equal(x, torch.linspace(-1, 3, 4)) for x in sinks)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens()).logits, eager(tokens()).logits)
+    ours.save_pretrained(tmp_path / "ours")
+    again = kind.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert all(map(torch.equal, again.state_dict().values(), eager.state_dict().values()))
+
+
+def test_sinks_of_half_precision_get_gradients_of_it() -> None:
+    _, ours = pair("GptOss", torch.bfloat16)
+    ours(tokens(), labels=tokens()).loss.backward()
+    for layer in ours.model.layers:
+        gradient = layer.self_attn.sinks.grad
+        assert gradient.dtype == torch.bfloat16
+        assert gradient.any()
+
+
+def test_a_sink_for_every_head_is_expected() -> None:
+    query, key = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match=r"sink: expected shape \(4\), .* got \[2\]"):
+        _dense.attention(nn.Module(), query, key, key, None, s_aux=torch.zeros(2))
+
+
+def test_sinks_of_every_token_are_refused() -> None:
+    """Inkling2 computes them from its tokens."""
+    query = torch.randn(1, 4, 8, 16)
+    with pytest.raises(NotImplementedError, match=r"sinks: .* sinks that differ between tokens"):
+        _dense.attention(nn.Module(), query, query, query, None, sinks=torch.zeros(1, 4, 8, 1))

@@ -30,48 +30,43 @@ _WITH_EXPERTS = {
     "sliding_window": 7, "experts_implementation": "batched_mm",
 }  # fmt: skip
 
+_SLIDING = {**_DENSE, "sliding_window": 7}
+_SCALED = {**_SLIDING, "query_pre_attn_scalar": 16}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", _DENSE),
     "Qwen3": ("Qwen3ForCausalLM", _DENSE),
-    "Mistral": ("MistralForCausalLM", {**_DENSE, "sliding_window": 7}),
-    "Gemma2": ("Gemma2ForCausalLM", {**_DENSE, "sliding_window": 7, "query_pre_attn_scalar": 16}),
-    "Gemma3": ("Gemma3ForCausalLM", {**_DENSE, "sliding_window": 7, "query_pre_attn_scalar": 16}),
-    "GptOss": (
-        "GptOssForCausalLM",
-        {
-            **_WITH_EXPERTS,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
+    "Mistral": ("MistralForCausalLM", _SLIDING),
+    "Gemma2": ("Gemma2ForCausalLM", _SCALED),
+    "Gemma3": ("Gemma3ForCausalLM", _SCALED),
+    "GptOss": ("GptOssForCausalLM", {
+        **_WITH_EXPERTS, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }),
     "GraniteMoeSWA": ("GraniteMoeSWAForCausalLM", _WITH_EXPERTS),
     "Flint": ("FlintForCausalLM", {**_WITH_EXPERTS, "num_experts": 4}),
-    "MiMo-V2-Flash": (
-        "MiMoV2FlashForCausalLM",
-        {**_WITH_EXPERTS, "n_routed_experts": 4, "head_dim": 24, "v_head_dim": 16},
-    ),
-    "DeepSeek-V4": (
-        "DeepseekV4ForCausalLM",
-        {
-            **_WITH_EXPERTS,
-            "num_key_value_heads": 1,
-            "q_lora_rank": 32,
-            "o_groups": 2,
-            "o_lora_rank": 16,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_topk": 4,
-            "n_routed_experts": 4,
-        },
-    ),
+    "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", {
+        **_WITH_EXPERTS, "n_routed_experts": 4, "head_dim": 24, "v_head_dim": 16,
+    }),
+    "DeepSeek-V4": ("DeepseekV4ForCausalLM", {
+        **_WITH_EXPERTS, "num_key_value_heads": 1, "q_lora_rank": 32, "o_groups": 2,
+        "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+        "n_routed_experts": 4,
+    }),
     "Inkling2": ("Inkling2ForCausalLM", _DENSE),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _SPARSE),
-    "GLM-MoE-DSA": (
-        "GlmMoeDsaForCausalLM",
-        {**_SPARSE, "indexer_types": ["full", "shared", "full"]},
-    ),
-}
+    "GLM-MoE-DSA": ("GlmMoeDsaForCausalLM", {
+        **_SPARSE, "indexer_types": ["full", "shared", "full"],
+    }),
+}  # fmt: skip
 SPARSE = ["DeepSeek-V3.2", "GLM-MoE-DSA"]
+# Enough heads that no indexer gives two keys the score 0, and one of them is selected.
+SMALL_V4 = {
+    "num_hidden_layers": 3, "index_n_heads": 16,
+    "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+}  # fmt: skip
 
 
 def make(name: str, attention: str = "eager", **changes: Any) -> nn.Module:
