@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from contextlib import suppress
@@ -44,7 +45,10 @@ def become(log: Path, first: list[str], session: Any) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     order = {file: place for place, file in enumerate(first)}
-    session.items.sort(key=lambda x: order.get(x.nodeid.partition("::")[0], len(order)))
+    # An error shows in some operators alone, and a function's tests go through them one by one.
+    random.Random(0).shuffle(session.items)
+    files = {item: item.nodeid.partition("::")[0] for item in session.items}
+    session.items.sort(key=lambda x: (order.get(files[x], len(order)), files[x]))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -126,9 +126,9 @@ def with_branches(mutants: list[Mutant]) -> dict[str, str]:
 
 
 def concerned(file: str) -> list[str]:
-    """The test files to run first, in this order."""
+    """The test files to run first, in this order. Those of its own operator are before others."""
     names = next(names.split() for part, names in FIRST.items() if part in file)
-    return [test_file(name) for name in names]
+    return [test_file(name) for name in sorted(names, key=lambda x: x not in file)]
 
 
 def run(numbers: dict[int, list[str]], tests: str, jobs: int, options: list[str]) -> None:
