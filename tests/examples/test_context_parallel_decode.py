@@ -8,6 +8,7 @@ from types import ModuleType
 import ascend_attn_ops as ops
 import pytest
 import torch
+from support.attention import attention
 from support.checkout import EXAMPLES
 from support.example_runs import run, start, torchrun
 from support.turns import nightly
@@ -23,39 +24,13 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return context_parallel_decode
 
 
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_key_is_on_one_rank(example: ModuleType, ranks: int) -> None:
-    for length in (0, 1, 15, 16, 17, 40, 64, 100):
-        positions = torch.arange(length)
-        local = []
-        for rank in range(ranks):
-            part = example.Part(rank, ranks)
-            mine = positions[part.has(positions)]
-            local.append(mine)
-            # Its keys are numbered without gaps, in order.
-            assert part.local(mine).tolist() == list(range(len(mine)))
-            assert part.position(part.local(mine)).equal(mine)
-            assert part.count(torch.tensor(length)).item() == len(mine)
-        assert torch.cat(local).sort().values.equal(positions)
-
-
-def test_a_selection_is_dealt_out(example: ModuleType) -> None:
-    """Blocks of 16: position 16 is the second rank's first key, and 33 the first rank's 18th."""
-    indices = torch.tensor([[33, 16, 2, 31, -1], [-1, -1, -1, -1, -1]], dtype=torch.int32)
-    first, second = (example.Part(rank, 2).selection(indices) for rank in range(2))
-    assert first.tolist() == [[17, 2, -1, -1, -1], [-1] * 5]
-    assert second.tolist() == [[0, 15, -1, -1, -1], [-1] * 5]
-    assert first.dtype == torch.int32
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_merged_parts_are_the_softmax_over_all_keys(example: ModuleType, ranks: int) -> None:
     """In float64, over a selection that leaves some ranks without keys, and one row without any."""
-    generator = torch.Generator().manual_seed(ranks)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
     length, heads = 70, 3
     latent, rope = normal(length, 1, example.LATENT), normal(length, 1, example.ROPE)
     query, query_rope = normal(1, 3, heads, example.LATENT), normal(1, 3, heads, example.ROPE)
@@ -71,12 +46,11 @@ def test_merged_parts_are_the_softmax_over_all_keys(example: ModuleType, ranks: 
             cache.write(latent[None], rope[None], torch.arange(length)[None])
             parts.append(example.attend_to_selection(cache, query, query_rope, indices, lengths))
         out, _ = ops.attention_update([lse for _, lse in parts], [x for x, _ in parts])
-    keys = torch.cat((latent, rope), -1)[:, 0]
-    for row in range(3):
-        selected = indices[0, row, 0][indices[0, row, 0] >= 0].long()
-        q = torch.cat((query, query_rope), -1)[0, row]
-        weights = (q @ keys[selected].T * example.SCALE).softmax(-1)
-        torch.testing.assert_close(out[0, row], weights @ latent[selected, 0], rtol=1e-9, atol=1e-9)
+    keep = (indices[0].transpose(1, 2) == torch.arange(length)).any(1)
+    q, key = torch.cat((query, query_rope), -1), torch.cat((latent, rope), -1)
+    q, key, value = (x.transpose(1, 2) for x in (q, key[None], latent[None]))
+    expected, _ = attention(q, key, value, keep, example.SCALE)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -85,19 +59,12 @@ def test_merged_parts_are_the_softmax_over_the_keys_before(
     example: ModuleType, ranks: int, new: int
 ) -> None:
     """In float64, over sequences of which some ranks have no key, and of an odd length."""
-    generator = torch.Generator().manual_seed(ranks)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    counts = [70, 5, 33]
     key, value = (normal(3, 70, example.KEY_HEADS, example.HEAD_SIZE) for _ in range(2))
     query = normal(3, new, example.HEADS, example.HEAD_SIZE)
-    lengths = torch.tensor(counts, dtype=torch.int32)
+    lengths = torch.tensor([70, 5, 33], dtype=torch.int32)
     at = torch.arange(70).expand(3, -1)
     written = torch.where(at < lengths[:, None], at, -1)
-    positions = lengths[:, None] - new + torch.arange(new)
-    positions = torch.where(positions < 0, -1, positions)
+    positions = (lengths[:, None] - new + torch.arange(new)).clamp(min=-1)
     parts = []
     with ops.limits(None):
         for rank in range(ranks):
@@ -107,16 +74,10 @@ def test_merged_parts_are_the_softmax_over_the_keys_before(
             parts.append(example.attend_to_all(cache, query, positions, lengths))
         out, _ = ops.attention_update([lse for _, lse in parts], [x for x, _ in parts])
     assert any(bool(lse.isneginf().all(-1).any()) for _, lse in parts) == (ranks > 1 or new > 5)
-    for sequence, row in [(i, j) for i in range(3) for j in range(new)]:
-        seen = int(positions[sequence, row]) + 1
-        keys, values = (
-            x[sequence, :seen].repeat_interleave(example.HEADS // example.KEY_HEADS, 1)
-            for x in (key, value)
-        )
-        scores = torch.einsum("nd,knd->nk", query[sequence, row], keys)
-        weights = (scores / example.HEAD_SIZE**0.5).softmax(-1)
-        expected = torch.einsum("nk,knd->nd", weights, values)
-        torch.testing.assert_close(out[sequence, row], expected, rtol=1e-9, atol=1e-9)
+    keep = (torch.arange(70) <= positions[..., None])[:, None]
+    scale = example.HEAD_SIZE**-0.5
+    expected, _ = attention(*(x.transpose(1, 2) for x in (query, key, value)), keep, scale)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,19 @@ def run(*arguments: str) -> str:
     return result.out
 
 
-def kill_at(line: str, *arguments: str) -> None:
-    """Starts a process, and kills it when it prints a line that begins like this."""
+def kill_at(line: str, *arguments: str, ranks: bool = False) -> None:
+    """Starts a process, and kills it, or its ranks, when it prints a line that begins like this."""
     environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, "-u", *arguments]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         for printed in process.stdout:
             if printed.startswith(line):
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
+                killed = children.read_text().split() if ranks else [process.pid]
+                for each in killed:
+                    os.kill(int(each), signal.SIGKILL)
+    assert process.returncode != 0 if ranks else process.returncode == -signal.SIGKILL
 
 
 def metrics(out: Path) -> dict[str, Any]:
