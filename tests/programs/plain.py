@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import dsa_model
 import torch
+from support.attention import attention as by_definition
+from support.attention import causal
 from torch import Tensor, nn
-
-
-def causal(queries: int, keys: int) -> Tensor:
-    """True where a query sees a key; the last query sees the last key."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention of (B, S, N, D), with fewer heads in key and value."""
-    group = query.shape[2] // key.shape[2]
-    q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     seen = causal(q.shape[2], k.shape[2])
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    return by_definition(q, k, v, seen, q.shape[-1] ** -0.5)[0].transpose(1, 2)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, ends: list[int]) -> Tensor:
@@ -61,6 +56,16 @@ def divergence(weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     log_indexer = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
     terms = target * (target.log() - log_indexer.clamp(min=-18.42))
     return terms.where(chosen, 0).sum(-1).mean()
+
+
+def of_all_keys(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, projections: tuple
+) -> tuple[Tensor, Tensor]:
+    """dsa_model.sparse_attention of texts that are shorter than the number of selected keys."""
+    scores = indexer_scores(*projections)
+    chosen = ~scores.isinf()
+    out, weights = sparse_attention(query, query_rope, latent, key_rope, chosen, dsa_model.SCALE)
+    return out, divergence(weights, scores, chosen)
 
 
 def assert_best_keys(indices: Tensor, scores: Tensor, count: int, margin: float = 0.01) -> None:

@@ -25,19 +25,6 @@ def models(dtype: torch.dtype, **options: bool) -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model).double()
 
 
-@pytest.fixture
-def expected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Calls a function while the program's attention is that of plain.py."""
-
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        with monkeypatch.context() as m:
-            m.setattr(dense_model, "attention", plain.attention)
-            m.setattr(dense_model, "packed_attention", plain.packed_attention)
-            return function(*args)
-
-    return call
-
-
 def texts(batch: int, length: int) -> Tensor:
     return torch.randint(dense_model.VOCABULARY, (batch, length))
 

@@ -12,7 +12,6 @@ import pytest
 import rank_programs
 import torch
 from support.processes import on_ranks, skip_unless_gloo_averages
-from test_sparse_programs import plain_sparse_attention
 from torch.distributed import ProcessGroup
 
 
@@ -27,7 +26,7 @@ def fully_sharded(group: ProcessGroup, sparse: bool, compiled: bool) -> None:
     with plain.compiling_anew():
         program.train_step(model, text.chunk(2)[group.rank()])
     name = "sparse_attention" if sparse else "attention"
-    with patch.object(program, name, plain_sparse_attention if sparse else plain.attention):
+    with patch.object(program, name, plain.of_all_keys if sparse else plain.attention):
         program.train_step(judge, text)
     parameters = dict(model.named_parameters())
     for name, parameter in judge.named_parameters():
@@ -55,7 +54,7 @@ def shared(group: ProcessGroup) -> None:
     expected = []
 
     def attention(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, loss = plain_sparse_attention(*args)
+        out, loss = plain.of_all_keys(*args)
         expected.append(loss.detach())
         return out, loss
 

@@ -12,28 +12,6 @@ import plain
 import pytest
 import torch
 from dsa_model import SparseLM, train_step
-from torch import Tensor
-
-
-def plain_sparse_attention(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, projections: tuple
-) -> tuple[Tensor, Tensor]:
-    scores = plain.indexer_scores(*projections)
-    chosen = ~scores.isinf()  # texts are shorter than the number of selected keys
-    out, weights = plain.sparse_attention(
-        query, query_rope, latent, key_rope, chosen, dsa_model.SCALE
-    )
-    return out, plain.divergence(weights, scores, chosen)
-
-
-@pytest.fixture
-def expected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        with monkeypatch.context() as m:
-            m.setattr(dsa_model, "sparse_attention", plain_sparse_attention)
-            return function(*args)
-
-    return call
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
