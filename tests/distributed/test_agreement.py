@@ -16,7 +16,7 @@ import pytest
 import torch
 from ascend_attn_ops import _C, distributed
 from ascend_attn_ops.distributed import SequenceShards
-from fuzz.wrong_ranks import FUNCTIONS
+from fuzz.wrong_ranks import FUNCTIONS, Drawing
 from sparse_layer import Sizes, inputs, of_ranks
 from support.processes import on_ranks
 from torch import Tensor
@@ -48,7 +48,8 @@ def valid(group: ProcessGroup, name: str) -> tuple[Callable[..., Any], dict[str,
         shards = SequenceShards([2], group)
     else:
         shards = SequenceShards([9], group, "contiguous")
-    drawn = (function.valid(random.Random(i), shards, torch.float32) for i in count())
+    drawings = (Drawing(random.Random(i), shards, torch.float32) for i in count())
+    drawn = map(function.valid, drawings)
     arguments = next(x for x in drawn if name != MLA or "cmp_sparse_indices" in x)
     return partial(function.call, shards), {**arguments, **COMMON.get(name, {})}
 

@@ -35,7 +35,7 @@ _HEADS, _DEPTH, _ROPE, _COUNT = 4, 8, 4, 3
 _RATIO = 2
 
 
-class _Drawing:
+class Drawing:
     """Draws valid arguments for the tokens of this rank."""
 
     def __init__(self, r: Random, shards: SequenceShards, dtype: torch.dtype) -> None:
@@ -80,7 +80,7 @@ class _Drawing:
 
 
 _QUERY, _KEY, _INDEX_QUERY = (_HEADS, _DEPTH), (1, _DEPTH), (2, _DEPTH)
-_CALLS: dict[str, Callable[[_Drawing], Arguments]] = {
+_CALLS: dict[str, Callable[[Drawing], Arguments]] = {
     "flash_attention_score": lambda d: {
         **d.tensors(query=_QUERY, key=_QUERY, value=_QUERY), "num_heads": _HEADS,
         "method": d.r.choice(("allgather", "ring", "ulysses")), "sparse_mode": d.r.choice((0, 3)),
@@ -134,10 +134,10 @@ _CALLS: dict[str, Callable[[_Drawing], Arguments]] = {
 class _Function(NamedTuple):
     signature: Callable[..., Any]
     call: Callable[..., Any]  # shards and the arguments
-    valid: Callable[[_Drawing], Arguments]
+    valid: Callable[[Drawing], Arguments]
 
 
-def _function(name: str, valid: Callable[[_Drawing], Arguments]) -> _Function:
+def _function(name: str, valid: Callable[[Drawing], Arguments]) -> _Function:
     if name == "SequenceShards":
         return _Function(
             SequenceShards, lambda shards, **x: SequenceShards(**x, group=shards.group), valid
@@ -177,7 +177,7 @@ def on_this_rank(group: ProcessGroup, name: str, seed: int) -> Answer:
     here = group.rank() == wrong_rank
     with limits(None):
         shards = SequenceShards(lengths, group)
-        arguments = function.valid(_Drawing(r, shards, dtype))
+        arguments = function.valid(Drawing(r, shards, dtype))
         good = twin(arguments)
         kinds: list[str] = []
         if here and r.randrange(8):
