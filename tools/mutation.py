@@ -126,7 +126,7 @@ def with_branches(mutants: list[Mutant]) -> dict[str, str]:
 
 
 def concerned(file: str) -> list[str]:
-    """The test files to run first, in this order. Those of its own operator are before others."""
+    """The test files to run first, in this order. Files of its own operator come before others."""
     names = next(names.split() for part, names in FIRST.items() if part in file)
     return [test_file(name) for name in sorted(names, key=lambda x: x not in file)]
 
