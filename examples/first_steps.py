@@ -65,6 +65,20 @@ with ops.limits(None):
     out, *_ = ops.sparse_flash_attention(query, key, key, indices, scale_value=0.1)
 
 
+@torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")  # default: inductor
+def packed_attention(query, key, value, ends):
+    out, *_ = ops.flash_attention_score(
+        query, key, value, layout="TND", sparse_mode=3,
+        actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
+    )  # fmt: skip
+    return out
+
+
+tensors = torch.randn(3, 100, 8, 64, dtype=torch.bfloat16).unbind()
+for lengths in ([30, 70], [10, 40, 50], [25, 25, 25, 25]):
+    ends = torch.tensor(lengths).cumsum(0)  # on the host, on an NPU as well
+    packed_attention(*tensors, ends)
+
 with FakeTensorMode():
     query = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16, device="cpu")
     out, *_ = ops.flash_attention_score(query, query, query, num_heads=16, layout="BSND")

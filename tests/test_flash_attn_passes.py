@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -202,28 +203,45 @@ def test_functions_of_flash_attention_3(mask: dict[str, Any]) -> None:
     assert isinstance(flash_attn_interface.flash_attn_func(q, k, v), Tensor)
 
     q, k, v = qkv_of(True)
-    used, sink = [4, 3, 0, 28], randn(N)
-    out, lse = flash_attn_interface.flash_attn_varlen_func(
-        q, k, v, cu(CU_Q), cu(CU_K), 7, 28, seqused_k=cu(used), **mask, s_aux=sink,
-        return_attn_probs=True,
-    )  # fmt: skip
-    kept = torch.cat([torch.arange(n) + begin for n, begin in zip(used, CU_K[:-1], strict=True)])
-    ends = [0, *torch.tensor(used).cumsum(0).tolist()]
-    expected, expected_lse = attend_packed(q, k[kept], v[kept], CU_Q, ends, **mask, s_aux=sink)
-    assert_gradients(out, expected, [q, k, v, sink])
-    torch.testing.assert_close(lse, expected_lse)
+    used_q, used_k, sink = [5, 0, 4, 1], [4, 3, 0, 28], randn(N)
+    for used in ({"seqused_k": used_k}, {"seqused_q": used_q, "seqused_k": used_k}):
+        (kept_q, cu_q), (kept_k, cu_k) = (
+            kept(starts, used.get(name))
+            for starts, name in ((CU_Q, "seqused_q"), (CU_K, "seqused_k"))
+        )
+        out, lse = flash_attn_interface.flash_attn_varlen_func(
+            q, k, v, cu(CU_Q), cu(CU_K), 7, 28, **{name: cu(x) for name, x in used.items()},
+            **mask, s_aux=sink, return_attn_probs=True,
+        )  # fmt: skip
+        expected, expected_lse = attend_packed(
+            q[kept_q], k[kept_k], v[kept_k], cu_q, cu_k, **mask, s_aux=sink
+        )
+        assert_gradients(out[kept_q], expected, [q, k, v, sink])
+        torch.testing.assert_close(lse[:, kept_q], expected_lse)
+        assert out.count_nonzero() == out[kept_q].count_nonzero()
 
 
-def test_cache_of_flash_attention_3() -> None:
+def kept(starts: list[int], used: list[int] | None) -> tuple[Tensor, list[int]]:
+    """The tokens that are used, and the cumulative lengths of these alone."""
+    lengths = [b - a for a, b in pairwise(starts)] if used is None else used
+    tokens = [torch.arange(a, a + n) for a, n in zip(starts, lengths, strict=False)]
+    return torch.cat(tokens), [0, *accumulate(lengths)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cache_of_flash_attention_3(packed: bool) -> None:
     q, sink = randn(B, 1, N, D, requires_grad=False), randn(N, requires_grad=False)
     k, v = randn(2, 16, KV, D, requires_grad=False)
     (k_pages, table), (v_pages, _) = (in_blocks(x.split([5, 11]), 4) for x in (k, v))
     parts = zip(q.split(1), k.split([5, 11]), v.split([5, 11]), strict=True)
     expected = [attend(x, y[None], z[None], s_aux=sink) for x, y, z in parts]
     out, lse, *_ = flash_attn_interface.flash_attn_with_kvcache(
-        q, k_pages, v_pages, cache_seqlens=cu([5, 11]), page_table=table, causal=True,
-        return_softmax_lse=True, learnable_sink=sink,
+        q[:, 0] if packed else q, k_pages, v_pages, cache_seqlens=cu([5, 11]), page_table=table,
+        causal=True, return_softmax_lse=True, learnable_sink=sink,
+        cu_seqlens_q=cu([0, 1, 2]) if packed else None,
     )  # fmt: skip
+    if packed:
+        out, lse = out[:, None], lse.T[..., None]
     torch.testing.assert_close(out, torch.cat([x for x, _ in expected]))
     torch.testing.assert_close(lse, torch.cat([x for _, x in expected]))
 
@@ -246,7 +264,7 @@ DESCALE = "q_descale k_descale v_descale"
 SINK = "s_aux learnable_sink"
 SIGNATURES = {
     (flash_attn, "flash_attn_func"): f"q k v {PACKED} {SINK}",
-    (flash_attn, "flash_attn_varlen_func"): f"q k v {SEQUENCES} {PACKED} block_table {SINK}",
+    (flash_attn, "flash_attn_varlen_func"): f"q k v {SEQUENCES} {PACKED} block_table {SINK} out",
     (flash_attn, "flash_attn_with_kvcache"): f"q k_cache v_cache k v rotary_cos rotary_sin \
 cache_seqlens cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap \
 rotary_interleaved alibi_slopes num_splits return_softmax_lse {SINK}",
@@ -266,7 +284,7 @@ window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin 
 return_attn_probs {SINK}",
     (flash_attn_interface, "flash_attn_varlen_func"): f"q k v {SEQUENCES} seqused_q seqused_k \
 softmax_scale causal qv {DESCALE} window_size attention_chunk softcap num_splits pack_gqa \
-deterministic sm_margin return_attn_probs {SINK}",
+deterministic sm_margin return_attn_probs {SINK} out",
     (flash_attn_interface, "flash_attn_qkvpacked_func"): f"qkv softmax_scale causal {DESCALE} \
 window_size attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
     (flash_attn_interface, "flash_attn_with_kvcache"): f"q k_cache v_cache k v qv rotary_cos \
@@ -290,7 +308,7 @@ DEFAULTS = {
     "num_splits": 0, "return_softmax_lse": False,
     **dict.fromkeys(["softmax_scale", "alibi_slopes", "block_table", "k", "v", "rotary_cos",
                      "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "s_aux",
-                     "learnable_sink"]),
+                     "learnable_sink", "out"]),
 }  # fmt: skip
 
 

@@ -161,8 +161,8 @@ def test_dense_attention_counts_what_a_mode_keeps() -> None:
 def test_prompt_attention_reads_actual_lengths() -> None:
     x = normal(2, 4, 2 * 16).detach()
     (flops,) = counted(
-        ops.prompt_flash_attention, x, x, x, num_heads=2, actual_seq_lengths_query=[2, 3],
-        actual_seq_lengths_key=[4],
+        ops.prompt_flash_attention, x, x, x, num_heads=2, layout="BSH",
+        actual_seq_lengths_query=[2, 3], actual_seq_lengths_key=[4],
     ).values()  # fmt: skip
     assert flops == (2 * 4 + 3 * 4) * 2 * 2 * (16 + 16)
 

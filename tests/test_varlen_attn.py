@@ -78,12 +78,10 @@ def test_a_window_of_one_key_under_the_limits(varlen_attn: Callable[..., Any]) -
     leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32, behind=2)]
     with ascend_attn_ops.limits("A2"):
         out = varlen_attn(*leaves, *LENGTHS, **window(0, 0))
-        expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=(0, 0))
-        d_out = torch.randn_like(out)
-        actual = torch.autograd.grad(out, leaves, d_out)
-        wanted = torch.autograd.grad(expected, leaves, d_out.double())
+        with pytest.raises(ValueError, match=r"pre_tokens: expected .* of at least 1 .* got 0"):
+            out.sum().backward()
+    expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=(0, 0))
     torch.testing.assert_close(out, expected.float())
-    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast_leaves_it_alone(varlen_attn: Callable[..., Any]) -> None:
@@ -170,11 +168,12 @@ def test_compiles(varlen_attn: Callable[..., Any]) -> None:
 
 def test_errors(varlen_attn: Callable[..., Any]) -> None:
     q, k, v = tensors()
-    long, no_zero = LENGTHS[1].long(), LENGTHS[1] + 1
-    with pytest.raises(TypeError, match="cum_seq_k: expected dtype int32, got int64"):
-        varlen_attn(q, k, v, LENGTHS[0], long, 7, 28)
-    with pytest.raises(ValueError, match=r"cum_seq_k: .* of which the first is 0"):
-        varlen_attn(q, k, v, LENGTHS[0], no_zero, 7, 28)
+    for cu_k, message in (
+        (LENGTHS[1] + 1, r"cum_seq_k: .* of which the first is 0"),
+        (LENGTHS[1].flip(0) - 40, r"cum_seq_k: .* never decrease, got -28 after 0 at 1 "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            varlen_attn(q, k, v, LENGTHS[0], cu_k, 7, 28)
     forward = torch.ops.aten._flash_attention_forward
     for change in ({"dropout_p": 0.1}, {"return_debug_mask": True}):
         arguments = {"dropout_p": 0.0, "is_causal": False, "return_debug_mask": False, **change}

@@ -50,6 +50,7 @@ FIRST = {
     "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
     "_statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
     "kl_loss.py": "indexer_loss errors_python",
+    "loss_with_target.py": "loss_with_target indexer_loss",
     "masks.py": "errors_python flash_attention_score prompt_flash_attention",
     "modules.py": "modules errors_python",
     "quantization.py": "quantize_attention",

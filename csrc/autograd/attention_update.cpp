@@ -2,6 +2,8 @@
 
 #include <ATen/ops/stack.h>
 
+#include <limits>
+
 #include "autograd/saved_call.h"
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
@@ -15,7 +17,9 @@ namespace {
 // Written with torch operators, part by part, so that it serves every backend.
 void attention_update_grad(const AttentionUpdateGrad& op, AttentionUpdateGrad::Outputs& outputs) {
   const auto& [d_lse, d_local_out] = outputs;
-  const auto lse = at::stack(op.lse);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto given = at::stack(op.lse);
+  const auto lse = given.masked_fill(given.eq(kInfinity), -kInfinity);
   const auto empty = rows_without_keys(lse);
   const auto weights = lse.softmax(0).masked_fill_(empty, 0);
   const auto d_out = op.d_out.to(lse.scalar_type());

@@ -1,5 +1,7 @@
 #include "ops/flash_attention_score.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -41,28 +43,36 @@ bool FlashAttentionScore::differentiable() const {
 void FlashAttentionScore::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& pse = options.pse_shift;
-  context.mark_non_differentiable({softmax_max, softmax_sum});
+  // The log-sum-exp is softmax_max + log(softmax_sum): the sum carries all of its gradient.
+  context.mark_non_differentiable({softmax_max});
   SavedCall<FlashAttentionScore>::save(context, *this, {out, softmax_max, softmax_sum});
   context.saved_data("pse_requires_grad") = pse && pse->requires_grad();
 }
 
 variable_list FlashAttentionScore::backward(AutogradContext& context,
                                             const variable_list& d_outputs) {
-  if (!d_outputs[0].defined()) {
+  const auto& d_out = d_outputs[0];
+  const auto& d_softmax_sum = d_outputs[2];
+  if (!d_out.defined() && !d_softmax_sum.defined()) {
     return no_gradients<FlashAttentionScore>();
   }
   const SavedCall<FlashAttentionScore> saved(context);
   const auto& op = saved.op();
   Gradients gradients(op);
-  FlashAttentionExtendedGradArguments arguments{.query = op.query,
-                                                .key = op.key,
-                                                .value = op.value,
-                                                .dy = d_outputs[0],
-                                                .softmax_max = saved.output(1),
-                                                .softmax_sum = saved.output(2),
-                                                .attention_in = saved.output(0),
-                                                .options = op.options,
-                                                .extra = op.extra};
+  FlashAttentionExtendedGradArguments arguments{
+      .query = op.query,
+      .key = op.key,
+      .value = op.value,
+      .dy = d_out.defined() ? d_out : at::zeros_like(saved.output(0)),
+      .softmax_max = saved.output(1),
+      .softmax_sum = saved.output(2),
+      .attention_in = saved.output(0),
+      .options = op.options,
+      .extra = op.extra,
+      .d_softmax_sum = {}};
+  if (d_softmax_sum.defined()) {
+    arguments.d_softmax_sum = d_softmax_sum;
+  }
   if (context.saved_data("pse_requires_grad").toBool()) {
     std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
   }

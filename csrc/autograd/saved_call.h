@@ -71,9 +71,9 @@ struct Reader {
   Field read() {
     if constexpr (std::same_as<Field, at::Tensor>) {
       return *tensor++;
-    } else if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+    } else if constexpr (OptionalTensor<Field>) {
       const auto& saved = *tensor++;
-      return saved.defined() ? Field(saved) : std::nullopt;
+      return saved.defined() ? Field(saved) : Field();
     } else if constexpr (std::same_as<Field, TensorListField>) {
       const auto begin = std::exchange(tensor, tensor + (value++)->toInt());
       return variable_list(begin, tensor);
@@ -104,7 +104,7 @@ class SavedCall {
     const auto save_field = [&]<typename Field>(const Field& field) {
       if constexpr (std::same_as<Field, at::Tensor>) {
         tensors.push_back(field);
-      } else if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+      } else if constexpr (OptionalTensor<Field>) {
         tensors.push_back(field.value_or(at::Tensor()));
       } else {
         if constexpr (std::same_as<Field, TensorListField>) {
@@ -161,7 +161,7 @@ class Gradients {
   template <typename Field>
   at::Tensor& of(const Field& field) {
     static_assert(!std::same_as<Field, TensorListField>, "set() takes the gradients of a list");
-    if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+    if constexpr (OptionalTensor<Field>) {
       TORCH_INTERNAL_ASSERT(field && field->defined(), "expected a tensor that was given");
     }
     return gradients_[slots_before(position_of(op_, field))];

@@ -1,6 +1,9 @@
 #include "ops/sparse_flash_attention.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "autograd/saved_call.h"
@@ -28,14 +31,17 @@ bool SparseFlashAttention::differentiable() const {
 
 void SparseFlashAttention::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& [out, softmax_max, softmax_sum] = outputs;
-  context.mark_non_differentiable({softmax_max, softmax_sum});
+  // The log-sum-exp is softmax_max + log(softmax_sum): the sum carries all of its gradient.
+  context.mark_non_differentiable({softmax_max});
   SavedCall<SparseFlashAttention>::save(context, *this, {out, softmax_max, softmax_sum});
   context.saved_data("deterministic") = is_deterministic(options.deterministic);
 }
 
 variable_list SparseFlashAttention::backward(AutogradContext& context,
                                              const variable_list& d_outputs) {
-  if (!d_outputs[0].defined()) {
+  const auto& d_out = d_outputs[0];
+  const auto& d_softmax_sum = d_outputs[2];
+  if (!d_out.defined() && !d_softmax_sum.defined()) {
     return no_gradients<SparseFlashAttention>();
   }
   const SavedCall<SparseFlashAttention> saved(context);
@@ -44,16 +50,17 @@ variable_list SparseFlashAttention::backward(AutogradContext& context,
   auto options = op.options;
   options.pre_tokens = options.next_tokens = kIgnoredTokens;
   options.deterministic = context.saved_data("deterministic").toBool();
-  auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
-      call(SparseFlashAttentionGrad{.query = op.query,
-                                    .key = op.key,
-                                    .value = op.value,
-                                    .sparse_indices = op.sparse_indices,
-                                    .d_out = d_outputs[0],
-                                    .out = saved.output(0),
-                                    .softmax_max = saved.output(1),
-                                    .softmax_sum = saved.output(2),
-                                    .options = options});
+  auto [d_query, d_key, d_value, d_query_rope, d_key_rope] = call(SparseFlashAttentionGrad{
+      .query = op.query,
+      .key = op.key,
+      .value = op.value,
+      .sparse_indices = op.sparse_indices,
+      .d_out = d_out.defined() ? d_out : at::zeros_like(saved.output(0)),
+      .out = saved.output(0),
+      .softmax_max = saved.output(1),
+      .softmax_sum = saved.output(2),
+      .options = options,
+      .d_softmax_sum = d_softmax_sum.defined() ? std::optional(d_softmax_sum) : std::nullopt});
   gradients.of(op.query) = std::move(d_query);
   gradients.of(op.key) = std::move(d_key);
   gradients.of(op.value) = std::move(d_value);

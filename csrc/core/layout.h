@@ -63,6 +63,8 @@ class LayoutArgument {
 
   // Valid only after check_layout has accepted the argument.
   Layout value() const { return *layout_; }
+  // None if no layout has this name.
+  const std::optional<Layout>& parsed() const { return layout_; }
   bool operator==(Layout layout) const { return layout_ == layout; }
 
  private:

@@ -28,12 +28,6 @@ std::string_view hint_for_counts(c10::ArrayRef<int64_t> lengths, int64_t tokens)
   return look_like_counts(lengths, tokens) ? kHintForCounts : std::string_view();
 }
 
-std::string_view hint_for_counts(c10::SymIntArrayRef lengths, const c10::SymInt& tokens) {
-  const auto known = c10::asIntArrayRefSlowOpt(lengths);
-  const auto known_tokens = tokens.maybe_as_int();
-  return known && known_tokens ? hint_for_counts(*known, *known_tokens) : std::string_view();
-}
-
 void warn_of_counts(std::string_view op, c10::ArrayRef<int64_t> lengths, int64_t tokens) {
   if (look_like_counts(lengths, tokens)) [[unlikely]] {
     TORCH_WARN_ONCE("ascend::", op, ": the cumulative sequence lengths end at ", lengths.back(),

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <c10/core/SymInt.h>
-#include <c10/core/SymIntArrayRef.h>
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
@@ -20,7 +19,9 @@ inline std::string_view hint_for_rank(Layout layout, int64_t rank) {
 // Returns a hint for the error about cumulative lengths if they look like counts: they add up to
 // the number of tokens, and the last one is smaller.
 std::string_view hint_for_counts(c10::ArrayRef<int64_t> lengths, int64_t tokens);
-std::string_view hint_for_counts(c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
+inline std::string_view hint_for_counts(c10::ArrayRef<int64_t> lengths, const c10::SymInt& tokens) {
+  return hint_for_counts(lengths, tokens.maybe_as_int().value_or(0));
+}
 // Warns once per process of valid cumulative lengths that look like counts: a pack may have padding
 // rows. Called by kernels, after all checks.
 void warn_of_counts(std::string_view op, c10::ArrayRef<int64_t> lengths, int64_t tokens);

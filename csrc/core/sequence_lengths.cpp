@@ -13,11 +13,13 @@ namespace {
 constexpr const char* kQueryLengths = "actual_seq_lengths_query";
 
 void check_length(std::string_view op, std::string_view argument, Layout layout, size_t batch,
-                  int64_t length, int64_t previous, int64_t tokens, std::string_view hint = {}) {
+                  int64_t length, int64_t previous, int64_t tokens, c10::ArrayRef<int64_t> values) {
   if (layout == Layout::TND) {
-    check_value(length >= previous, op, argument,
-                "expected cumulative sequence lengths that never decrease, got ", length, " after ",
-                previous, " at ", batch, hint);
+    if (length < previous) [[unlikely]] {
+      raise(Violation::value, op, argument,
+            c10::str("expected cumulative sequence lengths that never decrease, got ", length,
+                     " after ", previous, " at ", batch, hint_for_counts(values, tokens)));
+    }
     check_value(length <= tokens, op, argument,
                 "expected cumulative sequence lengths of at most T = ", tokens, ", got ", length,
                 " at ", batch);
@@ -27,86 +29,54 @@ void check_length(std::string_view op, std::string_view argument, Layout layout,
   }
 }
 
-std::vector<int64_t> read_lengths(std::string_view op, std::string_view argument, Layout layout,
-                                  const std::optional<at::Tensor>& lengths, int64_t tokens) {
-  std::vector<int64_t> values;
-  if (lengths) {
-    const auto dense = on_host(*lengths).contiguous();
-    const auto* data = dense.const_data_ptr<int32_t>();
-    values.assign(data, data + dense.numel());
-    const auto hint = hint_for_counts(values, tokens);
-    for (size_t batch = 0; batch < values.size(); ++batch) {
-      check_length(op, argument, layout, batch, values[batch], batch ? values[batch - 1] : 0,
-                   tokens, hint);
-    }
-  }
-  return values;
-}
-
-std::vector<int64_t> read_lengths(std::string_view, std::string_view, Layout,
-                                  at::OptionalSymIntArrayRef lengths, int64_t) {
-  return lengths ? values_of(*lengths) : std::vector<int64_t>();
-}
-
-template <typename Lengths>
-std::vector<Sequence> make_sequences(std::string_view op, Layout layout, const at::Tensor& query,
-                                     const at::Tensor& key, const Lengths& lengths_query,
-                                     const Lengths& lengths_key,
-                                     std::string_view key_lengths = kKeyLengths) {
-  const auto axes = axes_of(layout);
-  const auto query_tokens = query.size(axes.tokens);
-  const auto key_tokens = key.size(axes.tokens);
-  const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
-  const auto key_values = read_lengths(op, key_lengths, layout, lengths_key, key_tokens);
-  if (axes.packed()) {
-    warn_of_counts(op, query_values, query_tokens);
-    warn_of_counts(op, key_values, key_tokens);
-    return packed_sequences(query_values, key_values);
-  }
-  std::vector<Sequence> sequences;
-  if (query_tokens == 0 && key_tokens == 0) {
-    return sequences;  // of however many batches
-  }
-  for (int64_t b = 0; b < query.size(axes.batch); ++b) {
-    sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
-                         b * key_tokens, lengths_key ? key_values[b] : key_tokens, b});
-  }
-  return sequences;
+// Returns the values, checked.
+c10::ArrayRef<int64_t> read_lengths(std::string_view op, std::string_view argument, Layout layout,
+                                    const Lengths& lengths, int64_t tokens) {
+  check_sequence_lengths(op, argument, layout, lengths, tokens);
+  return lengths.values();
 }
 
 }  // namespace
 
 void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
-                            c10::SymIntArrayRef lengths, const c10::SymInt& tokens) {
+                            c10::ArrayRef<int64_t> lengths, const c10::SymInt& tokens) {
   const auto known_tokens = tokens.maybe_as_int();
   int64_t previous = 0;
-  for (size_t batch = 0; batch < lengths.size(); ++batch) {
-    const auto length = lengths[batch].maybe_as_int();
-    if (!length || !known_tokens) {
-      return;
-    }
-    check_length(op, argument, layout, batch, *length, previous, *known_tokens,
-                 *length < previous ? hint_for_counts(lengths, tokens) : std::string_view());
-    previous = *length;
+  for (size_t batch = 0; known_tokens && batch < lengths.size(); ++batch) {
+    check_length(op, argument, layout, batch, lengths[batch], previous, *known_tokens, lengths);
+    previous = lengths[batch];
   }
 }
 
-void check_actual_lengths(std::string_view op, std::string_view argument,
-                          at::OptionalSymIntArrayRef lengths, const c10::SymInt& batch,
-                          const c10::SymInt& tokens) {
-  if (!given(lengths)) {
+void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
+                            const Lengths& lengths, const c10::SymInt& tokens) {
+  if (lengths.known()) {
+    check_sequence_lengths(op, argument, layout, lengths.values(), tokens);
+  }
+}
+
+void check_actual_lengths(std::string_view op, std::string_view argument, const Lengths& lengths,
+                          const c10::SymInt& batch, const c10::SymInt& tokens) {
+  if (!lengths.given()) {
     return;
   }
-  const auto count = static_cast<int64_t>(lengths->size());
-  check_value(count == 1 || at_most(batch, count), op, argument,
+  const auto count = lengths.count();
+  check_value(known_equal(count, 1) || at_most(batch, count), op, argument,
               "expected one length, or at least one per batch, ", batch, ", got ", count);
-  const int64_t read = std::min(count, batch.maybe_as_int().value_or(count));
-  check_sequence_lengths(op, argument, Layout::BSND, lengths->slice(0, read), tokens);
+  const auto known_batch = batch.maybe_as_int();
+  const auto known_tokens = tokens.maybe_as_int();
+  if (!lengths.known() || !known_batch || !known_tokens) {
+    return;
+  }
+  const auto values = lengths.values();
+  for (size_t b = 0; b < values.size() && static_cast<int64_t>(b) < *known_batch; ++b) {
+    check_length(op, argument, Layout::BSND, b, values[b], 0, *known_tokens, values);
+  }
 }
 
-c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
-                          const c10::SymInt& tokens) {
-  return !given(lengths) ? tokens : (*lengths)[lengths->size() == 1 ? 0 : batch];
+int64_t actual_length(const Lengths& lengths, int64_t batch, int64_t tokens) {
+  const auto values = lengths.values();
+  return values.empty() ? tokens : values[values.size() == 1 ? 0 : batch];
 }
 
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
@@ -131,46 +101,34 @@ int64_t pair_count(c10::ArrayRef<Sequence> sequences) {
   return pairs;
 }
 
-std::vector<int64_t> values_of(c10::SymIntArrayRef list) {
-  std::vector<int64_t> values;
-  for (const auto& each : list) {
-    values.push_back(each.expect_int());
-  }
-  return values;
-}
-
-std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list) {
-  std::vector<int64_t> values;
-  for (const auto& each : list) {
-    const auto value = each.maybe_as_int();
-    if (!value) {
-      return std::nullopt;
-    }
-    values.push_back(*value);
-  }
-  return values;
-}
-
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
-                                     const at::Tensor& key,
-                                     const std::optional<at::Tensor>& lengths_query,
-                                     const std::optional<at::Tensor>& lengths_key,
-                                     std::string_view key_lengths) {
-  return make_sequences(op, layout, query, key, lengths_query, lengths_key, key_lengths);
-}
-
-std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
-                                     const at::Tensor& key,
-                                     at::OptionalSymIntArrayRef lengths_query,
-                                     at::OptionalSymIntArrayRef lengths_key) {
-  return make_sequences(op, layout, query, key, lengths_query, lengths_key);
+                                     const at::Tensor& key, const Lengths& lengths_query,
+                                     const Lengths& lengths_key, std::string_view key_lengths) {
+  const auto axes = axes_of(layout);
+  const auto query_tokens = query.size(axes.tokens);
+  const auto key_tokens = key.size(axes.tokens);
+  const auto query_values = read_lengths(op, kQueryLengths, layout, lengths_query, query_tokens);
+  const auto key_values = read_lengths(op, key_lengths, layout, lengths_key, key_tokens);
+  if (axes.packed()) {
+    warn_of_counts(op, query_values, query_tokens);
+    warn_of_counts(op, key_values, key_tokens);
+    return packed_sequences(query_values, key_values);
+  }
+  std::vector<Sequence> sequences;
+  if (query_tokens == 0 && key_tokens == 0) {
+    return sequences;  // of however many batches
+  }
+  for (int64_t b = 0; b < query.size(axes.batch); ++b) {
+    sequences.push_back({b * query_tokens, lengths_query ? query_values[b] : query_tokens,
+                         b * key_tokens, lengths_key ? key_values[b] : key_tokens, b});
+  }
+  return sequences;
 }
 
 std::vector<Sequence> read_paged_sequences(std::string_view op, Layout layout,
                                            const at::Tensor& query, const at::Tensor& key,
                                            const at::Tensor& block_table,
-                                           const std::optional<at::Tensor>& lengths_query,
-                                           const at::Tensor& lengths_key,
+                                           const Lengths& lengths_query, const Lengths& lengths_key,
                                            std::string_view key_lengths) {
   const auto axes = axes_of(layout);
   const auto query_tokens = query.size(axes.tokens);

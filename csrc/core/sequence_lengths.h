@@ -6,21 +6,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/SymIntArrayRef.h>
+#include <c10/core/SymInt.h>
 #include <c10/util/ArrayRef.h>
-#include <c10/util/OptionalArrayRef.h>
 
-#include <optional>
 #include <string_view>
 #include <vector>
 
 #include "core/layout.h"
+#include "core/lengths.h"
 
 namespace ascend_attn {
-
-// Returns whether a list was passed. An empty one counts as missing: torch_npu passes those to
-// aclnn.
-inline bool given(at::OptionalSymIntArrayRef list) { return list.has_value() && !list->empty(); }
 
 // One sequence: a span of query tokens and a span of key tokens.
 struct Sequence {
@@ -33,18 +28,19 @@ struct Sequence {
   bool empty() const { return queries == 0 || keys == 0; }
 };
 
-// Checks a list of lengths on the host. Symbolic lengths are checked once they are known.
+// Checks the values of lengths, where they and the number of tokens are known.
 void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
-                            c10::SymIntArrayRef lengths, const c10::SymInt& tokens);
+                            c10::ArrayRef<int64_t> lengths, const c10::SymInt& tokens);
+void check_sequence_lengths(std::string_view op, std::string_view argument, Layout layout,
+                            const Lengths& lengths, const c10::SymInt& tokens);
 
 // Checks lengths as PromptFlashAttention takes them: one count per batch, a single count for all
-// batches, or a longer list of which only the first entries are used. An absent or empty list means
-// all tokens.
-void check_actual_lengths(std::string_view op, std::string_view argument,
-                          at::OptionalSymIntArrayRef lengths, const c10::SymInt& batch,
-                          const c10::SymInt& tokens);
-c10::SymInt actual_length(at::OptionalSymIntArrayRef lengths, int64_t batch,
-                          const c10::SymInt& tokens);
+// batches, or a longer list of which only the first entries are used. Absent or empty ones mean all
+// tokens.
+void check_actual_lengths(std::string_view op, std::string_view argument, const Lengths& lengths,
+                          const c10::SymInt& batch, const c10::SymInt& tokens);
+// Returns the length of a batch; lengths must be known.
+int64_t actual_length(const Lengths& lengths, int64_t batch, int64_t tokens);
 
 // Converts cumulative lengths to sequences. A 0 that closes a list, where an operator takes one,
 // is an empty sequence.
@@ -55,33 +51,21 @@ std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
 // bits if there are more.
 int64_t pair_count(c10::ArrayRef<Sequence> sequences);
 
-// Returns the values of a list, or nullopt if one of them is symbolic.
-std::optional<std::vector<int64_t>> known_values(c10::SymIntArrayRef list);
-// Returns the values of a list; raises if one of them is symbolic.
-std::vector<int64_t> values_of(c10::SymIntArrayRef list);
-
 inline constexpr std::string_view kKeyLengths = "actual_seq_lengths_key";
 
 // Returns the sequences of a call, with tokens counted over the flattened (batch, sequence) axes.
-// Lengths come as the operator takes them, as an int32 tensor or as a list. The values of a tensor
-// are checked here; if a device has them, the host waits for it. `key_lengths` is the name of the
-// argument lengths_key.
+// Checks the values of the lengths; if a device has them, the host waits for it. `key_lengths` is
+// the name of the argument lengths_key.
 std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
-                                     const at::Tensor& key,
-                                     const std::optional<at::Tensor>& lengths_query,
-                                     const std::optional<at::Tensor>& lengths_key,
+                                     const at::Tensor& key, const Lengths& lengths_query,
+                                     const Lengths& lengths_key,
                                      std::string_view key_lengths = kKeyLengths);
-std::vector<Sequence> read_sequences(std::string_view op, Layout layout, const at::Tensor& query,
-                                     const at::Tensor& key,
-                                     at::OptionalSymIntArrayRef lengths_query,
-                                     at::OptionalSymIntArrayRef lengths_key);
 // The same of a call with paged keys: whatever the layout of the queries is, the lengths of the
 // keys are counts.
 std::vector<Sequence> read_paged_sequences(std::string_view op, Layout layout,
                                            const at::Tensor& query, const at::Tensor& key,
                                            const at::Tensor& block_table,
-                                           const std::optional<at::Tensor>& lengths_query,
-                                           const at::Tensor& lengths_key,
+                                           const Lengths& lengths_query, const Lengths& lengths_key,
                                            std::string_view key_lengths = kKeyLengths);
 
 }  // namespace ascend_attn

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdint>
+#include <limits>
 
 #include "core/error.h"
 #include "core/huge_pages.h"
@@ -45,11 +47,8 @@ void raise_dtype(std::string_view op, NamedTensor argument, at::ScalarType expec
                  const NamedTensor* like) {
   const auto owner = like ? c10::str(" (", like->text(), "'s)") : std::string();
   raise(Violation::type, op, argument.text(),
-        c10::str("expected dtype ", dtype_name(expected), owner, ", got ",
-                 dtype_name(argument.tensor.scalar_type()),
-                 expected == at::kInt && argument.tensor.scalar_type() == at::kLong
-                     ? "; convert it with .int()"
-                     : ""));
+        c10::str("expected dtype ", dtype_name(expected), expected == at::kInt ? " or int64" : "",
+                 owner, ", got ", dtype_name(argument.tensor.scalar_type())));
 }
 
 void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef expected,
@@ -57,6 +56,12 @@ void raise_shape(std::string_view op, NamedTensor argument, c10::SymIntArrayRef 
   raise(
       Violation::value, op, argument.text(),
       c10::str("expected shape ", meaning, " = ", expected, ", got ", argument.tensor.sym_sizes()));
+}
+
+at::Tensor as_int32(const at::Tensor& integers) {
+  using Limits = std::numeric_limits<int32_t>;
+  const bool narrow = integers.scalar_type() != at::kLong || integers.is_meta();
+  return narrow ? integers : integers.clamp(Limits::min(), Limits::max()).to(at::kInt);
 }
 
 bool has_memory(const at::Tensor& tensor) {
@@ -85,6 +90,16 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
     same = sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
   }
   return same;
+}
+
+bool broadcasts_to(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
+  const auto sizes = tensor.sym_sizes();
+  bool fits = sizes.size() == expected.size();
+  for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
+    fits = sizes[axis].sym_eq(1).guard_bool(__FILE__, __LINE__) ||
+           sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
+  }
+  return fits;
 }
 
 at::Tensor new_tensor(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {

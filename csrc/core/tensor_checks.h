@@ -60,6 +60,17 @@ inline void check_dtype(std::string_view op, NamedTensor argument, at::ScalarTyp
   }
 }
 
+// Expects int32 or int64.
+inline void check_integers(std::string_view op, NamedTensor argument) {
+  if (const auto dtype = argument.tensor.scalar_type(); dtype != at::kInt && dtype != at::kLong)
+      [[unlikely]] {
+    raise_dtype(op, argument, at::kInt);
+  }
+}
+// Returns integers in int32, in which kernels and devices take them. Numbers that do
+// not fit become the nearest ones that do, which no index is.
+at::Tensor as_int32(const at::Tensor& integers);
+
 // Whether the storage holds all elements. FSDP, and untyped_storage().resize_(), free the memory of
 // tensors that keep their sizes.
 bool has_memory(const at::Tensor& tensor);
@@ -70,6 +81,8 @@ inline at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected);
+// The same of a tensor that is broadcast to these sizes: its axes may be 1.
+bool broadcasts_to(const at::Tensor& tensor, c10::SymIntArrayRef expected);
 // The same for a rule: symbolic sizes are assumed to fit.
 inline bool fits_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
   const auto sizes = tensor.sym_sizes();

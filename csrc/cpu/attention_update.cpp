@@ -74,7 +74,9 @@ void merge(const AttentionUpdate& op, const at::Tensor& out, const at::Tensor& l
     std::vector<T> weights(n);
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t i = 0; i < n; ++i) {
-        weights[i] = *lse[i][row];
+        // As on the device, from CANN 8.5 on: plus infinity marks a part without keys as well.
+        const T given = *lse[i][row];
+        weights[i] = given == std::numeric_limits<T>::infinity() ? -given : given;
       }
       merged_lse[row] = to_weights(weights.data(), n);
       Input* to = merged + row * size;

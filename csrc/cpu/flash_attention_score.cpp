@@ -15,7 +15,13 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
       zero_unused_queries(output, output.size(0), attention.sequences);
     }
   }
-  attend(attention, {attention.by_head(out, attention.heads), softmax_max, softmax_sum, {}, {}});
+  const auto by_head = attention.by_head(out, attention.heads);
+  if (op.options.padded()) {
+    for (const auto& output : {by_head, softmax_max, softmax_sum}) {
+      attention.fill_padding(output, 0);
+    }
+  }
+  attend(attention, {by_head, softmax_max, softmax_sum, {}, {}});
 }
 
 const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {

@@ -231,6 +231,18 @@ void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gr
       }
     }
   }
+  const auto fill_padding = [&](const at::Tensor& gradient, int64_t heads,
+                                int64_t Sequence::* tokens) {
+    if (gradient.defined()) {
+      attention.forward.fill_padding(attention.forward.by_head(gradient, heads), 0, tokens);
+    }
+  };
+  for (const auto& gradient : {gradients.dq, gradients.dq_rope}) {
+    fill_padding(gradient, attention.forward.heads, &Sequence::queries);
+  }
+  for (const auto& gradient : {gradients.dk, gradients.dv, gradients.dk_rope}) {
+    fill_padding(gradient, attention.forward.key_heads, &Sequence::keys);
+  }
   dispatch_operand(attention.forward.query.scalar_type(), [&]<typename Input, typename Operand>() {
     differentiate_as<Input, Operand>(attention, gradients);
   });

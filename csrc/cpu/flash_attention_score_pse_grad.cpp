@@ -13,8 +13,8 @@
 namespace ascend_attn::cpu {
 namespace {
 
-// All rows of one key head in all sequences. Its query heads have rows of pse_shift to themselves,
-// so tasks do not share sums.
+// All rows of one key head in all sequences. Its query heads have rows of the sum to themselves, so
+// that tasks do not share any.
 struct HeadTask {
   int64_t key_head;
   int64_t cost;
@@ -59,7 +59,12 @@ void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
   const DenseAttentionGrad attention(op);
   const auto& forward = attention.forward;
   const auto& pse = *op.options.pse_shift;
-  const auto sum = pse.new_zeros(pse.sizes(), statistics_dtype(op.query));
+  const bool shared = pse.dim() == 4 && pse.size(1) == 1 && forward.heads > 1;
+  auto sizes = pse.sizes().vec();
+  if (shared) {
+    sizes[1] = forward.heads;
+  }
+  const auto sum = pse.new_zeros(sizes, statistics_dtype(op.query));
   const auto address = PseAddress::of(sum, forward.query, forward.key,
                                       forward.layout == Layout::TND, forward.sequences);
   dispatch_operand(op.query.scalar_type(), [&]<typename Input, typename Operand>() {
@@ -75,7 +80,8 @@ void flash_attention_pse_grad(const FlashAttentionPseGrad& op,
   });
   // With pse_type 1 the scale applies to pse_shift too, and so to its gradient.
   const double factor = forward.pse_type == 1 ? forward.scale : 1.0;
-  std::get<0>(outputs).copy_(sum.mul(factor));
+  const auto d_pse = sum.mul(factor);
+  std::get<0>(outputs).copy_(shared ? d_pse.sum(1, /*keepdim=*/true) : d_pse);
 }
 
 const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {

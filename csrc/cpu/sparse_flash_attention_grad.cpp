@@ -24,6 +24,7 @@ struct GradRows {
   SequenceInputs<Input> inputs;
   TokenRows<Input> d_out, out;
   const T *softmax_max, *softmax_sum;  // (tokens, heads)
+  const T* d_lse;                      // the same; null if nothing flows into the statistics
   Input *d_query, *d_query_rope;       // (tokens, heads, D) and (tokens, heads, Dr)
 };
 
@@ -55,7 +56,8 @@ class AttentionGrad {
       inverse_sum_.data()[h] = T(1) / rows.softmax_sum[token * heads + h];
     }
     gradient_.load_token(rows.inputs, rows.d_out, rows.out, token, rows.softmax_max + token * heads,
-                         inverse_sum_.data());
+                         inverse_sum_.data(),
+                         rows.d_lse != nullptr ? rows.d_lse + token * heads : nullptr);
     for (bool first = true; count > 0; first = false) {
       add_keys(rows.inputs, positions.data(), count, first, sums);
       count = selected.next(positions.data(), Gradient::kMaxKeys);
@@ -91,6 +93,8 @@ void differentiate(const SparseFlashAttentionGrad& op, const SparseInputs& input
   const auto out = with_dense_rows(op.out);
   const auto softmax_max = op.softmax_max.contiguous();
   const auto softmax_sum = op.softmax_sum.contiguous();
+  const auto d_lse =
+      op.d_softmax_sum ? op.d_softmax_sum->mul(softmax_sum).contiguous() : at::Tensor();
   const int64_t size = inputs.size;
   const int64_t rope_size = inputs.rope_size;
   KeySums<T, Worker> add_tokens(inputs.sequences, 2 * size + rope_size);
@@ -108,13 +112,15 @@ void differentiate(const SparseFlashAttentionGrad& op, const SparseInputs& input
   }
   for (const auto& sequence : inputs.sequences) {
     const int64_t token_begin = sequence.query_begin * inputs.heads;
-    const GradRows<Input, T> rows{{inputs, sequence},
-                                  {d_out, sequence.query_begin},
-                                  {out, sequence.query_begin},
-                                  softmax_max.template const_data_ptr<T>() + token_begin,
-                                  softmax_sum.template const_data_ptr<T>() + token_begin,
-                                  d_query + token_begin * size,
-                                  d_query_rope + token_begin * rope_size};
+    const GradRows<Input, T> rows{
+        {inputs, sequence},
+        {d_out, sequence.query_begin},
+        {out, sequence.query_begin},
+        softmax_max.template const_data_ptr<T>() + token_begin,
+        softmax_sum.template const_data_ptr<T>() + token_begin,
+        d_lse.defined() ? d_lse.template const_data_ptr<T>() + token_begin : nullptr,
+        d_query + token_begin * size,
+        d_query_rope + token_begin * rope_size};
     add_tokens(
         sequence, [&] { return std::make_unique<Worker>(inputs, factor); },
         [&](Worker& worker, RowSums<T>& sums, int64_t token) { worker.token(rows, token, sums); },

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "core/layout.h"
+#include "core/lengths.h"
 #include "core/tensor_checks.h"
 
 namespace ascend_attn {
@@ -192,6 +193,10 @@ template <>
 struct Parameter<std::optional<at::Tensor>> {
   using type = const std::optional<at::Tensor>&;
 };
+template <>
+struct Parameter<Lengths> : Parameter<std::optional<at::Tensor>> {};
+template <>
+struct Parameter<DeviceLengths> : Parameter<std::optional<at::Tensor>> {};
 template <typename Element>
 struct Parameter<ListField<Element>> {
   using type = at::ArrayRef<Element>;
@@ -239,6 +244,18 @@ using SignatureOf = typename reflection::Signature<typename Op::Outputs, Argumen
 template <typename Op>
 using OutSignatureOf = typename reflection::Signature<typename Op::Outputs, ArgumentsOf<Op>>::out;
 
+// Whether an operator reads lengths on the host, and whether it has any lengths.
+template <typename Op>
+inline constexpr bool kReadsLengths =
+    []<typename... Fields>(std::type_identity<std::tuple<const Fields&...>>) {
+      return (std::same_as<Fields, Lengths> || ...);
+    }(std::type_identity<ArgumentsOf<Op>>());
+template <typename Op>
+inline constexpr bool kHasLengths =
+    []<typename... Fields>(std::type_identity<std::tuple<const Fields&...>>) {
+      return (std::derived_from<Fields, Lengths> || ...);
+    }(std::type_identity<ArgumentsOf<Op>>());
+
 // Returns a field as the dispatcher passes it.
 template <typename Field>
 typename reflection::Parameter<Field>::type as_parameter(const Field& field) {
@@ -267,6 +284,10 @@ struct Place {
   int64_t index = kNotInList;
 };
 
+// Whether a field is a tensor or None.
+template <typename Field>
+concept OptionalTensor = std::derived_from<Field, std::optional<at::Tensor>>;
+
 // Whether `predicate(tensor, place)` holds for any tensor of a call. Optional tensors that are None
 // are left out.
 template <typename Op, typename Predicate>
@@ -276,7 +297,7 @@ bool any_tensor(const Op& op, const Predicate& predicate) {
     const auto at = position++;
     if constexpr (std::same_as<Field, at::Tensor>) {
       return predicate(field, Place{at});
-    } else if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+    } else if constexpr (OptionalTensor<Field>) {
       return field && field->defined() && predicate(*field, Place{at});
     } else if constexpr (std::same_as<Field, TensorListField>) {
       for (size_t index = 0; index < field.size(); ++index) {
@@ -290,12 +311,31 @@ bool any_tensor(const Op& op, const Predicate& predicate) {
   return std::apply([&](const auto&... fields) { return (any(fields) || ...); }, arguments_of(op));
 }
 
+// Calls `visit(lengths, position)` for the lengths of a call.
+template <typename Op, typename Visitor>
+void for_each_lengths(const Op& op, const Visitor& visit) {
+  size_t position = 0;
+  const auto visit_field = [&]<typename Field>(const Field& field) {
+    if constexpr (std::derived_from<Field, Lengths>) {
+      visit(field, position);
+    }
+    ++position;
+  };
+  std::apply([&](const auto&... fields) { (visit_field(fields), ...); }, arguments_of(op));
+}
+
 template <typename Op, typename Visitor>
 void for_each_tensor(const Op& op, const Visitor& visit) {
   any_tensor(op, [&](const at::Tensor& tensor, Place place) {
     visit(tensor, place);
     return false;
   });
+}
+
+// Returns the call with `map(field)` in place of every argument.
+template <typename Op, typename Map>
+Op map_fields(const Op& op, const Map& map) {
+  return std::apply([&](const auto&... fields) { return Op{map(fields)...}; }, arguments_of(op));
 }
 
 // Returns the call with `map(tensor, place)` in place of every tensor.
@@ -306,7 +346,7 @@ Op map_tensors(const Op& op, const Map& map) {
     const auto at = position++;
     if constexpr (std::same_as<Field, at::Tensor>) {
       return map(field, Place{at});
-    } else if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+    } else if constexpr (OptionalTensor<Field>) {
       return field && field->defined() ? Field(map(*field, Place{at})) : field;
     } else if constexpr (std::same_as<Field, TensorListField>) {
       std::vector<at::Tensor> tensors;
@@ -318,8 +358,7 @@ Op map_tensors(const Op& op, const Map& map) {
       return field;
     }
   };
-  return std::apply([&](const auto&... fields) { return Op{replace(fields)...}; },
-                    arguments_of(op));
+  return map_fields(op, replace);
 }
 
 // A call whose tensors are those of the dispatcher's arguments, as c10::MaybeOwned borrows them:
@@ -350,13 +389,14 @@ class Borrowed {
   }
 
   static void give_back(at::Tensor& tensor) { Traits::destroyBorrow(tensor); }
-  static void give_back(std::optional<at::Tensor>& tensor) {
-    if (tensor) {
-      give_back(*tensor);
+  template <typename Field>
+  static void give_back(Field& field) {
+    if constexpr (OptionalTensor<Field>) {
+      if (field) {
+        give_back(*field);
+      }
     }
   }
-  template <typename Field>
-  static void give_back(Field&) {}
 
   Op op_;
 };

@@ -15,6 +15,9 @@
 //                                    gradients of its tensors (autograd/context.h)
 //   bool differentiable()            only if some calls have no gradient: whether this one has
 //   operands()                       only if some tensors never have one: those that do
+//   takes_int64                      only if it reads indices of 64 bits itself
+//   lacks_defaults(), with_defaults()  only if a default depends on other arguments: whether this
+//                                    call lacks any, and the call that has them
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
 // check_values is defined beside the CPU kernel, which makes the same checks in every call; the NPU
@@ -54,13 +57,20 @@ size_t argument_position(const char* op, const char* name);
 
 [[noreturn]] void raise_no_tensor(const char* op, Place place, const at::Tensor& tensor);
 
-// Rejects None for required tensors, which torch passes as an undefined tensor, and tensors whose
-// memory was freed.
+// Rejects None for required tensors, which torch passes as an undefined tensor, tensors whose
+// memory was freed, and lengths that cannot be read.
 template <typename Call>
 void check_tensors_given(const Call& call) {
-  for_each_tensor(call, [](const at::Tensor& tensor, Place place) {
+  const at::Tensor* query = nullptr;  // or whatever comes first
+  for_each_tensor(call, [&](const at::Tensor& tensor, Place place) {
     if (!tensor.defined() || !has_memory(tensor)) [[unlikely]] {
       raise_no_tensor(Call::name, place, tensor);
+    }
+    query = query ? query : &tensor;
+  });
+  for_each_lengths(call, [&](const Lengths& lengths, size_t position) {
+    if (!are_readable(lengths, *query)) [[unlikely]] {
+      raise_not_readable(Call::name, argument_name(Call::name, position), *lengths, *query);
     }
   });
 }
@@ -88,6 +98,11 @@ bool any_tensor(const OutCall<Op>& call, const Predicate& predicate) {
     return (predicate(*output, Place{position++}) || ...);
   };
   return any_tensor(call.op, predicate) || std::apply(any, call.outputs);
+}
+
+template <typename Op, typename Visitor>
+void for_each_lengths(const OutCall<Op>& call, const Visitor& visit) {
+  for_each_lengths(call.op, visit);
 }
 
 // Checks that no argument of a call shares memory with what the call writes.
@@ -153,20 +168,65 @@ void register_out_function(torch::Library& library) {
   }(std::type_identity<typename Op::Outputs>());
 }
 
+// Calls `function` with a call that has all its defaults.
+template <typename Op, typename Function>
+auto with_defaults(const Op& op, const Function& function) {
+  if constexpr (requires { op.with_defaults(); }) {
+    if (op.lacks_defaults()) {
+      return function(op.with_defaults());
+    }
+  }
+  return function(op);
+}
+
+// Calls `compute` with indices, tables and residuals in int32.
 template <typename Op, auto compute>
-typename Op::Outputs run(const Op& op) {
-  check_tensors_given(op);
-  auto outputs = op.check_and_allocate();
-  compute(op, outputs);
-  return outputs;
+void compute_in_int32(const Op& op, typename Op::Outputs& outputs) {
+  const auto is_wide = []<typename Field>(const Field& field) {
+    if constexpr (std::same_as<Field, at::Tensor>) {
+      return field.scalar_type() == at::kLong;
+    } else if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+      return field && field->scalar_type() == at::kLong;
+    } else {
+      return false;
+    }
+  };
+  const bool wide =
+      std::apply([&](const auto&... field) { return (is_wide(field) || ...); }, arguments_of(op));
+  if (!wide || requires { Op::takes_int64; }) [[likely]] {
+    compute(op, outputs);
+    return;
+  }
+  const auto narrow = [&]<typename Field>(const Field& field) -> Field {
+    if constexpr (std::same_as<Field, at::Tensor>) {
+      return as_int32(field);
+    } else if constexpr (std::same_as<Field, std::optional<at::Tensor>>) {
+      return field ? Field(as_int32(*field)) : field;
+    } else {
+      return field;
+    }
+  };
+  compute(map_fields(op, narrow), outputs);
+}
+
+template <typename Op, auto compute>
+typename Op::Outputs run(const Op& given) {
+  check_tensors_given(given);
+  return with_defaults(given, [](const Op& op) {
+    auto outputs = op.check_and_allocate();
+    compute_in_int32<Op, compute>(op, outputs);
+    return outputs;
+  });
 }
 template <typename Op, auto compute>
 typename Op::Outputs run_into(const OutCall<Op>& call) {
   check_tensors_given(call);
-  auto outputs = call.op.check_and_allocate(call.source());
-  check_outputs_apart(call);
-  compute(call.op, outputs);
-  return outputs;
+  return with_defaults(call.op, [&](const Op& op) {
+    auto outputs = op.check_and_allocate(call.source());
+    check_outputs_apart(call);
+    compute_in_int32<Op, compute>(op, outputs);
+    return outputs;
+  });
 }
 
 // Registers the kernel of one operator, in all its overloads, for the backend of `library`.

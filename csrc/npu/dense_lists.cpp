@@ -5,12 +5,14 @@
 #include <ATen/ops/cat.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
 #include "core/error.h"
 #include "core/sparse_mode.h"
 #include "npu/aclnn/product.h"
+#include "npu/compressed_masks.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {
@@ -22,10 +24,10 @@ int64_t within_int32(int64_t tokens) {
 
 DenseLists::DenseLists(const at::Tensor& query, const at::Tensor& key,
                        const FlashAttentionOptions& options)
-    : prefix(integers_of(options.prefix)) {
+    : prefix(integers_of(options.prefix.values())) {
   if (options.layout == Layout::TND) {
-    query_ends = integers_of(options.actual_seq_lengths_query);
-    key_ends = integers_of(options.actual_seq_lengths_key);
+    query_ends = integers_of(options.actual_seq_lengths_query.values());
+    key_ends = integers_of(options.actual_seq_lengths_key.values());
     mark_padding(query, key, options);
   }
 }
@@ -78,7 +80,7 @@ std::optional<at::Tensor> mask_with_band(const char* op, const FlashAttentionOpt
   if (!o.atten_mask || o.sparse_mode != static_cast<int64_t>(SparseMode::standard)) {
     return o.atten_mask;
   }
-  const auto& mask = *o.atten_mask;
+  const auto mask = *o.atten_mask;
   const auto queries = mask.size(-2);
   const auto keys = mask.size(-1);
   if (mask.numel() == 0 || (o.pre_tokens >= queries - 1 && o.next_tokens >= keys - 1)) {
@@ -103,21 +105,65 @@ std::optional<at::Tensor> mask_with_band(const char* op, const FlashAttentionOpt
   return mask.logical_or(behind.logical_or(ahead)).view(mask.scalar_type());
 }
 
-}  // namespace
+int64_t longest(const IntegerList& ends) {
+  int64_t most = 0;
+  int64_t begin = 0;
+  for (const auto end : ends) {
+    most = std::max(most, end - begin);
+    begin = std::max(begin, end);
+  }
+  return most;
+}
 
-std::optional<at::Tensor> launched_mask(const char* op, const FlashAttentionOptions& options,
+// The device takes full masks with an axis of 1 for the heads, or for batches and heads, alone.
+std::optional<at::Tensor> expanded_mask(const char* op, const at::Tensor& query,
+                                        const at::Tensor& key, const FlashAttentionOptions& o,
                                         const DenseLists& lists) {
-  auto mask = mask_with_band(op, options, lists);
-  const auto batches = static_cast<int64_t>(lists.query_ends.size());
-  // The 0 that marks padding makes two sequences of one, and a mask of all heads wants both.
-  if (batches != 2 || !mask || mask->dim() != 4 || mask->size(0) != 1 || mask->size(1) == 1) {
+  const auto& mask = o.atten_mask;
+  if (!mask || mask->dim() != 4 || has_compressed_mask(static_cast<SparseMode>(o.sparse_mode))) {
+    return mask;
+  }
+  const auto axes = axes_of(o.layout.value());
+  const bool packed = axes.packed();
+  const bool per_head = mask->size(1) != 1;
+  // The 0 that marks padding counts as a sequence.
+  const auto batches =
+      packed ? static_cast<int64_t>(lists.query_ends.size()) : query.size(axes.batch);
+  const std::array<int64_t, 4> sizes{per_head ? batches : mask->size(0),
+                                     per_head ? o.heads().expect_int() : 1,
+                                     packed ? longest(lists.query_ends) : query.size(axes.tokens),
+                                     packed ? longest(lists.key_ends) : key.size(axes.tokens)};
+  if (mask->sizes() == at::IntArrayRef(sizes)) {
     return mask;
   }
   check_implemented(GivenWorkspace::current() == nullptr, op, "atten_mask",
-                    "expected a mask that all heads share, as a graph updates the lengths of a "
-                    "padded pack, got ",
+                    "expected a mask without axes to expand, as a graph updates the lengths of the "
+                    "call, got ",
                     mask->sizes());
-  return mask->expand({batches, -1, -1, -1}).contiguous();
+  return mask->expand(sizes).contiguous();
+}
+
+}  // namespace
+
+std::optional<at::Tensor> launched_bias(const at::Tensor& query,
+                                        const FlashAttentionOptions& options) {
+  const auto& pse = options.pse_shift;
+  if (!pse || options.pse_type > 1 || pse->dim() != 4 || pse->size(1) != 1 ||
+      options.heads() == 1) {
+    return pse;
+  }
+  return pse->expand({-1, options.heads().expect_int(), -1, -1}).contiguous();
+}
+
+std::optional<at::Tensor> launched_mask(const char* op, const at::Tensor& query,
+                                        const at::Tensor& key, const FlashAttentionOptions& options,
+                                        const DenseLists& lists) {
+  if (!options.atten_mask && options.masked()) {
+    return compressed_mask(op, static_cast<SparseMode>(options.sparse_mode), query.options());
+  }
+  auto full = options;
+  full.atten_mask = expanded_mask(op, query, key, options, lists);
+  return mask_with_band(op, full, lists);
 }
 
 }  // namespace ascend_attn::aclnn

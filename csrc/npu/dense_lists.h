@@ -27,7 +27,11 @@ struct DenseLists {
 };
 
 // Returns the mask that the device gets.
-std::optional<at::Tensor> launched_mask(const char* op, const FlashAttentionOptions& options,
+std::optional<at::Tensor> launched_mask(const char* op, const at::Tensor& query,
+                                        const at::Tensor& key, const FlashAttentionOptions& options,
                                         const DenseLists& lists);
+// Returns pse_shift with an axis of all heads.
+std::optional<at::Tensor> launched_bias(const at::Tensor& query,
+                                        const FlashAttentionOptions& options);
 
 }  // namespace ascend_attn::aclnn

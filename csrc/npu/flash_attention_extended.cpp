@@ -116,7 +116,7 @@ bool reads_packed_ropes(const at::Tensor& query, const at::Tensor& value,
   constexpr int64_t kFirstPaddedTo128 = 196;
   const int64_t size = query.size(-1);
   return options.layout == Layout::TND && query.scalar_type() == at::kBFloat16 &&
-         options.atten_mask && options.sparse_mode != kPrefixCompressed && !options.pse_shift &&
+         options.masked() && options.sparse_mode != kPrefixCompressed && !options.pse_shift &&
          !options.drop_mask && rope.size(-1) <= size && value.size(-1) == size &&
          size % (size < kFirstPaddedTo128 ? 16 : 128) == 0;
 }
@@ -126,8 +126,7 @@ bool reads_ropes_of_v4(const at::Tensor& query, const FlashAttentionOptions& opt
                        const at::Tensor& rope) {
   constexpr int64_t kSize = 128;
   constexpr int64_t kRopeSize = 64;
-  const int64_t heads =
-      axes_of(options.layout.value()).merged() ? options.num_heads.expect_int() : 1;
+  const int64_t heads = axes_of(options.layout.value()).merged() ? options.heads().expect_int() : 1;
   return is_half(query) && query.size(-1) == heads * kSize && rope.size(-1) == heads * kRopeSize;
 }
 
@@ -178,7 +177,7 @@ void launch_extended(const FlashAttentionScore& op, TakenByDevice device,
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
-  const auto atten_mask = launched_mask(op.name, o, lists);
+  const auto atten_mask = launched_mask(op.name, op.query, op.key, o, lists);
   const auto sink = if_taken(device.sink, op.extra.sink);
   const auto& query_rope = op.extra.query_rope;
   const auto& key_rope = op.extra.key_rope;
@@ -186,24 +185,24 @@ void launch_extended(const FlashAttentionScore& op, TakenByDevice device,
   const auto softmax_out = new_tensor({0}, op.query.options());
   const auto pre_tokens = within_int32(o.pre_tokens);
   const auto next_tokens = within_int32(o.next_tokens);
-  const auto heads = o.num_heads.expect_int();
+  const auto heads = o.heads().expect_int();
   if (runs_v4()) {
     aclnn_score_v4(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, atten_mask,
                    query_rope, key_rope, std::nullopt, std::nullopt, std::nullopt, sink,
                    lists.prefix, lists.query_ends, lists.key_ends, o.q_start_idx, o.kv_start_idx,
-                   o.scale_value, o.keep_prob, pre_tokens, next_tokens, heads, o.layout.text(),
+                   o.scale(), o.keep_prob, pre_tokens, next_tokens, heads, o.layout.text(),
                    o.inner_precise, o.sparse_mode, kDtypeOfQuery, o.pse_type, kBySequence, kSeed,
                    kOffset, softmax_max, softmax_sum, softmax_out, out);
   } else if (o.layout == Layout::TND) {
     aclnn_packed_score_v5(op.query, query_rope, op.key, key_rope, op.value, o.pse_shift,
                           o.drop_mask, std::nullopt, atten_mask, sink, lists.prefix,
                           lists.query_ends, lists.key_ends, o.q_start_idx, o.kv_start_idx,
-                          o.scale_value, o.keep_prob, pre_tokens, next_tokens, heads,
-                          o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type, kBySequence,
-                          softmax_max, softmax_sum, softmax_out, out);
+                          o.scale(), o.keep_prob, pre_tokens, next_tokens, heads, o.layout.text(),
+                          o.inner_precise, o.sparse_mode, o.pse_type, kBySequence, softmax_max,
+                          softmax_sum, softmax_out, out);
   } else {
     aclnn_score_v3(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, atten_mask,
-                   sink, lists.prefix, o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob,
+                   sink, lists.prefix, o.q_start_idx, o.kv_start_idx, o.scale(), o.keep_prob,
                    pre_tokens, next_tokens, heads, o.layout.text(), o.inner_precise, o.sparse_mode,
                    o.pse_type, softmax_max, softmax_sum, softmax_out, out);
   }
@@ -214,7 +213,7 @@ void launch_extended_grad(const FlashAttentionScoreExtendedGrad& op, TakenByDevi
   const auto& [dq, dk, dv, d_sink_out, dq_rope_out, dk_rope_out] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
-  const auto atten_mask = launched_mask(op.name, o, lists);
+  const auto atten_mask = launched_mask(op.name, op.query, op.key, o, lists);
   const auto sink = if_taken(device.sink, op.extra.sink);
   const auto d_sink = if_taken(device.sink, d_sink_out);
   const auto& query_rope = op.extra.query_rope;
@@ -225,30 +224,29 @@ void launch_extended_grad(const FlashAttentionScoreExtendedGrad& op, TakenByDevi
   const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
   const auto pre_tokens = within_int32(o.pre_tokens);
   const auto next_tokens = within_int32(o.next_tokens);
-  const auto heads = o.num_heads.expect_int();
+  const auto heads = o.heads().expect_int();
   if (runs_v4()) {
     aclnn_score_grad_v4(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt,
                         atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in,
                         sink, query_rope, key_rope, std::nullopt, std::nullopt, std::nullopt,
                         std::nullopt, std::nullopt, lists.prefix, lists.query_ends, lists.key_ends,
-                        o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob, pre_tokens,
+                        o.q_start_idx, o.kv_start_idx, o.scale(), o.keep_prob, pre_tokens,
                         next_tokens, heads, o.layout.text(), kBySequence, o.inner_precise,
                         o.sparse_mode, o.pse_type, kSeed, kOffset, kDtypeOfQuery, dq, dk, dv,
                         dq_rope, dk_rope, dpse, d_sink);
   } else if (o.layout == Layout::TND) {
-    aclnn_packed_score_grad_v5(op.query, query_rope, op.key, key_rope, op.value, op.dy, o.pse_shift,
-                               o.drop_mask, std::nullopt, atten_mask, op.softmax_max,
-                               op.softmax_sum, std::nullopt, op.attention_in, sink, lists.prefix,
-                               lists.query_ends, lists.key_ends, o.q_start_idx, o.kv_start_idx,
-                               o.scale_value, o.keep_prob, pre_tokens, next_tokens, heads,
-                               o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type,
-                               kBySequence, dq, dq_rope, dk, dk_rope, dv, dpse, d_sink);
+    aclnn_packed_score_grad_v5(
+        op.query, query_rope, op.key, key_rope, op.value, op.dy, o.pse_shift, o.drop_mask,
+        std::nullopt, atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in,
+        sink, lists.prefix, lists.query_ends, lists.key_ends, o.q_start_idx, o.kv_start_idx,
+        o.scale(), o.keep_prob, pre_tokens, next_tokens, heads, o.layout.text(), o.inner_precise,
+        o.sparse_mode, o.pse_type, kBySequence, dq, dq_rope, dk, dk_rope, dv, dpse, d_sink);
   } else {
     aclnn_score_grad_v3(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt,
                         atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in,
-                        sink, lists.prefix, o.q_start_idx, o.kv_start_idx, o.scale_value,
-                        o.keep_prob, pre_tokens, next_tokens, heads, o.layout.text(),
-                        o.inner_precise, o.sparse_mode, o.pse_type, dq, dk, dv, dpse, d_sink);
+                        sink, lists.prefix, o.q_start_idx, o.kv_start_idx, o.scale(), o.keep_prob,
+                        pre_tokens, next_tokens, heads, o.layout.text(), o.inner_precise,
+                        o.sparse_mode, o.pse_type, dq, dk, dv, dpse, d_sink);
   }
 }
 

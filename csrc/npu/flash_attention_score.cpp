@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -10,6 +11,7 @@
 #include "npu/flash_attention_extended.h"
 #include "npu/kernel.h"
 #include "npu/pack_parts.h"
+#include "npu/padded_batch.h"
 #include "npu/sink_and_ropes.h"
 
 namespace ascend_attn::aclnn {
@@ -62,13 +64,13 @@ void launch(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
-  const auto atten_mask = launched_mask(op.name, o, lists);
+  const auto atten_mask = launched_mask(op.name, op.query, op.key, o, lists);
   // Never written: the function reserves this output.
   const auto softmax_out = new_tensor({0}, op.query.options());
   const auto call = [&](const auto& function, const auto&... lengths) {
     function(op.query, op.key, op.value, o.pse_shift, o.drop_mask, std::nullopt, atten_mask,
-             lists.prefix, lengths..., o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob,
-             within_int32(o.pre_tokens), within_int32(o.next_tokens), o.num_heads.expect_int(),
+             lists.prefix, lengths..., o.q_start_idx, o.kv_start_idx, o.scale(), o.keep_prob,
+             within_int32(o.pre_tokens), within_int32(o.next_tokens), o.heads().expect_int(),
              o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type, softmax_max, softmax_sum,
              softmax_out, out);
   };
@@ -96,6 +98,19 @@ void attend(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
   }
 }
 
+// Returns the call as the device takes it: a bias of all heads, a sink in float32.
+template <typename Op>
+Op launched(const Op& op) {
+  auto call = op;
+  call.options.pse_shift = launched_bias(op.query, op.options);
+  if constexpr (requires { op.extra; }) {
+    if (op.extra.sink) {
+      call.extra.sink = op.extra.sink->to(at::kFloat);
+    }
+  }
+  return call;
+}
+
 // Computes a call by `launch`, in parts if its pack has more lengths than a launch takes.
 // `outputs_of` returns a part's rows of the outputs.
 template <auto launch, typename Op, typename OutputsOf>
@@ -104,18 +119,71 @@ void launch_parts(const Op& op, typename Op::Outputs& outputs, const OutputsOf& 
       for_each_part(op.name, op.query, op.key, op.options, [&](const PackPart& part) {
         auto of_part = outputs_of(part);
         if (part.has_scores) {
-          launch(call_of(part, op), of_part);
+          launch(launched(call_of(part, op)), of_part);
         } else {
           std::apply([](const auto&... output) { (fill_output(output, 0), ...); }, of_part);
         }
       });
   if (!divided) {
-    launch(op, outputs);
+    launch(launched(op), outputs);
   }
+}
+
+// Computes a padded batch as a pack. `results_of` returns the outputs of the pack's call, and
+// `store` writes them to those of the batch.
+template <auto compute, typename Op, typename ResultsOf, typename Store>
+void compute_padded(const Op& op, typename Op::Outputs& outputs, const ResultsOf& results_of,
+                    const Store& store) {
+  const PaddedBatch batch(op);
+  if (batch.complete()) {
+    auto whole = op;
+    whole.options.actual_seq_lengths_query.reset();
+    whole.options.actual_seq_lengths_key.reset();
+    compute(whole, outputs);
+    return;
+  }
+  if (!batch.has_scores()) {
+    std::apply([](const auto&... output) { (fill_output(output, 0), ...); }, outputs);
+    return;
+  }
+  typename Op::Outputs results = results_of(batch);
+  compute(batch.pack(op), results);
+  store(batch, results);
+}
+
+// Computes the gradients of out, and adds those of softmax_sum, by a second launch.
+template <auto compute, typename Op>
+void add_gradients_of_statistics(const Op& op, typename Op::Outputs& outputs) {
+  auto of_out = op;
+  of_out.d_softmax_sum.reset();
+  compute(of_out, outputs);
+  auto others = std::apply(
+      [](const auto&... output) { return typename Op::Outputs{new_like(output)...}; }, outputs);
+  compute(call_of_statistics(op), others);
+  [&]<size_t... index>(std::index_sequence<index...>) {
+    constexpr size_t kValue = 2;
+    ((index == kValue ? void() : void(std::get<index>(outputs).add_(std::get<index>(others)))),
+     ...);
+  }(std::make_index_sequence<std::tuple_size_v<typename Op::Outputs>>());
 }
 
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
+  if (op.options.padded()) {
+    compute_padded<flash_attention_score>(
+        op, outputs,
+        [&](const PaddedBatch& batch) {
+          return FlashAttentionScore::Outputs{batch.of_queries(out),
+                                              batch.of_statistics(softmax_max),
+                                              batch.of_statistics(softmax_sum)};
+        },
+        [&](const PaddedBatch& batch, const FlashAttentionScore::Outputs& results) {
+          batch.store_queries(std::get<0>(results), out);
+          batch.store_statistics(std::get<1>(results), softmax_max);
+          batch.store_statistics(std::get<2>(results), softmax_sum);
+        });
+    return;
+  }
   launch_parts<attend>(op, outputs, [&](const PackPart& part) {
     return FlashAttentionScore::Outputs{part.queries(out), part.queries(softmax_max),
                                         part.queries(softmax_sum)};
@@ -127,15 +195,15 @@ void launch_grad(const FlashAttentionScoreGrad& op,
   const auto& [dq, dk, dv] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
-  const auto atten_mask = launched_mask(op.name, o, lists);
+  const auto atten_mask = launched_mask(op.name, op.query, op.key, o, lists);
   // Never written, since the function has no gradient of pse_shift; torch_npu passes its sizes as
   // well.
   const auto dpse = o.pse_shift ? new_like(*o.pse_shift) : new_tensor({0}, op.query.options());
   const auto call = [&](const auto& function, const auto&... lengths) {
     function(op.query, op.key, op.value, op.dy, o.pse_shift, o.drop_mask, std::nullopt, atten_mask,
              op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in, lists.prefix,
-             lengths..., o.q_start_idx, o.kv_start_idx, o.scale_value, o.keep_prob,
-             within_int32(o.pre_tokens), within_int32(o.next_tokens), o.num_heads.expect_int(),
+             lengths..., o.q_start_idx, o.kv_start_idx, o.scale(), o.keep_prob,
+             within_int32(o.pre_tokens), within_int32(o.next_tokens), o.heads().expect_int(),
              o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type, dq, dk, dv, dpse);
   };
   if (o.layout == Layout::TND) {
@@ -159,7 +227,7 @@ bool is_refused_unless_bnsd(const FlashAttentionScoreGrad& op) {
     return false;
   }
   const auto axes = axes_of(layout);
-  const auto heads = op.options.num_heads.expect_int();
+  const auto heads = op.options.heads().expect_int();
   if (heads * (layout == Layout::SBH ? op.query.size(axes.batch) : 1) < kFewestHeads) {
     return false;
   }
@@ -172,7 +240,7 @@ bool is_refused_unless_bnsd(const FlashAttentionScoreGrad& op) {
 void flash_attention_score_grad_in_bnsd(const FlashAttentionScoreGrad& op,
                                         FlashAttentionScoreGrad::Outputs& outputs) {
   const auto layout = op.options.layout.value();
-  const auto heads = op.options.num_heads.expect_int();
+  const auto heads = op.options.heads().expect_int();
   const auto key_heads = key_heads_of(op.query, op.key, layout, heads);
   auto bnsd = op;
   bnsd.options.layout = LayoutArgument("BNSD");
@@ -201,6 +269,24 @@ void differentiate(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::O
 void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                 FlashAttentionScoreGrad::Outputs& outputs) {
   const auto& [dq, dk, dv] = outputs;
+  if (op.options.padded()) {
+    compute_padded<flash_attention_score_grad>(
+        op, outputs,
+        [&](const PaddedBatch& batch) {
+          return FlashAttentionScoreGrad::Outputs{batch.of_queries(dq), batch.of_keys(dk),
+                                                  batch.of_keys(dv)};
+        },
+        [&](const PaddedBatch& batch, const FlashAttentionScoreGrad::Outputs& results) {
+          batch.store_queries(std::get<0>(results), dq);
+          batch.store_keys(std::get<1>(results), dk);
+          batch.store_keys(std::get<2>(results), dv);
+        });
+    return;
+  }
+  if (op.d_softmax_sum) {
+    add_gradients_of_statistics<flash_attention_score_grad>(op, outputs);
+    return;
+  }
   launch_parts<differentiate>(op, outputs, [&](const PackPart& part) {
     return FlashAttentionScoreGrad::Outputs{part.queries(dq), part.keys(dk), part.keys(dv)};
   });
@@ -232,6 +318,34 @@ void differentiate_extended(const FlashAttentionScoreExtendedGrad& op,
 void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
                                          FlashAttentionScoreExtendedGrad::Outputs& outputs) {
   const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
+  if (op.options.padded()) {
+    const bool ropes = op.extra.query_rope.has_value();
+    compute_padded<flash_attention_score_extended_grad>(
+        op, outputs,
+        [&](const PaddedBatch& batch) {
+          return FlashAttentionScoreExtendedGrad::Outputs{
+              batch.of_queries(dq),
+              batch.of_keys(dk),
+              batch.of_keys(dv),
+              d_sink,
+              ropes ? batch.of_queries(dq_rope) : dq_rope,
+              ropes ? batch.of_keys(dk_rope) : dk_rope};
+        },
+        [&](const PaddedBatch& batch, const FlashAttentionScoreExtendedGrad::Outputs& results) {
+          batch.store_queries(std::get<0>(results), dq);
+          batch.store_keys(std::get<1>(results), dk);
+          batch.store_keys(std::get<2>(results), dv);
+          if (ropes) {
+            batch.store_queries(std::get<4>(results), dq_rope);
+            batch.store_keys(std::get<5>(results), dk_rope);
+          }
+        });
+    return;
+  }
+  if (op.d_softmax_sum) {
+    add_gradients_of_statistics<flash_attention_score_extended_grad>(op, outputs);
+    return;
+  }
   std::vector<at::Tensor> d_sinks;
   launch_parts<differentiate_extended>(op, outputs, [&](const PackPart& part) {
     d_sinks.push_back(new_like(d_sink));

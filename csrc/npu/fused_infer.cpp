@@ -22,10 +22,10 @@ std::optional<at::Tensor> dense(const char* op, const std::optional<at::Tensor>&
   return tensor ? std::optional(dense(op, *tensor)) : std::nullopt;
 }
 
-IntegerList lengths_per_batch(at::OptionalSymIntArrayRef lengths, int64_t batches, int64_t tokens) {
+IntegerList lengths_per_batch(const Lengths& lengths, int64_t batches, int64_t tokens) {
   IntegerList all;
   for (int64_t b = 0; b < batches; ++b) {
-    all.push_back(actual_length(lengths, b, tokens).expect_int());
+    all.push_back(actual_length(lengths, b, tokens));
   }
   return all;
 }

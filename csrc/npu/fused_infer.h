@@ -9,7 +9,9 @@
 #include <optional>
 #include <string_view>
 
+#include "core/lengths.h"
 #include "npu/aclnn/launcher.h"
+#include "npu/compressed_masks.h"
 
 namespace ascend_attn::aclnn {
 
@@ -45,8 +47,16 @@ at::Tensor dense(const char* op, const at::Tensor& tensor);
 std::optional<at::Tensor> dense(const char* op, const std::optional<at::Tensor>& tensor);
 
 // Returns one length per batch, which V5 asks of the keys.
-IntegerList lengths_per_batch(at::OptionalSymIntArrayRef lengths, int64_t batches, int64_t tokens);
+IntegerList lengths_per_batch(const Lengths& lengths, int64_t batches, int64_t tokens);
 
+// Returns the mask of a call, which its sparse_mode may have without one.
+template <typename Op>
+std::optional<at::Tensor> mask_of(const Op& op) {
+  return op.masked() && !op.atten_mask
+             ? std::optional(compressed_mask(op.name, static_cast<SparseMode>(op.sparse_mode),
+                                             op.query.options()))
+             : op.atten_mask;
+}
 // Returns a mask as V5 takes it: full ones with an axis of batches, and none without elements.
 // `rows_are_batches`: what the first of two axes are.
 std::optional<at::Tensor> launched_mask(const char* op, const std::optional<at::Tensor>& mask,

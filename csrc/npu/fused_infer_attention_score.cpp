@@ -59,7 +59,7 @@ std::optional<at::Tensor> launched_sink(const FusedInferAttentionScore& op) {
 
 // Returns num_key_value_heads as given, but 1 for one head: CANN refuses 0 for absorbed MLA.
 int64_t launched_key_heads(const FusedInferAttentionScore& op) {
-  return op.num_heads == 1 ? 1 : op.num_key_value_heads.expect_int();
+  return op.heads() == 1 ? 1 : op.num_key_value_heads.expect_int();
 }
 
 void launch_infer(const FusedInferAttentionScore& op,
@@ -74,13 +74,13 @@ void launch_infer(const FusedInferAttentionScore& op,
   FusedInfer call{.query = query,
                   .key = key,
                   .value = value,
-                  .atten_mask = launched_mask(kName, op.atten_mask, op.sparse_mode, queries == 1),
+                  .atten_mask = launched_mask(kName, mask_of(op), op.sparse_mode, queries == 1),
                   .block_table = dense(kName, op.block_table),
                   .query_rope = dense(kName, op.query_rope),
                   .key_rope = dense(kName, op.key_rope),
                   .sink = launched_sink(op),
-                  .num_heads = op.num_heads.expect_int(),
-                  .scale_value = op.scale_value,
+                  .num_heads = op.heads().expect_int(),
+                  .scale_value = op.scale(),
                   .pre_tokens = within_int32(op.pre_tokens),
                   .next_tokens = within_int32(op.next_tokens),
                   .layout = layout.name,
@@ -92,16 +92,16 @@ void launch_infer(const FusedInferAttentionScore& op,
                   .out = std::get<0>(outputs),
                   .softmax_lse = std::get<1>(outputs)};
   if (layout.packed()) {
-    call.query_lengths = integers_of(op.actual_seq_lengths_query);
-    call.key_lengths = integers_of(op.actual_seq_lengths_key);
+    call.query_lengths = integers_of(op.actual_seq_lengths_query.values());
+    call.key_lengths = integers_of(op.actual_seq_lengths_key.values());
   } else {
     const int64_t batches = query.size(axes.batch);
     const int64_t keys =
         op.block_table ? op.block_table->size(1) * call.block_size : key.size(axes.tokens);
-    if (decoding || given(op.actual_seq_lengths_query)) {
+    if (decoding || op.actual_seq_lengths_query.given()) {
       call.query_lengths = lengths_per_batch(op.actual_seq_lengths_query, batches, queries);
     }
-    if (decoding || given(op.actual_seq_lengths_key)) {
+    if (decoding || op.actual_seq_lengths_key.given()) {
       call.key_lengths = lengths_per_batch(op.actual_seq_lengths_key, batches, keys);
     }
     if (decoding) {
@@ -130,7 +130,7 @@ bool may_lack_keys(const FusedInferAttentionScore& op, c10::ArrayRef<Sequence> s
   const int64_t queries = queries_of(op);
   return std::ranges::any_of(sequences, [&](const Sequence& sequence) {
     auto kept = KeptKeys{sequence.keys};
-    if (op.atten_mask) {
+    if (op.masked()) {
       kept = kept_keys(mode, sequence.queries, sequence.keys, op.pre_tokens, op.next_tokens,
                        /*prefix=*/0, /*is_band=*/false);
     }

@@ -11,6 +11,8 @@
 #include <c10/util/OptionalArrayRef.h>
 
 #include <algorithm>
+#include <concepts>
+#include <tuple>
 
 #include "core/determinism.h"
 #include "core/device_in_force.h"
@@ -28,6 +30,43 @@ namespace ascend_attn {
 // can wait for the device: a warning says so, once.
 bool can_read_values(const char* op);
 
+// Returns a copy of numbers on a device, without waiting for it.
+at::Tensor to_device(const at::Tensor& on_host, const at::Tensor& like);
+
+// Returns the lengths at a position of the schema as the device reads them, in int32. Lengths on
+// the host are copied without waiting.
+DeviceLengths launched_lengths(const char* op, size_t position, const DeviceLengths& lengths,
+                               const at::Tensor& query);
+
+// Calls `compute` with lengths that the device can read.
+template <typename Op, auto compute>
+void compute_with_launched_lengths(const Op& op, typename Op::Outputs& outputs) {
+  bool all_launched = true;
+  const auto& query = std::get<0>(arguments_of(op));
+  const auto is_launched = [&]<typename Field>(const Field& field) {
+    if constexpr (std::same_as<Field, DeviceLengths>) {
+      all_launched =
+          all_launched &&
+          (!field || (field->scalar_type() == at::kInt && field->device() == query.device()));
+    }
+  };
+  std::apply([&](const auto&... fields) { (is_launched(fields), ...); }, arguments_of(op));
+  if (all_launched) [[likely]] {
+    compute(op, outputs);
+    return;
+  }
+  size_t position = 0;
+  const auto launched = [&]<typename Field>(const Field& field) -> Field {
+    const auto at = position++;
+    if constexpr (std::same_as<Field, DeviceLengths>) {
+      return launched_lengths(Op::name, at, field, query);
+    } else {
+      return field;
+    }
+  };
+  compute(map_fields(op, launched), outputs);
+}
+
 // Computes, in the checked mode after checking the values of the call: those that the CPU checks,
 // and by `rules` those that the CPU accepts and the device cannot read.
 template <typename Op, auto compute, auto... rules>
@@ -39,25 +78,55 @@ void check_and_compute(const Op& op, typename Op::Outputs& outputs) {
   compute(op, outputs);
 }
 
+// Refuses lengths of a device where the host cannot wait for it.
+void check_not_captured(const char* op, size_t position, const Lengths& lengths);
+
+template <typename Op>
+void check_not_captured(const Op& op) {
+  if constexpr (kReadsLengths<Op>) {
+    for_each_lengths(op, [](const Lengths& lengths, size_t position) {
+      if (lengths.waits()) [[unlikely]] {
+        check_not_captured(Op::name, position, lengths);
+      }
+    });
+  }
+}
+template <typename Op, auto compute>
+typename Op::Outputs run_unless_captured(const Op& op) {
+  check_not_captured(op);
+  return run<Op, compute>(op);
+}
+template <typename Op, auto compute>
+void register_npu_kernel(torch::Library& library) {
+  register_function<Op, &run_unless_captured<Op, compute>>(library);
+  if constexpr (HasOutOverload<Op>) {
+    register_out_function<Op, &run_into<Op, compute>>(library);
+  }
+}
+
 // Registers the kernel of an operator whose values can be wrong.
 template <typename Op, auto compute, auto... rules>
 void register_checked_kernel(torch::Library& library) {
-  register_kernel<Op, &check_and_compute<Op, compute, rules...>>(library);
+  constexpr auto checked = &check_and_compute<Op, compute, rules...>;
+  register_npu_kernel<Op, &compute_with_launched_lengths<Op, checked>>(library);
 }
 
 // `<operator>.relaunch`: the operator with outputs and a workspace of its caller. A graph needs it
 // that updates the lengths of a call: the call is launched again and must write where the first one
 // did (python/ascend_attn_ops/_npu_graphs.py).
 template <typename Op, auto compute>
-void relaunch(const Op& op, const at::Tensor& workspace, at::TensorList out) {
-  OutCall<Op> call{op, {}};
-  check_value(out.size() == call.outputs.size(), Op::name, "out", "expected ", call.outputs.size(),
-              " tensors, got ", out.size());
-  std::ranges::transform(out, call.outputs.begin(), [](const at::Tensor& t) { return &t; });
-  check_tensors_given(call);
-  auto outputs = op.check_and_allocate(call.source());
-  const aclnn::GivenWorkspace scope(&workspace);
-  compute(op, outputs);
+void relaunch(const Op& given, const at::Tensor& workspace, at::TensorList out) {
+  check_not_captured(given);
+  with_defaults(given, [&](const Op& op) {
+    OutCall<Op> call{op, {}};
+    check_value(out.size() == call.outputs.size(), Op::name, "out", "expected ",
+                call.outputs.size(), " tensors, got ", out.size());
+    std::ranges::transform(out, call.outputs.begin(), [](const at::Tensor& t) { return &t; });
+    check_tensors_given(call);
+    auto outputs = op.check_and_allocate(call.source());
+    const aclnn::GivenWorkspace scope(&workspace);
+    compute_in_int32<Op, compute>(op, outputs);
+  });
 }
 
 // The overload in the dispatcher. npu/relaunch.cpp instantiates it.
@@ -72,7 +141,7 @@ struct Relaunch<Op, Outputs(Parameters...)> {
 template <typename Op, auto compute>
 void register_kernel_and_relaunch(torch::Library& library) {
   constexpr auto checked = &check_and_compute<Op, compute>;
-  register_kernel<Op, checked>(library);
+  register_npu_kernel<Op, checked>(library);
   Relaunch<Op>::register_kernel(
       library,
       &Kernel<Op, &relaunch<Op, checked>>::template call<const at::Tensor&, at::TensorList>);

@@ -49,7 +49,7 @@ void check_any_keys(const LightningIndexer& op) {
   }
   const auto sequences =
       read_paged_sequences(op.name, Layout::TND, op.query, op.key, *op.pages.block_table,
-                           op.actual_seq_lengths_query, *op.actual_seq_lengths_key);
+                           op.actual_seq_lengths_query, op.actual_seq_lengths_key);
   check_value(!std::ranges::all_of(sequences, &Sequence::empty), op.name, "actual_seq_lengths_key",
               "expected a sequence that has queries and keys, without which the NPU's kernel "
               "writes out of bounds, got none among ",

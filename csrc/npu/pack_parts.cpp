@@ -14,8 +14,6 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-// CANN documents so many lengths for every version of its functions.
-constexpr int64_t kMostLengths = 2048;
 constexpr int64_t kMostLengthsWithPrefix = 1000;
 constexpr int64_t kBitsPerByte = 8;
 
@@ -32,11 +30,11 @@ class Pack {
  public:
   Pack(const at::Tensor& query, const at::Tensor& key, const FlashAttentionOptions& options)
       : options_(options),
-        heads_(options.num_heads.expect_int()),
+        heads_(options.heads().expect_int()),
         query_tokens_(query.size(0)),
         key_tokens_(key.size(0)),
-        sequences_(packed_sequences(values_of(*options.actual_seq_lengths_query),
-                                    values_of(*options.actual_seq_lengths_key))) {
+        sequences_(packed_sequences(options.actual_seq_lengths_query.values(),
+                                    options.actual_seq_lengths_key.values())) {
     for (const auto& sequence : sequences_) {
       pairs_before_.push_back(pairs_);
       pairs_ += sequence.queries * sequence.keys;
@@ -72,9 +70,9 @@ class Pack {
     if (part.has_scores) {
       auto& o = part.options;
       o.actual_seq_lengths_query =
-          ends_from(begin, end, *options_.actual_seq_lengths_query, first.query_begin);
+          ends_from(begin, end, options_.actual_seq_lengths_query.values(), first.query_begin);
       o.actual_seq_lengths_key =
-          ends_from(begin, end, *options_.actual_seq_lengths_key, first.key_begin);
+          ends_from(begin, end, options_.actual_seq_lengths_key.values(), first.key_begin);
       o.prefix = prefix(begin, end);
       o.sparse_mode = mode(begin, end);
       o.atten_mask = mask(begin, end);
@@ -103,22 +101,21 @@ class Pack {
 
   // Returns the cumulative lengths of the run, counted from its first token. A 0 that closes the
   // pack stays 0.
-  static std::vector<c10::SymInt> ends_from(int64_t begin, int64_t end, c10::SymIntArrayRef ends,
-                                            int64_t first) {
-    std::vector<c10::SymInt> of_run;
+  static std::vector<int64_t> ends_from(int64_t begin, int64_t end, c10::ArrayRef<int64_t> ends,
+                                        int64_t first) {
+    std::vector<int64_t> of_run;
     for (int64_t b = begin; b < end; ++b) {
-      of_run.emplace_back(std::max<int64_t>(ends[b].expect_int() - first, 0));
+      of_run.push_back(std::max<int64_t>(ends[b] - first, 0));
     }
     return of_run;
   }
 
   // Other modes ignore the list, of whatever length.
-  OptionalIntListField prefix(int64_t begin, int64_t end) const {
+  Lengths prefix(int64_t begin, int64_t end) const {
     if (!options_.prefix || !has_prefix(options_)) {
       return {};
     }
-    const auto run = options_.prefix->slice(begin, end - begin);
-    return OptionalIntListField(std::vector<c10::SymInt>(run.begin(), run.end()));
+    return options_.prefix.values().slice(begin, end - begin).vec();
   }
 
   // In modes 7 and 8, one sequence of the pack has the band.
@@ -235,7 +232,8 @@ bool for_each_part(const char* op, const at::Tensor& query, const at::Tensor& ke
                    const std::function<void(const PackPart&)>& launch) {
   const auto most = static_cast<size_t>(most_lengths(options));
   // The launch adds at most one length.
-  if (options.layout != Layout::TND || options.actual_seq_lengths_query->size() < most) {
+  const auto given = options.actual_seq_lengths_query.values().size();
+  if (options.layout != Layout::TND || given < most) {
     return false;
   }
   const auto lengths = DenseLists(query, key, options).query_ends.size();
@@ -247,7 +245,7 @@ bool for_each_part(const char* op, const at::Tensor& query, const at::Tensor& ke
                     " lengths in a graph's call, whose lengths a replay may change, got ", lengths);
   const Pack pack(query, key, options);
   int64_t begin = 0;
-  for (const auto end : pack.ends(lengths > options.actual_seq_lengths_query->size())) {
+  for (const auto end : pack.ends(lengths > given)) {
     launch(pack.part(begin, end));
     begin = end;
   }

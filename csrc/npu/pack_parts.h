@@ -12,6 +12,9 @@
 
 namespace ascend_attn::aclnn {
 
+// CANN documents so many lengths for every version of its functions.
+inline constexpr int64_t kMostLengths = 2048;
+
 // A run of the sequences of a pack. The last part also has the padding rows.
 struct PackPart {
   // Returns the part's rows of a tensor of all queries, or of all keys.

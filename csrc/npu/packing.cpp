@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "npu/capture.h"
+#include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -45,29 +46,19 @@ void unpack(const at::Tensor& packed, const at::Tensor& padded,
 }  // namespace
 
 std::vector<Sequence> sequences_on_host(const char* op, Layout layout, const at::Tensor& query,
-                                        const at::Tensor& key,
-                                        const std::optional<at::Tensor>& query_lengths,
-                                        const std::optional<at::Tensor>& key_lengths) {
+                                        const at::Tensor& key, const Lengths& query_lengths,
+                                        const Lengths& key_lengths) {
   check_implemented(
       !is_capturing(), op, query_lengths ? "actual_seq_lengths_query" : "actual_seq_lengths_key",
       "expected a single sequence, or layout BSND without lengths, in a call that a graph "
       "captures, got ",
       (query_lengths ? query_lengths : key_lengths)->numel(),
       " sequences, whose lengths the launch has to know on the host");
-  if (query_lengths && key_lengths) {
+  if (query_lengths.waits() && key_lengths.waits()) {
     const auto lengths = at::stack({*query_lengths, *key_lengths}).cpu();
-    return read_sequences(op, layout, query, key, std::optional(lengths[0]),
-                          std::optional(lengths[1]));
+    return read_sequences(op, layout, query, key, lengths[0], lengths[1]);
   }
-  const auto on_host = [](const std::optional<at::Tensor>& lengths) {
-    return lengths ? std::optional(lengths->cpu()) : std::nullopt;
-  };
-  return read_sequences(op, layout, query, key, on_host(query_lengths), on_host(key_lengths));
-}
-
-at::Tensor to_device(const at::Tensor& on_host, const at::Tensor& like) {
-  // From pinned memory: the copy does not wait.
-  return on_host.pin_memory().to(like.device(), on_host.scalar_type(), /*non_blocking=*/true);
+  return read_sequences(op, layout, query, key, query_lengths, key_lengths);
 }
 
 Packing::Packing(const std::vector<Sequence>& sequences, const at::Tensor& query,

@@ -17,12 +17,8 @@ namespace ascend_attn::aclnn {
 // Reads the lengths of a call from the device, which it waits for; a graph that is being captured
 // cannot. One of the two tensors may be missing in BSND.
 std::vector<Sequence> sequences_on_host(const char* op, Layout layout, const at::Tensor& query,
-                                        const at::Tensor& key,
-                                        const std::optional<at::Tensor>& query_lengths,
-                                        const std::optional<at::Tensor>& key_lengths);
-
-// Returns a copy of numbers on a device, without waiting for it.
-at::Tensor to_device(const at::Tensor& on_host, const at::Tensor& like);
+                                        const at::Tensor& key, const Lengths& query_lengths,
+                                        const Lengths& key_lengths);
 
 class Packing {
  public:

@@ -43,13 +43,13 @@ void launch_v5(const PromptFlashAttention& op, const at::Tensor& out) {
       .query = query,
       .key = key,
       .value = value,
-      .atten_mask = launched_mask(kName, op.atten_mask, op.sparse_mode, /*rows_are_batches=*/false),
+      .atten_mask = launched_mask(kName, mask_of(op), op.sparse_mode, /*rows_are_batches=*/false),
       .query_lengths = lengths_per_batch(op.actual_seq_lengths_query, batches, queries),
       .key_lengths = lengths_per_batch(op.actual_seq_lengths_key, batches, key.size(axes.tokens)),
       .quant_scale2 = scale_of_v5(op.quant_scale2),
       .quant_offset2 = scale_of_v5(op.quant_offset2),
-      .num_heads = op.num_heads.expect_int(),
-      .scale_value = op.scale_value,
+      .num_heads = op.heads().expect_int(),
+      .scale_value = op.scale(),
       .pre_tokens = op.pre_tokens,
       .next_tokens = op.next_tokens,
       .layout = op.layout.text(),
@@ -76,10 +76,10 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   }
   aclnn_prompt_flash_attention_v3(
       dense(kName, op.query), dense(kName, op.key), dense(kName, op.value), std::nullopt,
-      dense(kName, op.atten_mask), op.actual_seq_lengths_query, op.actual_seq_lengths_key,
+      dense(kName, mask_of(op)), op.actual_seq_lengths_query, op.actual_seq_lengths_key,
       dense(kName, op.deq_scale1), dense(kName, op.quant_scale1), dense(kName, op.deq_scale2),
-      dense(kName, op.quant_scale2), dense(kName, op.quant_offset2), op.num_heads.expect_int(),
-      op.scale_value, op.pre_tokens, op.next_tokens, op.layout.text(),
+      dense(kName, op.quant_scale2), dense(kName, op.quant_offset2), op.heads().expect_int(),
+      op.scale(), op.pre_tokens, op.next_tokens, op.layout.text(),
       op.num_key_value_heads.expect_int(), op.sparse_mode, kCorrectsMaskedRows, out);
 }
 

@@ -45,7 +45,7 @@ Selection selection_of(const Op& op) {
     if constexpr (requires { op.pages; }) {
       if (op.pages.given()) {
         selection.sequences = read_paged_sequences(
-            Op::name, layout, op.query, op.key, *op.pages.block_table, query_lengths, *key_lengths);
+            Op::name, layout, op.query, op.key, *op.pages.block_table, query_lengths, key_lengths);
         return selection;
       }
     }

@@ -6,10 +6,12 @@
 #include <ATen/ops/exp.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <vector>
 
 #include "core/error.h"
+#include "npu/dense_lists.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {
@@ -40,7 +42,7 @@ class Rows {
  public:
   Rows(const FlashAttentionOptions& options, const IntegerList& query_ends,
        const at::Tensor& softmax_max)
-      : layout_(options.layout.value()), heads_(options.num_heads.expect_int()) {
+      : layout_(options.layout.value()), heads_(options.heads().expect_int()) {
     if (layout_ != Layout::TND) {
       return;
     }
@@ -108,7 +110,7 @@ at::Tensor as_bnsd(const at::Tensor& tensor, Layout layout, int64_t heads) {
 FlashAttentionScore join_ropes(const FlashAttentionScore& op) {
   auto joined = op;
   const auto layout = op.options.layout.value();
-  const auto heads = op.options.num_heads.expect_int();
+  const auto heads = op.options.heads().expect_int();
   joined.query = join(op.query, *op.extra.query_rope, layout, heads);
   joined.key =
       join(op.key, *op.extra.key_rope, layout, key_heads_of(op.query, op.key, layout, heads));
@@ -123,7 +125,7 @@ void differentiate_joined(const FlashAttentionScoreExtendedGrad& op,
                                                 FlashAttentionScoreExtendedGrad::Outputs&)) {
   const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
   const auto layout = op.options.layout.value();
-  const auto heads = op.options.num_heads.expect_int();
+  const auto heads = op.options.heads().expect_int();
   const auto key_heads = key_heads_of(op.query, op.key, layout, heads);
   auto joined = op;
   joined.query = join(op.query, *op.extra.query_rope, layout, heads);
@@ -168,5 +170,22 @@ void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Ten
       (rows.view(op.dy).to(at::kFloat) * rows.view(op.attention_in).to(at::kFloat)).sum(-1);
   d_sink.copy_(rows.sum_by_head(weight * delta).neg());
 }
+
+template <typename Op>
+Op call_of_statistics(const Op& op) {
+  const Rows rows(op.options, DenseLists(op.query, op.key, op.options).query_ends, op.softmax_max);
+  const auto d_lse =
+      rows.read(op.d_softmax_sum->sum(-1, /*keepdim=*/true)) * rows.read(op.softmax_sum);
+  auto call = op;
+  call.d_softmax_sum.reset();
+  call.value = at::zeros_like(op.value);
+  call.dy = at::zeros_like(op.dy, at::MemoryFormat::Contiguous);
+  call.attention_in = at::zeros_like(op.dy, at::MemoryFormat::Contiguous);
+  rows.view(call.dy).select(-1, 0).fill_(1);
+  rows.view(call.attention_in).select(-1, 0).copy_(d_lse.neg());
+  return call;
+}
+template FlashAttentionScoreGrad call_of_statistics(const FlashAttentionScoreGrad&);
+template FlashAttentionScoreExtendedGrad call_of_statistics(const FlashAttentionScoreExtendedGrad&);
 
 }  // namespace ascend_attn::aclnn

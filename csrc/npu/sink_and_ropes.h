@@ -36,4 +36,9 @@ void add_sink(const FlashAttentionScore& op, const FlashAttentionScore::Outputs&
 void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Tensor& d_sink,
                         const IntegerList& query_ends);
 
+// Returns the call whose gradients, but that of value, are those of softmax_sum alone: with values
+// of 0 and dy of e1, the gradient of the scores is P * d_lse where attention_in is -d_lse * e1.
+template <typename Op>
+Op call_of_statistics(const Op& op);
+
 }  // namespace ascend_attn::aclnn

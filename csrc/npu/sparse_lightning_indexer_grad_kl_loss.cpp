@@ -80,7 +80,7 @@ void launch_padded(const Op& op, const Op::Outputs& outputs) {
     return packing.queries(tensor.squeeze(1)).unsqueeze(0);
   };
   const auto ends = [](const std::vector<int32_t>& values) {
-    return std::vector<c10::SymInt>(values.begin(), values.end());
+    return std::vector<int64_t>(values.begin(), values.end());
   };
   packed.query = packing.queries(op.query);
   packed.key = packing.keys(op.key);

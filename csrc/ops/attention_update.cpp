@@ -84,8 +84,6 @@ AttentionUpdateGrad::Outputs AttentionUpdateGrad::check_and_allocate() const {
           new_tensor(stacked(lse.size(), local_out[0]), local_out[0].options())};
 }
 
-at::Tensor rows_without_keys(const at::Tensor& stacked_lse) {
-  return stacked_lse.amax(0).eq(-std::numeric_limits<double>::infinity());
-}
+at::Tensor rows_without_keys(const at::Tensor& stacked_lse) { return stacked_lse.isinf().all(0); }
 
 }  // namespace ascend_attn

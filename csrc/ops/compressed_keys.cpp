@@ -19,7 +19,7 @@ void check_residual(std::string_view op, NamedOptionalTensor residual, NamedTens
   }
   const NamedTensor given{residual.name, *residual.tensor};
   check_device(op, given, query);
-  check_dtype(op, given, at::kInt);
+  check_integers(op, given);
   check_shape(op, given, {{batch}}, "(B)");
 }
 

@@ -17,7 +17,7 @@ namespace ascend_attn {
 
 // Expects at least one token per key.
 void check_cmp_ratio(std::string_view op, int64_t ratio);
-// Expects int32 (B), on the device of `query`, if it is given.
+// Expects integers (B), on the device of `query`, if it is given.
 void check_residual(std::string_view op, NamedOptionalTensor residual, NamedTensor query,
                     const c10::SymInt& batch);
 // Raises unless a residual is in [0, ratio). `place` follows the value in the error.

@@ -48,6 +48,9 @@ void check_grad(const Op& op) {
   rules.check_statistics({"softmax_max", op.softmax_max});
   rules.check_statistics({"softmax_sum", op.softmax_sum});
   rules.check_like_out({"attention_in", op.attention_in});
+  if (op.d_softmax_sum) {
+    rules.check_statistics({"d_softmax_sum", *op.d_softmax_sum});
+  }
 }
 
 }  // namespace
@@ -78,8 +81,10 @@ FlashAttentionScoreExtendedGrad::Outputs FlashAttentionScoreExtendedGrad::check_
   const auto like_or_empty = [&](const std::optional<at::Tensor>& given) {
     return given ? outputs.tensor_like(*given) : outputs.tensor({0}, query.options());
   };
+  // The sink's gradient is that of a statistic, whatever the dtype of the sink.
+  const c10::SymInt sinks = extra.sink ? options.heads() : c10::SymInt(0);
   return {outputs.tensor_like(query),      outputs.tensor_like(key),
-          outputs.tensor_like(value),      like_or_empty(extra.sink),
+          outputs.tensor_like(value),      outputs.tensor({sinks}, softmax_max.options()),
           like_or_empty(extra.query_rope), like_or_empty(extra.key_rope)};
 }
 

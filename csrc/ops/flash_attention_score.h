@@ -5,9 +5,11 @@
 #include <tuple>
 #include <vector>
 
+#include "core/sparse_mode.h"
 #include "core/text.h"
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
+#include "ops/dense_defaults.h"
 
 namespace ascend_attn {
 
@@ -18,20 +20,41 @@ struct OperatorLimits;
 struct FlashAttentionOptions {
   static constexpr bool is_argument_group = true;
 
-  c10::SymInt num_heads;
+  std::optional<c10::SymInt> num_heads;
   LayoutArgument layout;
   std::optional<at::Tensor> pse_shift, drop_mask, atten_mask;
-  OptionalIntListField prefix, actual_seq_lengths_query, actual_seq_lengths_key;
+  Lengths prefix, actual_seq_lengths_query, actual_seq_lengths_key;
   OptionalIntListField q_start_idx, kv_start_idx;
-  double scale_value, keep_prob;
+  std::optional<double> scale_value;
+  double keep_prob;
   int64_t pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type;
+
+  // Whether the sparse_mode excludes keys: a compressed mask, which the modes other than 0, 1 and 5
+  // read, may be absent.
+  bool masked() const {
+    return atten_mask || has_compressed_mask(static_cast<SparseMode>(sparse_mode));
+  }
+  // Whether batches use only their first tokens, in a layout other than TND.
+  bool padded() const {
+    return layout != Layout::TND &&
+           (actual_seq_lengths_query.given() || actual_seq_lengths_key.given());
+  }
+  // With the defaults of a call, these are given.
+  const c10::SymInt& heads() const { return *num_heads; }
+  double scale() const { return *scale_value; }
+  bool lacks_defaults() const { return !num_heads || !scale_value; }
+
+  // Returns the first of a list of start indices; none if it is absent, or not known yet.
+  static std::optional<int64_t> first_of(const OptionalIntListField& starts) {
+    return starts && !starts->empty() ? (*starts)[0].maybe_as_int() : std::nullopt;
+  }
 };
 
 inline constexpr char kFlashAttentionKeywords[] =
-    "SymInt num_heads, str layout, Tensor? pse_shift=None, Tensor? drop_mask=None, "
-    "Tensor? atten_mask=None, SymInt[]? prefix=None, SymInt[]? actual_seq_lengths_query=None, "
-    "SymInt[]? actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, "
-    "SymInt[]? kv_start_idx=None, float scale_value, float keep_prob=1.0, "
+    "SymInt? num_heads=None, str layout, Tensor? pse_shift=None, Tensor? drop_mask=None, "
+    "Tensor? atten_mask=None, Tensor? prefix=None, Tensor? actual_seq_lengths_query=None, "
+    "Tensor? actual_seq_lengths_key=None, SymInt[]? q_start_idx=None, "
+    "SymInt[]? kv_start_idx=None, float? scale_value=None, float keep_prob=1.0, "
     "int pre_tokens=2147483647, int next_tokens=2147483647, int inner_precise=0, "
     "int sparse_mode=0, int pse_type=1";
 
@@ -43,6 +66,20 @@ struct SinkAndRopes {
 
   bool given() const { return sink || query_rope || key_rope; }
 };
+
+// Returns a call, forward or backward, with the defaults that depend on its tensors.
+template <typename Op>
+Op with_attention_defaults(const Op& op) {
+  auto complete = op;
+  std::optional<at::Tensor> query_rope;
+  if constexpr (requires { op.extra; }) {
+    query_rope = op.extra.query_rope;
+  }
+  auto& options = complete.options;
+  add_dense_defaults(Op::name, options.layout.parsed(), op.query, query_rope, options.num_heads,
+                     options.scale_value);
+  return complete;
+}
 
 inline constexpr char kSinkAndRopesKeywords[] =
     ", Tensor? sink=None, Tensor? query_rope=None, Tensor? key_rope=None";
@@ -66,6 +103,8 @@ struct FlashAttentionScore {
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+  bool lacks_defaults() const { return options.lacks_defaults(); }
+  FlashAttentionScore with_defaults() const { return with_attention_defaults(*this); }
 
   bool differentiable() const;
   void save(AutogradContext& context, const Outputs& outputs) const;
@@ -76,7 +115,11 @@ struct FlashAttentionScore {
 struct FlashAttentionGradArguments {
   at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
+  std::optional<at::Tensor> d_softmax_sum;
 };
+
+// The gradient of softmax_sum, which carries that of the log-sum-exp: softmax_max is a constant.
+inline constexpr char kGradOfStatistics[] = ", Tensor? d_softmax_sum=None";
 
 inline constexpr char kFlashAttentionGradTensors[] =
     "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
@@ -85,7 +128,7 @@ inline constexpr char kFlashAttentionGradTensors[] =
 struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static constexpr const char* name = "flash_attention_score_grad";
   static constexpr auto schema = join(kFlashAttentionGradTensors, kFlashAttentionKeywords,
-                                      ") -> (Tensor dq, Tensor dk, Tensor dv)");
+                                      kGradOfStatistics, ") -> (Tensor dq, Tensor dk, Tensor dv)");
   static constexpr std::array functions{"aclnnFlashAttentionScoreGradV2",
                                         "aclnnFlashAttentionUnpaddingScoreGradV2"};
   static const OperatorLimits limits;
@@ -96,6 +139,8 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+  bool lacks_defaults() const { return options.lacks_defaults(); }
+  FlashAttentionScoreGrad with_defaults() const { return with_attention_defaults(*this); }
 };
 
 // Arguments of the gradient operators below, which autograd alone calls.
@@ -103,18 +148,19 @@ struct FlashAttentionExtendedGradArguments {
   at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
   SinkAndRopes extra;
+  std::optional<at::Tensor> d_softmax_sum;
 
   FlashAttentionGradArguments without_extra() const {
-    return {query, key, value, dy, softmax_max, softmax_sum, attention_in, options};
+    return {query, key, value, dy, softmax_max, softmax_sum, attention_in, options, d_softmax_sum};
   }
 };
 
 // The gradient of calls with a sink or with ropes.
 struct FlashAttentionScoreExtendedGrad : FlashAttentionExtendedGradArguments {
   static constexpr const char* name = "_flash_attention_score_extended_grad";
-  static constexpr auto schema =
-      join(kFlashAttentionGradTensors, kFlashAttentionKeywords, kSinkAndRopesKeywords,
-           ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dq_rope, Tensor dk_rope)");
+  static constexpr auto schema = join(
+      kFlashAttentionGradTensors, kFlashAttentionKeywords, kSinkAndRopesKeywords, kGradOfStatistics,
+      ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dq_rope, Tensor dk_rope)");
   static constexpr std::array functions{"aclnnFlashAttentionUnpaddingScoreGradV5",
                                         "aclnnFlashAttentionScoreGradV3",
                                         "aclnnFlashAttentionScoreGradV4"};
@@ -127,19 +173,23 @@ struct FlashAttentionScoreExtendedGrad : FlashAttentionExtendedGradArguments {
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+  bool lacks_defaults() const { return options.lacks_defaults(); }
+  FlashAttentionScoreExtendedGrad with_defaults() const { return with_attention_defaults(*this); }
 };
 
 // The gradient of pse_shift, which the device's function does not compute. CPU only.
 struct FlashAttentionPseGrad : FlashAttentionExtendedGradArguments {
   static constexpr const char* name = "_flash_attention_score_pse_grad";
   static constexpr auto schema = join(kFlashAttentionGradTensors, kFlashAttentionKeywords,
-                                      kSinkAndRopesKeywords, ") -> Tensor dpse");
+                                      kSinkAndRopesKeywords, kGradOfStatistics, ") -> Tensor dpse");
   // No function of the device computes it, so it takes what the forward takes.
   static constexpr const OperatorLimits& limits = FlashAttentionScore::limits;
   using Fields = FlashAttentionExtendedGradArguments;
   using Outputs = std::tuple<at::Tensor>;  // dpse
 
   Outputs check_and_allocate() const;
+  bool lacks_defaults() const { return options.lacks_defaults(); }
+  FlashAttentionPseGrad with_defaults() const { return with_attention_defaults(*this); }
 };
 
 // Each row of the softmax statistics repeats its value this many times, as on the device.

@@ -20,32 +20,25 @@ void FlashAttentionRules::check_mask() const {
                 "expected one of 0, 1, 2, 3, 4, 5, 6 in layout ", layout_name(layout_), ", got ",
                 mode, mode == 7 || mode == 8 ? ", which needs layout TND" : "");
   }
+  check_value(!options_.padded() || mode <= 4 || mode == 6, op_, "sparse_mode",
+              "expected one of 0, 1, 2, 3, 4, 6 beside the lengths of a padded batch, got ", mode);
   const auto kind = static_cast<SparseMode>(mode);
-  const bool compressed = has_compressed_mask(kind);
-  if (!options_.atten_mask) {
-    check_present(kind == SparseMode::standard, op_, "atten_mask", "expected ",
-                  compressed ? "the compressed mask" : "a full mask", " for sparse_mode ", mode,
-                  ", got None",
-                  compressed ? "; ascend_attn_ops.flash_attention_score builds it" : "");
+  check_present(options_.masked() || kind == SparseMode::standard, op_, "atten_mask",
+                "expected a full mask for sparse_mode ", mode, ", got None");
+  if (!options_.masked()) {
     check_token_sum();
     return;  // all keys are kept
   }
-  const NamedTensor argument{"atten_mask", *options_.atten_mask};
-  const auto dtype = argument.tensor.scalar_type();
-  check_device(op_, argument, query());
-  check_type(
-      dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
-      "expected dtype bool or uint8, where True (1) masks a key out, got ", dtype_name(dtype),
-      c10::isFloatingType(dtype) ? "; pass what is added to the scores as pse_shift with pse_type=0"
-                                 : "");
-  compressed ? check_compressed_mask() : check_full_mask();
+  if (options_.atten_mask) {
+    check_mask_tensor();
+  }
   if (kind == SparseMode::prefix || kind == SparseMode::prefix_compressed) {
     check_prefix();
   }
   if (kind == SparseMode::band) {
     check_rule(kBandPreTokensOn950, options_.pre_tokens >= 0, options_.pre_tokens);
   }
-  if (is_packed()) {
+  if (is_packed() || options_.padded()) {
     check_bands_of_sequences();
   } else if (kind == SparseMode::standard || kind == SparseMode::band) {
     const auto queries = queries_.maybe_as_int();
@@ -56,45 +49,54 @@ void FlashAttentionRules::check_mask() const {
   }
 }
 
+void FlashAttentionRules::check_mask_tensor() const {
+  const NamedTensor argument{"atten_mask", *options_.atten_mask};
+  const auto dtype = argument.tensor.scalar_type();
+  check_device(op_, argument, query());
+  check_type(
+      dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
+      "expected dtype bool or uint8, where True (1) masks a key out, got ", dtype_name(dtype),
+      c10::isFloatingType(dtype) ? "; pass what is added to the scores as pse_shift with pse_type=0"
+                                 : "");
+  has_compressed_mask(static_cast<SparseMode>(options_.sparse_mode)) ? check_compressed_mask()
+                                                                     : check_full_mask();
+}
+
 void FlashAttentionRules::check_full_mask() const {
   const auto& mask = *options_.atten_mask;
   const auto mode = options_.sparse_mode;
   if (is_packed()) {
     const auto queries = longest_query();
     const auto keys = longest_key();
-    check_value(has_shape(mask, {{queries, keys}}) || has_shape(mask, {{1, 1, queries, keys}}) ||
-                    has_shape(mask, {{batch_, 1, queries, keys}}) ||
-                    has_shape(mask, {{batch_, heads_, queries, keys}}) ||
+    check_value(!lengths_known_ || has_shape(mask, {{queries, keys}}) ||
+                    broadcasts_to(mask, {{batch_, heads_, queries, keys}}) ||
                     has_shape(mask, {{query_sum(), key_sum()}}),
                 op_, "atten_mask",
-                "expected shape (maxSq, maxSkv), (1, 1, maxSq, maxSkv), (B, 1, maxSq, maxSkv), (B, "
-                "N, maxSq, maxSkv) or (sum Sq, sum Skv) for sparse_mode ",
+                "expected shape (maxSq, maxSkv), (B, N, maxSq, maxSkv), whose axes may be 1, or "
+                "(sum Sq, sum Skv) for sparse_mode ",
                 mode, " in layout TND, with B, N, maxSq, maxSkv = ", batch_, ", ", heads_, ", ",
                 queries, ", ", keys, " and sums ", query_sum(), ", ", key_sum(), ", got ",
                 mask.sym_sizes());
     return;
   }
-  const bool per_batch = has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
-                         has_shape(mask, {{batch_, 1, queries_, keys_}});
   if (mode == static_cast<int64_t>(SparseMode::prefix)) {
-    check_value(per_batch, op_, "atten_mask",
+    check_value(has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
+                    has_shape(mask, {{batch_, 1, queries_, keys_}}),
+                op_, "atten_mask",
                 "expected shape (B, N, Sq, Skv) or (B, 1, Sq, Skv) for sparse_mode 5, with B, N, "
                 "Sq, Skv = ",
                 batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got ", mask.sym_sizes());
     return;
   }
-  if (per_batch || has_shape(mask, {{1, 1, queries_, keys_}}) ||
+  if (broadcasts_to(mask, {{batch_, heads_, queries_, keys_}}) ||
       has_shape(mask, {{queries_, keys_}})) {
     return;
   }
   check_value(false, op_, "atten_mask",
-              "expected shape (B, N, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv) for "
-              "sparse_mode ",
+              "expected shape (B, N, Sq, Skv), whose axes may be 1, or (Sq, Skv) for sparse_mode ",
               mode, ", with B, N, Sq, Skv = ", batch_, ", ", heads_, ", ", queries_, ", ", keys_,
               ", got ", mask.sym_sizes(),
-              "; ascend_attn_ops.flash_attention_score expands axes of 1",
-              has_shape(mask, {{batch_, keys_}}) ? ": pass it mask[:, None, None]"
-                                                 : " of masks with four axes");
+              has_shape(mask, {{batch_, keys_}}) ? "; pass mask[:, None, None]" : "");
 }
 
 void FlashAttentionRules::check_compressed_mask() const {
@@ -106,26 +108,28 @@ void FlashAttentionRules::check_compressed_mask() const {
   check_value(has_shape(mask, {{rows, size}}), op_, "atten_mask",
               "expected the compressed mask of shape (", rows, ", ", size, ") for sparse_mode ",
               options_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
-              "; ascend_attn_ops.flash_attention_score builds it when atten_mask is None");
+              "; it is made when atten_mask is None");
 }
 
 void FlashAttentionRules::check_prefix() const {
-  const auto& list = options_.prefix;
-  check_present(list.has_value() && !list->empty(), op_, "prefix",
+  const auto& prefix = options_.prefix;
+  check_present(prefix.given(), op_, "prefix",
                 "expected one number of keys per batch for sparse_mode ", options_.sparse_mode,
                 ", got none");
-  check_value(batch_ == static_cast<int64_t>(list->size()), op_, "prefix",
-              "expected one number of keys per batch, ", batch_, ", got ", list->size());
+  check_value(same(batch_, prefix.count()), op_, "prefix",
+              "expected one number of keys per batch, ", batch_, ", got ", prefix.count());
   limits_.size("prefix", "prefix", batch_);
+  if (!prefix.known()) {
+    return;
+  }
   const auto sequences = this->sequences();
   for (size_t b = 0; b < sequences.size(); ++b) {
-    const auto value = (*list)[b].maybe_as_int();
+    const auto value = prefix.values()[b];
     const auto queries = sequences[b].queries;
     const auto keys = sequences[b].keys;
     const int64_t least = std::max<int64_t>(keys - queries, 0);
-    check_value(!value || (*value >= least && *value <= keys), op_, "prefix",
-                "expected a value in ", least, "..", keys, " for Sq = ", queries, ", Skv = ", keys,
-                ", got ", value.value_or(0), " at ", b);
+    check_value(value >= least && value <= keys, op_, "prefix", "expected a value in ", least, "..",
+                keys, " for Sq = ", queries, ", Skv = ", keys, ", got ", value, " at ", b);
   }
 }
 
@@ -174,7 +178,7 @@ void FlashAttentionRules::check_token_sum() const {
                                std::numeric_limits<int32_t>::max());
   };
   const int64_t sum = clamped(options_.pre_tokens) + clamped(options_.next_tokens);
-  if (!options_.atten_mask) {
+  if (!options_.masked()) {
     check_rule(kTokensOfGradient, sum >= 0, options_.pre_tokens, " + ", options_.next_tokens);
   } else {
     check_rule(kTokensOfPackedGradient, sum > 0, options_.pre_tokens, " + ", options_.next_tokens);

@@ -12,12 +12,20 @@
 #include "core/symbolic.h"
 
 namespace ascend_attn {
+namespace {
+
+constexpr std::string_view kQueryLengths = "actual_seq_lengths_query";
+
+}  // namespace
+
 std::vector<Sequence> FlashAttentionRules::sequences() const {
+  const auto& query_lengths = options_.actual_seq_lengths_query;
+  const auto& key_lengths = options_.actual_seq_lengths_key;
+  if (!lengths_known_) {
+    return {};
+  }
   if (is_packed()) {
-    const auto query_ends = known_values(*options_.actual_seq_lengths_query);
-    const auto key_ends = known_values(*options_.actual_seq_lengths_key);
-    return query_ends && key_ends ? packed_sequences(*query_ends, *key_ends)
-                                  : std::vector<Sequence>();
+    return packed_sequences(query_lengths.values(), key_lengths.values());
   }
   const auto batch = batch_.maybe_as_int();
   const auto queries = queries_.maybe_as_int();
@@ -25,7 +33,12 @@ std::vector<Sequence> FlashAttentionRules::sequences() const {
   if (!batch || !queries || !keys) {
     return {};
   }
-  return std::vector<Sequence>(*batch, {.queries = *queries, .keys = *keys});
+  std::vector<Sequence> sequences(*batch, {.queries = *queries, .keys = *keys});
+  for (size_t b = 0; options_.padded() && b < sequences.size(); ++b) {
+    sequences[b].queries = actual_length(query_lengths, b, *queries);
+    sequences[b].keys = actual_length(key_lengths, b, *keys);
+  }
+  return sequences;
 }
 
 FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimits& limits,
@@ -41,7 +54,9 @@ FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimi
                            {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND})),
       axes_(axes_of(layout_)),
       table_(limits),
-      limits_(limits) {
+      limits_(limits),
+      lengths_known_(options.actual_seq_lengths_query.known() &&
+                     options.actual_seq_lengths_key.known()) {
   check_attention_dtype(op, this->query());
   limits_.dtype("query", query.scalar_type());
   for (const auto& argument :
@@ -66,17 +81,17 @@ bool FlashAttentionRules::obeys(const Rule& rule) const {
   return std::ranges::find(table_.rules, rule.expected, &Rule::expected) != table_.rules.end();
 }
 
-c10::SymInt FlashAttentionRules::longest(c10::SymIntArrayRef ends) {
-  c10::SymInt length = ends.empty() ? 0 : ends[0];
+int64_t FlashAttentionRules::longest(c10::ArrayRef<int64_t> ends) {
+  int64_t length = ends.empty() ? 0 : ends[0];
   for (size_t b = 1; b < ends.size(); ++b) {
-    length = length.max(ends[b] - ends[b - 1]);
+    length = std::max(length, ends[b] - ends[b - 1]);
   }
   return length;
 }
 
 // Reads the sizes of the axes and checks that the three tensors agree on them.
 void FlashAttentionRules::read_axes() {
-  const auto& heads = options_.num_heads;
+  const auto& heads = options_.heads();
   check_value(heads > 0, op_, "num_heads", "expected the positive number of query heads, got ",
               heads);
   queries_ = query_.sym_size(axes_.tokens);
@@ -136,48 +151,53 @@ void FlashAttentionRules::read_axes() {
 void FlashAttentionRules::check_lengths() {
   const auto& query_lengths = options_.actual_seq_lengths_query;
   const auto& key_lengths = options_.actual_seq_lengths_key;
-  constexpr const char* query_name = "actual_seq_lengths_query";
-  constexpr const char* key_name = "actual_seq_lengths_key";
   if (!is_packed()) {
-    for (const auto& [name, list] :
-         {std::pair(query_name, query_lengths), std::pair(key_name, key_lengths)}) {
-      check_value(!given(list), op_, name, "expected None in layout ", layout_name(layout_),
-                  ", got a list; layout TND takes sequences of different lengths");
-    }
+    check_counts();
     return;
   }
-  for (const auto& [name, list] :
-       {std::pair(query_name, query_lengths), std::pair(key_name, key_lengths)}) {
-    check_present(given(list), op_, name,
+  for (const auto& [name, lengths] :
+       {std::pair(kQueryLengths, &query_lengths), std::pair(kKeyLengths, &key_lengths)}) {
+    check_present(lengths->given(), op_, name,
                   "expected the cumulative sequence lengths (lengths 2, 3, 4 are "
                   "given as 2, 5, 9), which layout TND requires, got none");
   }
-  check_value(query_lengths->size() == key_lengths->size(), op_, key_name,
-              "expected as many lengths as actual_seq_lengths_query, ", query_lengths->size(),
-              ", got ", key_lengths->size());
-  batch_ = static_cast<int64_t>(query_lengths->size());
-  query_ends_ = *query_lengths;
-  key_ends_ = *key_lengths;
-  const auto ends_with_zero = [](c10::SymIntArrayRef list) {
-    return list.back().maybe_as_int() == 0;
-  };
-  const bool closed = ends_with_zero(query_ends_) && ends_with_zero(key_ends_);
+  check_value(same(query_lengths.count(), key_lengths.count()), op_, kKeyLengths,
+              "expected as many lengths as actual_seq_lengths_query, ", query_lengths.count(),
+              ", got ", key_lengths.count());
+  batch_ = query_lengths.count();
+  if (!lengths_known_) {
+    return;
+  }
+  query_ends_ = query_lengths.values();
+  key_ends_ = key_lengths.values();
+  const bool closed = query_ends_.back() == 0 && key_ends_.back() == 0;
   if (closed) {
     query_ends_ = query_ends_.slice(0, query_ends_.size() - 1);
     key_ends_ = key_ends_.slice(0, key_ends_.size() - 1);
   }
-  check_sequence_lengths(op_, query_name, layout_, query_ends_, queries_);
-  check_sequence_lengths(op_, key_name, layout_, key_ends_, keys_);
+  check_sequence_lengths(op_, kQueryLengths, layout_, query_ends_, queries_);
+  check_sequence_lengths(op_, kKeyLengths, layout_, key_ends_, keys_);
   // The launch closes other packs itself.
   if (limits_ && !closed && has_row_per_sequence(options_)) {
-    const auto behind = [](const c10::SymInt& tokens, const c10::SymInt& sum) {
-      const auto known_tokens = tokens.maybe_as_int();
-      const auto known_sum = sum.maybe_as_int();
-      return known_tokens && known_sum && *known_tokens > *known_sum;
-    };
-    check_rule(kPaddedPack, !behind(queries_, query_sum()) || !behind(keys_, key_sum()),
-               query_sum(), " of T1 = ", queries_, " and ", key_sum(), " of T2 = ", keys_,
-               hint_for_counts(query_ends_, queries_));
+    const bool padded = queries_.maybe_as_int().value_or(0) > query_sum() &&
+                        keys_.maybe_as_int().value_or(0) > key_sum();
+    check_rule(kPaddedPack, !padded, query_sum(), " of T1 = ", queries_, " and ", key_sum(),
+               " of T2 = ", keys_, hint_for_counts(query_ends_, queries_));
+  }
+}
+
+// Outside TND: how many of its first tokens each batch uses.
+void FlashAttentionRules::check_counts() const {
+  for (const auto& [name, lengths, tokens] :
+       {std::tuple(kQueryLengths, &options_.actual_seq_lengths_query, &queries_),
+        std::tuple(kKeyLengths, &options_.actual_seq_lengths_key, &keys_)}) {
+    if (!lengths->given()) {
+      continue;
+    }
+    check_value(same(lengths->count(), batch_), op_, name,
+                "expected one count of tokens per batch, ", batch_,
+                ", in a layout that is not TND, got ", lengths->count());
+    check_sequence_lengths(op_, name, layout_, *lengths, *tokens);
   }
 }
 
@@ -213,7 +233,8 @@ void FlashAttentionRules::check_extra(const SinkAndRopes& extra) {
 
 void FlashAttentionRules::check_sink(NamedTensor sink) const {
   check_device(op_, sink, query());
-  check_dtype(op_, sink, statistics_dtype(query_));
+  check_type(at::isFloatingType(sink.tensor.scalar_type()), op_, sink.name,
+             "expected a floating-point dtype, got ", dtype_name(sink.tensor.scalar_type()));
   check_value(fits_shape(sink.tensor, {{heads_}}), op_, sink.name, "expected shape (", heads_,
               "), one score per query head, got ", sink.tensor.sym_sizes());
 }
@@ -231,7 +252,7 @@ void FlashAttentionRules::check_rope(NamedTensor rope, const at::Tensor& beside,
 }
 
 void FlashAttentionRules::check_scores() const {
-  check_scale_value(op_, options_.scale_value);
+  check_scale_value(op_, options_.scale());
   check_value(options_.pse_type >= 0 && options_.pse_type <= 3, op_, "pse_type",
               "expected 0 (scores * scale + pse), 1 ((scores + pse) * scale), 2 (slopes times "
               "distance) or 3 (slopes times the root of the distance), got ",
@@ -255,24 +276,23 @@ void FlashAttentionRules::check_pse_tensor() const {
     check_packed_pse_tensor();
     return;
   }
-  const bool compressed = is_compressed_pse(pse, queries_, keys_);
-  const bool per_key = has_shape(pse, {{1, heads_, 1, keys_}});
-  const bool full = has_shape(pse, {{batch_, heads_, queries_, keys_}}) ||
-                    has_shape(pse, {{1, heads_, queries_, keys_}}) ||
-                    has_shape(pse, {{batch_, heads_, 1, keys_}}) || per_key;
+  const bool compressed = !options_.padded() && is_compressed_pse(pse, queries_, keys_);
+  const bool full = broadcasts_to(pse, {{batch_, heads_, queries_, keys_}}) &&
+                    known_equal(pse.sym_size(-1), keys_);
+  const bool per_key = full && known_equal(pse.sym_size(0), 1) && known_equal(pse.sym_size(2), 1);
   check_value(
       full || (compressed && (has_shape(pse, {{batch_, heads_, kCompressedPseRows, keys_}}) ||
                               has_shape(pse, {{1, heads_, kCompressedPseRows, keys_}}))),
       op_, "pse_shift",
-      "expected (B, N, Sq, Skv), (1, N, Sq, Skv), (B, N, 1, Skv), (1, N, 1, Skv) or, when Sq = Skv "
-      "> 1024, (B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
+      "expected (B, N, Sq, Skv), whose axes B, N and Sq may be 1, or, when Sq = Skv > 1024, (B, N, "
+      "1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
       batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got shape ", pse.sym_sizes());
   const auto mode = options_.sparse_mode;
-  check_value(full || (options_.atten_mask && (mode == 0 || mode == 2 || mode == 3)), op_,
+  check_value(full || (options_.masked() && (mode == 0 || mode == 2 || mode == 3)), op_,
               "pse_shift",
               "expected an atten_mask with sparse_mode 0, 2 or 3 beside the form of 1024 rows, "
               "which has values for causal attention only, got ",
-              options_.atten_mask ? c10::str("sparse_mode ", mode) : "no atten_mask");
+              options_.masked() ? c10::str("sparse_mode ", mode) : "no atten_mask");
   if (compressed && mode == 0) {
     check_rule(kCausalTokens, options_.next_tokens == 0 && options_.pre_tokens >= queries_,
                options_.next_tokens, " and pre_tokens ", options_.pre_tokens);
@@ -285,6 +305,9 @@ void FlashAttentionRules::check_pse_tensor() const {
 void FlashAttentionRules::check_packed_pse_tensor() const {
   const auto& pse = *options_.pse_shift;
   const auto sequences = this->sequences();
+  if (!lengths_known_) {
+    return;
+  }
   if (pse.dim() != 4) {
     const auto full = saturated_product(heads_, pair_count(sequences));
     const auto per_key = saturated_product(heads_, key_sum());
@@ -310,10 +333,10 @@ void FlashAttentionRules::check_packed_pse_tensor() const {
               batch_, ", ", heads_, ", ", longest_query(), ", ", length, ", got shape ",
               pse.sym_sizes());
   const auto mode = options_.sparse_mode;
-  check_value(options_.atten_mask && (mode == 2 || mode == 3), op_, "pse_shift",
+  check_value(options_.masked() && (mode == 2 || mode == 3), op_, "pse_shift",
               "expected an atten_mask with sparse_mode 2 or 3 beside the form of 1024 rows in "
               "layout TND, got ",
-              options_.atten_mask ? c10::str("sparse_mode ", mode) : "no atten_mask");
+              options_.masked() ? c10::str("sparse_mode ", mode) : "no atten_mask");
 }
 
 void FlashAttentionRules::check_pse_slopes() const {
@@ -323,12 +346,12 @@ void FlashAttentionRules::check_pse_slopes() const {
       has_shape(argument.tensor, {{heads_}}) || has_shape(argument.tensor, {{batch_, heads_}}), op_,
       "pse_shift", "expected slopes of shape (N) or (B, N) for pse_type ", options_.pse_type,
       ", with B, N = ", batch_, ", ", heads_, ", got shape ", argument.tensor.sym_sizes());
-  check_value(is_packed() || same(queries_, keys_), op_, "pse_type",
+  check_value(is_packed() || options_.padded() || same(queries_, keys_), op_, "pse_type",
               "expected Sq = Skv for slopes (pse_type 2 and 3) outside layout TND, got Sq = ",
               queries_, ", Skv = ", keys_);
   check_start("q_start_idx", options_.q_start_idx);
   check_start("kv_start_idx", options_.kv_start_idx);
-  if (is_packed() && limits_) {
+  if ((is_packed() || options_.padded()) && limits_) {
     check_slopes_of_sequences();
   }
 }
@@ -337,7 +360,7 @@ void FlashAttentionRules::check_start(const char* argument,
                                       const OptionalIntListField& list) const {
   // The distance of two positions, in sequences of any length, is a number of 64 bits.
   constexpr int64_t kLargest = int64_t{1} << 61;
-  const auto start = given(list) ? (*list)[0].maybe_as_int().value_or(0) : 0;
+  const auto start = options_.first_of(list).value_or(0);
   check_value(start >= -kLargest && start <= kLargest, op_, argument,
               "expected a first element from -2^61 to 2^61, got ", start);
 }
@@ -353,7 +376,7 @@ void FlashAttentionRules::check_slopes_of_sequences() const {
     }
   };
   check_equal(kSlopesOn950, sequences.begin());
-  if (!options_.atten_mask) {
+  if (!options_.masked()) {
     return;  // sparse_mode is 0
   }
   const auto mode = static_cast<SparseMode>(options_.sparse_mode);
@@ -362,11 +385,9 @@ void FlashAttentionRules::check_slopes_of_sequences() const {
     return;
   }
   check_equal(kSlopesOfMode8, sequences.begin() + 1);
-  const auto start = [](const OptionalIntListField& list) {
-    return given(list) ? (*list)[0].maybe_as_int().value_or(0) : 0;
-  };
-  const auto key_start = start(options_.kv_start_idx);
-  const auto query_start = given(options_.kv_start_idx) ? start(options_.q_start_idx) : 0;
+  const auto of_keys = options_.first_of(options_.kv_start_idx);
+  const auto key_start = of_keys.value_or(0);
+  const auto query_start = of_keys ? options_.first_of(options_.q_start_idx).value_or(0) : 0;
   const auto& first = sequences.front();
   check_rule(kSlopesOfMode8Band, first.queries + query_start == first.keys + key_start,
              first.queries, " + ", query_start, " and ", first.keys, " + ", key_start);

@@ -79,6 +79,7 @@ class FlashAttentionRules {
 
   void read_axes();
   void check_lengths();
+  void check_counts() const;
   void check_sink(NamedTensor sink) const;
   void check_rope(NamedTensor rope, const at::Tensor& beside, const c10::SymInt& heads) const;
   void check_pse_tensor() const;
@@ -86,6 +87,7 @@ class FlashAttentionRules {
   void check_pse_slopes() const;
   void check_start(const char* argument, const OptionalIntListField& list) const;
   void check_slopes_of_sequences() const;
+  void check_mask_tensor() const;
   void check_full_mask() const;
   void check_compressed_mask() const;
   void check_prefix() const;
@@ -103,14 +105,14 @@ class FlashAttentionRules {
   }
   bool obeys(const Rule& rule) const;
 
-  // Empty while a length is symbolic.
+  // Empty while a length is not known.
   std::vector<Sequence> sequences() const;
-  // In layout TND: the longest sequence, and the tokens of all.
-  c10::SymInt longest_query() const { return longest(query_ends_); }
-  c10::SymInt longest_key() const { return longest(key_ends_); }
-  static c10::SymInt longest(c10::SymIntArrayRef ends);
-  c10::SymInt key_sum() const { return key_ends_.empty() ? 0 : key_ends_.back(); }
-  c10::SymInt query_sum() const { return query_ends_.empty() ? 0 : query_ends_.back(); }
+  // In layout TND: the longest sequence, and the tokens of all; of lengths that are known.
+  int64_t longest_query() const { return longest(query_ends_); }
+  int64_t longest_key() const { return longest(key_ends_); }
+  static int64_t longest(c10::ArrayRef<int64_t> ends);
+  int64_t key_sum() const { return key_ends_.empty() ? 0 : key_ends_.back(); }
+  int64_t query_sum() const { return query_ends_.empty() ? 0 : query_ends_.back(); }
 
   bool is_packed() const { return axes_.packed(); }
   NamedTensor query() const { return {"query", query_}; }
@@ -128,8 +130,10 @@ class FlashAttentionRules {
   DeviceLimits limits_;
   // In layout TND: the number of sequences, and the total number of tokens.
   c10::SymInt batch_, queries_, keys_;
+  // Whether the lengths of this call have values: those of fake tensors do not.
+  bool lengths_known_;
   // In layout TND: the cumulative lengths, without a 0 that closes both lists.
-  c10::SymIntArrayRef query_ends_, key_ends_;
+  c10::ArrayRef<int64_t> query_ends_, key_ends_;
   c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
   c10::SymInt rope_size_ = 0;
 };

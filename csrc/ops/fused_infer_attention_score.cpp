@@ -7,6 +7,7 @@
 #include "core/error.h"
 #include "core/pack_hints.h"
 #include "core/symbolic.h"
+#include "ops/dense_defaults.h"
 #include "ops/fused_infer_attention_score_rules.h"
 
 namespace ascend_attn {
@@ -73,7 +74,7 @@ const InferLayout& FusedInferAttentionScore::infer_layout() const {
 }
 
 c10::SymInt FusedInferAttentionScore::key_heads() const {
-  return num_key_value_heads.sym_eq(0).guard_bool(__FILE__, __LINE__) ? num_heads
+  return num_key_value_heads.sym_eq(0).guard_bool(__FILE__, __LINE__) ? heads()
                                                                       : num_key_value_heads;
 }
 
@@ -82,41 +83,43 @@ c10::SymInt FusedInferAttentionScore::page_size() const {
 }
 
 std::vector<Sequence> FusedInferAttentionScore::sequences() const {
+  if (!actual_seq_lengths_query.known() || !actual_seq_lengths_key.known()) {
+    return {};
+  }
   const auto& form = infer_layout();
   const auto axes = axes_of(form.inputs);
   if (form.packed()) {
-    if (!given(actual_seq_lengths_query)) {
-      return {};  // There is no token either.
-    }
-    const auto ends = known_values(*actual_seq_lengths_query);
-    const auto keys = known_values(*actual_seq_lengths_key);
-    if (!ends || !keys) {
-      return {};
-    }
+    const auto ends = actual_seq_lengths_query.values();
+    const auto keys = actual_seq_lengths_key.values();
     if (!block_table) {
-      return packed_sequences(*ends, *keys);
+      return packed_sequences(ends, keys);
     }
-    auto spans = packed_sequences(*ends, *ends);
+    auto spans = packed_sequences(ends, ends);
     for (size_t b = 0; b < spans.size(); ++b) {
       spans[b].key_begin = 0;
-      spans[b].keys = (*keys)[b];
+      spans[b].keys = keys[b];
     }
     return spans;
   }
-  const auto batches = query.sym_size(axes.batch).maybe_as_int().value_or(0);
-  const auto& queries = query.sym_size(axes.tokens);
+  const auto batches = query.sym_size(axes.batch).maybe_as_int();
+  const auto queries = query.sym_size(axes.tokens).maybe_as_int();
   const auto keys =
-      block_table ? block_table->sym_size(1) * page_size() : key.sym_size(axes.tokens);
+      (block_table ? block_table->sym_size(1) * page_size() : key.sym_size(axes.tokens))
+          .maybe_as_int();
   std::vector<Sequence> spans;
-  for (int64_t b = 0; b < batches; ++b) {
-    const auto of_queries = actual_length(actual_seq_lengths_query, b, queries).maybe_as_int();
-    const auto of_keys = actual_length(actual_seq_lengths_key, b, keys).maybe_as_int();
-    if (!of_queries || !of_keys) {
-      return {};
-    }
-    spans.push_back({.queries = *of_queries, .keys = *of_keys, .batch = b});
+  for (int64_t b = 0; batches && queries && keys && b < *batches; ++b) {
+    spans.push_back({.queries = actual_length(actual_seq_lengths_query, b, *queries),
+                     .keys = actual_length(actual_seq_lengths_key, b, *keys),
+                     .batch = b});
   }
   return spans;
+}
+
+FusedInferAttentionScore FusedInferAttentionScore::with_defaults() const {
+  auto complete = *this;
+  add_dense_defaults(name, infer_layout().inputs, query, query_rope, complete.num_heads,
+                     complete.scale_value);
+  return complete;
 }
 
 FusedInferRules::FusedInferRules(const FusedInferAttentionScore& op)
@@ -149,14 +152,14 @@ void FusedInferRules::check_dtypes() const {
 }
 
 void FusedInferRules::check_heads() {
-  check_value(op_.num_heads > 0, kName, "num_heads",
-              "expected the positive number of query heads, got ", op_.num_heads);
+  check_value(op_.heads() > 0, kName, "num_heads",
+              "expected the positive number of query heads, got ", op_.heads());
   check_value(op_.num_key_value_heads >= 0, kName, "num_key_value_heads",
               "expected the number of key heads, or 0 where it is num_heads, got ",
               op_.num_key_value_heads);
   key_heads_ = op_.key_heads();
-  check_value(divides(key_heads_, op_.num_heads), kName, "num_key_value_heads",
-              "expected a divisor of num_heads = ", op_.num_heads, ", got ", key_heads_);
+  check_value(divides(key_heads_, op_.heads()), kName, "num_key_value_heads",
+              "expected a divisor of num_heads = ", op_.heads(), ", got ", key_heads_);
 }
 
 void FusedInferRules::check_query() {
@@ -165,13 +168,13 @@ void FusedInferRules::check_query() {
               " for layout ", layout_.name, ", got shape ", tensor.sym_sizes());
   head_size_ = tensor.sym_size(-1);
   if (axes_.merged()) {
-    check_value(divides(op_.num_heads, head_size_), kName, "query",
-                "expected H to be a multiple of num_heads = ", op_.num_heads, ", got shape ",
+    check_value(divides(op_.heads(), head_size_), kName, "query",
+                "expected H to be a multiple of num_heads = ", op_.heads(), ", got shape ",
                 tensor.sym_sizes());
-    head_size_ = head_size_ / op_.num_heads;
+    head_size_ = head_size_ / op_.heads();
   } else {
-    check_value(same(tensor.sym_size(axes_.heads), op_.num_heads), kName, "query",
-                "expected num_heads = ", op_.num_heads, " heads, got shape ", tensor.sym_sizes());
+    check_value(same(tensor.sym_size(axes_.heads), op_.heads()), kName, "query",
+                "expected num_heads = ", op_.heads(), " heads, got shape ", tensor.sym_sizes());
   }
   check_value(head_size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
               tensor.sym_sizes());
@@ -180,12 +183,10 @@ void FusedInferRules::check_query() {
     batch_ = tensor.sym_size(axes_.batch);
     return;
   }
-  check_present(given(op_.actual_seq_lengths_query) || queries_.maybe_as_int() == 0, kName,
+  check_present(op_.actual_seq_lengths_query.given() || queries_.maybe_as_int() == 0, kName,
                 "actual_seq_lengths_query", "expected cumulative sequence lengths in layout ",
                 layout_.name, ", got None");
-  batch_ = given(op_.actual_seq_lengths_query)
-               ? static_cast<int64_t>(op_.actual_seq_lengths_query->size())
-               : 0;
+  batch_ = op_.actual_seq_lengths_query.count();
 }
 
 void FusedInferRules::check_keys() {
@@ -202,7 +203,7 @@ void FusedInferRules::check_keys() {
 void FusedInferRules::check_pages() {
   const NamedTensor table{"block_table", *op_.block_table};
   check_device(kName, table, query());
-  check_dtype(kName, table, at::kInt);
+  check_integers(kName, table);
   check_value(table.tensor.dim() == 2, kName, table.name,
               "expected shape (B, blocks of a sequence), got ", table.tensor.sym_sizes());
   check_shape(kName, table, {{batch_, table.tensor.sym_size(1)}}, "(B, blocks of a sequence)");
@@ -276,29 +277,29 @@ void FusedInferRules::check_ropes() {
   }
   rope_size_ = size_of_keys(of_key);
   check_like_keys(of_key, rope_size_);
-  check_shape(kName, of_query,
-              sizes_in(layout_.inputs, batch_, queries_, op_.num_heads, rope_size_),
+  check_shape(kName, of_query, sizes_in(layout_.inputs, batch_, queries_, op_.heads(), rope_size_),
               "as query, with key_rope's head size");
 }
 
-void FusedInferRules::check_packed_lengths(const char* argument, at::OptionalSymIntArrayRef lengths,
+void FusedInferRules::check_packed_lengths(const char* argument, const Lengths& lengths,
                                            const c10::SymInt& tokens) const {
-  check_present(given(lengths) || batch_.maybe_as_int() == 0, kName, argument,
+  check_present(lengths.given() || batch_.maybe_as_int() == 0, kName, argument,
                 "expected cumulative sequence lengths in layout ", layout_.name, ", got None");
-  if (!given(lengths)) {
+  if (!lengths.given() || !lengths.known()) {
     return;
   }
-  check_sequence_lengths(kName, argument, Layout::TND, *lengths, tokens);
-  check_value(same(lengths->back(), tokens), kName, argument,
+  check_sequence_lengths(kName, argument, Layout::TND, lengths, tokens);
+  const auto last = lengths.values().back();
+  check_value(same(last, tokens), kName, argument,
               "expected cumulative sequence lengths that end with all T = ", tokens,
-              " tokens, got ", lengths->back(), " at the end");
+              " tokens, got ", last, " at the end");
 }
 
 void FusedInferRules::check_lengths() {
   constexpr const char* kQueries = "actual_seq_lengths_query";
   constexpr const char* kKeys = "actual_seq_lengths_key";
   const auto& of_keys = op_.actual_seq_lengths_key;
-  check_present(!paged() || given(of_keys) || batch_.maybe_as_int() == 0, kName, kKeys,
+  check_present(!paged() || of_keys.given() || batch_.maybe_as_int() == 0, kName, kKeys,
                 "expected the number of keys of each sequence beside block_table, got None");
   if (!axes_.packed()) {
     check_actual_lengths(kName, kQueries, op_.actual_seq_lengths_query, batch_, queries_);
@@ -309,17 +310,16 @@ void FusedInferRules::check_lengths() {
   if (!paged()) {
     check_packed_lengths(kKeys, of_keys, keys_);
   }
-  const auto count = given(of_keys) ? static_cast<int64_t>(of_keys->size()) : 0;
-  check_value(batch_.maybe_as_int() == count, kName, kKeys,
+  check_value(same(batch_, of_keys.count()), kName, kKeys,
               "expected as many lengths as actual_seq_lengths_query has, ", batch_, ", got ",
-              count);
-  if (paged() && count > 0) {
-    check_sequence_lengths(kName, kKeys, Layout::BSND, *of_keys, keys_);
+              of_keys.count());
+  if (paged()) {
+    check_sequence_lengths(kName, kKeys, Layout::BSND, of_keys, keys_);
   }
 }
 
 void FusedInferRules::check_options() const {
-  check_scale_value(kName, op_.scale_value);
+  check_scale_value(kName, op_.scale());
   check_value(op_.inner_precise >= 0 && op_.inner_precise <= 3, kName, "inner_precise",
               "expected 0 to 3, got ", op_.inner_precise);
   if (!op_.sink) {
@@ -327,15 +327,14 @@ void FusedInferRules::check_options() const {
   }
   const NamedTensor sink{"sink", *op_.sink};
   const auto dtype = sink.tensor.scalar_type();
-  const auto of_query = op_.query.scalar_type();
   check_device(kName, sink, query());
-  check_type(dtype == of_query || dtype == at::kFloat, kName, sink.name, "expected dtype ",
-             dtype_name(of_query), " (query's) or float32, got ", dtype_name(dtype));
-  check_shape(kName, sink, {{op_.num_heads}}, "(num_heads)");
+  check_type(at::isFloatingType(dtype), kName, sink.name, "expected a floating-point dtype, got ",
+             dtype_name(dtype));
+  check_shape(kName, sink, {{op_.heads()}}, "(num_heads)");
 }
 
 at::Tensor FusedInferRules::out(OutputSource& outputs) const {
-  return outputs.tensor(sizes_in(layout_.output, batch_, queries_, op_.num_heads, value_size_),
+  return outputs.tensor(sizes_in(layout_.output, batch_, queries_, op_.heads(), value_size_),
                         op_.query.options());
 }
 
@@ -345,7 +344,7 @@ at::Tensor FusedInferRules::softmax_lse(OutputSource& outputs) const {
     return outputs.tensor({{0}}, options);
   }
   const auto layout = axes_.packed() ? Layout::TND : Layout::BNSD;
-  return outputs.tensor(sizes_in(layout, batch_, queries_, op_.num_heads, 1), options);
+  return outputs.tensor(sizes_in(layout, batch_, queries_, op_.heads(), 1), options);
 }
 
 FusedInferAttentionScore::Outputs FusedInferAttentionScore::check_and_allocate(

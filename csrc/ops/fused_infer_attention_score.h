@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/sequence_lengths.h"
+#include "core/sparse_mode.h"
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 
@@ -50,10 +51,11 @@ inline constexpr int64_t kFractalColumns = 16;
 struct FusedInferAttentionScore {
   static constexpr const char* name = "fused_infer_attention_score";
   static constexpr const char* schema =
-      "(Tensor query, Tensor key, Tensor value, *, SymInt num_heads, SymInt num_key_value_heads=0, "
-      "str layout=\"BSH\", Tensor? atten_mask=None, SymInt[]? actual_seq_lengths_query=None, "
-      "SymInt[]? actual_seq_lengths_key=None, Tensor? block_table=None, SymInt block_size=0, "
-      "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? sink=None, float scale_value, "
+      "(Tensor query, Tensor key, Tensor value, *, SymInt? num_heads=None, "
+      "SymInt num_key_value_heads=0, str layout, Tensor? atten_mask=None, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "Tensor? block_table=None, SymInt block_size=0, Tensor? query_rope=None, "
+      "Tensor? key_rope=None, Tensor? sink=None, float? scale_value=None, "
       "int pre_tokens=2147483647, int next_tokens=2147483647, int sparse_mode=0, "
       "int inner_precise=0, bool return_softmax_lse=False) -> (Tensor out, Tensor softmax_lse)";
   // The second one on Ascend 950.
@@ -65,19 +67,30 @@ struct FusedInferAttentionScore {
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // out, softmax_lse
 
   at::Tensor query, key, value;
-  c10::SymInt num_heads, num_key_value_heads;
+  std::optional<c10::SymInt> num_heads;
+  c10::SymInt num_key_value_heads;
   std::string_view layout;
   std::optional<at::Tensor> atten_mask;
-  OptionalIntListField actual_seq_lengths_query, actual_seq_lengths_key;
+  Lengths actual_seq_lengths_query, actual_seq_lengths_key;
   std::optional<at::Tensor> block_table;
   c10::SymInt block_size;  // only read beside block_table
   std::optional<at::Tensor> query_rope, key_rope, sink;
-  double scale_value;
+  std::optional<double> scale_value;
   int64_t pre_tokens, next_tokens, sparse_mode, inner_precise;
   bool return_softmax_lse;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
+  bool lacks_defaults() const { return !num_heads || !scale_value; }
+  FusedInferAttentionScore with_defaults() const;
+
+  // With the defaults of a call, these are given.
+  const c10::SymInt& heads() const { return *num_heads; }
+  double scale() const { return *scale_value; }
+  // Whether the sparse_mode excludes keys: the compressed mask of modes 2 to 4 may be absent.
+  bool masked() const {
+    return atten_mask || has_compressed_mask(static_cast<SparseMode>(sparse_mode));
+  }
 
   // Raises unless `layout` is the name of one.
   const InferLayout& infer_layout() const;
@@ -86,8 +99,8 @@ struct FusedInferAttentionScore {
   PageForm page_form() const { return static_cast<PageForm>(key.dim()); }
   // The block_size that key has.
   c10::SymInt page_size() const;
-  // The tokens of each sequence, without `batch` in packed layouts; empty while a length is
-  // symbolic. Where keys are paged, key_begin is 0.
+  // The tokens of each sequence, without `batch` in packed layouts; empty while a length is not
+  // known. Where keys are paged, key_begin is 0.
   std::vector<Sequence> sequences() const;
 };
 

@@ -62,6 +62,12 @@ constexpr Rule kSinkSize{"sink", "None unless the values' head size is 64 or 128
 constexpr Rule kSinkPrecise{"inner_precise", "0 beside a sink"};
 constexpr Rule kNoSink{"sink", "None", kBefore90};
 
+// Whether a size is, or may be once it is known: rules let symbols pass, as the real call is
+// checked.
+bool may_be(const c10::SymInt& size, int64_t expected) {
+  return size.maybe_as_int().value_or(expected) == expected;
+}
+
 }  // namespace
 
 const OperatorLimits FusedInferAttentionScore::limits{
@@ -85,7 +91,7 @@ bool FusedInferRules::absorbed() const {
 }
 
 bool FusedInferRules::is_size(int64_t size, int64_t value_size) const {
-  return head_size_.maybe_as_int() == size && value_size_.maybe_as_int() == value_size;
+  return may_be(head_size_, size) && may_be(value_size_, value_size);
 }
 
 std::optional<int64_t> FusedInferRules::longest_query() const {
@@ -104,7 +110,7 @@ void FusedInferRules::check_limits() const {
     return;
   }
   limits_.size("query", "B", batch_);
-  limits_.size("query", "N", op_.num_heads);
+  limits_.size("query", "N", op_.heads());
   limits_.size("query", "D", head_size_);
   limits_.size("query", "S", queries_);
   limits_.size("key", "S", keys_);
@@ -123,8 +129,8 @@ void FusedInferRules::check_size_limits() const {
   const auto size = head_size_.maybe_as_int();
   check_value_size();
   limits_.rule(kRopes,
-               !op_.query_rope || (rope_size_.maybe_as_int() == kRopeSize &&
-                                   (size == 128 || size == kAbsorbedSize)),
+               !op_.query_rope || (may_be(rope_size_, kRopeSize) &&
+                                   (may_be(head_size_, 128) || may_be(head_size_, kAbsorbedSize))),
                "Dr ", rope_size_, " beside D ", head_size_);
   const bool of_absorbed = layout_.output == Layout::NBSD || layout_.output == Layout::NTD;
   limits_.rule(kAbsorbedPair, !of_absorbed || absorbed(), layout_.name, " with D ", head_size_);
@@ -138,7 +144,7 @@ void FusedInferRules::check_size_limits() const {
                layout_.name);
   limits_.rule(kAlignedSize, layout_.name != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
   limits_.rule(kPackedPrecise,
-               !axes_.packed() || op_.inner_precise == 0 || known_equal(key_heads_, op_.num_heads),
+               !axes_.packed() || op_.inner_precise == 0 || known_equal(key_heads_, op_.heads()),
                op_.inner_precise);
   limits_.rule(kPairLse, !op_.return_softmax_lse || !of_absorbed, "True for layout ", layout_.name);
 }
@@ -157,18 +163,17 @@ void FusedInferRules::check_value_size() const {
 }
 
 void FusedInferRules::check_page_limits() const {
-  const auto size = head_size_.maybe_as_int();
   const auto block = page_size_.maybe_as_int().value_or(0);
   limits_.rule(kSmallPages, block <= 1024, block);
-  const bool any_multiple = op_.query_rope || size == 64 || size == 128 || is_size(192, 128);
+  const bool of_common_size = may_be(head_size_, 64) || may_be(head_size_, 128);
+  const bool any_multiple = op_.query_rope || of_common_size || is_size(192, 128);
   if (const auto longest = any_multiple ? std::nullopt : longest_query()) {
     limits_.rule(kLargePages, longest == 1 || block % 128 == 0, block);
     limits_.rule(kPagesOfOneQuery, longest != 1 || block <= 512, block);
   }
   const auto row = (key_heads_ * head_size_).maybe_as_int().value_or(0);
   limits_.rule(kPageRows, op_.page_form() != PageForm::rows || row <= 65535, row);
-  limits_.rule(kFractals,
-               op_.page_form() != PageForm::fractals || op_.query_rope || size == 64 || size == 128,
+  limits_.rule(kFractals, op_.page_form() != PageForm::fractals || op_.query_rope || of_common_size,
                head_size_);
   for (const auto& rule : {kEqualPages, kEqualPagesOf950}) {
     limits_.rule(rule, known_equal(head_size_, value_size_), "a head size of ", value_size_,
@@ -177,8 +182,8 @@ void FusedInferRules::check_page_limits() const {
 }
 
 void FusedInferRules::check_absorbed_limits() const {
-  const auto heads = op_.num_heads.maybe_as_int().value_or(1);
-  limits_.rule(kAbsorbedKeyHeads, key_heads_.maybe_as_int() == 1, key_heads_);
+  const auto heads = op_.heads().maybe_as_int().value_or(1);
+  limits_.rule(kAbsorbedKeyHeads, may_be(key_heads_, 1), key_heads_);
   limits_.rule(kAbsorbedHeads, heads <= 128 && (heads & (heads - 1)) == 0, heads);
   limits_.rule(kAbsorbedPages, paged(), "None");
   limits_.rule(kAbsorbedMode, op_.sparse_mode == 0 || op_.sparse_mode >= 3, op_.sparse_mode);
@@ -188,8 +193,8 @@ void FusedInferRules::check_absorbed_limits() const {
     const auto longest = longest_query().value_or(0);
     limits_.rule(kAbsorbedQueries, longest <= 16, longest);
   }
-  limits_.rule(kAbsorbedCounts, axes_.packed() || !given(op_.actual_seq_lengths_query),
-               "a list in layout ", layout_.name);
+  limits_.rule(kAbsorbedCounts, axes_.packed() || !op_.actual_seq_lengths_query.given(),
+               "lengths in layout ", layout_.name);
 }
 
 void FusedInferRules::check_mask_limits() const {
@@ -214,8 +219,7 @@ void FusedInferRules::check_sink_limits() const {
     return;
   }
   limits_.rule(kNoSink, false, "a tensor");
-  const auto size = value_size_.maybe_as_int();
-  limits_.rule(kSinkSize, size == 64 || size == 128, value_size_);
+  limits_.rule(kSinkSize, may_be(value_size_, 64) || may_be(value_size_, 128), value_size_);
   limits_.rule(kSinkPrecise, op_.inner_precise == 0, op_.inner_precise);
 }
 

@@ -17,6 +17,8 @@ void FusedInferRules::check_mask() const {
   rules.check_mode();
   if (rules.check_mask()) {
     rules.is_compressed() ? rules.check_compressed_mask() : check_full_mask();
+  }
+  if (op_.masked()) {
     rules.check_band();
   }
 }

@@ -37,7 +37,7 @@ class FusedInferRules {
   // Returns the head size of value, or of key_rope, whose heads are key's.
   c10::SymInt size_of_keys(NamedTensor argument) const;
   void check_lengths();
-  void check_packed_lengths(const char* argument, at::OptionalSymIntArrayRef lengths,
+  void check_packed_lengths(const char* argument, const Lengths& lengths,
                             const c10::SymInt& tokens) const;
 
   void check_full_mask() const;

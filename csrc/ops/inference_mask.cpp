@@ -15,11 +15,8 @@ void InferenceMaskRules::check_mode() const {
 
 bool InferenceMaskRules::check_mask() const {
   if (!mask_) {
-    const bool full = sparse_mode_ == 1;
-    check_present(sparse_mode_ == 0, op_, "atten_mask", "expected ",
-                  full ? "a full mask" : "the compressed mask of shape (2048, 2048)",
-                  " for sparse_mode ", sparse_mode_, ", got None",
-                  full ? "" : c10::str("; ascend_attn_ops.", op_, " builds it"));
+    check_present(sparse_mode_ != 1, op_, "atten_mask",
+                  "expected a full mask for sparse_mode 1, got None");
     return false;
   }
   const NamedTensor argument{"atten_mask", *mask_};
@@ -39,7 +36,7 @@ void InferenceMaskRules::check_compressed_mask() const {
               "expected the compressed mask of shape (2048, 2048), (1, 2048, 2048) or (1, 1, 2048, "
               "2048) for sparse_mode ",
               sparse_mode_, ", whatever Sq and Skv are, got ", mask_->sym_sizes(),
-              "; ascend_attn_ops.", op_, " builds it when atten_mask is None");
+              "; it is made when atten_mask is None");
 }
 
 void InferenceMaskRules::check_band() const {

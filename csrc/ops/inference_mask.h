@@ -23,7 +23,7 @@ class InferenceMaskRules {
         next_tokens_(op.next_tokens) {}
 
   void check_mode() const;
-  // Returns whether there is a mask, after checks of its device and dtype, or that none is needed.
+  // Returns whether there is a mask, after checks of its device and dtype.
   bool check_mask() const;
   bool is_compressed() const { return has_compressed_mask(static_cast<SparseMode>(sparse_mode_)); }
   void check_compressed_mask() const;

@@ -34,7 +34,7 @@ struct LightningIndexer {
   using Outputs = std::tuple<at::Tensor, at::Tensor>;  // sparse_indices, sparse_values
 
   at::Tensor query, key, weights;
-  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key;
+  DeviceLengths actual_seq_lengths_query, actual_seq_lengths_key;
   LayoutArgument layout;
   c10::SymInt sparse_count;
   int64_t sparse_mode, pre_tokens, next_tokens;
@@ -70,7 +70,7 @@ struct LightningIndexerGrad {
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // d_query, d_key, d_weights
 
   at::Tensor query, key, d_values, sparse_indices, weights;
-  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key;
+  DeviceLengths actual_seq_lengths_query, actual_seq_lengths_key;
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;

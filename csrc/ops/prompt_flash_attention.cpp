@@ -1,10 +1,12 @@
 #include "ops/prompt_flash_attention.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "core/error.h"
 #include "core/symbolic.h"
+#include "ops/dense_defaults.h"
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
@@ -51,7 +53,7 @@ PromptFlashAttentionRules::PromptFlashAttentionRules(const PromptFlashAttention&
   check_actual_lengths(kName, "actual_seq_lengths_query", op.actual_seq_lengths_query, batch_,
                        queries_);
   check_actual_lengths(kName, "actual_seq_lengths_key", op.actual_seq_lengths_key, batch_, keys_);
-  check_scale_value(kName, op.scale_value);
+  check_scale_value(kName, op.scale());
 }
 
 void PromptFlashAttentionRules::check_tensors() const {
@@ -68,7 +70,7 @@ void PromptFlashAttentionRules::check_tensors() const {
 }
 
 void PromptFlashAttentionRules::check_heads() {
-  const auto& heads = op_.num_heads;
+  const auto& heads = op_.heads();
   const auto& key_heads = op_.num_key_value_heads;
   constexpr int64_t kMostQueryHeads = 64;
   check_value(heads > 0, kName, "num_heads", "expected the positive number of query heads, got ",
@@ -90,14 +92,14 @@ void PromptFlashAttentionRules::check_sizes() {
   keys_ = op_.key.sym_size(axes_.tokens);
   head_size_ = op_.query.sym_size(-1);
   if (axes_.merged()) {
-    check_value(divides(op_.num_heads, head_size_), kName, "query",
-                "expected H to be a multiple of num_heads = ", op_.num_heads, ", got shape ",
+    check_value(divides(op_.heads(), head_size_), kName, "query",
+                "expected H to be a multiple of num_heads = ", op_.heads(), ", got shape ",
                 op_.query.sym_sizes());
-    head_size_ = head_size_ / op_.num_heads;
+    head_size_ = head_size_ / op_.heads();
   }
   check_value(head_size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
               op_.query.sym_sizes());
-  check_heads_and_size(query(), "num_heads", op_.num_heads);
+  check_heads_and_size(query(), "num_heads", op_.heads());
   for (const auto& argument : {NamedTensor{"key", op_.key}, NamedTensor{"value", op_.value}}) {
     check_heads_and_size(argument, "num_key_value_heads", key_heads_);
     check_value(same(argument.tensor.sym_size(axes_.batch), batch_), kName, argument.name,
@@ -124,7 +126,7 @@ void PromptFlashAttentionRules::check_heads_and_size(NamedTensor argument, const
 }
 
 void PromptFlashAttentionRules::check_limits() const {
-  limits_.size("query", "N", op_.num_heads);
+  limits_.size("query", "N", op_.heads());
   limits_.size("query", "D", head_size_);
   limits_.size("query", "S", queries_);
   limits_.size("key", "S", keys_);
@@ -144,25 +146,26 @@ void PromptFlashAttentionRules::check_limits() const {
     limits_.rule({argument, prompt_rules::kNotEmptyInt8.expected, kA2A3},
                  !is_int8() || size_of->maybe_as_int() != 0, name, " = 0");
   }
-  limits_.rule(prompt_rules::kKeyHeads, !is_310p() || key_heads_ == op_.num_heads,
+  limits_.rule(prompt_rules::kKeyHeads, !is_310p() || key_heads_ == op_.heads(),
                op_.num_key_value_heads);
-  limits_.rule(prompt_rules::kNoQueryLengths, !given(op_.actual_seq_lengths_query), "a list");
-  limits_.rule(prompt_rules::kNoKeyLengths, !given(op_.actual_seq_lengths_key), "a list");
+  limits_.rule(prompt_rules::kNoQueryLengths, !op_.actual_seq_lengths_query.given(), "lengths");
+  limits_.rule(prompt_rules::kNoKeyLengths, !op_.actual_seq_lengths_key.given(), "lengths");
 }
 
 std::vector<Sequence> PromptFlashAttentionRules::sequences() const {
-  std::vector<Sequence> sequences;
-  const auto differ = [](const auto& list) { return given(list) && list->size() > 1; };
-  const bool all_alike =
-      !differ(op_.actual_seq_lengths_query) && !differ(op_.actual_seq_lengths_key);
-  const auto batches = batch_.maybe_as_int().value_or(0);
-  for (int64_t b = 0; b < (all_alike ? std::min<int64_t>(batches, 1) : batches); ++b) {
-    const auto queries = actual_length(op_.actual_seq_lengths_query, b, queries_).maybe_as_int();
-    const auto keys = actual_length(op_.actual_seq_lengths_key, b, keys_).maybe_as_int();
-    if (!queries || !keys) {
-      return {};
-    }
-    sequences.push_back({.queries = *queries, .keys = *keys});
+  const auto& query_lengths = op_.actual_seq_lengths_query;
+  const auto& key_lengths = op_.actual_seq_lengths_key;
+  const auto batches = batch_.maybe_as_int();
+  const auto queries = queries_.maybe_as_int();
+  const auto keys = keys_.maybe_as_int();
+  if (!query_lengths.known() || !key_lengths.known() || !batches || !queries || !keys) {
+    return {};
+  }
+  const bool all_alike = query_lengths.values().size() <= 1 && key_lengths.values().size() <= 1;
+  std::vector<Sequence> sequences(all_alike ? std::min<int64_t>(*batches, 1) : *batches);
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    sequences[b].queries = actual_length(query_lengths, b, *queries);
+    sequences[b].keys = actual_length(key_lengths, b, *keys);
   }
   return sequences;
 }
@@ -174,6 +177,13 @@ at::Tensor PromptFlashAttentionRules::out(OutputSource& outputs) const {
     std::swap(sizes[1], sizes[2]);
   }
   return outputs.tensor(sizes, op_.query.options().dtype(dtype));
+}
+
+PromptFlashAttention PromptFlashAttention::with_defaults() const {
+  auto complete = *this;
+  add_dense_defaults(name, layout.parsed(), query, std::nullopt, complete.num_heads,
+                     complete.scale_value);
+  return complete;
 }
 
 PromptFlashAttention::Outputs PromptFlashAttention::check_and_allocate(OutputSource outputs) const {

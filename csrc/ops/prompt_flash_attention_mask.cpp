@@ -26,16 +26,18 @@ void PromptFlashAttentionRules::check_mask() const {
                op_.next_tokens, " for Skv = ", keys_);
   limits_.rule(prompt_rules::kNextOfMode3, mode != 3 || op_.next_tokens > -INT32_MAX,
                op_.next_tokens);
-  if (!rules.check_mask()) {
+  if (rules.check_mask()) {
+    const auto dtype = op_.atten_mask->scalar_type();
+    limits_.rule(prompt_rules::kBoolMask, dtype == at::kBool, dtype_name(dtype));
+    if (is_310p()) {
+      limits_.rule(prompt_rules::kMaskSizes, same(queries_, keys_) && divides(128, queries_),
+                   "a mask for Sq = ", queries_, ", Skv = ", keys_);
+    }
+    rules.is_compressed() ? rules.check_compressed_mask() : check_full_mask();
+  }
+  if (!op_.masked()) {
     return;
   }
-  const auto dtype = op_.atten_mask->scalar_type();
-  limits_.rule(prompt_rules::kBoolMask, dtype == at::kBool, dtype_name(dtype));
-  if (is_310p()) {
-    limits_.rule(prompt_rules::kMaskSizes, same(queries_, keys_) && divides(128, queries_),
-                 "a mask for Sq = ", queries_, ", Skv = ", keys_);
-  }
-  rules.is_compressed() ? rules.check_compressed_mask() : check_full_mask();
   rules.check_band();
   check_band_of_batches();
 }

@@ -66,11 +66,10 @@ void PromptFlashAttentionRules::check_scales_of_inputs() const {
     check_value(same(argument.tensor.sym_numel(), 1), kName, argument.name,
                 "expected one value for the whole tensor, got shape ", argument.tensor.sym_sizes());
   }
-  const auto scale =
-      static_cast<float>(static_cast<c10::Half>(static_cast<float>(op_.scale_value)));
+  const auto scale = static_cast<float>(static_cast<c10::Half>(static_cast<float>(op_.scale())));
   check_value(std::isfinite(scale), kName, "scale_value",
               "expected what float16 can represent for int8 inputs, whose scores are float16, got ",
-              op_.scale_value);
+              op_.scale());
 }
 
 void PromptFlashAttentionRules::check_scales_of_output() const {
@@ -81,7 +80,7 @@ void PromptFlashAttentionRules::check_scales_of_output() const {
   check_type(dtype == at::kFloat || (from_half && dtype == input), kName, scale.name,
              "expected dtype float32", from_half ? " or " : "", from_half ? dtype_name(input) : "",
              ", got ", dtype_name(dtype));
-  const auto channels = op_.num_heads * head_size_;
+  const auto channels = op_.heads() * head_size_;
   const auto count = scale.tensor.sym_numel();
   const bool per_tensor = count.sym_eq(1).guard_bool(__FILE__, __LINE__);
   check_value(per_tensor || same(count, channels), kName, scale.name,

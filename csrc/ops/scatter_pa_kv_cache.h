@@ -24,6 +24,7 @@ constexpr bool is_run(Scatter scatter) { return scatter >= Scatter::alibi; }
 
 struct ScatterPaKvCache {
   static constexpr const char* name = "scatter_pa_kv_cache_";
+  static constexpr bool takes_int64 = true;
   static constexpr const char* schema =
       "(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, Tensor? value=None, "
       "Tensor(b!)? value_cache=None, *, Tensor? compress_lens=None, "

@@ -2,7 +2,6 @@
 
 #include "core/determinism.h"
 #include "core/error.h"
-#include "core/memory.h"
 #include "ops/sparse_rules.h"
 
 namespace ascend_attn {
@@ -15,9 +14,6 @@ constexpr Limit kBlockSize{
 constexpr Limit kBlockSizeOf950{"sparse_block_size", "keys per block", {.one_of = {1}}, k950};
 constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
 constexpr Rule kWholePages{"sparse_block_size", "a divisor of block_size"};
-// The device reads the keys in place of the values, as absorbed multi-head latent attention does,
-// and would silently give wrong results for other values.
-constexpr Rule kValueIsKey{"value", "key itself", kAllDevices, Violation::not_implemented};
 // With fewer, the kernel of the gradient copies beyond a core's memory.
 constexpr Rule kSelectionOfLargestBlocks{"sparse_indices",
                                          "K of at least 8 for sparse_block_size 128", kA2A3};
@@ -51,12 +47,6 @@ SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   return rules;
 }
 
-// Checked last: a call that has this error alone is right but for the device.
-template <typename Op>
-void check_value_is_key(const Op& op, const DeviceLimits& limits) {
-  limits.rule(kValueIsKey, same_elements(op.value, op.key), "a tensor of its own");
-}
-
 }  // namespace
 
 const OperatorLimits SparseFlashAttention::limits{
@@ -72,7 +62,7 @@ const OperatorLimits SparseFlashAttention::limits{
      kPageSize,
      kPreTokens,
      kNextTokens},
-    {kNotEmpty, kSelection, kWholePages, kValueIsKey}};
+    {kNotEmpty, kSelection, kWholePages}};
 
 const OperatorLimits SparseFlashAttentionGrad::limits{
     name,
@@ -86,7 +76,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}, k950},
      kBlockSize,
      kBlockSizeOf950},
-    {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism, kValueIsKey}};
+    {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this, &pages);
@@ -97,7 +87,6 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSou
                      options.sparse_block_size);
   device_limits.size("pre_tokens", "pre_tokens", options.pre_tokens);
   device_limits.size("next_tokens", "next_tokens", options.next_tokens);
-  check_value_is_key(*this, device_limits);
   const auto statistics =
       return_softmax_lse ? rules.statistics_sizes() : c10::SymDimVector{c10::SymInt(0)};
   const auto statistics_options = query.options().dtype(statistics_dtype(query));
@@ -113,6 +102,9 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
   }
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
+  if (d_softmax_sum) {
+    rules.check_statistics({"d_softmax_sum", *d_softmax_sum});
+  }
   const auto& device_limits = rules.limits();
   const auto count = sparse_indices.sym_size(-1);
   device_limits.size("sparse_indices", "K", count);
@@ -126,7 +118,6 @@ SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate()
                      !is_deterministic(options.deterministic) ||
                          at::globalContext().deterministicAlgorithmsWarnOnly(),
                      "True");
-  check_value_is_key(*this, device_limits);
   return {new_like(query), new_like(key), new_like(value),
           new_like_or_empty(options.query_rope, query), new_like_or_empty(options.key_rope, query)};
 }

@@ -20,7 +20,8 @@ struct SparseAttentionOptions {
   static constexpr bool is_argument_group = true;
 
   double scale_value;
-  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope;
+  DeviceLengths actual_seq_lengths_query, actual_seq_lengths_key;
+  std::optional<at::Tensor> query_rope, key_rope;
   int64_t sparse_block_size;
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
@@ -63,7 +64,8 @@ struct SparseFlashAttentionGrad {
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=2147483647, "
-      "int next_tokens=2147483647, bool deterministic=False) -> (Tensor d_query, "
+      "int next_tokens=2147483647, bool deterministic=False, Tensor? d_softmax_sum=None) -> "
+      "(Tensor d_query, "
       "Tensor d_key, Tensor d_value, Tensor d_query_rope, Tensor d_key_rope)";
   static constexpr std::array functions{"aclnnSparseFlashAttentionGrad"};
   static const OperatorLimits limits;
@@ -72,6 +74,7 @@ struct SparseFlashAttentionGrad {
 
   at::Tensor query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum;
   SparseAttentionOptions options;
+  std::optional<at::Tensor> d_softmax_sum;
 
   Outputs check_and_allocate() const;
   void check_values() const;

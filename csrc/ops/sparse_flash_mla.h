@@ -20,8 +20,9 @@ struct SparseMlaOptions {
   static constexpr bool is_argument_group = true;
 
   double scale_value;
-  std::optional<at::Tensor> sink, actual_seq_lengths_query, actual_seq_lengths_ori_kv,
-      actual_seq_lengths_cmp_kv, cmp_residual_kv;
+  std::optional<at::Tensor> sink;
+  DeviceLengths actual_seq_lengths_query, actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv;
+  std::optional<at::Tensor> cmp_residual_kv;
   int64_t cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right;
   LayoutArgument layout;
   bool deterministic;

@@ -1,5 +1,6 @@
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include "core/error.h"
@@ -47,40 +48,35 @@ void check_tokens(const DeviceLimits& device_limits, const c10::SymInt& queries,
 
 // Checks every batch by its own lengths: a padded batch reaches the device without its padding.
 void check_padded(const DeviceLimits& device_limits, const at::Tensor& query, const at::Tensor& key,
-                  at::OptionalSymIntArrayRef query_lengths,
-                  at::OptionalSymIntArrayRef key_lengths) {
+                  const Lengths& query_lengths, const Lengths& key_lengths) {
   if (!query_lengths && !key_lengths) {
     check_tokens(device_limits, query.sym_size(1), key.sym_size(1));
     return;
   }
-  const auto batches = static_cast<int64_t>((query_lengths ? query_lengths : key_lengths)->size());
-  for (int64_t batch = 0; batch < batches; ++batch) {
-    check_tokens(device_limits, actual_length(query_lengths, batch, query.sym_size(1)),
-                 actual_length(key_lengths, batch, key.sym_size(1)));
+  const auto queries = query.sym_size(1).maybe_as_int();
+  const auto keys = key.sym_size(1).maybe_as_int();
+  const auto batches = std::max(query_lengths.values().size(), key_lengths.values().size());
+  for (size_t batch = 0; queries && keys && batch < batches; ++batch) {
+    check_tokens(device_limits, actual_length(query_lengths, batch, *queries),
+                 actual_length(key_lengths, batch, *keys));
   }
 }
 
 // Checks what the device wants of packed sequences.
 void check_packed(const DeviceLimits& device_limits, const at::Tensor& query, const at::Tensor& key,
-                  c10::SymIntArrayRef query_ends, c10::SymIntArrayRef key_ends) {
+                  c10::ArrayRef<int64_t> query_ends, c10::ArrayRef<int64_t> key_ends) {
   check_keys_cover_queries(device_limits, query.sym_size(0), key.sym_size(0));
-  const auto known_queries = known_values(query_ends);
-  const auto known_keys = known_values(key_ends);
-  if (!known_queries || !known_keys) {
-    return;
-  }
-  for (const auto& sequence : packed_sequences(*known_queries, *known_keys)) {
+  for (const auto& sequence : packed_sequences(query_ends, key_ends)) {
     check_tokens(device_limits, sequence.queries, sequence.keys);
   }
-  const auto ends_at = [](const std::vector<int64_t>& ends, const c10::SymInt& tokens) {
+  const auto ends_at = [](c10::ArrayRef<int64_t> ends, const c10::SymInt& tokens) {
     const auto known = tokens.maybe_as_int();
     return !known || ends.empty() || ends.back() == *known;
   };
-  const bool dense =
-      ends_at(*known_queries, query.sym_size(0)) && ends_at(*known_keys, key.sym_size(0));
+  const bool dense = ends_at(query_ends, query.sym_size(0)) && ends_at(key_ends, key.sym_size(0));
   for (const auto& rule : {kNoPadding, kNoPaddingOn950}) {
-    device_limits.rule(rule, dense, known_queries->back(), " of ", query.sym_size(0), " and ",
-                       known_keys->back(), " of ", key.sym_size(0),
+    device_limits.rule(rule, dense, query_ends.back(), " of ", query.sym_size(0), " and ",
+                       key_ends.back(), " of ", key.sym_size(0),
                        hint_for_counts(query_ends, query.sym_size(0)));
   }
 }
@@ -125,6 +121,11 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
   rules.check_statistics({"softmax_sum", softmax_sum});
   rules.check_ropes({"query_rope", query_rope}, {"key_rope", key_rope});
   rules.check_lengths(actual_seq_lengths_query, actual_seq_lengths_key);
+  const auto layout_of_call = rules.layout();
+  check_sequence_lengths(name, "actual_seq_lengths_query", layout_of_call, actual_seq_lengths_query,
+                         query.sym_size(-3));
+  check_sequence_lengths(name, "actual_seq_lengths_key", layout_of_call, actual_seq_lengths_key,
+                         key.sym_size(-3));
   if (weight) {
     rules.check_token_weight({"weight", *weight});
   }
@@ -140,14 +141,18 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
     device_limits.size("query_index", "Nidx", index_heads);
     device_limits.size("query_index", "Didx", index_size);
     device_limits.rule(kHeadPairs,
-                       (rules.heads().maybe_as_int() == 48) == (index_heads.maybe_as_int() == 24),
+                       !rules.heads().maybe_as_int() || !index_heads.maybe_as_int() ||
+                           (rules.heads() == 48) == (index_heads == 24),
                        "N1 ", rules.heads(), " and Nidx ", index_heads);
     const auto count = sparse_indices.sym_size(-1);
     device_limits.size("sparse_indices", "K", count, hint_for_tail(count));
     device_limits.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
                        dtype_name(weights.scalar_type()));
-    if (rules.layout() == Layout::TND) {
-      check_packed(device_limits, query, key, *actual_seq_lengths_query, *actual_seq_lengths_key);
+    if (!actual_seq_lengths_query.known() || !actual_seq_lengths_key.known()) {
+      // Fake tensors: the call is checked when it runs.
+    } else if (layout_of_call == Layout::TND) {
+      check_packed(device_limits, query, key, actual_seq_lengths_query.values(),
+                   actual_seq_lengths_key.values());
     } else {
       check_padded(device_limits, query, key, actual_seq_lengths_query, actual_seq_lengths_key);
     }

@@ -18,7 +18,7 @@ struct SparseLightningIndexerGradKLLoss {
       "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, "
       "Tensor sparse_indices, Tensor softmax_max, Tensor softmax_sum, *, float scale_value, "
       "Tensor? query_rope=None, Tensor? key_rope=None, "
-      "SymInt[]? actual_seq_lengths_query=None, SymInt[]? actual_seq_lengths_key=None, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, "
       "bool deterministic=False, Tensor? weight=None) -> (Tensor d_query_index, "
@@ -31,7 +31,7 @@ struct SparseLightningIndexerGradKLLoss {
   at::Tensor query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum;
   double scale_value;
   std::optional<at::Tensor> query_rope, key_rope;
-  OptionalIntListField actual_seq_lengths_query, actual_seq_lengths_key;
+  Lengths actual_seq_lengths_query, actual_seq_lengths_key;
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;

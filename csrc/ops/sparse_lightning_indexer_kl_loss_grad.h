@@ -29,7 +29,8 @@ struct SparseLightningIndexerKLLossGrad {
                              at::Tensor>;  // d_query_index, d_key_index, d_weights, softmax_out
 
   at::Tensor query_index, key_index, weights, sparse_indices, attn_softmax_l1_norm;
-  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key, cmp_residual_key;
+  DeviceLengths actual_seq_lengths_query, actual_seq_lengths_key;
+  std::optional<at::Tensor> cmp_residual_key;
   LayoutArgument layout;
   int64_t sparse_mode, cmp_ratio;
   bool deterministic;
@@ -46,7 +47,8 @@ struct KLLossSelection {
   static constexpr const char* name = SparseLightningIndexerKLLossGrad::name;
 
   at::Tensor query, key, sparse_indices;
-  std::optional<at::Tensor> actual_seq_lengths_query, actual_seq_lengths_key, cmp_residual_key;
+  DeviceLengths actual_seq_lengths_query, actual_seq_lengths_key;
+  std::optional<at::Tensor> cmp_residual_key;
   LayoutArgument layout;
   int64_t sparse_mode, cmp_ratio;
 };

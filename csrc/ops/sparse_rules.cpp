@@ -1,6 +1,7 @@
 #include "ops/sparse_rules.h"
 
 #include <limits>
+#include <utility>
 
 #include "core/error.h"
 #include "core/pack_hints.h"
@@ -88,7 +89,7 @@ void SparseRules::check_key_layout(const KeyPages& pages) const {
 void SparseRules::check_block_table(const c10::SymInt& batch) const {
   const NamedTensor table{names_.table, *pages_->block_table};
   check_same_device(table);
-  check_dtype(op_, table, at::kInt);
+  check_integers(op_, table);
   check_value(table.tensor.dim() == 2, op_, table.name, "expected rank 2, got shape ",
               table.tensor.sym_sizes());
   check_shape(op_, table, {{batch, table.tensor.sym_size(1)}}, "(B, blocks of a sequence)");
@@ -161,7 +162,7 @@ void SparseRules::check_token_weight(NamedTensor argument) const {
 void SparseRules::check_sparse_indices(NamedTensor argument) const {
   check_same_device(argument);
   const auto& indices = argument.tensor;
-  check_dtype(op_, argument, at::kInt);
+  check_integers(op_, argument);
   const int64_t rank = query_.tensor.dim();
   if (indices.dim() == rank - 1) {
     check_shape(op_, argument, query_tokens_and({indices.sym_size(-1)}),
@@ -216,10 +217,7 @@ void SparseRules::check_ropes(NamedOptionalTensor query_rope, NamedOptionalTenso
   limits_.size(query_part.name, "Dr", rope_size);
 }
 
-// `count` returns the number of lengths in an argument.
-template <typename Lengths, typename Count>
-void SparseRules::check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
-                                        Count count) const {
+void SparseRules::check_lengths(const Lengths& query_lengths, const Lengths& key_lengths) const {
   constexpr std::string_view query_name = "actual_seq_lengths_query";
   const auto key_name = names_.lengths;
   if (pages_) {
@@ -228,71 +226,34 @@ void SparseRules::check_lengths_present(const Lengths& query_lengths, const Leng
                   " PA_BSND requires, got None");
   }
   if (layout_ == Layout::TND) {
-    check_present(query_lengths.has_value(), op_, query_name,
-                  "expected the cumulative sequence lengths, which layout TND "
-                  "requires, got None");
-    check_present(key_lengths.has_value(), op_, key_name,
-                  "expected the cumulative sequence lengths, which layout TND "
-                  "requires, got None");
-    const auto query_count = count(query_name, *query_lengths);
-    const auto key_count = count(key_name, *key_lengths);
-    check_value(same(query_count, key_count), op_, key_name,
-                "expected as many lengths as actual_seq_lengths_query, ", query_count, ", got ",
-                key_count);
-    check_not_empty(query_count);
-    return;
-  }
-  const auto bsnd = [&](std::string_view name, const Lengths& lengths) {
-    if (!lengths.has_value()) {
-      return;
+    for (const auto& [name, lengths] :
+         {std::pair(query_name, &query_lengths), std::pair(key_name, &key_lengths)}) {
+      check_present(lengths->has_value(), op_, name,
+                    "expected the cumulative sequence lengths, which layout TND "
+                    "requires, got None");
     }
-    const auto given = count(name, *lengths);
+    check_value(same(query_lengths.count(), key_lengths.count()), op_, key_name,
+                "expected as many lengths as actual_seq_lengths_query, ", query_lengths.count(),
+                ", got ", key_lengths.count());
+    check_not_empty(query_lengths.count());
+  } else {
     const auto& batch = query_.tensor.sym_size(0);
-    check_value(same(given, batch), op_, name, "expected one length per batch, ", batch, ", got ",
-                given);
-  };
-  bsnd(query_name, query_lengths);
-  bsnd(key_name, key_lengths);
-}
-
-void SparseRules::check_lengths(const std::optional<at::Tensor>& query_lengths,
-                                const std::optional<at::Tensor>& key_lengths) const {
-  check_lengths_present(
-      query_lengths, key_lengths, [this](std::string_view name, const at::Tensor& lengths) {
-        check_same_device({name, lengths});
-        check_type(lengths.scalar_type() == at::kInt, op_, name, "expected dtype int32, got ",
-                   dtype_name(lengths.scalar_type()), "; convert it with .int(), or pass a list");
-        check_value(lengths.dim() == 1, op_, name, "expected rank 1, got shape ",
-                    lengths.sym_sizes());
-        return lengths.sym_numel();
-      });
-  if (pages_) {
-    check_block_table(key_lengths->sym_numel());
-  }
-}
-
-void SparseRules::check_lengths(at::OptionalSymIntArrayRef query_lengths,
-                                at::OptionalSymIntArrayRef key_lengths) const {
-  check_lengths_present(query_lengths, key_lengths,
-                        [](std::string_view, c10::SymIntArrayRef lengths) {
-                          return c10::SymInt(static_cast<int64_t>(lengths.size()));
-                        });
-  const auto values = [this](const char* name, at::OptionalSymIntArrayRef lengths,
-                             const at::Tensor& tensor) {
-    if (lengths.has_value()) {
-      check_sequence_lengths(op_, name, layout_, *lengths, tensor.sym_size(-3));
+    for (const auto& [name, lengths] :
+         {std::pair(query_name, &query_lengths), std::pair(key_name, &key_lengths)}) {
+      check_value(!*lengths || same(lengths->count(), batch), op_, name,
+                  "expected one length per batch, ", batch, ", got ", lengths->count());
     }
-  };
-  values("actual_seq_lengths_query", query_lengths, query_.tensor);
-  values("actual_seq_lengths_key", key_lengths, key_.tensor);
+  }
+  if (pages_) {
+    check_block_table(key_lengths.count());
+  }
 }
 
 void SparseRules::check_compression(int64_t ratio, NamedOptionalTensor residual, int64_t mode,
-                                    const std::optional<at::Tensor>& query_lengths,
-                                    const std::optional<at::Tensor>& key_lengths) const {
+                                    const Lengths& query_lengths,
+                                    const Lengths& key_lengths) const {
   check_cmp_ratio(op_, ratio);
-  const auto batch =
-      layout_ == Layout::TND ? query_lengths->sym_numel() : query_.tensor.sym_size(0);
+  const auto batch = layout_ == Layout::TND ? query_lengths.count() : query_.tensor.sym_size(0);
   check_residual(op_, residual, query_, batch);
   const bool causal = static_cast<SparseMode>(mode) == SparseMode::right_down_causal;
   if (ratio == 1 || residual.tensor || !causal || query_lengths || key_lengths) {

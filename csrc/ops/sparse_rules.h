@@ -6,7 +6,6 @@
 #include <c10/core/SymInt.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/DimVector.h>
-#include <c10/util/OptionalArrayRef.h>
 
 #include <initializer_list>
 #include <optional>
@@ -15,6 +14,7 @@
 
 #include "core/device_limits.h"
 #include "core/layout.h"
+#include "core/lengths.h"
 #include "core/tensor_checks.h"
 #include "ops/key_pages.h"
 
@@ -79,7 +79,7 @@ class SparseRules {
   void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
   // Expects a factor for each token, (B, S1) or (T1): bool or floating point.
   void check_token_weight(NamedTensor argument) const;
-  // Expects int32 (B, S1, 1, K) or (T1, 1, K); the axis of heads may be missing.
+  // Expects integers (B, S1, 1, K) or (T1, 1, K); the axis of heads may be missing.
   void check_sparse_indices(NamedTensor argument) const;
   // The same, with K of sparse_indices.
   void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
@@ -89,17 +89,13 @@ class SparseRules {
   void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
   // Expects no more keys than an index names, of an operator that selects them one by one.
   void check_indices_of_keys() const;
-  // Checks lengths, given as int32 tensors (B) or on the host. TND requires both, and paged keys
-  // those of the keys.
-  void check_lengths(const std::optional<at::Tensor>& query_lengths,
-                     const std::optional<at::Tensor>& key_lengths) const;
-  void check_lengths(at::OptionalSymIntArrayRef query_lengths,
-                     at::OptionalSymIntArrayRef key_lengths) const;
+  // Checks that there is a length for each sequence. TND requires both, and paged keys those of the
+  // keys.
+  void check_lengths(const Lengths& query_lengths, const Lengths& key_lengths) const;
   // Checks keys that each stand for `ratio` tokens. Without lengths the batches of BSND are alike,
   // so that a missing residual is known.
   void check_compression(int64_t ratio, NamedOptionalTensor residual, int64_t mode,
-                         const std::optional<at::Tensor>& query_lengths,
-                         const std::optional<at::Tensor>& key_lengths) const;
+                         const Lengths& query_lengths, const Lengths& key_lengths) const;
   void check_sparse_mode(int64_t mode, std::initializer_list<int64_t> allowed) const;
 
   // (B, 1, S1, N1) or (1, T1, N1)
@@ -108,9 +104,6 @@ class SparseRules {
   c10::SymDimVector selection_sizes(const c10::SymInt& count) const;
 
  private:
-  template <typename Lengths, typename Count>
-  void check_lengths_present(const Lengths& query_lengths, const Lengths& key_lengths,
-                             Count count) const;
   void check_not_empty(const c10::SymInt& count) const;
   void check_key_layout(const KeyPages& pages) const;
   void check_block_table(const c10::SymInt& batch) const;

@@ -9,6 +9,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -45,10 +46,22 @@ struct Owner<at::OptionalSymIntArrayRef> {
   using type = std::optional<c10::SmallVector<c10::SymInt, 4>>;
 };
 
+// Lengths are a tensor or, in Python, a list.
+struct LengthsOwner {
+  std::optional<at::Tensor> tensor;
+};
+template <typename Field, typename Parameter>
+struct OwnerOf : Owner<Parameter> {};
+template <std::derived_from<Lengths> Field, typename Parameter>
+struct OwnerOf<Field, Parameter> {
+  using type = LengthsOwner;
+};
+
 template <typename T>
 const T& view(const T& argument) {
   return argument;
 }
+inline const std::optional<at::Tensor>& view(const LengthsOwner& lengths) { return lengths.tensor; }
 inline at::OptionalSymIntArrayRef view(
     const std::optional<c10::SmallVector<c10::SymInt, 4>>& list) {
   return list ? at::OptionalSymIntArrayRef(*list) : std::nullopt;
@@ -124,6 +137,17 @@ bool read(PyObject* object, std::optional<T>& to) {
   return object == Py_None || read(object, to.emplace());
 }
 
+// A mode, such as that of fake tensors, has to see how the tensor of a list is made.
+inline bool read(PyObject* object, LengthsOwner& to) {
+  if (read(object, to.tensor)) {
+    return true;
+  }
+  std::vector<int64_t> values;
+  const bool plain = !c10::impl::TorchDispatchModeTLS::any_modes_set() && read(object, values);
+  to.tensor = plain ? Lengths(values) : Lengths();
+  return plain;
+}
+
 // As torch.ops returns them: None, a tensor, or a tuple of tensors.
 template <typename... Tensors>
 PyObject* to_python(const std::tuple<Tensors...>& outputs) {
@@ -164,15 +188,15 @@ inline void raise_in_python() {
   }
 }
 
-template <typename Op, typename Signature = SignatureOf<Op>>
+template <typename Op, typename Signature = SignatureOf<Op>, typename Fields = ArgumentsOf<Op>>
 struct DirectCall;
 
-template <typename Op, typename... Parameters>
-struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
+template <typename Op, typename... Parameters, typename... Fields>
+struct DirectCall<Op, typename Op::Outputs(Parameters...), std::tuple<const Fields&...>> {
   // A function of Python whose `self` is the function for all other calls.
   static PyObject* run(PyObject* otherwise, PyObject* const* objects, Py_ssize_t count) {
     try {
-      std::tuple<typename Owner<Parameters>::type...> arguments;
+      std::tuple<typename OwnerOf<Fields, Parameters>::type...> arguments;
       auto next = objects;
       const auto read_all = [&](auto&... argument) { return (read(*next++, argument) && ...); };
       if (count != sizeof...(Parameters) || at::impl::torch_function_mode_enabled() ||
@@ -180,10 +204,16 @@ struct DirectCall<Op, typename Op::Outputs(Parameters...)> {
         return PyObject_Vectorcall(otherwise, objects, count, nullptr);
       }
       const auto outputs = [&] {
-        const py::gil_scoped_release no_gil;
-        return std::apply(
-            [](const auto&... argument) { return Overload<Op>::call(view(argument)...); },
-            arguments);
+        torch::PyWarningHandler warnings;
+        try {
+          const py::gil_scoped_release no_gil;
+          return std::apply(
+              [](const auto&... argument) { return Overload<Op>::call(view(argument)...); },
+              arguments);
+        } catch (...) {
+          warnings.set_in_exception();
+          throw;
+        }
       }();
       return to_python(outputs);
     } catch (...) {

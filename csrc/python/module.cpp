@@ -10,7 +10,6 @@
 #include "core/sparse_mode.h"
 #include "core/value_checks.h"
 #include "cpu/common/capability.h"
-#include "cpu/common/known_masks.h"
 #include "cpu/common/matrix_products.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
@@ -163,6 +162,15 @@ void add_operators(py::module_& m) {
       inference.add(Op::name);
     }
   });
+  py::list with_lengths;
+  const auto add_name = [&]<typename Op>() {
+    if constexpr (kHasLengths<Op>) {
+      with_lengths.append(Op::name);
+    }
+  };
+  Operators::for_each(add_name);
+  PrivateOperators::for_each(add_name);
+  m.attr("operators_with_lengths") = py::tuple(with_lengths);
   m.attr("direct_calls") = direct_calls;
   m.attr("inference_operators") = inference;
 }
@@ -185,7 +193,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("measured_choices_file", &cpu::measured_choices_file);
   m.def("processor_name", &cpu::processor_name);
   m.def("kept_keys", &kept_keys_of_rows);
-  m.def("remember_compressed_mask", &cpu::remember_compressed_mask);
   m.def("check_statistics",
         [](const std::string& op, const at::Tensor& max, const at::Tensor& sum) {
           cpu::check_statistics(op, max.contiguous(), sum.contiguous(), max.numel());

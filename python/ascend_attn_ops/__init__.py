@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ascend_attn_ops import _built_with  # noqa: F401
 
 # isort: split
-from ascend_attn_ops import _flops, _library, _transforms  # noqa: F401
+from ascend_attn_ops import _fake, _flops, _library, _transforms  # noqa: F401
 
 __version__ = "0.1.0"
 

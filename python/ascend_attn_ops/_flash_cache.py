@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._arguments import readable, shown, wrong
-from ascend_attn_ops._packing import counts, lengths_on
-from ascend_attn_ops._pages import check_indices, gather_keys_and_values, slot_mapping
+from ascend_attn_ops._arguments import check_flag, readable, shown, wrong
+from ascend_attn_ops._npu_graphs import captures
+from ascend_attn_ops._packing import ends_of, lengths_on
+from ascend_attn_ops._pages import (
+    check_blocks,
+    check_indices,
+    gather_keys_and_values,
+    slot_mapping,
+)
 from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
 
 
@@ -18,7 +26,7 @@ def append(
     table: Tensor | None,
     k: Tensor,
     v: Tensor,
-    begin: int | Tensor,
+    begin: Tensor,
 ) -> None:
     """Write k and v in place, from position `begin` of each sequence on.
 
@@ -28,12 +36,10 @@ def append(
     batch, new = k.shape[:2]
     device = k.device
     positions = torch.arange(new, dtype=torch.int32, device=device).expand(batch, new)
-    if isinstance(begin, Tensor):
-        # A plain copy of a tensor on the CPU would wait for the device.
-        on_device = begin if begin.device == device else lengths_on(begin.tolist(), k)
-        assert on_device is not None
-        begin = on_device[:, None]
-    positions = positions + begin
+    # A plain copy of a tensor on the CPU would wait for the device.
+    on_device = lengths_on(begin, k)
+    assert on_device is not None
+    positions = positions + on_device[:, None]
     size = k_cache.shape[1]
     if table is None:
         slots = positions + torch.arange(0, batch * size, size, device=device)[:, None]
@@ -42,32 +48,123 @@ def append(
     scatter_pa_kv_cache_(k.flatten(0, 1), k_cache, slots.flatten(), v.flatten(0, 1), v_cache)
 
 
+def attend_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax_lse: bool,
+    sink: Tensor | None,
+    cu_seqlens_q: object = None,
+) -> tuple[Tensor, Tensor | None]:
+    """flash_attn_with_kvcache of both versions: out, and lse where it is asked for."""
+    name = "flash_attn_with_kvcache"
+    conventions.check_tensors(name, 4 if cu_seqlens_q is None else 3, "q", q)
+    conventions.check_tensors(name, 4, "k_cache v_cache", k_cache, v_cache)
+    check_flag(name, "return_softmax_lse", return_softmax_lse)
+    options = conventions.options_of(
+        name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse,
+        sink,
+    )._replace(lengths=("cu_seqlens_q", "cache_seqlens"))  # fmt: skip
+    for argument, given in (
+        ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad),
+    ):  # fmt: skip
+        if given is not None:
+            conventions.refuse(name, argument, "None", type(given).__name__)
+    q, k, v = conventions.under_autocast(q, k, v)
+    q_ends = None if cu_seqlens_q is None else ends_of(name, "cu_seqlens_q", cu_seqlens_q)
+    batch = q.shape[0] if q_ends is None else len(q_ends)
+    new, table = 0, None
+    if k is not None or v is not None:
+        conventions.check_tensors(name, 4, "k v", k, v)
+    if k is not None and v is not None:
+        check_new(name, batch, k, v)
+        new = k.shape[1]
+    tensors = (q, k_cache, v_cache, k, v, sink)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        conventions.refuse(
+            name, "q, k_cache, v_cache, k, v, s_aux", "no gradient to be wanted",
+            "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
+            "tensor",
+        )  # fmt: skip
+    blocks, slots = k_cache.shape[:2]
+    room = slots
+    if block_table is not None or cache_batch_idx is not None:
+        table = table_of(name, batch, blocks, cache_batch_idx, block_table)
+        room *= table.shape[-1]
+    elif blocks < batch:
+        expected = f"a row for each of {batch} sequences"
+        raise wrong(ValueError, name, "k_cache", expected, str(list(k_cache.shape)))
+    before, lengths = lengths_with_new(name, q, batch, room, new, cache_seqlens)
+    conventions.check_values_of_slopes(name, alibi_slopes)
+    if k is not None and v is not None and new:
+        if not torch.compiler.is_compiling():
+            # Errors of the attention come before the caches are written. One copy of the lengths
+            # to the host serves the check and the call.
+            if not (lengths.is_meta or captures(lengths.device)):
+                lengths = lengths.cpu()
+            if table is not None:
+                check_blocks(name, table, lengths, slots, blocks)
+            _check(options, q, k_cache, v_cache, table, lengths, q_ends)
+        append(k_cache, v_cache, table, k, v, before)
+    return attend(options, q, k_cache, v_cache, table, lengths, q_ends)
+
+
+def _check(
+    options: conventions.Options, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
+    lengths: Tensor, q_ends: Tensor | Sequence[int] | None,
+) -> None:  # fmt: skip
+    slopes, name = options.slopes, options.function
+    without_values = options._replace(
+        slopes=None if slopes is None else slopes.to("meta"),
+        sink=conventions.on_meta(name, "s_aux", options.sink, q),
+        return_lse=False,
+    )
+    table = conventions.on_meta(name, "block_table", table, q)
+    q, k, v = (x.to("meta") for x in (q, k, v))
+    attend(without_values, q, k, v, table, lengths, q_ends)
+
+
 def attend(
     options: conventions.Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     table: Tensor | None,
-    lengths: list[int],
+    lengths: Tensor,
+    q_ends: Tensor | Sequence[int] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """out (batch_size, seqlen_q, nheads, headdim) and lse (batch_size, nheads, seqlen_q).
+    """out as q, and lse with the heads before the queries.
 
     Args:
         k, v: the caches, (blocks, slots of a block, nheads_k, headdim).
         table: as of `append`; without it the caches are read where they lie.
         lengths: what is valid of each sequence, the new keys included.
+        q_ends: of packed queries.
     """
-    batch = len(lengths)
+    if q_ends is not None and table is not None:
+        return conventions.attend_paged(options, q, k, v, q_ends, table, lengths)
+    if table is None and k.shape[0] != lengths.shape[0]:
+        k, v = k[: lengths.shape[0]], v[: lengths.shape[0]]
+    if q_ends is not None:
+        return conventions.attend_batches_packed(options, q, k, v, q_ends, lengths)
+    if conventions.is_for_inference(options, q, k, v, table):
+        return conventions.infer(options, "BSND", q, k, v, table, lengths)
     if table is not None:
         k, v = gather_keys_and_values(options.function, k, v, table, lengths)
-    if k.size(0) != batch:
-        k, v = k[:batch], v[:batch]
-    longest = max(lengths) if lengths else 0
-    if lengths.count(longest) != batch:
-        return conventions.attend_in_rows(options, q, k, v, lengths)
-    if longest != k.size(1):
-        k, v = k[:, :longest], v[:, :longest]
-    return conventions.attend(options, q, k, v)
+    return conventions.attend(options, q, k, v, lengths)
 
 
 def table_of(
@@ -106,22 +203,30 @@ def check_new(function: str, batch: int, k: Tensor, v: Tensor) -> None:
 
 
 def lengths_with_new(
-    function: str, batch: int, slots: int, new: int, cache_seqlens: int | Tensor | None
-) -> list[int]:
-    """How many keys each sequence holds with its new ones."""
+    function: str, q: Tensor, batch: int, slots: int, new: int, cache_seqlens: int | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How many keys each sequence holds before its new ones, and with them."""
     if cache_seqlens is None:
         if new:
             raise wrong(ValueError, function, "cache_seqlens", "where k and v are written", "None")
-        return [slots] * batch
+        cache_seqlens = slots
     if isinstance(cache_seqlens, Tensor):
-        lengths = counts(function, "cache_seqlens", cache_seqlens, batch)
+        check_indices(function, "cache_seqlens", cache_seqlens, 1)
+        before = cache_seqlens
+        if before.shape[0] != batch:
+            got = str(list(before.shape))
+            raise wrong(ValueError, function, "cache_seqlens", f"shape ({batch},)", got)
+        if not before.is_cpu and before.device != q.device:
+            expected = f"a tensor on the host or on {q.device} (q's)"
+            raise wrong(ValueError, function, "cache_seqlens", expected, str(before.device))
     elif isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        lengths = [cache_seqlens] * batch
+        before = torch.full((batch,), cache_seqlens, device="cpu")
     else:
         got = type(cache_seqlens).__name__
         raise wrong(TypeError, function, "cache_seqlens", "an int or a tensor", got)
-    for length in lengths:
-        if not 0 <= length <= slots - new:
-            allowed = f"0..{slots - new}, as a sequence has {slots} slots, {new} of them for k"
-            raise wrong(ValueError, function, "cache_seqlens", allowed, str(length))
-    return [length + new for length in lengths]
+    outside = (before < 0) | (before > slots - new)
+    if readable(outside) and bool(outside.any()):
+        allowed = f"0..{slots - new}, as a sequence has {slots} slots, {new} of them for k"
+        got = str(int(before[outside][0]))
+        raise wrong(ValueError, function, "cache_seqlens", allowed, got)
+    return before, before + new

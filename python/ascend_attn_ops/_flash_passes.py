@@ -5,7 +5,6 @@ Libraries that spread a sequence over several devices call them, and merge the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import check_tensor, wrong
-from ascend_attn_ops._dense_attention import default_mask
-from ascend_attn_ops._flash_conventions import Options
-from ascend_attn_ops._packing import counts, ends_of, equal_ends, lengths_between
+from ascend_attn_ops._flash_conventions import Options, Pack
+from ascend_attn_ops._packing import equal_ends
 from ascend_attn_ops._statistics import LANES, by_sequence, statistics_of
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
 
@@ -32,13 +30,13 @@ def gradients(
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
         keys = k.shape[0] // batch
         found = packed_gradients(
-            options, dout, q, k, v, out, lse.transpose(0, 1).flatten(1), equal_ends(queries, batch),
-            equal_ends(keys, batch),
+            options, dout, q, k, v, out, lse.transpose(0, 1).flatten(1),
+            Pack(equal_ends(queries, batch), equal_ends(keys, batch)),
         )  # fmt: skip
         dq, dk, dv = (d.unflatten(0, (batch, -1)) for d in found)
         return dq, dk, dv
     keywords = {
-        "num_heads": q.shape[2], "layout": "BSND", "pse_shift": options.slopes,
+        "layout": "BSND", "pse_shift": options.slopes,
         "pse_type": 1 if options.slopes is None else 2, **options.mask._asdict(),
     }  # fmt: skip
     maximum, total = _statistics(q, lse)
@@ -46,23 +44,15 @@ def gradients(
 
 
 def packed_gradients(
-    options: Options,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_ends: list[int],
-    k_ends: list[int],
-    used: Sequence[int] | None = None,
-) -> Gradients:
+    options: Options, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    pack: Pack,
+) -> Gradients:  # fmt: skip
     """dq, dk and dv of packed sequences; lse is (nheads, total_q)."""
     _check_shape(options.function, lse, [q.shape[1], q.shape[0]])
-    call = conventions.packed_call(options, q, k, q_ends, k_ends, used)
+    call = conventions.packed_call(options, q, k, pack)
     statistics = _statistics(q, call.shifted(lse, -1))
-    maximum, total = (by_sequence(x, call.q_ends) for x in statistics)
-    return _gradients(options, dout, q, k, v, out, maximum, total, call.keywords)
+    maximum, total = (by_sequence(x, pack.q_ends) for x in statistics)
+    return _gradients(options, dout, q, k, v, out, maximum, total, call.keywords, pack.parts)
 
 
 def _statistics(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,13 +68,12 @@ def _repeated(x: Tensor) -> Tensor:
 
 def _gradients(
     options: Options, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, maximum: Tensor,
-    total: Tensor, keywords: dict[str, Any],
+    total: Tensor, keywords: dict[str, Any], parts: int = 1,
 ) -> Gradients:  # fmt: skip
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-    mask = default_mask(keywords["sparse_mode"], q)
-    return flash_attention_score_grad(
-        q, k, v, dout, maximum, total, out, **{**keywords, "scale_value": scale, "atten_mask": mask}
-    )
+    return conventions.call(
+        options, flash_attention_score_grad, q, k, v, dout, maximum, total, out, parts=parts,
+        **{**keywords, "scale_value": options.scale},
+    )  # fmt: skip
 
 
 def _check_shape(function: str, lse: Tensor, expected: list[int]) -> None:
@@ -146,7 +135,9 @@ def _flash_attn_varlen_forward(
     conventions.refuse_given(name, leftpad_k=leftpad_k)
     window = (window_size_left, window_size_right)
     options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    out, lse = packed_forward(options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    out, lse = packed_forward(
+        options, q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, block_table
+    )
     return _with_nothing_random(out, lse)
 
 
@@ -213,9 +204,8 @@ def _flash_attn_varlen_backward(
     conventions.check_deterministic(name, q, deterministic)
     window = (window_size_left, window_size_right)
     options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
-    k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
-    found = packed_gradients(options, dout, q, k, v, out, softmax_lse, q_ends, k_ends)
+    pack = conventions.pack_of(options, cu_seqlens_q, cu_seqlens_k)
+    found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
     write(found, dq, dk, dv)
     return _nothing(softmax_lse)
 
@@ -243,29 +233,10 @@ def forward(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     return out, lse
 
 
-def packed_forward(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k"),
-) -> tuple[Tensor, Tensor]:
-    """With blocks and seqused_k, cu_seqlens_k may be None: they say where the keys are."""
-    name = options.function
-    q_ends = ends_of(name, names[0], cu_seqlens_q)
-    in_blocks = block_table is not None and seqused_k is not None
-    k_ends = q_ends if in_blocks else ends_of(name, names[1], cu_seqlens_k)
-    used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, len(q_ends))
+def packed_forward(options: Options, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The arguments are those of `attend_sequences`."""
     with torch.no_grad():
-        if block_table is None:
-            out, lse = conventions.attend_packed(options, q, k, v, q_ends, k_ends, used)
-        else:
-            used = used or lengths_between(k_ends)
-            out, lse = conventions.attend_paged(options, q, k, v, q_ends, block_table, used)
+        out, lse = conventions.attend_sequences(options, *arguments)
     assert lse is not None
     return out, lse
 

@@ -69,7 +69,7 @@ def _is_fake(x: Tensor) -> bool:
 
 def _values(lengths: Lengths, tokens: int, packed: bool) -> Sequence[int]:
     """The lengths of sequences. A fake tensor has none: they count as equal."""
-    if lengths is None:
+    if lengths is None or not len(lengths):
         return ()
     if isinstance(lengths, Tensor):
         if _is_fake(lengths):
@@ -254,11 +254,12 @@ def _(a: SimpleNamespace) -> int:
 def _kept_pairs(a: SimpleNamespace, sequences: list[tuple[int, int]]) -> int:
     """The number of pairs that the sparse_mode keeps; all without a mask. The values of a mask are
     not looked at."""
-    mode = 1 if a.atten_mask is None else a.sparse_mode
+    whole = a.atten_mask is None and a.sparse_mode not in _C.compressed_modes
+    mode = 1 if whole else a.sparse_mode
     # The band of modes 7 and 8 is in the last and in the first sequence that is not empty.
     filled = [i for i, (queries, keys) in enumerate(sequences) if queries and keys]
     band = {7: filled[-1:], 8: filled[:1]}.get(mode, [])
-    prefix = getattr(a, "prefix", None)
+    prefix = _values(getattr(a, "prefix", None), 0, packed=False)
     counts: dict[tuple[Any, ...], int] = {}
 
     def kept(queries: int, keys: int, prefix: int, is_band: bool) -> int:
@@ -275,7 +276,10 @@ def _kept_pairs(a: SimpleNamespace, sequences: list[tuple[int, int]]) -> int:
 
 def _dense(a: SimpleNamespace) -> tuple[int, int, int]:
     """Pairs of queries and keys over all heads, D with its rope, and the D of value."""
-    merged = _C.layout_axes[a.layout][2] == a.query.dim() - 1
+    heads_axis = _C.layout_axes[a.layout][2]
+    merged = heads_axis == a.query.dim() - 1
+    if a.num_heads is None:
+        a.num_heads = a.query.shape[heads_axis]
     size = a.query.shape[-1] // a.num_heads if merged else a.query.shape[-1]
     value_size = a.value.shape[-1]
     if merged:
@@ -299,6 +303,8 @@ def _(a: SimpleNamespace) -> int:
     # NTD is a layout of this operator alone.
     inputs = a.layout.partition("_")[0]
     batch, tokens, heads = {**_C.layout_axes, "NTD": (-1, 1, 0)}[inputs]
+    if a.num_heads is None:
+        a.num_heads = a.query.shape[heads]
     key_heads, pages = a.num_key_value_heads or a.num_heads, a.block_table is not None
     page = {3: 1, 4: 2, 5: 3}.get(a.key.dim(), 0)  # the axis of block_size
     room = a.block_table.shape[1] * a.key.shape[page] if pages else a.key.shape[tokens]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ascend_attn_ops._torch import tree_map_only
 from ascend_attn_ops._torch_npu import graph_handlers
 
-# Operators whose lengths are lists, which are a part of the launch.
+# Operators whose lengths are on the host, and a part of the launch.
 _OPERATORS = (
     "flash_attention_score",
     "flash_attention_score_grad",
@@ -74,6 +74,16 @@ def register_handlers() -> None:
             workspace = torch.empty(0, dtype=torch.uint8, device=device)
             with_outputs = getattr(torch.ops.ascend, func.__name__.partition(".")[0]).relaunch
             return with_outputs, args, {**kwargs, "workspace": workspace, "out": made}
+
+        @classmethod
+        def update_args(cls, dispatch_record: Any, update_input: dict[str, Any]) -> None:
+            tensors = {
+                name: torch.tensor(x, dtype=torch.int64, device="cpu")
+                if name in _LENGTHS and x is not None and not isinstance(x, Tensor)
+                else x
+                for name, x in update_input.items()
+            }
+            super().update_args(dispatch_record, tensors)
 
         @classmethod
         def postprocess_result(cls, result: Any, kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import check_memory, shown, tensors_in, wrong
-from ascend_attn_ops._packing import lengths_of, lengths_on, not_lengths
+from ascend_attn_ops._packing import lengths_tensor, not_lengths
 
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
 ALL_TOKENS = 2**31 - 1
@@ -26,7 +26,9 @@ _EXPECTED = {
     "Optional[Tensor]": "a tensor or None",
     "List[Tensor]": "a list of tensors",
     "int": "a whole number of 64 bits",
+    "Optional[int]": "a whole number of 64 bits or None",
     "float": "a number",
+    "Optional[float]": "a number or None",
     "bool": "a bool",
     "str": "a string",
     "Optional[str]": "a string or None",
@@ -34,7 +36,9 @@ _EXPECTED = {
     "Optional[List[int]]": "a list of whole numbers of 64 bits or None",
 }
 
-_LENGTHS = (
+# Arguments that the public functions take as a tensor or as a list.
+LENGTHS = (
+    "prefix",
     "actual_seq_lengths_query",
     "actual_seq_lengths_key",
     "actual_seq_lengths_ori_kv",
@@ -58,12 +62,12 @@ def signature_of(name: str) -> inspect.Signature:
 
 
 class Operator:
-    """Two ways to call an operator with all its arguments, in the order of the schema.
+    """Calls an operator with all its arguments, in the order of the schema.
 
     Matching arguments with a schema takes torch.ops longer than a small operator runs. `direct`
     therefore passes them straight to the dispatcher (csrc/python/direct_call.h), and leaves calls
-    with anything but plain tensors and numbers to `through_torch`, as does torch.compile, which
-    traces torch.ops only.
+    with anything but plain tensors, numbers and lists to `through_torch`, as does torch.compile,
+    which traces torch.ops only.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,15 +76,16 @@ class Operator:
         arguments = self.overload._schema.arguments
         self.types = {x.name: str(x.type) for x in arguments}
         self.keywords = [x.name for x in arguments if x.kwarg_only]
-        self.lengths = [(i, x) for i, x in enumerate(self.types) if x in _LENGTHS]
-        on_device = self.types.get(_LENGTHS[0]) == "Optional[Tensor]"
-        self.convert = lengths_on if on_device else lengths_of
+        self.lengths = [(i, x) for i, x in enumerate(self.types) if x in LENGTHS]
         self.direct = _C.direct_calls[name](self.through_torch, __name__)
+
+    def __call__(self, *given: Any) -> Any:
+        return self.through_torch(*given) if is_dynamo_compiling() else self.direct(*given)
 
     def through_torch(self, *given: Any) -> Any:
         values = list(given)
         for position, argument in self.lengths:
-            values[position] = self.convert(values[position], values[0], (self.name, argument))
+            values[position] = lengths_tensor(values[position], (self.name, argument))
         if not is_dynamo_compiling():
             # torch reads a list to match it with the schema, and then again for its values.
             values = [
@@ -107,7 +112,7 @@ class Operator:
                 raise
             argument = found[1]
             got = given[list(self.types).index(argument)]
-            if argument in _LENGTHS:
+            if argument in LENGTHS:
                 raise not_lengths((self.name, argument), got) from None
             expected = _EXPECTED[self.types[argument]]
             raise wrong(TypeError, self.name, argument, expected, shown(got)) from None

@@ -15,9 +15,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ascend_attn_ops._arguments import check_memory, dtype_name, shown, whole, wrong
+from ascend_attn_ops._arguments import (
+    INT64_MAX,
+    check_memory,
+    check_tensor,
+    readable,
+    shown,
+    whole,
+    wrong,
+)
 from ascend_attn_ops._npu_graphs import captures
 
 # The public functions take sequence lengths as a tensor or as a list, whatever the schema wants.
@@ -25,9 +32,6 @@ Lengths = Tensor | Sequence[int] | None
 # The function and the argument that an error names.
 Where = tuple[str, str]
 _READ_BEFORE = ("ascend", "lengths")
-
-# Holds, for a tensor on a device, its version when it was copied, and the values.
-_ON_HOST = WeakTensorKeyDictionary()
 
 
 def lengths_of(
@@ -61,32 +65,35 @@ def lengths_of(
     return lengths
 
 
-def lengths_on(lengths: Lengths, query: Tensor, where: Where = _READ_BEFORE) -> Tensor | None:
-    """The lengths as a tensor on the device of `query`, without waiting for it."""
+def lengths_tensor(lengths: Lengths, where: Where = _READ_BEFORE) -> Tensor | None:
+    """The lengths as a tensor: one on the host of those in a list."""
     # The operator refuses lengths of a wrong type.
-    if lengths is None or isinstance(lengths, Tensor) or not hasattr(lengths, "__iter__"):
-        return cast("Tensor | None", lengths)
-    # And so is the query.
-    if not isinstance(query, Tensor):
-        return None
+    if lengths is None or isinstance(lengths, Tensor):
+        return lengths
     if is_dynamo_compiling():
-        return torch.tensor(lengths, dtype=torch.int32, device=query.device)
-    if not _in_order(lengths):
+        return torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    if not hasattr(lengths, "__iter__") or not _in_order(lengths):
         raise not_lengths(where, lengths)
     try:
         numbers = [index(length) for length in lengths]
     except TypeError:
         raise not_lengths(where, lengths) from None
-    limit = torch.iinfo(torch.int32).max
-    if max(map(abs, numbers), default=0) > limit:
-        raise wrong(ValueError, *where, f"lengths of at most {limit}", shown(numbers))
-    on_host = torch.tensor(numbers, dtype=torch.int32)
-    if query.device.type in ("cpu", "meta"):
-        return on_host.to(query.device)
-    if captures(query.device):
-        got = f"{shown(numbers)}, which a replay cannot change"
-        raise _not_in_graph(where, f"a tensor on {query.device}", got)
-    return on_host.pin_memory().to(query.device, non_blocking=True)
+    if max(map(abs, numbers), default=0) > INT64_MAX:
+        raise wrong(ValueError, *where, "numbers of 64 bits", shown(numbers))
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def lengths_on(lengths: Lengths, like: Tensor) -> Tensor | None:
+    """The lengths as a tensor on the device of `like`, without waiting for it."""
+    tensor = lengths_tensor(lengths)
+    if tensor is None or not isinstance(like, Tensor) or tensor.device == like.device:
+        return tensor
+    if like.device.type in ("cpu", "meta") or torch.compiler.is_compiling():
+        return tensor.to(like.device)
+    if captures(like.device):
+        got = "one on the host, which a replay cannot change"
+        raise _not_in_graph(_READ_BEFORE, f"a tensor on {like.device}", got)
+    return tensor.pin_memory().to(like.device, non_blocking=True)
 
 
 def _in_order(lengths: Any) -> bool:
@@ -108,52 +115,40 @@ def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
     return NotImplementedError(text)
 
 
-def counts(function: str, argument: str, tensor: Tensor, size: int | None = None) -> list[int]:
-    """The values of lengths or of their cumulative sums."""
-    if tensor.dtype != torch.int32:
-        raise wrong(TypeError, function, argument, "dtype int32", dtype_name(tensor.dtype))
-    if tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
-        wanted = "batch_size + 1" if size is None else size
-        raise wrong(ValueError, function, argument, f"shape ({wanted},)", str(list(tensor.shape)))
-    if tensor.is_meta and type(tensor) is Tensor:
-        raise wrong(
-            ValueError, function, argument, "numbers to read", "a tensor on the device meta"
-        )
-    check_memory(function, argument, tensor)
-    return tensor.tolist() if tensor.is_cpu else _host_values(tensor)
+def ends_of(function: str, argument: str, cu_seqlens: object) -> Any:
+    """Returns the ends that cu_seqlens has behind its leading 0, as a list or a view of a tensor.
 
-
-def _host_values(tensor: Tensor) -> list[int]:
-    """The values of a tensor on a device, copied once as long as they do not change: the layers of
-    a model share their lengths, and each copy waits for the device."""
-    # A tensor of inference mode does not count its changes.
-    if tensor.is_inference() or torch.compiler.is_compiling():
-        return tensor.tolist()
-    version, values = _ON_HOST.get(tensor, (None, []))
-    if version != tensor._version:
-        values = tensor.tolist()
-        _ON_HOST[tensor] = (tensor._version, values)
-    return values
-
-
-def ends_of(function: str, argument: str, cu_seqlens: object) -> list[int]:
-    """The ends that cu_seqlens has behind its leading 0."""
+    The 0 of a tensor is checked on the host alone, without waiting for a device.
+    """
+    first: Any = 0
     if isinstance(cu_seqlens, Tensor):
-        values = counts(function, argument, cu_seqlens)
+        check_tensor(function, argument, cu_seqlens, 1, "(batch_size + 1,)")
+        count = cu_seqlens.shape[0]
+        if readable(cu_seqlens) and count:
+            check_memory(function, argument, cu_seqlens)
+            first = cu_seqlens[0].item()
     elif isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes)):
-        values = list(cu_seqlens)
-        if any(type(x) is not int and whole(x) is None for x in values):
-            expected = "a tensor, or its values as a list of whole numbers"
-            raise wrong(TypeError, function, argument, expected, shown(values))
+        count = len(cu_seqlens)
+        first = cu_seqlens[0] if count else 0
+        if isinstance(first, Tensor) and first.dim():
+            raise not_lengths((function, argument), cu_seqlens)
     else:
         expected = "a tensor, or its values as a list"
         raise wrong(TypeError, function, argument, expected, type(cu_seqlens).__name__)
-    if len(values) < 2 or values[0] != 0:
+    if count < 2 or first != 0:
         expected = "the batch_size + 1 cumulative sequence lengths, of which the first is 0"
-        if values and values[0] != 0:
-            expected += " (of counts: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int())"
+        if first != 0:
+            expected += " (of counts: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))"
+        values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) and first else cu_seqlens
         raise wrong(ValueError, function, argument, expected, shown(values))
-    return values[1:]
+    return cu_seqlens[1:]
+
+
+def lengths_in(ends: Lengths, like: Tensor | None = None) -> Tensor:
+    """Returns the lengths of sequences from their ends, as a tensor on the device of `like`."""
+    bounds = lengths_tensor(ends) if like is None else lengths_on(ends, like)
+    assert bounds is not None
+    return bounds.diff(prepend=bounds.new_zeros(1))
 
 
 def lengths_between(ends: Sequence[int], *, closed: bool = False) -> list[int]:
@@ -196,23 +191,6 @@ def with_gaps(
     query_lengths = [n for used, room in query for n in compress((used, room - used, 0), kept)]
     key_lengths = [n for used, room in key for n in compress((used, 0, room - used), kept)]
     return list(accumulate(query_lengths)), list(accumulate(key_lengths))
-
-
-def one_key_each(
-    q_ends: Sequence[int], k_ends: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """Splits sequences into pairs of one query and its own key, counted from the last ones.
-
-    Returns the ends of the pairs for queries and keys, and the number of parts of each sequence.
-    Its first part holds the queries or keys without a partner.
-    """
-    q_lengths, k_lengths, parts = [], [], []
-    for queries, keys in zip(lengths_between(q_ends), lengths_between(k_ends), strict=True):
-        both = max(min(queries, keys), 0)
-        q_lengths += [queries - both, *[1] * both]
-        k_lengths += [keys - both, *[1] * both]
-        parts.append(1 + both)
-    return list(accumulate(q_lengths)), list(accumulate(k_lengths)), parts
 
 
 def closed(

@@ -7,7 +7,7 @@ s % block_size of block s // block_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ascend_attn_ops._arguments import (
     shown,
     wrong,
 )
-from ascend_attn_ops._packing import Lengths, lengths_of
+from ascend_attn_ops._packing import Lengths, lengths_of, lengths_on, lengths_tensor
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
@@ -185,11 +185,13 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
 
 
 def unknown_block(
-    table: Tensor, lengths: Sequence[int], block_size: int, num_blocks: int
+    table: Tensor, lengths: Lengths, block_size: int, num_blocks: int
 ) -> tuple[int, int, int] | None:
     """The first entry that a sequence reads and that is no block: its value, row and column."""
     first = torch.arange(table.shape[1], device=table.device) * block_size
-    read = first < torch.tensor(lengths, device=table.device)[:, None]
+    counts = lengths_on(lengths, table)
+    assert counts is not None
+    read = first < counts[:, None]
     outside = (read & ((table < 0) | (table >= num_blocks))).nonzero()
     if not len(outside):
         return None
@@ -197,23 +199,24 @@ def unknown_block(
     return int(table[row, column]), row, column
 
 
-def check_indices(function: str, argument: str, indices: object, rank: int) -> None:
-    if not isinstance(indices, Tensor):
-        raise wrong(TypeError, function, argument, "a tensor", type(indices).__name__)
+def check_indices(function: str, argument: str, indices: Any, rank: int) -> None:
+    check_tensor(function, argument, indices)
     if indices.dtype not in (torch.int32, torch.int64):
-        raise wrong(TypeError, function, argument, "dtype int32", dtype_name(indices.dtype))
+        got = dtype_name(indices.dtype)
+        raise wrong(TypeError, function, argument, "dtype int32 or int64", got)
     if indices.dim() != rank:
         raise wrong(ValueError, function, argument, f"rank {rank}", str(list(indices.shape)))
+    check_memory(function, argument, indices)
 
 
-def gather_blocks(function: str, cache: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
+def gather_blocks(function: str, cache: Tensor, table: Tensor, lengths: Lengths) -> Tensor:
     """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
-    the longest sequence has."""
+    the longest sequence has; all of the table where lengths are on a device."""
     return cache[_blocks_to_read(function, cache, table, lengths)].flatten(1, 2)
 
 
 def gather_keys_and_values(
-    function: str, k: Tensor, v: Tensor, table: Tensor, lengths: Sequence[int]
+    function: str, k: Tensor, v: Tensor, table: Tensor, lengths: Lengths
 ) -> tuple[Tensor, Tensor]:
     """The blocks of each sequence side by side, of two caches."""
     table = _blocks_to_read(function, k, table, lengths)
@@ -224,25 +227,38 @@ def gather_keys_and_values(
     return k[table].flatten(1, 2), v[table].flatten(1, 2)
 
 
-def _blocks_to_read(function: str, cache: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
+def _blocks_to_read(function: str, cache: Tensor, table: Tensor, lengths: Lengths) -> Tensor:
     """The columns of the table that the longest sequence reads, checked, and none below 0."""
     check_indices(function, "block_table", table, 2)
     num_blocks, size = cache.shape[:2]
-    longest = max(lengths, default=0)
-    blocks = -(-longest // size) if size else 0
-    if table.shape[0] != len(lengths) or table.shape[1] < blocks:
+    counts = lengths_tensor(lengths)
+    assert counts is not None
+    batch, blocks = counts.shape[0], table.shape[1]
+    if readable(counts):
+        longest = int(counts.max()) if batch else 0
+        blocks = -(-longest // size) if size else 0
+    if table.shape[0] != batch or table.shape[1] < blocks:
         expected = (
-            f"shape ({len(lengths)}, {blocks}), batch_size and the blocks of {size} for the "
-            f"{longest} keys of the longest sequence, or with more columns"
+            f"shape ({batch}, {blocks}), batch_size and the blocks of {size} for the keys of the "
+            "longest sequence, or with more columns"
         )
         raise wrong(ValueError, function, "block_table", expected, str(list(table.shape)))
     table = table[:, :blocks]
-    wrong_block = unknown_block(table, lengths, size, num_blocks) if readable(table) else None
-    if wrong_block is not None:
-        expected = f"0..{num_blocks - 1} where a sequence has keys"
-        raise wrong(ValueError, function, "block_table", expected, str(wrong_block[0]))
+    check_blocks(function, table, counts, size, num_blocks)
     # Entries after the last block of a sequence are often -1.
     return table.clamp(0, max(num_blocks - 1, 0))
+
+
+def check_blocks(
+    function: str, table: Tensor, lengths: Tensor, block_size: int, num_blocks: int
+) -> None:
+    """Checks the blocks that sequences read, without waiting for a device."""
+    found = None
+    if readable(table) and readable(lengths):
+        found = unknown_block(table, lengths, block_size, num_blocks)
+    if found is not None:
+        expected = f"0..{num_blocks - 1} where a sequence has keys"
+        raise wrong(ValueError, function, "block_table", expected, str(found[0]))
 
 
 def nz_cache_shape(

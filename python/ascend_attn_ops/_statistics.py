@@ -6,14 +6,13 @@ without keys has 0 and 0, or in dense attention -FLT_MAX and +FLT_MAX.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ascend_attn_ops._arguments import check_memory, check_tensor, dtype_name, wrong
-from ascend_attn_ops._packing import lengths_between
+from ascend_attn_ops._packing import Lengths, lengths_on
 
 _NAME = "ascend::log_sum_exp"
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -27,7 +26,8 @@ def log_sum_exp(softmax_max: Tensor, softmax_sum: Tensor) -> Tensor:
 
         log_sum_exp = log(sum over keys of exp(score)) = softmax_max + log(softmax_sum)
 
-    Differentiable with respect to both statistics; rows without keys have a gradient of 0.
+    Differentiable with respect to both statistics; rows without keys have a gradient of 0. The
+    operators differentiate softmax_sum and count softmax_max as constant, which adds up.
 
     Args:
         softmax_max: the largest score of each row: (B, N, Sq, 8) or (T, N, 8) from
@@ -85,31 +85,44 @@ def statistics_of(lse: Tensor, without_keys: float) -> tuple[Tensor, Tensor]:
     return lse.masked_fill(dead, -_FLT_MAX), torch.ones_like(lse).masked_fill(dead, _FLT_MAX)
 
 
-def by_head(statistics: Tensor, ends: Sequence[int]) -> Tensor:
-    """The statistics of a pack of dense attention as (N, T, ...).
+def by_head(statistics: Tensor, ends: Lengths) -> Tensor:
+    """Returns the statistics of a pack of dense attention as (N, T, ...).
 
     They are (T, N, ...), but hold (N, length, ...) of one sequence after another.
 
     Args:
-        ends: cumulative lengths. Tokens behind the last one count as a sequence.
+        ends: cumulative lengths, without a leading 0; a last 0 may close them. Tokens behind the
+            last sequence count as a sequence.
     """
     tokens, heads = statistics.shape[:2]
-    lengths = lengths_between([*ends, tokens], closed=True)
-    parts = statistics.flatten(0, 1).split([heads * length for length in lengths])
-    rows = [x.unflatten(0, (heads, n)) for x, n in zip(parts, lengths, strict=True)]
-    return torch.cat(rows, 1)
+    places = _places(tokens, heads, ends, statistics)
+    return statistics.flatten(0, 1).index_select(0, places).unflatten(0, (heads, tokens))
 
 
-def by_token(statistics: Tensor, ends: Sequence[int]) -> Tensor:
+def by_token(statistics: Tensor, ends: Lengths) -> Tensor:
     """The same as (T, N, ...) that hold (N, ...) of one token after another."""
     return by_head(statistics, ends).transpose(0, 1)
 
 
-def by_sequence(x: Tensor, ends: Sequence[int]) -> Tensor:
+def by_sequence(x: Tensor, ends: Lengths) -> Tensor:
     """The inverse of `by_head`."""
     heads, tokens = x.shape[:2]
-    parts = x.split(lengths_between([*ends, tokens], closed=True), 1)
-    return torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, (tokens, heads))
+    places = _places(tokens, heads, ends, x)
+    rows = x.flatten(0, 1)
+    return torch.empty_like(rows).index_copy(0, places, rows).unflatten(0, (tokens, heads))
+
+
+def _places(tokens: int, heads: int, ends: Lengths, like: Tensor) -> Tensor:
+    """Returns at which row a pack holds each statistic, (N * T,), on the device of `like`."""
+    on_device = lengths_on(ends, like)
+    assert on_device is not None
+    first, last = on_device.new_zeros(1), on_device.new_full((1,), tokens)
+    bounds = torch.cat((first, on_device, last)).long().cummax(0).values
+    token = torch.arange(tokens, device=like.device)
+    sequence = torch.searchsorted(bounds[1:], token, right=True)
+    begin, end = (x.index_select(0, sequence) for x in (bounds, bounds[1:]))
+    head = torch.arange(heads, device=like.device)[:, None]
+    return (begin * heads + head * (end - begin) + token - begin).flatten()
 
 
 class Merged(NamedTuple):

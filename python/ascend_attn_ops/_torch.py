@@ -7,12 +7,9 @@ Each is where torch 2.7.1 to 2.15 have it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MISSING = (
     "ascend_attn_ops works with torch 2.7.1 to 2.15: torch {version} lacks a private part that "
@@ -62,9 +59,3 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ImportError(_MISSING.format(version=torch.__version__, error=error)) from error
-
-
-def assume_constant_result(function: Function) -> Function:
-    """Do what torch.compiler.assume_constant_result does, without importing torch._dynamo."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function

@@ -14,12 +14,12 @@ from torch import Tensor
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._flash_passes import packed_forward, packed_gradients
-from ascend_attn_ops._packing import ends_of
 
 _FORWARD = "_flash_attention_forward"
 _BACKWARD = "_flash_attention_backward"
 _IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
 _DEVICES = ("CPU", "PrivateUse1")
+_LENGTHS = ("cum_seq_q", "cum_seq_k")
 
 
 class Kernels:
@@ -103,13 +103,14 @@ def forward(
         name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, num_splits=num_splits
     )
     mask = _mask(name, is_causal, window_size_left, window_size_right)
-    options = conventions.Options(name, mask, alibi_slopes, scale, return_lse=True)
+    options = conventions.Options(
+        name, mask, alibi_slopes, scale, return_lse=True, lengths=_LENGTHS
+    )
     # The operator would cast, after torch has fixed the dtypes of this call and of its backward.
     with torch.autocast(query.device.type, enabled=False):
         out, lse = packed_forward(
-            options, query, key, value, cum_seq_q, cum_seq_k, seqused_k, block_table,
-            ("cum_seq_q", "cum_seq_k"),
-        )  # fmt: skip
+            options, query, key, value, cum_seq_q, cum_seq_k, None, seqused_k, block_table
+        )
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     # torch says float32, for float64 as well.
     return out, lse.float(), state, query.new_empty(0), query.new_empty(0)
@@ -143,11 +144,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = f"aten::{_BACKWARD}"
     _refuse_unless_zero(name, dropout_p=dropout_p)
-    q_ends = ends_of(name, "cum_seq_q", cum_seq_q)
-    k_ends = ends_of(name, "cum_seq_k", cum_seq_k)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
-    options = conventions.Options(name, mask, scale=scale)
-    return packed_gradients(options, grad_out, query, key, value, out, logsumexp, q_ends, k_ends)
+    options = conventions.Options(name, mask, scale=scale, lengths=_LENGTHS)
+    pack = conventions.pack_of(options, cum_seq_q, cum_seq_k)
+    return packed_gradients(options, grad_out, query, key, value, out, logsumexp, pack)
 
 
 def _refuse_unless_zero(function: str, **arguments: float | None) -> None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import check_flag, check_tensor, wrong
-from ascend_attn_ops._flash_cache import append, attend, check_new, lengths_with_new, table_of
+from ascend_attn_ops._flash_cache import attend_with_cache
 from ascend_attn_ops._flash_passes import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from ascend_attn_ops._packing import ends_of, lengths_between
 from ascend_attn_ops._varlen_attention import register_flash_attention_impl
 
 __all__ = [
@@ -87,8 +85,8 @@ def flash_attn_func(
     Returns:
         out, (batch_size, seqlen_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse,
         S_dmask): softmax_lse is float32 (batch_size, nheads, seqlen_q), **+inf** in rows that see
-        no key, and has no gradient; S_dmask is empty. With a sink, softmax_lse includes it, and is
-        the sink in rows that see no key.
+        no key, and has a gradient, as merging several results needs; S_dmask is empty. With a sink,
+        softmax_lse includes it, and is the sink in rows that see no key.
 
     Raises:
         NotImplementedError: softcap, and what is said above.
@@ -135,16 +133,16 @@ def flash_attn_varlen_func(
     *,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention of packed sequences, with gradients.
 
     A query sees the keys that it sees in :func:`flash_attn_func`, counted inside its sequence.
     Sequences may be empty. Tokens behind the last one belong to none: their rows are 0.
 
-    CANN takes the lengths on the host. A tensor on an NPU is copied to the host, which waits for
-    the device, once for each tensor as long as it does not change: the layers of a model that share
-    them wait once in a step (under torch.inference_mode in each call). A tensor on the CPU does not
-    wait, and neither does a list, which is also what torch.compile(fullgraph=True) wants.
+    CANN takes the lengths on the host: a tensor on an NPU is copied there in every call, which
+    waits for the device. A tensor on the CPU and a list do not wait. torch.compile(fullgraph=True)
+    takes all of them, except that slopes beside tensors break a graph.
 
     Args:
         q: (total_q, nheads, headdim), the sequences one after another; float16, bfloat16 or
@@ -152,21 +150,23 @@ def flash_attn_varlen_func(
         k: (total_k, nheads_k, headdim); with block_table the blocks of a cache, (num_blocks,
             block_size, nheads_k, headdim).
         v: as k. Its headdim may be smaller, which flash-attn does not take.
-        cu_seqlens_q: the cumulative sequence lengths, int32 (batch_size + 1,), of which the first
-            is 0; on any device, or as a list.
+        cu_seqlens_q: the cumulative sequence lengths, int32 or int64 (batch_size + 1,), of which
+            the first is 0; on the host or on q's device, or as a list.
         cu_seqlens_k: as cu_seqlens_q, of k.
         max_seqlen_q: not needed: the lengths say it.
         max_seqlen_k: as max_seqlen_q.
-        dropout_p, softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`. The
+            NPU has no gradient for a window of (0, 0).
         alibi_slopes: as there. Where seqlen_k - seqlen_q differs between sequences, no key may come
             after the diagonal, and there may be no sink.
         deterministic, return_attn_probs, s_aux, learnable_sink: as there.
-        block_table: int32 (batch_size, max_num_blocks). Every call copies the blocks of each
-            sequence to contiguous memory.
+        block_table: int32 (batch_size, max_num_blocks). Without gradients, blocks are read where
+            they are, as :func:`flash_attn_with_kvcache` says; otherwise every call copies them.
+        out: where the result is written, of its shape and dtype; as in vLLM.
 
     Returns:
         out, (total_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse, S_dmask):
-        softmax_lse is float32 (nheads, total_q), **+inf** in rows that see no key, and has no
+        softmax_lse is float32 (nheads, total_q), **+inf** in rows that see no key, and has a
         gradient; S_dmask is empty. A sink is a part of it as in :func:`flash_attn_func`; rows
         behind the last sequence have +inf.
 
@@ -188,14 +188,11 @@ def flash_attn_varlen_func(
         name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
-    q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
-    k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
-    if block_table is None:
-        out, lse = conventions.attend_packed(options, q, k, v, q_ends, k_ends)
-    else:
-        used = lengths_between(k_ends)
-        out, lse = conventions.attend_paged(options, q, k, v, q_ends, block_table, used)
-    return out if lse is None else (out, lse, q.new_empty(0))
+    result, lse = conventions.attend_sequences(
+        options, q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, block_table
+    )
+    result = conventions.written(name, result, out)
+    return result if lse is None else (result, lse, q.new_empty(0))
 
 
 def flash_attn_qkvpacked_func(
@@ -354,6 +351,11 @@ def flash_attn_with_kvcache(
     :func:`flash_attn_func`, where seqlen_k is the number of keys that the cache holds of the
     sequence, the new ones included.
 
+    The cache is read where it lies, by :func:`ascend_attn_ops.fused_infer_attention_score`, if
+    headdim and that of v_cache are both 64 or both 128, the dtype is float16 or bfloat16, blocks
+    have a multiple of 16 slots up to 1024, there are no slopes, and CANN is 9.0 or later. Other
+    blocks are copied to contiguous memory in every call.
+
     The lengths are needed on the host: as in :func:`flash_attn_varlen_func`, a cache_seqlens on the
     CPU, or one int for all sequences, does not wait for the device.
 
@@ -369,18 +371,18 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: only None: rotate q and k before the call.
         cache_seqlens: how many rows of each sequence the cache holds before the call, one int or
             int32 (batch_size,). None, without k: all.
-        cache_batch_idx: int32 (batch_size,), the rows of the caches that are meant. They are copied
-            in every call.
+        cache_batch_idx: int32 (batch_size,), the rows of the caches that are meant: as a
+            block_table of one block for each sequence.
         cache_leftpad: only None.
         block_table: int32 (batch_size, max_num_blocks), the blocks of each sequence; of any size.
-            Every call copies them to contiguous memory. Block numbers on an NPU are not checked.
+            Block numbers on an NPU are not checked.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in
             :func:`flash_attn_varlen_func`.
         rotary_interleaved: of no effect without rotary_cos.
         num_splits: of no effect: the kernels divide the work themselves.
         return_softmax_lse: return the log-sum-exp, too, by which
-            :func:`ascend_attn_ops.attention_update` merges the result with others; it wants -inf
-            where this is +inf. Only one of the parts may include a sink.
+            :func:`ascend_attn_ops.attention_update` merges the result with others. Only one
+            of the parts may include a sink.
         s_aux, learnable_sink: as in :func:`flash_attn_func`, without a gradient.
 
     Returns:
@@ -405,51 +407,12 @@ def flash_attn_with_kvcache(
         >>> out.shape, torch.equal(k_cache[1, 90], k[1, 0])
         (torch.Size([2, 1, 8, 64]), True)
     """
-    name = "flash_attn_with_kvcache"
-    conventions.check_tensors(name, 4, "q k_cache v_cache", q, k_cache, v_cache)
-    check_flag(name, "return_softmax_lse", return_softmax_lse)
-    sink = conventions.sink_of(name, s_aux, learnable_sink)
-    options = conventions.options_of(
-        name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse,
-        sink,
+    sink = conventions.sink_of("flash_attn_with_kvcache", s_aux, learnable_sink)
+    out, lse = attend_with_cache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        return_softmax_lse, sink,
     )  # fmt: skip
-    for argument, given in (
-        ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad),
-    ):  # fmt: skip
-        if given is not None:
-            conventions.refuse(name, argument, "None", type(given).__name__)
-    new, table = 0, None
-    if k is not None or v is not None:
-        q, k, v = conventions.under_autocast(q, k, v)
-        conventions.check_tensors(name, 4, "k v", k, v)
-    if k is not None and v is not None:
-        check_new(name, q.shape[0], k, v)
-        new = k.shape[1]
-    tensors = (q, k_cache, v_cache, k, v, sink)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        conventions.refuse(
-            name, "q, k_cache, v_cache, k, v, s_aux", "no gradient to be wanted",
-            "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
-            "tensor",
-        )  # fmt: skip
-    batch, slots = q.size(0), k_cache.size(1)
-    if block_table is not None or cache_batch_idx is not None:
-        table = table_of(name, batch, k_cache.size(0), cache_batch_idx, block_table)
-        slots *= table.shape[-1]
-    lengths = lengths_with_new(name, batch, slots, new, cache_seqlens)
-    conventions.check_values_of_slopes(name, alibi_slopes)
-    if k is not None and v is not None and new:
-        # Errors of the attention come before the caches are written.
-        slopes = None if alibi_slopes is None else alibi_slopes.to("meta")
-        # The values of a table on the CPU are checked.
-        seen = table if table is None or table.is_cpu else table.to("meta")
-        without_values = options._replace(
-            slopes=slopes, sink=conventions.on_meta(name, "s_aux", sink, q), return_lse=False
-        )
-        shapes = q.to("meta"), k_cache.to("meta"), v_cache.to("meta")
-        attend(without_values, *shapes, seen, lengths)
-        append(k_cache, v_cache, table, k, v, 0 if cache_seqlens is None else cache_seqlens)
-    out, lse = attend(options, q, k_cache, v_cache, table, lengths)
     return out if lse is None else (out, lse)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops import flash_attn
 from ascend_attn_ops._arguments import check_count, check_tensor, wrong
+from ascend_attn_ops._flash_cache import attend_with_cache
 from ascend_attn_ops._flash_passes import (
     forward,
     gradients,
@@ -26,7 +27,6 @@ from ascend_attn_ops._flash_passes import (
     packed_gradients,
     write,
 )
-from ascend_attn_ops._packing import counts, ends_of
 
 __all__ = [
     "_flash_attn_backward",
@@ -111,19 +111,21 @@ def flash_attn_varlen_func(
     *,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Attention:
     """:func:`ascend_attn_ops.flash_attn.flash_attn_varlen_func` with FlashAttention-3's signature.
 
     Args:
-        seqused_q: only None.
-        seqused_k: int32 (batch_size,), how many of its keys each sequence uses; None for all.
+        seqused_q: int32 (batch_size,), how many of its first queries each sequence uses; None for
+            all. Unused queries see no key.
+        seqused_k: as seqused_q, of k.
 
     Returns:
         out, or with return_attn_probs (out, softmax_lse).
     """
     name = "flash_attn_varlen_func"
     conventions.refuse_given(
-        name, seqused_q=seqused_q, qv=qv, q_descale=q_descale, k_descale=k_descale,
+        name, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, attention_chunk=attention_chunk,
     )  # fmt: skip
     conventions.check_tensors(name, 3, "q k v", q, k, v)
@@ -132,11 +134,11 @@ def flash_attn_varlen_func(
         name, causal, window_size, softmax_scale, softcap, None, 0.0, return_attn_probs,
         conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
-    q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
-    k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
-    used = None if seqused_k is None else counts(name, "seqused_k", seqused_k, len(q_ends))
-    out, lse = conventions.attend_packed(options, q, k, v, q_ends, k_ends, used)
-    return out if lse is None else (out, lse)
+    result, lse = conventions.attend_sequences(
+        options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    )
+    result = conventions.written(name, result, out)
+    return result if lse is None else (result, lse)
 
 
 def flash_attn_qkvpacked_func(
@@ -217,26 +219,26 @@ def flash_attn_with_kvcache(
 
     Args:
         page_table: the block_table there.
-        cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, scheduler_metadata: only None.
+        cu_seqlens_q: int32 (batch_size + 1,): q and out then are packed, (total_q, nheads,
+            headdim), and softmax_lse is (nheads, total_q).
+        cu_seqlens_k_new, rotary_seqlens, scheduler_metadata: only None.
 
     Returns:
         out, or with return_softmax_lse (out, softmax_lse) and two empty tensors, for results of
         splits.
     """
     conventions.refuse_given(
-        "flash_attn_with_kvcache", qv=qv, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-        scheduler_metadata=scheduler_metadata,
+        "flash_attn_with_kvcache", qv=qv, cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, attention_chunk=attention_chunk, scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
-    result = flash_attn.flash_attn_with_kvcache(
+    out, lse = attend_with_cache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-        cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        return_softmax_lse=return_softmax_lse, s_aux=s_aux, learnable_sink=learnable_sink,
+        cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, None,
+        return_softmax_lse, conventions.sink_of("flash_attn_with_kvcache", s_aux, learnable_sink),
+        cu_seqlens_q,
     )  # fmt: skip
-    if isinstance(result, Tensor):
-        return result
-    return *result, q.new_empty(0), q.new_empty(0)
+    return out if lse is None else (out, lse, q.new_empty(0), q.new_empty(0))
 
 
 def _flash_attn_forward(
@@ -280,7 +282,7 @@ def _flash_attn_forward(
     name = "_flash_attn_forward"
     conventions.refuse_given(
         name, k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new,
-        seqused_q=seqused_q, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
         scheduler_metadata=scheduler_metadata,
@@ -288,14 +290,16 @@ def _flash_attn_forward(
     window = (window_size_left, window_size_right)
     options = options_of(name, causal, window, softmax_scale, softcap)
     if cu_seqlens_q is None:
-        conventions.refuse_given(name, seqused_k=seqused_k, page_table=page_table)
+        conventions.refuse_given(
+            name, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table
+        )
         conventions.check_tensors(name, 4, "q k v", q, k, v)
         out, lse = forward(options, q, k, v)
     else:
         conventions.check_tensors(name, 3, "q", q)
         conventions.check_tensors(name, 3 if page_table is None else 4, "k v", k, v)
         out, lse = packed_forward(
-            options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table
+            options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
         )
     if out_ is not None:
         out = out_.copy_(out)
@@ -332,19 +336,16 @@ def _flash_attn_backward(
     tensor, because the row sums of dout * out are not kept.
     """
     name = "_flash_attn_backward"
-    conventions.refuse_given(name, sequed_q=sequed_q)
     rank = 4 if cu_seqlens_q is None else 3
     conventions.check_tensors(name, rank, "dout q k v out", dout, q, k, v, out)
     conventions.check_deterministic(name, q, deterministic)
     window = (window_size_left, window_size_right)
     options = options_of(name, is_causal, window, softmax_scale, softcap)
     if cu_seqlens_q is None:
-        conventions.refuse_given(name, sequed_k=sequed_k)
+        conventions.refuse_given(name, sequed_q=sequed_q, sequed_k=sequed_k)
         found = gradients(options, dout, q, k, v, out, softmax_lse)
     else:
-        q_ends = ends_of(name, "cu_seqlens_q", cu_seqlens_q)
-        k_ends = ends_of(name, "cu_seqlens_k", cu_seqlens_k)
-        used = None if sequed_k is None else counts(name, "sequed_k", sequed_k, len(q_ends))
-        found = packed_gradients(options, dout, q, k, v, out, softmax_lse, q_ends, k_ends, used)
+        pack = conventions.pack_of(options, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
+        found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
     write(found, dq, dk, dv)
     return torch.empty(0, dtype=torch.float32, device=q.device)

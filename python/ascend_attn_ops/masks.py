@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INT64_MAX, check_count, check_flag, wrong
-from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops._torch import assume_constant_result
 
 # The keys that each sparse_mode keeps; i is the query and j the key, both counted from 0.
 MODES: dict[int, str] = {
@@ -101,30 +98,13 @@ def sparse_mode_mask(
 def compressed_mask(sparse_mode: int, device: torch.device) -> Tensor:
     """Return the atten_mask of one of COMPRESSED_MODES, where True masks a key out.
 
-    Built once per device: a square, with further rows for the prefix in mode 6.
+    A square, with further rows for the prefix in mode 6. Without a mask, the operators make it.
     """
-    return _kept_mask(_C.compressed_mask_prefix_rows if sparse_mode == 6 else 0, device)
-
-
-# Otherwise, compiled code would build it in every call.
-@assume_constant_result
-def _kept_mask(prefix_rows: int, device: torch.device) -> Tensor:
-    # Under FakeTensorMode all tensors are fake, and none may be cached. A mask made in a
-    # graph capture is computed when the graph is replayed, and lives in its memory.
-    real = type(torch.empty(0)) is Tensor and not captures(device)
-    return (_new_mask if real else _new_mask.__wrapped__)(prefix_rows, device)
-
-
-@functools.cache
-@torch.inference_mode(False)  # a tensor made in inference mode cannot be saved for a backward
-def _new_mask(prefix_rows: int, device: torch.device) -> Tensor:
     size = _C.compressed_mask_size
     mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
     right_half = torch.arange(size, device=device) >= size // 2
-    mask = torch.cat((mask, right_half.expand(prefix_rows, size)))
-    if type(mask) is Tensor and device.type == "cpu":
-        _C.remember_compressed_mask(mask)
-    return mask
+    rows = _C.compressed_mask_prefix_rows if sparse_mode == 6 else 0
+    return torch.cat((mask, right_half.expand(rows, size)))
 
 
 def draw(mask: Tensor) -> str:

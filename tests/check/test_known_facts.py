@@ -25,13 +25,17 @@ EXPLANATIONS = {
     "sparse_flash_attention": (
         "executed off the device", "These workarounds run on the device", "In a graph capture",
     ),
+    "sparse_flash_attention_grad": ("**Gradient of the statistics.**",),
     "sparse_lightning_indexer_grad_kl_loss": ("**Weights of tokens.**",),
     "flash_attention_score": (
         "The launch passes pre_tokens and next_tokens", "A part without any pair",
         "The launch uses functions of CANN that take them", "Otherwise it calls the functions",
-        "A graph that updates lengths",
+        "A graph that updates lengths", "The launch makes the compressed masks",
+        "**Padded batches.**",
     ),
-    "flash_attention_score_grad": ("launches such a gradient in layout BNSD",),
+    "flash_attention_score_grad": (
+        "launches such a gradient in layout BNSD", "**Gradient of the statistics.**",
+    ),
     "fused_infer_attention_score": (
         "The launch calls `aclnnFusedInferAttentionScoreV4`", "The launch writes -inf, or the sink",
         "the launch says the same with the lengths",

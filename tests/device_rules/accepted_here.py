@@ -26,6 +26,11 @@ def padded_pack(x: ParameterSet) -> bool:
     return bool(x.arguments["layout"] == "TND")
 
 
+def of_int64(x: ParameterSet) -> bool:
+    tensors = (given for given in x.arguments.values() if isinstance(given, dict))
+    return any(given["dtype"] == "int64" for given in tensors)
+
+
 def without_ropes(x: ParameterSet) -> bool:
     return x.arguments.get("query_rope") is None and x.arguments.get("key_rope") is None
 
@@ -37,6 +42,13 @@ def statistics_of_pages(x: ParameterSet) -> bool:
 
 # For each operator: the name of a class, as the documentation has it, and which sets belong to it.
 ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
+    "lightning_indexer": {"indices and lengths of int64": of_int64},
+    "lightning_indexer_grad": {"indices and lengths of int64": of_int64},
+    "prompt_flash_attention": {
+        "modes 2, 3 and 4 without a mask": lambda x: (
+            x.arguments["sparse_mode"] in (2, 3, 4) and "atten_mask" not in x.arguments
+        ),
+    },
     "flash_attention_score": {"padded packs without a closing 0": padded_pack},
     "flash_attention_score_grad": {
         "tokens beyond 32 bits": lambda x: any(
@@ -45,10 +57,17 @@ ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
     },
     "sparse_flash_attention": {
         "indices without the axis of heads": without_heads,
+        "lengths of int64": of_int64,
         "calls without ropes": without_ropes,
         "statistics of paged keys": statistics_of_pages,
     },
-    "sparse_flash_attention_grad": {"indices without the axis of heads": without_heads},
-    "sparse_lightning_indexer_grad_kl_loss": {"calls without ropes": without_ropes},
+    "sparse_flash_attention_grad": {
+        "indices without the axis of heads": without_heads,
+        "lengths of int64": of_int64,
+    },
+    "sparse_lightning_indexer_grad_kl_loss": {
+        "calls without ropes": without_ropes,
+        "indices and lengths of int64": of_int64,
+    },
     "scatter_pa_kv_cache": {"key without value": lambda x: "value" not in x.arguments},
 }

@@ -18,15 +18,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
 # For each operator: the verdicts that agree with this library, and the parameter sets that only
 # this library accepts, as `python -m device_rules` prints them.
 COUNTS = {
-    "flash_attention_score": (6669, 8),
-    "flash_attention_score_grad": (7005, 5),
-    "lightning_indexer": (7304, 0),
-    "lightning_indexer_grad": (6394, 0),
-    "prompt_flash_attention": (5966, 0),
+    "flash_attention_score": (6693, 8),
+    "flash_attention_score_grad": (7047, 5),
+    "lightning_indexer": (7263, 41),
+    "lightning_indexer_grad": (6300, 94),
+    "prompt_flash_attention": (5942, 24),
     "scatter_pa_kv_cache": (9155, 30),
-    "sparse_flash_attention": (7437, 29),
-    "sparse_flash_attention_grad": (6125, 2),
-    "sparse_lightning_indexer_grad_kl_loss": (6968, 434),
+    "sparse_flash_attention": (7371, 95),
+    "sparse_flash_attention_grad": (6089, 38),
+    "sparse_lightning_indexer_grad_kl_loss": (6950, 452),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ascend_attn_ops
 import pytest
 import torch
@@ -81,20 +83,15 @@ def test_inductor(recipe: Recipe) -> None:
     check_compiled(recipe, "inductor")
 
 
-# Inductor passes copies of key and value, which by the limits of a device must be one tensor.
-VALUE_IS_NOT_KEY = pytest.mark.xfail(strict=True, reason="inductor copies key and value apart")
-
-
 @pytest.mark.parametrize(
     "operator",
     [
         "flash_attention_score",
-        pytest.param("sparse_flash_attention", marks=VALUE_IS_NOT_KEY),
-        pytest.param("sparse_flash_attention_grad", marks=(VALUE_IS_NOT_KEY, nightly)),
+        "sparse_flash_attention",
         *(
             pytest.param(x.name, marks=nightly)
             for x in OPERATORS.values()
-            if not x.in_place and not x.name.startswith(("flash_attention_score", "sparse_flash_a"))
+            if not x.in_place and x.name not in ("flash_attention_score", "sparse_flash_attention")
         ),
     ],
 )
@@ -152,3 +149,46 @@ def test_export_with_dynamic_sizes(recipe: Recipe) -> None:
         as_tuple(program.module()(*other.tensors.values())),
         as_tuple(operator(*other.args, **other.options)),
     )
+
+
+X, LATENT = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 1, 16)
+INDICES = torch.arange(2, dtype=torch.int32).expand(2, 6, 1, 2)
+DENSE = {"num_heads": 4, "layout": "BSND", "sparse_mode": 3}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, _, counts: ascend_attn_ops.flash_attention_score(x, x, x, **DENSE, **counts)[0],
+        lambda x, _, counts: ascend_attn_ops.prompt_flash_attention(
+            x.detach(), x.detach(), x.detach(), **DENSE, **counts
+        ),
+        lambda x, _, counts: ascend_attn_ops.fused_infer_attention_score(
+            x.detach(), x.detach(), x.detach(), **DENSE, **counts
+        )[0],
+        lambda x, latent, counts: ascend_attn_ops.sparse_flash_attention(
+            x, latent, latent, INDICES, scale_value=1.0, **counts
+        )[0],
+        lambda x, _, counts: ascend_attn_ops.flash_attention_score(
+            *[x.flatten(0, 1)] * 3, num_heads=4, layout="TND",
+            **{name: 6 + y for name, y in counts.items()},
+        )[0],
+    ],
+    ids=["flash", "prompt", "fused", "sparse", "packs"],
+)  # fmt: skip
+def test_other_lengths_in_tensors_are_no_other_graph(call: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for values in ([2, 5], [4, 6], [3, 3]):
+            leaves = [x.clone().requires_grad_() for x in (X, LATENT)]
+            names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+            lengths = dict.fromkeys(names, torch.tensor(values))
+            out, expected = compiled(*leaves, lengths), call(*leaves, lengths)
+            assert_same_bits((out,), (expected,))
+            if expected.requires_grad:
+                gradients, wanted = (
+                    torch.autograd.grad(y.sum(), leaves, allow_unused=True, materialize_grads=True)
+                    for y in (out, expected)
+                )
+                assert_same_bits(gradients, wanted)

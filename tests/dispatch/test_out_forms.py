@@ -50,8 +50,8 @@ def names(call: OutCall) -> list[str]:
 
 
 def test_the_schema_is_the_operators_and_its_outputs() -> None:
-    """No other operator has a named overload."""
-    forms = {name: found - {""} for name, found in registered.overloads().items()}
+    """No other operator has this overload."""
+    forms = {name: found - {"", "list"} for name, found in registered.overloads().items()}
     assert {name: found for name, found in forms.items() if found} == {
         operator.name: {"out"} for operator in FORMS
     }
@@ -196,7 +196,7 @@ def test_overlaps(operator: Operator, device: str) -> None:
     for call in with_every_tensor(operator, device):
         checked = 0
         for name, read in call.sample.tensors.items():
-            if read.numel() == 0:
+            if read.numel() == 0 or read.device.type != device:
                 continue
             for index, output in with_elements(call):
                 x, y = in_one_buffer(read.contiguous(), output, apart=False)

@@ -378,19 +378,29 @@ def mask_beside(random: Random, mask: Tensor, rooms: Pair) -> tuple[Tensor, Tens
     return mask, torch.nn.functional.pad(narrow, (0, sides[1], 0, sides[0]), value=1)
 
 
-def bias_beside(case: FuzzedFlash, pse: Tensor, rooms: Pair) -> Tensor:
-    """A flat bias as (B, N, Sq or 1, Skv), with NaN in the padding."""
+def scores_beside(
+    case: FuzzedFlash, scores: Tensor, rooms: Pair, *, per_key: bool = False
+) -> Tensor:
+    """Flat scores of a pack as (B, N, Sq or 1, Skv), with NaN in the padding."""
     heads = case.heads[0]
-    per_key = case.pse == "keys"
     rows = 1 if per_key else rooms[0]
-    bias = pse.new_full((len(case.sequences), heads, rows, rooms[1]), torch.nan)
+    batches = scores.new_full((len(case.sequences), heads, rows, rooms[1]), torch.nan)
     begin = 0
-    for batch, (queries, keys) in zip(bias, case.sequences, strict=True):
+    for batch, (queries, keys) in zip(batches, case.sequences, strict=True):
         shape = (heads, 1 if per_key else queries, keys)
         size = heads * shape[1] * keys
-        batch[:, : shape[1], :keys] = pse[begin : begin + size].view(shape)
+        batch[:, : shape[1], :keys] = scores[begin : begin + size].view(shape)
         begin += size
-    return bias
+    return batches
+
+
+def drop_mask_beside(case: FuzzedFlash, drop_mask: Tensor, rooms: Pair) -> Tensor:
+    """The bits of a pack as those of (B, N, Sq, Skv)."""
+    powers = 1 << torch.arange(8)
+    bits = (drop_mask[:, None] & powers != 0).flatten().float()
+    batches = scores_beside(case, bits, rooms).flatten() == 1
+    eights = torch.nn.functional.pad(batches, (0, -batches.numel() % 8)).view(-1, 8)
+    return (eights * powers).sum(1).byte()
 
 
 def padded_attention(random: Random) -> str:
@@ -414,7 +424,11 @@ def padded_attention(random: Random) -> str:
         pack_mask, options["atten_mask"] = mask_beside(random, options["atten_mask"], rooms)
         pack = pack.replace(atten_mask=pack_mask)
     if case.pse and case.pse_type < 2:
-        options["pse_shift"] = bias_beside(case, options["pse_shift"], rooms)
+        options["pse_shift"] = scores_beside(
+            case, options["pse_shift"], rooms, per_key=case.pse == "keys"
+        )
+    if options.get("drop_mask") is not None:
+        options["drop_mask"] = drop_mask_beside(case, options["drop_mask"], rooms)
     inputs = {name: options.pop(name) for name in ("query", "key", "value")}
     call = Sample("flash_attention_score", f"padded {pack.id}", inputs, options)
     with warnings.catch_warnings():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -267,10 +267,30 @@ def test_attention_weights_are_refused() -> None:
         ours(tokens(), output_attentions=True)
 
 
-def test_packed_lengths_without_positions_are_refused() -> None:
+def test_lengths_of_packed_sequences_alone() -> None:
+    """As a collator says them: positions need not start over."""
     _, ours = pair("Llama")
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* position_ids that start over"):
-        ours(tokens(1), cu_seq_lens_q=torch.tensor([0, 15, 40]))
+    packed = ours(tokens(1), cu_seq_lens_q=torch.tensor([0, 15, 40])).logits
+    assert_close([packed[:, :15]], [ours(tokens(1)[:, :15]).logits])
+
+
+def test_a_pack_compiles_with_the_lengths_of_its_collator() -> None:
+    """In one graph, and other values do not compile it again."""
+    _, ours = pair("Llama")
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for lengths in ([15, 1, 24], [9, 11, 20]):
+        ends = torch.tensor([0, *accumulate(lengths)])
+        packed = {
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+            "labels": tokens(1), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+        }  # fmt: skip
+        with torch._dynamo.config.patch(error_on_recompile=lengths != [15, 1, 24]):
+            losses = [model(tokens(1), **packed).loss for model in (compiled, ours)]
+        gradients = [
+            torch.autograd.grad(loss, ours.model.layers[0].self_attn.q_proj.weight)
+            for loss in losses
+        ]
+        assert_close([losses[0], *gradients[0]], [losses[1], *gradients[1]])
 
 
 def test_window_that_only_the_layer_knows() -> None:

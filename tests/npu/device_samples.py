@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_attn_ops.check.numbers import placed_on
+from ascend_attn_ops.check.selection import with_cut_blocks_last
 from support.samples import RECIPES, Recipe, Sample
 from support.turns import nightly
 
@@ -22,6 +23,16 @@ def first(operator: str) -> Recipe:
 
 def to_npu(sample: Sample) -> Sample:
     return placed_on(sample, "npu")
+
+
+def as_launched(sample: Sample) -> Sample:
+    """Returns the sample as the device computes it: with cut blocks behind the others, and with
+    key's numbers in the value of sparse attention, in place of which the device reads key."""
+    sample = with_cut_blocks_last(sample)
+    key, value = (sample.arguments.get(name) for name in ("key", "value"))
+    if not sample.operator.startswith("sparse_flash_attention") or value is key:
+        return sample
+    return sample.replace(value=key.clone())
 
 
 def is_launched(recipe: Recipe) -> bool:

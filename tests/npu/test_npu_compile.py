@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.gradients import outputs_and_gradients
 from device_samples import DEVICE_RECIPES
 from support.samples import OPERATORS, Operator, Recipe, Sample
 from support.tolerance import assert_same_bits
+from torch import Tensor
 
 
 @pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
@@ -29,7 +31,32 @@ def test_compile(recipe: Recipe) -> None:
         assert_same_bits(tuple(x.cpu() for x in actual), expected)
 
 
-# Without the limits, which ask for value to be key: opcheck clones its arguments one by one.
+def gradients(attend: Any, ends: list[int]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(12, 2, 64, generator=generator).to("npu", torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    ]
+    out = attend(*leaves, torch.tensor(ends))
+    return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+
+def test_lengths_on_the_host_are_values() -> None:
+    """Other lengths are no other program."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
+        lengths = {"actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends}
+        out = ops.flash_attention_score(query, key, value, layout="TND", sparse_mode=3, **lengths)
+        return out[0] * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    gradients(compiled, [5, 12])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ends in ([5, 12], [12, 12], [1, 9]):
+            assert_same_bits(gradients(compiled, ends), gradients(attend, ends))
+
+
 @pytest.mark.usefixtures("no_limits", "unchecked")
 @pytest.mark.parametrize(
     "operator", [x for x in OPERATORS.values() if not x.in_place], ids=lambda x: x.name

@@ -8,8 +8,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.selection import with_cut_blocks_last
-from device_samples import DEVICE_RECIPES, first, is_launched, is_pack_gradient
+from device_samples import DEVICE_RECIPES, as_launched, first, is_launched, is_pack_gradient
 from support.samples import RECIPES, Recipe, named_tensors
 from support.tolerance import assert_same_bits
 
@@ -31,7 +30,7 @@ def test_threads_with_streams_of_their_own() -> None:
         stream = torch.npu.Stream()
         with ascend_attn_ops.limits(None), torch.npu.stream(stream):
             for recipe in SMALL[thread:] + SMALL[:thread]:
-                sample = with_cut_blocks_last(recipe.make(torch.bfloat16))
+                sample = as_launched(recipe.make(torch.bfloat16))
                 outputs = sample.to("npu").call(torch.ops.ascend)
                 stream.synchronize()
                 expected = sample.call(torch.ops.ascend)

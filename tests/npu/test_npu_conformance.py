@@ -10,6 +10,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
+from ascend_attn_ops.check.samples.sample import lengths
 from device_samples import is_divided, is_pack_gradient
 from support.samples import OPERATORS, RECIPES, Recipe, Sample
 
@@ -80,22 +81,22 @@ def with_its_lengths(sample: Sample) -> Sample:
     if not sample.operator.startswith("flash_attention") or sample.options["layout"] != "TND":
         return sample
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
-    lists = [sample.options[name] for name in names]
+    lists = [sample.options[name].tolist() for name in names]
     tokens = (sample.inputs["query"].shape[0], sample.inputs["key"].shape[0])
     if not all(0 < ends[-1] < count for ends, count in zip(lists, tokens, strict=True)):
         return sample
     mask, slopes = (sample.options.get(name) for name in ("atten_mask", "pse_shift"))
     if (mask is not None and mask.dim() == 4) or (slopes is not None and slopes.dim() == 2):
         return sample
-    closed = {name: [*x, 0] for name, x in zip(names, lists, strict=True)}
-    if sample.options.get("prefix"):
-        closed["prefix"] = [*sample.options["prefix"], 0]
+    closed = {name: lengths([*x, 0]) for name, x in zip(names, lists, strict=True)}
+    if "prefix" in sample.options:
+        closed["prefix"] = lengths([*sample.options["prefix"].tolist(), 0])
     return sample.replace(**closed)
 
 
 def is_closed(sample: Sample) -> bool:
-    lengths = sample.options.get("actual_seq_lengths_query")
-    return isinstance(lengths, list) and len(lengths) > 1 and lengths[-1] == 0
+    ends = sample.options.get("actual_seq_lengths_query")
+    return ends is not None and len(ends) > 1 and bool(ends[-1] == 0)
 
 
 COMPARABLE = [

@@ -11,9 +11,8 @@ import pytest
 import torch
 from ascend_attn_ops.check.gradients import gradients
 from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS
-from ascend_attn_ops.check.selection import with_cut_blocks_last
 from cann_simulator import computing
-from device_samples import is_launched, one_of_each
+from device_samples import as_launched, is_launched, one_of_each
 from support.samples import (
     DIFFERENTIABLE_RECIPES,
     OPERATORS,
@@ -61,7 +60,7 @@ def cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @each_dtype
 @each_recipe
 def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
-    sample = with_cut_blocks_last(recipe.make(dtype))
+    sample = as_launched(recipe.make(dtype))
     expected = sample.call(torch.ops.ascend)
     for place in (on_npu, strided_on_npu):
         assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
@@ -72,7 +71,8 @@ def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("left_out", LENGTHS)
 def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
     """Which the launch may have to read."""
-    sample = operator.make(ALL_TOKENS[left_out], torch.bfloat16).replace(**{left_out: None})
+    sample = operator.make(ALL_TOKENS[left_out], torch.bfloat16)
+    sample = as_launched(sample.replace(**{left_out: None}))
     expected = sample.call(torch.ops.ascend)
     assert_same_bits(cpu(on_npu(sample).call(torch.ops.ascend)), expected)
 
@@ -83,14 +83,14 @@ def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
 )
 def test_public_functions(operator: Operator) -> None:
     """Public functions do not go through torch.ops."""
-    sample = operator.small_sample()
+    sample = as_launched(operator.small_sample())
     assert_same_bits(cpu(on_npu(sample).call(ascend_attn_ops)), sample.call(torch.ops.ascend))
 
 
 @each_dtype
 @each_differentiable
 def test_gradients(recipe: Recipe, dtype: torch.dtype) -> None:
-    sample = with_cut_blocks_last(recipe.make(dtype))
+    sample = as_launched(recipe.make(dtype))
     assert_same_bits(cpu(gradients(on_npu(sample))), gradients(sample))
 
 

@@ -12,12 +12,13 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops import _C
+from ascend_attn_ops import _C, check_values
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops.device_limits import table
 from device_samples import first
 from support.samples import OPERATORS
 from support.simulated_npu import TASK_QUEUE, once, run_in_new_process
+from support.tolerance import assert_same_bits
 from support.turns import nightly
 
 ATTENTION = "sparse_flash_attention"
@@ -39,10 +40,15 @@ def test_a_failure_is_one_line(status: int, shown: str) -> None:
 
 
 def test_a_value_of_its_own() -> None:
-    sample = first(ATTENTION).make(torch.bfloat16).to("npu")
-    other = sample.replace(value=sample.inputs["key"].clone())
-    with pytest.raises(NotImplementedError, match="value: expected key itself"):
-        other.call(torch.ops.ascend)
+    """The device reads key in its place: the checked mode compares them."""
+    sample = first(ATTENTION).make(torch.bfloat16)
+    equal, other = (sample.replace(value=factor * sample.inputs["key"]) for factor in (1, 2))
+    outputs = tuple(x.cpu() for x in equal.to("npu").call(torch.ops.ascend))
+    assert_same_bits(outputs, sample.call(torch.ops.ascend))
+    with check_values():
+        equal.to("npu").call(torch.ops.ascend)
+        with pytest.raises(ValueError, match="value: expected key's numbers"):
+            other.to("npu").call(torch.ops.ascend)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
+import cann_simulator
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import (
@@ -84,37 +85,16 @@ def test_with_kvcache(paged: bool) -> None:
     assert_like_the_cpu(flash_attn_with_kvcache, arguments, ())
 
 
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The tensors of an NPU whose values were asked for."""
-    asked: list[Tensor] = []
-    original = Tensor.tolist
-
-    def tolist(x: Tensor) -> Any:
-        if x.device.type == "npu":
-            asked.append(x)
-        return original(x)
-
-    monkeypatch.setattr(Tensor, "tolist", tolist)
-    yield asked
-    asked.clear()
-
-
-def test_lengths_are_copied_once(copies: list[Tensor]) -> None:
-    """As long as they do not change; those on the CPU never."""
-    q, k, v = (bf16(n, 2, 16).npu() for n in (13, 40, 40))
-    on_npu = cu(CU_Q).npu(), cu(CU_K).npu()
-    rest = {"max_seqlen_q": 7, "max_seqlen_k": 28}
-    for _ in range(3):
-        flash_attn_varlen_func(q, k, v, *on_npu, **rest)
-    assert len(copies) == 2
-    on_npu[0].copy_(cu([0, 1, 5, 12, 13]))
-    out = flash_attn_varlen_func(q, k, v, *on_npu, **rest)
-    assert len(copies) == 3
-    lengths = [0, 1, 5, 12, 13], CU_K
-    for given in (lengths, tuple(map(cu, lengths))):
-        assert torch.equal(flash_attn_varlen_func(q, k, v, *given, **rest).cpu(), out.cpu())
-    assert len(copies) == 3
+@pytest.mark.parametrize(("place", "waits"), [(Tensor.npu, 2), (Tensor.cpu, 0), (Tensor.tolist, 0)])
+def test_lengths_on_the_host_do_not_wait(place: Callable[[Tensor], Any], waits: int) -> None:
+    """Each tensor on the NPU waits, in the forward and in the backward."""
+    leaves = [bf16(n, 2, 16).npu().requires_grad_() for n in (13, 40, 40)]
+    lengths = [place(cu(x)) for x in (CU_Q, CU_K)]
+    before = cann_simulator.waits()
+    out = flash_attn_varlen_func(*leaves, *lengths, max_seqlen_q=7, max_seqlen_k=28)
+    assert cann_simulator.waits() == before + waits
+    out.backward(torch.ones_like(out))
+    assert cann_simulator.waits() == before + 2 * waits
 
 
 def test_deterministic_is_asked_of_torch() -> None:

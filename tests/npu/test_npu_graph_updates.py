@@ -151,8 +151,8 @@ def memory_of(out: Tensor, workspace: int = 0) -> dict[str, Any]:
 
 def launch(tensors: list[Tensor], lengths: list[int], memory: dict[str, Any]) -> None:
     torch.ops.ascend.prompt_flash_attention.relaunch(
-        *tensors, num_heads=2, layout="BSND", scale_value=0.125, actual_seq_lengths_key=lengths,
-        **memory,
+        *tensors, num_heads=2, layout="BSND", scale_value=0.125,
+        actual_seq_lengths_key=torch.tensor(lengths), **memory,
     )  # fmt: skip
 
 
@@ -257,8 +257,9 @@ def test_what_the_launch_computes_is_not_updated(dtype: torch.dtype, name: str) 
         NotImplementedError, match=f"{name}: expected None on this device in a call"
     ):
         torch.ops.ascend.flash_attention_score.relaunch(
-            x, x, x, num_heads=2, layout="TND", scale_value=1.0, actual_seq_lengths_query=[8],
-            actual_seq_lengths_key=[8], workspace=torch.empty(0, dtype=torch.uint8, device="npu"),
+            x, x, x, num_heads=2, layout="TND", scale_value=1.0,
+            actual_seq_lengths_query=torch.tensor([8]), actual_seq_lengths_key=torch.tensor([8]),
+            workspace=torch.empty(0, dtype=torch.uint8, device="npu"),
             out=out, **extra,
         )  # fmt: skip
     assert not any(x.any() for x in out)
@@ -270,8 +271,9 @@ def test_a_sink_outside_tnd_is_not_updated_beside_softmax_lse() -> None:
     out = [torch.zeros_like(tensors[0]), torch.zeros(2, 2, 8, 1, device="npu")]
     with pytest.raises(NotImplementedError, match="return_softmax_lse: expected False beside a"):
         torch.ops.ascend.fused_infer_attention_score.relaunch(
-            *tensors, num_heads=2, layout="BSND", scale_value=1.0, actual_seq_lengths_key=[8, 3],
-            sink=tensors[0][0, 0, :, 0].contiguous(), return_softmax_lse=True, out=out,
+            *tensors, num_heads=2, layout="BSND", scale_value=1.0,
+            actual_seq_lengths_key=torch.tensor([8, 3]), return_softmax_lse=True, out=out,
+            sink=tensors[0][0, 0, :, 0].contiguous(),
             workspace=torch.empty(0, dtype=torch.uint8, device="npu"),
         )  # fmt: skip
 

@@ -204,33 +204,54 @@ def indexer_with_a_list(tensors: list[Tensor], _: Tensor) -> object:
 @captured
 @pytest.mark.usefixtures("no_limits")
 @pytest.mark.parametrize(
-    ("call", "kind"), [(prompt_with_a_tensor, "list"), (indexer_with_a_list, "tensor")]
+    ("call", "place"), [(prompt_with_a_tensor, "the host"), (indexer_with_a_list, "npu:0")]
 )
-def test_lengths_that_no_replay_could_read(call: Callable[..., object], kind: str) -> None:
+def test_lengths_that_no_replay_could_read(call: Callable[..., object], place: str) -> None:
     tensors, lengths = dense(), torch.tensor([3, 5], dtype=torch.int32, device="npu")
     with (
         torch.npu.graph(torch.npu.NPUGraph()),
-        pytest.raises(NotImplementedError, match=f"actual_seq_lengths_key: expected a {kind}"),
+        pytest.raises(
+            NotImplementedError, match=f"actual_seq_lengths_key: expected a tensor on {place}"
+        ),
     ):
         call(tensors, lengths)
 
 
 @captured
-def test_a_mask_that_a_capture_builds_is_not_kept() -> None:
-    """Before the first replay it holds nothing that another call could use."""
-    tensors = dense()
-    call = dict[str, Any](num_heads=2, layout="BSND", sparse_mode=2)
-    ops.masks._new_mask.cache_clear()
-    graph, (out,) = capture(lambda: ops.prompt_flash_attention(*tensors, **call))
-    expected = ops.prompt_flash_attention(*tensors, **call)
-    assert ops.masks._new_mask.cache_info().currsize == 1
-    poison([out])
-    graph.replay()
-    torch.npu.synchronize()
-    assert same_bytes([out], [expected])
-    assert not same_bytes(
-        [out], [ops.prompt_flash_attention(*tensors, **call | {"sparse_mode": 0})]
-    )
+def test_a_mask_that_a_capture_makes_is_its_own() -> None:
+    """Before the first replay it holds nothing that another call could use. The first call outside
+    makes the mask of all others, and waits once."""
+    output, _ = run_in_new_process("""
+        import ascend_attn_ops as ops, cann_simulator, torch
+        from test_npu_graphs import capture, dense, poison, same_bytes
+
+        tensors = dense()
+
+        def call(mode, **lengths):
+            options = dict(num_heads=2, layout="BSND", sparse_mode=mode, **lengths)
+            return ops.prompt_flash_attention(*tensors, **options)
+
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            try:
+                torch.ops.ascend.prompt_flash_attention.relaunch(
+                    *tensors, layout="BSND", sparse_mode=3, out=[torch.empty_like(tensors[0])],
+                    workspace=torch.empty(0, dtype=torch.uint8, device="npu"),
+                )
+            except NotImplementedError as error:
+                print(error)
+        graph, (out,) = capture(lambda: call(2))
+        before = cann_simulator.waits()
+        expected = call(2)
+        print(cann_simulator.waits() - before)
+        call(3)
+        print(cann_simulator.waits() - before)
+        poison([out])
+        graph.replay()
+        print(same_bytes([out], [expected]), same_bytes([out], [call(0)]))
+    """)
+    refused, *rest = output.splitlines()
+    assert "expected a mask, or a call of this sparse_mode before the capture" in refused
+    assert rest == ["1", "1", "True False"]
 
 
 @captured

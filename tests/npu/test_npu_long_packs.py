@@ -183,10 +183,12 @@ def relaunched(ends: list[int], tokens: int, **options: Any) -> None:
     """As the update of a graph launches a call."""
     x = torch.ones(tokens, 1, 16, dtype=HALF, device="npu")
     statistics = [torch.ones(tokens, 1, 8, device="npu") for _ in range(2)]
+    lengths = torch.tensor(ends)
     workspace = torch.empty(0, dtype=torch.uint8, device="npu")
     torch.ops.ascend.flash_attention_score.relaunch(
-        x, x, x, num_heads=1, layout="TND", scale_value=1.0, actual_seq_lengths_query=ends,
-        actual_seq_lengths_key=ends, workspace=workspace, out=[x.clone(), *statistics], **options,
+        x, x, x, num_heads=1, layout="TND", scale_value=1.0, actual_seq_lengths_query=lengths,
+        actual_seq_lengths_key=lengths, workspace=workspace, out=[x.clone(), *statistics],
+        **options,
     )  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def test_a_graph_cannot_update_a_divided_pack() -> None:
         with pytest.raises(NotImplementedError, match=r"at most 2048 lengths .*, got 2049 "):
             relaunched(list(range(1, MOST + 1)), MOST + 1)
     prefix = {
-        "prefix": [1] * (MOST_WITH_PREFIX + 1), "sparse_mode": 6,
+        "prefix": torch.ones(MOST_WITH_PREFIX + 1, dtype=torch.int64), "sparse_mode": 6,
         "atten_mask": compressed_mask(6, torch.device("npu")),
     }  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"at most 1000 lengths .*, got 1001 "):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_samples import is_launched, one_of_each
+from device_samples import as_launched, is_launched, one_of_each
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, rubbish_like
 from support.samples import Operator, Recipe, bytes_of
 
@@ -16,7 +16,7 @@ each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: oper
 def on_npu(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> OutCall:
     call = out_call(recipe, dtype)
     outputs = tuple(x.npu() for x in call.outputs)
-    return OutCall(call.operator, call.sample.to("npu"), outputs)
+    return OutCall(call.operator, as_launched(call.sample).to("npu"), outputs)
 
 
 def good(operator: Operator) -> OutCall:
@@ -29,7 +29,7 @@ def good(operator: Operator) -> OutCall:
 def test_the_bytes_are_those_of_the_cpu(recipe: Recipe) -> None:
     call = on_npu(recipe)
     addresses = [x.data_ptr() for x in call.outputs]
-    expected = recipe.make(torch.bfloat16).call(torch.ops.ascend)
+    expected = as_launched(recipe.make(torch.bfloat16)).call(torch.ops.ascend)
     for x, y, z in zip(call.run(), call.outputs, expected, strict=True):
         assert x is y
         assert x.device.type == "npu"

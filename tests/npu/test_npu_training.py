@@ -9,6 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
+from device_samples import as_launched
 from support.samples import OPERATORS
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 )
 def test_autocast(name: str) -> None:
     operator = OPERATORS[name]
-    sample = operator.make(operator.cases[0], torch.float32)
+    sample = as_launched(operator.make(operator.cases[0], torch.float32))
     half = sample.map(lambda x: x.bfloat16() if x.is_floating_point() else x)
     with torch.autocast("npu", torch.bfloat16):
         outputs = sample.to("npu").call(ops)
@@ -46,7 +47,7 @@ def test_torch_func() -> None:
     ("name", "given"),
     [
         ("lightning_indexer", Tensor.tolist),
-        ("sparse_lightning_indexer_grad_kl_loss", lambda x: torch.tensor(x).npu()),
+        ("sparse_lightning_indexer_grad_kl_loss", Tensor.npu),
     ],
 )
 def test_lengths_of_the_other_kind(name: str, given: Callable[[Any], Any]) -> None:

@@ -60,15 +60,14 @@ def test_every_row_is_written(half: str) -> None:
         f"""
         import ascend_attn_ops, cann_simulator, torch
         from ascend_attn_ops.check.gradients import gradients
-        from ascend_attn_ops.check.selection import with_cut_blocks_last
-        from device_samples import is_launched
+        from device_samples import as_launched, is_launched
         from support.samples import DIFFERENTIABLE_RECIPES, RECIPES
         from support.tolerance import assert_same_bits
 
         forward = {half == "forward"}
         ran = set()
         for recipe in filter(is_launched, RECIPES if forward else DIFFERENTIABLE_RECIPES):
-            sample = with_cut_blocks_last(recipe.make(torch.bfloat16))
+            sample = as_launched(recipe.make(torch.bfloat16))
 
             def call(sample):
                 return sample.call(torch.ops.ascend) if forward else gradients(sample)

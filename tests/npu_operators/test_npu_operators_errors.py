@@ -114,7 +114,7 @@ def test_every_operator_is_among_them_or_follows_all() -> None:
 # Values of arguments that are followed.
 PAGES = {"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 16}
 WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ("npu_fusion_attention", FUSION, {"sparse_mode": 3}, ValueError, "atten_mask: expected"),
+    ("npu_fusion_attention", FUSION, {"sparse_mode": 1}, ValueError, "atten_mask: expected"),
     ("npu_fusion_attention", FUSION, {"seed": 4}, NotImplementedError, "seed: expected 0"),
     ("npu_fusion_attention", FUSION, {"keep_prob": 0.0}, ValueError, "keep_prob: expected"),
     ("npu_fusion_attention", FUSION, {"sink": torch.zeros(2)}, ValueError,
@@ -150,8 +150,6 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      "sparse_mode: expected 0 to 4, got 5"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 1}, ValueError,
      "atten_mask: expected a full mask for sparse_mode 1"),
-    ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 3}, ValueError,
-     "atten_mask: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, {"atten_mask": SQUARE[:4]}, ValueError,
      "atten_mask: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, PAGES, ValueError, "lengths of the key"),

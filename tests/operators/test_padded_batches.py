@@ -1,4 +1,4 @@
-"""Lengths of padded batches, which the public function of dense attention takes outside TND."""
+"""Lengths of padded batches, which dense attention takes outside TND."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ def tensors() -> dict[str, Tensor]:
 
 
 def stated(
-    x: dict[str, Tensor], scale: float, keep: list[Tensor], bias: Tensor | None, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """out and the log-sum-exp of the valid tokens of each batch; zeros elsewhere."""
+    x: dict[str, Tensor], scale: float, keep: list[Tensor], bias: Tensor | None,
+    sink: Tensor | None, weight: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and the log-sum-exp of the valid tokens of each batch; zeros elsewhere.
+
+    weight: (B, N, SQ, SKV), of dropout.
+    """
     query, key = (torch.cat((x[name], x[f"{name}_rope"]), -1) for name in ("query", "key"))
     biases = None if bias is None else scale * bias.expand(B, N, SQ, SKV)
     outs, lses = [], []
@@ -50,7 +54,8 @@ def stated(
         out, lse = attention(
             query[b : b + 1, :, :queries], key[b : b + 1, :, :keys],
             x["value"][b : b + 1, :, :keys], keep[b], scale,
-            0.0 if biases is None else biases[b, :, :queries, :keys], sink=sink,
+            0.0 if biases is None else biases[b, :, :queries, :keys],
+            weight[b, :, :queries, :keys], sink,
         )  # fmt: skip
         outs.append(pad(out[0], (0, 0, 0, SQ - queries)))
         lses.append(pad(lse[0], (0, SQ - queries)))
@@ -64,6 +69,8 @@ CALLS: list[dict[str, Any]] = [
     {"sparse_mode": 4, "pre_tokens": 3, "next_tokens": 1},
     {"sparse_mode": 6, "prefix": [2, 6, 3]},
     {"sparse_mode": 3, "sink": random(N, seed=9)},
+    {"sparse_mode": 3, "keep_prob": 0.5},
+    {"keep_prob": 0.75, "sink": random(N, seed=9)},
     {"pse_shift": random(B, N, SQ, SKV, seed=8)},
     {"pse_shift": random(1, N, SQ, SKV, seed=8), "sparse_mode": 3},
     {"pse_shift": random(B, N, 1, SKV, seed=8)},
@@ -91,14 +98,20 @@ def test_each_sequence_is_computed_by_itself(call: dict[str, Any], layout: str) 
         options["attn_mask"] = mask
         full = mask.expand(B, N, SQ, SKV)
         keep = [full[b, :, :q, :k] for b, (q, k) in enumerate(zip(QUERIES, KEYS, strict=True))]
+    weight = torch.ones(B, N, SQ, SKV)
+    if "keep_prob" in options:
+        bits = random(B, N, SQ, SKV, seed=6) > 0
+        options["drop_mask"] = (bits.view(-1, 8) * (1 << torch.arange(8))).sum(1).byte()
+        weight = bits / options["keep_prob"]
     leaves = {name: x.requires_grad_() for name, x in tensors().items()}
-    sink = options.get("sink")
-    wanted = [*leaves.values(), *([] if sink is None else [sink.requires_grad_()])]
+    sink, bias = (options.get(name) for name in ("sink", "pse_shift"))
+    others = [x.requires_grad_() for x in (sink, bias) if x is not None]
+    wanted = [*leaves.values(), *others]
     given = {name: to_layout(x, layout) for name, x in leaves.items()}
     out, softmax_max, softmax_sum = ops.flash_attention_score(
         **given, num_heads=N, layout=layout, scale_value=scale, **LENGTHS, **options
     )
-    expected, lse = stated(leaves, scale, keep, options.get("pse_shift"), sink)
+    expected, lse = stated(leaves, scale, keep, bias, sink, weight)
     torch.testing.assert_close(out, to_layout(expected, layout))
     assert softmax_max.shape == softmax_sum.shape == (B, N, SQ, 8)
     for b, (queries, keys) in enumerate(zip(QUERIES, KEYS, strict=True)):
@@ -111,6 +124,8 @@ def test_each_sequence_is_computed_by_itself(call: dict[str, Any], layout: str) 
     actual = torch.autograd.grad(out, wanted, d_out)
     gradients = torch.autograd.grad(to_layout(expected, layout), wanted, d_out)
     torch.testing.assert_close(actual, tuple(x.nan_to_num(0) for x in gradients))
+    for x in others:
+        x.requires_grad_(False)
     if sink is None:
         check_gradient_function(given, d_out, layout, options)
 
@@ -125,8 +140,6 @@ def check_gradient_function(
     expected = torch.autograd.grad(out, list(plain.values()), d_out)
     if "attn_mask" in options:
         options["atten_mask"] = ~options.pop("attn_mask")
-    if options.get("sparse_mode", 0) >= 2:
-        options["atten_mask"] = ops.masks.compressed_mask(options["sparse_mode"], out.device)
     detached = [x.detach() for x in (*plain.values(), d_out, *statistics, out)]
     assert_same_bits(ops.flash_attention_score_grad(*detached, **options), expected)
 

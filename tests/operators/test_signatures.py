@@ -24,8 +24,6 @@ PUBLIC = sorted(_C.direct_calls)
 
 # Arguments with a default in torch.ops, which the public function chooses by the others.
 CHOSEN = {("sparse_flash_attention", "return_softmax_lse")}
-# Required arguments of which the public function says more than Python would.
-EXPLAINED = {("flash_attention_score", "layout")}
 
 
 class Structs:
@@ -79,7 +77,9 @@ def test_the_struct_has_the_arguments_of_the_schema(operator: str) -> None:
 def test_the_function_has_the_arguments_of_the_schema(operator: str) -> None:
     parameters = inspect.signature(getattr(ascend_attn_ops, operator)).parameters
     schema = {argument.name: argument for argument in arguments(operator)}
-    assert [name for name in parameters if name in schema] == list(schema)
+    positional = [argument.name for argument in arguments(operator) if not argument.kwarg_only]
+    assert list(parameters)[: len(positional)] == positional
+    assert schema.keys() <= parameters.keys()
     for name, parameter in parameters.items():
         keyword_only = schema[name].kwarg_only if name in schema else True
         assert (parameter.kind is parameter.KEYWORD_ONLY) == keyword_only, name
@@ -90,7 +90,7 @@ def test_the_function_has_the_defaults_of_the_schema(operator: str) -> None:
     parameters = inspect.signature(getattr(ascend_attn_ops, operator)).parameters
     for argument in arguments(operator):
         name, default = argument.name, parameters[argument.name].default
-        if (operator, name) in CHOSEN | EXPLAINED:
+        if (operator, name) in CHOSEN:
             assert default is None
         elif argument.has_default_value():
             expected = argument.default_value

@@ -1,4 +1,4 @@
-"""sparse_flash_attention takes key as its value, as the device does, and knows it again."""
+"""sparse_flash_attention's value has key's numbers, as on the device, in any tensor."""
 
 from __future__ import annotations
 
@@ -36,30 +36,41 @@ def attend(key: Tensor, value: Tensor, others: dict[str, Any] | None = None) -> 
     return ops.sparse_flash_attention(key=key, value=value, **others)[0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_limits_refuse_another_value(device: str) -> None:
-    key = bfloat16(1, D, device=device)
-    expected = r"value: expected key itself on Ascend A2, got a tensor of its own"
-    for other in (key.clone(), bfloat16(2, D, device=device)[..., 1:, :]):
-        with pytest.raises(NotImplementedError, match=f"sparse_flash_attention: {expected}"):
-            attend(key, other)
-        with ops.limits(None):
-            out = attend(key, other)
-        statistics = torch.ones(1, 1, TOKENS, HEADS, device=device)
-        with pytest.raises(NotImplementedError, match=f"sparse_flash_attention_grad: {expected}"):
-            ops.sparse_flash_attention_grad(
-                key=key, value=other, d_out=out, out=out, softmax_max=statistics,
-                softmax_sum=statistics, **arguments(device),
-            )  # fmt: skip
+def test_the_limits_refuse_other_numbers() -> None:
+    key = bfloat16(1, D)
+    other = key.clone()
+    other[0, -1, 0, -1] += 1
+    with ops.limits(None):
+        out = attend(key, other)
+    statistics = torch.ones(1, 1, TOKENS, HEADS)
+    expected = "value: expected key's numbers"
+    with pytest.raises(ValueError, match=f"sparse_flash_attention: {expected}"):
+        attend(key, other)
+    with pytest.raises(ValueError, match=f"sparse_flash_attention_grad: {expected}"):
+        ops.sparse_flash_attention_grad(
+            key=key, value=other, d_out=out, out=out, softmax_max=statistics,
+            softmax_sum=statistics, **arguments(),
+        )  # fmt: skip
+
+
+def test_numbers_in_two_leaves() -> None:
+    """Each gets its part of the gradient."""
+    key, value = (bfloat16(1, D).requires_grad_() for _ in range(2))
+    out = attend(key, value)
+    assert torch.equal(out, both(bfloat16(1, D)))
+    out.float().square().sum().backward()
+    assert key.grad is not None
+    assert value.grad is not None
+    torch.testing.assert_close(key.grad + value.grad, gradient(both))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     "value_of",
-    [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:]],
-    ids=["detach", "view", "slice"],
+    [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:], Tensor.clone],
+    ids=["detach", "view", "slice", "copy"],
 )
-def test_the_same_elements_are_key(value_of: Callable[[Tensor], Tensor], device: str) -> None:
+def test_the_same_numbers_are_key(value_of: Callable[[Tensor], Tensor], device: str) -> None:
     key = bfloat16(1, D, device=device).requires_grad_()
     out = attend(key, value_of(key))
     out.float().square().sum().backward()

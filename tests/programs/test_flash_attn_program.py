@@ -51,12 +51,14 @@ def test_training(models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
     plain.assert_same_gradients(model, judge, torch.bfloat16)
 
 
-def test_packed_training(models: tuple[nn.Module, nn.Module]) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_training(models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
     model, judge = models
+    run = torch.compile(model, fullgraph=True) if compiled else model
     for ends in ([7, 30, 31, 64], [40, 64]):
         x = hidden(ends[-1])
         cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
-        out = model(x, cu_seqlens, int(cu_seqlens.diff().max()))
+        out = run(x, cu_seqlens, int(cu_seqlens.diff().max()))
         expected = by_definition(judge, x, ends)
         plain.assert_close(out, expected, torch.bfloat16, "out")
         out.float().square().mean().backward()
@@ -65,9 +67,12 @@ def test_packed_training(models: tuple[nn.Module, nn.Module]) -> None:
 
 
 @torch.no_grad()
-def test_decoding(program: ModuleType, models: tuple[nn.Module, nn.Module]) -> None:
-    """Two sequences of other lengths, whose prompts are written one by one."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decoding(program: ModuleType, models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
+    """Two sequences of other lengths, whose prompts are written one by one. Steps are compiled once
+    for all lengths."""
     model, judge = models
+    decode = torch.compile(model.decode, fullgraph=True) if compiled else model.decode
     key_cache, value_cache = program.new_cache(2, 64)
     texts = [hidden(9), hidden(30)]
     for i, text in enumerate(texts):
@@ -75,10 +80,11 @@ def test_decoding(program: ModuleType, models: tuple[nn.Module, nn.Module]) -> N
         out = model.decode(text[None], cache, torch.zeros(1, dtype=torch.int32))
         plain.assert_close(out, by_definition(judge, text[None]), torch.bfloat16, "prompt")
     lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
-    for _ in range(3):
-        x = hidden(2, 1)
-        out = model.decode(x, (key_cache, value_cache), lengths)
-        lengths += 1
-        texts = [torch.cat((text, new)) for text, new in zip(texts, x, strict=True)]
-        expected = torch.stack([by_definition(judge, text[None])[0, -1:] for text in texts])
-        plain.assert_close(out, expected, torch.bfloat16, "out")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            x = hidden(2, 1)
+            out = decode(x, (key_cache, value_cache), lengths)
+            lengths += 1
+            texts = [torch.cat((text, new)) for text, new in zip(texts, x, strict=True)]
+            expected = torch.stack([by_definition(judge, text[None])[0, -1:] for text in texts])
+            plain.assert_close(out, expected, torch.bfloat16, "out")

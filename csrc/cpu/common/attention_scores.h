@@ -71,7 +71,7 @@ class AttentionScores {
   void drop_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
                 int64_t end, T* values) const {
     const int64_t first = attention_.heads * sequence.pairs_before +
-                          (head * sequence.queries + query) * sequence.keys + begin;
+                          (head * sequence.query_room + query) * sequence.key_room + begin;
     const T kept = T(1) / static_cast<T>(attention_.keep_prob);
     constexpr int64_t bits = 32;
     for (int64_t j = 0; j < end - begin; j += bits) {

@@ -12,7 +12,6 @@
 #include "core/sequence_lengths.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
-#include "cpu/common/known_masks.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -20,12 +19,8 @@ namespace {
 // Returns how far keys are ahead of queries at index 0. Without kv_start_idx, q_start_idx is
 // ignored.
 int64_t start_distance(const FlashAttentionOptions& options) {
-  const auto first = [](at::OptionalSymIntArrayRef list) {
-    return list.has_value() && !list->empty() ? std::optional((*list)[0].expect_int())
-                                              : std::nullopt;
-  };
-  const auto key_start = first(options.kv_start_idx);
-  return key_start ? *key_start - first(options.q_start_idx).value_or(0) : 0;
+  const auto key_start = options.first_of(options.kv_start_idx);
+  return key_start ? *key_start - options.first_of(options.q_start_idx).value_or(0) : 0;
 }
 
 // Returns whether the mask keeps every column in [begin, end), that is, whether the bytes are zero.
@@ -84,9 +79,6 @@ bool all_rows(const at::Tensor& mask, const IsRight& is_right) {
 // Rejects unexpected values in a compressed mask: the device reads them, while the CPU applies the
 // rule.
 void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode) {
-  if (is_known_mask(mask)) {
-    return;
-  }
   constexpr int64_t size = kCompressedMaskSize;
   const auto is_right = [](const uint8_t* row, int64_t, int64_t, int64_t at) {
     const int64_t kept = at < size ? at + 1 : size / 2;
@@ -98,6 +90,20 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
                   : "torch.triu(torch.ones(2048, 2048), 1) and below it 1024 rows of 1024 zeros "
                     "and 1024 ones",
               " for sparse_mode ", mode, ", got other values; True (1) masks a key out");
+}
+
+// A mask of the other polarity often masks every key. Most masks keep the first key of the first
+// row: the others are then not read.
+void warn_of_a_mask_without_keys(const char* op, const at::Tensor& mask) {
+  const bool masks_first = mask.is_cpu() && mask.numel() > 0 && *bytes_of(mask) != 0;
+  if (masks_first &&
+      all_rows(mask, [columns = mask.size(-1)](const uint8_t* row, int64_t, int64_t, int64_t) {
+        return keeps_none(row, 0, columns);
+      })) [[unlikely]] {
+    TORCH_WARN_ONCE("ascend::", op,
+                    ": atten_mask: masks every key, as True masks a key out; pass "
+                    "~mask for one where True keeps a key");
+  }
 }
 
 }  // namespace
@@ -116,8 +122,8 @@ DenseAttention::DenseAttention(Layout layout, int64_t heads, double scale, const
 
 DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at::Tensor& key,
                                const at::Tensor& value, const FlashAttentionOptions& options)
-    : DenseAttention(options.layout.value(), options.num_heads.expect_int(), options.scale_value,
-                     query, key, value) {
+    : DenseAttention(options.layout.value(), options.heads().expect_int(), options.scale(), query,
+                     key, value) {
   pse_type = options.pse_type;
   distance_shift = start_distance(options);
   keep_prob = options.keep_prob;
@@ -135,14 +141,13 @@ DenseAttention::DenseAttention(const char* op, const at::Tensor& query, const at
 
 DenseAttention::DenseAttention(const PromptFlashAttention& op)
     : DenseAttention(op.layout == Layout::BNSD_BSND ? Layout::BNSD : op.layout.value(),
-                     op.num_heads.expect_int(), op.scale_value, op.query, op.key, op.value) {
+                     op.heads().expect_int(), op.scale(), op.query, op.key, op.value) {
   const auto mode = static_cast<SparseMode>(op.sparse_mode);
   for (int64_t b = 0; b < query.size(0); ++b) {
-    add_sequence(
-        {.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)).expect_int(),
-         .keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)).expect_int(),
-         .batch = b},
-        op.atten_mask.has_value(), mode, op.pre_tokens, op.next_tokens);
+    add_sequence({.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)),
+                  .keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)),
+                  .batch = b},
+                 op.masked(), mode, op.pre_tokens, op.next_tokens);
   }
   if (op.atten_mask) {
     read_mask_of_inference(op.name, *op.atten_mask, mode);
@@ -156,7 +161,8 @@ void DenseAttention::add_sequence(const Sequence& tokens, bool masked, SparseMod
                                        /*prefix=*/0, /*is_band=*/false)
                            : all;
   const auto index = static_cast<int64_t>(sequences.size());
-  sequences.push_back({tokens, index, /*rows_before=*/0, /*pairs_before=*/0, kept});
+  sequences.push_back({tokens, index, tokens.queries, tokens.keys, /*rows_before=*/0,
+                       /*pairs_before=*/0, kept});
 }
 
 void DenseAttention::read_mask_of_inference(const char* op, const at::Tensor& given,
@@ -165,14 +171,15 @@ void DenseAttention::read_mask_of_inference(const char* op, const at::Tensor& gi
     check_compressed_mask(op, given, static_cast<int64_t>(mode));
     return;
   }
-  use_full_mask(given);
+  use_full_mask(op, given);
 }
 
-void DenseAttention::fill_padding(const at::Tensor& output, const at::Scalar& value) const {
+void DenseAttention::fill_padding(const at::Tensor& output, const at::Scalar& value,
+                                  int64_t Sequence::* tokens) const {
   for (const auto& sequence : sequences) {
-    const int64_t padding = output.size(2) - sequence.queries;
+    const int64_t padding = output.size(2) - sequence.*tokens;
     if (padding > 0 && !axes_of(layout).packed()) {
-      output[sequence.batch].narrow(1, sequence.queries, padding).fill_(value);
+      output[sequence.batch].narrow(1, sequence.*tokens, padding).fill_(value);
     }
   }
 }
@@ -189,7 +196,7 @@ at::Tensor DenseAttention::by_head(Layout layout, const at::Tensor& tensor, int6
 
 void DenseAttention::add(const SinkAndRopes& extra) {
   if (extra.sink) {
-    sink = extra.sink->contiguous();
+    sink = extra.sink->to(statistics_dtype(query)).contiguous();
   }
   if (!extra.query_rope) {
     return;
@@ -208,25 +215,29 @@ void DenseAttention::add_ropes(const at::Tensor& of_query, const at::Tensor& of_
 void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   const bool packed = layout == Layout::TND;
   const bool empty = query.size(2) == 0 && key.size(2) == 0;
-  const auto spans = packed
-                         ? packed_sequences(values_of(*options.actual_seq_lengths_query),
-                                            values_of(*options.actual_seq_lengths_key))
-                         : std::vector<Sequence>(empty ? 0 : query.size(0),
-                                                 {.queries = query.size(2), .keys = key.size(2)});
-  if (packed && options.actual_seq_lengths_query->back() != 0) {
-    warn_of_counts("flash_attention_score", values_of(*options.actual_seq_lengths_query),
-                   query.size(2));
+  const auto& query_lengths = options.actual_seq_lengths_query;
+  const auto& key_lengths = options.actual_seq_lengths_key;
+  auto spans = packed ? packed_sequences(query_lengths.values(), key_lengths.values())
+                      : std::vector<Sequence>(empty ? 0 : query.size(0));
+  if (packed && query_lengths.values().back() != 0) {
+    warn_of_counts("flash_attention_score", query_lengths.values(), query.size(2));
   }
   int64_t rows = 0;
   int64_t pairs = 0;
-  for (const auto& span : spans) {
+  for (auto& span : spans) {
     const auto index = static_cast<int64_t>(sequences.size());
-    sequences.push_back({span, index, rows, pairs, {span.keys}});
-    sequences.back().batch = packed ? 0 : index;
-    rows += span.queries;
-    pairs = saturated_sum(pairs, saturated_product(span.queries, span.keys));
+    if (!packed) {
+      span = {.queries = actual_length(query_lengths, index, query.size(2)),
+              .keys = actual_length(key_lengths, index, key.size(2)),
+              .batch = index};
+    }
+    const int64_t query_room = packed ? span.queries : query.size(2);
+    const int64_t key_room = packed ? span.keys : key.size(2);
+    sequences.push_back({span, index, query_room, key_room, rows, pairs, {span.keys}});
+    rows += query_room;
+    pairs = saturated_sum(pairs, saturated_product(query_room, key_room));
   }
-  if (!options.atten_mask) {
+  if (!options.masked()) {
     return;
   }
   const auto mode = static_cast<SparseMode>(options.sparse_mode);
@@ -239,9 +250,8 @@ void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
                        : mode == SparseMode::band_left_up_causal ? first->index
                                                                  : last->index;
   for (auto& each : sequences) {
-    each.kept =
-        kept_keys(mode, each.queries, each.keys, options.pre_tokens, options.next_tokens,
-                  has_prefix ? (*options.prefix)[each.index].expect_int() : 0, each.index == band);
+    each.kept = kept_keys(mode, each.queries, each.keys, options.pre_tokens, options.next_tokens,
+                          has_prefix ? options.prefix.values()[each.index] : 0, each.index == band);
   }
 }
 
@@ -260,7 +270,7 @@ void DenseAttention::read_pse(const char* op, const FlashAttentionOptions& optio
 }
 
 void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& options) {
-  const auto& given = *options.atten_mask;
+  const auto given = expanded(*options.atten_mask);
   const auto mode = static_cast<SparseMode>(options.sparse_mode);
   if (mode == SparseMode::prefix) {
     const auto follows_the_rule = [this](const uint8_t* row, int64_t batch, int64_t, int64_t at) {
@@ -290,25 +300,46 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
       sequence.kept.until = std::min<int64_t>(sequence.kept.until, 1);
     }
   }
-  use_full_mask(given);
+  use_full_mask(op, given);
 }
 
-void DenseAttention::use_full_mask(const at::Tensor& given) {
+int64_t DenseAttention::longest(int64_t Sequence::* tokens) const {
+  int64_t most = 0;
+  for (const auto& sequence : sequences) {
+    most = std::max(most, sequence.*tokens);
+  }
+  return most;
+}
+
+at::Tensor DenseAttention::expanded(const at::Tensor& mask) const {
+  if (mask.dim() < 4 || (mask.size(2) != 1 && mask.size(3) != 1)) {
+    return mask;
+  }
+  const bool packed = layout == Layout::TND;
+  const int64_t queries = packed ? longest(&Sequence::queries) : query.size(2);
+  const int64_t keys = packed ? longest(&Sequence::keys) : key.size(2);
+  // Rows are read as they lie.
+  const auto rows = mask.size(3) == 1 ? mask.expand({-1, -1, -1, keys}).contiguous() : mask;
+  return rows.size(2) == 1 ? rows.expand({-1, -1, queries, -1}) : rows;
+}
+
+void DenseAttention::use_full_mask(const char* op, const at::Tensor& given) {
   mask = with_dense_rows(given);
   if (mask.numel() == 0) {
     return;  // Nothing will be read, and there may be no sequence to give it an axis for.
   }
+  // A mask may be larger than the keys of a call, and its rows may repeat.
+  const auto used = [&](int64_t axis, int64_t Sequence::* tokens) {
+    const auto size = mask.size(axis);
+    return layout == Layout::TND ? size : std::min(size, longest(tokens));
+  };
+  warn_of_a_mask_without_keys(
+      op,
+      mask.narrow(-2, 0, used(-2, &Sequence::queries)).narrow(-1, 0, used(-1, &Sequence::keys)));
   if (layout == Layout::TND && mask.dim() == 2) {
     // With a single sequence that has tokens the two forms are one.
-    const auto longest = [this](auto tokens) {
-      int64_t most = 0;
-      for (const auto& sequence : sequences) {
-        most = std::max(most, sequence.*tokens);
-      }
-      return most;
-    };
-    mask_of_all_tokens = mask.size(0) != longest(&DenseSequence::queries) ||
-                         mask.size(1) != longest(&DenseSequence::keys);
+    mask_of_all_tokens =
+        mask.size(0) != longest(&Sequence::queries) || mask.size(1) != longest(&Sequence::keys);
   }
   if (mask.dim() == 3) {
     mask = mask.unsqueeze(1);
@@ -334,7 +365,7 @@ PseAddress PseAddress::of(const at::Tensor& pse, const at::Tensor& query, const 
   address.form = is_packed || is_compressed_pse(pse, query.size(2), key.size(2)) ? Form::compressed
                                                                                  : Form::strided;
   address.batch_stride = pse.size(0) == 1 ? 0 : pse.stride(0);
-  address.head_stride = pse.stride(1);
+  address.head_stride = pse.size(1) == 1 ? 0 : pse.stride(1);
   address.query_stride = pse.size(2) == 1 ? 0 : pse.stride(2);
   return address;
 }

@@ -24,8 +24,12 @@ inline constexpr int64_t kManyKeys = 256;
 
 // One sequence. Its tokens are counted within its batch of the tensors.
 struct DenseSequence : Sequence {
-  int64_t index = 0;         // among the sequences
-  int64_t rows_before = 0;   // queries of the sequences before this one
+  int64_t index = 0;  // among the sequences
+  // The queries and keys for which statistics and drop_mask have values in each head, with the
+  // padding behind those of a padded batch.
+  int64_t query_room = 0;
+  int64_t key_room = 0;
+  int64_t rows_before = 0;   // the sum of the queries of the sequences before this one
   int64_t pairs_before = 0;  // the sum of their queries * keys
   KeptKeys kept;
   const int32_t* blocks = nullptr;  // the pages of its keys; null if they are contiguous
@@ -64,15 +68,17 @@ struct DenseAttention {
     return by_head(layout, tensor, heads);
   }
   static at::Tensor by_head(Layout layout, const at::Tensor& tensor, int64_t heads);
-  // Fills the rows of an output by head that are behind the valid length of their batch.
-  void fill_padding(const at::Tensor& output, const at::Scalar& value) const;
+  // Fills the rows of an output by head that are behind the valid length of their batch: those of
+  // queries, or of keys.
+  void fill_padding(const at::Tensor& output, const at::Scalar& value,
+                    int64_t Sequence::* tokens = &Sequence::queries) const;
   // Query heads per key head. Rows of a key head are numbered token * group + head within the
   // group.
   int64_t group() const { return heads / key_heads; }
   // Returns the index of row (head, query) in statistics stored as (B, N, Sq), or as (N, Sq) per
   // sequence.
   int64_t statistics_row(const DenseSequence& sequence, int64_t head, int64_t query) const {
-    return sequence.rows_before * heads + head * sequence.queries + query;
+    return sequence.rows_before * heads + head * sequence.query_room + query;
   }
 
   // Returns whether the rows of a sequence read their keys in place: a few for each key head, or a
@@ -140,7 +146,10 @@ struct DenseAttention {
   void read_pse(const char* op, const FlashAttentionOptions& options);
   void read_mask(const char* op, const FlashAttentionOptions& options);
   void read_mask_of_inference(const char* op, const at::Tensor& given, SparseMode mode);
-  void use_full_mask(const at::Tensor& given);
+  void use_full_mask(const char* op, const at::Tensor& given);
+  // Returns a mask whose axes of tokens, where they are 1, are those of all rows and keys.
+  at::Tensor expanded(const at::Tensor& mask) const;
+  int64_t longest(int64_t Sequence::* tokens) const;
   // Finds the pages of every sequence, and checks the numbers of those that are read.
   void read_block_table(const at::Tensor& given);
 };

@@ -29,14 +29,18 @@ struct DenseAttentionGrad {
         softmax_sum(arguments.softmax_sum.contiguous()) {
     int64_t rows = 0;
     for (const auto& sequence : forward.sequences) {
-      rows += sequence.queries * forward.heads;
+      rows += sequence.query_room * forward.heads;
     }
     check_statistics(Op::name, softmax_max, softmax_sum, rows, kStatisticsLanes);
+    if (arguments.d_softmax_sum) {
+      d_lse = arguments.d_softmax_sum->sum(-1).mul(softmax_sum.select(-1, 0)).contiguous();
+    }
   }
 
   DenseAttention forward;
   at::Tensor d_out, out;
   at::Tensor softmax_max, softmax_sum;
+  at::Tensor d_lse;  // of each row; undefined if nothing flows into the statistics
 };
 
 // The gradients of a call, in its layout; undefined for an absent sink and absent ropes.
@@ -70,6 +74,9 @@ class ScoreGradient {
       max()[row] = grad_.softmax_max.const_data_ptr<T>()[at];
       inverse_sum()[row] = T(1) / grad_.softmax_sum.const_data_ptr<T>()[at];
       delta()[row] = dot(d_out.row(query, head), out.row(query, head), attention_.value_size);
+      if (grad_.d_lse.defined()) {
+        delta()[row] -= grad_.d_lse.const_data_ptr<T>()[at / kStatisticsLanes];
+      }
     }
   }
 

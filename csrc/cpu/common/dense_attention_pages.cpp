@@ -37,9 +37,9 @@ void check_blocks(const DenseSequence& sequence, int64_t begin, int64_t end, int
 
 DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
     : layout(op.infer_layout().inputs),
-      heads(op.num_heads.expect_int()),
+      heads(op.heads().expect_int()),
       key_heads(op.key_heads().expect_int()),
-      scale(op.scale_value) {
+      scale(op.scale()) {
   const auto keys_by_head = [&](const at::Tensor& tensor) {
     return op.block_table ? pages_by_head(op.page_form(), tensor, key_heads)
                           : by_head(with_dense_rows(tensor), key_heads);
@@ -57,7 +57,7 @@ DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
   }
   const auto mode = static_cast<SparseMode>(op.sparse_mode);
   for (const auto& tokens : op.sequences()) {
-    add_sequence(tokens, op.atten_mask.has_value(), mode, op.pre_tokens, op.next_tokens);
+    add_sequence(tokens, op.masked(), mode, op.pre_tokens, op.next_tokens);
   }
   if (op.atten_mask) {
     // A mask of two axes has one row for each batch where each has a single query.

@@ -42,13 +42,12 @@ class BlockTable {
 // Returns the sequences of a call whose keys may be paged.
 inline std::vector<Sequence> read_sequences(std::string_view op, Layout layout,
                                             const at::Tensor& query, const at::Tensor& key,
-                                            const KeyPages& pages,
-                                            const std::optional<at::Tensor>& lengths_query,
-                                            const std::optional<at::Tensor>& lengths_key,
+                                            const KeyPages& pages, const Lengths& lengths_query,
+                                            const Lengths& lengths_key,
                                             std::string_view key_lengths = kKeyLengths) {
   return pages.given()
              ? read_paged_sequences(op, layout, query, key, *pages.block_table, lengths_query,
-                                    *lengths_key, key_lengths)
+                                    lengths_key, key_lengths)
              : read_sequences(op, layout, query, key, lengths_query, lengths_key, key_lengths);
 }
 

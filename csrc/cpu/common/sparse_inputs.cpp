@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/device_in_force.h"
 #include "core/error.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
@@ -72,6 +73,21 @@ void check_index_rows(std::string_view op, NamedTensor argument, Layout layout, 
     check_value(false, op, argument.name, "expected values in [-1, ", blocks, "), got ", *wrong,
                 " at ", place);
   }
+}
+
+at::Tensor SparseInputs::other_value(std::string_view op, const at::Tensor& key,
+                                     const at::Tensor& value) {
+  if (!device_in_force()) {
+    return with_dense_rows(value);
+  }
+  // NaN is no number, but it is key's.
+  const bool equal =
+      value.equal(key) ||
+      value.eq(key).logical_or(value.isnan().logical_and(key.isnan())).all().item<bool>();
+  check_value(equal, op, "value",
+              "expected key's numbers, since the device reads key in place of value, got others; "
+              "ascend_attn_ops.limits(None) computes with them on the CPU");
+  return with_dense_rows(key);
 }
 
 void SparseInputs::read_compression(std::string_view op, int64_t cmp_ratio,

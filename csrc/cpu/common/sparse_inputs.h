@@ -97,7 +97,7 @@ class SparseInputs {
       read_compression(op.name, op.cmp_ratio, op.cmp_residual_key);
     }
     if constexpr (requires { op.value; }) {
-      value = same_rows(op.key, op.value) ? key : with_dense_rows(op.value);
+      value = same_rows(op.key, op.value) ? key : other_value(op.name, op.key, op.value);
     }
     if constexpr (requires { options.query_rope; }) {
       if (options.query_rope) {
@@ -127,6 +127,10 @@ class SparseInputs {
   // Checks that a paged cache has every block that a query selects keys of.
   void check_blocks(std::string_view op) const;
 
+  // Returns the rows of a value that is a tensor of its own. Devices read key in place of it, so
+  // that within their limits it has key's numbers.
+  static at::Tensor other_value(std::string_view op, const at::Tensor& key,
+                                const at::Tensor& value);
   // Absorbed multi-head latent attention passes one tensor as both key and value.
   static bool same_rows(const at::Tensor& a, const at::Tensor& b) {
     return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&

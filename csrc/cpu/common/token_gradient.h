@@ -28,9 +28,11 @@ class TokenGradient {
         scale_(scale),
         value_tile_(inputs.value_is_key(), kMaxKeys, inputs.size) {}
 
-  // The exponentials exp(score - max) are multiplied by inverse_sum.
+  // The exponentials exp(score - max) are multiplied by inverse_sum. `d_lse`: the gradients of the
+  // log-sum-exp, or null.
   void load_token(const Rows& inputs, const TokenRows<Input>& d_out, const TokenRows<Input>& out,
-                  int64_t token, const T* softmax_max, const T* inverse_sum) {
+                  int64_t token, const T* softmax_max, const T* inverse_sum,
+                  const T* d_lse = nullptr) {
     product_.load_query(inputs.query, inputs.query_rope, token, heads_);
     load_heads(d_out, token, heads_, columns_.nope, d_out_);
     pack_transposed(columns_.rope_begin(), padded_heads_, d_out_, packed_d_out_transposed_.data());
@@ -40,6 +42,7 @@ class TokenGradient {
       max()[h] = softmax_max[h];
       this->inverse_sum()[h] = inverse_sum[h];
       delta()[h] = dot(d_out.row(token, h), out.row(token, h), columns_.nope);
+      delta()[h] -= d_lse != nullptr ? d_lse[h] : T(0);
     }
   }
 

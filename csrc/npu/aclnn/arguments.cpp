@@ -118,10 +118,10 @@ void TensorListArgument::add_to(ExecutorKey& key) const {
   }
 }
 
-IntegerList integers_of(c10::SymIntArrayRef values) {
+IntegerList integers_of(const at::OptionalSymIntArrayRef& values) {
   IntegerList integers;
-  for (const auto& value : values) {
-    integers.push_back(value.expect_int());
+  for (size_t i = 0; values && i < values->size(); ++i) {
+    integers.push_back((*values)[i].expect_int());
   }
   return integers;
 }

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/lengths.h"
 #include "npu/aclnn/executor_cache.h"
 
 struct aclTensor;
@@ -93,10 +94,10 @@ class TensorListArgument {
 };
 
 using IntegerList = c10::SmallVector<int64_t, 8>;
-IntegerList integers_of(c10::SymIntArrayRef values);
 // A missing list is passed as an empty one, as torch_npu does.
-inline IntegerList integers_of(const at::OptionalSymIntArrayRef& values) {
-  return values ? integers_of(*values) : IntegerList();
+IntegerList integers_of(const at::OptionalSymIntArrayRef& values);
+inline IntegerList integers_of(c10::ArrayRef<int64_t> values) {
+  return IntegerList(values.begin(), values.end());
 }
 
 // A list of integers on the host, or none, which is a null pointer.
@@ -107,7 +108,9 @@ class IntArrayArgument {
       : absent_(!values), values_(std::move(values).value_or(IntegerList())) {}
   IntArrayArgument(at::IntArrayRef values) : values_(values) {}
   template <std::convertible_to<at::OptionalSymIntArrayRef> Values>
-  IntArrayArgument(const Values& values) : values_(integers_of(values)) {}
+  IntArrayArgument(const Values& values)
+      : values_(integers_of(at::OptionalSymIntArrayRef(values))) {}
+  IntArrayArgument(const Lengths& lengths) : values_(integers_of(lengths.values())) {}
 
   IntArrayHandle create() const;
   void add_to(ExecutorKey& key) const;

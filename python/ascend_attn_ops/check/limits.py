@@ -21,6 +21,7 @@ from ascend_attn_ops.check import boundaries
 from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample, named_tensors, sample_of
+from ascend_attn_ops.check.samples.sample import LENGTHS_ON_HOST
 from ascend_attn_ops.device_limits import limits
 
 SECTION = "limits"
@@ -94,14 +95,15 @@ def refusal_of_device(operator: str, arguments: dict[str, Any], context: Context
 
 
 def on_device(arguments: dict[str, Any], context: Context) -> dict[str, Any]:
-    """Zeros in the place of meta tensors; a tensor that is passed twice stays one."""
+    """Zeros in the place of tensors; a tensor that is passed twice stays one. Lengths that have
+    values keep them."""
     size = sum(x.untyped_storage().nbytes() for x in named_tensors(arguments).values())
     if size > context.memory:
         raise Skip(f"needs {size / 10**9:.1f} GB; --memory allows {context.memory / 10**9:.1f} GB")
     made: dict[int, Tensor] = {}
 
-    def place(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+    def place(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or (name in LENGTHS_ON_HOST and not x.is_meta):
             return x
         if id(x) not in made:
             whole = torch.zeros(
@@ -110,7 +112,7 @@ def on_device(arguments: dict[str, Any], context: Context) -> dict[str, Any]:
             made[id(x)] = whole.as_strided(x.shape, x.stride(), x.storage_offset())
         return made[id(x)]
 
-    return {name: place(x) for name, x in arguments.items()}
+    return {name: place(name, x) for name, x in arguments.items()}
 
 
 def inside(operator: str, arguments: Callable[[], dict[str, Any]], context: Context) -> Outcome:
@@ -133,7 +135,7 @@ def _not_launched(arguments: dict[str, Any], context: Context) -> str | None:
     tensors = named_tensors(arguments)
     for name, x in tensors.items():
         is_selection = name.endswith("sparse_indices")
-        if x.dtype != torch.bool and not x.is_floating_point() and not is_selection:
+        if x.is_meta and not (x.dtype == torch.bool or x.is_floating_point() or is_selection):
             return f"{name} has integers, and arbitrary ones may be wrong"
     queries, keys = (
         next((tensors[name] for name in names if name in tensors), None)
@@ -152,6 +154,8 @@ def _with_values(sample: Sample) -> Sample:
     generator = torch.Generator().manual_seed(0)
 
     def fill(x: Tensor) -> Tensor:
+        if not x.is_meta:
+            return x
         size = (x.untyped_storage().nbytes() // x.itemsize,)
         if x.is_floating_point():
             whole = 0.25 + 0.5 * torch.rand(size, generator=generator)

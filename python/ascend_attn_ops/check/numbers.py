@@ -92,7 +92,7 @@ def placed_on(sample: Sample, device: str) -> Sample:
         whole = whole.to(device, copy=True)
         return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    return sample.map(place)
+    return sample.map_to_device(place)
 
 
 def compare(operator: Operator, sample: Sample, outputs: tuple[Tensor, ...]) -> Outcome:

@@ -12,7 +12,6 @@ from torch import Tensor
 import ascend_attn_ops as ops
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INVALID
-from ascend_attn_ops._dense_attention import default_mask
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.distributed._communication import sum_dtype
 from ascend_attn_ops.distributed._layout import Rows, Tensors
@@ -310,7 +309,6 @@ class DenseAttention(DifferentiableOperation):
             "scale_value": self.scale_value,
             "sparse_mode": self.sparse_mode,
             "inner_precise": self.inner_precise,
-            "atten_mask": default_mask(self.sparse_mode, query),
         }
         if self.sparse_mode == 4:
             # The operator counts from the diagonal to the bottom right, which query `begin` + i

@@ -131,7 +131,7 @@ def sparse_flash_mla(
             `shards.compressed(cmp_ratio)`: (W, 1, D) or (1, W, 1, D); query's dtype. All ranks
             pass them, or none.
         cmp_sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K), also without the axis of
-            heads; int32. Compressed keys, counted from the first of the sequence, on whichever rank
+            heads. Compressed keys, counted from the first of the sequence, on whichever rank
             they are. The first min(K, n) must not name keys that only later parts of the sequence
             see.
         shards: which tokens are local.

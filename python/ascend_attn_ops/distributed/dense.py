@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._arguments import check_count, shown, wrong
-from ascend_attn_ops._dense_attention import default_mask, default_scale, sink_of_statistics
+from ascend_attn_ops._dense_attention import default_scale
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._statistics import LANES, by_token
 from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
@@ -107,8 +107,8 @@ def flash_attention_score(
         scale_value = default_scale(query, num_heads, layout, query_rope)
     _check_method(method, sparse_mode, pre_tokens, next_tokens)
     operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
-    if sink is not None:
-        sink = sink_of_statistics(sink, query)
+    if isinstance(sink, Tensor) and sink.is_floating_point():
+        sink = sink.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     keys = {"key": key, "value": value, "key_rope": key_rope}
     of_tokens = {"query": query, "query_rope": query_rope}
     if method == "ulysses":
@@ -195,7 +195,6 @@ class _Ulysses(torch.autograd.Function):
         options: dict[str, Any] = {
             "num_heads": operation.num_heads // shards.world_size,
             "layout": "TND",
-            "atten_mask": default_mask(operation.sparse_mode, query),
             "actual_seq_lengths_query": ends,
             "actual_seq_lengths_key": ends,
             "scale_value": operation.scale_value,

@@ -226,7 +226,7 @@ def sparse_flash_attention(
         query: local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
         key: local tokens, (T, 1, D) or (1, T, 1, D); query's dtype.
         value: as key. The NPU requires the same tensor as key: absorbed MLA.
-        sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K); int32. Keys, counted from
+        sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K). Keys, counted from
             the first of the sequence, on whichever rank they are.
         shards: which tokens are local.
         scale_value: factor of the scores, as in `ascend_attn_ops.sparse_flash_attention`.
@@ -313,7 +313,7 @@ def lightning_indexer_kl_loss(
         query_index: (T, Nidx, Didx) or (1, T, Nidx, Didx); query's dtype.
         key_index: (T, 1, Didx) or (1, T, 1, Didx); query's dtype.
         weights: (T, Nidx) or (1, T, Nidx); query's dtype or float32.
-        sparse_indices: from :func:`lightning_indexer`, (T, 1, K) or (1, T, 1, K); int32.
+        sparse_indices: from :func:`lightning_indexer`, (T, 1, K) or (1, T, 1, K).
         softmax_max, softmax_sum: from :func:`sparse_flash_attention` over the same keys.
         shards: which tokens are local.
         scale_value: factor of the main attention's scores.

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._dense_attention import sink_of_statistics
 from ascend_attn_ops._flash_conventions import dense_log_sum_exp, packed_log_sum_exp
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, lengths_between, with_gaps
@@ -72,7 +71,6 @@ def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
     check_mode(inputs)
     if inputs.sink is not None:
         check_sink(inputs.name, inputs.sink)
-        inputs = inputs._replace(sink=sink_of_statistics(inputs.sink, inputs.query))
     batch = _batch(inputs)
     if inputs.atten_mask is not None and inputs.sparse_mode not in _MASKED_BY_MODE:
         out, lse = _with_full_mask(inputs, batch, inputs.atten_mask)

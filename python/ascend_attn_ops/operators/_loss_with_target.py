@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -113,21 +114,23 @@ def prepared_target(
     return target, factors
 
 
-def tokens_on_device(
-    query_index: Tensor, lengths: Lengths, layout: str, weight: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def tokens_of(
+    query: Tensor, lengths: Lengths, layout: str, weight: Tensor | None, dtype: torch.dtype
+) -> Tensor | int:
     """The number of query tokens that belong to a sequence, or the sum of their weights, 1 for
     none; nothing waits for the device."""
-    on_device = lengths_on(lengths, query_index)
-    batches = query_index.shape[:-2]
+    batches = query.shape[:-2]
+    ends = lengths_on(lengths, query)
     if weight is None:
-        weight = torch.ones(batches, dtype=dtype, device=query_index.device)
-    if on_device is not None:
-        ends = on_device[-1:] if layout == "TND" else on_device[:, None]
-        positions = torch.arange(batches[-1], device=query_index.device)
-        if layout == "TND" and not on_device.numel():
-            ends = on_device.new_zeros(1)
+        if ends is None:
+            return max(math.prod(batches), 1)  # numel() would make symbols constant
+        weight = torch.ones(batches, dtype=dtype, device=query.device)
+    if ends is not None:
+        if layout == "TND":
+            ends = ends[-1:] if ends.numel() else ends.new_zeros(1)
+        else:
+            ends = ends[:, None]
         # Multiplying by a mask would keep the NaN that padding may hold.
-        weight = torch.where(positions < ends, weight, 0)
+        weight = torch.where(torch.arange(batches[-1], device=query.device) < ends, weight, 0)
     total = weight.sum(dtype=dtype)
     return torch.where(total == 0, 1, total)

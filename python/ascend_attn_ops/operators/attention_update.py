@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._operators import Operator
 
@@ -28,12 +27,12 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
     Args:
         lse: one tensor (...) per part, float32 (float64 beside float64): the log of the sum of
             exp(score), which :func:`ascend_attn_ops.log_sum_exp` computes from the statistics of an
-            operator. -inf where the part has no key for the row.
+            operator. -inf, or flash-attn's +inf, where the part has no key for the row.
         local_out: one tensor (..., D) per part, all float16, bfloat16 or float32 (or float64 when
             the device limits are off): attention over the part's keys.
 
     Returns:
-        out, (..., D) in local_out's dtype, and lse_out, (...) in lse's. A row that is -inf in every
+        out, (..., D) in local_out's dtype, and lse_out, (...) in lse's. A row without keys in any
         part has out 0 and lse_out -inf.
 
     Raises:
@@ -51,5 +50,4 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
 
     Source: docs/specification/attention_update.md; CANN's document of aclnnAttentionUpdate.
     """
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(lse, local_out)
+    return _OPERATOR(lse, local_out)

@@ -6,20 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._dense_attention import (
-    default_scale,
-    expanded_mask,
-    given_or_drawn_mask,
-    mask_of_either_polarity,
-    no_layout,
-    sink_of_statistics,
-    warn_of_a_mask_without_keys,
-)
+from ascend_attn_ops._dense_attention import given_or_drawn_mask, mask_of_either_polarity
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
 from ascend_attn_ops._packing import Lengths
-from ascend_attn_ops._padded_batches import padded_batch
 
 _OPERATOR = Operator("flash_attention_score")
 _GRADIENT = Operator("flash_attention_score_grad")
@@ -30,13 +20,13 @@ def flash_attention_score(
     key: Tensor,
     value: Tensor,
     *,
-    num_heads: int,
-    layout: str | None = None,
+    layout: str,
+    num_heads: int | None = None,
     pse_shift: Tensor | None = None,
     drop_mask: Tensor | None = None,
     atten_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
-    prefix: Sequence[int] | None = None,
+    prefix: Lengths = None,
     actual_seq_lengths_query: Lengths = None,
     actual_seq_lengths_key: Lengths = None,
     q_start_idx: Sequence[int] | None = None,
@@ -66,8 +56,9 @@ def flash_attention_score(
     enters the softmax only. Ropes are the rotary parts of query and key in separate tensors: the
     result is that of their concatenation with query and key in every head.
 
-    Differentiable with respect to query, key, value, sink and ropes; on the CPU also with respect
-    to pse_shift with pse_type 0 or 1.
+    Differentiable with respect to query, key, value, sink and ropes, through out and through
+    softmax_sum, by which :func:`log_sum_exp` is; on the CPU also with respect to pse_shift with
+    pse_type 0 or 1.
 
     A bfloat16 call rounds the weights to bfloat16 before the product with value. The CPU computes
     float16 calls in float32, and rounds only the results.
@@ -79,10 +70,10 @@ def flash_attention_score(
         key: as query, with Skv tokens and Nk heads, where Nk divides N: query head n reads key
             head n // (N / Nk).
         value: as key, with a head size Dv of at most D.
-        num_heads: N, the number of query heads.
-        layout: "BSH", "SBH", "BSND", "BNSD" or "TND", the axes of query. It has no default.
-        pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype,
-            (B | 1, N, Sq, Skv) or (B | 1, N, 1, Skv); with Sq == Skv > 1024 and a causal mask also
+        layout: "BSH", "SBH", "BSND", "BNSD" or "TND", the axes of query.
+        num_heads: N, the number of query heads. BSH and SBH need it.
+        pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv),
+            whose axes B, N and Sq may be 1; with Sq == Skv > 1024 and a causal mask also
             (B | 1, N, 1024, Skv), the last 1024 rows of a bias that depends on the distance alone;
             in TND flat, (N, Sq, Skv) or (N, Skv) of one sequence after another, or the 1024 rows
             if all sequences have one length. pse_type 2 and 3: positive float32 slopes, (N) or
@@ -91,29 +82,28 @@ def flash_attention_score(
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
             (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND with the longest Sq and Skv,
-            or (sum Sq, sum Skv). Outside TND, axes of 1 in a mask of four axes are expanded, so
-            key padding may be (B, 1, 1, Skv); torch.ops does not expand them. This copies nothing
-            on the CPU, but the NPU makes the mask contiguous in every call, which takes
-            B * Sq * Skv bytes, times N with a mask per head. Mode 5: (B, N, Sq, Skv) or
-            (B, 1, Sq, Skv). The other modes take a compressed mask, (2048, 2048) or in mode 6
-            (3072, 2048); None builds it once and caches it.
+            or (sum Sq, sum Skv). Axes of 1 in a mask of four axes are expanded, so key padding may
+            be (B, 1, 1, Skv). This copies nothing on the CPU, but the NPU makes the mask contiguous
+            in every call, which takes B * Sq * Skv bytes, times N with a mask per head. Mode 5:
+            (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes need none, and take a compressed
+            mask, (2048, 2048) or in mode 6 (3072, 2048).
         attn_mask: as in scaled_dot_product_attention, True keeps a key. Pass it instead of
             atten_mask.
-        prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its
-            queries keep.
-        actual_seq_lengths_query: a list, or a tensor, which is read on the host: on the NPU the
-            call waits for it. TND: the cumulative lengths of the sequences, without a leading 0
+        prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its queries
+            keep; a list or a tensor.
+        actual_seq_lengths_query: a tensor of int32 or int64, or a list. The host reads it: a tensor
+            on the CPU costs nothing, for one on the NPU the call waits.
+            TND: the cumulative lengths of the sequences, without a leading 0
             (lengths 3, 2, 4 are given as 3, 5, 9). If both query and key have padding rows, a 0
             may close both lists (3, 5, 9, 0), which Atlas A2 and A3 require from CANN 9.0 on; else
             it is added. Other layouts: how many of its first tokens each batch uses; None for all.
-            The call packs them, which copies inputs and outputs once, and sparse_mode 2, 3, 4 and
-            6 relate to these lengths. Results and gradients of the padding are zero. torch.ops
-            takes no lengths there.
+            sparse_mode 2, 3, 4 and 6 relate to these lengths. Results and gradients of the padding
+            are zero. The CPU skips it. Atlas A2 and A3 mostly compute BSND and BSH where they are;
+            other calls copy the tokens once on the NPU.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.
         scale_value: factor of the scores; None for 1 / sqrt(D), with ropes 1 / sqrt(D + Dr).
-            torch.ops requires a number.
         keep_prob: probability with which drop_mask keeps a weight.
         dropout_p: probability of dropping a weight. The mask is drawn on query's device and saved
             for the backward.
@@ -130,7 +120,7 @@ def flash_attention_score(
             2 adds -slope * distance between query and key, 3 adds -slope * sqrt(distance).
         sink: (N), an attention sink for every query head, as in gpt_oss: a score that scale_value,
             bias, mask and dropout leave as it is. Any floating dtype: it is cast to float32
-            (float64 for float64 inputs), also under autocast. torch.ops requires that dtype.
+            (float64 for float64 inputs), also under autocast.
         query_rope: the rotary part of query as a separate tensor, as in multi-head latent
             attention: query's shape with Dr instead of D. Requires key_rope.
         key_rope: the rotary part of key, with key's heads. D + Dr is at most 768 on the NPU.
@@ -159,49 +149,17 @@ def flash_attention_score(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.
     """
-    if layout is None:
-        raise no_layout()
-    if scale_value is None:
-        scale_value = default_scale(query, num_heads, layout, query_rope)
-    lengths = actual_seq_lengths_query, actual_seq_lengths_key
-    padded = padded_batch(_OPERATOR.name, query, key, value, num_heads, layout, lengths)
-    if padded is not None:
-        if not padded.complete:
-            tensors = {"query": query, "key": key, "value": value}
-            options = {
-                "num_heads": num_heads, "pse_shift": pse_shift, "drop_mask": drop_mask,
-                "atten_mask": atten_mask, "attn_mask": attn_mask, "prefix": prefix,
-                "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx,
-                "scale_value": scale_value, "keep_prob": keep_prob, "dropout_p": dropout_p,
-                "generator": generator, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
-                "inner_precise": inner_precise, "sparse_mode": sparse_mode, "pse_type": pse_type,
-                "sink": sink, "query_rope": query_rope, "key_rope": key_rope,
-            }  # fmt: skip
-            return padded.attend(flash_attention_score, tensors, options)
-        actual_seq_lengths_query = actual_seq_lengths_key = None
-    given_mask = atten_mask
-    atten_mask = mask_of_either_polarity(atten_mask, attn_mask, sparse_mode, query)
-    atten_mask = expanded_mask(
-        _OPERATOR.name, atten_mask, sparse_mode, query, key, num_heads, layout,
-        actual_seq_lengths_query, actual_seq_lengths_key,
-    )  # fmt: skip
-    if sink is not None:
-        sink = sink_of_statistics(sink, query)
+    atten_mask = mask_of_either_polarity(atten_mask, attn_mask)
     drop_mask = given_or_drawn_mask(
         drop_mask, keep_prob, dropout_p, generator, query, key, num_heads, layout,
         actual_seq_lengths_query, actual_seq_lengths_key,
     )  # fmt: skip
-    if dropout_p != 0:
-        keep_prob = 1 - dropout_p
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    outputs = call(
+    outputs: tuple[Tensor, Tensor, Tensor] = _OPERATOR(
         query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
         actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx, scale_value,
-        keep_prob, pre_tokens, next_tokens, inner_precise, sparse_mode, pse_type, sink, query_rope,
-        key_rope,
+        keep_prob if dropout_p == 0 else 1 - dropout_p, pre_tokens, next_tokens, inner_precise,
+        sparse_mode, pse_type, sink, query_rope, key_rope,
     )  # fmt: skip
-    name = "ascend::flash_attention_score"
-    warn_of_a_mask_without_keys(name, given_mask, sparse_mode, outputs)
     return outputs
 
 
@@ -214,41 +172,45 @@ def flash_attention_score_grad(
     softmax_sum: Tensor,
     attention_in: Tensor,
     *,
-    num_heads: int,
     layout: str,
+    num_heads: int | None = None,
     pse_shift: Tensor | None = None,
     drop_mask: Tensor | None = None,
     atten_mask: Tensor | None = None,
-    prefix: Sequence[int] | None = None,
+    prefix: Lengths = None,
     actual_seq_lengths_query: Lengths = None,
     actual_seq_lengths_key: Lengths = None,
     q_start_idx: Sequence[int] | None = None,
     kv_start_idx: Sequence[int] | None = None,
-    scale_value: float,
+    scale_value: float | None = None,
     keep_prob: float = 1.0,
     pre_tokens: int = ALL_TOKENS,
     next_tokens: int = ALL_TOKENS,
     inner_precise: int = 0,
     sparse_mode: int = 0,
     pse_type: int = 1,
+    d_softmax_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`flash_attention_score`, which autograd calls by itself.
 
     With P the attention weights of a row, recomputed from the statistics::
 
         dV = (P * keep / keep_prob)^T @ dy
-        dS = P * (dy @ value^T * keep / keep_prob - rowsum(dy * attention_in))
+        dS = P * (dy @ value^T * keep / keep_prob - rowsum(dy * attention_in)
+                  + softmax_sum * d_softmax_sum)
         dQ = scale_value * dS @ key;   dK = scale_value * dS^T @ query
 
     Where query is bfloat16, P and dS are rounded to it before the products. Sums are float32
-    (float64 for float64 inputs). The keywords are the forward's, with the values that it had:
-    scale_value is required, and no mask is built.
+    (float64 for float64 inputs). The keywords are the forward's, with the values that it had.
 
     Args:
         query, key, value: as in the forward.
         dy: gradient of out; out's shape and dtype.
         softmax_max, softmax_sum: statistics from the forward.
         attention_in: out from the forward.
+        d_softmax_sum: gradient of softmax_sum, in its shape; the eight values of a row are added.
+            softmax_max counts as constant, so that it carries all of the log-sum-exp's gradient.
+            The NPU launches the function a second time for it.
 
     Returns:
         dq, dk, dv, each with the shape and dtype of its tensor.
@@ -269,31 +231,10 @@ def flash_attention_score_grad(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
-    lengths = actual_seq_lengths_query, actual_seq_lengths_key
-    padded = padded_batch(_GRADIENT.name, query, key, value, num_heads, layout, lengths)
-    if padded is not None:
-        if not padded.complete:
-            tensors = {
-                "query": query, "key": key, "value": value, "dy": dy, "softmax_max": softmax_max,
-                "softmax_sum": softmax_sum, "attention_in": attention_in,
-            }  # fmt: skip
-            options = {
-                "num_heads": num_heads, "pse_shift": pse_shift, "drop_mask": drop_mask,
-                "atten_mask": atten_mask, "prefix": prefix, "q_start_idx": q_start_idx,
-                "kv_start_idx": kv_start_idx, "scale_value": scale_value, "keep_prob": keep_prob,
-                "pre_tokens": pre_tokens, "next_tokens": next_tokens,
-                "inner_precise": inner_precise, "sparse_mode": sparse_mode, "pse_type": pse_type,
-            }  # fmt: skip
-            return padded.differentiate(flash_attention_score_grad, tensors, options)
-        actual_seq_lengths_query = actual_seq_lengths_key = None
-    atten_mask = expanded_mask(
-        _GRADIENT.name, atten_mask, sparse_mode, query, key, num_heads, layout,
-        actual_seq_lengths_query, actual_seq_lengths_key,
-    )  # fmt: skip
-    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
-    return call(
+    gradients: tuple[Tensor, Tensor, Tensor] = _GRADIENT(
         query, key, value, dy, softmax_max, softmax_sum, attention_in, num_heads, layout, pse_shift,
         drop_mask, atten_mask, prefix, actual_seq_lengths_query, actual_seq_lengths_key,
         q_start_idx, kv_start_idx, scale_value, keep_prob, pre_tokens, next_tokens, inner_precise,
-        sparse_mode, pse_type,
+        sparse_mode, pse_type, d_softmax_sum,
     )  # fmt: skip
+    return gradients

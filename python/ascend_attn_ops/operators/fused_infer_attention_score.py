@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._dense_attention import (
-    default_mask,
-    default_scale,
-    warn_of_a_mask_without_keys,
-)
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
 from ascend_attn_ops._packing import Lengths
 
@@ -21,9 +15,9 @@ def fused_infer_attention_score(
     key: Tensor,
     value: Tensor,
     *,
-    num_heads: int,
+    layout: str,
+    num_heads: int | None = None,
     num_key_value_heads: int = 0,
-    layout: str = "BSH",
     atten_mask: Tensor | None = None,
     actual_seq_lengths_query: Lengths = None,
     actual_seq_lengths_key: Lengths = None,
@@ -62,7 +56,7 @@ def fused_infer_attention_score(
             (num_blocks, Nk, D/16, block_size, 16). block_size is a multiple of 16. Pages whose last
             axis is not contiguous are copied.
         value: as key; its head size Dv may differ.
-        num_heads: N, the number of query heads.
+        num_heads: N, the number of query heads. BSH needs it.
         num_key_value_heads: Nk, a divisor of N; 0 for N.
         layout: that of query, contiguous key and out: "BSH", "BSND", "BNSD" or "TND". Pairs name
             another layout of out: "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND", "BSH_NBSD",
@@ -71,21 +65,22 @@ def fused_infer_attention_score(
             Skv), (1, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv), (Sq, Skv), or where Sq is 1 (B,
             Skv); further rows and columns are ignored. With pages, Skv is what block_table has room
             for. Layouts TND and NTD take no full mask. Modes 2 to 4 take a compressed mask, (2048,
-            2048), (1, 2048, 2048) or (1, 1, 2048, 2048); None builds it once and keeps it.
+            2048), (1, 2048, 2048) or (1, 1, 2048, 2048), and need none.
         actual_seq_lengths_query: in TND and NTD the cumulative sequence lengths, which end with T.
             In other layouts how many of the Sq queries are valid, for each batch, or one number for
-            all of them; None or empty: all Sq. A list, or a tensor, which is read on the host.
+            all of them; None or empty: all Sq. A tensor or a list; a tensor on the NPU makes the
+            call wait for it.
         actual_seq_lengths_key: the same for contiguous keys. With block_table, the number of keys
             of each sequence in all layouts, and required.
-        block_table: (B, M) int32, the blocks of each sequence in order. Only the numbers of blocks
-            that are read are checked, on the CPU in every call.
+        block_table: (B, M) integers, the blocks of each sequence in order. Only the numbers of
+            blocks that are read are checked, on the CPU in every call.
         block_size: that of key, or 0; ignored without block_table.
         query_rope: further channels of query, (.., Dr) instead of (.., D), as multi-head latent
             attention has them.
         key_rope: as query_rope, of key, in the same pages.
-        sink: (N,), float32 or query's dtype: the score of one more key per head, without a value.
+        sink: (N,), of any floating dtype: the score of one more key per head, without a value.
         scale_value: factor of the scores; None for 1 / sqrt(D + Dr). Absorbed latent attention
-            needs the model's own. torch.ops requires a number.
+            needs the model's own.
         pre_tokens: sparse_mode 0 with a mask, and 4: how many keys before the diagonal are kept.
         next_tokens: how many after it.
         sparse_mode: which keys are kept. 0: without a mask all, otherwise those of atten_mask
@@ -122,21 +117,10 @@ def fused_infer_attention_score(
     Source: docs/specification/fused_infer_attention_score.md; CANN's documents of
     aclnnFusedInferAttentionScoreV4 and V5.
     """
-    given_mask = atten_mask
-    if atten_mask is None:
-        atten_mask = default_mask(sparse_mode, query)
-    if scale_value is None:
-        inputs = str(layout).partition("_")[0]
-        scale_value = default_scale(
-            query, num_heads, "TND" if inputs == "NTD" else inputs, query_rope
-        )
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    outputs: tuple[Tensor, Tensor] = call(
+    outputs: tuple[Tensor, Tensor] = _OPERATOR(
         query, key, value, num_heads, num_key_value_heads, layout, atten_mask,
         actual_seq_lengths_query, actual_seq_lengths_key, block_table, block_size, query_rope,
         key_rope, sink, scale_value, pre_tokens, next_tokens, sparse_mode, inner_precise,
         return_softmax_lse,
     )  # fmt: skip
-    name = "ascend::fused_infer_attention_score"
-    warn_of_a_mask_without_keys(name, given_mask, sparse_mode, outputs)
     return outputs

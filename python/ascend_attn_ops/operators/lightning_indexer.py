@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Operator
 from ascend_attn_ops._packing import Lengths
@@ -46,9 +45,9 @@ def lightning_indexer(
             block_size, 1, Didx), with any gaps between its blocks; query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative. The
             gradient and some NPUs require query's dtype.
-        actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
-            valid tokens per batch, optional; padding is ignored and gets zero gradients. TND:
-            required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
+        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
+            optional; padding is ignored and gets zero gradients. TND: required, cumulative lengths
+            without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
             number of keys of each sequence, not cumulative, in either layout.
         layout: "BSND" or "TND", of the queries.
@@ -60,13 +59,13 @@ def lightning_indexer(
         return_values: also return the scores of the selected keys; not with "PA_BSND".
         layout_key: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
             block block_table[b, s // block_size] of the cache.
-        block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
-            are not read.
+        block_table: (B, M), int32 or int64; with "PA_BSND" only. Blocks behind the last key of a
+            sequence are not read.
         cmp_ratio: how many tokens a key stands for; DeepSeek-V4 compresses keys. In mode 3 the
             query at position i of its sequence then sees the keys whose tokens are complete,
             (P - Lq + i + 1) // cmp_ratio of them, where the keys stand for P tokens. NPUs want
             float32 weights beside a ratio above 1.
-        cmp_residual_key: (B,), int32: P - cmp_ratio * Lk, the tokens behind the last complete key,
+        cmp_residual_key: (B,): P - cmp_ratio * Lk, the tokens behind the last complete key,
             in [0, cmp_ratio). None: P = Lq, the tokens of the queries, as in training.
 
     Returns:
@@ -93,8 +92,7 @@ def lightning_indexer(
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexer.
     """
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    return _OPERATOR(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, layout, sparse_count,
         sparse_mode, pre_tokens, next_tokens, return_values, layout_key, block_table,
         cmp_ratio, cmp_residual_key,
@@ -153,8 +151,7 @@ def lightning_indexer_grad(
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """
-    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
-    return call(
+    return _GRADIENT(
         query, key, d_values, sparse_indices, weights, actual_seq_lengths_query,
         actual_seq_lengths_key, layout, sparse_mode, pre_tokens, next_tokens, deterministic,
     )  # fmt: skip

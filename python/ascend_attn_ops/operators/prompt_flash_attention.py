@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from ascend_attn_ops._dense_attention import (
-    default_mask,
-    default_scale,
-    warn_of_a_mask_without_keys,
-)
 from ascend_attn_ops._operators import ALL_TOKENS, Operator
 from ascend_attn_ops._packing import Lengths
 
@@ -21,7 +15,8 @@ def prompt_flash_attention(
     key: Tensor,
     value: Tensor,
     *,
-    num_heads: int,
+    layout: str,
+    num_heads: int | None = None,
     atten_mask: Tensor | None = None,
     actual_seq_lengths_query: Lengths = None,
     actual_seq_lengths_key: Lengths = None,
@@ -32,8 +27,7 @@ def prompt_flash_attention(
     quant_offset2: Tensor | None = None,
     scale_value: float | None = None,
     pre_tokens: int = ALL_TOKENS,
-    next_tokens: int = 0,
-    layout: str = "BSH",
+    next_tokens: int = ALL_TOKENS,
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
 ) -> Tensor:
@@ -63,14 +57,14 @@ def prompt_flash_attention(
             are off).
         key: as query, with Skv tokens and Nk heads: query head n reads key head n // (N / Nk).
         value: as key.
-        num_heads: N, the number of query heads.
+        num_heads: N, the number of query heads. BSH needs it.
         atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (Sq,
             Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, Skv); further rows and
             columns are ignored. Modes 2 to 4 take a compressed mask, (2048, 2048), (1, 2048, 2048)
-            or (1, 1, 2048, 2048); None builds it once and keeps it.
+            or (1, 1, 2048, 2048), and need none.
         actual_seq_lengths_query: how many of the Sq queries are valid, for each batch, or one
-            number for all of them; further numbers are ignored. None or empty: all Sq. A list, or a
-            tensor, which is read on the host.
+            number for all of them; further numbers are ignored. None or empty: all Sq. A tensor or
+            a list; a tensor on the NPU makes the call wait for it.
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
         deq_scale1: one float32, or one uint64 whose low half holds the upper 19 bits of a float32.
             Required with int8 inputs, like quant_scale1 and deq_scale2; None otherwise.
@@ -80,10 +74,9 @@ def prompt_flash_attention(
             for each of the N * D channels; or the half type of the inputs.
         quant_offset2: dtype and shape of quant_scale2; None for 0. An error where the
             mask leaves rows without keys, whose output is 0 and not the offset.
-        scale_value: factor of the scores; None for 1 / sqrt(D). torch.ops requires a number.
+        scale_value: factor of the scores; None for 1 / sqrt(D).
         pre_tokens: sparse_mode 0 with a mask, and 4: how many keys before the diagonal are kept.
-        next_tokens: how many after it. The default 0 makes **any mask of sparse_mode 0 causal as
-            well**: for a padding mask, say, pass 2147483647, or use sparse_mode 1.
+        next_tokens: how many after it.
         layout: "BSH", "BSND", "BNSD", or "BNSD_BSND": inputs in BNSD, output in BSND.
         num_key_value_heads: Nk, a divisor of N and at least N / 64; 0 for N.
         sparse_mode: which keys are kept. 0: without a mask all, otherwise those of atten_mask
@@ -113,16 +106,9 @@ def prompt_flash_attention(
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.
     """
-    given_mask = atten_mask
-    if atten_mask is None:
-        atten_mask = default_mask(sparse_mode, query)
-    if scale_value is None:
-        scale_value = default_scale(query, num_heads, layout)
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    out = call(
+    out: Tensor = _OPERATOR(
         query, key, value, num_heads, atten_mask, actual_seq_lengths_query, actual_seq_lengths_key,
         deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
         next_tokens, layout, num_key_value_heads, sparse_mode,
     )  # fmt: skip
-    warn_of_a_mask_without_keys("ascend::prompt_flash_attention", given_mask, sparse_mode, (out,))
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._operators import Operator
 
@@ -108,8 +107,7 @@ def scatter_pa_kv_cache_(
 
     Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    return _OPERATOR(
         key, key_cache, slot_mapping, value, value_cache, compress_lens, compress_seq_offset,
         seq_lens, cache_mode, scatter_mode, strides, offsets,
     )  # fmt: skip

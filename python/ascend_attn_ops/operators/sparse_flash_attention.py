@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._operators import ALL_TOKENS, ALL_TOKENS_SPARSE, Operator
 from ascend_attn_ops._packing import Lengths
@@ -45,10 +44,11 @@ def sparse_flash_attention(
         s   = scale_value * (query @ key[pos]^T + query_rope @ key_rope[pos]^T)
         out = softmax(s) @ value[pos]
 
-    Differentiable with respect to query, key, value, query_rope and key_rope. **To train on an NPU,
-    every row has to select min(K, visible) keys or blocks**: the kernel of the gradient reads that
-    many slots, and -1 in one of them makes it read outside its tensors. If your own scores mask
-    keys, let a row select them after all others, and use -1 only behind its visible keys::
+    Differentiable with respect to query, key, value, query_rope and key_rope, through out and
+    through softmax_sum, by which :func:`log_sum_exp` is. **To train on an NPU, every row has to
+    select min(K, visible) keys or blocks**: the kernel of the gradient reads that many slots, and
+    -1 in one of them makes it read outside its tensors. If your own scores mask keys, let a row
+    select them after all others, and use -1 only behind its visible keys::
 
         scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
         scores = scores.masked_fill(~visible, -torch.inf)
@@ -62,17 +62,18 @@ def sparse_flash_attention(
             float64 as well when the device limits are off).
         key: (B, S2, 1, D) or (T2, 1, D), or with layout_key "PA_BSND" a cache, (num_blocks,
             block_size, 1, D), with any gaps between its blocks; query's dtype.
-        value: as key. Under device limits it has to be key itself: absorbed MLA.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. Keys, or
+        value: as key. Under device limits it has key's numbers, as in absorbed MLA: the NPU reads
+            key in its place.
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. Keys, or
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
             first min(K, visible blocks) slots are read. The first -1 ends a row; an index that
             occurs twice counts twice.
         scale_value: factor of the scores: 1 / sqrt(head size before absorption), which for
             DeepSeek-V3.2 is (128 + 64)**-0.5, times the square of YaRN's mscale (1.874 for factor
             40) if the checkpoint uses it.
-        actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
-            valid tokens per batch, optional; padding is ignored and gets zero gradients. TND:
-            required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
+        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
+            optional; padding is ignored and gets zero gradients. TND: required, cumulative lengths
+            without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
             number of keys of each sequence, not cumulative, in either layout.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither
@@ -88,8 +89,8 @@ def sparse_flash_attention(
             The CPU is always deterministic; an NPU with CANN 8.5 cannot be.
         layout_key: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
             block block_table[b, s // block_size] of the caches. For inference only.
-        block_table: (B, M), int32; with "PA_BSND" only. Blocks behind the last key of a sequence
-            are not read.
+        block_table: (B, M), int32 or int64; with "PA_BSND" only. Blocks behind the last key of a
+            sequence are not read.
         return_softmax_lse: whether to return the statistics, which a backward needs, and by which
             :func:`attention_update` merges results over parts of the keys. None returns them unless
             keys are paged: an NPU then has to copy the selected keys.
@@ -125,8 +126,7 @@ def sparse_flash_attention(
     """
     if return_softmax_lse is None:
         return_softmax_lse = layout_key != "PA_BSND"
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    return _OPERATOR(
         query, key, value, sparse_indices, scale_value, actual_seq_lengths_query,
         actual_seq_lengths_key, query_rope, key_rope, sparse_block_size, layout, sparse_mode,
         pre_tokens, next_tokens, deterministic, layout_key, block_table, return_softmax_lse,
@@ -154,6 +154,7 @@ def sparse_flash_attention_grad(
     pre_tokens: int = ALL_TOKENS,
     next_tokens: int = ALL_TOKENS,
     deterministic: bool = False,
+    d_softmax_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`sparse_flash_attention`, which autograd calls by itself.
 
@@ -162,7 +163,7 @@ def sparse_flash_attention_grad(
 
     With P the attention weights of a row, recomputed from the statistics::
 
-        dS = P * (d_out @ value[pos]^T - rowsum(d_out * out))
+        dS = P * (d_out @ value[pos]^T - rowsum(d_out * out) + softmax_sum * d_softmax_sum)
         d_value[pos] += P^T @ d_out
         d_query = scale_value * dS @ key[pos];   d_key[pos] += scale_value * dS^T @ query
 
@@ -175,6 +176,9 @@ def sparse_flash_attention_grad(
             must not hold -1, see there, and no row may select its cut block twice.
         d_out: gradient of out; out's shape and dtype.
         out, softmax_max, softmax_sum: results of the forward.
+        d_softmax_sum: gradient of softmax_sum, in its shape. softmax_max counts as constant, so
+            that it carries all of the log-sum-exp's gradient. The NPU launches the function a
+            second time for it, with bfloat16 inputs alone.
 
     Returns:
         d_query, d_key, d_value, d_query_rope, d_key_rope, each with the shape and dtype of its
@@ -203,9 +207,8 @@ def sparse_flash_attention_grad(
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.
     """
-    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
-    return call(
+    return _GRADIENT(
         query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum, scale_value,
         actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope, sparse_block_size,
-        layout, sparse_mode, pre_tokens, next_tokens, deterministic,
+        layout, sparse_mode, pre_tokens, next_tokens, deterministic, d_softmax_sum,
     )  # fmt: skip

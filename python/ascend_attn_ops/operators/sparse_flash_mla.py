@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._operators import Operator
 from ascend_attn_ops._packing import Lengths
@@ -63,20 +62,20 @@ def sparse_flash_mla(
             "PA_BSND" a cache, (num_blocks, block_size, 1, D); query's dtype.
         cmp_kv: the compressed keys, one for `cmp_ratio` tokens: (B, S3, 1, D) or (T3, 1, D), or a
             cache; query's dtype. A sequence shorter than cmp_ratio has none.
-        cmp_sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32.
+        cmp_sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads.
             Compressed keys, counted from the first of the sequence. The first min(K, n) are read.
             The first -1 ends a row; a key that the row does not see is passed over; an index that
             occurs twice counts twice.
         scale_value: factor of the scores: D**-0.5 in DeepSeek-V4.
         sink: (N1,), float32 (float64 for float64 inputs): a logit per head that has no value. None:
             an ordinary softmax, which the NPU does not have.
-        actual_seq_lengths_query: B numbers, an int32 tensor on query's device or a list. BSND:
-            valid tokens per batch, optional. TND: required, cumulative lengths without a leading 0
-            (3, 5, 9 for lengths 3, 2, 4).
+        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
+            optional. TND: required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3,
+            2, 4).
         actual_seq_lengths_ori_kv: as actual_seq_lengths_query, for ori_kv. With "PA_BSND" required:
             the number of keys of each sequence, not cumulative, in either layout.
         actual_seq_lengths_cmp_kv: the same for cmp_kv; ignored without it.
-        cmp_residual_kv: (B,), int32, each in [0, cmp_ratio): the tokens of each sequence that no
+        cmp_residual_kv: (B,), each in [0, cmp_ratio): the tokens of each sequence that no
             compressed key stands for yet. None: the original keys are all tokens of the sequence.
             Pass it if they are not, as in decoding with a cache of the window alone.
         cmp_ratio: tokens per compressed key; ignored without cmp_kv.
@@ -93,7 +92,7 @@ def sparse_flash_mla(
             The CPU is always deterministic.
         layout_kv: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
             block table[b, s // block_size] of the caches. For inference only.
-        ori_block_table: (B, M), int32; with "PA_BSND" only.
+        ori_block_table: (B, M), int32 or int64; with "PA_BSND" only.
         cmp_block_table: the same for cmp_kv.
         return_softmax_lse: whether to return softmax_lse.
 
@@ -126,8 +125,7 @@ def sparse_flash_mla(
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMla.
     """
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    return _OPERATOR(
         query, ori_kv, cmp_kv, cmp_sparse_indices, scale_value, sink, actual_seq_lengths_query,
         actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv, cmp_residual_kv, cmp_ratio,
         ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right, layout, deterministic, layout_kv,
@@ -201,8 +199,7 @@ def sparse_flash_mla_grad(
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
     """
-    call = _GRADIENT.through_torch if is_dynamo_compiling() else _GRADIENT.direct
-    return call(
+    return _GRADIENT(
         query, ori_kv, cmp_kv, cmp_sparse_indices, d_out, out, softmax_lse, scale_value, sink,
         actual_seq_lengths_query, actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv,
         cmp_residual_kv, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,

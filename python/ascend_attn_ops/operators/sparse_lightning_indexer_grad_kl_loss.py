@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._arguments import check_flag, check_number, dtype_name, shown, whole, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE, Operator
-from ascend_attn_ops._packing import Lengths, lengths_of, lengths_on
+from ascend_attn_ops._packing import Lengths
 
-from ._loss_with_target import loss_with_target, tokens_on_device
+from ._loss_with_target import loss_with_target, tokens_of
 
 _OPERATOR = Operator("sparse_lightning_indexer_grad_kl_loss")
 
@@ -77,8 +75,7 @@ def sparse_lightning_indexer_grad_kl_loss(
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
     aclnnSparseLightningIndexerGradKLLoss.
     """
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    return _OPERATOR(
         query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
         scale_value, query_rope, key_rope, actual_seq_lengths_query, actual_seq_lengths_key, layout,
         sparse_mode, pre_tokens, next_tokens, deterministic, weight,
@@ -130,7 +127,7 @@ def lightning_indexer_kl_loss(
         query_index: (B, S1, Nidx, Didx) or (T1, Nidx, Didx); query's dtype.
         key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. The keys
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. The keys
             selected for each token, counted from the first key of the sequence, padded with -1.
             For a selection with a tail of recent keys, pass the indexer's own K.
         softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
@@ -140,8 +137,8 @@ def lightning_indexer_kl_loss(
             indexer's scores have none.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
-        actual_seq_lengths_query: B numbers, as a list or an int32 tensor; the NPU's kernel reads
-            them on the host, so that a tensor on the NPU makes the call wait for it. BSND: valid
+        actual_seq_lengths_query: B whole numbers, a tensor or a list. They are read on the host, so
+            that a tensor on the NPU makes the call wait for it. BSND: valid
             tokens per batch, optional; padding is ignored and gets zero gradients. TND: required,
             cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
@@ -212,23 +209,23 @@ def lightning_indexer_kl_loss(
             },
         )  # fmt: skip
         if reduction == "mean":
-            return loss / tokens_on_device(
+            return loss / tokens_of(
                 query_index, actual_seq_lengths_query, layout, weight, loss.dtype
             )
         return normalized(loss, normalizer)
     check_no_target(normalize_target, cmp_ratio, cmp_residual_key)
     attended = (cast("Tensor", x) for x in (query, key, softmax_max, softmax_sum))
     query, key, softmax_max, softmax_sum = attended
-    query_lengths = lengths_of(actual_seq_lengths_query, where=(_NAME, "actual_seq_lengths_query"))
     *_, loss = sparse_lightning_indexer_grad_kl_loss(
         query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
         scale_value=cast("float", scale_value), query_rope=query_rope, key_rope=key_rope,
-        actual_seq_lengths_query=query_lengths, actual_seq_lengths_key=actual_seq_lengths_key,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
         layout=layout, sparse_mode=sparse_mode, deterministic=deterministic, weight=weight,
     )  # fmt: skip
     loss = loss.squeeze(0)
     if reduction == "mean":
-        return loss / _tokens(query, query_lengths, layout, weight, loss.dtype)
+        return loss / tokens_of(query, actual_seq_lengths_query, layout, weight, loss.dtype)
     return normalized(loss, normalizer)
 
 
@@ -291,31 +288,6 @@ def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
     # No rank has a token.
     nothing = (loss == 0) & (normalizer == 0)
     return loss / torch.where(nothing, 1, normalizer)
-
-
-def _tokens(
-    query: Tensor,
-    lengths: Sequence[int] | None,
-    layout: str,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor | int:
-    """The number of query tokens that belong to a sequence, or the sum of their weights."""
-    if layout == "TND":
-        count = lengths[-1] if lengths else 0
-        tokens = None if weight is None else weight[:count]
-    elif lengths is None:
-        count, tokens = query.shape[0] * query.shape[1], weight
-    else:
-        count, tokens = sum(lengths), None
-        if weight is not None:
-            positions = torch.arange(query.shape[1], device=query.device)
-            on_device = lengths_on(list(lengths), query)
-            assert on_device is not None
-            # Multiplying by a mask would keep the NaN that padding may hold.
-            tokens = torch.where(positions < on_device[:, None], weight, 0)
-    # Without tokens the sum is zero, and so is its mean.
-    return max(count, 1) if tokens is None else one_for_zero(tokens.sum(dtype=dtype))
 
 
 def one_for_zero(total: Tensor) -> Tensor:

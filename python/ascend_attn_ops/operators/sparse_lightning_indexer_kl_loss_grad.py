@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ascend_attn_ops._operators import Operator
 from ascend_attn_ops._packing import Lengths
@@ -42,14 +41,14 @@ def sparse_lightning_indexer_kl_loss_grad(
         key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query_index's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); float32, without the device limits also
             query_index's dtype. The scores have no scale: put it into the weights.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads; int32. The keys
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. The keys
             selected for each token, counted from the first key of the sequence, padded with -1.
             Keys that the query does not see are passed over.
         attn_softmax_l1_norm: the target p of every slot, as sparse_indices; float32 (float64 for
             float64 inputs). Pass 0 behind the last selected key.
-        actual_seq_lengths_query: B numbers, an int32 tensor on query_index's device or a list.
-            BSND: valid tokens per batch, optional; TND: required, cumulative lengths without a
-            leading 0 (3, 5, 9 for lengths 3, 2, 4).
+        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
+            optional; TND: required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3,
+            2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key_index.
         cmp_residual_key: as in :func:`lightning_indexer`; pass the same.
         layout: "BSND" or "TND".
@@ -84,8 +83,7 @@ def sparse_lightning_indexer_kl_loss_grad(
     Source: docs/specification/sparse_lightning_indexer_kl_loss_grad.md; CANN's document of
     aclnnSparseLightningIndexerKLLossGrad.
     """
-    call = _OPERATOR.through_torch if is_dynamo_compiling() else _OPERATOR.direct
-    return call(
+    return _OPERATOR(
         query_index, key_index, weights, sparse_indices, attn_softmax_l1_norm,
         actual_seq_lengths_query, actual_seq_lengths_key, cmp_residual_key, layout, sparse_mode,
         cmp_ratio, deterministic,

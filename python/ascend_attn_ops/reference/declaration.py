@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from ascend_attn_ops._operators import signature_of
 
 Result = TypeVar("Result")
@@ -27,6 +29,9 @@ def reference(compute: Callable[[Arguments], Result]) -> Callable[..., Result]:
     def call(*args: Any, **kwargs: Any) -> Result:
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()
+        for name, x in arguments.arguments.items():
+            if name.startswith(("actual_seq_lengths", "prefix")) and isinstance(x, Tensor):
+                arguments.arguments[name] = x.tolist()
         return compute(Arguments(**arguments.arguments))
 
     vars(call)["__signature__"] = signature

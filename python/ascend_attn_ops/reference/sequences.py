@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .declaration import Arguments
 
-Lengths = Tensor | Sequence[int] | None
+Lengths = Sequence[int] | None
 
 
 class Row(NamedTuple):
@@ -59,9 +59,8 @@ def causal_limit(tokens: int, queries: int, i: int, ratio: int) -> int:
 
 def spans(x: Tensor, layout: str, lengths: Lengths) -> list[tuple[int, int]]:
     """(first token, number of tokens) of every sequence."""
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
-    given = [] if lengths is None else [*lengths]  # An array of numpy has no truth value.
+    # An array or a tensor has no truth value.
+    given = [] if lengths is None else [int(x) for x in lengths]
     if layout == "TND":
         return [(begin, end - begin) for begin, end in pairwise([0, *given])]
     b, s = x.shape[:2]
@@ -114,7 +113,7 @@ def with_dense_keys(a: Arguments, *caches: str) -> Arguments:
     """
     if a.layout_key != "PA_BSND":
         return a
-    lengths = a.actual_seq_lengths_key.tolist()
+    lengths = list(a.actual_seq_lengths_key)
     block_size, room = a.key.shape[1], a.block_table.shape[1] * a.key.shape[1]
     slots = []
     for b, length in enumerate(lengths):

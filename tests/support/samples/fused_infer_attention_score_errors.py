@@ -44,6 +44,7 @@ TABLE = torch.tensor([[1, 2, 0], [3, 0, 0]], dtype=torch.int32)
 
 wrong = partial(wrong_call, FUSED_INFER_ATTENTION_SCORE)
 wrong_type = partial(wrong, exception=TypeError)
+wrong_value = partial(wrong, on_meta=False)
 
 RULES = [
     *inference_rules(wrong, PLAIN, THREE, MASKED, BAND),
@@ -71,16 +72,16 @@ RULES = [
     # Lengths.
     wrong(PACK, "cumulative .* TND, got None.*161001", **{LENGTHS[0]: None}),
     wrong(PACK, "cumulative .* TND, got None.*161001", **{LENGTHS[1]: None}),
-    wrong(PACK, "end with all T = 9 tokens, got 8", **{LENGTHS[0]: [3, 3, 8]}),
-    wrong(PACK, "end with all T = 16 tokens, got 15", **{LENGTHS[1]: [5, 7, 15]}),
-    wrong(PACK, "never decrease", **{LENGTHS[0]: [3, 2, 9]}),
+    wrong_value(PACK, "end with all T = 9 tokens, got 8", **{LENGTHS[0]: [3, 3, 8]}),
+    wrong_value(PACK, "end with all T = 16 tokens, got 15", **{LENGTHS[1]: [5, 7, 15]}),
+    wrong_value(PACK, "never decrease", **{LENGTHS[0]: [3, 2, 9]}),
     wrong(PACK, "as many lengths as .*, 3, got 2", **{LENGTHS[1]: [5, 16]}),
     wrong(PAGED, "number of keys .* block_table, got None.*161001", **{LENGTHS[1]: None}),
-    wrong(PAGED, r"0\.\.S = 48, got 49", **{LENGTHS[1]: [49, 7]}),
+    wrong_value(PAGED, r"0\.\.S = 48, got 49", **{LENGTHS[1]: [49, 7]}),
     wrong(PAGED_PACK, "as many lengths as .*, 3, got 2", **{LENGTHS[1]: [5, 2]}),
-    wrong(PAGED_PACK, r"0\.\.S = 32, got 33", **{LENGTHS[1]: [5, 33, 9]}),
+    wrong_value(PAGED_PACK, r"0\.\.S = 32, got 33", **{LENGTHS[1]: [5, 33, 9]}),
     # Pages.
-    wrong_type(PAGED, "int32", block_table=TABLE.long()),
+    wrong_type(PAGED, "int32 or int64", block_table=TABLE.short()),
     wrong(PAGED, "blocks of a sequence", block_table=TABLE[0]),
     wrong(PAGED, "blocks of a sequence", block_table=TABLE[:1]),
     wrong(PAGED, "key's block_size, 16, or 0, got 32", block_size=32),
@@ -102,7 +103,7 @@ RULES = [
     wrong_type(ROPES, "bfloat16", key_rope=torch.ones(2, 2, 9, 4)),
     wrong(SINK, r"\(num_heads\)", sink=torch.ones(3)),
     wrong(SINK, r"\(num_heads\)", sink=torch.ones(4, 1)),
-    wrong_type(SINK, "or float32, got float16", sink=torch.ones(4).half()),
+    wrong_type(SINK, "floating-point dtype, got int32", sink=torch.ones(4).int()),
     wrong(replace(MASKED, s=(1, 9), mask="S"), r"\(B, Skv\) where Sq = 1", atten_mask=bools(3, 9)),
     wrong(PAGED, "block_table has room for", atten_mask=bools(2, 2, 47)),
     wrong(PACK, "None in sparse_mode 0 .* TND", atten_mask=bools(1, 6, 9)),
@@ -152,7 +153,7 @@ def limits() -> Iterator[WrongCall]:
         wrong("A2", replace(pack, mode=2), "sparse_mode: 0, 3 or 4 in packed layouts"),
         wrong("A2", pack, "inner_precise: 0 in packed layouts", inner_precise=1),
         wrong("A2", replace(pack, mode=4), "pre_tokens, next_tokens: at least -Lq and -Lk",
-              pre_tokens=-4),
+              pre_tokens=-4, on_meta=False),
         wrong("A2", replace(paged, block_size=1040), "key: block_size of at most 1024"),
         wrong("A2", replace(paged, d=80), "key: block_size of 128, or a multiple"),
         wrong("A2", replace(paged, d=80, s=(1, 0), block_size=528), "key: at most 512"),

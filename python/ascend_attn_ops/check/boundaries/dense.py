@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build, build_grad
+from ascend_attn_ops.check.samples.sample import LENGTHS_ON_HOST
 from ascend_attn_ops.device_limits import limits
 
 from .rule import Rule
@@ -162,14 +163,17 @@ BOUNDARIES = [
 
 
 def arguments(operator: str, case: FlashCase, change: dict[str, Any]) -> dict[str, Any]:
-    """On meta tensors, whose dtypes follow query's."""
+    """On meta tensors, whose dtypes follow query's; lengths stay on the host."""
     with limits(None):
         sample = (build if operator == FORWARD else build_grad)(case, torch.bfloat16)
     given = {}
     for name, x in {**sample.arguments, **change}.items():
         is_number = name in change and isinstance(x, torch.Tensor) and x.is_floating_point()
         given[name] = x.to(torch.bfloat16) if is_number else x
-    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    return {
+        name: x.to("meta") if isinstance(x, torch.Tensor) and name not in LENGTHS_ON_HOST else x
+        for name, x in given.items()
+    }
 
 
 def rules() -> Iterator[Rule]:

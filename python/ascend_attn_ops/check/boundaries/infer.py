@@ -111,8 +111,8 @@ CHECKED: list[Row] = [
      call(ABSORBED_PACK, lengths=((16, 17), (20, 7))),
      "query: expected at most 16 tokens per sequence for absorbed MLA on {}, got 17"),
     ((OLD_950,), call(ABSORBED), call(ABSORBED, lengths=((1, 2), (20, 7))),
-     "actual_seq_lengths_query: expected None for absorbed MLA outside packed layouts on {}, got a "
-     "list in layout BSND"),
+     "actual_seq_lengths_query: expected None for absorbed MLA outside packed layouts on {}, got "
+     "lengths in layout BSND"),
     *((ALL, call(absorbed, layout=layout), call(other, layout=layout),
        f"{ABSORBED_ALONE}{layout} with D 64")
       for absorbed, other, layout in (

@@ -18,7 +18,7 @@ from ascend_attn_ops.reference.operators.flash_attention_score import by_head, f
 from .masks import compressed_mask, prefix_mask, random_mask
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample
+from .sample import Sample, lengths, with_lists
 
 _NAMED = 16  # lengths that the name of a case lists
 
@@ -275,10 +275,10 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
         )
     if case.layout == "TND":
         closing = [0] if case.closed else []
-        options["actual_seq_lengths_query"] = [*accumulate(case.lengths[0]), *closing]
-        options["actual_seq_lengths_key"] = [*accumulate(case.lengths[1]), *closing]
+        options["actual_seq_lengths_query"] = lengths([*accumulate(case.lengths[0]), *closing])
+        options["actual_seq_lengths_key"] = lengths([*accumulate(case.lengths[1]), *closing])
     if case.prefix:
-        options["prefix"] = list(case.prefix)
+        options["prefix"] = lengths(case.prefix)
     if case.pse:
         options["pse_shift"] = pse_shift(case, random)
     if case.start:
@@ -433,6 +433,7 @@ def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
         "kv_start_idx": "kv_start_idx", "sink": "sink", "query_rope": "query_rope",
         "key_rope": "key_rope",
     }  # fmt: skip
+    x = with_lists(x)
     return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
 
 

@@ -20,7 +20,8 @@ from ascend_attn_ops.reference.operators.fused_infer_attention_score import (
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
-from .sample import Sample
+from .sample import Sample, with_lists
+from .sample import lengths as as_lengths
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,14 @@ class InferCase:
             "fractals": (blocks, heads, size // 16, self.block_size, 16),
         }[self.pages]
 
-    def length_options(self) -> dict[str, list[int]]:
+    def length_options(self) -> dict[str, Tensor]:
         options = {}
         for side, name in enumerate(("query", "key")):
             lengths = self.lengths[side]
             if lengths is not None:
                 cumulative = self.packed and not (self.pages and side == 1)
                 given = accumulate(lengths) if cumulative else lengths
-                options[f"actual_seq_lengths_{name}"] = list(given)
+                options[f"actual_seq_lengths_{name}"] = as_lengths(given)
         return options
 
     def resized(self) -> InferCase:
@@ -306,6 +307,7 @@ def largest_score_of(sample: Sample) -> float:
 
 
 def torch_npu(x: dict[str, Any]) -> Any:
+    x = with_lists(x)
     same = (
         "query_rope", "key_rope", "atten_mask", "block_table", "num_key_value_heads", "pre_tokens",
         "next_tokens", "sparse_mode", "block_size", "inner_precise", "return_softmax_lse",

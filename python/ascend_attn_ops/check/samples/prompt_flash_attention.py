@@ -28,7 +28,8 @@ from ascend_attn_ops.reference.operators.prompt_flash_attention import (
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
-from .sample import Sample
+from .sample import Sample, with_lists
+from .sample import lengths as as_lengths
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def build(case: PromptCase, dtype: torch.dtype) -> Sample:
         options["atten_mask"] = compressed_mask(case.mode, case.mask_dtype).view(leading)
     for name, lengths in zip(("query", "key"), case.lengths, strict=True):
         if lengths is not None:
-            options[f"actual_seq_lengths_{name}"] = list(lengths)
+            options[f"actual_seq_lengths_{name}"] = as_lengths(lengths)
     options.update(quantization(case, dtype, random))
     return Sample("prompt_flash_attention", f"{case.id}-{dtype}", inputs, options)
 
@@ -288,7 +289,7 @@ def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
 
     ends = []
     for end in (before.exact - before.allowed, before.exact + before.allowed):
-        heads = to_heads(end, options["num_heads"], layout)
+        heads = to_heads(end, sample.exact_arguments().num_heads, layout)
         for int8 in (quantized(heads, scale, offset), at_once(heads)):
             # Rows without keys are 0, whatever the offset is.
             ends.append(from_heads(int8, layout).masked_fill(weights == 0, 0))
@@ -298,6 +299,7 @@ def limits_of_int8(sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def torch_npu(x: dict[str, Any]) -> Any:
+    x = with_lists(x)
     scales = ("deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2", "quant_offset2")
     return torch.ops.npu.npu_prompt_flash_attention(
         x["query"], x["key"], x["value"], atten_mask=x.get("atten_mask"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.operators.flash_attention_score import with_defaults
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -30,6 +31,30 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         elif isinstance(x, list | tuple):
             named |= {f"{name}[{i}]": item for i, item in enumerate(x) if isinstance(item, Tensor)}
     return named
+
+
+# Operators whose functions take lengths on the host, and the names of these.
+BY_HOST = (
+    "flash_attention_score",
+    "_flash_attention_score",
+    "prompt_flash_attention",
+    "fused_infer_attention_score",
+    "sparse_lightning_indexer_grad_kl_loss",
+)
+LENGTHS_ON_HOST = ("prefix", "actual_seq_lengths_query", "actual_seq_lengths_key")
+
+
+def lengths(values: Iterable[int]) -> Tensor:
+    """Lengths of sequences, on the host."""
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def with_lists(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With lists in place of lengths in tensors, as torch_npu takes them."""
+    return {
+        name: x.tolist() if name in LENGTHS_ON_HOST and isinstance(x, Tensor) else x
+        for name, x in arguments.items()
+    }
 
 
 def bytes_of(x: Tensor) -> Tensor:
@@ -116,10 +141,19 @@ class Sample:
         exact = self.double()
         bound = signature(getattr(reference, self.operator)).bind(*exact.args, **exact.options)
         bound.apply_defaults()
-        return Arguments(**bound.arguments)
+        arguments = Arguments(**bound.arguments)
+        return with_defaults(arguments) if hasattr(arguments, "num_heads") else arguments
 
     def to(self, device: str) -> Sample:
-        return self.map(lambda x: x.to(device))
+        return self.map_to_device(lambda x: x.to(device))
+
+    def map_to_device(self, move: Callable[[Tensor], Tensor]) -> Sample:
+        """Lengths that are read on the host stay there."""
+        moved = self.map(move)
+        if not self.operator.startswith(BY_HOST):
+            return moved
+        stay = {name: self.options[name] for name in LENGTHS_ON_HOST if name in self.options}
+        return moved.replace(**stay)
 
     def clone(self) -> Sample:
         return self.map(Tensor.clone)

@@ -21,8 +21,8 @@ from ascend_attn_ops.reference.sequences import (
 from . import sparse_flash_attention
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample
-from .sparse import SparseCase, on_device, sized
+from .sample import Sample, lengths, with_lists
+from .sparse import LENGTHS, SparseCase, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)), rope=8)
 
@@ -97,8 +97,10 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "scale_value": attention.options["scale_value"],
         "query_rope": attention.options["query_rope"],
         "key_rope": attention.options["key_rope"],
-        "actual_seq_lengths_query": case.length_list(0),
-        "actual_seq_lengths_key": case.length_list(1),
+        **{
+            name: None if values is None else lengths(values)
+            for name, values in zip(LENGTHS, map(case.length_list, (0, 1)), strict=True)
+        },
         "layout": case.layout,
         "sparse_mode": case.mode,
     }
@@ -170,6 +172,7 @@ def scaled(sample: Sample, outputs: Outputs, d_loss: Tensor) -> Outputs:
 
 
 def torch_npu(x: dict[str, Any]) -> Any:
+    x = with_lists(x)
     return torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
         x["query"], x["key"], x["query_index"], x["key_index"], x["weights"],
         x["sparse_indices"], x["softmax_max"], x["softmax_sum"], x["scale_value"],

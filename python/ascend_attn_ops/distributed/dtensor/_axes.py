@@ -34,6 +34,8 @@ class Line(NamedTuple):
     shardable: str
 
 
+# Lengths of more batches than a call has.
+MORE = "x"
 _LENGTHS = "actual_seq_lengths_query B, actual_seq_lengths_key B"
 _RESIDUAL = "cmp_residual_key B"
 _SPARSE = "query BSNd, key {keys}d, value {keys}d, sparse_indices BS1k"
@@ -41,7 +43,7 @@ _ROPES = "query_rope BSNr, key_rope {keys}r"
 _STATISTICS = "softmax_max B1SN, softmax_sum B1SN"
 _DENSE = (
     "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}, sink N, query_rope {q}, "
-    "key_rope {k}"
+    f"key_rope {{k}}, prefix B, {_LENGTHS}"
 )
 _DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}"
 
@@ -69,7 +71,7 @@ LINES = {
     ),
     "sparse_lightning_indexer_grad_kl_loss": Line(
         "query BSNd, key BT1d, query_index BSHi, key_index BT1i, weights BSH, sparse_indices BS1k, "
-        f"{_STATISTICS}, {_ROPES}, weight BS",
+        f"{_STATISTICS}, {_ROPES}, weight BS, {_LENGTHS}",
         "BSHi BT1i BSH 1",
         "BS",
     ),
@@ -89,7 +91,8 @@ LINES = {
     "_flash_attention_score_pse_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{pse}", "{dense}"),
     "prompt_flash_attention": Line(
         "query {q}, key {k}, value {k}, atten_mask {mask}, quant_scale2 {scale}, "
-        "quant_offset2 {scale}",
+        "quant_offset2 {scale}, actual_seq_lengths_query {queries_of}, "
+        "actual_seq_lengths_key {keys_of}",
         "{out}",
         "BN",
     ),
@@ -147,7 +150,9 @@ def axes_of(name: str, call: Mapping[str, Any]) -> Axes:
             sizes.setdefault(axis, size)
     even = False
     if "num_heads" in call:
-        sizes["N"], sizes["K"] = call["num_heads"], _key_heads(call)
+        if call["num_heads"] is not None:
+            sizes["N"] = call["num_heads"]
+        sizes["K"] = _key_heads(call, sizes["N"])
         # Unequal parts of a merged axis would end within a head, and unequal parts of query heads
         # that share key heads would not be those of the key heads.
         grouped = sizes["K"] not in (1, sizes["N"])
@@ -161,12 +166,12 @@ def axes_of(name: str, call: Mapping[str, Any]) -> Axes:
     return Axes(inputs, outputs, shardable, sizes, even)
 
 
-def _key_heads(call: Mapping[str, Any]) -> int:
+def _key_heads(call: Mapping[str, Any], heads: int) -> int:
     if "num_key_value_heads" in call:
-        return call["num_key_value_heads"] or call["num_heads"]
+        return call["num_key_value_heads"] or heads
     shape = sizes_of(call["key"])
     if call["layout"] in _MERGED_LAYOUTS:
-        return shape[-1] // (sizes_of(call["query"])[-1] // call["num_heads"])
+        return shape[-1] // (sizes_of(call["query"])[-1] // heads)
     return shape[_DENSE_LAYOUTS[call["layout"]][1].index("K")]
 
 
@@ -196,6 +201,13 @@ def _pse(call: Mapping[str, Any]) -> str:
 def _broadcast(axes: str, tensor: Tensor) -> str:
     sizes = zip(axes, sizes_of(tensor), strict=True)
     return "".join("1" if size == 1 else axis for axis, size in sizes)
+
+
+def _counts(call: Mapping[str, Any], name: str) -> str:
+    """One number for all batches, one for each, or with more behind them, which are not sharded."""
+    batch = sizes_of(call["query"])[_DENSE_LAYOUTS[call["layout"]][0].index("B")]
+    (size,) = sizes_of(call[name])
+    return "1" if size == 1 else "B" if size == batch else MORE
 
 
 def _dense(call: Mapping[str, Any]) -> str:
@@ -239,6 +251,8 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "dense_key_rope": lambda call: (
         ABSENT if call["key_rope"] is None else _DENSE_LAYOUTS[call["layout"]][1]
     ),
+    "queries_of": lambda call: _counts(call, "actual_seq_lengths_query"),
+    "keys_of": lambda call: _counts(call, "actual_seq_lengths_key"),
     "scale": _scale,
     "scatter": _scatter,
     "rows": _rows,

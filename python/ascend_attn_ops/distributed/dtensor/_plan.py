@@ -26,7 +26,7 @@ from ascend_attn_ops._torch import (
 from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.distributed._agreement import Report, raised, sendable
 from ascend_attn_ops.distributed.dtensor import _tokens
-from ascend_attn_ops.distributed.dtensor._axes import PER_SEQUENCE, axes_of
+from ascend_attn_ops.distributed.dtensor._axes import MORE, PER_SEQUENCE, axes_of
 from ascend_attn_ops.distributed.dtensor._placements import (
     Choice,
     HeadsOfSequences,
@@ -47,10 +47,10 @@ EXPLICIT: Any = getattr(tensor_utils, "ExplicitRedistributionContext", None)
 
 # Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
 # compressed masks by itself, and lengths are numbers.
-_PLAIN = ("atten_mask", "actual_seq_lengths_query", "actual_seq_lengths_key")
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 # Lists with one number per batch; those of layout TND belong to the sequences.
 _PER_BATCH = ("prefix", *_LENGTHS)
+_PLAIN = ("atten_mask", *_PER_BATCH)
 
 _AXIS_NAMES = {"B": "batch", "S": "query tokens", "N": "heads", "H": "heads of the indexer"}
 
@@ -178,6 +178,8 @@ class Plan:
                 if isinstance(value, list | tuple) and len(value) > 1:
                     part = parts["B"]
                     local.values[self.signature.index[name]] = list(value)[part.begin : part.end]
+                elif axes.inputs.get(name) == MORE:
+                    self._cut(local, name, 0, parts["B"])
         if "S" in parts and "T" in axes.sizes:
             self._take_tokens(local, parts["S"])
         return local
@@ -247,11 +249,10 @@ class Plan:
                 local.tokens, values[first], values[second]
             )
         if local.heads is not None:
+            ends = values[index[_LENGTHS[0]]]
             for name in ("softmax_max", "softmax_sum"):
                 position = index[name]
-                values[position] = _tokens.heads_of_sequences(
-                    values[position], self.call[_LENGTHS[0]], local.heads
-                )
+                values[position] = _tokens.heads_of_sequences(values[position], ends, local.heads)
 
     def _cut_lengths(
         self, tokens: Part, query: Tensor | None, key: Tensor | None
@@ -278,7 +279,7 @@ class Plan:
             if local is None or kind in seen:
                 continue
             seen.add(kind)
-            # A tensor that is passed twice stays one: a device wants value to be key itself.
+            # A tensor that is passed twice stays one: a device reads value from key.
             meta = functools.cache(meta_of)
             values = [
                 map_tensors(value, functools.partial(meta, shape=shape))

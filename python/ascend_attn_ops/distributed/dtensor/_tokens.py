@@ -48,6 +48,10 @@ def visible_keys(queries: int, keys: int, part: Part, sparse_mode: int) -> int:
     return keys - (queries - part.end) if sparse_mode == _CAUSAL else keys
 
 
-def heads_of_sequences(statistic: Tensor, ends: list[int], part: Part) -> Tensor:
+def heads_of_sequences(statistic: Tensor, ends: Tensor | list[int], part: Part) -> Tensor:
     """The heads of `part`, of statistics stored as (N, Sq, 8) of one sequence after another."""
+    if isinstance(ends, Tensor):
+        if ends.is_meta:
+            return statistic[:, part.begin : part.end]  # the shape
+        ends = ends.tolist()
     return by_sequence(by_head(statistic, ends)[part.begin : part.end], ends)

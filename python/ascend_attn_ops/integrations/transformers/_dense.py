@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._npu_graphs import captures
-from ascend_attn_ops._packing import begins_of_runs, without_empty
+from ascend_attn_ops._packing import Lengths, begins_of_runs, without_empty
 from ascend_attn_ops.integrations.transformers import _paged
 from ascend_attn_ops.integrations.transformers._sequences import packed
 
@@ -47,12 +47,13 @@ def register() -> None:
     grouped heads, sliding windows, dropout and attention sinks. Causal masks, windows, padding and
     packed sequences (position_ids that start over) reach it as modes and lengths, and no mask of
     all pairs is built. That happens for other patterns only (images that attend both ways, padding
-    of encoders), and under torch.compile where there may be padding or packed sequences, whose
-    lengths a graph cannot know. Static and dynamic caches work. The output of a padding token
-    differs from that in transformers: generate() needs left padding.
+    of encoders), and under torch.compile where there may be padding or packed sequences, unless the
+    collator says their lengths (cu_seq_lens_q and cu_seq_lens_k, tensors). Static and dynamic
+    caches work. The output of a padding token differs from that in transformers: generate() needs
+    left padding.
 
     transformers' eager attention of gpt_oss attends across packed sequences, this one within them,
-    except under torch.compile.
+    under torch.compile with the collator's lengths alone.
 
     ``attn_implementation="ascend_flash"`` is the same attention under a name that
     ``model.generate_batch`` accepts: transformers' continuous batching refuses names without
@@ -253,15 +254,16 @@ def attention(
         options = {**options, **_causal(sliding_window), "num_key_value_heads": key.shape[1]}
         return _paged.attention(module, query, key, value, cache, options, kwargs), None
     options["dropout_p"] = dropout
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # transformers tells the masks of models where packed sequences begin, but not those of gpt_oss.
     positions = None if s_aux is None else kwargs.get("position_ids")
+    ends = _ends_of_collator(query, key, kwargs) if causal else None
+    if ends is None and causal and attention_mask is None:
+        ends = _ends_of_positions(positions, query, key)
+    if ends is not None:
+        window = sliding_window if key.shape[2] > (sliding_window or 0) else None
+        return _in_pack(query, key, value, ends, {**options, **_causal(window)}), None
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        ends = _ends_of_positions(positions, query, key) if causal else None
-        if ends is not None:
-            window = sliding_window if key.shape[2] > (sliding_window or 0) else None
-            return _in_pack(query, key, value, ends, {**options, **_causal(window)}), None
-        _check_packing(kwargs)
         return _without_mask(query, key, value, bool(causal), sliding_window, options), None
     if attention_mask.dtype == torch.bool:
         options["attn_mask"] = attention_mask.expand(-1, -1, query.shape[2], -1)
@@ -275,13 +277,20 @@ def attention(
     )
 
 
-def _check_packing(kwargs: dict[str, Any]) -> None:
-    ends = kwargs.get("cu_seq_lens_q")
-    if ends is not None and len(ends) > 2:
-        raise ValueError(
-            f'attn_implementation="{NAME}": cu_seq_lens_q: packed sequences are described by '
-            "position_ids that start over, and these do not"
-        )
+def _ends_of_collator(
+    query: Tensor, key: Tensor, kwargs: dict[str, Any]
+) -> tuple[Lengths, Lengths] | None:
+    """The ends of the sequences that a collator has packed into one row of tokens, if it says them.
+
+    They are tensors, so that compiled models read them as well.
+    """
+    query_ends = kwargs.get("cu_seq_lens_q")
+    key_ends = kwargs.get("cu_seq_lens_k", query_ends)
+    if not isinstance(query_ends, Tensor) or not isinstance(key_ends, Tensor):
+        return None
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        return None  # a step of generation, whose keys are in a cache
+    return query_ends.flatten()[1:], key_ends.flatten()[1:]
 
 
 def _causal(window: int | None) -> dict[str, Any]:
@@ -340,12 +349,12 @@ def _in_pack(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: list[tuple[int, int]],
+    ends: tuple[Lengths, Lengths],
     options: dict[str, Any],
 ) -> Tensor:
     batch, heads, queries, _ = query.shape
     tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    query_ends, key_ends = map(list, zip(*ends, strict=True))
+    query_ends, key_ends = ends
     out, *_ = ops.flash_attention_score(
         *tensors, **options, layout="TND",
         actual_seq_lengths_query=query_ends, actual_seq_lengths_key=key_ends,
@@ -360,7 +369,7 @@ _positions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _ends_of_positions(
     position_ids: Tensor | None, query: Tensor, key: Tensor
-) -> list[tuple[int, int]] | None:
+) -> tuple[Lengths, Lengths] | None:
     """The ends of the queries and keys of sequences whose positions start over, if any do."""
     batch, _, queries, _ = query.shape
     # Keys of a cache have no positions here.
@@ -374,14 +383,14 @@ def _ends_of_positions(
     known = _positions.get(position_ids)
     if known is None or version is None or known[0] != version:
         found = packed(position_ids.expand(batch, -1))
-        ends = None if found is None else [(end, end) for end in found.query_ends]
+        ends = None if found is None else (found.query_ends, found.query_ends)
         known = _positions[position_ids] = version, ends
     return known[1]
 
 
 def _lengths(
     brief: Tensor, batch: int, queries: int
-) -> tuple[int | None, list[tuple[int, int]] | None]:
+) -> tuple[int | None, tuple[Lengths, Lengths] | None]:
     """The window, and the ends of the queries and keys of all sequences, if not one per batch."""
     if brief not in _known:
         numbers, windows = brief[:, 0].unbind(1)
@@ -389,8 +398,9 @@ def _lengths(
         begins = begins_of_runs(numbers.expand(batch, -1), 0)
         ends = None
         if len(begins) > batch:
-            ends = [(_queries_before(end, queries, keys), end) for end in begins[1:]]
-            ends = without_empty([*ends, (batch * queries, batch * keys)])
+            found = [(_queries_before(end, queries, keys), end) for end in begins[1:]]
+            kept = without_empty([*found, (batch * queries, batch * keys)])
+            ends = ([q for q, _ in kept], [k for _, k in kept])
         _known[brief] = (int(windows[0, 0]) or None, ends)
     return _known[brief]
 

@@ -15,11 +15,13 @@ def attention_update(a: Arguments) -> tuple[Tensor, Tensor]:
         lse_out = m + log(sum_i exp(lse[i] - m))
         out     = sum_i local_out[i] * exp(lse[i] - lse_out)
 
-    A row that is -inf everywhere has out 0 and lse_out -inf. Differentiable by plain autograd.
+    A row that is infinite everywhere has out 0 and lse_out -inf. Differentiable by plain autograd.
 
     Returns out (..., D) in the dtype of local_out and lse_out (...) in that of lse.
     """
     lse = torch.stack(list(a.lse))
+    # As on the device: plus infinity marks a part without keys as well.
+    lse = lse.masked_fill(lse == torch.inf, -torch.inf)
     local_out = torch.stack([x.to(lse.dtype) for x in a.local_out])
     # Masked before the arithmetic: the gradient of what is not used would be NaN.
     empty = (lse == -torch.inf).all(0)

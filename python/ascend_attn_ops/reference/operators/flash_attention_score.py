@@ -18,6 +18,21 @@ _INFINITE = 2**40
 COMPRESSED_PSE_ROWS = 1024
 
 
+def with_defaults(a: Arguments) -> Arguments:
+    """With the number of query heads and the scale: 1 / sqrt(D), D with its rope."""
+    layout = a.layout.partition("_")[0]
+    if a.num_heads is None:
+        heads_axis = {"BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}[layout]
+        a.num_heads = a.query.shape[heads_axis]
+    if a.scale_value is None:
+        heads = a.num_heads if layout in ("BSH", "SBH") else 1
+        rope = getattr(a, "query_rope", None)
+        size = a.query.shape[-1] + (0 if rope is None else rope.shape[-1])
+        a.scale_value = (size // heads) ** -0.5
+    a.scale_value = float(a.scale_value)
+    return a
+
+
 class Span(NamedTuple):
     """One sequence: where its tokens are in (B,N,S,D) tensors, and what comes before it."""
 
@@ -26,6 +41,7 @@ class Span(NamedTuple):
     queries: slice
     keys: slice
     pairs_before: int  # sum of queries * keys of the sequences before it
+    room: tuple[int, int]  # its queries and keys with the padding behind them
     is_band: bool  # whether it has the band of sparse_mode 7 and 8
 
     @property
@@ -48,6 +64,7 @@ def flash_attention_score(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     Returns out and the statistics, (B,N,Sq,8) in all layouts but TND: there (T,N,8), which holds
     (N,Sq_b,8) of one sequence after another.
     """
+    with_defaults(a)
     dtype = compute_dtype(a.query)
     q, k, v = by_head(a, dtype)
     group = a.num_heads // k.shape[1]
@@ -72,10 +89,12 @@ def flash_attention_score(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
             total = torch.where(some, e.sum(-1, keepdim=True) + (sink - maximum).exp(), 1)
             dropped = e * dropout(sequence, a, dtype)
             out[b, :, rows_q] = dropped / total @ v[b, :, rows_k]
-            rows = slice(begin, begin + a.num_heads * sq)
-            softmax_max[rows] = torch.where(some, maximum, -FLT_MAX).flatten()
-            softmax_sum[rows] = torch.where(some, total.detach(), FLT_MAX).flatten()
-        begin += a.num_heads * sq
+            for statistic, x, without in (
+                (softmax_max, maximum, -FLT_MAX), (softmax_sum, total, FLT_MAX),
+            ):  # fmt: skip
+                of_heads = statistic[begin : begin + a.num_heads * sequence.room[0]]
+                of_heads.view(a.num_heads, -1)[:, :sq] = torch.where(some, x, without)[..., 0]
+        begin += a.num_heads * sequence.room[0]
 
     shape = (q.shape[2], a.num_heads) if a.layout == "TND" else (len(q), a.num_heads, q.shape[2])
     softmax_max, softmax_sum = (
@@ -91,7 +110,7 @@ def flash_attention_score_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
         P  = exp(s - max) / sum
         dv = (P * keep / keep_prob)^T @ dy;  dP = dy @ v^T * keep / keep_prob
-        dS = P * (dP - (dy * attention_in).sum(-1))
+        dS = P * (dP - (dy * attention_in).sum(-1) + sum * d_softmax_sum)
         dq = scale_value * dS @ k;  dk = scale_value * dS^T @ q
 
     Returns dq, dk, dv, each of the shape and dtype of what it belongs to.
@@ -111,6 +130,7 @@ def _flash_attention_score_extended_grad(a: Arguments) -> tuple[Tensor, ...]:
 
 
 def gradients(a: Arguments) -> tuple[Tensor, ...]:
+    with_defaults(a)
     dtype = compute_dtype(a.query)
     q, k, v = by_head(a, dtype)
     d_out, out = (to_heads(x, a.num_heads, a.layout).to(dtype) for x in (a.dy, a.attention_in))
@@ -123,11 +143,14 @@ def gradients(a: Arguments) -> tuple[Tensor, ...]:
     for sequence in sequences(q, k, a):
         sq, skv = sequence.lengths
         b, rows_q, rows_k = sequence.batch, sequence.queries, sequence.keys
-        rows = slice(begin, begin + a.num_heads * sq)
-        maximum, total = (
-            x.flatten(0, -2)[rows, 0].view(a.num_heads, sq, 1).to(dtype)
-            for x in (a.softmax_max, a.softmax_sum)
+        rows = slice(begin, begin + a.num_heads * sequence.room[0])
+        maximum, total, d_total = (
+            torch.zeros(a.num_heads, sq, 1, dtype=dtype)
+            if x is None
+            else x.flatten(0, -2)[rows].view(a.num_heads, -1, LANES)[:, :sq].to(dtype)
+            for x in (a.softmax_max, a.softmax_sum, a.d_softmax_sum)
         )
+        maximum, total = maximum[..., :1], total[..., :1]
         s = scores(q[b, :, rows_q], k[b, :, rows_k], sequence, a)
         keep = kept(sequence, a).to(q.device)
         # No weight is above 1: a maximum that was rounded may be below its score.
@@ -135,6 +158,7 @@ def gradients(a: Arguments) -> tuple[Tensor, ...]:
         drop = dropout(sequence, a, dtype)
         d_p = d_out[b, :, rows_q] @ v[b, :, rows_k].mT * drop
         delta = (d_out[b, :, rows_q] * out[b, :, rows_q]).sum(-1, keepdim=True)
+        delta -= total * d_total.sum(-1, keepdim=True)
         d_s = p * (d_p - delta)
         d_q[b, :, rows_q] = a.scale_value * (d_s @ k[b, :, rows_k])
         d_k[b, :, rows_k] = a.scale_value * (d_s.mT @ q[b, :, rows_q])
@@ -142,7 +166,7 @@ def gradients(a: Arguments) -> tuple[Tensor, ...]:
         if skv > 0:
             of_sink = (sinks(a, dtype) - maximum).clamp(max=0).exp() / total
             d_sink -= (of_sink * delta).sum((1, 2), dtype=torch.float64)
-        begin += a.num_heads * sq
+        begin += a.num_heads * sequence.room[0]
 
     d_k, d_v = (x.unflatten(1, (-1, group)).sum(2) for x in (d_k, d_v))
     size = to_heads(a.query, a.num_heads, a.layout).shape[-1]
@@ -157,7 +181,7 @@ def gradients(a: Arguments) -> tuple[Tensor, ...]:
         of_query[0],
         of_key[0],
         of_value,
-        absent if sink is None else d_sink.to(sink.dtype),
+        absent if sink is None else d_sink.to(a.softmax_sum.dtype),
         *((absent, absent) if rope is None else (of_query[1], of_key[1])),
     )
 
@@ -211,9 +235,11 @@ def from_heads(x: Tensor, layout: str) -> Tensor:
 def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
     """Yields the sequences; in TND, where there may be thousands, only those with queries."""
     if a.layout != "TND":
-        sq, skv = q.shape[2], k.shape[2]
+        room = q.shape[2], k.shape[2]
+        given = a.actual_seq_lengths_query, a.actual_seq_lengths_key
         for b in range(q.shape[0]):
-            yield Span(b, b, slice(0, sq), slice(0, skv), b * sq * skv, False)
+            sq, skv = (x[b] if x else most for x, most in zip(given, room, strict=True))
+            yield Span(b, b, slice(0, sq), slice(0, skv), b * room[0] * room[1], room, False)
         return
     spans = [[slice(*span) for span in pairwise([0, *x])] for x in prefix_sums(a)]
     both = list(zip(*spans, strict=True))
@@ -222,7 +248,8 @@ def sequences(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
     pairs = 0
     for i, (queries, keys) in enumerate(both):
         if queries.stop > queries.start:
-            yield Span(i, 0, queries, keys, pairs, i == band)
+            room = queries.stop - queries.start, keys.stop - keys.start
+            yield Span(i, 0, queries, keys, pairs, room, i == band)
         pairs += (queries.stop - queries.start) * (keys.stop - keys.start)
 
 
@@ -243,7 +270,7 @@ def kept(sequence: Span, a: Arguments) -> Tensor:
     """(1|N, Sq, Skv), True where a key is kept: the table of the sparse modes."""
     sq, skv = sequence.lengths
     i, j, d = torch.arange(sq)[:, None], torch.arange(skv), skv - sq
-    if a.atten_mask is None:
+    if a.atten_mask is None and a.sparse_mode == 0:
         return torch.ones(1, sq, skv, dtype=torch.bool)
     left_up, right_down = j <= i, j <= i + d
     # Sums with what bounds nothing would be more than int64 holds.
@@ -255,7 +282,11 @@ def kept(sequence: Span, a: Arguments) -> Tensor:
             mask = mask[sequence.number if mask.shape[0] > 1 else 0]
             if of_all_tokens(a):
                 mask = mask[:, sequence.queries, sequence.keys]
-            mask = mask[:, :sq, :skv].cpu() != 0
+            rows, columns = (
+                size if length == 1 else length
+                for length, size in zip(mask.shape[1:], (sq, skv), strict=True)
+            )
+            mask = mask.expand(-1, rows, columns)[:, :sq, :skv].cpu() != 0
             return ~mask & ((i - pre <= j) & (j <= i + following) | (a.sparse_mode == 1))
         case 2:
             rule = left_up
@@ -313,7 +344,7 @@ def pse_of(sequence: Span, a: Arguments) -> Tensor | float:
         m = torch.where(r >= sq - compressed, r - (sq - compressed), r % compressed)
         column = torch.where(r >= sq - compressed, c, sq - (r - c) - (compressed - m))
         return pse[:, m, column.clamp(max=skv - 1)]  # no key beyond the diagonal is kept
-    return pse
+    return pse[:, :sq, :skv]
 
 
 def dropout(sequence: Span, a: Arguments, dtype: torch.dtype) -> Tensor | float:
@@ -323,5 +354,6 @@ def dropout(sequence: Span, a: Arguments, dtype: torch.dtype) -> Tensor | float:
     sq, skv = sequence.lengths
     bits = (a.drop_mask.flatten()[:, None] >> torch.arange(8, device=a.drop_mask.device)) & 1
     begin = a.num_heads * sequence.pairs_before
-    bits = bits.flatten()[begin : begin + a.num_heads * sq * skv].view(a.num_heads, sq, skv)
-    return bits.to(dtype) / a.keep_prob
+    queries, keys = sequence.room
+    bits = bits.flatten()[begin : begin + a.num_heads * queries * keys]
+    return bits.view(a.num_heads, queries, keys)[:, :sq, :skv].to(dtype) / a.keep_prob

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
+from .flash_attention_score import with_defaults
 from .prompt_flash_attention import actual_length, band, kept
 
 
@@ -33,6 +34,7 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
     A row without keys is zero, with lse -inf or the sink; rows of no sequence are zero and -inf.
     """
     inputs, output = layouts(a.layout)
+    with_defaults(a)
     dtype = compute_dtype(a.query)
     key_heads = a.num_key_value_heads or a.num_heads
     group = a.num_heads // key_heads

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
-from .flash_attention_score import from_heads, to_heads
+from .flash_attention_score import from_heads, to_heads, with_defaults
 
 HALF_MAX = 65504.0
 # Larger than any length.
@@ -26,6 +26,7 @@ def prompt_flash_attention(a: Arguments) -> Tensor:
     Rows after the valid length and rows that keep no key are zero, in int8 as well.
     """
     inner = "BNSD" if a.layout == "BNSD_BSND" else a.layout
+    with_defaults(a)
     q = to_heads(a.query, a.num_heads, inner)
     k, v = (to_heads(x, a.num_key_value_heads or a.num_heads, inner) for x in (a.key, a.value))
     group = a.num_heads // k.shape[1]
@@ -126,7 +127,7 @@ def kept(batch: int, sq: int, skv: int, a: Arguments, *, single_query: bool = Fa
 
 def band(sq: int, skv: int, a: Arguments) -> Tensor:
     """(Sq,Skv), True where the sparse mode keeps a key: the table of the modes."""
-    if a.atten_mask is None:
+    if a.atten_mask is None and a.sparse_mode == 0:
         return torch.ones(sq, skv, dtype=torch.bool)
     pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
     pre, following = {

@@ -31,7 +31,7 @@ def sparse_flash_attention(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
     pos are the keys of the row's blocks, up to its first -1 and not beyond `limit`; a key selected
     twice counts twice. A row that selects no key is zero, and so are its statistics.
-    Differentiable by plain autograd, except through the statistics.
+    Differentiable by plain autograd; softmax_max counts as constant.
 
     Returns out (query's shape and dtype, value's D), and softmax_max and softmax_sum, (B,1,S1,G) or
     (1,T1,G), fp32, or fp64 for fp64 inputs; without `return_softmax_lse` these two are empty.
@@ -53,7 +53,7 @@ def sparse_flash_attention(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
             maximum = s.detach().amax(-1)
             e = torch.exp(s - maximum[:, None])
             out[i] = e / e.sum(-1, keepdim=True) @ v[pos]
-            softmax_max[i], softmax_sum[i] = maximum, e.detach().sum(-1)
+            softmax_max[i], softmax_sum[i] = maximum, e.sum(-1)
 
     softmax_max, softmax_sum = (
         statistics_from_tokens(x, a.query) if a.return_softmax_lse else x.new_empty(0)
@@ -72,7 +72,7 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
     """Gradients of `sparse_flash_attention`, from its output and statistics.
 
         P  = exp(s - max) / sum;  dP = d_out @ value[pos]^T;  delta = (d_out * out).sum(-1)
-        dS = P * (dP - delta)
+        dS = P * (dP - delta + sum * d_softmax_sum)
         d_value[pos]    += P^T @ d_out
         d_query          = scale_value * dS @ key[pos]         and the rope parts alike
         d_key[pos]      += scale_value * dS^T @ query
@@ -99,6 +99,10 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
             # No weight is above 1: a maximum that was rounded may be below its score.
             p = torch.exp((s - maximum[i]).clamp(max=0)) / total[i]
             delta = (d_o[i] * o[i]).sum(-1, keepdim=True)
+            if a.d_softmax_sum is not None:
+                delta -= (
+                    total[i] * statistics_to_tokens(a.d_softmax_sum, a.layout, dtype)[i, :, None]
+                )
             d_s = p * (d_o[i] @ v[pos].T - delta)
             d_q[i] = a.scale_value * (d_s @ k[pos])
             d_k.index_add_(0, pos, a.scale_value * (d_s.T @ q[i]))

@@ -185,7 +185,7 @@ def _key_spans(a: Arguments, part: str) -> list[tuple[int, int]]:
     """With pages, the first token of a sequence is its row of the block table."""
     lengths = getattr(a, f"actual_seq_lengths_{part}_kv")
     if paged(a):
-        return list(enumerate(lengths.tolist()))
+        return list(enumerate(lengths))
     return spans(getattr(a, f"{part}_kv"), a.layout, lengths)
 
 

@@ -3,6 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/tensor.h>
 
 #include <unistd.h>
 
@@ -314,7 +315,10 @@ torch::jit::Stack call_operator(std::string_view name, std::string_view overload
   torch::jit::Stack stack;
   for (const auto& parameter : op.schema().arguments()) {
     if (const auto given = arguments.find(parameter.name()); given != arguments.end()) {
-      stack.push_back(given->second);
+      const auto& value = given->second;
+      const bool is_lengths =
+          value.isIntList() && parameter.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
+      stack.push_back(is_lengths ? c10::IValue(at::tensor(value.toIntVector())) : value);
     } else {
       TORCH_CHECK(parameter.default_value(), name, ": no value for ", parameter.name());
       stack.push_back(*parameter.default_value());

@@ -7,7 +7,8 @@ using namespace cann_sim;
 
 namespace {
 
-// The device's results for rows that are -inf in every part are not documented: here they are NaN.
+// The device's results for rows that are infinite in every part are not documented: here they are
+// NaN.
 torch::jit::Stack as_on_the_device(const Call& call) {
   const auto results = call.results();
   const auto lse = results[1].toTensor();

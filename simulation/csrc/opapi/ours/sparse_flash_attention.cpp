@@ -135,17 +135,16 @@ std::string padding_of_gradient(const Call& call) {
   });
 }
 
-std::string other_value(const Call& call) {
+// Whether the device reads key in place of value, and value is another tensor.
+bool reads_key_for_value(const Call& call) {
   const auto& key = call.get<TensorView>("key");
   const auto* value = call.find<TensorView>("value");
-  return !value || (value->data == key.data && value->offset == key.offset &&
-                    value->strides == key.strides)
-             ? ""
-             : "value is another tensor than key: the device takes key for it";
-}
-
-std::string other_value_of_forward(const Call& call) {
-  return has_small_blocks(call) ? other_value(call) : "";
+  const bool reads = value && (value->data != key.data || value->offset != key.offset ||
+                               value->strides != key.strides);
+  if (reads) {
+    TORCH_WARN_ONCE("sparse attention reads key in place of value, which is another tensor");
+  }
+  return reads;
 }
 
 std::string few_large_blocks(const Call& call) {
@@ -173,14 +172,13 @@ std::string lengths_of_gradient(const Call& call) {
   return {};
 }
 
-const std::vector<KernelFault> kForwardFaults{{Harm::results, block_size},
-                                              {Harm::results, other_value_of_forward},
-                                              {Harm::results, cut_block_of_forward},
-                                              {Harm::results, hole}};
-const std::vector<KernelFault> kGradientFaults{
-    {Harm::results, block_size},          {Harm::bounds, few_large_blocks},
-    {Harm::results, lengths_of_gradient}, {Harm::results, other_value},
-    {Harm::bounds, padding_of_gradient},  {Harm::results, cut_block_of_gradient}};
+const std::vector<KernelFault> kForwardFaults{
+    {Harm::results, block_size}, {Harm::results, cut_block_of_forward}, {Harm::results, hole}};
+const std::vector<KernelFault> kGradientFaults{{Harm::results, block_size},
+                                               {Harm::bounds, few_large_blocks},
+                                               {Harm::results, lengths_of_gradient},
+                                               {Harm::bounds, padding_of_gradient},
+                                               {Harm::results, cut_block_of_gradient}};
 
 const PagedKeys kKeys{
     .caches = {{"key", "key"}, {"value", "value"}, {"keyRopeOptional", "key_rope"}},
@@ -191,7 +189,7 @@ const PagedKeys kKeys{
 // Keys and values in the layout of the queries. A missing value is the key.
 OperatorArguments keys_and_values(const Call& call) {
   auto arguments = kKeys.in_layout_of_query(call);
-  if (!call.find<TensorView>("value")) {
+  if (!call.find<TensorView>("value") || (has_small_blocks(call) && reads_key_for_value(call))) {
     arguments["value"] = arguments.try_emplace("key", call.tensor("key")).first->second;
   }
   return arguments;
@@ -202,7 +200,8 @@ torch::jit::Stack attention(const Call& call) { return call.results(keys_and_val
 // Without a value, the gradient of the key has both parts.
 torch::jit::Stack gradients(const Call& call) {
   if (call.find<TensorView>("value")) {
-    return call.results();
+    return reads_key_for_value(call) ? call.results({{"value", call.tensor("key")}})
+                                     : call.results();
   }
   auto results = call.results({{"value", call.tensor("key")}});
   results[1] = results[1].toTensor() + results[2].toTensor();
