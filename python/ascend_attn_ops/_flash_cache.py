@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import check_flag, readable, shown, wrong
 from ascend_attn_ops._npu_graphs import captures
@@ -155,16 +156,16 @@ def attend(
         q_ends: of packed queries.
     """
     if q_ends is not None and table is not None:
-        return conventions.attend_paged(options, q, k, v, q_ends, table, lengths)
+        return calls.attend_paged(options, q, k, v, q_ends, table, lengths)
     if table is None and k.shape[0] != lengths.shape[0]:
         k, v = k[: lengths.shape[0]], v[: lengths.shape[0]]
     if q_ends is not None:
-        return conventions.attend_batches_packed(options, q, k, v, q_ends, lengths)
-    if conventions.is_for_inference(options, q, k, v, table):
-        return conventions.infer(options, "BSND", q, k, v, table, lengths)
+        return calls.attend_batches_packed(options, q, k, v, q_ends, lengths)
+    if calls.is_for_inference(options, q, k, v, table):
+        return calls.infer(options, "BSND", q, k, v, table, lengths)
     if table is not None:
         k, v = gather_keys_and_values(options.function, k, v, table, lengths)
-    return conventions.attend(options, q, k, v, lengths)
+    return calls.attend(options, q, k, v, lengths)
 
 
 def table_of(

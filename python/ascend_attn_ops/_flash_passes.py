@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import check_tensor, wrong
-from ascend_attn_ops._flash_conventions import Options, Pack
+from ascend_attn_ops._flash_calls import Pack
+from ascend_attn_ops._flash_conventions import Options
 from ascend_attn_ops._packing import equal_ends
 from ascend_attn_ops._statistics import LANES, by_sequence, statistics_of
 from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
@@ -49,7 +51,7 @@ def packed_gradients(
 ) -> Gradients:  # fmt: skip
     """dq, dk and dv of packed sequences; lse is (nheads, total_q)."""
     _check_shape(options.function, lse, [q.shape[1], q.shape[0]])
-    call = conventions.packed_call(options, q, k, pack)
+    call = calls.packed_call(options, q, k, pack)
     statistics = _statistics(q, call.shifted(lse, -1))
     maximum, total = (by_sequence(x, pack.q_ends) for x in statistics)
     return _gradients(options, dout, q, k, v, out, maximum, total, call.keywords, pack.parts)
@@ -204,7 +206,7 @@ def _flash_attn_varlen_backward(
     conventions.check_deterministic(name, q, deterministic)
     window = (window_size_left, window_size_right)
     options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    pack = conventions.pack_of(options, cu_seqlens_q, cu_seqlens_k)
+    pack = calls.pack_of(options, cu_seqlens_q, cu_seqlens_k)
     found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
     write(found, dq, dk, dv)
     return _nothing(softmax_lse)
@@ -228,7 +230,7 @@ def options_of(
 
 def forward(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        out, lse = conventions.attend(options, q, k, v)
+        out, lse = calls.attend(options, q, k, v)
     assert lse is not None
     return out, lse
 
@@ -236,7 +238,7 @@ def forward(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 def packed_forward(options: Options, *arguments: Any) -> tuple[Tensor, Tensor]:
     """The arguments are those of `attend_sequences`."""
     with torch.no_grad():
-        out, lse = conventions.attend_sequences(options, *arguments)
+        out, lse = calls.attend_sequences(options, *arguments)
     assert lse is not None
     return out, lse
 

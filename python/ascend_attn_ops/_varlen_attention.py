@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._flash_passes import packed_forward, packed_gradients
@@ -146,7 +147,7 @@ def backward(
     _refuse_unless_zero(name, dropout_p=dropout_p)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
     options = conventions.Options(name, mask, scale=scale, lengths=_LENGTHS)
-    pack = conventions.pack_of(options, cum_seq_q, cum_seq_k)
+    pack = calls.pack_of(options, cum_seq_q, cum_seq_k)
     return packed_gradients(options, grad_out, query, key, value, out, logsumexp, pack)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import check_flag, check_tensor, wrong
 from ascend_attn_ops._flash_cache import attend_with_cache
@@ -109,7 +110,7 @@ def flash_attn_func(
         name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
-    out, lse = conventions.attend(options, q, k, v)
+    out, lse = calls.attend(options, q, k, v)
     return out if lse is None else (out, lse, q.new_empty(0))
 
 
@@ -188,7 +189,7 @@ def flash_attn_varlen_func(
         name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
-    result, lse = conventions.attend_sequences(
+    result, lse = calls.attend_sequences(
         options, q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, block_table
     )
     result = conventions.written(name, result, out)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops import flash_attn
 from ascend_attn_ops._arguments import check_count, check_tensor, wrong
@@ -134,7 +135,7 @@ def flash_attn_varlen_func(
         name, causal, window_size, softmax_scale, softcap, None, 0.0, return_attn_probs,
         conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
-    result, lse = conventions.attend_sequences(
+    result, lse = calls.attend_sequences(
         options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     )
     result = conventions.written(name, result, out)
@@ -345,7 +346,7 @@ def _flash_attn_backward(
         conventions.refuse_given(name, sequed_q=sequed_q, sequed_k=sequed_k)
         found = gradients(options, dout, q, k, v, out, softmax_lse)
     else:
-        pack = conventions.pack_of(options, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
+        pack = calls.pack_of(options, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
         found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
     write(found, dq, dk, dv)
     return torch.empty(0, dtype=torch.float32, device=q.device)

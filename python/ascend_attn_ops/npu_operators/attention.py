@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._flash_conventions import dense_log_sum_exp, packed_log_sum_exp
+from ascend_attn_ops._flash_calls import dense_log_sum_exp, packed_log_sum_exp
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._packing import closed, lengths_between, with_gaps
 from ascend_attn_ops.npu_operators.layouts import (
