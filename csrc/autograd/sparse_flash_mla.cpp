@@ -1,5 +1,8 @@
 #include "ops/sparse_flash_mla.h"
 
+#include <ATen/ops/zeros_like.h>
+
+#include <optional>
 #include <utility>
 
 #include "autograd/saved_call.h"
@@ -25,10 +28,12 @@ SparseFlashMla SparseFlashMla::recorded() const {
 SparseFlashMla::Outputs SparseFlashMla::returned(AutogradContext& context,
                                                  const Outputs& outputs) const {
   const auto& [out, softmax_lse] = outputs;
-  const Outputs result{out,
-                       return_softmax_lse ? softmax_lse : new_tensor({0}, softmax_lse.options())};
-  context.mark_non_differentiable({std::get<1>(result)});
-  return result;
+  if (return_softmax_lse) {
+    return outputs;
+  }
+  const Outputs without_lse{out, new_tensor({0}, softmax_lse.options())};
+  context.mark_non_differentiable({std::get<1>(without_lse)});
+  return without_lse;
 }
 
 void SparseFlashMla::save(AutogradContext& context, const Outputs& outputs) const {
@@ -38,7 +43,9 @@ void SparseFlashMla::save(AutogradContext& context, const Outputs& outputs) cons
 }
 
 variable_list SparseFlashMla::backward(AutogradContext& context, const variable_list& d_outputs) {
-  if (!d_outputs[0].defined()) {
+  const auto& d_out = d_outputs[0];
+  const auto& d_softmax_lse = d_outputs[1];
+  if (!d_out.defined() && !d_softmax_lse.defined()) {
     return no_gradients<SparseFlashMla>();
   }
   const SavedCall<SparseFlashMla> saved(context);
@@ -46,15 +53,16 @@ variable_list SparseFlashMla::backward(AutogradContext& context, const variable_
   Gradients gradients(op);
   auto options = op.options;
   options.deterministic = context.saved_data("deterministic").toBool();
-  auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] =
-      call(SparseFlashMlaGrad{.query = op.query,
-                              .ori_kv = op.ori_kv,
-                              .cmp_kv = op.cmp_kv,
-                              .cmp_sparse_indices = op.cmp_sparse_indices,
-                              .d_out = d_outputs[0],
-                              .out = saved.output(0),
-                              .softmax_lse = saved.output(1),
-                              .options = options});
+  auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = call(SparseFlashMlaGrad{
+      .query = op.query,
+      .ori_kv = op.ori_kv,
+      .cmp_kv = op.cmp_kv,
+      .cmp_sparse_indices = op.cmp_sparse_indices,
+      .d_out = d_out.defined() ? d_out : at::zeros_like(saved.output(0)),
+      .out = saved.output(0),
+      .softmax_lse = saved.output(1),
+      .options = options,
+      .d_softmax_lse = d_softmax_lse.defined() ? std::optional(d_softmax_lse) : std::nullopt});
   gradients.of(op.query) = std::move(d_query);
   gradients.of(op.ori_kv) = std::move(d_ori_kv);
   if (op.cmp_kv) {

@@ -20,6 +20,7 @@ struct MlaGradRows {
   MlaRows<Input> inputs;
   TokenRows<Input> d_out, out;
   const T* softmax_lse;    // (tokens, heads)
+  const T* d_softmax_lse;  // the same; null if nothing flows into the statistics
   Input* d_query;          // (tokens, heads, D)
   T* cmp_softmax_l1_norm;  // (tokens, K); null without indices
 };
@@ -52,7 +53,8 @@ class MlaGradient {
       return;
     }
     const T* lse = rows.softmax_lse + token * heads;
-    gradient_.load_token(rows.inputs, rows.d_out, rows.out, token, lse, ones_.data());
+    const T* d_lse = rows.d_softmax_lse ? rows.d_softmax_lse + token * heads : nullptr;
+    gradient_.load_token(rows.inputs, rows.d_out, rows.out, token, lse, ones_.data(), d_lse);
     std::fill(d_weights_.begin(), d_weights_.end(), 0);
     for (bool first = true; count > 0; first = false) {
       const int64_t tile_rows = gradient_.differentiate(rows.inputs, positions.data(), count);
@@ -68,7 +70,8 @@ class MlaGradient {
     }
     gradient_.store_query(d_query, nullptr);
     for (int64_t h = 0; sink_ != nullptr && h < heads; ++h) {
-      d_sink_[h] -= static_cast<double>(softmax_weight(sink_[h], lse[h])) * d_weights_[h];
+      const double d_score = (d_lse ? static_cast<double>(d_lse[h]) : 0) - d_weights_[h];
+      d_sink_[h] += static_cast<double>(softmax_weight(sink_[h], lse[h])) * d_score;
     }
   }
 
@@ -141,6 +144,7 @@ void differentiate(const SparseFlashMlaGrad& op, const MlaInputs& inputs,
   const auto d_out = with_dense_rows(op.d_out);
   const auto out = with_dense_rows(op.out);
   const auto softmax_lse = op.softmax_lse.contiguous();
+  const auto d_softmax_lse = op.d_softmax_lse ? op.d_softmax_lse->contiguous() : at::Tensor();
   const int64_t size = inputs.size;
   const auto scale = static_cast<T>(op.options.scale_value);
   const auto joined = inputs.joined_sequences();
@@ -154,6 +158,8 @@ void differentiate(const SparseFlashMlaGrad& op, const MlaInputs& inputs,
         {d_out, begin},
         {out, begin},
         softmax_lse.template const_data_ptr<T>() + begin * inputs.heads,
+        d_softmax_lse.defined() ? d_softmax_lse.template const_data_ptr<T>() + begin * inputs.heads
+                                : nullptr,
         d_query.template mutable_data_ptr<Input>() + begin * inputs.heads * size,
         inputs.indices.defined()
             ? cmp_softmax_l1_norm.template mutable_data_ptr<T>() + begin * sequences[b].count

@@ -2,10 +2,10 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros_like.h>
 
 #include "core/memory.h"
 #include "npu/absent_ropes.h"
+#include "npu/call_of_statistics.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/paged_statistics.h"
@@ -157,26 +157,16 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs);
 
-// Adds the gradients of softmax_sum, by a second launch. The device reads key in place of value, so
-// that d_out is all but 0: with t * e1, and -(d_lse / t) * e1 for out, the gradient of the scores
-// is P * (d_lse + t * key[0]).
+// Adds the gradients of softmax_sum, by a second launch.
 void add_gradients_of_statistics(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
-  check_implemented(op.query.scalar_type() == at::kBFloat16, op.name, "d_softmax_sum",
-                    "expected bfloat16 inputs on the NPU where a gradient flows into the "
-                    "statistics, got ",
-                    dtype_name(op.query.scalar_type()));
-  constexpr double kTiny = 0x1p-60;
-  auto call = op;
-  call.d_softmax_sum.reset();
-  sparse_flash_attention_grad(call, outputs);
-  const auto d_lse = op.d_softmax_sum->mul(op.softmax_sum).squeeze(-3);
-  call.d_out = at::zeros_like(op.out);
-  call.d_out.select(-1, 0).fill_(kTiny);
-  call.out = at::zeros_like(op.out);
-  call.out.select(-1, 0).copy_(d_lse.mul(-1 / kTiny));
-  auto others = call.check_and_allocate();
-  sparse_flash_attention_grad(call, others);
+  auto of_out = op;
+  of_out.d_softmax_sum.reset();
+  const auto d_lse = op.d_softmax_sum->mul(op.softmax_sum);
+  const auto of_statistics = call_of_statistics(of_out, "d_softmax_sum", d_lse);
+  sparse_flash_attention_grad(of_out, outputs);
+  auto others = of_statistics.check_and_allocate();
+  sparse_flash_attention_grad(of_statistics, others);
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
   d_query.add_(std::get<0>(others));
   d_key.add_(std::get<1>(others));

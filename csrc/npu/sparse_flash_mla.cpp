@@ -1,8 +1,10 @@
 #include "ops/sparse_flash_mla.h"
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
+#include "npu/call_of_statistics.h"
 #include "npu/compressed_keys.h"
 #include "npu/kernel.h"
 #include "ops/sparse_indices.h"
@@ -186,7 +188,7 @@ ContextDeterminism determinism_of_gradient(const SparseMlaOptions& options) {
   return options.deterministic ? ContextDeterminism(true) : std::nullopt;
 }
 
-void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Outputs& outputs) {
+void launch_grad(const SparseFlashMlaGrad& op, const SparseFlashMlaGrad::Outputs& outputs) {
   const MlaCall call(op, SparseMlaPages{});
   const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
   const auto& o = op.options;
@@ -205,6 +207,34 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
       call.ratio, o.ori_mask_mode, o.cmp_mask_mode, o.ori_win_left, o.ori_win_right,
       o.layout.text(), o.layout.text(), d_query, d_ori_kv, d_cmp_kv, d_sink, none,
       call.indices ? cmp_softmax_l1_norm : none);
+}
+
+// The device sums P * dP for the sink, which is 0 in the call of the statistics.
+void add_sink_of_lse(const SparseFlashMlaGrad& op, const at::Tensor& d_sink) {
+  const auto lse = op.softmax_lse.squeeze(-3);
+  const auto d_lse = op.d_softmax_lse->squeeze(-3);
+  // The lse of a row without keys is a constant, 0.
+  const auto no_keys = lse.eq(0).logical_and(op.out.eq(0).all(-1));
+  const auto d_score = (*op.options.sink - lse).exp().mul(d_lse).masked_fill(no_keys, 0);
+  d_sink.add_(d_score.flatten(0, -2).sum(0));
+}
+
+void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Outputs& outputs) {
+  if (!op.d_softmax_lse) {
+    launch_grad(op, outputs);
+    return;
+  }
+  const auto of_lse = call_of_statistics(op, "d_softmax_lse", *op.d_softmax_lse);
+  launch_grad(op, outputs);
+  const auto others = of_lse.check_and_allocate();
+  launch_grad(of_lse, others);
+  const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
+  d_query.add_(std::get<0>(others));
+  d_ori_kv.add_(std::get<1>(others));
+  d_cmp_kv.add_(std::get<2>(others));
+  if (op.options.sink) {
+    add_sink_of_lse(op, d_sink);
+  }
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {

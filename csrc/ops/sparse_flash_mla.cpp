@@ -197,6 +197,9 @@ SparseFlashMlaGrad::Outputs SparseFlashMlaGrad::check_and_allocate() const {
     rules->check_like_query(argument, rules->heads(), rules->head_size());
   }
   rules->check_statistics({"softmax_lse", softmax_lse});
+  if (d_softmax_lse) {
+    rules->check_statistics({"d_softmax_lse", *d_softmax_lse});
+  }
   rules.check_limits();
   const bool counts = options.layout == Layout::BSND &&
                       (options.actual_seq_lengths_query || options.actual_seq_lengths_ori_kv ||

@@ -79,8 +79,9 @@ struct SparseFlashMlaGrad {
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_ori_kv=None, "
       "Tensor? actual_seq_lengths_cmp_kv=None, Tensor? cmp_residual_kv=None, int cmp_ratio=1, "
       "int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=127, int ori_win_right=0, "
-      "str layout=\"BSND\", bool deterministic=False) -> (Tensor d_query, Tensor d_ori_kv, "
-      "Tensor d_cmp_kv, Tensor d_sink, Tensor cmp_softmax_l1_norm)";
+      "str layout=\"BSND\", bool deterministic=False, Tensor? d_softmax_lse=None) -> "
+      "(Tensor d_query, Tensor d_ori_kv, Tensor d_cmp_kv, Tensor d_sink, "
+      "Tensor cmp_softmax_l1_norm)";
   static constexpr std::array functions{"aclnnSparseFlashMlaGrad"};
   static const OperatorLimits limits;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
@@ -90,6 +91,7 @@ struct SparseFlashMlaGrad {
   std::optional<at::Tensor> cmp_kv, cmp_sparse_indices;
   at::Tensor d_out, out, softmax_lse;
   SparseMlaOptions options;
+  std::optional<at::Tensor> d_softmax_lse;
 
   Outputs check_and_allocate() const;
   void check_values() const;

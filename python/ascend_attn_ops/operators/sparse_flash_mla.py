@@ -48,8 +48,9 @@ def sparse_flash_mla(
     (SWA); with `cmp_kv` also every compressed key that is complete (HCA); with
     `cmp_sparse_indices` those compressed keys that an indexer selects (CSA).
 
-    Differentiable with respect to query, ori_kv, cmp_kv and sink, but not twice. A2 and A3 cannot
-    compute the gradient deterministically: under torch.use_deterministic_algorithms(True) it
+    out and softmax_lse are differentiable with respect to query, ori_kv, cmp_kv and sink, but not
+    twice. The NPU launches the gradient a second time if one flows into softmax_lse, and needs
+    bfloat16 inputs for it. A2 and A3 cannot compute the gradient deterministically: under torch.use_deterministic_algorithms(True) it
     raises there, except with warn_only=True. **On an NPU, give every row exactly min(K, n)
     indices, valid ones first**, where n is the number of compressed keys that it sees, and let the
     last cumulative length in layout TND be T1 if you train: the kernels read memory that is not
@@ -155,15 +156,16 @@ def sparse_flash_mla_grad(
     ori_win_right: int = 0,
     layout: str = "BSND",
     deterministic: bool = False,
+    d_softmax_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`sparse_flash_mla`, which autograd calls by itself.
 
     It also returns the probabilities of the selected keys, which are the target that an indexer
     learns from. With P the probabilities of a row, recomputed from softmax_lse::
 
-        dS = P * (d_out @ kv^T - rowsum(d_out * out))
+        dS = P * (d_out @ kv^T - rowsum(d_out * out) + d_softmax_lse)
         d_query = scale_value * dS @ kv;   d_kv += scale_value * dS^T @ query + P^T @ d_out
-        d_sink -= exp(sink - lse) * rowsum(P * (d_out @ kv^T))
+        d_sink += exp(sink - lse) * (d_softmax_lse - rowsum(P * (d_out @ kv^T)))
         cmp_softmax_l1_norm = mean of P over the heads, of every selected key
 
     P and dS are rounded to query's dtype before the products, which accumulate in float32 (float64
@@ -174,6 +176,8 @@ def sparse_flash_mla_grad(
         query, ori_kv, cmp_kv, cmp_sparse_indices: as in the forward.
         d_out: gradient of out; out's shape and dtype.
         out, softmax_lse: results of the forward.
+        d_softmax_lse: gradient of softmax_lse, in its shape. The NPU launches the function a second
+            time for it, with bfloat16 inputs alone.
 
     Returns:
         d_query, d_ori_kv, d_cmp_kv and d_sink, each with the shape and dtype of its tensor;
@@ -203,5 +207,5 @@ def sparse_flash_mla_grad(
         query, ori_kv, cmp_kv, cmp_sparse_indices, d_out, out, softmax_lse, scale_value, sink,
         actual_seq_lengths_query, actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv,
         cmp_residual_kv, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,
-        layout, deterministic,
+        layout, deterministic, d_softmax_lse,
     )  # fmt: skip

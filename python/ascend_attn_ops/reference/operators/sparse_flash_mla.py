@@ -38,8 +38,7 @@ def sparse_flash_mla(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = log(exp(sink) + sum(exp(s)))
         out = exp(s - lse) @ kv
 
-    A row without keys is zero, and so is its lse. Differentiable by plain autograd, except through
-    the lse.
+    A row without keys is zero, and so is its lse. Differentiable by plain autograd.
 
     Returns out (query's shape and dtype) and softmax_lse, (B,1,S1,N1) or (1,T1,N1), fp32, or fp64
     for fp64 inputs; empty without `return_softmax_lse`.
@@ -57,7 +56,7 @@ def sparse_flash_mla(a: Arguments) -> tuple[Tensor, Tensor]:
             logits = s if a.sink is None else torch.cat((s, a.sink.to(dtype)[:, None]), -1)
             weights = torch.softmax(logits, -1)[:, : len(kv)]
             out[i] = weights @ kv
-            softmax_lse[i] = torch.logsumexp(logits.detach(), -1)
+            softmax_lse[i] = torch.logsumexp(logits, -1)
     return (
         out.view(a.query.shape).to(a.query.dtype),
         statistics_from_tokens(softmax_lse, a.query)
@@ -72,10 +71,10 @@ def sparse_flash_mla_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor,
     """Gradients of `sparse_flash_mla`, from its output and its lse.
 
         P  = exp(s - lse);  dP = d_out @ kv^T;  delta = (d_out * out).sum(-1)
-        dS = P * (dP - delta)
+        dS = P * (dP - delta + d_softmax_lse)
         d_query  = scale_value * dS @ kv
         d_kv    += scale_value * dS^T @ query + P^T @ d_out
-        d_sink  -= exp(sink - lse) * (P * dP).sum(-1)
+        d_sink  += exp(sink - lse) * (d_softmax_lse - (P * dP).sum(-1))
         cmp_softmax_l1_norm[slot] = P.mean(heads)
 
     Returns d_query, d_ori_kv, d_cmp_kv, d_sink and cmp_softmax_l1_norm; (0,) for what the call has
@@ -84,6 +83,9 @@ def sparse_flash_mla_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor,
     dtype = compute_dtype(a.query)
     q, d_o, o = (to_tokens(x, a.layout, dtype) for x in (a.query, a.d_out, a.out))
     lse = statistics_to_tokens(a.softmax_lse, a.layout, dtype)
+    d_lse = torch.zeros_like(lse)
+    if a.d_softmax_lse is not None:
+        d_lse = statistics_to_tokens(a.d_softmax_lse, a.layout, dtype)
     ori, cmp = _key_rows(a, dtype)
     d_q, d_ori, d_cmp = (torch.zeros_like(x) for x in (q, ori, cmp))
     sink = None if a.sink is None else a.sink.to(dtype)
@@ -98,14 +100,14 @@ def sparse_flash_mla_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor,
         # No weight is above 1: an lse that was rounded may be below its score.
         p = torch.exp((a.scale_value * (q[i] @ kv.T) - lse[i, :, None]).clamp(max=0))
         d_p = d_o[i] @ kv.T
-        d_s = p * (d_p - (d_o[i] * o[i]).sum(-1, keepdim=True))
+        d_s = p * (d_p - ((d_o[i] * o[i]).sum(-1) - d_lse[i])[:, None])
         d_q[i] = a.scale_value * (d_s @ kv)
         d_kv = a.scale_value * (d_s.T @ q[i]) + p.T @ d_o[i]
         of_window, of_compressed = d_kv.split([len(keys.window), len(keys.compressed)])
         d_ori.index_add_(0, torch.tensor(keys.window, dtype=torch.long), of_window)
         d_cmp.index_add_(0, torch.tensor(keys.compressed, dtype=torch.long), of_compressed)
         if sink is not None:
-            d_sink -= torch.exp((sink - lse[i]).clamp(max=0)) * (p * d_p).sum(-1)
+            d_sink += torch.exp((sink - lse[i]).clamp(max=0)) * (d_lse[i] - (p * d_p).sum(-1))
         if selects:
             mass[i, keys.slots] = p[:, len(keys.window) :].mean(0)
     return (

@@ -1,0 +1,30 @@
+// The gradient of the log-sum-exp of sparse attention, for which CANN's functions have no input.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "core/error.h"
+#include "core/text.h"
+
+namespace ascend_attn::aclnn {
+
+// Returns the call that computes the gradients of the log-sum-exp alone. `d_lse` has the shape of
+// the statistics. The device reads key in place of value, so that d_out is all but 0: with t * e1,
+// and -(d_lse / t) * e1 for out, the gradient of the scores is P * (d_lse + t * key[0]).
+template <typename Op>
+Op call_of_statistics(const Op& op, const char* argument, const at::Tensor& d_lse) {
+  constexpr double kTiny = 0x1p-60;
+  check_implemented(op.query.scalar_type() == at::kBFloat16, op.name, argument,
+                    "expected bfloat16 inputs on the NPU where a gradient flows into the "
+                    "statistics, got ",
+                    dtype_name(op.query.scalar_type()));
+  auto call = op;
+  call.d_out = at::zeros_like(op.out);
+  call.d_out.select(-1, 0).fill_(kTiny);
+  call.out = at::zeros_like(op.out);
+  call.out.select(-1, 0).copy_(d_lse.squeeze(-3).mul(-1 / kTiny));
+  return call;
+}
+
+}  // namespace ascend_attn::aclnn
