@@ -1,7 +1,5 @@
 #include "ops/flash_attention_score.h"
 
-#include <ATen/ops/zeros_like.h>
-
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -59,20 +57,16 @@ variable_list FlashAttentionScore::backward(AutogradContext& context,
   const SavedCall<FlashAttentionScore> saved(context);
   const auto& op = saved.op();
   Gradients gradients(op);
-  FlashAttentionExtendedGradArguments arguments{
-      .query = op.query,
-      .key = op.key,
-      .value = op.value,
-      .dy = d_out.defined() ? d_out : at::zeros_like(saved.output(0)),
-      .softmax_max = saved.output(1),
-      .softmax_sum = saved.output(2),
-      .attention_in = saved.output(0),
-      .options = op.options,
-      .extra = op.extra,
-      .d_softmax_sum = {}};
-  if (d_softmax_sum.defined()) {
-    arguments.d_softmax_sum = d_softmax_sum;
-  }
+  FlashAttentionExtendedGradArguments arguments{.query = op.query,
+                                                .key = op.key,
+                                                .value = op.value,
+                                                .dy = if_defined(d_out),
+                                                .softmax_max = saved.output(1),
+                                                .softmax_sum = saved.output(2),
+                                                .attention_in = saved.output(0),
+                                                .options = op.options,
+                                                .extra = op.extra,
+                                                .d_softmax_sum = if_defined(d_softmax_sum)};
   if (context.saved_data("pse_requires_grad").toBool()) {
     std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
   }

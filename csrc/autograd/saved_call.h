@@ -144,6 +144,11 @@ class SavedCall {
   Op op_;
 };
 
+// Returns none for an undefined gradient: nothing flows into that output.
+inline std::optional<at::Tensor> if_defined(const at::Tensor& gradient) {
+  return gradient.defined() ? std::optional(gradient) : std::nullopt;
+}
+
 // Returns undefined gradients for an operator without lists of tensors, and reads nothing that was
 // saved. Torch drops those beyond the tensors of the call.
 template <typename Op>

@@ -1,9 +1,6 @@
 #include "ops/sparse_flash_attention.h"
 
-#include <ATen/ops/zeros_like.h>
-
 #include <cstdint>
-#include <optional>
 #include <utility>
 
 #include "autograd/saved_call.h"
@@ -50,17 +47,17 @@ variable_list SparseFlashAttention::backward(AutogradContext& context,
   auto options = op.options;
   options.pre_tokens = options.next_tokens = kIgnoredTokens;
   options.deterministic = context.saved_data("deterministic").toBool();
-  auto [d_query, d_key, d_value, d_query_rope, d_key_rope] = call(SparseFlashAttentionGrad{
-      .query = op.query,
-      .key = op.key,
-      .value = op.value,
-      .sparse_indices = op.sparse_indices,
-      .d_out = d_out.defined() ? d_out : at::zeros_like(saved.output(0)),
-      .out = saved.output(0),
-      .softmax_max = saved.output(1),
-      .softmax_sum = saved.output(2),
-      .options = options,
-      .d_softmax_sum = d_softmax_sum.defined() ? std::optional(d_softmax_sum) : std::nullopt});
+  auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
+      call(SparseFlashAttentionGrad{.query = op.query,
+                                    .key = op.key,
+                                    .value = op.value,
+                                    .sparse_indices = op.sparse_indices,
+                                    .d_out = if_defined(d_out),
+                                    .out = saved.output(0),
+                                    .softmax_max = saved.output(1),
+                                    .softmax_sum = saved.output(2),
+                                    .options = options,
+                                    .d_softmax_sum = if_defined(d_softmax_sum)});
   gradients.of(op.query) = std::move(d_query);
   gradients.of(op.key) = std::move(d_key);
   gradients.of(op.value) = std::move(d_value);

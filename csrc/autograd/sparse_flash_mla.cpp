@@ -1,8 +1,5 @@
 #include "ops/sparse_flash_mla.h"
 
-#include <ATen/ops/zeros_like.h>
-
-#include <optional>
 #include <utility>
 
 #include "autograd/saved_call.h"
@@ -53,16 +50,16 @@ variable_list SparseFlashMla::backward(AutogradContext& context, const variable_
   Gradients gradients(op);
   auto options = op.options;
   options.deterministic = context.saved_data("deterministic").toBool();
-  auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = call(SparseFlashMlaGrad{
-      .query = op.query,
-      .ori_kv = op.ori_kv,
-      .cmp_kv = op.cmp_kv,
-      .cmp_sparse_indices = op.cmp_sparse_indices,
-      .d_out = d_out.defined() ? d_out : at::zeros_like(saved.output(0)),
-      .out = saved.output(0),
-      .softmax_lse = saved.output(1),
-      .options = options,
-      .d_softmax_lse = d_softmax_lse.defined() ? std::optional(d_softmax_lse) : std::nullopt});
+  auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] =
+      call(SparseFlashMlaGrad{.query = op.query,
+                              .ori_kv = op.ori_kv,
+                              .cmp_kv = op.cmp_kv,
+                              .cmp_sparse_indices = op.cmp_sparse_indices,
+                              .d_out = if_defined(d_out),
+                              .out = saved.output(0),
+                              .softmax_lse = saved.output(1),
+                              .options = options,
+                              .d_softmax_lse = if_defined(d_softmax_lse)});
   gradients.of(op.query) = std::move(d_query);
   gradients.of(op.ori_kv) = std::move(d_ori_kv);
   if (op.cmp_kv) {

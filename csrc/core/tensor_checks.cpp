@@ -26,6 +26,12 @@ void check_scale_value(std::string_view op, double scale_value) {
               "expected a finite number of float32, got ", scale_value);
 }
 
+void check_some_gradient(std::string_view op, NamedOptionalTensor of_out,
+                         NamedOptionalTensor of_statistics) {
+  check_present(of_out.tensor || of_statistics.tensor, op, of_out.name,
+                "expected a tensor because ", of_statistics.name, " is None, got None");
+}
+
 void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8) {
   const auto dtype = argument.tensor.scalar_type();
   const bool fits = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat ||

@@ -33,6 +33,9 @@ struct NamedOptionalTensor {
 
 // Expects a finite number of float32, in which the kernels have it.
 void check_scale_value(std::string_view op, double scale_value);
+// Expects a gradient of out, of the softmax statistics, or of both.
+void check_some_gradient(std::string_view op, NamedOptionalTensor of_out,
+                         NamedOptionalTensor of_statistics);
 // Expects float16, bfloat16, float32 or float64; also accepts int8 if `or_int8` is set.
 void check_attention_dtype(std::string_view op, NamedTensor argument, bool or_int8 = false);
 

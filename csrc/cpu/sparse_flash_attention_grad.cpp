@@ -1,5 +1,7 @@
 #include "ops/sparse_flash_attention.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -89,7 +91,7 @@ void differentiate(const SparseFlashAttentionGrad& op, const SparseInputs& input
                    const SparseFlashAttentionGrad::Outputs& outputs) {
   using T = Accumulator<Operand>;
   using Worker = AttentionGrad<Input, Operand>;
-  const auto d_out = with_dense_rows(op.d_out);
+  const auto d_out = with_dense_rows(op.d_out ? *op.d_out : at::zeros_like(op.out));
   const auto out = with_dense_rows(op.out);
   const auto softmax_max = op.softmax_max.contiguous();
   const auto softmax_sum = op.softmax_sum.contiguous();

@@ -1,5 +1,7 @@
 #include "ops/sparse_flash_mla.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -141,7 +143,7 @@ void differentiate(const SparseFlashMlaGrad& op, const MlaInputs& inputs,
   using T = Accumulator<Operand>;
   using Worker = MlaGradient<Input, Operand>;
   const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
-  const auto d_out = with_dense_rows(op.d_out);
+  const auto d_out = with_dense_rows(op.d_out ? *op.d_out : at::zeros_like(op.out));
   const auto out = with_dense_rows(op.out);
   const auto softmax_lse = op.softmax_lse.contiguous();
   const auto d_softmax_lse = op.d_softmax_lse ? op.d_softmax_lse->contiguous() : at::Tensor();

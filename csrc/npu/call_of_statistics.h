@@ -21,7 +21,7 @@ Op call_of_statistics(const Op& op, const char* argument, const at::Tensor& d_ls
                     dtype_name(op.query.scalar_type()));
   auto call = op;
   call.d_out = at::zeros_like(op.out);
-  call.d_out.select(-1, 0).fill_(kTiny);
+  call.d_out->select(-1, 0).fill_(kTiny);
   call.out = at::zeros_like(op.out);
   call.out.select(-1, 0).copy_(d_lse.squeeze(-3).mul(-1 / kTiny));
   return call;

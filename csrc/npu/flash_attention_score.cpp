@@ -151,9 +151,15 @@ void compute_padded(const Op& op, typename Op::Outputs& outputs, const ResultsOf
   store(batch, results);
 }
 
-// Computes the gradients of out, and adds those of softmax_sum, by a second launch.
+// Computes the gradients of softmax_sum, and adds those of out, by another launch.
 template <auto compute, typename Op>
 void add_gradients_of_statistics(const Op& op, typename Op::Outputs& outputs) {
+  constexpr size_t kValue = 2;
+  if (!op.dy) {
+    compute(call_of_statistics(op), outputs);
+    fill_output(std::get<kValue>(outputs), 0);
+    return;
+  }
   auto of_out = op;
   of_out.d_softmax_sum.reset();
   compute(of_out, outputs);
@@ -161,7 +167,6 @@ void add_gradients_of_statistics(const Op& op, typename Op::Outputs& outputs) {
       [](const auto&... output) { return typename Op::Outputs{new_like(output)...}; }, outputs);
   compute(call_of_statistics(op), others);
   [&]<size_t... index>(std::index_sequence<index...>) {
-    constexpr size_t kValue = 2;
     ((index == kValue ? void() : void(std::get<index>(outputs).add_(std::get<index>(others)))),
      ...);
   }(std::make_index_sequence<std::tuple_size_v<typename Op::Outputs>>());
@@ -234,7 +239,7 @@ bool is_refused_unless_bnsd(const FlashAttentionScoreGrad& op) {
   const auto size_of_head = [&](const at::Tensor& tensor) {
     return axes.merged() ? tensor.size(-1) / heads : tensor.size(-1);
   };
-  return size_of_head(op.query) == kKeySize && size_of_head(op.dy) == kValueSize;
+  return size_of_head(op.query) == kKeySize && size_of_head(*op.dy) == kValueSize;
 }
 
 void flash_attention_score_grad_in_bnsd(const FlashAttentionScoreGrad& op,
@@ -244,7 +249,7 @@ void flash_attention_score_grad_in_bnsd(const FlashAttentionScoreGrad& op,
   const auto key_heads = key_heads_of(op.query, op.key, layout, heads);
   auto bnsd = op;
   bnsd.options.layout = LayoutArgument("BNSD");
-  for (auto* tensor : {&bnsd.query, &bnsd.dy, &bnsd.attention_in}) {
+  for (auto* tensor : {&bnsd.query, &*bnsd.dy, &bnsd.attention_in}) {
     *tensor = as_bnsd(*tensor, layout, heads).contiguous();
   }
   for (auto* tensor : {&bnsd.key, &bnsd.value}) {

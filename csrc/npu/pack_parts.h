@@ -52,7 +52,7 @@ Op call_of(const PackPart& part, const Op& op) {
   call.options = part.options;
   if constexpr (requires { op.dy; }) {
     // The statistics lie one sequence behind the other, so a part has its own bytes.
-    for (auto* tensor : {&call.dy, &call.softmax_max, &call.softmax_sum, &call.attention_in}) {
+    for (auto* tensor : {&*call.dy, &call.softmax_max, &call.softmax_sum, &call.attention_in}) {
       *tensor = part.queries(*tensor);
     }
   }

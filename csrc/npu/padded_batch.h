@@ -29,7 +29,9 @@ class PaddedBatch {
     packed.key = keys(op.key);
     packed.value = keys(op.value);
     if constexpr (requires { op.dy; }) {
-      packed.dy = queries(op.dy);
+      if (op.dy) {
+        packed.dy = queries(*op.dy);
+      }
       packed.attention_in = queries(op.attention_in);
       packed.softmax_max = statistics(op.softmax_max);
       packed.softmax_sum = statistics(op.softmax_sum);

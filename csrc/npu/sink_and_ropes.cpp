@@ -167,7 +167,7 @@ void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Ten
   const auto sum = rows.read(op.softmax_sum);
   const auto weight = at::where(sum != 0, at::exp(rows.sinks(*op.extra.sink) - max) / sum, 0);
   const auto delta =
-      (rows.view(op.dy).to(at::kFloat) * rows.view(op.attention_in).to(at::kFloat)).sum(-1);
+      (rows.view(*op.dy).to(at::kFloat) * rows.view(op.attention_in).to(at::kFloat)).sum(-1);
   d_sink.copy_(rows.sum_by_head(weight * delta).neg());
 }
 
@@ -179,9 +179,9 @@ Op call_of_statistics(const Op& op) {
   auto call = op;
   call.d_softmax_sum.reset();
   call.value = at::zeros_like(op.value);
-  call.dy = at::zeros_like(op.dy, at::MemoryFormat::Contiguous);
-  call.attention_in = at::zeros_like(op.dy, at::MemoryFormat::Contiguous);
-  rows.view(call.dy).select(-1, 0).fill_(1);
+  call.dy = at::zeros_like(op.attention_in, at::MemoryFormat::Contiguous);
+  call.attention_in = at::zeros_like(op.attention_in, at::MemoryFormat::Contiguous);
+  rows.view(*call.dy).select(-1, 0).fill_(1);
   rows.view(call.attention_in).select(-1, 0).copy_(d_lse.neg());
   return call;
 }

@@ -132,7 +132,7 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
   packed.key = packing.keys(op.key);
   packed.value = same_elements(op.value, op.key) ? packed.key : packing.keys(op.value);
   packed.sparse_indices = queries(with_head_axis(op.sparse_indices, op.query));
-  packed.d_out = queries(op.d_out);
+  packed.d_out = queries(*op.d_out);
   packed.out = queries(op.out);
   packed.softmax_max = statistics(op.softmax_max);
   packed.softmax_sum = statistics(op.softmax_sum);
@@ -157,17 +157,22 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs);
 
-// Adds the gradients of softmax_sum, by a second launch.
+// Computes the gradients of softmax_sum, and adds those of out, by another launch.
 void add_gradients_of_statistics(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
   auto of_out = op;
   of_out.d_softmax_sum.reset();
   const auto d_lse = op.d_softmax_sum->mul(op.softmax_sum);
   const auto of_statistics = call_of_statistics(of_out, "d_softmax_sum", d_lse);
+  const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
+  if (!op.d_out) {
+    sparse_flash_attention_grad(of_statistics, outputs);
+    fill_output(d_value, 0);
+    return;
+  }
   sparse_flash_attention_grad(of_out, outputs);
   auto others = of_statistics.check_and_allocate();
   sparse_flash_attention_grad(of_statistics, others);
-  const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
   d_query.add_(std::get<0>(others));
   d_key.add_(std::get<1>(others));
   d_query_rope.add_(std::get<3>(others));

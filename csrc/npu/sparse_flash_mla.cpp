@@ -225,13 +225,17 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
     return;
   }
   const auto of_lse = call_of_statistics(op, "d_softmax_lse", *op.d_softmax_lse);
-  launch_grad(op, outputs);
-  const auto others = of_lse.check_and_allocate();
-  launch_grad(of_lse, others);
   const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
-  d_query.add_(std::get<0>(others));
-  d_ori_kv.add_(std::get<1>(others));
-  d_cmp_kv.add_(std::get<2>(others));
+  if (op.d_out) {
+    launch_grad(op, outputs);
+    const auto others = of_lse.check_and_allocate();
+    launch_grad(of_lse, others);
+    d_query.add_(std::get<0>(others));
+    d_ori_kv.add_(std::get<1>(others));
+    d_cmp_kv.add_(std::get<2>(others));
+  } else {
+    launch_grad(of_lse, outputs);
+  }
   if (op.options.sink) {
     add_sink_of_lse(op, d_sink);
   }

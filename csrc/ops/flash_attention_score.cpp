@@ -44,7 +44,10 @@ FlashAttentionRules check_common(const Op& op) {
 template <typename Op>
 void check_grad(const Op& op) {
   const auto rules = check_common(op);
-  rules.check_like_out({"dy", op.dy});
+  check_some_gradient(Op::name, {"dy", op.dy}, {"d_softmax_sum", op.d_softmax_sum});
+  if (op.dy) {
+    rules.check_like_out({"dy", *op.dy});
+  }
   rules.check_statistics({"softmax_max", op.softmax_max});
   rules.check_statistics({"softmax_sum", op.softmax_sum});
   rules.check_like_out({"attention_in", op.attention_in});

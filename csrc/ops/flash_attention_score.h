@@ -113,7 +113,9 @@ struct FlashAttentionScore {
 };
 
 struct FlashAttentionGradArguments {
-  at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
+  at::Tensor query, key, value;
+  std::optional<at::Tensor> dy;
+  at::Tensor softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
   std::optional<at::Tensor> d_softmax_sum;
 };
@@ -122,7 +124,7 @@ struct FlashAttentionGradArguments {
 inline constexpr char kGradOfStatistics[] = ", Tensor? d_softmax_sum=None";
 
 inline constexpr char kFlashAttentionGradTensors[] =
-    "(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor softmax_max, "
+    "(Tensor query, Tensor key, Tensor value, Tensor? dy, Tensor softmax_max, "
     "Tensor softmax_sum, Tensor attention_in, *, ";
 
 struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
@@ -145,7 +147,9 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
 
 // Arguments of the gradient operators below, which autograd alone calls.
 struct FlashAttentionExtendedGradArguments {
-  at::Tensor query, key, value, dy, softmax_max, softmax_sum, attention_in;
+  at::Tensor query, key, value;
+  std::optional<at::Tensor> dy;
+  at::Tensor softmax_max, softmax_sum, attention_in;
   FlashAttentionOptions options;
   SinkAndRopes extra;
   std::optional<at::Tensor> d_softmax_sum;

@@ -96,10 +96,15 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSou
 
 SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate() const {
   const auto rules = check_common(*this);
-  for (const auto& argument : {NamedTensor{"d_out", d_out}, NamedTensor{"out", out}}) {
+  const auto check_like_out = [&](NamedTensor argument) {
     rules.check_same_dtype(argument);
     rules.check_like_query(argument, rules.heads(), rules.head_size());
+  };
+  check_some_gradient(name, {"d_out", d_out}, {"d_softmax_sum", d_softmax_sum});
+  if (d_out) {
+    check_like_out({"d_out", *d_out});
   }
+  check_like_out({"out", out});
   rules.check_statistics({"softmax_max", softmax_max});
   rules.check_statistics({"softmax_sum", softmax_sum});
   if (d_softmax_sum) {

@@ -59,7 +59,7 @@ struct SparseFlashAttention {
 struct SparseFlashAttentionGrad {
   static constexpr const char* name = "sparse_flash_attention_grad";
   static constexpr const char* schema =
-      "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, Tensor d_out, "
+      "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, Tensor? d_out, "
       "Tensor out, Tensor softmax_max, Tensor softmax_sum, *, float scale_value, "
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
@@ -72,7 +72,9 @@ struct SparseFlashAttentionGrad {
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                              at::Tensor>;  // d_query, d_key, d_value, d_query_rope, d_key_rope
 
-  at::Tensor query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum;
+  at::Tensor query, key, value, sparse_indices;
+  std::optional<at::Tensor> d_out;
+  at::Tensor out, softmax_max, softmax_sum;
   SparseAttentionOptions options;
   std::optional<at::Tensor> d_softmax_sum;
 

@@ -192,10 +192,15 @@ SparseFlashMla::Outputs SparseFlashMla::check_and_allocate(OutputSource outputs)
 SparseFlashMlaGrad::Outputs SparseFlashMlaGrad::check_and_allocate() const {
   const SparseMlaPages contiguous{};
   const MlaRules rules(*this, contiguous);
-  for (const auto& argument : {NamedTensor{"d_out", d_out}, NamedTensor{"out", out}}) {
+  const auto check_like_out = [&](NamedTensor argument) {
     rules->check_same_dtype(argument);
     rules->check_like_query(argument, rules->heads(), rules->head_size());
+  };
+  check_some_gradient(name, {"d_out", d_out}, {"d_softmax_lse", d_softmax_lse});
+  if (d_out) {
+    check_like_out({"d_out", *d_out});
   }
+  check_like_out({"out", out});
   rules->check_statistics({"softmax_lse", softmax_lse});
   if (d_softmax_lse) {
     rules->check_statistics({"d_softmax_lse", *d_softmax_lse});

@@ -74,7 +74,7 @@ struct SparseFlashMla {
 struct SparseFlashMlaGrad {
   static constexpr const char* name = "sparse_flash_mla_grad";
   static constexpr const char* schema =
-      "(Tensor query, Tensor ori_kv, Tensor? cmp_kv, Tensor? cmp_sparse_indices, Tensor d_out, "
+      "(Tensor query, Tensor ori_kv, Tensor? cmp_kv, Tensor? cmp_sparse_indices, Tensor? d_out, "
       "Tensor out, Tensor softmax_lse, *, float scale_value, Tensor? sink=None, "
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_ori_kv=None, "
       "Tensor? actual_seq_lengths_cmp_kv=None, Tensor? cmp_residual_kv=None, int cmp_ratio=1, "
@@ -88,8 +88,8 @@ struct SparseFlashMlaGrad {
                              at::Tensor>;  // d_query, d_ori_kv, d_cmp_kv, d_sink, l1 norm
 
   at::Tensor query, ori_kv;
-  std::optional<at::Tensor> cmp_kv, cmp_sparse_indices;
-  at::Tensor d_out, out, softmax_lse;
+  std::optional<at::Tensor> cmp_kv, cmp_sparse_indices, d_out;
+  at::Tensor out, softmax_lse;
   SparseMlaOptions options;
   std::optional<at::Tensor> d_softmax_lse;
 

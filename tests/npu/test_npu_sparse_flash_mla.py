@@ -6,15 +6,12 @@ that they do not belong to. It refuses keys whose strides are not dense, as CANN
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names
 from ascend_attn_ops.check.samples.sparse_flash_mla import (
     DEVICE,
     DEVICE_CASES,
@@ -120,48 +117,3 @@ def test_a_gradient_that_may_only_warn_runs_in_a_context_without_determinism() -
     modes = {x["function"]: x["deterministic"] for x in log if x.get("phase") == 1}
     assert modes[f"{FORWARD}Grad"] == 0
     assert modes[FORWARD] == 1
-
-
-def gradients(sample: Sample, *losses: Callable[..., Tensor]) -> tuple[list[Any], list[int]]:
-    """Those of each loss, and how many launches they took."""
-    names = differentiable_names(sample)
-    leaf = sample.requires_grad(names)
-    outputs = leaf.call(torch.ops.ascend)
-    found, launches = [], []
-    for loss in losses:
-        with cann_simulator.recorded_calls() as log:
-            leaves = [leaf.tensors[name] for name in names]
-            found.append(torch.autograd.grad(loss(*outputs), leaves, retain_graph=True))
-        calls = [x["function"] for x in log if x.get("phase") == 2]
-        launches.append(calls.count(f"{FORWARD}Grad"))
-    return found, launches
-
-
-LOSSES: list[Callable[..., Tensor]] = [
-    lambda out, _: out.double().square().sum(),
-    lambda out, lse: out.double().square().sum() + lse.square().sum(),
-    lambda _, lse: lse.square().sum(),
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    # Rows without keys have a constant for their softmax_lse.
-    [DEVICE, TND, replace(DEVICE, kind="swa", ratio=1, s=(20, 18, 0))], ids=lambda case: case.id,
-)  # fmt: skip
-def test_gradients_through_the_lse(case: MlaCase) -> None:
-    sample = SPARSE_FLASH_MLA.make(case, torch.bfloat16)
-    actual, launches = gradients(sample.to("npu"), *LOSSES)
-    assert launches == [1, 2, 2]
-    with ops.limits(None):
-        expected, _ = gradients(sample.double(), *LOSSES)
-    for found, wanted in zip(actual, expected, strict=True):
-        for x, y in zip(found, wanted, strict=True):
-            assert (x.cpu() - y).norm() < 0.03 * y.norm()
-
-
-def test_gradients_through_the_lse_in_float16_are_refused() -> None:
-    sample = SPARSE_FLASH_MLA.make(DEVICE, torch.float16).to("npu")
-    expected = "sparse_flash_mla_grad: d_softmax_lse: expected bfloat16 inputs"
-    with pytest.raises(NotImplementedError, match=expected):
-        gradients(sample, LOSSES[2])

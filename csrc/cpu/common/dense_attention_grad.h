@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <limits>
@@ -23,7 +24,9 @@ struct DenseAttentionGrad {
   template <typename Op>
   explicit DenseAttentionGrad(const Op& arguments)
       : forward(arguments),
-        d_out(forward.by_head(with_dense_rows(arguments.dy), forward.heads)),
+        d_out(forward.by_head(
+            with_dense_rows(arguments.dy ? *arguments.dy : at::zeros_like(arguments.attention_in)),
+            forward.heads)),
         out(forward.by_head(with_dense_rows(arguments.attention_in), forward.heads)),
         softmax_max(arguments.softmax_max.contiguous()),
         softmax_sum(arguments.softmax_sum.contiguous()) {

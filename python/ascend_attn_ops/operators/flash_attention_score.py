@@ -167,7 +167,7 @@ def flash_attention_score_grad(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    dy: Tensor,
+    dy: Tensor | None,
     softmax_max: Tensor,
     softmax_sum: Tensor,
     attention_in: Tensor,
@@ -205,12 +205,12 @@ def flash_attention_score_grad(
 
     Args:
         query, key, value: as in the forward.
-        dy: gradient of out; out's shape and dtype.
+        dy: gradient of out; out's shape and dtype. None, beside d_softmax_sum: zeros.
         softmax_max, softmax_sum: statistics from the forward.
         attention_in: out from the forward.
         d_softmax_sum: gradient of softmax_sum, in its shape; the eight values of a row are added.
             softmax_max counts as constant, so that it carries all of the log-sum-exp's gradient.
-            The NPU launches the function a second time for it.
+            Beside dy, the NPU launches the function a second time for it.
 
     Returns:
         dq, dk, dv, each with the shape and dtype of its tensor.

@@ -138,7 +138,7 @@ def sparse_flash_attention_grad(
     key: Tensor,
     value: Tensor,
     sparse_indices: Tensor,
-    d_out: Tensor,
+    d_out: Tensor | None,
     out: Tensor,
     softmax_max: Tensor,
     softmax_sum: Tensor,
@@ -174,11 +174,11 @@ def sparse_flash_attention_grad(
     Args:
         query, key, value, sparse_indices: as in the forward. On the NPU, the slots that are read
             must not hold -1, see there, and no row may select its cut block twice.
-        d_out: gradient of out; out's shape and dtype.
+        d_out: gradient of out; out's shape and dtype. None, beside d_softmax_sum: zeros.
         out, softmax_max, softmax_sum: results of the forward.
         d_softmax_sum: gradient of softmax_sum, in its shape. softmax_max counts as constant, so
-            that it carries all of the log-sum-exp's gradient. The NPU launches the function a
-            second time for it, with bfloat16 inputs alone.
+            that it carries all of the log-sum-exp's gradient. Beside d_out, the NPU launches the
+            function a second time for it. It takes bfloat16 inputs alone.
 
     Returns:
         d_query, d_key, d_value, d_query_rope, d_key_rope, each with the shape and dtype of its

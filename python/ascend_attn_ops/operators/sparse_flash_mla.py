@@ -49,12 +49,12 @@ def sparse_flash_mla(
     `cmp_sparse_indices` those compressed keys that an indexer selects (CSA).
 
     out and softmax_lse are differentiable with respect to query, ori_kv, cmp_kv and sink, but not
-    twice. The NPU launches the gradient a second time if one flows into softmax_lse, and needs
-    bfloat16 inputs for it. A2 and A3 cannot compute the gradient deterministically: under torch.use_deterministic_algorithms(True) it
-    raises there, except with warn_only=True. **On an NPU, give every row exactly min(K, n)
-    indices, valid ones first**, where n is the number of compressed keys that it sees, and let the
-    last cumulative length in layout TND be T1 if you train: the kernels read memory that is not
-    theirs otherwise.
+    twice. If gradients flow into both, the NPU launches the gradient twice; one into softmax_lse
+    needs bfloat16 inputs there. A2 and A3 cannot compute the gradient deterministically: under
+    torch.use_deterministic_algorithms(True) it raises there, except with warn_only=True. **On an
+    NPU, give every row exactly min(K, n) indices, valid ones first**, where n is the number of
+    compressed keys that it sees, and let the last cumulative length in layout TND be T1 if you
+    train: the kernels read memory that is not theirs otherwise.
 
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
@@ -139,7 +139,7 @@ def sparse_flash_mla_grad(
     ori_kv: Tensor,
     cmp_kv: Tensor | None,
     cmp_sparse_indices: Tensor | None,
-    d_out: Tensor,
+    d_out: Tensor | None,
     out: Tensor,
     softmax_lse: Tensor,
     *,
@@ -174,10 +174,10 @@ def sparse_flash_mla_grad(
 
     Args:
         query, ori_kv, cmp_kv, cmp_sparse_indices: as in the forward.
-        d_out: gradient of out; out's shape and dtype.
+        d_out: gradient of out; out's shape and dtype. None, beside d_softmax_lse: zeros.
         out, softmax_lse: results of the forward.
-        d_softmax_lse: gradient of softmax_lse, in its shape. The NPU launches the function a second
-            time for it, with bfloat16 inputs alone.
+        d_softmax_lse: gradient of softmax_lse, in its shape. Beside d_out, the NPU launches the
+            function a second time for it. It takes bfloat16 inputs alone.
 
     Returns:
         d_query, d_ori_kv, d_cmp_kv and d_sink, each with the shape and dtype of its tensor;

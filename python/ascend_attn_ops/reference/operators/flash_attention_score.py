@@ -133,7 +133,8 @@ def gradients(a: Arguments) -> tuple[Tensor, ...]:
     with_defaults(a)
     dtype = compute_dtype(a.query)
     q, k, v = by_head(a, dtype)
-    d_out, out = (to_heads(x, a.num_heads, a.layout).to(dtype) for x in (a.dy, a.attention_in))
+    dy = torch.zeros_like(a.attention_in) if a.dy is None else a.dy
+    d_out, out = (to_heads(x, a.num_heads, a.layout).to(dtype) for x in (dy, a.attention_in))
     group = a.num_heads // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))

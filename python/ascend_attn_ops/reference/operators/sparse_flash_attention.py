@@ -84,7 +84,8 @@ def sparse_flash_attention_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
     q = to_tokens(join_rope(a.query, a.query_rope), a.layout, dtype)
     k = to_tokens(join_rope(a.key, a.key_rope).squeeze(-2), a.layout, dtype)
     v = to_tokens(a.value.squeeze(-2), a.layout, dtype)
-    o, d_o = (to_tokens(x, a.layout, dtype) for x in (a.out, a.d_out))
+    d_out = torch.zeros_like(a.out) if a.d_out is None else a.d_out
+    o, d_o = (to_tokens(x, a.layout, dtype) for x in (a.out, d_out))
     maximum, total = (
         statistics_to_tokens(x, a.layout, dtype)[..., None] for x in (a.softmax_max, a.softmax_sum)
     )

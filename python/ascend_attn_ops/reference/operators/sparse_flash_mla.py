@@ -81,7 +81,8 @@ def sparse_flash_mla_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor,
     no argument for.
     """
     dtype = compute_dtype(a.query)
-    q, d_o, o = (to_tokens(x, a.layout, dtype) for x in (a.query, a.d_out, a.out))
+    d_out = torch.zeros_like(a.out) if a.d_out is None else a.d_out
+    q, d_o, o = (to_tokens(x, a.layout, dtype) for x in (a.query, d_out, a.out))
     lse = statistics_to_tokens(a.softmax_lse, a.layout, dtype)
     d_lse = torch.zeros_like(lse)
     if a.d_softmax_lse is not None:
