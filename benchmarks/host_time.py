@@ -139,7 +139,7 @@ def sparse_flash_attention() -> dict[str, Callable[[], object]]:
     keywords = {"query_rope": query_rope, "key_rope": key_rope, **_decoding()}
     lengths = torch.ones(4, dtype=torch.int32, device="npu")
     mine = {
-        "scale_value": 0.04, "layout": "TND", "layout_key": "PA_BSND",
+        "scale_value": 0.04, "layout": "TND", "layout_kv": "PA_BSND",
         "actual_seq_lengths_key": lengths, **keywords,
     }  # fmt: skip
     tensors = (query, key, key, indices)

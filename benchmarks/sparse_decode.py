@@ -52,20 +52,20 @@ class Step(NamedTuple):
     def pages(self) -> dict[str, Any]:
         return {
             "actual_seq_lengths_key": self.lengths,
-            "layout_key": "PA_BSND",
             "block_table": self.block_table,
         }
 
     def select(self) -> Tensor:
         indices, _ = ops.lightning_indexer(
-            self.query_index, self.key_index, self.weights, sparse_count=K, **self.pages()
-        )
+            self.query_index, self.key_index, self.weights, sparse_count=K,
+            layout_key="PA_BSND", **self.pages(),
+        )  # fmt: skip
         return indices
 
     def attend(self, indices: Tensor) -> Tensor:
         out, *_ = ops.sparse_flash_attention(
             self.query, self.latent, self.latent, indices, scale_value=SCALE,
-            query_rope=self.query_rope, key_rope=self.rope, **self.pages(),
+            query_rope=self.query_rope, key_rope=self.rope, layout_kv="PA_BSND", **self.pages(),
         )  # fmt: skip
         return out
 

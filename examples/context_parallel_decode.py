@@ -112,7 +112,7 @@ def attend_to_selection(
         scale_value=SCALE, query_rope=query_rope, key_rope=cache.value,
         # The indexer has applied the causal mask, which a part of the keys does not show.
         sparse_mode=0, actual_seq_lengths_key=cache.part.count(lengths),
-        layout_key="PA_BSND", block_table=cache.block_table, return_softmax_lse=True,
+        layout_kv="PA_BSND", block_table=cache.block_table, return_softmax_lse=True,
     )  # fmt: skip
     return out, ops.log_sum_exp(softmax_max, softmax_sum).squeeze(1)
 
@@ -190,19 +190,19 @@ class Sparse(Attention):
         index_key = self.model.project(batch, new, 1, INDEX_SIZE)
         ops.scatter_pa_kv_cache_(index_key.flatten(0, 1), self.index_keys, slots)
         pages: dict[str, Any] = {
-            "layout_key": "PA_BSND", "block_table": self.whole.block_table,
-            "actual_seq_lengths_key": step.lengths,
+            "block_table": self.whole.block_table, "actual_seq_lengths_key": step.lengths,
         }  # fmt: skip
         indices, _ = ops.lightning_indexer(
             self.model.project(batch, new, INDEX_HEADS, INDEX_SIZE), self.index_keys,
-            self.model.project(batch, new, INDEX_HEADS), sparse_count=COUNT, **pages,
+            self.model.project(batch, new, INDEX_HEADS), sparse_count=COUNT,
+            layout_key="PA_BSND", **pages,
         )  # fmt: skip
         query = self.model.project(batch, new, HEADS, LATENT)
         query_rope = self.model.project(batch, new, HEADS, ROPE)
         out = merged(*attend_to_selection(cache, query, query_rope, indices, step.lengths))
         expected, *_ = ops.sparse_flash_attention(
             query, self.whole.key, self.whole.key, indices, scale_value=SCALE,
-            query_rope=query_rope, key_rope=self.whole.value, **pages,
+            query_rope=query_rope, key_rope=self.whole.value, layout_kv="PA_BSND", **pages,
         )  # fmt: skip
         return out, expected
 

@@ -19,11 +19,10 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ascend_attn_ops as ops
 import torch
@@ -39,8 +38,9 @@ class Keys(NamedTuple):
     latent: Tensor
     rope: Tensor
     indexer: Tensor
-    # For caches: the blocks of each sequence, as arguments of the operators.
-    pages: Mapping[str, Any] = MappingProxyType({})
+    # For caches, as arguments of the operators: PA_BSND, and the blocks of each sequence.
+    layout: str | None = None
+    block_table: Tensor | None = None
 
 
 def new_keys(inputs: AttentionInputs) -> Keys:
@@ -64,8 +64,7 @@ class LayerCache:
 
     def read(self, block_table: Tensor) -> Keys:
         """Copies nothing. Rows beyond the length of a sequence are never read."""
-        pages = {"layout_key": "PA_BSND", "block_table": block_table}
-        return self.keys._replace(pages=pages)
+        return self.keys._replace(layout="PA_BSND", block_table=block_table)
 
 
 KeysOfLayer = Callable[[int, AttentionInputs], Keys]
@@ -79,8 +78,10 @@ def select_by_indexer(
     layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor
 ) -> Tensor:
     projections = inputs.projections._replace(key_index=keys.indexer)
-    options = {"actual_seq_lengths_key": lengths, **keys.pages}
-    return layer.indexer.select(projections, layer.top_k, **options)
+    return layer.indexer.select(
+        projections, layer.top_k, actual_seq_lengths_key=lengths, layout_key=keys.layout,
+        block_table=keys.block_table,
+    )  # fmt: skip
 
 
 def select_all(
@@ -122,7 +123,7 @@ def attend(
     attended, *_ = ops.sparse_flash_attention(
         inputs.query, keys.latent, keys.latent, indices,
         scale_value=layer.scale, query_rope=inputs.query_rope, key_rope=keys.rope,
-        actual_seq_lengths_key=lengths, **keys.pages,
+        actual_seq_lengths_key=lengths, layout_kv=keys.layout, block_table=keys.block_table,
     )  # fmt: skip
     values = torch.einsum("bsnl,nld->bsnd", attended, layer.absorbed_value)
     return layer.out(values.flatten(-2))

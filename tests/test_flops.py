@@ -187,7 +187,7 @@ def test_every_layout_mode_and_length(recipe: Recipe) -> None:
     """Against the rows of the reference."""
     sample = recipe.make(torch.bfloat16)
     most = sample.arguments["sparse_indices"].shape[-1] * sample.arguments["sparse_block_size"]
-    dense = with_dense_keys(Arguments(**{"layout_key": None, **sample.arguments}), "key")
+    dense = with_dense_keys(Arguments(**{"block_table": None, **sample.arguments}), "key")
     read = sum(min(row.limit, most) for row in rows(dense))
     heads, size = sample.inputs["query"].shape[-2:]
     rope = sample.arguments["query_rope"]
@@ -242,7 +242,7 @@ def test_every_ratio_and_residual(recipe: Recipe) -> None:
     """Against the rows of the reference."""
     sample, name = recipe.make(torch.bfloat16), recipe.operator.name
     query, key = list(sample.inputs.values())[:2]
-    call = Arguments(**{"layout_key": None, **sample.arguments, "query": query, "key": key})
+    call = Arguments(**{"block_table": None, **sample.arguments, "query": query, "key": key})
     limits = [row.limit for row in rows(with_dense_keys(call, "key"))]
     heads, size = query.shape[-2:]
     if name == "lightning_indexer":

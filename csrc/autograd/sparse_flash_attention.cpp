@@ -17,7 +17,7 @@ constexpr int64_t kIgnoredTokens = INT32_MAX;
 }  // namespace
 
 bool SparseFlashAttention::differentiable() const {
-  check_implemented(!pages.given(), name, "layout_key",
+  check_implemented(!pages.given(), name, "layout_kv",
                     "expected keys without a block table where a gradient is wanted, got "
                     "PA_BSND; call it under torch.no_grad(), or detach the tensors");
   check_implemented(return_softmax_lse, name, "return_softmax_lse",

@@ -72,7 +72,8 @@ class LayoutArgument {
   std::optional<Layout> layout_;
 };
 
-// The argument `layout_key`: "PA_BSND", or that of the queries, which None stands for.
+// The argument `layout_key` or `layout_kv`: "PA_BSND", or that of the queries, which None stands
+// for.
 class KeyLayoutArgument {
  public:
   KeyLayoutArgument() = default;

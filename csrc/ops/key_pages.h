@@ -13,10 +13,10 @@ namespace ascend_attn {
 struct KeyPages {
   static constexpr bool is_argument_group = true;
 
-  KeyLayoutArgument layout_key;
+  KeyLayoutArgument key_layout;
   std::optional<at::Tensor> block_table;
 
-  bool given() const { return layout_key.paged(); }
+  bool given() const { return key_layout.paged(); }
   // The key lengths that the device gets.
   std::string_view layout(const LayoutArgument& layout_query) const {
     return given() ? KeyLayoutArgument::kPaged : layout_query.text();

@@ -28,7 +28,8 @@ at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Te
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
 SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
-  SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key}, pages);
+  SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key}, pages,
+                    {.layout = "layout_kv"});
   rules.check_same_dtype({"value", op.value});
   rules.check_like_key({"value", op.value}, rules.head_size());
   rules.check_sparse_indices({"sparse_indices", op.sparse_indices});

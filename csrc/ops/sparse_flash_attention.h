@@ -35,7 +35,7 @@ struct SparseFlashAttention {
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
-      "int next_tokens=9223372036854775807, bool deterministic=False, str? layout_key=None, "
+      "int next_tokens=9223372036854775807, bool deterministic=False, str? layout_kv=None, "
       "Tensor? block_table=None, bool return_softmax_lse=True) -> (Tensor out, "
       "Tensor softmax_max, Tensor softmax_sum)";
   static constexpr std::array functions{"aclnnSparseFlashAttention"};

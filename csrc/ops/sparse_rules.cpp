@@ -72,7 +72,7 @@ void SparseRules::check_not_empty(const c10::SymInt& count) const {
 }
 
 void SparseRules::check_key_layout(const KeyPages& pages) const {
-  const auto& text = pages.layout_key.text();
+  const auto& text = pages.key_layout.text();
   check_value(!text || pages.given() || *text == layout_name(layout_), op_, names_.layout,
               "expected PA_BSND, ", layout_name(layout_), " (layout's) or None, got ",
               quoted(text.value_or("")));

@@ -96,7 +96,7 @@ def _sequences(a: SimpleNamespace, tokens: int, packed: bool) -> list[tuple[int,
 
 
 def _of_sparse(a: SimpleNamespace) -> list[tuple[int, int]]:
-    if getattr(a, "layout_key", None) == "PA_BSND":
+    if getattr(a, "block_table", None) is not None:
         return _of_pages(a)
     return _sequences(a, tokens=-3, packed=a.layout == "TND")
 

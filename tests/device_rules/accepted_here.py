@@ -36,7 +36,7 @@ def without_ropes(x: ParameterSet) -> bool:
 
 
 def statistics_of_pages(x: ParameterSet) -> bool:
-    paged = x.arguments.get("layout_key") == "PA_BSND"
+    paged = x.arguments.get("block_table") is not None
     return paged and x.arguments.get("return_softmax_lse", True)
 
 

@@ -130,7 +130,7 @@ def test_more_than_256_megabytes_are_gathered_in_parts() -> None:
             scale_value=0.1, query_rope=zeros(tokens, 1, 64), key_rope=zeros(4, page, 1, 64),
             layout="TND", actual_seq_lengths_query=zeros(1, dtype=torch.int32) + tokens,
             actual_seq_lengths_key=zeros(1, dtype=torch.int32) + page * blocks,
-            layout_key="PA_BSND", block_table=zeros(1, blocks, dtype=torch.int32),
+            layout_kv="PA_BSND", block_table=zeros(1, blocks, dtype=torch.int32),
         )  # fmt: skip
 
     cache = zeros(4, page, 1, 512)

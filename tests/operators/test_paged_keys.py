@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 def dense(recipe: Recipe, sample: Sample) -> Sample:
     """The same call with keys side by side."""
     table, lengths = (sample.arguments[x] for x in ("block_table", "actual_seq_lengths_key"))
-    changes: dict[str, Any] = {"layout_key": None, "block_table": None}
+    layout = "layout_kv" if "layout_kv" in sample.arguments else "layout_key"
+    changes: dict[str, Any] = {layout: None, "block_table": None}
     for name in ("key", "value", "key_rope"):
         cache = sample.arguments.get(name)
         if cache is None:
@@ -80,7 +81,7 @@ def test_only_selected_blocks_are_read() -> None:
     table = torch.tensor([[-1, 2, 0]], dtype=torch.int32)
     lengths = torch.tensor([40], dtype=torch.int32)
     options: dict[str, Any] = {
-        "scale_value": 0.1, "actual_seq_lengths_key": lengths, "layout_key": "PA_BSND",
+        "scale_value": 0.1, "actual_seq_lengths_key": lengths, "layout_kv": "PA_BSND",
         "block_table": table,
     }  # fmt: skip
     kept = torch.tensor([17, 39, 16], dtype=torch.int32).view(1, 1, 1, 3)
@@ -110,7 +111,7 @@ def test_statistics_on_request() -> None:
     table = torch.tensor([[2, 0]], dtype=torch.int32)
     indices = torch.tensor([[[17, 3, -1]], [[-1, -1, -1]]], dtype=torch.int32)
     options: dict[str, Any] = {
-        "scale_value": 0.5, "layout": "TND", "layout_key": "PA_BSND", "block_table": table,
+        "scale_value": 0.5, "layout": "TND", "layout_kv": "PA_BSND", "block_table": table,
         "actual_seq_lengths_query": torch.tensor([2], dtype=torch.int32),
         "actual_seq_lengths_key": torch.tensor([20], dtype=torch.int32),
     }  # fmt: skip
@@ -144,9 +145,7 @@ def test_statistics_are_optional() -> None:
 
 def test_no_gradient() -> None:
     sample = PAGED[-1].make(torch.float32).requires_grad(["query"])
-    with pytest.raises(
-        NotImplementedError, match="layout_key: expected keys without a block table"
-    ):
+    with pytest.raises(NotImplementedError, match="layout_kv: expected keys without a block table"):
         sample.call(torch.ops.ascend)
     with torch.no_grad():
         sample.call(torch.ops.ascend)

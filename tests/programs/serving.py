@@ -108,15 +108,16 @@ class SparseLayerServer:
         ops.scatter_pa_kv_cache_(latent, self.latents, slots, key_rope, self.ropes)
         ops.scatter_pa_kv_cache_(key_index, self.index_keys, slots)
         pages: dict[str, Any] = {
-            "layout": "TND", "layout_key": "PA_BSND", "block_table": table,
+            "layout": "TND", "block_table": table,
             "actual_seq_lengths_query": torch.tensor(ends, dtype=torch.int32),
             "actual_seq_lengths_key": torch.tensor(lengths, dtype=torch.int32),
         }  # fmt: skip
         keys, _ = ops.lightning_indexer(
-            query_index, self.index_keys, weights, sparse_count=self.count, **pages
-        )
+            query_index, self.index_keys, weights, sparse_count=self.count, layout_key="PA_BSND",
+            **pages,
+        )  # fmt: skip
         out, *_ = ops.sparse_flash_attention(
             query, self.latents, self.latents, keys, scale_value=dsa_model.SCALE,
-            query_rope=query_rope, key_rope=self.ropes, **pages,
+            query_rope=query_rope, key_rope=self.ropes, layout_kv="PA_BSND", **pages,
         )  # fmt: skip
         return out, keys

@@ -159,10 +159,15 @@ def read(path: Path) -> list[KernelCall]:
 
 
 def _call(entry: Mapping[str, Any]) -> KernelCall:
-    sample = sample_of(str(entry["operator"]), str(entry["what"]), dict(entry["arguments"]))
+    operator, what = str(entry["operator"]), str(entry["what"])
+    arguments = dict(entry["arguments"])
+    if operator == "sparse_flash_attention" and "layout_key" in arguments:
+        # The name of layout_kv when the calls were recorded.
+        arguments["layout_kv"] = arguments.pop("layout_key")
+    sample = sample_of(operator, what, arguments)
     outputs = dict(entry["outputs"])
-    operator = OPERATORS[sample.operator]
-    known = sample.tensors.keys() if operator.in_place else operator.output_names
+    of = OPERATORS[sample.operator]
+    known = sample.tensors.keys() if of.in_place else of.output_names
     for name, x in outputs.items():
         if name not in known or not isinstance(x, Tensor):
             raise ValueError(f"{sample.operator} has no output {name!r}")

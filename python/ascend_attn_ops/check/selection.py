@@ -13,7 +13,7 @@ from ascend_attn_ops.reference.sequences import Row, rows, with_dense_keys
 
 
 def rows_of(sample: Sample) -> Iterator[Row]:
-    arguments = Arguments(**{"layout_key": None, **sample.arguments})
+    arguments = Arguments(**{"block_table": None, **sample.arguments})
     return rows(with_dense_keys(arguments, "key"))
 
 

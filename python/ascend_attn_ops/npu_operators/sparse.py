@@ -17,7 +17,7 @@ def attention(
     name: str,
     value: Tensor | None,
     layout: str,
-    layout_key: str,
+    layout_kv: str,
     block_table: Tensor | None,
     return_softmax_lse: bool,
     query_rope: Tensor | None,
@@ -31,12 +31,12 @@ def attention(
             f"{name}: return_softmax_lse: expected True where a gradient is wanted, whose backward "
             "reads the statistics, got False"
         )
-    if layout_key != _PAGED:
-        _check_one_layout(name, "layout_kv", layout, layout_key, block_table)
+    if layout_kv != _PAGED:
+        _check_one_layout(name, "layout_kv", layout, layout_kv, block_table)
     elif return_softmax_lse:
         raise unsupported(name, "return_softmax_lse", f"False beside layout_kv {_PAGED}", True)
     return torch.ops.ascend.sparse_flash_attention(
-        value=value, layout=layout, layout_key=layout_key, block_table=block_table,
+        value=value, layout=layout, layout_kv=layout_kv, block_table=block_table,
         return_softmax_lse=return_softmax_lse, **options,
     )  # fmt: skip
 

@@ -26,7 +26,6 @@ NAMES = {
     "dropout_mask": "drop_mask",
     "head_num": "num_heads",
     "input_layout": "layout",
-    "layout_kv": "layout_key",
     "layout_query": "layout",
     "learnable_sink": "sink",
     "next_tockens": "next_tokens",

@@ -11,8 +11,8 @@ _OPERATOR = Operator("sparse_flash_attention")
 _GRADIENT = Operator("sparse_flash_attention_grad")
 
 
-def _statistics_unless_paged(layout_key: str | None) -> bool:
-    return layout_key != "PA_BSND"
+def _statistics_unless_paged(layout_kv: str | None) -> bool:
+    return layout_kv != "PA_BSND"
 
 
 def sparse_flash_attention(
@@ -32,7 +32,7 @@ def sparse_flash_attention(
     pre_tokens: int = ALL_TOKENS_SPARSE,
     next_tokens: int = ALL_TOKENS_SPARSE,
     deterministic: bool = False,
-    layout_key: str | None = None,
+    layout_kv: str | None = None,
     block_table: Tensor | None = None,
     return_softmax_lse: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +60,7 @@ def sparse_flash_attention(
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
             float64 as well when the device limits are off).
-        key: (B, S2, 1, D) or (T2, 1, D), or with layout_key "PA_BSND" a cache, (num_blocks,
+        key: (B, S2, 1, D) or (T2, 1, D), or with layout_kv "PA_BSND" a cache, (num_blocks,
             block_size, 1, D), with any gaps between its blocks; query's dtype.
         value: as key. Under device limits it has key's numbers, as in absorbed MLA: the NPU reads
             key in its place.
@@ -87,7 +87,7 @@ def sparse_flash_attention(
         next_tokens: as pre_tokens.
         deterministic: request a deterministic backward, as torch.use_deterministic_algorithms does.
             The CPU is always deterministic; an NPU with CANN 8.5 cannot be.
-        layout_key: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
+        layout_kv: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
             block block_table[b, s // block_size] of the caches. For inference only.
         block_table: (B, M), int32 or int64; with "PA_BSND" only. Blocks behind the last key of a
             sequence are not read.
@@ -125,11 +125,11 @@ def sparse_flash_attention(
     aclnnSparseFlashAttention.
     """
     if return_softmax_lse is None:
-        return_softmax_lse = layout_key != "PA_BSND"
+        return_softmax_lse = layout_kv != "PA_BSND"
     return _OPERATOR(
         query, key, value, sparse_indices, scale_value, actual_seq_lengths_query,
         actual_seq_lengths_key, query_rope, key_rope, sparse_block_size, layout, sparse_mode,
-        pre_tokens, next_tokens, deterministic, layout_key, block_table, return_softmax_lse,
+        pre_tokens, next_tokens, deterministic, layout_kv, block_table, return_softmax_lse,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def with_dense_keys(a: Arguments, *caches: str) -> Arguments:
 
     Their lengths are counts in both layouts.
     """
-    if a.layout_key != "PA_BSND":
+    if a.block_table is None:
         return a
     lengths = list(a.actual_seq_lengths_key)
     block_size, room = a.key.shape[1], a.block_table.shape[1] * a.key.shape[1]

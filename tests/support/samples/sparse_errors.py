@@ -190,12 +190,13 @@ def table_rules(
 def page_rules(operator: Operator) -> Iterator[WrongCall]:
     """Yields wrong calls with paged keys."""
     lengths = LENGTHS[1]
+    name = "layout_key" if operator.name == "lightning_indexer" else "layout_kv"
     for case in PAGES:
         wrong = partial(wrong_call, operator, case)
         other = {"BSND": "TND", "TND": "BSND"}[case.layout]
         for layout in (other, "BNSD", "pa_bsnd", ""):
-            yield wrong(id=layout, layout_key=layout)
-        yield wrong("block_table|key|value: ", layout_key=None)
+            yield wrong(id=layout, **{name: layout})
+        yield wrong("block_table|key|value: ", **{name: None})
         blocks = (-1, case.tokens(1)[0], 2**31 - 1)
         yield from table_rules(wrong, blocks, "block_table", "key", lengths)
         yield wrong(id="rank 3", key=lambda x: x.flatten(0, 1))

@@ -115,7 +115,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         "sparse_count": case.k,
         "sparse_mode": case.mode,
         "return_values": not case.page,
-        **(pages.options if pages else {}),
+        **(pages.options("layout_key") if pages else {}),
         **case.compression_options(),
     }
     return Sample("lightning_indexer", f"{case.id}-{dtype}", inputs, options)

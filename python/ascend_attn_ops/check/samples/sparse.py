@@ -151,9 +151,8 @@ class Pages:
         unread[self.slots] = False
         return rows.flatten(0, 1).masked_fill(unread[:, None, None], torch.nan).view(rows.shape)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"layout_key": "PA_BSND", "block_table": self.table}
+    def options(self, layout: str) -> dict[str, Any]:
+        return {layout: "PA_BSND", "block_table": self.table}
 
 
 def indices(case: SparseCase, random: Random) -> Tensor:

@@ -131,7 +131,7 @@ def build(case: SparseCase, dtype: torch.dtype) -> Sample:
         pages = Pages.draw(case, random)
         for caches, name in ((inputs, "key"), (inputs, "value"), (rope, "key_rope")):
             caches[name] = pages.cache(case, caches[name])
-        paged = {**pages.options, "return_softmax_lse": case.statistics}
+        paged = {**pages.options("layout_kv"), "return_softmax_lse": case.statistics}
     if case.absorbed:
         inputs["value"] = inputs["key"]
     options = {
@@ -244,7 +244,7 @@ def torch_npu(x: dict[str, Any]) -> Any:
         actual_seq_lengths_kv=x["actual_seq_lengths_key"],
         query_rope=x["query_rope"], key_rope=x["key_rope"],
         sparse_block_size=x["sparse_block_size"], block_table=x.get("block_table"),
-        layout_query=x["layout"], layout_kv=x.get("layout_key") or x["layout"],
+        layout_query=x["layout"], layout_kv=x.get("layout_kv") or x["layout"],
         sparse_mode=x["sparse_mode"], attention_mode=2,
         return_softmax_lse=x.get("return_softmax_lse", True),
     )  # fmt: skip

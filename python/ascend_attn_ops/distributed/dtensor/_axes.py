@@ -115,7 +115,6 @@ _DENSE_LAYOUTS = {
     "BNSD_BSND": ("BNSd", "BKTd"),
     "TND": ("SNd", "TKd"),
 }
-_PAGED = "PA_BSND"
 _MERGED_LAYOUTS = ("BSH", "SBH")
 
 
@@ -258,9 +257,9 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "rows": _rows,
     # The blocks of a cache belong to no sequence, and a part of the queries sees other keys than
     # the lengths of the call say, or their number.
-    "keys": lambda call: "bp1" if call.get("layout_key") == _PAGED else "BT1",
+    "keys": lambda call: "bp1" if call.get("block_table") is not None else "BT1",
     "queries": lambda call: (
-        "B" if call["layout_key"] == _PAGED or call.get("cmp_ratio", 1) > 1 else "BS"
+        "B" if call["block_table"] is not None or call.get("cmp_ratio", 1) > 1 else "BS"
     ),
     "statistics": lambda call: "B1SN" if call["return_softmax_lse"] else ABSENT,
     "values": lambda call: "BS1k" if call["return_values"] else ABSENT,
