@@ -25,7 +25,7 @@ Positions kept_arguments(const Op&) {
 }
 Positions kept_arguments(const SparseLightningIndexerGradKLLoss& op) {
   return {position_of(op, op.softmax_max), position_of(op, op.softmax_sum),
-          position_of(op, op.weight)};
+          position_of(op, op.token_weight)};
 }
 // Beside compressed keys, devices want float32 weights.
 Positions kept_arguments(const LightningIndexer& op) {

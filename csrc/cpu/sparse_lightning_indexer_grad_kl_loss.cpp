@@ -166,9 +166,10 @@ double compute(const Op& op, const SparseInputs& inputs, const Op::Outputs& outp
   const auto softmax_max = by_token(op.softmax_max);
   const auto softmax_sum = by_token(op.softmax_sum);
   const HeadWeights<Input> weights(op.weights);
-  const auto factors =
-      op.weight ? op.weight->to(at::CppTypeToScalarType<T>::value).contiguous() : at::Tensor();
-  const T* factor = op.weight ? factors.template const_data_ptr<T>() : nullptr;
+  const auto factors = op.token_weight
+                           ? op.token_weight->to(at::CppTypeToScalarType<T>::value).contiguous()
+                           : at::Tensor();
+  const T* factor = op.token_weight ? factors.template const_data_ptr<T>() : nullptr;
   const int64_t max_selected =
       std::min(inputs.sparse_indices.size(-1), longest(sequences, &Sequence::keys));
   for (const auto& sequence : sequences) {

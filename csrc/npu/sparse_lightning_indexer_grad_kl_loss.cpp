@@ -117,7 +117,7 @@ void launch_unweighted(const Op& op, const Op::Outputs& outputs) {
 // The number of keys that each token reads, at least 1: shaped as one head of the statistics.
 at::Tensor selected_keys(const Op& op) {
   const auto slots = op.sparse_indices.size(-1);
-  std::vector<float> counts(op.weight->numel(), 1);
+  std::vector<float> counts(op.token_weight->numel(), 1);
   for (const auto& sequence : sequences_of(op)) {
     const auto visible =
         visible_keys(static_cast<SparseMode>(op.sparse_mode), sequence.queries, sequence.keys);
@@ -135,7 +135,7 @@ at::Tensor selected_keys(const Op& op) {
 // all gradients are zero: with queries of zeros its attention and its scores are uniform, and equal
 // once the statistics are those of n equal scores.
 void launch_masked(const Op& op, const Op::Outputs& outputs) {
-  const auto dropped = op.weight->eq(0);
+  const auto dropped = op.token_weight->eq(0);
   const auto cleared = [&](const at::Tensor& tensor) {
     auto mask = dropped;
     while (mask.dim() < tensor.dim()) {
@@ -147,7 +147,7 @@ void launch_masked(const Op& op, const Op::Outputs& outputs) {
   const auto of_heads =
       packed ? dropped.unsqueeze(0).unsqueeze(-1) : dropped.unsqueeze(1).unsqueeze(-1);
   auto masked = op;
-  masked.weight = std::nullopt;
+  masked.token_weight = std::nullopt;
   masked.query = cleared(op.query);
   masked.query_index = cleared(op.query_index);
   masked.weights = cleared(op.weights);
@@ -162,11 +162,13 @@ void launch_masked(const Op& op, const Op::Outputs& outputs) {
 }
 
 void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
-  check_implemented(!op.weight || op.weight->scalar_type() == at::kBool, op.name, "weight",
-                    "expected dtype bool on the NPU, whose kernel has no factor per token, got ",
-                    op.weight ? dtype_name(op.weight->scalar_type()) : "",
-                    "; sum the losses of groups of tokens: factor * loss(weight=weight == factor)");
-  if (op.weight) {
+  check_implemented(
+      !op.token_weight || op.token_weight->scalar_type() == at::kBool, op.name, "token_weight",
+      "expected dtype bool on the NPU, whose kernel has no factor per token, got ",
+      op.token_weight ? dtype_name(op.token_weight->scalar_type()) : "",
+      "; sum the losses of groups of tokens: factor * loss(token_weight=token_weight == "
+      "factor)");
+  if (op.token_weight) {
     launch_masked(op, outputs);
   } else {
     launch_unweighted(op, outputs);

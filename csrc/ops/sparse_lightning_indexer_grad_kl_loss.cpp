@@ -126,8 +126,8 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
                          query.sym_size(-3));
   check_sequence_lengths(name, "actual_seq_lengths_key", layout_of_call, actual_seq_lengths_key,
                          key.sym_size(-3));
-  if (weight) {
-    rules.check_token_weight({"weight", *weight});
+  if (token_weight) {
+    rules.check_token_weight({"token_weight", *token_weight});
   }
   rules.check_sparse_mode(sparse_mode, {3});
   check_scale_value(name, scale_value);

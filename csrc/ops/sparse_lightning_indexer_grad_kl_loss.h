@@ -21,7 +21,7 @@ struct SparseLightningIndexerGradKLLoss {
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "str layout=\"BSND\", int sparse_mode=3, int pre_tokens=9223372036854775807, "
       "int next_tokens=9223372036854775807, "
-      "bool deterministic=False, Tensor? weight=None) -> (Tensor d_query_index, "
+      "bool deterministic=False, Tensor? token_weight=None) -> (Tensor d_query_index, "
       "Tensor d_key_index, Tensor d_weights, Tensor loss)";
   static constexpr std::array functions{"aclnnSparseLightningIndexerGradKLLoss"};
   static const OperatorLimits limits;
@@ -35,7 +35,7 @@ struct SparseLightningIndexerGradKLLoss {
   LayoutArgument layout;
   int64_t sparse_mode, pre_tokens, next_tokens;
   bool deterministic;
-  std::optional<at::Tensor> weight;
+  std::optional<at::Tensor> token_weight;
 
   Outputs check_and_allocate() const;
   void check_values() const;

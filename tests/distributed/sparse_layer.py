@@ -91,8 +91,8 @@ def run(
     batched = where["layout"] == "BSND"
     leaves = {name: tokens[name].detach().clone().requires_grad_() for name in (*QUERIES, *KEYS)}
     x = {name: leaf.unsqueeze(0) if batched else leaf for name, leaf in leaves.items()}
-    if "weight" in tokens:
-        loss = {**(loss or {}), "weight": tokens["weight"]}
+    if "token_weight" in tokens:
+        loss = {**(loss or {}), "token_weight": tokens["token_weight"]}
     results = forward(x, functions, sizes, where, values=True, loss=loss, **options)
     scores = results["values"].masked_fill(results["values"].isinf(), 0).sin().sum()
     d_out = tokens["d_out"].unsqueeze(0) if batched else tokens["d_out"]

@@ -144,12 +144,14 @@ def with_a_target(group: ProcessGroup) -> None:
             local = {name: shards.shard(y) for name, y in x.items() if name != "key_index"}
             local["key_index"] = keys.shard(x["key_index"])
             choices: list[dict[str, Any]] = [
-                {}, {"reduction": "mean", "weight": weight}, {"normalize_target": True},
+                {}, {"reduction": "mean", "token_weight": weight}, {"normalize_target": True},
                 {"normalizer": 7.0},
             ]  # fmt: skip
             for options in choices:
                 loss, expected = loss_of(ops, x, ratio, **packed, **options)
-                mine = {k: shards.shard(y) if k == "weight" else y for k, y in options.items()}
+                mine = {
+                    k: shards.shard(y) if k == "token_weight" else y for k, y in options.items()
+                }
                 actual, found = loss_of(
                     distributed, local, ratio, shards=shards, sparse_mode=mode, **mine
                 )

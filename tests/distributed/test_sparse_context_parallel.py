@@ -30,7 +30,7 @@ def compare(
         shards = SequenceShards(lengths, group, order)
         tokens = inputs(lengths, dtype, SIZES)
         if loss:
-            tokens["weight"] = torch.arange(sum(lengths), dtype=dtype) % 3
+            tokens["token_weight"] = torch.arange(sum(lengths), dtype=dtype) % 3
         expected = one_process(tokens, lengths, SIZES, loss=loss)
         actual = of_ranks(tokens, shards, SIZES, layout, loss=loss)
     for name in QUERY_SIDE:

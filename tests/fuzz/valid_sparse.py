@@ -291,9 +291,9 @@ def loss(random: Random, empty: bool = False) -> str:
             torch.rand(tokens, generator=generator) < 0.7
         )
         kind = random.choice((torch.bool, torch.float32, dtype))
-        sample = sample.given(weight=weight.to(kind))
+        sample = sample.given(token_weight=weight.to(kind))
     check(sample, run(sample, random, same_on_all_threads=False))
-    return f"{draw.label(case, dtype)}{' weighted' if 'weight' in sample.options else ''}"
+    return f"{draw.label(case, dtype)}{' weighted' if 'token_weight' in sample.options else ''}"
 
 
 def loss_gradient(random: Random, empty: bool = False) -> str:

@@ -34,9 +34,9 @@ def weight_of(case: SparseCase) -> Tensor:
 def test_bool_weights(case: SparseCase, dtype: torch.dtype) -> None:
     """The gradients to the bit. A token that is left out adds the rounding of 1/n to the loss."""
     sample, weight = KL_LOSS.make(case, dtype), weight_of(case)
-    on_npu = sample.to("npu").given(weight=weight.npu()).call(torch.ops.ascend)
+    on_npu = sample.to("npu").given(token_weight=weight.npu()).call(torch.ops.ascend)
     *gradients, loss = (x.cpu() for x in on_npu)
-    *expected_gradients, expected = sample.given(weight=weight).call(torch.ops.ascend)
+    *expected_gradients, expected = sample.given(token_weight=weight).call(torch.ops.ascend)
     assert_same_bits(tuple(gradients), tuple(expected_gradients))
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
 
@@ -44,7 +44,7 @@ def test_bool_weights(case: SparseCase, dtype: torch.dtype) -> None:
 def test_all_is_left_out() -> None:
     sample = KL_LOSS.make(BSND, torch.bfloat16).to("npu")
     nothing = torch.zeros(BSND.tokens(0), dtype=torch.bool).npu()
-    *gradients, loss = sample.given(weight=nothing).call(torch.ops.ascend)
+    *gradients, loss = sample.given(token_weight=nothing).call(torch.ops.ascend)
     assert not any(x.cpu().any() for x in gradients)
     assert loss.cpu().abs() < 1e-6
 
@@ -52,9 +52,9 @@ def test_all_is_left_out() -> None:
 def test_other_factors_are_refused() -> None:
     sample = KL_LOSS.make(BSND, torch.bfloat16).to("npu")
     weight = torch.ones(BSND.tokens(0)).npu()
-    message = r"kl_loss: weight: expected dtype bool on the NPU, .* got float32; sum the losses of"
+    message = "kl_loss: token_weight: expected dtype bool on the NPU, .* got float32; sum the los"
     with pytest.raises(NotImplementedError, match=message):
-        ops.lightning_indexer_kl_loss(**sample.arguments, weight=weight)
+        ops.lightning_indexer_kl_loss(**sample.arguments, token_weight=weight)
 
 
 # In a process of its own: a limited stream changes how torch_npu makes all its later calls.

@@ -66,8 +66,8 @@ def gradients(sample: Sample, **options: Any) -> tuple[Tensor, ...]:
 )
 def test_weight_is_that_of_the_reference(case: SparseCase, weight_dtype: torch.dtype) -> None:
     sample, weight = sample_of(case), weight_of(case, weight_dtype)
-    *expected_gradients, expected = sample.given(weight=weight).call(reference)
-    loss, *actual = gradients(sample, weight=weight)
+    *expected_gradients, expected = sample.given(token_weight=weight).call(reference)
+    loss, *actual = gradients(sample, token_weight=weight)
     assert_close("loss", loss, expected.squeeze(), TOLERANCES[torch.float64])
     for name, x, y in zip(TRAINED, actual, expected_gradients, strict=True):
         assert_close(name, x, y, TOLERANCES[torch.float64])
@@ -86,17 +86,17 @@ def test_ones_change_nothing(case: SparseCase, dtype: torch.dtype) -> None:
     sample = sample_of(case, dtype)
     expected = gradients(sample)
     for weight in (torch.ones(case.tokens(0)), torch.ones(case.tokens(0), dtype=torch.bool)):
-        assert_same_bits(gradients(sample, weight=weight), expected)
+        assert_same_bits(gradients(sample, token_weight=weight), expected)
 
 
 @each_case
 def test_a_token_without_weight_is_not_read(case: SparseCase) -> None:
     sample, weight = sample_of(case), weight_of(case, torch.bool)
-    expected = gradients(sample, weight=weight)
+    expected = gradients(sample, token_weight=weight)
     spoilt = sample.clone()
     for name in ("query", "query_index", "weights"):
         spoilt.tensors[name][~weight] = torch.nan
-    assert_same_bits(gradients(spoilt, weight=weight), expected)
+    assert_same_bits(gradients(spoilt, token_weight=weight), expected)
     d_query_index = expected[1]
     assert not d_query_index[~weight].any()
     assert d_query_index[weight & valid_tokens(case)].any()
@@ -111,14 +111,14 @@ def test_mean(case: SparseCase) -> None:
         torch.testing.assert_close(x, y / valid.sum())
     # The padding's weights do not count, whatever they are.
     weight[~valid] = torch.nan
-    total, mean = (gradients(sample, weight=weight, reduction=x) for x in ("sum", "mean"))
+    total, mean = (gradients(sample, token_weight=weight, reduction=x) for x in ("sum", "mean"))
     for x, y in zip(mean, total, strict=True):
         torch.testing.assert_close(x, y / weight[valid].sum())
 
 
 def test_mean_of_nothing_is_zero() -> None:
     nothing = torch.zeros(BSND.tokens(0), dtype=torch.bool)
-    for x in gradients(sample_of(BSND), weight=nothing, reduction="mean"):
+    for x in gradients(sample_of(BSND), token_weight=nothing, reduction="mean"):
         assert not x.any()
     empty = SparseCase(b=2, s=(6, 9), lengths=((0, 0), (0, 0)))
     for x in gradients(sample_of(empty), reduction="mean"):
@@ -130,7 +130,7 @@ def test_mean_of_nothing_is_zero() -> None:
 )
 def test_nothing_divided_by_a_normalizer_of_zero(zero: Any) -> None:
     nothing = torch.zeros(BSND.tokens(0), dtype=torch.bool)
-    for x in gradients(sample_of(BSND), weight=nothing, normalizer=zero):
+    for x in gradients(sample_of(BSND), token_weight=nothing, normalizer=zero):
         assert not x.any()
     assert loss_of(sample_of(BSND), normalizer=zero).isinf()
 
@@ -171,8 +171,8 @@ def test_normalizer_is_read_on_its_device() -> None:
     """A meta tensor has no value: an operation that waited for the device would fail."""
     sample = sample_of(BSND).to("meta")
     weight, normalizer = torch.ones(2, 6, device="meta"), torch.ones((), device="meta")
-    assert loss_of(sample, weight=weight, normalizer=normalizer).is_meta
-    assert loss_of(sample, weight=weight, reduction="mean").is_meta
+    assert loss_of(sample, token_weight=weight, normalizer=normalizer).is_meta
+    assert loss_of(sample, token_weight=weight, reduction="mean").is_meta
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -180,9 +180,9 @@ def test_wrong_weights(device: str) -> None:
     sample = sample_of(BSND, torch.bfloat16).to(device)
 
     def refused(weight: Tensor) -> Any:
-        return sample.given(weight=weight).call(torch.ops.ascend)
+        return sample.given(token_weight=weight).call(torch.ops.ascend)
 
-    name = "^ascend::sparse_lightning_indexer_grad_kl_loss: weight: expected "
+    name = "^ascend::sparse_lightning_indexer_grad_kl_loss: token_weight: expected "
     with pytest.raises(ValueError, match=name + r"shape \(B, S1\)"):
         refused(torch.ones(2, 7, device=device))
     with pytest.raises(ValueError, match=name):
@@ -194,15 +194,15 @@ def test_wrong_weights(device: str) -> None:
 def test_weight_has_no_gradient() -> None:
     weight = torch.ones(BSND.tokens(0), dtype=torch.float64, requires_grad=True)
     leaf = sample_of(BSND).requires_grad(TRAINED)
-    loss_of(leaf, weight=weight).backward()
+    loss_of(leaf, token_weight=weight).backward()
     assert weight.grad is None
-    assert not loss_of(sample_of(BSND), weight=weight).requires_grad
+    assert not loss_of(sample_of(BSND), token_weight=weight).requires_grad
 
 
 @each_case
 def test_compiled(case: SparseCase) -> None:
     sample, weight = sample_of(case, torch.bfloat16), weight_of(case, torch.float32)
-    options = {"weight": weight, "reduction": "mean"}
+    options = {"token_weight": weight, "reduction": "mean"}
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda sample: loss_of(sample, **options), backend="aot_eager", fullgraph=True

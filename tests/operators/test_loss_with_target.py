@@ -95,9 +95,9 @@ def test_weights_of_tokens_are_factors(case: SparseCase) -> None:
     weight = torch.randint(0, 3, case.tokens(0), generator=random).double()
     total = [torch.zeros_like(x) for x in gradients(sample)]
     for factor in (1, 2):
-        for i, x in enumerate(gradients(sample, weight=weight == factor)):
+        for i, x in enumerate(gradients(sample, token_weight=weight == factor)):
             total[i] += factor * x
-    torch.testing.assert_close(gradients(sample, weight=weight), total)
+    torch.testing.assert_close(gradients(sample, token_weight=weight), total)
 
 
 @each_case
@@ -107,11 +107,11 @@ def test_mean_is_over_the_tokens_of_sequences(case: SparseCase) -> None:
     torch.testing.assert_close(loss_of(sample, reduction="mean"), loss_of(sample) / tokens)
     torch.testing.assert_close(loss_of(sample, normalizer=5.0), loss_of(sample) / 5)
     weight = torch.zeros(case.tokens(0), dtype=torch.float64)
-    assert loss_of(sample, weight=weight, reduction="mean") == 0
+    assert loss_of(sample, token_weight=weight, reduction="mean") == 0
     weight[..., 1] = 3
-    mean = loss_of(sample, weight=weight, reduction="mean")
+    mean = loss_of(sample, token_weight=weight, reduction="mean")
     weighted = 3 if case is TND else 6
-    torch.testing.assert_close(mean, loss_of(sample, weight=weight) / weighted)
+    torch.testing.assert_close(mean, loss_of(sample, token_weight=weight) / weighted)
 
 
 def test_counts_of_a_padded_batch() -> None:

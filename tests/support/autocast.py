@@ -13,7 +13,8 @@ STATISTICS = ("softmax_max", "softmax_sum")
 def kept_names(sample: Sample) -> set[str]:
     """The arguments that keep their dtype."""
     names = {
-        *STATISTICS, "sink", "weight", "deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2",
+        *STATISTICS, "sink", "token_weight", "deq_scale1", "quant_scale1", "deq_scale2",
+        "quant_scale2",
     }  # fmt: skip
     if sample.arguments.get("cmp_ratio", 1) > 1 or "attn_softmax_l1_norm" in sample.inputs:
         names.add("attn_softmax_l1_norm")

@@ -30,7 +30,7 @@ _STATISTICS = ("softmax_max", "softmax_sum")
 # All tokens share these, which have no axis of tokens.
 _SHARED = ("sink", "position_bias", "indexer_loss_weight")
 # These keep their dtype under autocast, as in the operators.
-_NEVER_CAST = (*_STATISTICS, "weight", *_SHARED)
+_NEVER_CAST = (*_STATISTICS, "token_weight", *_SHARED)
 
 
 def batch_first(x: Tensor, layout: str) -> Tensor:

@@ -197,15 +197,15 @@ class IndexerLoss(Operation):
     deterministic: bool
 
     def check_values(self, parts: Sequence[Rows], queries: Tensors) -> None:
-        *_, indices, softmax_max, softmax_sum, _, weight = queries
+        *_, indices, softmax_max, softmax_sum, _, token_weight = queries
         _check_indices(self, parts, indices)
         # The operator reads no statistics of tokens whose weight is 0.
-        read = slice(None) if weight is None else weight != 0
+        read = slice(None) if token_weight is None else token_weight != 0
         _C.check_statistics(self.name, softmax_max[read], softmax_sum[read])
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The gradients of query_index, weights and key_index, and the loss of one part."""
-        query_index, weights, query, indices, *attention, query_rope, weight = queries
+        query_index, weights, query, indices, *attention, query_rope, token_weight = queries
         key_index, key, key_rope = keys
         d_query_index, d_key_index, d_weights, loss = ops.sparse_lightning_indexer_grad_kl_loss(
             query, key, query_index, key_index, weights,
@@ -213,7 +213,7 @@ class IndexerLoss(Operation):
             *(x.unsqueeze(0) for x in attention),
             query_rope=query_rope, key_rope=key_rope, scale_value=self.scale_value,
             layout=_LAYOUT, sparse_mode=self.sparse_mode, deterministic=self.deterministic,
-            weight=weight,
+            token_weight=token_weight,
         )  # fmt: skip
         return d_query_index, d_weights, d_key_index, loss
 
@@ -245,9 +245,9 @@ class IndexerLossWithTarget(OverCompressedKeys):
 
     def forward(self, part: Rows, queries: Tensors, keys: Tensors) -> tuple[Tensor, ...]:
         """The gradients of query_index, weights and key_index, and the loss of one part."""
-        query_index, weights, indices, target, weight = queries
+        query_index, weights, indices, target, token_weight = queries
         indices = self._indices(part, indices)
-        target, factors = prepared_target(target, indices, weight, self.normalize_target)
+        target, factors = prepared_target(target, indices, token_weight, self.normalize_target)
         options = {
             "cmp_residual_key": self._residual(part, query_index), "layout": _LAYOUT,
             "sparse_mode": self.sparse_mode, "cmp_ratio": self.cmp_ratio,

@@ -294,7 +294,7 @@ def lightning_indexer_kl_loss(
     layout: str = "TND",
     sparse_mode: int = 3,
     deterministic: bool = False,
-    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
     reduction: Literal["sum", "mean"] = "sum",
     normalizer: Tensor | float | None = None,
     target: Tensor | None = None,
@@ -322,8 +322,8 @@ def lightning_indexer_kl_loss(
         layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
         sparse_mode: 3, causal.
         deterministic: as in :func:`sparse_flash_attention`.
-        weight: a factor of each local token's loss and gradients, (T,) or (1, T): bool or floating
-            point, as in :func:`ascend_attn_ops.lightning_indexer_kl_loss`.
+        token_weight: a factor of each local token's loss and gradients, (T,) or (1, T): bool or
+            floating point, as in :func:`ascend_attn_ops.lightning_indexer_kl_loss`.
         reduction: "sum" over the tokens of all ranks, or their "mean": the sum divided by their
             number, or by the sum of the weights of all ranks.
         normalizer: what the sum is divided by, the same on all ranks; a tensor with one element is
@@ -379,7 +379,7 @@ def lightning_indexer_kl_loss(
         operation = IndexerLoss(cast("float", scale_value), sparse_mode, deterministic)
         of_tokens |= {
             "query": query, "sparse_indices": sparse_indices, "softmax_max": softmax_max,
-            "softmax_sum": softmax_sum, "query_rope": query_rope, "weight": weight,
+            "softmax_sum": softmax_sum, "query_rope": query_rope, "token_weight": token_weight,
         }  # fmt: skip
         of_keys |= {"key": key, "key_rope": key_rope}
     else:
@@ -389,7 +389,9 @@ def lightning_indexer_kl_loss(
         operation = IndexerLossWithTarget(
             cmp_ratio, sparse_mode, deterministic, bool(normalize_target)
         )
-        of_tokens |= {"sparse_indices": sparse_indices, "target": target, "weight": weight}
+        of_tokens |= {
+            "sparse_indices": sparse_indices, "target": target, "token_weight": token_weight,
+        }  # fmt: skip
     queries, keys = guard(
         operation, shards, layout, queries=of_tokens, keys=of_keys,
         # Reading a tensor's value would wait for its device.
@@ -410,6 +412,6 @@ def lightning_indexer_kl_loss(
             shards._gathered.drop(shards, kind)
     if reduction == "sum":
         return normalized(loss, normalizer)
-    if weight is None:
+    if token_weight is None:
         return loss / max(shards.tokens, 1)
-    return loss / one_for_zero(all_reduce(shards, weight.detach().sum(dtype=loss.dtype)))
+    return loss / one_for_zero(all_reduce(shards, token_weight.detach().sum(dtype=loss.dtype)))

@@ -84,12 +84,12 @@ def loss_with_target(
     weights: Tensor,
     sparse_indices: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    token_weight: Tensor | None,
     normalize: bool,
     options: dict[str, Any],
 ) -> Tensor:
-    """The sum over all tokens, (). `weight` is a factor of each token."""
-    target, factors = prepared_target(target, sparse_indices, weight, normalize)
+    """The sum over all tokens, (). `token_weight` is a factor of each token."""
+    target, factors = prepared_target(target, sparse_indices, token_weight, normalize)
     loss: Tensor = _LossWithTarget.apply(
         query_index, key_index, weights, sparse_indices, target, factors, options
     )
@@ -97,7 +97,7 @@ def loss_with_target(
 
 
 def prepared_target(
-    target: Tensor, sparse_indices: Tensor, weight: Tensor | None, normalize: bool
+    target: Tensor, sparse_indices: Tensor, token_weight: Tensor | None, normalize: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The target, 0 where there is no key, and the factors of its rows."""
     # The device wants 0 where there is no key.
@@ -108,29 +108,31 @@ def prepared_target(
         mass = target.sum(-1, keepdim=True)
         target = target / torch.where(mass == 0, 1, mass)
     factors = None
-    if weight is not None:
-        factors = weight.detach().to(target.dtype)
+    if token_weight is not None:
+        factors = token_weight.detach().to(target.dtype)
         factors = factors.reshape(*factors.shape, *[1] * (target.dim() - factors.dim()))
     return target, factors
 
 
 def tokens_of(
-    query: Tensor, lengths: Lengths, layout: str, weight: Tensor | None, dtype: torch.dtype
+    query: Tensor, lengths: Lengths, layout: str, token_weight: Tensor | None, dtype: torch.dtype
 ) -> Tensor | int:
     """The number of query tokens that belong to a sequence, or the sum of their weights, 1 for
     none; nothing waits for the device."""
     batches = query.shape[:-2]
     ends = lengths_on(lengths, query)
-    if weight is None:
+    if token_weight is None:
         if ends is None:
             return max(math.prod(batches), 1)  # numel() would make symbols constant
-        weight = torch.ones(batches, dtype=dtype, device=query.device)
+        token_weight = torch.ones(batches, dtype=dtype, device=query.device)
     if ends is not None:
         if layout == "TND":
             ends = ends[-1:] if ends.numel() else ends.new_zeros(1)
         else:
             ends = ends[:, None]
         # Multiplying by a mask would keep the NaN that padding may hold.
-        weight = torch.where(torch.arange(batches[-1], device=query.device) < ends, weight, 0)
-    total = weight.sum(dtype=dtype)
+        token_weight = torch.where(
+            torch.arange(batches[-1], device=query.device) < ends, token_weight, 0
+        )
+    total = token_weight.sum(dtype=dtype)
     return torch.where(total == 0, 1, total)

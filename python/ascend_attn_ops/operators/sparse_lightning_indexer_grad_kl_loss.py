@@ -38,7 +38,7 @@ def sparse_lightning_indexer_grad_kl_loss(
     pre_tokens: int = ALL_TOKENS_SPARSE,
     next_tokens: int = ALL_TOKENS_SPARSE,
     deterministic: bool = False,
-    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The KL loss that trains the indexer and its gradients, in one pass.
 
@@ -78,7 +78,7 @@ def sparse_lightning_indexer_grad_kl_loss(
     return _OPERATOR(
         query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
         scale_value, query_rope, key_rope, actual_seq_lengths_query, actual_seq_lengths_key, layout,
-        sparse_mode, pre_tokens, next_tokens, deterministic, weight,
+        sparse_mode, pre_tokens, next_tokens, deterministic, token_weight,
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def lightning_indexer_kl_loss(
     layout: str = "BSND",
     sparse_mode: int = 3,
     deterministic: bool = False,
-    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
     reduction: Literal["sum", "mean"] = "sum",
     normalizer: Tensor | float | None = None,
     target: Tensor | None = None,
@@ -145,7 +145,7 @@ def lightning_indexer_kl_loss(
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.
         deterministic: as in :func:`sparse_flash_attention`.
-        weight: a factor of each token's loss and gradients, (B, S1) or (T1,): bool, False for
+        token_weight: a factor of each token's loss and gradients, (B, S1) or (T1,): bool, False for
             padding and other masked tokens, or floating point. Tokens with factor 0 are not read.
             The NPU takes bool only.
         reduction: "sum" over the query tokens that belong to a sequence, or their "mean": the sum
@@ -200,7 +200,7 @@ def lightning_indexer_kl_loss(
     check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
     if target is not None:
         loss = loss_with_target(
-            query_index, key_index, weights, sparse_indices, target, weight, normalize_target,
+            query_index, key_index, weights, sparse_indices, target, token_weight, normalize_target,
             {
                 "actual_seq_lengths_query": actual_seq_lengths_query,
                 "actual_seq_lengths_key": actual_seq_lengths_key,
@@ -210,7 +210,7 @@ def lightning_indexer_kl_loss(
         )  # fmt: skip
         if reduction == "mean":
             return loss / tokens_of(
-                query_index, actual_seq_lengths_query, layout, weight, loss.dtype
+                query_index, actual_seq_lengths_query, layout, token_weight, loss.dtype
             )
         return normalized(loss, normalizer)
     check_no_target(normalize_target, cmp_ratio, cmp_residual_key)
@@ -221,11 +221,12 @@ def lightning_indexer_kl_loss(
         scale_value=cast("float", scale_value), query_rope=query_rope, key_rope=key_rope,
         actual_seq_lengths_query=actual_seq_lengths_query,
         actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout, sparse_mode=sparse_mode, deterministic=deterministic, weight=weight,
+        layout=layout, sparse_mode=sparse_mode, deterministic=deterministic,
+        token_weight=token_weight,
     )  # fmt: skip
     loss = loss.squeeze(0)
     if reduction == "mean":
-        return loss / tokens_of(query, actual_seq_lengths_query, layout, weight, loss.dtype)
+        return loss / tokens_of(query, actual_seq_lengths_query, layout, token_weight, loss.dtype)
     return normalized(loss, normalizer)
 
 

@@ -133,7 +133,9 @@ def terms(sample: Sample, dtype: torch.dtype) -> tuple[list[Tensor], float]:
         statistics_to_tokens(x, a.layout, torch.float64)[..., None]
         for x in (a.softmax_max, a.softmax_sum)
     )
-    factors = None if a.weight is None else to_tokens(a.weight, a.layout).double().tolist()
+    factors = (
+        None if a.token_weight is None else to_tokens(a.token_weight, a.layout).double().tolist()
+    )
     d_q, d_k, d_w = (torch.zeros_like(x) for x in (q_index, k_index, w))
     of_loss, largest = torch.zeros(1, dtype=torch.float64), largest_score(query, key, a.scale_value)
     selected = index_lists(a.sparse_indices, a.layout)

@@ -71,7 +71,7 @@ LINES = {
     ),
     "sparse_lightning_indexer_grad_kl_loss": Line(
         "query BSNd, key BT1d, query_index BSHi, key_index BT1i, weights BSH, sparse_indices BS1k, "
-        f"{_STATISTICS}, {_ROPES}, weight BS, {_LENGTHS}",
+        f"{_STATISTICS}, {_ROPES}, token_weight BS, {_LENGTHS}",
         "BSHi BT1i BSH 1",
         "BS",
     ),

@@ -242,6 +242,6 @@ class SparseAttention(EnabledAttention):
             indices,
             *statistics,
             **{**attention, **ropes},
-            weight=None if tokens.sequences is None else tokens.sequences.valid,
+            token_weight=None if tokens.sequences is None else tokens.sequences.valid,
             reduction="mean",
         )

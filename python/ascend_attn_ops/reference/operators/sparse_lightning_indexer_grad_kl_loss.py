@@ -37,9 +37,9 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
         d_query_index     = dS @ key_index[j]
         d_key_index[j]   += dS^T @ query_index
 
-    c is the token's `weight`, 1 without one; where it is 0, the row is not read. The loss is the
-    sum over all tokens. Its gradients are stated, not derived: y - p also where the clamp acts and
-    where p does not sum to one.
+    c is the token's `token_weight`, 1 without one; where it is 0, the row is not read. The loss is
+    the sum over all tokens. Its gradients are stated, not derived: y - p also where the clamp acts
+    and where p does not sum to one.
 
     Returns d_query_index, d_key_index and d_weights with the shapes and dtypes of what they belong
     to, and loss (1,), fp32, or fp64 for fp64 inputs.
@@ -52,7 +52,9 @@ def sparse_lightning_indexer_grad_kl_loss(a: Arguments) -> tuple[Tensor, Tensor,
     maximum, total = (
         statistics_to_tokens(x, a.layout, dtype)[..., None] for x in (a.softmax_max, a.softmax_sum)
     )
-    factors = None if a.weight is None else to_tokens(a.weight, a.layout, dtype).tolist()
+    factors = (
+        None if a.token_weight is None else to_tokens(a.token_weight, a.layout, dtype).tolist()
+    )
     selected = index_lists(a.sparse_indices, a.layout)
     d_q, d_k, d_w = (torch.zeros_like(x) for x in (q_index, k_index, w))
     loss = q.new_zeros(1)
