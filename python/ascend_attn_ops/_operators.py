@@ -114,5 +114,7 @@ class Operator:
             got = given[list(self.types).index(argument)]
             if argument in LENGTHS:
                 raise not_lengths((self.name, argument), got) from None
+            if argument == "layout" and got is None:  # the operator lists those that it takes
+                return self.overload(*values[:positional], **{**keywords, argument: "None"})
             expected = _EXPECTED[self.types[argument]]
             raise wrong(TypeError, self.name, argument, expected, shown(got)) from None

@@ -154,12 +154,19 @@ def flash_attention_score(
         drop_mask, keep_prob, dropout_p, generator, query, key, num_heads, layout,
         actual_seq_lengths_query, actual_seq_lengths_key,
     )  # fmt: skip
-    outputs: tuple[Tensor, Tensor, Tensor] = _OPERATOR(
-        query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
-        actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx, scale_value,
-        keep_prob if dropout_p == 0 else 1 - dropout_p, pre_tokens, next_tokens, inner_precise,
-        sparse_mode, pse_type, sink, query_rope, key_rope,
-    )  # fmt: skip
+    outputs: tuple[Tensor, Tensor, Tensor]
+    try:
+        outputs = _OPERATOR(
+            query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
+            actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx,
+            scale_value, keep_prob if dropout_p == 0 else 1 - dropout_p, pre_tokens, next_tokens,
+            inner_precise, sparse_mode, pse_type, sink, query_rope, key_rope,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        if attn_mask is None:
+            raise
+        # The operator got its inverse.
+        raise type(error)(str(error).replace("atten_mask", "attn_mask")) from None
     return outputs
 
 
