@@ -6,6 +6,7 @@
 
 #include "autograd/saved_call.h"
 #include "core/error.h"
+#include "core/symbolic.h"
 #include "dispatch/operator.h"
 
 namespace ascend_attn {
@@ -15,7 +16,8 @@ namespace {
 std::optional<at::Tensor> pse_of_gradient(const FlashAttentionScore& op) {
   const auto& pse = op.options.pse_shift;
   const auto axes = axes_of(op.options.layout.value());
-  if (!pse || axes.packed() || pse->dim() != 4 || pse->sym_size(0) != 1 || pse->sym_size(2) != 1) {
+  if (!pse || axes.packed() || pse->dim() != 4 || !known_equal(pse->sym_size(0), 1) ||
+      !known_equal(pse->sym_size(2), 1)) {
     return pse;
   }
   const auto& batch = op.query.sym_size(axes.batch);

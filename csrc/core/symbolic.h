@@ -30,6 +30,17 @@ inline bool known_equal(const c10::SymInt& a, const c10::SymInt& b) {
   });
 }
 
+// Returns whether two numbers may be equal. Those that depend on data may: the call itself checks.
+inline bool may_equal(const c10::SymInt& a, const c10::SymInt& b) {
+  return compare_equal(a, b, [](const c10::SymBool& equal) {
+    return !equal.has_hint() || equal.guard_bool(__FILE__, __LINE__);
+  });
+}
+
+inline bool positive(const c10::SymInt& number) {
+  return number.sym_gt(0).expect_true(__FILE__, __LINE__);
+}
+
 inline bool at_most(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_le(b).expect_true(__FILE__, __LINE__);
 }

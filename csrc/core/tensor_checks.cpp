@@ -93,7 +93,7 @@ bool has_shape(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
   const auto sizes = tensor.sym_sizes();
   bool same = sizes.size() == expected.size();
   for (size_t axis = 0; same && axis < sizes.size(); ++axis) {
-    same = sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
+    same = may_equal(sizes[axis], expected[axis]);
   }
   return same;
 }
@@ -102,8 +102,7 @@ bool broadcasts_to(const at::Tensor& tensor, c10::SymIntArrayRef expected) {
   const auto sizes = tensor.sym_sizes();
   bool fits = sizes.size() == expected.size();
   for (size_t axis = 0; fits && axis < sizes.size(); ++axis) {
-    fits = sizes[axis].sym_eq(1).guard_bool(__FILE__, __LINE__) ||
-           sizes[axis].sym_eq(expected[axis]).guard_bool(__FILE__, __LINE__);
+    fits = may_equal(sizes[axis], 1) || may_equal(sizes[axis], expected[axis]);
   }
   return fits;
 }

@@ -1,6 +1,7 @@
 #include "ops/flash_attention_score.h"
 
 #include "core/error.h"
+#include "core/symbolic.h"
 #include "ops/flash_attention_score_rules.h"
 
 namespace ascend_attn {
@@ -107,8 +108,12 @@ bool has_row_per_sequence(const FlashAttentionOptions& options) {
 
 bool is_compressed_pse(const at::Tensor& pse_shift, const c10::SymInt& queries,
                        const c10::SymInt& keys) {
-  return pse_shift.dim() == 4 && pse_shift.sym_size(2) == kCompressedPseRows && queries == keys &&
-         queries > kCompressedPseRows;
+  if (pse_shift.dim() != 4 || !known_equal(pse_shift.sym_size(2), kCompressedPseRows) ||
+      !known_equal(queries, keys)) {
+    return false;
+  }
+  const auto longer = queries.sym_gt(kCompressedPseRows);
+  return longer.has_hint() && longer.guard_bool(__FILE__, __LINE__);
 }
 
 }  // namespace ascend_attn

@@ -92,8 +92,8 @@ int64_t FlashAttentionRules::longest(c10::ArrayRef<int64_t> ends) {
 // Reads the sizes of the axes and checks that the three tensors agree on them.
 void FlashAttentionRules::read_axes() {
   const auto& heads = options_.heads();
-  check_value(heads > 0, op_, "num_heads", "expected the positive number of query heads, got ",
-              heads);
+  check_value(positive(heads), op_, "num_heads",
+              "expected the positive number of query heads, got ", heads);
   queries_ = query_.sym_size(axes_.tokens);
   keys_ = key_.sym_size(axes_.tokens);
   heads_ = heads;
@@ -103,13 +103,13 @@ void FlashAttentionRules::read_axes() {
                 "expected H to be a multiple of num_heads = ", heads, ", got shape ",
                 query_.sym_sizes());
     head_size_ = width / heads;
-    check_value(head_size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
-                query_.sym_sizes());
+    check_value(positive(head_size_), op_, "query",
+                "expected a head size of at least 1, got shape ", query_.sym_sizes());
     check_value(divides(head_size_, key_.sym_size(-1)), op_, "key",
                 "expected H to be a multiple of D = ", head_size_, ", got shape ",
                 key_.sym_sizes());
     key_heads_ = key_.sym_size(-1) / head_size_;
-    check_value(key_heads_ > 0, op_, "key", "expected at least one head of D = ", head_size_,
+    check_value(positive(key_heads_), op_, "key", "expected at least one head of D = ", head_size_,
                 ", got shape ", key_.sym_sizes());
     check_value(divides(key_heads_, value_.sym_size(-1)), op_, "value",
                 "expected H to be a multiple of key's heads, ", key_heads_, ", got shape ",
@@ -127,12 +127,12 @@ void FlashAttentionRules::read_axes() {
                 "expected key's number of heads, ", key_heads_, ", got shape ", value_.sym_sizes());
     value_head_size_ = value_.sym_size(-1);
   }
-  check_value(key_heads_ > 0 && divides(key_heads_, heads), op_, "key",
+  check_value(positive(key_heads_) && divides(key_heads_, heads), op_, "key",
               "expected a number of heads that divides query's, ", heads, ", got ", key_heads_,
               " of shape ", key_.sym_sizes());
-  check_value(head_size_ > 0, op_, "query", "expected a head size of at least 1, got shape ",
+  check_value(positive(head_size_), op_, "query", "expected a head size of at least 1, got shape ",
               query_.sym_sizes());
-  check_value(value_head_size_ > 0 && value_head_size_ <= head_size_, op_, "value",
+  check_value(positive(value_head_size_) && at_most(value_head_size_, head_size_), op_, "value",
               "expected a head size of at least 1 and at most query's, ", head_size_, ", got ",
               value_head_size_, " of shape ", value_.sym_sizes());
   check_value(same(value_.sym_size(axes_.tokens), keys_), op_, "value",
@@ -225,8 +225,8 @@ void FlashAttentionRules::check_extra(const SinkAndRopes& extra) {
               "expected H to be a multiple of num_heads = ", heads_, ", got shape ",
               rope.sym_sizes());
   rope_size_ = axes_.merged() ? width / heads_ : width;
-  check_value(rope_size_ > 0, op_, "query_rope", "expected a head size of at least 1, got shape ",
-              rope.sym_sizes());
+  check_value(positive(rope_size_), op_, "query_rope",
+              "expected a head size of at least 1, got shape ", rope.sym_sizes());
   check_rope({"query_rope", rope}, query_, heads_);
   check_rope({"key_rope", *extra.key_rope}, key_, key_heads_);
 }
@@ -277,8 +277,8 @@ void FlashAttentionRules::check_pse_tensor() const {
     return;
   }
   const bool compressed = !options_.padded() && is_compressed_pse(pse, queries_, keys_);
-  const bool full = broadcasts_to(pse, {{batch_, heads_, queries_, keys_}}) &&
-                    known_equal(pse.sym_size(-1), keys_);
+  const bool full =
+      broadcasts_to(pse, {{batch_, heads_, queries_, keys_}}) && may_equal(pse.sym_size(-1), keys_);
   const bool per_key = full && known_equal(pse.sym_size(0), 1) && known_equal(pse.sym_size(2), 1);
   check_value(
       full || (compressed && (has_shape(pse, {{batch_, heads_, kCompressedPseRows, keys_}}) ||

@@ -74,8 +74,7 @@ const InferLayout& FusedInferAttentionScore::infer_layout() const {
 }
 
 c10::SymInt FusedInferAttentionScore::key_heads() const {
-  return num_key_value_heads.sym_eq(0).guard_bool(__FILE__, __LINE__) ? heads()
-                                                                      : num_key_value_heads;
+  return known_equal(num_key_value_heads, 0) ? heads() : num_key_value_heads;
 }
 
 c10::SymInt FusedInferAttentionScore::page_size() const {
@@ -152,9 +151,9 @@ void FusedInferRules::check_dtypes() const {
 }
 
 void FusedInferRules::check_heads() {
-  check_value(op_.heads() > 0, kName, "num_heads",
+  check_value(positive(op_.heads()), kName, "num_heads",
               "expected the positive number of query heads, got ", op_.heads());
-  check_value(op_.num_key_value_heads >= 0, kName, "num_key_value_heads",
+  check_value(at_most(0, op_.num_key_value_heads), kName, "num_key_value_heads",
               "expected the number of key heads, or 0 where it is num_heads, got ",
               op_.num_key_value_heads);
   key_heads_ = op_.key_heads();
@@ -176,8 +175,8 @@ void FusedInferRules::check_query() {
     check_value(same(tensor.sym_size(axes_.heads), op_.heads()), kName, "query",
                 "expected num_heads = ", op_.heads(), " heads, got shape ", tensor.sym_sizes());
   }
-  check_value(head_size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
-              tensor.sym_sizes());
+  check_value(positive(head_size_), kName, "query",
+              "expected a head size of at least 1, got shape ", tensor.sym_sizes());
   queries_ = tensor.sym_size(axes_.tokens);
   if (!axes_.packed()) {
     batch_ = tensor.sym_size(axes_.batch);
@@ -215,13 +214,11 @@ void FusedInferRules::check_pages() {
   check_value(op_.page_form() != PageForm::fractals || divides(kFractalColumns, head_size_), kName,
               "query", "expected D to be a multiple of 16 for keys in fractals, got ", head_size_);
   page_size_ = op_.page_size();
-  check_value(page_size_ > 0 && divides(16, page_size_), kName, "key",
+  check_value(positive(page_size_) && divides(16, page_size_), kName, "key",
               "expected block_size to be a positive multiple of 16, got shape ",
               op_.key.sym_sizes());
-  check_value(
-      op_.block_size.sym_eq(0).guard_bool(__FILE__, __LINE__) || same(op_.block_size, page_size_),
-      kName, "block_size", "expected key's block_size, ", page_size_, ", or 0, got ",
-      op_.block_size);
+  check_value(may_equal(op_.block_size, 0) || same(op_.block_size, page_size_), kName, "block_size",
+              "expected key's block_size, ", page_size_, ", or 0, got ", op_.block_size);
   keys_ = saturated_product(table.tensor.sym_size(1), page_size_);
   check_like_keys({"key", op_.key}, head_size_);
   const NamedTensor value{"value", op_.value};
@@ -243,8 +240,8 @@ c10::SymInt FusedInferRules::size_of_keys(NamedTensor argument) const {
   } else if (paged() && op_.page_form() == PageForm::fractals) {
     size = tensor.sym_size(2) * kFractalColumns;
   }
-  check_value(size > 0, kName, argument.name, "expected a head size of at least 1, got shape ",
-              tensor.sym_sizes());
+  check_value(positive(size), kName, argument.name,
+              "expected a head size of at least 1, got shape ", tensor.sym_sizes());
   return size;
 }
 

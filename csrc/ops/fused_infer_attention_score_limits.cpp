@@ -133,7 +133,9 @@ void FusedInferRules::check_size_limits() const {
                                    (may_be(head_size_, 128) || may_be(head_size_, kAbsorbedSize))),
                "Dr ", rope_size_, " beside D ", head_size_);
   const bool of_absorbed = layout_.output == Layout::NBSD || layout_.output == Layout::NTD;
-  limits_.rule(kAbsorbedPair, !of_absorbed || absorbed(), layout_.name, " with D ", head_size_);
+  const bool may_be_absorbed = op_.query_rope && may_be(head_size_, kAbsorbedSize);
+  limits_.rule(kAbsorbedPair, !of_absorbed || may_be_absorbed, layout_.name, " with D ",
+               head_size_);
   const bool other_pair = layout_.is_pair() && !of_absorbed;
   limits_.rule(kAbsorbedLayout, !absorbed() || !other_pair, layout_.name);
   const bool is_common = is_size(64, 64) || is_size(128, 128) || is_size(192, 128);
@@ -144,13 +146,13 @@ void FusedInferRules::check_size_limits() const {
                layout_.name);
   limits_.rule(kAlignedSize, layout_.name != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
   limits_.rule(kPackedPrecise,
-               !axes_.packed() || op_.inner_precise == 0 || known_equal(key_heads_, op_.heads()),
+               !axes_.packed() || op_.inner_precise == 0 || may_equal(key_heads_, op_.heads()),
                op_.inner_precise);
   limits_.rule(kPairLse, !op_.return_softmax_lse || !of_absorbed, "True for layout ", layout_.name);
 }
 
 void FusedInferRules::check_value_size() const {
-  const bool is_usual = known_equal(head_size_, value_size_) || is_size(192, 128);
+  const bool is_usual = may_equal(head_size_, value_size_) || is_size(192, 128);
   limits_.rule(kValueSize, is_usual, value_size_);
   const bool are_small =
       head_size_.maybe_as_int().value_or(0) <= 128 && value_size_.maybe_as_int().value_or(0) <= 128;
@@ -176,7 +178,7 @@ void FusedInferRules::check_page_limits() const {
   limits_.rule(kFractals, op_.page_form() != PageForm::fractals || op_.query_rope || of_common_size,
                head_size_);
   for (const auto& rule : {kEqualPages, kEqualPagesOf950}) {
-    limits_.rule(rule, known_equal(head_size_, value_size_), "a head size of ", value_size_,
+    limits_.rule(rule, may_equal(head_size_, value_size_), "a head size of ", value_size_,
                  " beside ", head_size_);
   }
 }

@@ -29,17 +29,14 @@ void FusedInferRules::check_full_mask() const {
               op_.sparse_mode, " for layout ", layout_.name, ", got a tensor",
               "; pass sequences of equal length in layout BSND");
   const int64_t rank = mask.dim();
-  const auto equal = [](const c10::SymInt& size, const c10::SymInt& other) {
-    return size.sym_eq(other).guard_bool(__FILE__, __LINE__);
-  };
   const auto fits_rows = [&] {
     // A mask of two axes has one row for each batch where each has a single query.
     const auto& rows = mask.sym_size(-2);
-    return rank == 2 && equal(queries_, 1) ? equal(rows, 1) || same(rows, batch_)
-                                           : at_most(queries_, rows);
+    return rank == 2 && known_equal(queries_, 1) ? may_equal(rows, 1) || same(rows, batch_)
+                                                 : at_most(queries_, rows);
   };
   const auto fits_batch = [&] {
-    return equal(mask.sym_size(0), 1) || same(mask.sym_size(0), batch_);
+    return may_equal(mask.sym_size(0), 1) || same(mask.sym_size(0), batch_);
   };
   const bool fits = rank >= 2 && rank <= 4 && (rank == 2 || fits_batch()) &&
                     (rank < 4 || same(mask.sym_size(1), 1)) && fits_rows() &&

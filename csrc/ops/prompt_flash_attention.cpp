@@ -73,11 +73,11 @@ void PromptFlashAttentionRules::check_heads() {
   const auto& heads = op_.heads();
   const auto& key_heads = op_.num_key_value_heads;
   constexpr int64_t kMostQueryHeads = 64;
-  check_value(heads > 0, kName, "num_heads", "expected the positive number of query heads, got ",
-              heads);
-  check_value(key_heads >= 0, kName, "num_key_value_heads",
+  check_value(positive(heads), kName, "num_heads",
+              "expected the positive number of query heads, got ", heads);
+  check_value(at_most(0, key_heads), kName, "num_key_value_heads",
               "expected the number of key heads, or 0 where it is num_heads, got ", key_heads);
-  key_heads_ = key_heads == 0 ? heads : key_heads;
+  key_heads_ = known_equal(key_heads, 0) ? heads : key_heads;
   check_value(divides(key_heads_, heads), kName, "num_key_value_heads",
               "expected a divisor of num_heads = ", heads, ", got ", key_heads);
   check_value(at_most(heads, key_heads_ * kMostQueryHeads), kName, "num_key_value_heads",
@@ -97,8 +97,8 @@ void PromptFlashAttentionRules::check_sizes() {
                 op_.query.sym_sizes());
     head_size_ = head_size_ / op_.heads();
   }
-  check_value(head_size_ > 0, kName, "query", "expected a head size of at least 1, got shape ",
-              op_.query.sym_sizes());
+  check_value(positive(head_size_), kName, "query",
+              "expected a head size of at least 1, got shape ", op_.query.sym_sizes());
   check_heads_and_size(query(), "num_heads", op_.heads());
   for (const auto& argument : {NamedTensor{"key", op_.key}, NamedTensor{"value", op_.value}}) {
     check_heads_and_size(argument, "num_key_value_heads", key_heads_);
@@ -146,7 +146,7 @@ void PromptFlashAttentionRules::check_limits() const {
     limits_.rule({argument, prompt_rules::kNotEmptyInt8.expected, kA2A3},
                  !is_int8() || size_of->maybe_as_int() != 0, name, " = 0");
   }
-  limits_.rule(prompt_rules::kKeyHeads, !is_310p() || key_heads_ == op_.heads(),
+  limits_.rule(prompt_rules::kKeyHeads, !is_310p() || may_equal(key_heads_, op_.heads()),
                op_.num_key_value_heads);
   limits_.rule(prompt_rules::kNoQueryLengths, !op_.actual_seq_lengths_query.given(), "lengths");
   limits_.rule(prompt_rules::kNoKeyLengths, !op_.actual_seq_lengths_key.given(), "lengths");

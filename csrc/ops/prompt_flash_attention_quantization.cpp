@@ -82,7 +82,7 @@ void PromptFlashAttentionRules::check_scales_of_output() const {
              ", got ", dtype_name(dtype));
   const auto channels = op_.heads() * head_size_;
   const auto count = scale.tensor.sym_numel();
-  const bool per_tensor = count.sym_eq(1).guard_bool(__FILE__, __LINE__);
+  const bool per_tensor = may_equal(count, 1);
   check_value(per_tensor || same(count, channels), kName, scale.name,
               "expected one value, or one per channel, N * D = ", channels, ", got shape ",
               scale.tensor.sym_sizes());

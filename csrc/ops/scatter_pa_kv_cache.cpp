@@ -38,17 +38,19 @@ constexpr Rule kBufferGoesOn{"key",
 bool has_window(Scatter scatter) { return scatter >= Scatter::rope; }
 
 // Returns whether the elements of every block are contiguous, with the axes behind the first in
-// this order, and no two blocks overlap.
+// this order, and no two blocks overlap. Symbols that decide nothing may be so.
 bool has_dense_blocks(const at::Tensor& cache, std::initializer_list<int64_t> order) {
-  const auto holds = [](const c10::SymBool& truth) { return truth.guard_bool(__FILE__, __LINE__); };
+  const auto may_hold = [](const c10::SymBool& truth) {
+    return !truth.has_hint() || truth.guard_bool(__FILE__, __LINE__);
+  };
   c10::SymInt elements = 1;
   for (const auto* axis = order.end(); axis-- != order.begin();) {
-    if (holds(cache.sym_size(*axis).sym_ne(1)) && holds(cache.sym_stride(*axis).sym_ne(elements))) {
+    if (!may_equal(cache.sym_size(*axis), 1) && !may_equal(cache.sym_stride(*axis), elements)) {
       return false;
     }
     elements = elements * cache.sym_size(*axis);
   }
-  return holds(cache.sym_size(0).sym_le(1)) || holds(cache.sym_stride(0).sym_ge(elements));
+  return may_hold(cache.sym_size(0).sym_le(1)) || may_hold(cache.sym_stride(0).sym_ge(elements));
 }
 
 void check_name(const char* argument, std::string_view given,
