@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 
 from ascend_attn_ops.integrations.transformers import _dense, register, unregister  # noqa: E402
 from support.small_models import make, packing, padding, targets, tokens  # noqa: E402
@@ -291,6 +292,28 @@ def test_a_pack_compiles_with_the_lengths_of_its_collator() -> None:
             for loss in losses
         ]
         assert_close([losses[0], *gradients[0]], [losses[1], *gradients[1]])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_pack_compiles_with_its_positions(name: str, batch: int) -> None:
+    """In one graph, without a mask of all pairs. Other values do not compile it again."""
+    _, ours = pair(name)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for lengths in ([15, 1, 24], [9, 11, 20], [40]):
+        positions = torch.cat([torch.arange(n) for n in lengths]).expand(batch, -1)
+        packed = {"position_ids": positions, "labels": tokens(batch), "use_cache": False}
+        with (
+            torch._dynamo.config.patch(error_on_recompile=lengths != [15, 1, 24]),
+            mock.patch.object(masking_utils, "sdpa_mask", side_effect=AssertionError),
+        ):
+            results = [model(tokens(batch), **packed) for model in (compiled, ours)]
+        gradients = [
+            torch.autograd.grad(x.loss, ours.model.layers[0].self_attn.q_proj.weight)
+            for x in results
+        ]
+        assert_close([results[0].logits, *gradients[0]], [results[1].logits, *gradients[1]])
 
 
 def test_window_that_only_the_layer_knows() -> None:

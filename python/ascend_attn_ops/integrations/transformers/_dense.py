@@ -18,7 +18,7 @@ import ascend_attn_ops as ops
 from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._packing import Lengths, begins_of_runs, without_empty
 from ascend_attn_ops.integrations.transformers import _paged
-from ascend_attn_ops.integrations.transformers._sequences import packed
+from ascend_attn_ops.integrations.transformers._sequences import ends_of, packed
 
 NAME = "ascend"
 # transformers' continuous batching accepts this name, as it contains "flash".
@@ -47,10 +47,9 @@ def register() -> None:
     grouped heads, sliding windows, dropout and attention sinks. Causal masks, windows, padding and
     packed sequences (position_ids that start over) reach it as modes and lengths, and no mask of
     all pairs is built. That happens for other patterns only (images that attend both ways, padding
-    of encoders), and under torch.compile where there may be padding or packed sequences, unless the
-    collator says their lengths (cu_seq_lens_q and cu_seq_lens_k, tensors). Static and dynamic
-    caches work. The output of a padding token differs from that in transformers: generate() needs
-    left padding.
+    of encoders), and under torch.compile where there may be padding. A collator may say the lengths
+    of packed sequences (cu_seq_lens_q and cu_seq_lens_k, tensors). Static and dynamic caches work.
+    The output of a padding token differs from that in transformers: generate() needs left padding.
 
     transformers' eager attention of gpt_oss attends across packed sequences, this one within them,
     under torch.compile with the collator's lengths alone.
@@ -85,6 +84,7 @@ def register() -> None:
         AttentionInterface.register(name, attention)
         masking_utils.AttentionMaskInterface.register(name, mask)
     _paged.let_models_load(PAGED_NAME)
+    _let_traces_recognise()
 
 
 def unregister() -> None:
@@ -93,6 +93,48 @@ def unregister() -> None:
         for name in (NAME, PAGED_NAME):
             interface._global_mapping.pop(name, None)
     _paged.undo()
+
+
+class _Window:
+    """A causal mask within a window, as transformers' sliding_window_causal_mask_function."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key > query - self.window) & (key <= query)
+
+
+class _InPacks:
+    """A mask within packed sequences, as transformers' packed_sequence_compatibility_function."""
+
+    def __init__(
+        self, mask_function: Callable[..., Any], position_ids: Tensor, sequences: Tensor
+    ) -> None:
+        self.mask_function = mask_function
+        self.position_ids = position_ids
+        self.sequences = sequences
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = self.sequences[batch, query] == self.sequences[batch, key]
+        positions = self.position_ids[batch, query], self.position_ids[batch, key]
+        return same & self.mask_function(batch, head, *positions)
+
+
+@cache
+def _let_traces_recognise() -> None:
+    """Makes objects of the closures that transformers makes under torch.compile, for any attention:
+    a trace cannot look into a closure."""
+
+    @torch.compiler.substitute_in_graph(masking_utils.sliding_window_causal_mask_function)
+    def _(sliding_window: int) -> Callable[..., Tensor]:
+        return _Window(sliding_window)
+
+    @torch.compiler.substitute_in_graph(masking_utils.packed_sequence_compatibility_function)
+    def _(
+        mask_function: Callable[..., Any], position_ids: Tensor, packed_sequence_mask: Tensor
+    ) -> Callable[..., Tensor]:
+        return _InPacks(mask_function, position_ids, packed_sequence_mask)
 
 
 class _Pattern(NamedTuple):
@@ -122,7 +164,9 @@ def mask(
     - bool, (B, 1, queries, keys), True keeps a key;
     - int32, (B or 1, 1, 2, keys), a causal mask in brief: equal numbers mark the keys of a
       sequence, and beside them stands the window, or 0. The queries are the last keys; further keys
-      are not read. transformers passes on a mask of four axes as it is.
+      are not read. transformers passes on a mask of four axes as it is;
+    - int32, (1, 1, 1, tokens), on the host: the ends of packed sequences, in which the mask is
+      causal, under torch.compile.
     """
     layer_types = getattr(config, "layer_types", None) or ()
     if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
@@ -146,7 +190,11 @@ def mask(
 
     # For a single query a mask is small, and that of a compiled decoding step must stay a tensor.
     if is_compiling() or use_vmap or q_length == 1:
-        return of_all_pairs()
+        causal = isinstance(mask_function, _InPacks) and (
+            mask_function.mask_function is masking_utils.causal_mask_function
+            or isinstance(mask_function.mask_function, _Window)
+        )
+        return ends_of(mask_function.sequences) if causal else of_all_pairs()  # type: ignore[attr-defined]
     pattern = _recognise(mask_function)
     if pattern is None:
         return of_all_pairs()
@@ -258,8 +306,11 @@ def attention(
     # transformers tells the masks of models where packed sequences begin, but not those of gpt_oss.
     positions = None if s_aux is None else kwargs.get("position_ids")
     ends = _ends_of_collator(query, key, kwargs) if causal else None
-    if ends is None and causal and attention_mask is None:
-        ends = _ends_of_positions(positions, query, key)
+    if ends is None and causal:
+        if attention_mask is None:
+            ends = _ends_of_positions(positions, query, key)
+        elif attention_mask.dtype == torch.int32 and attention_mask.shape[1:3] == (1, 1):
+            ends = attention_mask.flatten(), attention_mask.flatten()
     if ends is not None:
         window = sliding_window if key.shape[2] > (sliding_window or 0) else None
         return _in_pack(query, key, value, ends, {**options, **_causal(window)}), None

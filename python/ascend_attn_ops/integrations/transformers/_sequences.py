@@ -74,6 +74,25 @@ def packed(position_ids: Tensor) -> Sequences | None:
     return Sequences(ends, ends, None)
 
 
+# Of a call on a device, and of its limits.
+_MOST_SEQUENCES = 2048
+
+
+def ends_of(sequences: Tensor) -> Tensor:
+    """The ends of sequences whose tokens have equal numbers (B, S), as int32 (1, 1, 1, count).
+
+    How many sequences there are is not read: behind the last one stand empty ones, as many as there
+    are tokens or a launch takes. They are on the host, so that an NPU waits once and not in each
+    layer.
+    """
+    last = torch.nn.functional.pad(sequences.diff(dim=-1) != 0, (0, 1), value=True).flatten()
+    tokens = last.shape[0]
+    ends = torch.arange(1, tokens + 1, dtype=torch.int32, device=last.device).where(last, tokens)
+    ends = ends.sort().values[:_MOST_SEQUENCES].int().cpu()
+    torch._assert_async(ends[-1] == tokens, f"more than {_MOST_SEQUENCES} packed sequences")
+    return ends.view(1, 1, 1, -1)
+
+
 def every_key(sequences: Sequences | None, tokens: Tensor, keys: int) -> Tensor:
     """The selection of all keys, (B, S, 1, K), or (T, 1, K) of those of a token's own sequence.
 
