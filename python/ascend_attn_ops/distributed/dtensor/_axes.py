@@ -45,7 +45,9 @@ _DENSE = (
     "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}, sink N, query_rope {q}, "
     f"key_rope {{k}}, prefix B, {_LENGTHS}"
 )
-_DENSE_SAVED = "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}"
+_DENSE_SAVED = (
+    "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}, d_softmax_sum {stats}"
+)
 
 # In layout BSND; TND is the same without B, and S and T are its packed tokens.
 LINES = {
@@ -65,7 +67,7 @@ LINES = {
         "{queries}N",
     ),
     "sparse_flash_attention_grad": Line(
-        f"{_SPARSE}, d_out BSNd, out BSNd, {_STATISTICS}, {_ROPES}, {_LENGTHS}",
+        f"{_SPARSE}, d_out BSNd, out BSNd, {_STATISTICS}, d_softmax_sum B1SN, {_ROPES}, {_LENGTHS}",
         "BSNd BT1d BT1d {query_rope} {key_rope}",
         "BNS",
     ),
