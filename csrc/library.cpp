@@ -166,8 +166,7 @@ TORCH_LIBRARY_IMPL(ascend_meta, Meta, m) {
 
 // Sets the limits of the calling thread, and returns what they were; nullopt switches them off.
 int64_t set_thread_limits(std::optional<int64_t> override) {
-  return std::exchange(limits_of_thread().override,
-                       override.value_or(limits_override_for(std::nullopt)));
+  return set_override_of_thread(override.value_or(limits_override_for(std::nullopt)));
 }
 
 // Not an operator of the library: a simulated NPU computes with the CPU kernels, after the NPU

@@ -36,7 +36,7 @@ FIRST = {
     "simulation/": "",
     "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
-    "flash_attention_score sequence_lengths threads autocast limits_of_tasks out_forms "
+    "flash_attention_score sequence_lengths threads autocast limits_of_threads out_forms "
     "cache_layouts prompt_flash_attention_int8 memory_and_sizes verdicts",
     "/distributed/": "dense_context_parallel agreement sparse_context_parallel communication "
     "dtensor training",

@@ -66,7 +66,7 @@ THREADS = Plan(
     ["-fsanitize=thread", "-fno-omit-frame-pointer"],
     ["libtsan.so", "openmp_for_tsan.cpp", "libstdc++.so"],
     {"TSAN_OPTIONS": "exitcode=0:history_size=4"},
-    ["threads", "limits_of_tasks", "parts_of_keys"],
+    ["threads", "limits_of_threads", "parts_of_keys"],
     [],
 )
 BEGIN = re.compile(

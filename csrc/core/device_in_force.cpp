@@ -1,7 +1,7 @@
 #include "core/device_in_force.h"
 
-#include <atomic>
 #include <utility>
+#include <vector>
 
 namespace ascend_attn {
 namespace {
@@ -11,8 +11,8 @@ constexpr int64_t kOff = 1;
 constexpr int64_t kFirstDevice = 2;
 constexpr int64_t kCannStep = 256;
 
-thread_local ThreadLimits thread_limits;
-std::atomic<int64_t (*)()> override_of_task{nullptr};
+thread_local int64_t override_of_thread = kNotSet;
+thread_local std::vector<std::shared_ptr<LimitsBlock>> blocks;  // the innermost is the last one
 std::atomic<int64_t> default_limits{limits_override_for(Device())};
 
 }  // namespace
@@ -27,21 +27,23 @@ std::optional<Device> device_in_force() {
 }
 
 int64_t limits_override() {
-  if (thread_limits.override != kLimitsOfTask) {
-    return thread_limits.override;
+  if (override_of_thread != kNotSet) {
+    return override_of_thread;
   }
-  auto* const read = override_of_task.load(std::memory_order_acquire);
-  const auto of_task = read ? read() : kNotSet;
-  return of_task == kNotSet ? default_limits.load(std::memory_order_relaxed) : of_task;
+  while (!blocks.empty() && !blocks.back()->open) {
+    blocks.pop_back();
+  }
+  return blocks.empty() ? default_limits.load(std::memory_order_relaxed) : blocks.back()->override;
 }
-void set_limits_override_of_task(int64_t (*read)()) {
-  override_of_task.store(read, std::memory_order_release);
+
+std::shared_ptr<LimitsBlock> begin_limits_block(int64_t override) {
+  return blocks.emplace_back(std::make_shared<LimitsBlock>(override));
 }
-ThreadLimits& limits_of_thread() { return thread_limits; }
-ThreadLimits begin_limits_scope(int64_t override) {
-  static std::atomic<uint64_t> scopes{0};
-  return std::exchange(thread_limits, {override, override, 0, ++scopes});
+
+int64_t set_override_of_thread(int64_t override) {
+  return std::exchange(override_of_thread, override);
 }
+
 int64_t limits_override_for(std::optional<Device> device) {
   return device ? kFirstDevice + static_cast<int64_t>(device->product) +
                       kCannStep * static_cast<int64_t>(device->cann)

@@ -1,8 +1,11 @@
-// The device in force: the one whose limits apply to the calls of this process, thread or task.
+// The device in force: the one whose limits apply to the calls of this process or thread.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <thread>
 
 #include "core/device.h"
 
@@ -20,37 +23,37 @@ inline bool in_force(Devices devices) {
 // Returns the limits in force as an integer, so that autograd can carry them from forward to
 // backward: 1 = limits off, otherwise a device.
 int64_t limits_override();
-// Sets how to read the override of the calling Python task (PEP 567), which this library's core
-// knows nothing of; 0 = none. Until the first task has one, none is read.
-void set_limits_override_of_task(int64_t (*read)());
 // Encodes a device, or nullopt for no limits, as an override value.
 int64_t limits_override_for(std::optional<Device> device);
 
-// The override of a thread comes before that of its task: a backward pass has the limits of its
-// forward. A block of the task that is entered on this thread, within the backward say, comes
-// first.
-inline constexpr int64_t kLimitsOfTask = -1;
-struct ThreadLimits {
-  int64_t override = kLimitsOfTask;
-  int64_t without_blocks = kLimitsOfTask;  // the override when no such block is open
-  int64_t open_blocks = 0;
-  uint64_t scope = 0;  // its number, which no other scope has
-};
-ThreadLimits& limits_of_thread();
-// Begins a scope of this thread, with no block in it, and returns what to restore at its end.
-ThreadLimits begin_limits_scope(int64_t override);
+// Limits of the thread that began it. Blocks end in any order, and on any thread: those of
+// suspended generators do. The last one that is open applies.
+struct LimitsBlock {
+  explicit LimitsBlock(int64_t override) : override(override) {}
 
-// Sets the override of this thread, and restores the previous state at the end of the scope.
+  bool is_of_this_thread() const { return thread == std::this_thread::get_id(); }
+  void end() { open = false; }
+
+  const int64_t override;
+  const std::thread::id thread = std::this_thread::get_id();
+  std::atomic<bool> open = true;
+};
+std::shared_ptr<LimitsBlock> begin_limits_block(int64_t override);
+
+// A block that ends with its scope: a backward pass has the limits of its forward.
 class LimitsScope {
  public:
-  explicit LimitsScope(int64_t override) : saved_(begin_limits_scope(override)) {}
-  ~LimitsScope() { limits_of_thread() = saved_; }
+  explicit LimitsScope(int64_t override) : block_(begin_limits_block(override)) {}
+  ~LimitsScope() { block_->end(); }
   LimitsScope(const LimitsScope&) = delete;
   LimitsScope& operator=(const LimitsScope&) = delete;
 
  private:
-  ThreadLimits saved_;
+  std::shared_ptr<LimitsBlock> block_;
 };
+
+// Sets what comes before all blocks of this thread, 0 for nothing, and returns what did.
+int64_t set_override_of_thread(int64_t override);
 
 // Sets what applies in this process where nothing overrides it: a device, or nullopt for no limits.
 // Until then it is Atlas A2 with the newest CANN.

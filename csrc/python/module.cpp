@@ -15,7 +15,6 @@
 #include "cpu/common/tile_gemm.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
-#include "python/task_limits.h"
 
 namespace ascend_attn {
 namespace {
@@ -205,15 +204,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("compressed_mask_size") = kCompressedMaskSize;
   m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);
-  py::class_<ThreadLimits>(m, "ThreadLimits");
-  m.def("begin_limits_scope", &begin_limits_scope);
-  m.def("end_limits_scope", [](const ThreadLimits& saved) { limits_of_thread() = saved; });
+  py::class_<LimitsBlock, std::shared_ptr<LimitsBlock>>(m, "LimitsBlock")
+      .def("is_of_this_thread", &LimitsBlock::is_of_this_thread)
+      .def("end", &LimitsBlock::end);
+  m.def("begin_limits_block", &begin_limits_block);
   m.def("limits_override_for",
         [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
           return limits_override_for(device_of(product, cann));
         });
-  m.def("enter_limits", &enter_limits);
-  m.def("leave_limits", &leave_limits);
   m.def("set_default_limits",
         [](const std::optional<std::string>& product, const std::optional<std::string>& cann) {
           set_default_limits(device_of(product, cann));

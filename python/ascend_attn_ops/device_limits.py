@@ -30,8 +30,9 @@ class Device(NamedTuple):
 class limits(ContextDecorator):
     """Check calls in this block against the limits of another device, or of none.
 
-    The block is that of its thread or asyncio task: others are not affected. Blocks may end in any
-    order, as those of suspended generators do: the last one that is still open applies.
+    The block is that of its thread: others are not affected, and asyncio tasks of one thread share
+    it. Blocks may end in any order, as those of suspended generators do: the last one that is still
+    open applies.
     `set_limits` changes the default instead, without a block.
 
     The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
@@ -65,12 +66,17 @@ class limits(ContextDecorator):
     def __init__(self, product: Product | None, cann: Cann | None = None) -> None:
         _check_names("ascend::limits", product, cann)
         self._override = _C.limits_override_for(product, cann)
+        self._blocks: list[_C.LimitsBlock] = []
 
     def __enter__(self) -> None:
-        _C.enter_limits(self, self._override)
+        self._blocks.append(_C.begin_limits_block(self._override))
 
     def __exit__(self, *error: object) -> None:
-        _C.leave_limits(self)
+        # A generator's block may end on another thread than it began on.
+        blocks = [x for x in self._blocks if x.is_of_this_thread()] or self._blocks
+        block = blocks[-1]
+        self._blocks.remove(block)
+        block.end()
 
 
 def set_limits(product: Product | None, cann: Cann | None = None) -> None:
@@ -130,11 +136,11 @@ class LimitsOfCall:
 
     def __enter__(self) -> None:
         if self.override is not None:
-            self.saved = _C.begin_limits_scope(self.override)
+            self.block = _C.begin_limits_block(self.override)
 
     def __exit__(self, *error: object) -> None:
         if self.override is not None:
-            _C.end_limits_scope(self.saved)
+            self.block.end()
 
 
 def parse(text: str) -> Device | None:

@@ -1,9 +1,7 @@
-"""limits() belongs to a task, and a gradient is checked against the limits of its forward."""
+"""limits() belongs to a thread, and a gradient is checked against the limits of its forward."""
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -36,43 +34,11 @@ def attention() -> tuple[Tensor, Tensor]:
     return query, out
 
 
-def test_tasks_that_interleave() -> None:
-    seen = []
-
-    async def outer(entered: asyncio.Event, left: asyncio.Event) -> None:
-        with ascend_attn_ops.limits(None):
-            entered.set()
-            await left.wait()
-            seen.append(device_in_force())
-            attention()
-        seen.append(device_in_force())
-
-    async def inner(entered: asyncio.Event, left: asyncio.Event) -> None:
-        await entered.wait()
-        seen.append(device_in_force())
-        with pytest.raises(TypeError, match="on Ascend A2"):
-            attention()
-        with ascend_attn_ops.limits("A3"):
-            left.set()
-            await asyncio.sleep(0.01)
-            seen.append(device_in_force())
-
-    async def both() -> None:
-        entered, left = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(outer(entered, left), inner(entered, left))
-
-    asyncio.run(both())
-    assert seen == [DEFAULT, None, DEFAULT, ("A3", "9.1")]
-    assert device_in_force() == DEFAULT
-
-
 def test_threads() -> None:
     with ascend_attn_ops.limits(None):
         assert in_a_thread(device_in_force) == [DEFAULT]
-        assert asyncio.run(asyncio.to_thread(device_in_force)) is None
-        context = contextvars.copy_context()
+        assert device_in_force() is None
     assert device_in_force() == DEFAULT
-    assert in_a_thread(lambda: context.run(device_in_force)) == [None]
 
 
 def block(product: Any) -> Iterator[Device | None]:
@@ -94,37 +60,25 @@ def test_blocks_end_in_any_order(order: tuple[int, ...]) -> None:
         assert device_in_force() == (devices[remaining[-1]] if remaining else DEFAULT)
 
 
-def test_a_block_can_end_in_another_context() -> None:
+def test_a_block_can_end_in_another_thread() -> None:
     generator = block(None)
-    assert contextvars.copy_context().run(next, generator) is None
-    with ascend_attn_ops.limits("A3"):
-        generator.close()  # type: ignore[attr-defined]
-        assert device_in_force() == ("A3", "9.1")
+    assert next(generator) is None
+    in_a_thread(generator.close)  # type: ignore[attr-defined]
     assert device_in_force() == DEFAULT
 
 
-def test_tasks_share_a_context() -> None:
+def test_threads_share_an_object() -> None:
     lifted = ascend_attn_ops.limits(None)
-    seen = []
 
-    async def first(entered: asyncio.Event) -> None:
+    def enter_and_leave() -> tuple[Device | None, Device | None]:
         with lifted:
-            entered.set()
-            await asyncio.sleep(0.01)
-        seen.append(device_in_force())
+            inside = device_in_force()
+        return inside, device_in_force()
 
-    async def second(entered: asyncio.Event) -> None:
-        await entered.wait()
-        with lifted:
-            await asyncio.sleep(0.02)
-            seen.append(device_in_force())
-
-    async def both() -> None:
-        entered = asyncio.Event()
-        await asyncio.gather(first(entered), second(entered))
-
-    asyncio.run(both())
-    assert seen == [DEFAULT, None]
+    with lifted:
+        assert in_a_thread(enter_and_leave) == [(None, DEFAULT)]
+        assert device_in_force() is None
+    assert device_in_force() == DEFAULT
 
 
 def test_a_decorated_function() -> None:
