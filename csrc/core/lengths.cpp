@@ -1,6 +1,6 @@
 #include "core/lengths.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 
 #include <algorithm>
 
@@ -9,12 +9,6 @@
 
 namespace ascend_attn {
 namespace {
-
-at::Tensor tensor_of(const std::vector<int64_t>& values) {
-  auto tensor = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
-  std::ranges::copy(values, tensor.mutable_data_ptr<int64_t>());
-  return tensor;
-}
 
 template <typename T>
 std::vector<int64_t> read_as(const at::Tensor& tensor) {
@@ -29,8 +23,16 @@ std::vector<int64_t> read_as(const at::Tensor& tensor) {
 
 }  // namespace
 
+// Every call with lists makes them: the dispatcher would take as long as the rest of it.
+at::Tensor lengths_tensor(c10::ArrayRef<int64_t> values) {
+  at::Tensor tensor = at::detail::empty_cpu({static_cast<int64_t>(values.size())}, at::kLong);
+  std::ranges::copy(values, tensor.mutable_data_ptr<int64_t>());
+  return tensor;
+}
+
 Lengths::Lengths(const std::vector<int64_t>& values)
-    : optional(tensor_of(values)), values_(std::make_shared<const std::vector<int64_t>>(values)) {}
+    : optional(lengths_tensor(values)),
+      values_(std::make_shared<const std::vector<int64_t>>(values)) {}
 
 bool Lengths::given() const { return has_value() && (*this)->sym_numel().maybe_as_int() != 0; }
 

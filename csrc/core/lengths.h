@@ -16,6 +16,9 @@
 
 namespace ascend_attn {
 
+// A list of lengths as a tensor on the host.
+at::Tensor lengths_tensor(c10::ArrayRef<int64_t> values);
+
 class Lengths : public std::optional<at::Tensor> {
  public:
   Lengths() = default;

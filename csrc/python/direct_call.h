@@ -10,6 +10,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -142,9 +143,9 @@ inline bool read(PyObject* object, LengthsOwner& to) {
   if (read(object, to.tensor)) {
     return true;
   }
-  std::vector<int64_t> values;
+  c10::SmallVector<int64_t, 8> values;
   const bool plain = !c10::impl::TorchDispatchModeTLS::any_modes_set() && read(object, values);
-  to.tensor = plain ? Lengths(values) : Lengths();
+  to.tensor = plain ? std::optional(lengths_tensor(values)) : std::nullopt;
   return plain;
 }
 
