@@ -34,11 +34,7 @@ typename Op::Outputs write(const OutCall<Op>& call) {
 template <typename Op>
 typename Op::Outputs write_without_gradient(const OutCall<Op>& call) {
   check_no_tangent(call);
-  if constexpr (requires { Op::no_gradient; }) {
-    check_no_gradient(call, Op::no_gradient);
-  } else {
-    check_no_gradient(call, "nothing differentiates a call that writes to given tensors");
-  }
+  check_no_gradient(call, Op::no_gradient);
   return write(call);
 }
 

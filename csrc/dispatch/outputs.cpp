@@ -55,10 +55,6 @@ const at::Tensor& OutputSource::take(c10::SymIntArrayRef sizes, const at::Tensor
     raise(Violation::value, op_, name(),
           c10::str("expected shape ", sizes, ", got ", tensor.sym_sizes()));
   }
-  if (tensor.layout() != at::kStrided) [[unlikely]] {
-    raise(Violation::not_implemented, op_, name(),
-          c10::str("expected a dense tensor, got one of layout ", tensor.layout()));
-  }
   if (!tensor.is_contiguous()) [[unlikely]] {
     raise(Violation::value, op_, name(),
           c10::str("expected a contiguous tensor, got strides ", tensor.sym_strides()));

@@ -1,5 +1,5 @@
 // Where the outputs of a call come from: new tensors, or the caller's, which the `out=` overload of
-// an operator checks and writes to.
+// an operator, or the replay of a graph, checks and writes to.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,10 +40,9 @@ class OutputSource {
   size_t next_ = 0;
 };
 
+// The operators of inference, which nothing differentiates.
 template <typename Op>
-concept HasOutOverload = requires(const Op& op, OutputSource outputs) {
-  op.check_and_allocate(outputs);
-} && !requires { Op::has_out_overload; };
+concept HasOutOverload = requires { Op::has_out_overload; };
 
 // The memory that a call of the `out=` overload writes: none of it may be read, or written twice.
 class WrittenMemory {

@@ -51,7 +51,7 @@ const OperatorLimits AttentionUpdate::limits{
      {"n", "parts", {.min = 1, .max = 16}, k950},
      {"D", "head size", {.min = 8, .max = 512, .multiple_of = 8}}}};
 
-AttentionUpdate::Outputs AttentionUpdate::check_and_allocate(OutputSource outputs) const {
+AttentionUpdate::Outputs AttentionUpdate::check_and_allocate() const {
   const auto n = static_cast<int64_t>(lse.size());
   check_value(n > 0, name, "lse", "expected at least one tensor, got an empty list");
   check_value(local_out.size() == lse.size(), name, "local_out", "expected ", n,
@@ -76,7 +76,7 @@ AttentionUpdate::Outputs AttentionUpdate::check_and_allocate(OutputSource output
   device_limits.dtype("local_out", tensor.scalar_type());
   device_limits.size("lse", "n", n);
   device_limits.size("local_out", "D", tensor.sym_size(-1));
-  return {outputs.tensor_like(tensor), outputs.tensor_like(lse[0])};
+  return {new_like(tensor), new_like(lse[0])};
 }
 
 AttentionUpdateGrad::Outputs AttentionUpdateGrad::check_and_allocate() const {

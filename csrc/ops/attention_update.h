@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "dispatch/arguments.h"
-#include "dispatch/outputs.h"
 
 namespace ascend_attn {
 
@@ -24,7 +23,7 @@ struct AttentionUpdate {
 
   TensorListField lse, local_out;
 
-  Outputs check_and_allocate(OutputSource outputs = {}) const;
+  Outputs check_and_allocate() const;
 
   void save(AutogradContext& context, const Outputs& outputs) const;
   static std::vector<at::Tensor> backward(AutogradContext& context,

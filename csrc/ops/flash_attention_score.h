@@ -136,8 +136,6 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   static const OperatorLimits limits;
   using Fields = FlashAttentionGradArguments;
   using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
-  // Only a graph's replay writes to given tensors, by `relaunch`.
-  static constexpr bool has_out_overload = false;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
@@ -173,7 +171,6 @@ struct FlashAttentionScoreExtendedGrad : FlashAttentionExtendedGradArguments {
   // dq, dk, dv, dsink, dq_rope, dk_rope; the gradient of an absent tensor has shape (0).
   using Outputs =
       std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-  static constexpr bool has_out_overload = false;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;

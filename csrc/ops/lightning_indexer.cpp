@@ -80,7 +80,7 @@ void LightningIndexer::check_compression(const SparseRules& rules) const {
   device_limits.rule(kCompressedCount, !count || *count <= 8192, sparse_count);
 }
 
-LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outputs) const {
+LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   const auto rules = check_common(*this, &pages, compressed());
   check_compression(rules);
   check_value(!pages.given() || !return_values, name, "return_values",
@@ -99,8 +99,8 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate(OutputSource outp
   const auto selection = rules.selection_sizes(sparse_count);
   const auto of_values =
       compressed() ? query.options().dtype(statistics_dtype(query)) : query.options();
-  return {outputs.tensor(selection, query.options().dtype(at::kInt)),
-          return_values ? outputs.tensor(selection, of_values) : outputs.tensor({0}, of_values)};
+  return {new_tensor(selection, query.options().dtype(at::kInt)),
+          return_values ? new_tensor(selection, of_values) : new_tensor({0}, of_values)};
 }
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {

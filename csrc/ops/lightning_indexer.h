@@ -8,7 +8,6 @@
 
 #include "core/sequence_lengths.h"
 #include "dispatch/arguments.h"
-#include "dispatch/outputs.h"
 #include "ops/key_pages.h"
 
 namespace ascend_attn {
@@ -45,7 +44,7 @@ struct LightningIndexer {
 
   // Whether a key stands for several tokens.
   bool compressed() const { return cmp_ratio > 1; }
-  Outputs check_and_allocate(OutputSource outputs = {}) const;
+  Outputs check_and_allocate() const;
   void check_values() const;
 
   bool differentiable() const;

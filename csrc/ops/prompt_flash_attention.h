@@ -30,6 +30,7 @@ struct PromptFlashAttention {
   static constexpr const char* no_gradient =
       "this is an operator for inference; flash_attention_score trains";
   using Outputs = std::tuple<at::Tensor>;
+  static constexpr bool has_out_overload = true;
 
   at::Tensor query, key, value;
   std::optional<c10::SymInt> num_heads;

@@ -79,7 +79,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
      kBlockSizeOf950},
     {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
 
-SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSource outputs) const {
+SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
   const auto rules = check_common(*this, &pages);
   const auto& device_limits = rules.limits();
   const auto block_size = key.sym_size(1).maybe_as_int();
@@ -91,8 +91,8 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate(OutputSou
   const auto statistics =
       return_softmax_lse ? rules.statistics_sizes() : c10::SymDimVector{c10::SymInt(0)};
   const auto statistics_options = query.options().dtype(statistics_dtype(query));
-  return {outputs.tensor_like(query), outputs.tensor(statistics, statistics_options),
-          outputs.tensor(statistics, statistics_options)};
+  return {new_like(query), new_tensor(statistics, statistics_options),
+          new_tensor(statistics, statistics_options)};
 }
 
 SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate() const {

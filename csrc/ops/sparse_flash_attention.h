@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "dispatch/arguments.h"
-#include "dispatch/outputs.h"
 #include "ops/key_pages.h"
 
 namespace ascend_attn {
@@ -47,7 +46,7 @@ struct SparseFlashAttention {
   KeyPages pages;
   bool return_softmax_lse;
 
-  Outputs check_and_allocate(OutputSource outputs = {}) const;
+  Outputs check_and_allocate() const;
   void check_values() const;
 
   bool differentiable() const;

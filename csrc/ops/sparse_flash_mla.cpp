@@ -177,7 +177,7 @@ const OperatorLimits SparseFlashMlaGrad::limits{
     mla_limits(),
     {kNotEmpty, kRatioOfKind, kSink, kNoCounts, kNoDeterminism}};
 
-SparseFlashMla::Outputs SparseFlashMla::check_and_allocate(OutputSource outputs) const {
+SparseFlashMla::Outputs SparseFlashMla::check_and_allocate() const {
   const MlaRules rules(*this, pages);
   rules.check_limits();
   rules->limits().rule(kNoQueryCounts,
@@ -185,8 +185,7 @@ SparseFlashMla::Outputs SparseFlashMla::check_and_allocate(OutputSource outputs)
                        "a tensor");
   const auto statistics =
       return_softmax_lse ? rules->statistics_sizes() : c10::SymDimVector{c10::SymInt(0)};
-  return {outputs.tensor_like(query),
-          outputs.tensor(statistics, query.options().dtype(statistics_dtype(query)))};
+  return {new_like(query), new_tensor(statistics, query.options().dtype(statistics_dtype(query)))};
 }
 
 SparseFlashMlaGrad::Outputs SparseFlashMlaGrad::check_and_allocate() const {

@@ -34,8 +34,8 @@ const OperatorLimits SparseLightningIndexerKLLossGrad::limits{
      {"cmp_ratio", "tokens per key", {.one_of = {1, 4, 128}}}},
     {kTokens, kFloatWeights, kNotDeterministic}};
 
-SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::check_and_allocate(
-    OutputSource outputs) const {
+SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::check_and_allocate()
+    const {
   const SparseRules rules(limits, layout, {"query_index", query_index}, {"key_index", key_index},
                           nullptr, {.may_be_empty = cmp_ratio > 1});
   rules.check_weights({"weights", weights}, rules.heads());
@@ -64,9 +64,8 @@ SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::chec
       device_limits.size("key_index", "S2", key_index.sym_size(1));
     }
   }
-  return {outputs.tensor_like(query_index), outputs.tensor_like(key_index),
-          outputs.tensor_like(weights),
-          outputs.tensor(sparse_indices.sym_sizes(), attn_softmax_l1_norm.options())};
+  return {new_like(query_index), new_like(key_index), new_like(weights),
+          new_tensor(sparse_indices.sym_sizes(), attn_softmax_l1_norm.options())};
 }
 
 void SparseLightningIndexerKLLossGrad::check_key_lengths(

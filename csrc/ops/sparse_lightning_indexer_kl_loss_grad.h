@@ -8,7 +8,6 @@
 
 #include "core/sequence_lengths.h"
 #include "dispatch/arguments.h"
-#include "dispatch/outputs.h"
 
 namespace ascend_attn {
 
@@ -35,7 +34,7 @@ struct SparseLightningIndexerKLLossGrad {
   int64_t sparse_mode, cmp_ratio;
   bool deterministic;
 
-  Outputs check_and_allocate(OutputSource outputs = {}) const;
+  Outputs check_and_allocate() const;
   void check_values() const;
   // Checks what depends on the values of the lengths, where they can be read.
   void check_key_lengths(const std::vector<Sequence>& sequences) const;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from ascend_attn_ops.device_limits import table
 from support import registered
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
-from support.samples import WRONG_CALLS, Operator, Recipe, WrongCall, as_tuple, bytes_of
+from support.samples import OPERATORS, WRONG_CALLS, Operator, Recipe, WrongCall, as_tuple, bytes_of
 from support.turns import by_turns
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -145,30 +146,16 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
-def test_no_dense_output() -> None:
-    call = good(FORMS[0])
-    sparse = torch.zeros_like(call.outputs[0]).to_sparse()
-    expected = "expected a dense tensor, got one of layout Sparse"
-    assert_refused(call.with_output(0, sparse), NotImplementedError, "out", expected)
-
-
 @each_device
-def test_outputs_that_a_call_leaves_empty(device: str) -> None:
-    """They have no elements; the tensors for them neither."""
-    options = {"lightning_indexer": "return_values", "sparse_flash_attention": "return_softmax_lse"}
-    for operator in FORMS:
-        if operator.name not in options:
-            continue
-        call = good(operator, device)
-        option = {options[operator.name]: False}
-        call = OutCall(operator, call.sample.given(**option), call.outputs)
-        empty = names(call)[1:]
-        assert_refused(call, ValueError, empty[0], r"expected shape \[0\], got")
-        for index in range(1, len(call.outputs)):
-            call = call.with_output(index, call.outputs[index].new_empty(0))
-        call.run()
-        if device == "cpu":
-            assert torch.equal(call.outputs[0], call.sample.call(torch.ops.ascend)[0])
+def test_an_output_that_a_call_leaves_empty(device: str) -> None:
+    """It has no elements; the tensor for it neither."""
+    call = good(OPERATORS["fused_infer_attention_score"], device)
+    call = OutCall(call.operator, call.sample.given(return_softmax_lse=False), call.outputs)
+    assert_refused(call, ValueError, "softmax_lse", r"expected shape \[0\], got")
+    call = call.with_output(1, call.outputs[1].new_empty(0))
+    call.run()
+    if device == "cpu":
+        assert torch.equal(call.outputs[0], call.sample.call(torch.ops.ascend)[0])
 
 
 def in_one_buffer(first: Tensor, second: Tensor, apart: bool) -> tuple[Tensor, Tensor]:
@@ -249,13 +236,14 @@ def assert_writes(call: OutCall, like: OutCall) -> None:
 
 def test_an_output_between_the_rows_of_an_input() -> None:
     """The input's bytes are on both sides of it, and none is in it."""
-    buffer = torch.randn(4, 3, 16)
-    parts = [buffer[::3], torch.randn(2, 3, 16)]
-    lse = [torch.randn(2, 3), torch.randn(2, 3)]
-    expected = ascend_attn_ops.attention_update(lse, [x.clone() for x in parts])
+    buffer = torch.randn(4, 3, 16, dtype=torch.bfloat16)
+    key = torch.randn(2, 3, 16, dtype=torch.bfloat16)
+    call = partial(torch.ops.ascend.prompt_flash_attention, layout="BSH", num_heads=2)
+    query = buffer[::3]
+    expected = call(query.clone(), key, key)
     out = buffer[1:3]
-    torch.ops.ascend.attention_update.out(lse, parts, out=out, lse_out=torch.empty(2, 3))
-    assert torch.equal(out, expected[0])
+    torch.ops.ascend.prompt_flash_attention.out(query, key, key, layout="BSH", num_heads=2, out=out)
+    assert torch.equal(out, expected)
 
 
 @by_turns(4)

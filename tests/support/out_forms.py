@@ -11,13 +11,8 @@ from torch import Tensor
 from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of
 
 FORMS: list[Operator] = [
-    OPERATORS[name]
-    for name in (
-        "attention_update", "flash_attention_score", "fused_infer_attention_score",
-        "lightning_indexer", "prompt_flash_attention", "sparse_flash_attention",
-        "sparse_flash_mla", "sparse_lightning_indexer_kl_loss_grad",
-    )
-]  # fmt: skip
+    OPERATORS[name] for name in ("fused_infer_attention_score", "prompt_flash_attention")
+]
 OUT_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.operator in FORMS]
 
 RUBBISH = 0x5A
