@@ -9,9 +9,6 @@ the task queue, batches of calls of the two operators alternate; the table shows
     call        microseconds until the call returns
     in all      microseconds until the queue has processed it
     two phases  the bare C calls with their tensors, which no operator can avoid
-
-Packs of more than 2,048 sequences are launched in parts by ours, as a whole by torch_npu. For these
-calls the table has the time per part, and no bare C calls.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,35 +152,6 @@ def sparse_flash_attention() -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
-def flash_attention_score(sequences: int) -> dict[str, Callable[[], object]]:
-    """A pack of sequences of one token."""
-    import ascend_attn_ops
-    import torch
-
-    x = torch.empty(sequences, 1, 64, dtype=torch.bfloat16, device="npu")
-    ends = list(range(1, sequences + 1))
-    mine: dict[str, Any] = {
-        "num_heads": 1, "layout": "TND", "scale_value": 0.125,
-        "actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends,
-    }  # fmt: skip
-    ours = ascend_attn_ops.flash_attention_score
-    operator = torch.ops.ascend.flash_attention_score.default
-    theirs = torch.ops.npu.npu_fusion_attention_v2.default
-    return {
-        OURS: lambda: ours(x, x, x, **mine),
-        OPERATOR: lambda: operator(x, x, x, **mine),
-        THEIRS: lambda: theirs(
-            x, x, x, 1, "TND", scale=0.125, actual_seq_qlen=ends, actual_seq_kvlen=ends
-        ),
-    }
-
-
-# The parts in which the launch divides a pack, by its number of sequences.
-PARTS = {2_048: 1, 4_096: 2, 20_000: 10}
-PACKS = {
-    f"flash_attention_score, {sequences} sequences in {parts} part{'s' * (parts > 1)}": sequences
-    for sequences, parts in PARTS.items()
-}
 OPERATORS: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {
     operator.__name__: operator
     for operator in (
@@ -193,7 +160,7 @@ OPERATORS: dict[str, Callable[[], dict[str, Callable[[], object]]]] = {
         lightning_indexer,
         sparse_flash_attention,
     )
-} | {name: partial(flash_attention_score, sequences) for name, sequences in PACKS.items()}
+}
 
 
 def compiled_bare_calls(folder: str) -> str:
@@ -220,32 +187,25 @@ def bare_call_microseconds(operator: str, calls: int) -> float:
     return float(call(calls))
 
 
-def parts_of(operator: str) -> int:
-    return PARTS[PACKS[operator]] if operator in PACKS else 1
-
-
-def measure(operator: str, batches: int) -> tuple[Times, float | None]:
+def measure(operator: str, batches: int) -> tuple[Times, float]:
     import torch
 
     npu = torch.get_device_module("npu")
     samples: dict[str, list[tuple[float, float]]] = {}
     functions = OPERATORS[operator]()
-    calls = CALLS // parts_of(operator)
-    bare = None
     with cann_simulator.computing(False), torch.no_grad():
         for _ in range(batches):
             for name, function in functions.items():
                 npu.synchronize()
                 start = time.perf_counter()
-                for _ in range(calls):
+                for _ in range(CALLS):
                     function()
                 called = time.perf_counter()
                 npu.synchronize()
                 done = time.perf_counter()
-                times = ((called - start) / calls * 1e6, (done - start) / calls * 1e6)
+                times = ((called - start) / CALLS * 1e6, (done - start) / CALLS * 1e6)
                 samples.setdefault(name, []).append(times)
-        if operator not in PACKS:
-            bare = bare_call_microseconds(operator, CALLS * batches)
+        bare = bare_call_microseconds(operator, CALLS * batches)
     medians = {
         name: (statistics.median(x for x, _ in rows), statistics.median(x for _, x in rows))
         for name, rows in samples.items()
@@ -253,7 +213,7 @@ def measure(operator: str, batches: int) -> tuple[Times, float | None]:
     return medians, bare
 
 
-def in_new_process(operator: str, batches: int, level: int) -> tuple[Times, float | None]:
+def in_new_process(operator: str, batches: int, level: int) -> tuple[Times, float]:
     """Measure in a new process, because torch_npu reads the level of its queue at startup."""
     result = subprocess.run(
         [sys.executable, __file__, "--only", operator, f"--rounds={batches}"],
@@ -283,9 +243,7 @@ def main() -> None:
         for level in LEVELS:
             times, bare = in_new_process(operator, arguments.rounds, level)
             case = f"{operator}, level {level}"
-            parts = parts_of(operator)
-            if bare is not None:
-                record.add(case, "two phases", seconds=bare / 1e6)
+            record.add(case, "two phases", seconds=bare / 1e6)
             for name, shown in ((OURS, "ours"), (OPERATOR, "ours, torch.ops"), (THEIRS, THEIRS)):
                 call, in_all = times[name]
                 record.add(case, shown, seconds=call / 1e6, seconds_in_all=in_all / 1e6)
@@ -295,14 +253,9 @@ def main() -> None:
                     f"{times[name][index]:>11.1f} ({times[name][index] / theirs:4.2f})"
                     for name in (OURS, OPERATOR)
                 )
-                floor = f"{bare:12.1f}" if index == 0 and bare is not None else ""
+                floor = f"{bare:12.1f}" if index == 0 else ""
                 label = str(level) if index == 0 else ""
                 print(f"{label:<18}{what:>8}{cells}{theirs:>18.1f}{floor}", flush=True)
-            if operator in PACKS:
-                record.add(case, "ours", parts=parts)
-            if parts > 1:
-                per_part = "".join(f"{times[x][0] / parts:>11.1f}{'':7}" for x in (OURS, OPERATOR))
-                print(f"{'':<18}{'a part':>8}{per_part}", flush=True)
 
 
 if __name__ == "__main__":

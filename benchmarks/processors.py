@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from results import Results
-from tables import markdown, microseconds, ms, share_of_peak
+from tables import markdown, ms, share_of_peak
 
 Comparison = Callable[[Sequence[Results]], str]
 
@@ -52,21 +52,4 @@ def many_sequences(machines: Sequence[Results]) -> str:
     return markdown(header, rows, 3)
 
 
-def divided_launches(machines: Sequence[Results]) -> str:
-    rows = []
-    for results in machines:
-        for (benchmark, case, implementation), ours in results.rows.items():
-            if (benchmark, implementation) == ("host_time", "ours") and "parts" in ours:
-                name, _, level = case.partition(", level ")
-                operator, _, pack = name.partition(", ")
-                part = f"{ours['seconds'] / ours['parts'] * 1e6:.1f}"
-                theirs = results.rows[benchmark, case, "torch_npu"]
-                times = microseconds(ours), part, microseconds(theirs)
-                rows.append([widest(results.cpu), f"`{operator}`, {pack}", level, *times])
-    header = ["", "", "`TASK_QUEUE_ENABLE`", "`ascend_attn_ops`", "per part", "torch_npu"]
-    return markdown(header, rows, 3)
-
-
-COMPARED: dict[str, Comparison] = {
-    table.__name__: table for table in (processors, many_sequences, divided_launches)
-}
+COMPARED: dict[str, Comparison] = {table.__name__: table for table in (processors, many_sequences)}

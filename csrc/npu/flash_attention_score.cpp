@@ -10,7 +10,6 @@
 #include "npu/dense_lists.h"
 #include "npu/flash_attention_extended.h"
 #include "npu/kernel.h"
-#include "npu/pack_parts.h"
 #include "npu/padded_batch.h"
 #include "npu/sink_and_ropes.h"
 
@@ -111,24 +110,6 @@ Op launched(const Op& op) {
   return call;
 }
 
-// Computes a call by `launch`, in parts if its pack has more lengths than a launch takes.
-// `outputs_of` returns a part's rows of the outputs.
-template <auto launch, typename Op, typename OutputsOf>
-void launch_parts(const Op& op, typename Op::Outputs& outputs, const OutputsOf& outputs_of) {
-  const bool divided =
-      for_each_part(op.name, op.query, op.key, op.options, [&](const PackPart& part) {
-        auto of_part = outputs_of(part);
-        if (part.has_scores) {
-          launch(launched(call_of(part, op)), of_part);
-        } else {
-          std::apply([](const auto&... output) { (fill_output(output, 0), ...); }, of_part);
-        }
-      });
-  if (!divided) {
-    launch(launched(op), outputs);
-  }
-}
-
 // Computes a padded batch as a pack. `results_of` returns the outputs of the pack's call, and
 // `store` writes them to those of the batch.
 template <auto compute, typename Op, typename ResultsOf, typename Store>
@@ -189,10 +170,7 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
         });
     return;
   }
-  launch_parts<attend>(op, outputs, [&](const PackPart& part) {
-    return FlashAttentionScore::Outputs{part.queries(out), part.queries(softmax_max),
-                                        part.queries(softmax_sum)};
-  });
+  attend(launched(op), outputs);
 }
 
 void launch_grad(const FlashAttentionScoreGrad& op,
@@ -292,9 +270,7 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
     add_gradients_of_statistics<flash_attention_score_grad>(op, outputs);
     return;
   }
-  launch_parts<differentiate>(op, outputs, [&](const PackPart& part) {
-    return FlashAttentionScoreGrad::Outputs{part.queries(dq), part.keys(dk), part.keys(dv)};
-  });
+  differentiate(launched(op), outputs);
 }
 
 void differentiate_extended(const FlashAttentionScoreExtendedGrad& op,
@@ -351,21 +327,7 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
     add_gradients_of_statistics<flash_attention_score_extended_grad>(op, outputs);
     return;
   }
-  std::vector<at::Tensor> d_sinks;
-  launch_parts<differentiate_extended>(op, outputs, [&](const PackPart& part) {
-    d_sinks.push_back(new_like(d_sink));
-    return FlashAttentionScoreExtendedGrad::Outputs{
-        part.queries(dq),
-        part.keys(dk),
-        part.keys(dv),
-        d_sinks.back(),
-        op.extra.query_rope ? part.queries(dq_rope) : dq_rope,
-        op.extra.key_rope ? part.keys(dk_rope) : dk_rope};
-  });
-  // In the order of the parts, so that every run gives the same bits.
-  for (size_t i = 0; op.extra.sink && i < d_sinks.size(); ++i) {
-    i == 0 ? d_sink.copy_(d_sinks[i]) : d_sink.add_(d_sinks[i]);
-  }
+  differentiate_extended(launched(op), outputs);
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {

@@ -12,7 +12,6 @@
 #include "core/sparse_mode.h"
 #include "npu/aclnn/product.h"
 #include "npu/kernel.h"
-#include "npu/pack_parts.h"
 #include "npu/sink_and_ropes.h"
 
 namespace ascend_attn::aclnn {
@@ -60,12 +59,13 @@ bool PaddedBatch::complete() const {
 // sequence would need more rows.
 bool PaddedBatch::may_have_gaps(const FlashAttentionOptions& options) const {
   constexpr size_t kSequencesPerBatch = 3;
+  constexpr size_t kMostSequences = 2048;
   static const bool corrupts = runs_on(k950);
   const bool in_order = layout_ == Layout::BSND || layout_ == Layout::BSH;
   const bool biased = options.pse_shift && options.pse_type <= 1;
   return in_order && !corrupts && !biased && !options.drop_mask && !has_row_per_sequence(options) &&
          options.sparse_mode != static_cast<int64_t>(SparseMode::prefix_compressed) &&
-         sequences_.size() * kSequencesPerBatch <= static_cast<size_t>(kMostLengths);
+         sequences_.size() * kSequencesPerBatch <= kMostSequences;
 }
 
 at::Tensor PaddedBatch::as_bsnd(const at::Tensor& tensor, int64_t heads) const {

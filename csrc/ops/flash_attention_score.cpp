@@ -10,11 +10,14 @@ namespace {
 // Token counts may be 0: empty sequences have rules of their own.
 const std::vector<Dtypes> kDtypes{
     {on(Product::A2, Product::A3, Product::P950), {at::kHalf, at::kBFloat16, at::kFloat}}};
-const std::vector<Limit> kLimits{{"B", "batch size", {.min = 0, .max = 2 * 1024 * 1024}},
-                                 {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
-                                 {"N", "query heads", {.min = 1, .max = 256}},
-                                 {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
-                                 {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}}};
+const std::vector<Limit> kLimits{
+    {"B", "batch size", {.min = 0, .max = 2 * 1024 * 1024}},
+    {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
+    {"sequences", "of a pack, its closing 0, or a padded batch", {.min = 0, .max = 2048}},
+    {"sequences with prefix", "of the same in sparse_mode 6", {.min = 0, .max = 1000}},
+    {"N", "query heads", {.min = 1, .max = 256}},
+    {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
+    {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}}};
 // Rules of both directions.
 const std::vector<Rule> kCommonRules{kPseOfTypeZero,  kCausalTokens,      kBandPreTokens,
                                      kQueriesOfMode7, kBandOfMode7,       kSlopesOfMode7,

@@ -177,17 +177,29 @@ void FlashAttentionRules::check_lengths() {
   }
   check_sequence_lengths(op_, kQueryLengths, layout_, query_ends_, queries_);
   check_sequence_lengths(op_, kKeyLengths, layout_, key_ends_, keys_);
-  // The launch closes other packs itself.
-  if (limits_ && !closed && has_row_per_sequence(options_)) {
-    const bool padded = queries_.maybe_as_int().value_or(0) > query_sum() &&
-                        keys_.maybe_as_int().value_or(0) > key_sum();
-    check_rule(kPaddedPack, !padded, query_sum(), " of T1 = ", queries_, " and ", key_sum(),
+  const bool padded = !closed && queries_.maybe_as_int().value_or(0) > query_sum() &&
+                      keys_.maybe_as_int().value_or(0) > key_sum();
+  // The launch closes such packs itself, where it can.
+  if (padded && has_row_per_sequence(options_)) {
+    check_rule(kPaddedPack, false, query_sum(), " of T1 = ", queries_, " and ", key_sum(),
                " of T2 = ", keys_, hint_for_counts(query_ends_, queries_));
   }
+  check_count(padded ? batch_ + 1 : batch_);
+}
+
+// Host code of the device copies the lengths of longer lists over other memory.
+void FlashAttentionRules::check_count(const c10::SymInt& sequences) const {
+  const auto mode = static_cast<SparseMode>(options_.sparse_mode);
+  const bool prefix = mode == SparseMode::prefix_compressed;
+  limits_.size(kQueryLengths, prefix ? "sequences with prefix" : "sequences", sequences,
+               "; divide them among calls");
 }
 
 // Outside TND: how many of its first tokens each batch uses.
 void FlashAttentionRules::check_counts() const {
+  if (options_.padded()) {
+    check_count(batch_);
+  }
   for (const auto& [name, lengths, tokens] :
        {std::tuple(kQueryLengths, &options_.actual_seq_lengths_query, &queries_),
         std::tuple(kKeyLengths, &options_.actual_seq_lengths_key, &keys_)}) {

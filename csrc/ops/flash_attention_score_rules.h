@@ -80,6 +80,7 @@ class FlashAttentionRules {
   void read_axes();
   void check_lengths();
   void check_counts() const;
+  void check_count(const c10::SymInt& sequences) const;
   void check_sink(NamedTensor sink) const;
   void check_rope(NamedTensor rope, const at::Tensor& beside, const c10::SymInt& heads) const;
   void check_pse_tensor() const;

@@ -62,37 +62,6 @@ def long_case(random: Random) -> FuzzedFlash:
     return FuzzedFlash(layout=layout, b=1, s=(n, n), **{"mode": mode, **masks, **fields})
 
 
-def pack_case(random: Random) -> FuzzedFlash:
-    """More sequences than a launch on the NPU takes. Few have queries, which take time."""
-    count = random.randint(2049, 2300)
-    filled = set(random.sample(range(count), 20))
-    queries = tuple(random.randint(1, 3) if i in filled else 0 for i in range(count))
-    keys = tuple(n + random.choice((0, 0, 1)) for n in queries)
-    modes: list[dict[str, Any]] = [
-        {"mode": None}, {"mode": 2}, {"mode": 3}, {"mode": 4, "pre": 1, "next": 0},
-        {"mode": 6, "prefix": tuple(keys)},
-    ]  # fmt: skip
-    return FuzzedFlash(
-        layout="TND",
-        lengths=(queries, keys),
-        tail=random.choice(((0, 0), (2, 3))),
-        heads=random.choice(((2, 1), (1, 1), (3, 3))),
-        d=(random.randint(1, 9),) * 2,
-        pse=random.choice((None, None, "full", "keys")),
-        keep_prob=random.choice((1.0, 0.6)),
-        sink=random.random() < 0.5,
-        rope=random.choice((0, 0, 4)),
-        seed=random.getrandbits(32),
-        **random.choice(modes),
-    )
-
-
-def long_pack(random: Random) -> str:
-    """The results and gradients of a pack."""
-    case, dtype = pack_case(random), random.choice(draw.DTYPES)
-    return forward_and_backward(random, case, dtype)
-
-
 def flash_case(random: Random) -> FuzzedFlash:
     if random.random() < 0.004:
         return long_case(random)
@@ -447,7 +416,6 @@ CASES: dict[str, Case] = {
     "valid/padded/flash_attention_score": padded_attention,
     "valid/flash_attention_score_grad": attention_gradient,
     "valid/empty/flash_attention_score": empty,
-    "valid/long_pack/flash_attention_score": long_pack,
     "valid/prompt_flash_attention": prompt,
     "valid/empty/prompt_flash_attention": partial(prompt, empty=True),
 }

@@ -40,12 +40,6 @@ def is_launched(recipe: Recipe) -> bool:
     return recipe.operator.name != "attention_update" or recipe.case.d % 8 == 0
 
 
-def is_divided(recipe: Recipe) -> bool:
-    """A pack of more sequences than a launch takes: torch_npu launches it whole."""
-    is_dense = recipe.operator.name.startswith("flash_attention_score")
-    return is_dense and len(recipe.case.lengths[0]) > 2048
-
-
 def is_pack_gradient(recipe: Recipe) -> bool:
     """The gradient of lightning_indexer in a pack of several sequences: one launch for each run of
     equal ones, whose lengths the host waits for."""

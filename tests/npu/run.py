@@ -30,7 +30,6 @@ DEVICES = [("A2", "9.1"), ("A2", "8.5"), ("950", "9.1")]
 WHERE_DEVICES_DIFFER = [
     TESTS / "test_npu_devices.py",
     TESTS / "test_npu_fused_infer.py",
-    TESTS / "test_npu_long_packs.py",
     TESTS / "test_npu_merged_parts.py",
     TESTS / "test_npu_sinks_and_ropes.py",
     SIMULATOR_TESTS / "test_torch_npu_operators_devices.py",

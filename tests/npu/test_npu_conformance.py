@@ -11,7 +11,7 @@ import cann_simulator
 import pytest
 import torch
 from ascend_attn_ops.check.samples.sample import lengths
-from device_samples import is_divided, is_pack_gradient
+from device_samples import is_pack_gradient
 from support.samples import OPERATORS, RECIPES, Recipe, Sample
 
 ND, NCL, NCHW, NCDHW = 2, 47, 0, 30
@@ -121,8 +121,8 @@ def test_our_call_is_torch_npus(recipe: Recipe) -> None:
     ours = attention_calls(log)
 
     unequal = is_pack_gradient(recipe) and len(set(zip(*recipe.case.lengths, strict=True))) > 1
-    if unequal or is_divided(recipe):
-        # In parts, because the kernel computes sequences of unequal lengths, or so many, wrong.
+    if unequal:
+        # In parts, because the kernel computes sequences of unequal lengths wrong.
         assert {entry["function"] for entry in ours} == {entry["function"] for entry in theirs}
         return
     assert [entry["function"] for entry in ours] == [entry["function"] for entry in theirs]

@@ -8,7 +8,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from device_samples import DEVICE_RECIPES, first, is_divided, is_pack_gradient
+from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from support.samples import Recipe, Sample
 from support.simulated_npu import TASK_QUEUE
 from test_npu_conformance import COMPARABLE, attention_calls, call_theirs
@@ -33,7 +33,7 @@ def test_determinism_reaches_the_device(recipe: Recipe) -> None:
         calls = [entry for entry in attention_calls(log) if entry["phase"] == 1]
         # The metadata of a call is another one.
         launches = [entry for entry in calls if not entry["function"].endswith("Metadata")]
-        assert len(launches) == 1 or is_pack_gradient(recipe) or is_divided(recipe)
+        assert len(launches) == 1 or is_pack_gradient(recipe)
         for call in calls:
             assert call["deterministic"] == on
             assert call["arguments"].get("deterministic", on) == on

@@ -28,6 +28,11 @@ BAND = replace(TND, mode=4, pre=3, next=2)
 MODE_7 = replace(TND, mode=7, pre=6, next=-1)
 MODE_8 = replace(TND, mode=8, pre=9, next=2, lengths=((3, 4), (5, 4)))
 SLOPES = replace(TND, pse="N", pse_type=2)
+# One sequence per token.
+SINGLE = replace(TND, lengths=((1,) * 2049, (1,) * 2049), heads=(1, 1))
+SINGLE_PREFIX = replace(
+    SINGLE, lengths=((1,) * 1001, (1,) * 1001), mode=6, prefix=(1,) * 1001, pre=0, next=0
+)
 ROWS = FlashCase(b=1, s=(1030, 1030), heads=(1, 1), d=(8, 8), pse="rows", mode=0, mask="")
 
 
@@ -61,6 +66,19 @@ BOUNDARIES = [
         "beside slopes or a mask of every sequence on {device}, got 7 of T1 = 8 and 11 of T2 = 13",
         (FORWARD,), (("A2", "9.1"), ("A2", "9.0"), ("A3", "9.1")),
         (("A2", "8.5"), ("950", "9.1")), of_version=True,
+    ),
+    Boundary(
+        "many sequences", SINGLE, {}, {name: list(range(2, 2050)) for name in LENGTHS},
+        "actual_seq_lengths_query",
+        "sequences (of a pack, its closing 0, or a padded batch) to be 0..2048 on {device}, got "
+        "2049; divide them among calls",
+    ),
+    Boundary(
+        "many sequences with prefix", SINGLE_PREFIX, {},
+        {**{name: list(range(2, 1002)) for name in LENGTHS}, "prefix": [1] * 1000},
+        "actual_seq_lengths_query",
+        "sequences with prefix (of the same in sparse_mode 6) to be 0..1000 on {device}, got 1001; "
+        "divide them among calls",
     ),
     Boundary(
         "pse_type 0 without pse", TND, {"pse_type": 0}, {"pse_type": 1}, "pse_shift",
