@@ -12,8 +12,7 @@ struct Ropes {
   at::Tensor query, key;
 };
 
-// Returns the ropes of a call, or zeros of the only size that the functions take. Nothing may write
-// to them: all calls on a device read the same zeros, which stay allocated.
+// Returns the ropes of a call, or zeros of the only size that the functions take, in one buffer.
 Ropes ropes_or_zeros(const at::Tensor& query, const at::Tensor& key,
                      const std::optional<at::Tensor>& query_rope,
                      const std::optional<at::Tensor>& key_rope);

@@ -29,7 +29,8 @@ at::Tensor made(int64_t prefix_rows, const at::TensorOptions& options) {
   return at::cat({square, right_half.expand({prefix_rows, kSize})});
 }
 
-// As in absent_ropes.cpp: complete before any stream reads it.
+// Complete before any stream reads it: an event would cost each call a wait, and a capture cannot
+// wait for one that was recorded before it.
 at::Tensor made_for_all_streams(int64_t prefix_rows, const at::TensorOptions& options) {
   const c10::InferenceMode normal_tensor(false);
   const auto stream = c10_npu::getNPUStreamFromPool(options.device().index());
