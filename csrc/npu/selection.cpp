@@ -60,15 +60,14 @@ at::Tensor ended_by_first_gap(const at::Tensor& selection) {
 }
 
 at::Tensor with_cut_block_last(const at::Tensor& selection, const at::Tensor& query,
-                               const at::Tensor& key, const SparseAttentionOptions& options,
-                               bool paged) {
+                               const at::Tensor& key, const SparseAttentionOptions& options) {
   const auto& lengths = options.actual_seq_lengths_key;
   const auto block = options.sparse_block_size;
   const bool whole_blocks = !lengths && options.sparse_mode == 0 && key.size(1) % block == 0;
   if (selection.numel() == 0 || whole_blocks || (lengths && lengths->numel() == 0)) {
     return selection;
   }
-  const auto visible = visible_keys_of_rows(query, key, options, paged);
+  const auto visible = visible_keys_of_rows(query, key, options, /*paged=*/false);
   const auto whole = visible.floor_divide(block);
   const auto rest = visible - whole * block;
   const auto cut = at::where(rest == 0, kNone, whole);

@@ -1,5 +1,4 @@
-// sparse_indices as SparseFlashAttention and its gradient read them on A2 and A3: made on the
-// device, without waiting for it.
+// sparse_indices as the device reads them: made there, without waiting for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,11 +21,10 @@ at::Tensor visible_keys_of_rows(const at::Tensor& query, const at::Tensor& key,
 // Returns the selection with -1 in all slots behind the first -1 of a row.
 at::Tensor ended_by_first_gap(const at::Tensor& selection);
 
-// Returns the selection with the cut block of each row in the last slot that is read; the other
-// blocks keep their order. A block is cut where the keys that the row sees end within it. `key` is
-// a cache if `paged`.
+// Returns the selection with the cut block of each row in the last slot that is read, as the kernel
+// of the gradient wants it on A2 and A3; the other blocks keep their order. A block is cut where the
+// keys that the row sees end within it.
 at::Tensor with_cut_block_last(const at::Tensor& selection, const at::Tensor& query,
-                               const at::Tensor& key, const SparseAttentionOptions& options,
-                               bool paged);
+                               const at::Tensor& key, const SparseAttentionOptions& options);
 
 }  // namespace ascend_attn::aclnn

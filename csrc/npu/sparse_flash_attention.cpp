@@ -26,27 +26,14 @@ using SparseFlashAttentionPrototype =
 constexpr Launcher<SparseFlashAttention, SparseFlashAttentionPrototype>
     aclnn_sparse_flash_attention;
 
-// The keys per block from which on the kernel of the forward gathers whole blocks.
-constexpr int64_t kWholeBlocks = 8;
-
 void check_slots(const SparseFlashAttention& op) { check_nothing_behind_gaps(selection_of(op)); }
 
-// The kernel goes on behind a gap, and misreads a cut block that is not the last, only where it
-// gathers keys one by one. Indices of single keys are launched as they are: to look for gaps takes
-// the host several times as long as the launch, and lightning_indexer leaves none.
-at::Tensor launched_selection(const SparseFlashAttention& op) {
-  const auto selection = with_head_axis(op.sparse_indices, op.query);
-  const auto block = op.options.sparse_block_size;
-  if (block == 1 || block >= kWholeBlocks) {
-    return selection;
-  }
-  return with_cut_block_last(ended_by_first_gap(selection), op.query, op.key, op.options,
-                             op.pages.given());
-}
-
+// The kernel goes on behind a gap where it gathers keys one by one. Their indices are launched as
+// they are: to look for gaps takes the host several times as long as the launch, and
+// lightning_indexer leaves none.
 void launch(const SparseFlashAttention& op, SparseFlashAttention::Outputs& outputs) {
   constexpr int64_t kAbsorbed = 2;
-  const auto selection = launched_selection(op);
+  const auto selection = with_head_axis(op.sparse_indices, op.query);
   const auto ropes = ropes_or_zeros(op.query, op.key, op.options.query_rope, op.options.key_rope);
   const auto& [out, softmax_max, softmax_sum] = outputs;
   Fills fills;
@@ -61,8 +48,8 @@ void launch(const SparseFlashAttention& op, SparseFlashAttention::Outputs& outpu
       ropes.key, op.options.scale_value, op.options.sparse_block_size, op.options.layout.text(),
       op.pages.layout(op.options.layout), op.options.sparse_mode, op.options.pre_tokens,
       op.options.next_tokens, kAbsorbed, op.return_softmax_lse, out, softmax_max, softmax_sum);
-  if (op.options.sparse_block_size >= kWholeBlocks && selection.numel() != 0) {
-    // The kernel gives rows that select nothing an output of inf.
+  if (op.options.sparse_block_size > 1 && selection.numel() != 0) {
+    // Where it gathers whole blocks, it gives rows that select nothing an output of inf.
     out.masked_fill_(selection.narrow(-1, 0, 1) < 0, 0);
   }
 }
@@ -91,7 +78,7 @@ void launch_grad(const SparseFlashAttentionGrad& op,
   const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
   auto selection = with_head_axis(op.sparse_indices, op.query);
   if (op.options.sparse_block_size > 1) {
-    selection = with_cut_block_last(selection, op.query, op.key, op.options, /*paged=*/false);
+    selection = with_cut_block_last(selection, op.query, op.key, op.options);
   }
   aclnn_sparse_flash_attention_grad(
       op.query, op.key, op.value, selection, op.d_out, op.out, op.softmax_max, op.softmax_sum,

@@ -24,8 +24,8 @@ COUNTS = {
     "lightning_indexer_grad": (6300, 94),
     "prompt_flash_attention": (5942, 24),
     "scatter_pa_kv_cache": (9155, 30),
-    "sparse_flash_attention": (7371, 95),
-    "sparse_flash_attention_grad": (6089, 38),
+    "sparse_flash_attention": (7346, 95),
+    "sparse_flash_attention_grad": (6069, 38),
     "sparse_lightning_indexer_grad_kl_loss": (6950, 452),
 }
 

@@ -28,7 +28,7 @@ PACKED = replace(
 # Nine tokens select up to 144 keys, of the 32.
 WHOLE = replace(SELECTED, s=(9, 17), lengths=((9, 7), (17, 9)), k=16)
 PACKED_WHOLE = replace(WHOLE, layout="TND", lengths=((9, 0, 7), (17, 3, 9)), tail=(2, 0))
-CASES = [SELECTED, PACKED, WHOLE, PACKED_WHOLE, replace(SELECTED, block=4), replace(PACKED, rope=0)]
+CASES = [SELECTED, PACKED, WHOLE, PACKED_WHOLE, replace(SELECTED, block=8), replace(PACKED, rope=0)]
 
 
 def made(case: SparseCase) -> Sample:

@@ -108,7 +108,7 @@ PAGED_CASES += [
         SparseCase(b=2, s=(3, 90), lengths=((2, 3), (90, 33)), pattern="first", k=5, page=16),
         SparseCase(b=2, s=(3, 90), lengths=((3, 2), (90, 71)), pattern="hole", k=5, page=32),
         SparseCase(b=2, s=(3, 90), lengths=((3, 2), (90, 2)), pattern="future", k=5, page=32),
-        replace(_TND, lengths=((5, 0, 2), (90, 3, 60)), tail=(2, 3), block=4, k=3, page=16),
+        replace(_TND, lengths=((5, 0, 2), (90, 3, 60)), tail=(2, 3), block=8, k=3, page=16),
         replace(_TND, lengths=((5, 6), (3, 90)), pattern="duplicates", k=4, page=32, rope=8),
     ]
 ]

@@ -78,10 +78,6 @@ std::string cut_block(const SparseRow& row) {
                    ": it is right in the last one only";
 }
 
-std::string cut_block_of_forward(const Call& call) {
-  return has_small_blocks(call) ? find_in_forward(call, cut_block) : "";
-}
-
 std::string cut_block_of_gradient(const Call& call) { return find_in_gradient(call, cut_block); }
 
 std::string hole(const Call& call) {
@@ -173,7 +169,7 @@ std::string lengths_of_gradient(const Call& call) {
 }
 
 const std::vector<KernelFault> kForwardFaults{
-    {Harm::results, block_size}, {Harm::results, cut_block_of_forward}, {Harm::results, hole}};
+    {Harm::results, block_size}, {Harm::results, hole}};
 const std::vector<KernelFault> kGradientFaults{{Harm::results, block_size},
                                                {Harm::bounds, few_large_blocks},
                                                {Harm::results, lengths_of_gradient},
