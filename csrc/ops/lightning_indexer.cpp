@@ -49,7 +49,7 @@ const OperatorLimits LightningIndexer::limits{
      kPreTokens,
      kNextTokens,
      {"cmp_ratio", "tokens per key", {.one_of = {1}}, kA2A3.before(Cann::v9_1)},
-     {"cmp_ratio", "tokens per key", {.one_of = {1, 4, 128}}, kA2A3},
+     {"cmp_ratio", "tokens per key", {.min = 1, .max = 128}, kA2A3},
      {"cmp_ratio", "tokens per key", {.one_of = {1}}, k950}},
     {kNotEmpty, kWeightsOf8_5, kWeightsOf950, kCompressedWeights, kCompressedHeads,
      kCompressedCount}};
@@ -57,7 +57,7 @@ const OperatorLimits LightningIndexer::limits{
 const OperatorLimits LightningIndexerGrad::limits{
     name,
     functions,
-    sparse_dtypes(),
+    {{kA2A3, {at::kHalf, at::kBFloat16}}},
     {{"Nidx", "query heads of the indexer", {.one_of = {64}}, kA2A3.before(Cann::v9_1)},
      {"Nidx", "query heads of the indexer", {.min = 1, .max = 64}},
      kIndexDim,

@@ -21,12 +21,12 @@ COUNTS = {
     "flash_attention_score": (6693, 8),
     "flash_attention_score_grad": (7047, 5),
     "lightning_indexer": (7263, 41),
-    "lightning_indexer_grad": (6300, 94),
+    "lightning_indexer_grad": (6073, 78),
     "prompt_flash_attention": (5942, 24),
     "scatter_pa_kv_cache": (9155, 30),
     "sparse_flash_attention": (7346, 95),
     "sparse_flash_attention_grad": (6069, 38),
-    "sparse_lightning_indexer_grad_kl_loss": (6950, 452),
+    "sparse_lightning_indexer_grad_kl_loss": (6935, 467),
 }
 
 

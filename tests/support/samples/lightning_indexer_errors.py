@@ -40,7 +40,6 @@ WRONG_CALLS = [
         ("sparse_count", {"k": 2049}),
     ),
     *shared.token_rules(LIGHTNING_INDEXER, DEVICE),
-    wrong(replace(COMPRESSED, s=(9, 3), ratio=3), "cmp_ratio: ", limits="A2"),
     wrong(replace(COMPRESSED, heads=7), "query: ", limits="A2"),
     wrong(replace(COMPRESSED, k=9216), "sparse_count: ", limits="A2"),
     wrong(COMPRESSED, "", TypeError, weights=Tensor.bfloat16, limits="A2"),

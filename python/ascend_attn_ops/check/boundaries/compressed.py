@@ -193,8 +193,6 @@ DOCUMENTED: list[Row] = [
     (MLA, Sizes(), having(actual_seq_lengths_query=meta(1, dtype=torch.int32)),
      "actual_seq_lengths_query: expected None in layout BSND", "a tensor"),
     (MLAG, Sizes(), Sizes(d=256), SIZE, 256),
-    *((LI, of_ratio(good), of_ratio(bad), f"{RATIO} on {{}} with CANN 9.1", bad)
-      for good, bad in ((4, 2), (128, 127))),
     (LI, Sizes(n_index=64), Sizes(n_index=65), f"query: {INDEXER_HEADS} 1..64", 65),
     *((KLG, Sizes(n_index=good), Sizes(n_index=bad),
        f"query_index: {INDEXER_HEADS} one of 8, 16, 32, 64", bad)

@@ -176,8 +176,6 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      "got 65"),
     (LIG, "A2:8.5", Sizes(k=1), Sizes(k=2049),
      "sparse_indices: expected K (selected keys per token) to be 1..2048 on Ascend A2, got 2049"),
-    (LIG, "950:9.1", Sizes(), Sizes(weights=torch.float32),
-     "weights: expected query's dtype on Ascend 950, got float32"),
     (LIG, "A2:9.1", Sizes(b=32, s2=2**20 - 1), Sizes(b=32, s2=2**20),
      "key: expected fewer than 2^32 elements on Ascend A2, got 4294967296"),
     (LIG, "A2:9.1", Sizes(s2=2048, options={"sparse_mode": 0}),
@@ -259,12 +257,12 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      f"got 2176{TAIL}"),
     (KL, "A2:8.5", Sizes(), Sizes(weights=torch.float32),
      "weights: expected query's dtype on Ascend A2 with CANN 8.5, got float32"),
-    (KL, "A2:9.0", Sizes(s1=8192, s2=8192), Sizes(s1=8193, s2=8193),
-     "query: expected S1 (query tokens per sequence) to be 0..8192 on Ascend A2 with CANN 9.0, got "
-     "8193"),
-    (KL, "A2:9.1", packed([8192, 16384], [8192, 16384]), packed([8193], [8193]),
-     "query: expected S1 (query tokens per sequence) to be 0..8192 on Ascend A2 with CANN 9.1, got "
-     "8193"),
+    (KL, "A2:9.0", Sizes(s1=2**15, s2=2**15), Sizes(s1=2**15 + 1, s2=2**15 + 1),
+     "query: expected S1 (query tokens per sequence) to be 0..32768 on Ascend A2 with CANN 9.0, got "
+     "32769"),
+    (KL, "A2:9.1", packed([2**15, 2**16], [2**15, 2**16]), packed([2**15 + 1], [2**15 + 1]),
+     "query: expected S1 (query tokens per sequence) to be 0..32768 on Ascend A2 with CANN 9.1, got "
+     "32769"),
     (KL, "A2:9.1", packed([3, 5], [3, 5]), packed([3, 5], [2, 5]),
      "query: expected at most as many query tokens as key tokens, in all and in every sequence on "
      "Ascend A2, got 3 query tokens and 2 key tokens"),
