@@ -145,14 +145,22 @@ std::optional<at::Tensor> expanded_mask(const char* op, const at::Tensor& query,
 
 }  // namespace
 
-std::optional<at::Tensor> launched_bias(const at::Tensor& query,
-                                        const FlashAttentionOptions& options) {
+std::optional<at::Tensor> launched_bias(const FlashAttentionOptions& options) {
   const auto& pse = options.pse_shift;
   if (!pse || options.pse_type > 1 || pse->dim() != 4 || pse->size(1) != 1 ||
       options.heads() == 1) {
     return pse;
   }
   return pse->expand({-1, options.heads().expect_int(), -1, -1}).contiguous();
+}
+
+void clear_padding(Fills& fills, const IntegerList& ends, const at::Tensor& gradient) {
+  const int64_t rows = sum_of(ends);
+  // A graph that updates lengths has other rows in every replay.
+  if (!ends.empty() && ends.back() == 0 && gradient.size(0) > rows &&
+      GivenWorkspace::current() == nullptr) {
+    add_fill(fills, gradient.narrow(0, rows, gradient.size(0) - rows), 0);
+  }
 }
 
 std::optional<at::Tensor> launched_mask(const char* op, const at::Tensor& query,

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "npu/aclnn/arguments.h"
+#include "npu/aclnn/launcher.h"
 #include "ops/flash_attention_score.h"
 
 namespace ascend_attn::aclnn {
@@ -31,7 +32,9 @@ std::optional<at::Tensor> launched_mask(const char* op, const at::Tensor& query,
                                         const at::Tensor& key, const FlashAttentionOptions& options,
                                         const DenseLists& lists);
 // Returns pse_shift with an axis of all heads.
-std::optional<at::Tensor> launched_bias(const at::Tensor& query,
-                                        const FlashAttentionOptions& options);
+std::optional<at::Tensor> launched_bias(const FlashAttentionOptions& options);
+// Lets a launch clear the padding rows of a gradient first. Where a pack is closed, the kernels of
+// A2 and A3 divide these rows among the wrong number of cores, and leave some.
+void clear_padding(Fills& fills, const IntegerList& ends, const at::Tensor& gradient);
 
 }  // namespace ascend_attn::aclnn

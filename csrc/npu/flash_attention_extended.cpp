@@ -235,7 +235,15 @@ void launch_extended_grad(const FlashAttentionScoreExtendedGrad& op, TakenByDevi
                         o.sparse_mode, o.pse_type, kSeed, kOffset, kDtypeOfQuery, dq, dk, dv,
                         dq_rope, dk_rope, dpse, d_sink);
   } else if (o.layout == Layout::TND) {
-    aclnn_packed_score_grad_v5(
+    Fills fills;
+    clear_padding(fills, lists.query_ends, dq);
+    clear_padding(fills, lists.key_ends, dk);
+    clear_padding(fills, lists.key_ends, dv);
+    if (device.ropes) {
+      clear_padding(fills, lists.query_ends, dq_rope_out);
+      clear_padding(fills, lists.key_ends, dk_rope_out);
+    }
+    aclnn_packed_score_grad_v5.with(fills)(
         op.query, query_rope, op.key, key_rope, op.value, op.dy, o.pse_shift, o.drop_mask,
         std::nullopt, atten_mask, op.softmax_max, op.softmax_sum, std::nullopt, op.attention_in,
         sink, lists.prefix, lists.query_ends, lists.key_ends, o.q_start_idx, o.kv_start_idx,

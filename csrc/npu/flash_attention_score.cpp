@@ -101,7 +101,7 @@ void attend(const FlashAttentionScore& op, const FlashAttentionScore::Outputs& o
 template <typename Op>
 Op launched(const Op& op) {
   auto call = op;
-  call.options.pse_shift = launched_bias(op.query, op.options);
+  call.options.pse_shift = launched_bias(op.options);
   if constexpr (requires { op.extra; }) {
     if (op.extra.sink) {
       call.extra.sink = op.extra.sink->to(at::kFloat);
@@ -190,7 +190,11 @@ void launch_grad(const FlashAttentionScoreGrad& op,
              o.layout.text(), o.inner_precise, o.sparse_mode, o.pse_type, dq, dk, dv, dpse);
   };
   if (o.layout == Layout::TND) {
-    call(aclnn_packed_score_grad, lists.query_ends, lists.key_ends);
+    Fills fills;
+    clear_padding(fills, lists.query_ends, dq);
+    clear_padding(fills, lists.key_ends, dk);
+    clear_padding(fills, lists.key_ends, dv);
+    call(aclnn_packed_score_grad.with(fills), lists.query_ends, lists.key_ends);
   } else {
     call(aclnn_score_grad);
   }

@@ -47,6 +47,12 @@ PaddedBatch::PaddedBatch(const char* op, const at::Tensor& query, const at::Tens
          .batch = b});
   }
   gaps_ = may_have_gaps(options);
+  // Ascend 950 computes other sequences wrong beside queries without keys, whose results are zero.
+  for (auto& sequence : sequences_) {
+    if (!gaps_ && sequence.keys == 0) {
+      sequence.queries = 0;
+    }
+  }
 }
 
 bool PaddedBatch::complete() const {

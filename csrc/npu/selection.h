@@ -22,8 +22,8 @@ at::Tensor visible_keys_of_rows(const at::Tensor& query, const at::Tensor& key,
 at::Tensor ended_by_first_gap(const at::Tensor& selection);
 
 // Returns the selection with the cut block of each row in the last slot that is read, as the kernel
-// of the gradient wants it on A2 and A3; the other blocks keep their order. A block is cut where the
-// keys that the row sees end within it.
+// of the gradient wants it on A2 and A3; the other blocks keep their order. A block is cut where
+// the keys that the row sees end within it.
 at::Tensor with_cut_block_last(const at::Tensor& selection, const at::Tensor& query,
                                const at::Tensor& key, const SparseAttentionOptions& options);
 

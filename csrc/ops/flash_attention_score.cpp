@@ -19,9 +19,9 @@ const std::vector<Limit> kLimits{
     {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},
     {"T", "tokens of all sequences", {.min = 0, .max = 1024 * 1024}}};
 // Rules of both directions.
-const std::vector<Rule> kCommonRules{kPseOfTypeZero,  kCausalTokens,      kBandPreTokens,
-                                     kQueriesOfMode7, kBandOfMode7,       kSlopesOfMode7,
-                                     kSlopesOfMode8,  kSlopesOfMode8Band, kSlopesOn950};
+const std::vector<Rule> kCommonRules{
+    kPseOfTypeZero, kCausalTokens,  kBandPreTokens,     kQueriesOfMode7, kBandOfMode7,
+    kSlopesOfMode7, kSlopesOfMode8, kSlopesOfMode8Band, kSlopesOn950,    kKeysOn950};
 
 std::vector<Limit> with_head_size(std::vector<Limit> limits) {
   limits.push_back({"D", "head size", {.min = 1, .max = 768}});
@@ -68,7 +68,7 @@ const OperatorLimits FlashAttentionScore::limits{
     with_common({kPaddedPack, kQueriesOfMode3, kBandPreTokensOn950, kBandNextTokensOn950})};
 const OperatorLimits FlashAttentionScoreGrad::limits{
     name, functions, kDtypes, kLimits,
-    with_common({kTokensOfGradient, kTokensOfPackedGradient, kPsePerKeyOfGradient})};
+    with_common({kTokensOfGradient, kTokensOfPackedGradient, kPsePerKeyOfGradient, kDropoutOn950})};
 
 FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate(OutputSource outputs) const {
   const auto rules = check_common(*this);

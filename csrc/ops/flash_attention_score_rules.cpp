@@ -185,6 +185,18 @@ void FlashAttentionRules::check_lengths() {
                " of T2 = ", keys_, hint_for_counts(query_ends_, queries_));
   }
   check_count(padded ? batch_ + 1 : batch_);
+  check_keys_of_queries();
+}
+
+void FlashAttentionRules::check_keys_of_queries() const {
+  const auto sequences = this->sequences();
+  const auto without_keys = std::ranges::find_if(
+      sequences, [](const Sequence& x) { return x.queries > 0 && x.keys == 0; });
+  const bool others = !std::ranges::all_of(sequences, &Sequence::empty);
+  if (without_keys != sequences.end() && others) {
+    check_rule(kKeysOn950, false, "Sq = ", without_keys->queries, ", Skv = 0 at ",
+               without_keys - sequences.begin());
+  }
 }
 
 // Host code of the device copies the lengths of longer lists over other memory.
@@ -427,6 +439,7 @@ void FlashAttentionRules::check_dropout() const {
   check_value(at_most(bytes, argument.tensor.sym_numel()), op_, "drop_mask",
               "expected one bit per score, at least ", bytes, " bytes, got shape ",
               argument.tensor.sym_sizes());
+  check_rule(kDropoutOn950, false, argument.tensor.sym_sizes());
 }
 
 c10::SymDimVector FlashAttentionRules::out_sizes() const {

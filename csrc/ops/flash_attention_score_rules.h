@@ -52,6 +52,10 @@ inline constexpr Rule kSlopesOfMode8Band{
     "sparse_mode 8"};
 inline constexpr Rule kSlopesOn950{
     "pse_type", "0 or 1, unless every sequence in layout TND has Sq = Skv", k950};
+// The kernel computes other sequences wrong.
+inline constexpr Rule kKeysOn950{kKeyLengths, "a key for every sequence with queries in layout TND",
+                                 k950};
+inline constexpr Rule kDropoutOn950{"drop_mask", "None in the gradient", k950};
 
 // Checks one call. Every method raises on the first violated rule.
 class FlashAttentionRules {
@@ -79,6 +83,7 @@ class FlashAttentionRules {
 
   void read_axes();
   void check_lengths();
+  void check_keys_of_queries() const;
   void check_counts() const;
   void check_count(const c10::SymInt& sequences) const;
   void check_sink(NamedTensor sink) const;

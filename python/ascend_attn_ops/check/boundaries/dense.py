@@ -168,6 +168,17 @@ BOUNDARIES = [
         "got 2 with Sq = 3, Skv = 5 at 0", BOTH, P950, ATLAS,
     ),
     Boundary(
+        "queries without keys on 950", TND, {LENGTHS[1]: [0, 11]}, {}, "actual_seq_lengths_key",
+        "a key for every sequence with queries in layout TND on {device}, "
+        "got Sq = 3, Skv = 0 at 0", BOTH, P950, ATLAS,
+    ),
+    Boundary(
+        "dropout in the gradient of 950",
+        FlashCase(s=(6, 9), heads=(2, 2), d=(8, 8), keep_prob=0.5), {},
+        {"drop_mask": None, "keep_prob": 1.0}, "drop_mask",
+        "None in the gradient on {device}, got [32]", (GRADIENT,), P950, ATLAS,
+    ),
+    Boundary(
         "head size", FlashCase(b=1, s=(2, 3), heads=(1, 1), d=(769, 8)), {},
         {"query": torch.ones(1, 1, 2, 768), "key": torch.ones(1, 1, 3, 768)}, "query",
         "D (head size) to be 1..768 on {device}, got 769", (FORWARD,),
