@@ -1,5 +1,5 @@
 """Tells what is installed here and what works, what a device accepts, and what a mask keeps; checks
-a device; measures a processor."""
+a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ascend_attn_ops.device_limits import Device, device_in_force, parse
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
-    commands = parser.add_subparsers(metavar="{report,check,limits,mask,calibrate}")
+    commands = parser.add_subparsers(metavar="{report,check,limits,mask}")
     language = language_of_locale()
     parser.set_defaults(run=lambda options: report.print_report(options.lang), lang=language)
     text = "report what is installed, what works here, and why not (default)"
@@ -28,7 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     _add_check(commands)
     _add_limits(commands)
     _add_mask(commands)
-    _add_calibrate(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status
@@ -103,19 +102,6 @@ def _add_mask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--prefix", type=int, default=0, help="for modes 5 and 6")
     parser.add_argument("--out", type=Path, help="write a PNG instead of text")
     parser.set_defaults(run=lambda options: _draw(parser, options))
-
-
-def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "measure which matrix products are fastest on this processor, for later processes"
-    parser = commands.add_parser("calibrate", help=text, description=text)
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
-    parser.set_defaults(run=_calibrate)
-
-
-def _calibrate(options: argparse.Namespace) -> int:
-    from ascend_attn_ops import calibration
-
-    return calibration.calibrate(dry_run=options.dry_run)
 
 
 def _device(text: str) -> Device:

@@ -12,7 +12,7 @@ from pathlib import Path
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops import _C, calibration, reference
+from ascend_attn_ops import _C, reference
 from support import fresh
 from support.checkout import ROOT
 from support.samples import OPERATORS, Sample
@@ -24,7 +24,7 @@ CAPABILITIES = {"x86_64": ["baseline", "avx2", "avx512"]}.get(platform.machine()
 # Heads, size and selected keys: around the sizes of the blocks in which products are computed.
 SIZES = [(1, 1, 1), (3, 5, 2), (7, 17, 33), (8, 16, 7), (9, 31, 127), (17, 33, 9), (35, 130, 64)]
 # The products that may be chosen where nothing else is held back.
-PRODUCTS = [f"native:{products}" for products in calibration.PRODUCTS]
+PRODUCTS = [f"native:{products}" for products in ("bfloat16", "float32", "portable")]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -170,41 +170,6 @@ def test_a_measured_choice_is_used(tmp_path: Path) -> None:
 def test_a_file_without_this_processor_changes_nothing(tmp_path: Path, text: str) -> None:
     expected = implementations("native", XDG_CONFIG_HOME=str(tmp_path))
     assert measured_choices(tmp_path, text.format(_C.processor_name())) == expected
-
-
-def test_a_choice_replaces_that_of_the_same_processor_alone(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "matrix_products"
-    for processor, products in [("a", "float32"), ("b", "portable"), ("a", "bfloat16")]:
-        calibration.write_choice(file, processor, products)
-    assert file.read_text() == "b\tportable\na\tbfloat16\n"
-    assert [path.name for path in file.parent.iterdir()] == ["matrix_products"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ({"bfloat16": 1.0, "float32": 2.0, "portable": 3.0}, "bfloat16"),
-        ({"bfloat16": 1.0, "float32": 0.5, "portable": 0.4}, "portable"),
-        ({"bfloat16": 1.0, "float32": 0.97, "portable": 3.0}, "bfloat16"),  # noise
-    ],
-)
-def test_calibration_chooses_the_fastest(
-    seconds: dict[str, float], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "matrix_products"
-    monkeypatch.setattr(calibration, "_times_in_new_process", lambda name: [seconds[name]] * 2)
-    monkeypatch.setattr(_C, "matrix_products", lambda: "bfloat16")
-    monkeypatch.setattr(_C, "measured_choices_file", lambda: str(file))
-    assert calibration.calibrate(dry_run=True) == 0
-    assert not file.exists()
-    assert calibration.calibrate() == 0
-    assert file.read_text() == f"{_C.processor_name()}\t{chosen}\n"
-
-
-def test_a_process_times_every_workload() -> None:
-    times = calibration._times_in_new_process("float32")
-    assert len(times) == len(calibration._workloads())
-    assert min(times) > 0
 
 
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="torch has products for x86-64")

@@ -67,7 +67,7 @@ PACKAGE_PARTS = {
     "distributed": Part(("distributed/*",), "several ranks", ("public",)),
     "integrations": Part(("integrations/*",), "transformers", ("public",)),
     "check": Part(
-        ("__main__.py", "report.py", "calibration.py", "check/*"),
+        ("__main__.py", "report.py", "check/*"),
         "the command line: report, limits, check", ("public",),
     ),
     "vocabulary": Part(
