@@ -9,22 +9,19 @@ flash_attention_score or of its gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascend_attn_ops._dense_attention import number_of_scores
-from ascend_attn_ops._packing import lengths_of
+from ascend_attn_ops._packing import Lengths, lengths_of, lengths_tensor
 from ascend_attn_ops._statistics import by_sequence, by_token
-from ascend_attn_ops._torch import below_autograd
 from ascend_attn_ops.npu_operators.dropout import drop_mask as mask_of
-from ascend_attn_ops.npu_operators.layouts import check_ropes
 from ascend_attn_ops.npu_operators.translation import has_values, unsupported
 
 _LAST_SEED = 2**62
-# Arguments that the public operator of the gradient lacks.
-_EXTRA = ("sink", "query_rope", "key_rope")
 Options = dict[str, Any]
 
 
@@ -52,28 +49,11 @@ def forward(
     return *results, query.new_empty(0), seed, offset, scores
 
 
-def forward_v2(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    softmax_layout: str,
-    seed: int = 0,
-    offset: int = 0,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    check_ropes(name, query_rope, key_rope)
-    options |= {"query_rope": query_rope, "key_rope": key_rope}
-    options |= {"softmax_layout": softmax_layout, "seed": seed, "offset": offset}
-    return forward(name, query, key, **options)
-
-
 def forward_v3(
     name: str, query: Tensor, key: Tensor, value: Tensor, softmax_layout: str, **options: Any
 ) -> tuple[Tensor, ...]:
     ordered_by_token = _ordered_by_token(name, softmax_layout, options)
-    options |= _lengths_on_host(query, key, options)
+    options["prefix"] = lengths_tensor(options["prefix"])
     seed, offset = (torch.zeros(1, dtype=torch.int64, device=query.device) for _ in range(2))
     keep_prob, mask = options["keep_prob"], None
     if keep_prob < 1:
@@ -111,27 +91,9 @@ def _ordered_by_token(name: str, softmax_layout: str, options: Options) -> bool:
     return softmax_layout == "TND"
 
 
-def grad(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    softmax_in: Tensor | None,
-    softmax_layout: str,
-    seed: int,
-    offset: int,
-    numels: int,
-    **options: Any,
-) -> tuple[Tensor | None, ...]:
-    mask = _mask_again(name, query, seed, offset, numels, options)
-    return _gradients(name, query, key, softmax_in, softmax_layout, mask, options)[:5]
-
-
 def grad_v2(
     name: str,
     query: Tensor,
-    key: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
     softmax_in: Tensor | None,
     softmax_layout: str,
     seed: int,
@@ -139,29 +101,24 @@ def grad_v2(
     numels: int,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    check_ropes(name, query_rope, key_rope)
-    mask = _mask_again(name, query, seed, offset, numels, options)
-    options |= {"query_rope": query_rope, "key_rope": key_rope}
-    *gradients, d_sink, dq_rope, dk_rope = _gradients(
-        name, query, key, softmax_in, softmax_layout, mask, options
-    )
-    ropes = (None, None) if query_rope is None else (dq_rope, dk_rope)
-    return *gradients, *ropes, d_sink
+    """dq, dk, dv, dpse, dq_rope, dk_rope and d_sink."""
+    mask = None
+    if options["keep_prob"] != 1:
+        if seed == offset == 0 and has_values(query):
+            raise ValueError(
+                f"{name}: seed: expected the seed and offset that the forward returned, got 0 and "
+                "0, which it returns where it is compiled; npu_fusion_attention_v3 returns tensors "
+                "there"
+            )
+        # The one that the forward drew.
+        mask = mask_of(numels, options["keep_prob"], seed, offset, query.device)
+    return _gradients(name, query, softmax_in, softmax_layout, mask, options)
 
 
-def _mask_again(
-    name: str, query: Tensor, seed: int, offset: int, numels: int, options: Options
-) -> Tensor | None:
-    """The mask that the forward drew."""
-    if options["keep_prob"] == 1:
-        return None
-    if seed == offset == 0 and has_values(query):
-        raise ValueError(
-            f"{name}: seed: expected the seed and offset that the forward returned, got 0 and "
-            "0, which it returns where it is compiled; npu_fusion_attention_v3 returns tensors "
-            "there"
-        )
-    return mask_of(numels, options["keep_prob"], seed, offset, query.device)
+@wraps(grad_v2)
+def grad(**arguments: Any) -> tuple[Tensor | None, ...]:
+    *gradients, _, _, d_sink = grad_v2(**arguments)
+    return *gradients, d_sink
 
 
 def grad_v3(
@@ -174,104 +131,50 @@ def grad_v3(
     offset: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    options |= _lengths_on_host(query, key, options)
+    options |= {"key": key, "prefix": lengths_tensor(options["prefix"])}
     keep_prob, mask = options["keep_prob"], None
     if keep_prob < 1:
         if seed is None or offset is None:
             missing = "seed" if seed is None else "offset"
             raise ValueError(f"{name}: {missing}: expected that of the forward, got None")
         mask = mask_of(_scores(query, key, options), keep_prob, seed, offset, query.device)
-    dq, dk, dv, dpse, d_sink, *_ = _gradients(
-        name, query, key, softmax_in, softmax_layout, mask, options
+    dq, dk, dv, dpse, _, _, d_sink = _gradients(
+        name, query, softmax_in, softmax_layout, mask, options
     )
     # torch_npu's fake tensors have an empty one, too.
     return dq, dk, dv, query.new_empty(0) if dpse is None else dpse, d_sink
 
 
-def autograd_v3(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pse: Tensor | None,
-    sink: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    return _FusionAttentionV3.apply(options, query, key, value, pse, sink)
-
-
-class _FusionAttentionV3(torch.autograd.Function):
-    """The operator and its gradient stay whole: a graph has the values of lengths as tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        options: Options,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pse: Tensor | None,
-        sink: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        with below_autograd():
-            outputs = torch.ops.npu.npu_fusion_attention_v3(
-                query, key, value, pse=pse, sink=sink, **options
-            )
-        ctx.save_for_backward(query, key, value, pse, sink, *outputs)
-        ctx.options = {**options, "scale_value": options["scale"]}
-        del ctx.options["scale"]
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        query, key, value, pse, sink, out, maximum, total, softmax, seed, offset = saved
-        dq, dk, dv, dpse, d_sink = torch.ops.npu.npu_fusion_attention_grad_v3(
-            query, key, value, d_outputs[0], pse=pse, softmax_max=maximum, softmax_sum=total,
-            softmax_in=softmax, attention_in=out, seed=seed, offset=offset, sink=sink,
-            **ctx.options,
-        )  # fmt: skip
-        d_pse = dpse if ctx.needs_input_grad[4] else None
-        return None, dq, dk, dv, d_pse, None if sink is None else d_sink
-
-
 def _gradients(
     name: str,
     query: Tensor,
-    key: Tensor,
     softmax_in: Tensor | None,
     softmax_layout: str,
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Any, ...]:
-    """dq, dk, dv, dpse, d_sink, dq_rope, dk_rope. Without a bias dpse is None, the others empty."""
+    """As `grad_v2`. Those of a bias and of ropes are None if there are none, d_sink is empty."""
     if softmax_in is not None and softmax_in.numel():
         raise unsupported(name, "softmax_in", "the empty tensor of the forward", softmax_in)
     for argument in ("softmax_max", "softmax_sum", "attention_in"):
         if options[argument] is None:
             raise ValueError(f"{name}: {argument}: expected the result of the forward, got None")
+    arguments = {**options, "query": query, "drop_mask": mask}
     if _ordered_by_token(name, softmax_layout, options):
-        options = {**options, **_ordered_by_sequence(options)}
-    arguments = {**options, "query": query, "key": key, "drop_mask": mask}
-    if any(arguments.get(name) is not None for name in _EXTRA):
-        found = torch.ops.ascend._flash_attention_score_extended_grad(**arguments)
-    else:
-        plain = {name: x for name, x in arguments.items() if name not in _EXTRA}
-        absent = query.new_empty(0)
-        found = (
-            *torch.ops.ascend.flash_attention_score_grad(**plain), absent.float(), absent, absent,
-        )  # fmt: skip
-    dq, dk, dv, d_sink, dq_rope, dk_rope = found
+        arguments |= _ordered_by_sequence(options)
+    dq, dk, dv, d_sink, *ropes = torch.ops.ascend._flash_attention_score_extended_grad(**arguments)
+    if options.get("query_rope") is None:
+        ropes = [None, None]
     dpse = None
     if options["pse_shift"] is not None and options.get("pse_type", 1) <= 1:
         dpse = torch.ops.ascend._flash_attention_score_pse_grad(**arguments)
-    return dq, dk, dv, dpse, d_sink, dq_rope, dk_rope
+    return dq, dk, dv, dpse, *ropes, d_sink
 
 
 def _ordered_by_sequence(options: Options) -> Options:
     """The statistics in our order. The operator refuses lengths and shapes that do not fit."""
     statistics = {x: options[x] for x in ("softmax_max", "softmax_sum")}
-    ends = options["actual_seq_lengths_query"] or ()
+    ends = _known(options["actual_seq_lengths_query"], statistics["softmax_max"])
     return {
         name: by_sequence(x.transpose(0, 1), ends)
         for name, x in statistics.items()
@@ -279,18 +182,16 @@ def _ordered_by_sequence(options: Options) -> Options:
     }
 
 
-def _lengths_on_host(query: Tensor, key: Tensor, options: Options) -> Options:
-    """Without values, one sequence stands for all: shapes are the same."""
-    lengths: dict[str, Sequence[int] | None] = {}
-    for argument, x in (("actual_seq_lengths_query", query), ("actual_seq_lengths_key", key)):
-        given = options[argument]
-        unknown = given is not None and not has_values(given)
-        lengths[argument] = [x.shape[0]] if unknown else lengths_of(given)
-    return lengths
+def _known(ends: Lengths, x: Tensor) -> Sequence[int]:
+    """The ends as a list. Without values, one sequence stands for all: shapes are the same."""
+    if isinstance(ends, Tensor) and not has_values(ends):
+        return [x.shape[0]]
+    return lengths_of(ends) or ()
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> int:
     return number_of_scores(
-        query, key, options["num_heads"], options["layout"], options["actual_seq_lengths_query"],
-        options["actual_seq_lengths_key"],
+        query, key, options["num_heads"], options["layout"],
+        _known(options["actual_seq_lengths_query"], query),
+        _known(options["actual_seq_lengths_key"], key),
     )  # fmt: skip

@@ -27,10 +27,10 @@ TABLE = [
     # Dense attention.
     Translation("npu::npu_fusion_attention", "flash_attention_score", fusion.forward,
                 without_effect=_MASKS, differentiable=True),
-    Translation("npu::npu_fusion_attention_v2", "flash_attention_score", fusion.forward_v2,
+    Translation("npu::npu_fusion_attention_v2", "flash_attention_score", fusion.forward,
                 without_effect=_MASKS, differentiable=True),
     Translation("npu::npu_fusion_attention_v3", "flash_attention_score", fusion.forward_v3,
-                without_effect=_MASKS, autograd=fusion.autograd_v3),
+                without_effect=_MASKS, differentiable=True),
     Translation("npu::npu_fusion_attention_grad", _FUSION_GRAD, fusion.grad,
                 without_effect=_MASKS),
     Translation("npu::npu_fusion_attention_grad_v2", _FUSION_GRAD, fusion.grad_v2,

@@ -57,8 +57,7 @@ class Translation:
         only: the values that alone are computed, by torch_npu's argument.
         without_effect: arguments that change nothing but the way to the same result.
         differentiable: whether it consists of differentiable operators, which autograd records.
-        autograd: what autograd records instead, called with torch_npu's own arguments. Without
-            either the operator has no gradient, as in torch_npu.
+            Otherwise the operator has no gradient, as in torch_npu.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Translation:
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     without_effect: Sequence[str] = ()
     differentiable: bool = False
-    autograd: Callable[..., Any] | None = None
 
     @cached_property
     def function(self) -> Callable[..., Any]:
@@ -128,36 +126,25 @@ def register(
     defaults = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
     names = [x.name for x in schema.arguments]
 
-    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         for argument, value in arguments.items():
             # `str? layout="BSND"`: None stands for the default.
             if value is None:
                 arguments[argument] = defaults.get(argument)
             translation.check(argument, arguments[argument], defaults.get(argument))
-        return arguments
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = translation.translated(checked(*args, **kwargs))
         # Mixed dtypes are an error on the device, autocast or not.
         with without_autocast():
-            return translation.function(**arguments)
+            return translation.function(**translation.translated(arguments))
 
     def call_below_autograd(*args: Any, **kwargs: Any) -> Any:
         with below_autograd():
             return call(*args, **kwargs)
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        assert translation.autograd is not None
-        with without_autocast():
-            arguments = checked(*args, **kwargs).items()
-            return translation.autograd(**{n: x for n, x in arguments if translation.follows(n)})
 
     operator = translation.name.partition("::")[2]
     backends = ["CPU"] if has_kernel(translation.name, "Meta") else ["CPU", "Meta"]
     for backend in backends:
         library.impl(operator, call_below_autograd, backend)
         # The others keep what torch does for operators that nobody differentiates, as on the NPU.
-        if translation.differentiable or translation.autograd is not None:
-            with_gradient = call if translation.autograd is None else recorded
-            library.impl(operator, with_gradient, f"Autograd{backend}")
+        if translation.differentiable:
+            library.impl(operator, call, f"Autograd{backend}")
