@@ -12,7 +12,6 @@ from ascend_attn_ops._arguments import readable, shown, wrong
 from ascend_attn_ops._flash_conventions import WITHOUT_KEYS, Options, call, refuse, refuse_given
 from ascend_attn_ops._packing import (
     Lengths,
-    closed,
     ends_of,
     equal_ends,
     lengths_between,
@@ -282,15 +281,15 @@ def packed_call(options: Options, q: Tensor, k: Tensor, pack: Pack) -> PackedCal
         return PackedCall(keywords)
     # The first positions, which depend on all lengths, are numbers.
     q_ends, k_ends = (list(lengths_of(x) or ()) for x in (pack.q_ends, pack.k_ends))
-    if slopes.dim() == 2:
-        slopes = slopes.repeat_interleave(pack.parts, 0)
-        q_list, k_list = closed(q, k, q_ends, k_ends)
-        keywords |= {"actual_seq_lengths_query": q_list, "actual_seq_lengths_key": k_list}
     lead, excess = _leads(options, q_ends, k_ends)
     pse = slopes
-    if slopes.dim() == 2 and len(q_list) > len(q_ends):
-        # The 0 that closes the lists counts as a sequence.
-        pse = torch.cat((slopes, slopes[-1:]))
+    if slopes.dim() == 2:
+        pse = slopes = slopes.repeat_interleave(pack.parts, 0)
+        if all(x.shape[0] > max(ends, default=0) for x, ends in ((q, q_ends), (k, k_ends))):
+            # The operator wants a 0 behind the lengths then, which counts as a sequence.
+            pse = torch.cat((slopes, slopes[-1:]))
+            keywords["actual_seq_lengths_query"] = [*q_ends, 0]
+            keywords["actual_seq_lengths_key"] = [*k_ends, 0]
     keywords |= {
         "pse_shift": pse, "pse_type": 2, "q_start_idx": [max(lead, 0)],
         "kv_start_idx": [max(-lead, 0)],

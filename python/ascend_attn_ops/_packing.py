@@ -8,7 +8,7 @@ closes the ends where tokens follow the last sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, cast
 
@@ -173,31 +173,3 @@ def without_empty(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def equal_ends(length: int, count: int) -> list[int]:
     """The ends of `count` sequences of one length."""
     return [length * (i + 1) for i in range(count)]
-
-
-def with_gaps(
-    query: Sequence[tuple[int, int]], key: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[int]]:
-    """Returns ends of sequences that use only their first tokens, so that nothing is copied.
-
-    Unused queries become a sequence without keys, and unused keys one without queries. Every
-    sequence is followed by both, or by those alone that any of them has.
-
-    Args:
-        query: for each sequence, how many queries it uses, and how many it has room for.
-        key: the same of its keys.
-    """
-    kept = (True, *(any(used < room for used, room in side) for side in (query, key)))
-    query_lengths = [n for used, room in query for n in compress((used, room - used, 0), kept)]
-    key_lengths = [n for used, room in key for n in compress((used, 0, room - used), kept)]
-    return list(accumulate(query_lengths)), list(accumulate(key_lengths))
-
-
-def closed(
-    q: Tensor, k: Tensor, q_ends: list[int], k_ends: list[int]
-) -> tuple[list[int], list[int]]:
-    """Appends the 0 that CANN requires if queries and keys have tokens after the last sequence."""
-    q_end, k_end = (ends[-1] if ends else 0 for ends in (q_ends, k_ends))
-    if q.shape[0] > q_end and k.shape[0] > k_end:
-        return [*q_ends, 0], [*k_ends, 0]
-    return q_ends, k_ends

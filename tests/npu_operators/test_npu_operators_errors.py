@@ -112,6 +112,7 @@ def test_every_operator_is_among_them_or_follows_all() -> None:
 
 
 # Values of arguments that are followed.
+CACHE = bf16(2, 16, 128)
 PAGES = {"block_table": torch.zeros(2, 1, dtype=torch.int32), "block_size": 16}
 WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ("npu_fusion_attention", FUSION, {"sparse_mode": 1}, ValueError, "atten_mask: expected"),
@@ -147,14 +148,15 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
     ("npu_fused_infer_attention_score", INFERENCE, {"input_layout": "SBH"}, NotImplementedError,
      "input_layout: expected one of"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 5}, NotImplementedError,
-     "sparse_mode: expected 0 to 4, got 5"),
+     "sparse_mode: expected one of 0, 1, 2, 3, 4, got 5"),
     ("npu_fused_infer_attention_score", INFERENCE, {"sparse_mode": 1}, ValueError,
      "atten_mask: expected a full mask for sparse_mode 1"),
     ("npu_fused_infer_attention_score", INFERENCE, {"atten_mask": SQUARE[:4]}, ValueError,
      "atten_mask: expected"),
-    ("npu_fused_infer_attention_score", INFERENCE, PAGES, ValueError, "lengths of the key"),
+    ("npu_fused_infer_attention_score", INFERENCE, {**PAGES, "key": CACHE, "value": CACHE},
+     ValueError, "actual_seq_lengths_key: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, {**PAGES, "actual_seq_lengths_kv": [3, 4]},
-     ValueError, "key: expected blocks of 2 heads"),
+     ValueError, "key: expected"),
     ("npu_sparse_flash_attention", SPARSE, {"attention_mode": 0}, NotImplementedError,
      "attention_mode: expected 2, got 0"),
     ("npu_sparse_flash_attention", SPARSE, {"value": None}, NotImplementedError, "value: expected"),

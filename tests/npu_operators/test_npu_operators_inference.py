@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-B, N, NK, SQ, SKV, D = 3, 4, 2, 5, 11, 8
+B, N, NK, SQ, SKV, D = 3, 4, 2, 5, 19, 16
 HEADS = {"num_heads": N, "num_key_value_heads": NK}
-Q_LENGTHS, K_LENGTHS = [5, 2, 0], [11, 4, 6]
+Q_LENGTHS, K_LENGTHS = [5, 2, 0], [19, 4, 16]
 
 
 def inputs(queries: int = SQ, value_size: int = D) -> list[Tensor]:
@@ -146,8 +146,8 @@ def test_fused_full_masks(mode: int, shape: tuple[int, ...], dtype: torch.dtype)
 @pytest.mark.parametrize("layout", ["TND", "NTD", "TND_NTD", "NTD_TND"])
 def test_fused_packed_sequences(layout: str) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(*x, D).double() for x in ((9, N), (14, NK), (14, NK)))
-    q_ends, k_ends = [3, 3, 8], [4, 6, 11]  # tokens behind the last sequence belong to none
+    query, key, value = (torch.randn(*x, D).double() for x in ((8, N), (11, NK), (11, NK)))
+    q_ends, k_ends = [3, 3, 8], [4, 6, 11]
     source, _, target = layout.partition("_")
 
     def turned(x: Tensor, layout: str) -> Tensor:
@@ -158,7 +158,7 @@ def test_fused_packed_sequences(layout: str) -> None:
         actual_seq_lengths=q_ends, actual_seq_lengths_kv=k_ends, sparse_mode=3, atten_mask=SQUARE,
         softmax_lse_flag=True, **HEADS,
     )  # fmt: skip
-    expected, expected_lse = torch.zeros_like(query), torch.full((9, N), torch.inf).double()
+    expected, expected_lse = torch.zeros_like(query), torch.full((8, N), torch.inf).double()
     for q0, q1, k0, k1 in ((0, 3, 0, 4), (3, 8, 6, 11)):
         one = [x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], value[k0:k1])]
         part, part_lse = attention(*one, causal(q1 - q0, k1 - k0))
@@ -167,13 +167,13 @@ def test_fused_packed_sequences(layout: str) -> None:
     assert_close(lse, expected_lse[..., None])
 
 
-BLOCK = 4
-TABLE = torch.tensor([[5, 2, 8], [1, -1, -1], [0, 7, -1]], dtype=torch.int32)
+BLOCK = 16
+TABLE = torch.tensor([[5, 2], [1, -1], [0, -1]], dtype=torch.int32)
 
 
 def paged(x: Tensor, form: str) -> Tensor:
     """(B, N, S, D) spread over the blocks of TABLE."""
-    cache = torch.full((9, BLOCK, *x.shape[1::2]), torch.nan, dtype=x.dtype)
+    cache = torch.full((6, BLOCK, *x.shape[1::2]), torch.nan, dtype=x.dtype)
     for b, length in enumerate(K_LENGTHS):
         for j in range(length):
             cache[TABLE[b, j // BLOCK], j % BLOCK] = x[b, :, j]
@@ -181,7 +181,7 @@ def paged(x: Tensor, form: str) -> Tensor:
         return cache.flatten(2)
     if form == "head by head":
         return cache.transpose(1, 2)
-    return cache.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4).contiguous()
+    return cache.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
 
 
 each_cache = pytest.mark.parametrize("form", ["heads together", "head by head", "fractal"])
@@ -206,15 +206,24 @@ def test_fused_pages(form: str) -> None:
     assert_close(out, expected.transpose(1, 2).flatten(0, 1))
 
 
-def test_each_cache_is_gathered_once() -> None:
-    query, *tensors = inputs()
-    caches = [paged(x, "heads together") for x in tensors]
-    with torch.profiler.profile() as profile:
+@pytest.mark.parametrize(
+    ("changed", "argument"),
+    [
+        ({"actual_seq_lengths": [3, 7]}, "actual_seq_lengths_query"),
+        ({"actual_seq_lengths_kv": [4, 10]}, "actual_seq_lengths_key"),
+        ({"block_table": torch.zeros(2, 3).int(), "actual_seq_lengths_kv": [4, 6]}, "key"),
+    ],
+    ids=["queries behind", "keys behind", "blocks of 8"],
+)
+def test_calls_that_no_device_computes(changed: dict[str, Any], argument: str) -> None:
+    query, key = torch.randn(8, N, D), torch.randn(11, NK, D)
+    if "block_table" in changed:
+        key = torch.randn(6, 8, NK * D)
+    call = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [4, 11], **changed}
+    with pytest.raises(ValueError, match=f"^ascend::fused_infer_attention_score: {argument}: "):
         torch_npu.npu_fused_infer_attention_score(
-            query, *caches, input_layout="BNSD", sparse_mode=3, atten_mask=SQUARE,
-            block_table=TABLE, block_size=BLOCK, actual_seq_lengths_kv=K_LENGTHS, **HEADS,
-        )  # fmt: skip
-    assert sum(event.name == "aten::index" for event in profile.events()) == len(caches)
+            query, key, key, input_layout="TND", **call, **HEADS
+        )
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])

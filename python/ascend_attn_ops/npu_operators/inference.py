@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.npu_operators.attention import Inputs, attend, check_mode, check_sink
-from ascend_attn_ops.npu_operators.layouts import LAYOUTS
 from ascend_attn_ops.npu_operators.translation import unsupported
 
-# The first of the modes whose mask is compressed, and what the blocks of a cache are multiples of.
-_FIRST_COMPRESSED_MODE, _BLOCK, _FRACTAL = 2, 16, 16
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALVES, torch.float32, torch.float64)
 
 
 def prompt(query: Tensor, key: Tensor, value: Tensor, layout: str, **options: Any) -> Tensor:
@@ -25,81 +21,38 @@ def prompt(query: Tensor, key: Tensor, value: Tensor, layout: str, **options: An
     return torch.ops.ascend.prompt_flash_attention(*one_sequence, layout="BNSD", **options)[0]
 
 
-def one_token(**arguments: Any) -> Tensor:
-    inputs = _without_quantisation(arguments)
-    if inputs.query.shape[2 if inputs.layout == "BNSD" else 1] != 1:
+def one_token(name: str, query: Tensor, layout: str, **options: Any) -> Tensor:
+    if query.shape[2 if layout == "BNSD" else 1] != 1:
         raise ValueError(
-            f"{inputs.name}: query: expected one token of each sequence, "
-            f"got {list(inputs.query.shape)}"
+            f"{name}: query: expected one token of each sequence, got {list(query.shape)}"
         )
-    return _attend(inputs)[0]
+    return fused(name, query, layout=layout, **options)[0]
 
 
-def fused(**arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = _without_quantisation(arguments)
-    out, lse = _attend(inputs)
-    return out, lse if inputs.return_softmax_lse else lse.new_empty(0)
-
-
-def _attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    check_mode(inputs)
-    return _by_operator(inputs) if _is_ours(inputs) else attend(inputs)
-
-
-def _is_ours(inputs: Inputs) -> bool:
-    """Whether fused_infer_attention_score takes a call. It reads pages where they lie.
-
-    It refuses calls that no device computes, such as those with blocks of other sizes.
-    """
-    layout, mask, table = LAYOUTS[inputs.layout], inputs.atten_mask, inputs.block_table
-    if layout.packed:
-        whole = [(inputs.query, inputs.actual_seq_lengths_query)]
-        whole += [(inputs.key, inputs.actual_seq_lengths_key)] if table is None else []
-        axis = 1 if layout.inputs == "NTD" else 0
-        if not all(ends and ends[-1] == x.shape[axis] for x, ends in whole):
-            return False
-        if mask is not None and inputs.sparse_mode < _FIRST_COMPRESSED_MODE:
-            return False
-    if table is None:
-        return True
-    slots = {3: 1, 4: 2, 5: 3}.get(inputs.key.dim())
-    fractal = inputs.key.dim() == 5 and inputs.key.shape[4] != _FRACTAL
-    counts = inputs.actual_seq_lengths_key or ()
-    return (
-        slots is not None
-        and not fractal
-        and inputs.key.shape[slots] % _BLOCK == 0
-        and len(counts) == len(table)
-    )
-
-
-def _by_operator(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def fused(
+    name: str, query: Tensor, key: Tensor, value: Tensor, layout: str, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Returns out and lse, which is +inf in rows without keys as torch_npu's is."""
-    given = inputs._asdict()
-    one_sequence, transposed = inputs.layout == "NSD", inputs.layout == "NTD"
-    if one_sequence:
-        names = ["query", "query_rope"]
-        names += ["key", "value", "key_rope"] if inputs.block_table is None else []
-        given |= {name: given[name][None] for name in names if given[name] is not None}
-        given["layout"] = "BNSD"
-    if transposed:
-        given["layout"] = "NTD_TND"
-    if inputs.sink is not None:
-        check_sink(inputs.name, inputs.sink)
-        given["sink"] = inputs.sink.float()
-    query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    del given["name"]
-    out, lse = torch.ops.ascend.fused_infer_attention_score(query, key, value, **given)
-    if one_sequence:
+    tensors = {"query": query, "key": key, "value": value}
+    for argument, x in tensors.items():
+        if x.dtype not in _FLOATS:
+            raise unsupported(name, argument, "float16 or bfloat16", x)
+    sink = options.get("sink")
+    if sink is not None and sink.dtype not in _HALVES:
+        raise unsupported(name, "learnable_sink", "float16 or bfloat16", sink)
+    tensors |= {x: options[x] for x in ("query_rope", "key_rope") if options.get(x) is not None}
+    if layout == "NSD":
+        in_pages = options["block_table"] is not None
+        tensors = {
+            argument: x if in_pages and not argument.startswith("query") else x[None]
+            for argument, x in tensors.items()
+        }
+    of_operator = {"NSD": "BNSD", "NTD": "NTD_TND"}.get(layout, layout)
+    out, lse = torch.ops.ascend.fused_infer_attention_score(
+        **{**options, **tensors}, layout=of_operator
+    )
+    if layout == "NSD":
         out = out[0]
-    if transposed:
+    if layout == "NTD":
         out = out.transpose(0, 1).contiguous()
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
-
-
-def _without_quantisation(arguments: dict[str, Any]) -> Inputs:
-    for argument in ("query", "key", "value"):
-        if arguments[argument].dtype not in _FLOATS:
-            expected = "float16 or bfloat16"
-            raise unsupported(arguments["name"], argument, expected, arguments[argument])
-    return Inputs(**arguments)

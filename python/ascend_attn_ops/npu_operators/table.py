@@ -9,18 +9,22 @@ from __future__ import annotations
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.npu_operators import fusion_attention as fusion
 from ascend_attn_ops.npu_operators import inference, layers, merging, sparse
-from ascend_attn_ops.npu_operators.attention import Inputs
-from ascend_attn_ops.npu_operators.layouts import LAYOUTS
 from ascend_attn_ops.npu_operators.translation import Translation
 
 # How the device makes the mask of dropout, which does not change it.
 _MASKS = ("gen_mask_parallel", "sync")
-# The CPU always computes in the higher precision.
-_PRECISION = ("inner_precise",)
 # Absorbed latent attention, the mode that has ropes and one head of keys.
 _ABSORBED = {"attention_mode": [2]}
 # The gradient that knows sinks and ropes.
 _FUSION_GRAD = "_flash_attention_score_extended_grad"
+_FUSED = "fused_infer_attention_score"
+_FUSED_ONLY = {
+    "input_layout": [
+        "BSH", "BSND", "BNSD", "TND", "NTD", "NSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND",
+        "TND_NTD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD",
+    ],
+    "sparse_mode": [0, 1, 2, 3, 4],
+}  # fmt: skip
 _NO_BAND = {"pre_tokens": [ALL_TOKENS_SPARSE], "next_tokens": [ALL_TOKENS_SPARSE]}
 
 TABLE = [
@@ -40,13 +44,12 @@ TABLE = [
     # For inference.
     Translation("npu::npu_prompt_flash_attention", "prompt_flash_attention", inference.prompt,
                 only={"input_layout": ["BSH", "BSND", "BNSD", "BNSD_BSND", "NSD"]}),
-    Translation("npu::npu_incre_flash_attention", Inputs, inference.one_token,
+    Translation("npu::npu_incre_flash_attention", _FUSED, inference.one_token,
                 names={"actual_seq_lengths": "actual_seq_lengths_key"},
-                only={"input_layout": ["BSH", "BSND", "BNSD"]}, without_effect=_PRECISION),
-    Translation("npu::npu_fused_infer_attention_score", Inputs, inference.fused,
-                only={"input_layout": [*LAYOUTS]}, without_effect=_PRECISION),
-    Translation("npu::npu_fused_infer_attention_score_v2", Inputs, inference.fused,
-                only={"input_layout": [*LAYOUTS]}, without_effect=_PRECISION),
+                only={"input_layout": ["BSH", "BSND", "BNSD"]}),
+    Translation("npu::npu_fused_infer_attention_score", _FUSED, inference.fused, only=_FUSED_ONLY),
+    Translation("npu::npu_fused_infer_attention_score_v2", _FUSED, inference.fused,
+                only=_FUSED_ONLY),
     # Sparse attention and the indexer.
     Translation("npu::npu_sparse_flash_attention", "sparse_flash_attention", sparse.attention,
                 only=_ABSORBED, differentiable=True),
