@@ -21,7 +21,7 @@ from ascend_attn_ops._arguments import (
     shown,
     wrong,
 )
-from ascend_attn_ops._packing import Lengths, lengths_of, lengths_on, lengths_tensor
+from ascend_attn_ops._packing import Lengths, lengths_of, lengths_tensor
 
 # The last axis of a cache in fractal layout ("NZ").
 _FRACTAL_BYTES = 32
@@ -62,17 +62,20 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
     block_size = check_count(_SLOT_MAPPING, "block_size", block_size, least=1)
     single = positions.dim() == block_table.dim() - 1
     at = (positions[..., None] if single else positions).long()
+    blocks_of_row, dtype = block_table.shape[-1], block_table.dtype
+    room = blocks_of_row * block_size
+    if readable(at) and at.numel() and int(at.amax()) >= room:
+        expected = f"positions below {room}, in the {blocks_of_row} blocks of {block_size}"
+        raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(int(at.amax())))
     block = torch.div(at.clamp(min=0), block_size, rounding_mode="floor")
-    try:
-        blocks = block_table.gather(-1, block)
-    except (IndexError, RuntimeError):
-        _refuse_positions(block_table, at, block_size)
-        raise
-    dtype = block_table.dtype
-    # The first block of which the last slot is beyond the dtype.
+    blocks = block_table.gather(-1, block)
+    # The first block of which the last slot is beyond the dtype. Padding reads none.
     beyond = (torch.iinfo(dtype).max + 1) // block_size
-    if blocks.numel() and readable(blocks) and int(blocks.amax()) >= beyond:
-        _refuse_blocks(blocks[at >= 0], beyond)
+    if readable(blocks):
+        most = int(blocks[at >= 0].max()) if bool((at >= 0).any()) else -1
+        if most >= beyond:
+            expected = f"blocks below {beyond}, whose slots {dtype_name(dtype)} holds"
+            raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, str(most))
     # In int64, as int32 would wrap unseen on a device.
     slots = torch.add(at.remainder(block_size), blocks, alpha=block_size)
     # In the dtype of the table, which is what the operator and the device want.
@@ -81,13 +84,9 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
 
 
 def _check_table(block_table: Tensor, positions: Tensor) -> None:
-    check_tensor(_SLOT_MAPPING, "block_table", block_table)
+    check_indices(_SLOT_MAPPING, "block_table", block_table)
     check_tensor(_SLOT_MAPPING, "positions", positions)
-    check_memory(_SLOT_MAPPING, "block_table", block_table)
     check_memory(_SLOT_MAPPING, "positions", positions)
-    if block_table.dtype not in (torch.int32, torch.int64):
-        got = dtype_name(block_table.dtype)
-        raise wrong(TypeError, _SLOT_MAPPING, "block_table", "dtype int32 or int64", got)
     if positions.dtype not in _WHOLE_DTYPES:
         got = dtype_name(positions.dtype)
         raise wrong(TypeError, _SLOT_MAPPING, "positions", "an integer dtype", got)
@@ -102,21 +101,6 @@ def _check_table(block_table: Tensor, positions: Tensor) -> None:
         lead = "".join(f"{size}, " for size in batches)
         expected = f"shape ({lead}S), or {tuple(batches)} for one token of each sequence"
         raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(list(given)))
-
-
-def _refuse_positions(block_table: Tensor, at: Tensor, block_size: int) -> None:
-    """Where its entries could not be read."""
-    size = block_table.shape[-1] * block_size
-    if readable(at) and int(at.amax()) >= size:
-        expected = f"positions below {size}, in the {block_table.shape[-1]} blocks of {block_size}"
-        raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(int(at.amax())))
-
-
-def _refuse_blocks(blocks: Tensor, beyond: int) -> None:
-    """Unless it is padding that reads them."""
-    if blocks.numel() and int(blocks.amax()) >= beyond:
-        expected = f"blocks below {beyond}, whose slots {dtype_name(blocks.dtype)} holds"
-        raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, str(int(blocks.amax())))
 
 
 def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Tensor:
@@ -148,15 +132,12 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
         >>> gather_paged_kv(cache, table, [3, 1]).flatten()
         tensor([6., 7., 0., 2.])
     """
-    for name, x in (("cache", cache), ("block_table", block_table)):
-        check_tensor(_GATHER, name, x)
-        check_memory(_GATHER, name, x)
+    check_tensor(_GATHER, "cache", cache)
+    check_memory(_GATHER, "cache", cache)
     if cache.dim() < 2 or cache.shape[1] == 0:
         expected = "shape (num_blocks, block_size, ...) with a block_size of at least 1"
         raise wrong(ValueError, _GATHER, "cache", expected, str(list(cache.shape)))
-    if block_table.dtype not in (torch.int32, torch.int64):
-        got = dtype_name(block_table.dtype)
-        raise wrong(TypeError, _GATHER, "block_table", "dtype int32 or int64", got)
+    check_indices(_GATHER, "block_table", block_table)
     if block_table.device != cache.device:
         expected = f"device {cache.device} (cache's)"
         raise wrong(ValueError, _GATHER, "block_table", expected, str(block_table.device))
@@ -173,10 +154,7 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
     if block_table._is_zerotensor():
         # torch's zeros without memory, as forward-mode derivatives have them.
         block_table = block_table.clone()
-    wrong_block = unknown_block(block_table, counts, block_size, num_blocks)
-    if wrong_block is not None:
-        expected = f"blocks in [0, {num_blocks})"
-        raise wrong(ValueError, _GATHER, "block_table", expected, str(wrong_block[0]))
+    check_blocks(_GATHER, block_table.cpu(), counts, block_size, num_blocks)
     rows = []
     for blocks, count in zip(block_table.long(), counts, strict=True):
         used = blocks[: -(-count // block_size)]
@@ -184,53 +162,23 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
     return torch.cat(rows) if rows else cache.new_empty(0, *cache.shape[2:])
 
 
-def unknown_block(
-    table: Tensor, lengths: Lengths, block_size: int, num_blocks: int
-) -> tuple[int, int, int] | None:
-    """The first entry that a sequence reads and that is no block: its value, row and column."""
-    first = torch.arange(table.shape[1], device=table.device) * block_size
-    counts = lengths_on(lengths, table)
-    assert counts is not None
-    read = first < counts[:, None]
-    outside = (read & ((table < 0) | (table >= num_blocks))).nonzero()
-    if not len(outside):
-        return None
-    row, column = outside[0].tolist()
-    return int(table[row, column]), row, column
-
-
-def check_indices(function: str, argument: str, indices: Any, rank: int) -> None:
+def check_indices(function: str, argument: str, indices: Any, rank: int | None = None) -> None:
     check_tensor(function, argument, indices)
     if indices.dtype not in (torch.int32, torch.int64):
         got = dtype_name(indices.dtype)
         raise wrong(TypeError, function, argument, "dtype int32 or int64", got)
-    if indices.dim() != rank:
+    if rank is not None and indices.dim() != rank:
         raise wrong(ValueError, function, argument, f"rank {rank}", str(list(indices.shape)))
     check_memory(function, argument, indices)
-
-
-def gather_blocks(function: str, cache: Tensor, table: Tensor, lengths: Lengths) -> Tensor:
-    """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
-    the longest sequence has; all of the table where lengths are on a device."""
-    return cache[_blocks_to_read(function, cache, table, lengths)].flatten(1, 2)
 
 
 def gather_keys_and_values(
     function: str, k: Tensor, v: Tensor, table: Tensor, lengths: Lengths
 ) -> tuple[Tensor, Tensor]:
-    """The blocks of each sequence side by side, of two caches."""
-    table = _blocks_to_read(function, k, table, lengths)
-    num_blocks, size = k.shape[:2]
-    if v.shape[:2] != k.shape[:2]:
-        expected = f"the {num_blocks} blocks of {size} that the keys have"
-        raise wrong(ValueError, function, "v", expected, str(list(v.shape)))
-    return k[table].flatten(1, 2), v[table].flatten(1, 2)
-
-
-def _blocks_to_read(function: str, cache: Tensor, table: Tensor, lengths: Lengths) -> Tensor:
-    """The columns of the table that the longest sequence reads, checked, and none below 0."""
+    """The blocks of each sequence side by side, (batch_size, slots, nheads_k, headdim), as many as
+    the longest sequence has; all of the table where lengths are on a device."""
     check_indices(function, "block_table", table, 2)
-    num_blocks, size = cache.shape[:2]
+    num_blocks, size = k.shape[:2]
     counts = lengths_tensor(lengths)
     assert counts is not None
     batch, blocks = counts.shape[0], table.shape[1]
@@ -245,20 +193,27 @@ def _blocks_to_read(function: str, cache: Tensor, table: Tensor, lengths: Length
         raise wrong(ValueError, function, "block_table", expected, str(list(table.shape)))
     table = table[:, :blocks]
     check_blocks(function, table, counts, size, num_blocks)
+    if v.shape[:2] != k.shape[:2]:
+        expected = f"the {num_blocks} blocks of {size} that the keys have"
+        raise wrong(ValueError, function, "v", expected, str(list(v.shape)))
     # Entries after the last block of a sequence are often -1.
-    return table.clamp(0, max(num_blocks - 1, 0))
+    table = table.clamp(0, max(num_blocks - 1, 0))
+    return k[table].flatten(1, 2), v[table].flatten(1, 2)
 
 
 def check_blocks(
-    function: str, table: Tensor, lengths: Tensor, block_size: int, num_blocks: int
+    function: str, table: Tensor, lengths: Lengths, block_size: int, num_blocks: int
 ) -> None:
     """Checks the blocks that sequences read, without waiting for a device."""
-    found = None
-    if readable(table) and readable(lengths):
-        found = unknown_block(table, lengths, block_size, num_blocks)
-    if found is not None:
+    counts = lengths_tensor(lengths)
+    assert counts is not None
+    if not (readable(table) and readable(counts)):
+        return
+    first = torch.arange(table.shape[1], device="cpu") * block_size
+    outside = table[(first < counts[:, None]) & ((table < 0) | (table >= num_blocks))]
+    if len(outside):
         expected = f"0..{num_blocks - 1} where a sequence has keys"
-        raise wrong(ValueError, function, "block_table", expected, str(found[0]))
+        raise wrong(ValueError, function, "block_table", expected, str(int(outside[0])))
 
 
 def nz_cache_shape(
