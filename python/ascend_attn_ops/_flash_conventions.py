@@ -112,6 +112,10 @@ def options_of(
         refuse(function, "softcap", "0, as no operator caps its scores", shown(softcap))
     if not isinstance(dropout_p, float):
         check_number(function, "dropout_p", dropout_p)
+    check_flag(function, "return_attn_probs", return_lse)
+    if return_lse and float(dropout_p) > 0:
+        expected = "False beside dropout_p, as no operator keeps its probabilities"
+        refuse(function, "return_attn_probs", expected, str(return_lse))
     if slopes is not None and not isinstance(slopes, Tensor):
         expected = "a tensor or None"
         raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)

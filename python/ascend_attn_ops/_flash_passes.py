@@ -60,12 +60,11 @@ def packed_gradients(
 def _statistics(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The operator's statistics of each row, as often as it repeats them."""
     lse = lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    maximum, total = statistics_of(lse, conventions.WITHOUT_KEYS)
-    return _repeated(maximum), _repeated(total)
-
-
-def _repeated(x: Tensor) -> Tensor:
-    return x[..., None].expand(*x.shape, LANES).contiguous()
+    maximum, total = (
+        x[..., None].expand(*x.shape, LANES).contiguous()
+        for x in statistics_of(lse, conventions.WITHOUT_KEYS)
+    )
+    return maximum, total
 
 
 def _gradients(
@@ -172,7 +171,7 @@ def _flash_attn_backward(
     window = (window_size_left, window_size_right)
     options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
     write(gradients(options, dout, q, k, v, out, softmax_lse), dq, dk, dv)
-    return _nothing(softmax_lse)
+    return softmax_lse.new_empty(0)
 
 
 def _flash_attn_varlen_backward(
@@ -209,7 +208,7 @@ def _flash_attn_varlen_backward(
     pack = calls.pack_of(options, cu_seqlens_q, cu_seqlens_k)
     found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
     write(found, dq, dk, dv)
-    return _nothing(softmax_lse)
+    return softmax_lse.new_empty(0)
 
 
 def options_of(
@@ -245,10 +244,6 @@ def packed_forward(options: Options, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _with_nothing_random(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=out.device)
-
-
-def _nothing(lse: Tensor) -> Tensor:
-    return lse.new_empty(0)
 
 
 def write(results: Gradients, *targets: Tensor | None) -> None:

@@ -100,7 +100,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, softmax_logsumexp (nheads, total_q), and three that are of no use without dropout."""
     name = f"aten::{_FORWARD}"
-    _refuse_unless_zero(
+    conventions.refuse_given(
         name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, num_splits=num_splits
     )
     mask = _mask(name, is_causal, window_size_left, window_size_right)
@@ -144,17 +144,11 @@ def backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = f"aten::{_BACKWARD}"
-    _refuse_unless_zero(name, dropout_p=dropout_p)
+    conventions.refuse_given(name, dropout_p=dropout_p)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
     options = conventions.Options(name, mask, scale=scale, lengths=_LENGTHS)
     pack = calls.pack_of(options, cum_seq_q, cum_seq_k)
     return packed_gradients(options, grad_out, query, key, value, out, logsumexp, pack)
-
-
-def _refuse_unless_zero(function: str, **arguments: float | None) -> None:
-    for argument, value in arguments.items():
-        if value:
-            conventions.refuse(function, argument, "the default", str(value))
 
 
 def _mask(function: str, is_causal: bool, left: int | None, right: int | None) -> conventions.Mask:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._arguments import check_flag, check_tensor, wrong
+from ascend_attn_ops._arguments import check_tensor, wrong
 from ascend_attn_ops._flash_cache import attend_with_cache
 from ascend_attn_ops._flash_passes import (
     _flash_attn_backward,
@@ -106,9 +106,10 @@ def flash_attn_func(
     """
     name = "flash_attn_func"
     conventions.check_tensors(name, 4, "q k v", q, k, v)
-    options = _options(
-        name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
+    conventions.check_deterministic(name, q, deterministic)
+    options = conventions.options_of(
+        name, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
+        return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
     out, lse = calls.attend(options, q, k, v)
     return out if lse is None else (out, lse, q.new_empty(0))
@@ -185,9 +186,10 @@ def flash_attn_varlen_func(
     name = "flash_attn_varlen_func"
     conventions.check_tensors(name, 3, "q", q)
     conventions.check_tensors(name, 3 if block_table is None else 4, "k v", k, v)
-    options = _options(
-        name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
+    conventions.check_deterministic(name, q, deterministic)
+    options = conventions.options_of(
+        name, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
+        return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
     )  # fmt: skip
     result, lse = calls.attend_sequences(
         options, q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, block_table
@@ -415,31 +417,3 @@ def flash_attn_with_kvcache(
         return_softmax_lse, sink,
     )  # fmt: skip
     return out if lse is None else (out, lse)
-
-
-def _options(
-    function: str,
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    sink: Tensor | None,
-) -> conventions.Options:
-    check_flag(function, "return_attn_probs", return_attn_probs)
-    options = conventions.options_of(
-        function, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
-        return_attn_probs, sink,
-    )  # fmt: skip
-    if return_attn_probs and float(dropout_p) > 0:
-        conventions.refuse(
-            function, "return_attn_probs",
-            "False beside dropout_p, as no operator keeps its probabilities",
-            str(return_attn_probs),
-        )  # fmt: skip
-    conventions.check_deterministic(function, q, deterministic)
-    return options
