@@ -11,11 +11,8 @@ from torch import Tensor
 
 from ascend_attn_ops import reference
 from ascend_attn_ops.check.bounds import OF_TERMS, Expected, largest_score, magnitude, within
-from ascend_attn_ops.reference.operators.fused_infer_attention_score import (
-    by_head,
-    layouts,
-    pages_by_head,
-)
+from ascend_attn_ops.reference.operators.flash_attention_score import to_heads
+from ascend_attn_ops.reference.operators.fused_infer_attention_score import layouts, pages_by_head
 
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
@@ -295,12 +292,12 @@ def largest_score_of(sample: Sample) -> float:
 
     def keys(x: Tensor) -> Tensor:
         if a.block_table is None:
-            return by_head(x, layout, heads)
+            return to_heads(x, heads, layout)
         return pages_by_head(x, heads).transpose(0, 1).flatten(1, 2)
 
-    query, key = by_head(a.query, layout, a.num_heads), keys(a.key)
+    query, key = to_heads(a.query, a.num_heads, layout), keys(a.key)
     if a.query_rope is not None:
-        query = torch.cat((query, by_head(a.query_rope, layout, a.num_heads)), -1)
+        query = torch.cat((query, to_heads(a.query_rope, a.num_heads, layout)), -1)
         key = torch.cat((key, keys(a.key_rope)), -1)
     sink = 0.0 if a.sink is None else float(magnitude(a.sink).max())
     return max(largest_score(query, key, a.scale_value), sink)

@@ -207,7 +207,7 @@ def by_head(a: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def to_heads(x: Tensor, heads: int | None, layout: str) -> Tensor:
-    """Any layout to (B,N,S,D); TND to (1,N,T,D)."""
+    """Any layout to (B,N,S,D); TND and NTD to (1,N,T,D)."""
     match layout:
         case "BSH":
             return x.unflatten(2, (heads, -1)).transpose(1, 2)
@@ -217,6 +217,8 @@ def to_heads(x: Tensor, heads: int | None, layout: str) -> Tensor:
             return x.transpose(1, 2)
         case "TND":
             return x.transpose(0, 1)[None]
+        case "NTD":
+            return x[None]
     return x
 
 
@@ -228,8 +230,12 @@ def from_heads(x: Tensor, layout: str) -> Tensor:
             x = x.permute(2, 0, 1, 3).flatten(2)
         case "BSND":
             x = x.transpose(1, 2)
+        case "NBSD":
+            x = x.transpose(0, 1)
         case "TND":
             x = x[0].transpose(0, 1)
+        case "NTD":
+            x = x[0]
     return x.contiguous()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
-from .flash_attention_score import with_defaults
+from .flash_attention_score import from_heads, to_heads, with_defaults
 from .prompt_flash_attention import actual_length, band, kept
 
 
@@ -38,9 +38,9 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(a.query)
     key_heads = a.num_key_value_heads or a.num_heads
     group = a.num_heads // key_heads
-    q = by_head(a.query, inputs, a.num_heads)
+    q = to_heads(a.query, a.num_heads, inputs)
     if a.query_rope is not None:
-        q = torch.cat((q, by_head(a.query_rope, inputs, a.num_heads)), -1)
+        q = torch.cat((q, to_heads(a.query_rope, a.num_heads, inputs)), -1)
     sink = q.new_full((a.num_heads,), -torch.inf) if a.sink is None else a.sink
     sink = sink.to(dtype)[:, None, None]
 
@@ -80,40 +80,11 @@ def is_packed(layout: str) -> bool:
     return "T" in layout
 
 
-def by_head(x: Tensor, layout: str, heads: int) -> Tensor:
-    """(B,N,S,D); a packed tensor is (1,N,T,D)."""
-    match layout:
-        case "BSH":
-            return x.unflatten(2, (heads, -1)).transpose(1, 2)
-        case "BSND":
-            return x.transpose(1, 2)
-        case "TND":
-            return x.transpose(0, 1)[None]
-        case "NTD":
-            return x[None]
-    return x
-
-
-def from_heads(x: Tensor, layout: str) -> Tensor:
-    match layout:
-        case "BSH":
-            x = x.transpose(1, 2).flatten(2)
-        case "BSND":
-            x = x.transpose(1, 2)
-        case "NBSD":
-            x = x.transpose(0, 1)
-        case "TND":
-            x = x[0].transpose(0, 1)
-        case "NTD":
-            x = x[0]
-    return x.contiguous()
-
-
 def size_of_value(a: Arguments, key_heads: int) -> int:
     if a.block_table is not None:
         x = a.value
         return int({3: x.shape[-1] // key_heads, 4: x.shape[-1]}.get(x.dim(), 16 * x.shape[2]))
-    return int(by_head(a.value, layouts(a.layout)[0], key_heads).shape[-1])
+    return int(to_heads(a.value, key_heads, layouts(a.layout)[0]).shape[-1])
 
 
 def spans(a: Arguments, layout: str, q: Tensor) -> list[Span]:
@@ -128,7 +99,7 @@ def spans(a: Arguments, layout: str, q: Tensor) -> list[Span]:
         return [Span(b, *x) for b, x in enumerate(zip(ends, of_keys, strict=True))]
     room = 0
     if a.block_table is None:
-        room = by_head(a.key, layout, a.num_key_value_heads or a.num_heads).shape[2]
+        room = to_heads(a.key, a.num_key_value_heads or a.num_heads, layout).shape[2]
     return [
         Span(
             b,
@@ -146,7 +117,7 @@ def keys_and_values(
 
     def of(x: Tensor) -> Tensor:
         if a.block_table is None:
-            rows = by_head(x, layout, heads)[0 if is_packed(layout) else span.batch]
+            rows = to_heads(x, heads, layout)[0 if is_packed(layout) else span.batch]
             return rows[:, span.keys]
         return from_pages(pages_by_head(x, heads), a.block_table[number], read)
 
