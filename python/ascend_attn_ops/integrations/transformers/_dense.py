@@ -168,6 +168,8 @@ def mask(
     - int32, (1, 1, 1, tokens), on the host: the ends of packed sequences, in which the mask is
       causal, under torch.compile.
     """
+    if not is_compiling():
+        _positions.clear()
     layer_types = getattr(config, "layer_types", None) or ()
     if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
         raise NotImplementedError(
@@ -413,7 +415,8 @@ def _in_pack(
     return out.view(batch, queries, heads, -1)
 
 
-# All layers get the same mask and positions, whose lengths are read on the host once.
+# All layers get the same mask and positions, whose lengths are read on the host once. A forward
+# makes its masks anew, and may change its positions in place: `mask` forgets them.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _positions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -430,13 +433,12 @@ def _ends_of_positions(
         return None
     if is_compiling() or captures(query.device):
         return None
-    version = None if position_ids.is_inference() else position_ids._version
-    known = _positions.get(position_ids)
-    if known is None or version is None or known[0] != version:
+    if position_ids not in _positions:
         found = packed(position_ids.expand(batch, -1))
         ends = None if found is None else (found.query_ends, found.query_ends)
-        known = _positions[position_ids] = version, ends
-    return known[1]
+        _positions[position_ids] = ends
+    known: tuple[Lengths, Lengths] | None = _positions[position_ids]
+    return known
 
 
 def _lengths(
