@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import INT64_MAX, check_count, check_flag, wrong
@@ -129,11 +130,7 @@ def write_png(masks: Sequence[Tensor], path: Path) -> None:
     """Draw masks side by side: one cell per query and key, dark where the key is kept."""
     cells = [_image(mask) for mask in masks]
     height = max(x.shape[0] for x in cells)
-    padded = []
-    for x in cells:
-        canvas = torch.full((height, x.shape[1] + _CELL, 3), 255, dtype=torch.uint8)
-        canvas[: x.shape[0], : x.shape[1]] = x
-        padded.append(canvas)
+    padded = [pad(x, (0, 0, 0, _CELL, 0, height - x.shape[0]), value=255) for x in cells]
     image = torch.cat(padded, 1)[:, :-_CELL]
     rows = torch.cat((image.new_zeros(height, 1), image.flatten(1)), 1)  # no filter
     header = struct.pack(">IIBBBBB", image.shape[1], height, 8, 2, 0, 0, 0)

@@ -11,10 +11,6 @@ _OPERATOR = Operator("sparse_flash_attention")
 _GRADIENT = Operator("sparse_flash_attention_grad")
 
 
-def _statistics_unless_paged(layout_kv: str | None) -> bool:
-    return layout_kv != "PA_BSND"
-
-
 def sparse_flash_attention(
     query: Tensor,
     key: Tensor,

@@ -208,25 +208,22 @@ def lightning_indexer_kl_loss(
                 "cmp_ratio": cmp_ratio, "deterministic": deterministic,
             },
         )  # fmt: skip
-        if reduction == "mean":
-            return loss / tokens_of(
-                query_index, actual_seq_lengths_query, layout, token_weight, loss.dtype
-            )
-        return normalized(loss, normalizer)
-    check_no_target(normalize_target, cmp_ratio, cmp_residual_key)
-    attended = (cast("Tensor", x) for x in (query, key, softmax_max, softmax_sum))
-    query, key, softmax_max, softmax_sum = attended
-    *_, loss = sparse_lightning_indexer_grad_kl_loss(
-        query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
-        scale_value=cast("float", scale_value), query_rope=query_rope, key_rope=key_rope,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        layout=layout, sparse_mode=sparse_mode, deterministic=deterministic,
-        token_weight=token_weight,
-    )  # fmt: skip
-    loss = loss.squeeze(0)
+    else:
+        check_no_target(normalize_target, cmp_ratio, cmp_residual_key)
+        attended = (cast("Tensor", x) for x in (query, key, softmax_max, softmax_sum))
+        query, key, softmax_max, softmax_sum = attended
+        *_, of_all = sparse_lightning_indexer_grad_kl_loss(
+            query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
+            scale_value=cast("float", scale_value), query_rope=query_rope, key_rope=key_rope,
+            actual_seq_lengths_query=actual_seq_lengths_query,
+            actual_seq_lengths_key=actual_seq_lengths_key, layout=layout, sparse_mode=sparse_mode,
+            deterministic=deterministic, token_weight=token_weight,
+        )  # fmt: skip
+        loss = of_all.squeeze(0)
     if reduction == "mean":
-        return loss / tokens_of(query, actual_seq_lengths_query, layout, token_weight, loss.dtype)
+        return loss / tokens_of(
+            query_index, actual_seq_lengths_query, layout, token_weight, loss.dtype
+        )
     return normalized(loss, normalizer)
 
 
