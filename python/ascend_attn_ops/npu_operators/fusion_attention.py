@@ -153,7 +153,8 @@ def _gradients(
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Any, ...]:
-    """As `grad_v2`. Those of a bias and of ropes are None if there are none, d_sink is empty."""
+    """As `grad_v2`. Without a bias dpse is None, without ropes theirs are, without a sink d_sink is
+    empty."""
     if softmax_in is not None and softmax_in.numel():
         raise unsupported(name, "softmax_in", "the empty tensor of the forward", softmax_in)
     for argument in ("softmax_max", "softmax_sum", "attention_in"):

@@ -18,7 +18,7 @@ _ABSORBED = {"attention_mode": [2]}
 # The gradient that knows sinks and ropes.
 _FUSION_GRAD = "_flash_attention_score_extended_grad"
 _FUSED = "fused_infer_attention_score"
-_FUSED_ONLY = {
+_FUSED_ONLY: dict[str, list[object]] = {
     "input_layout": [
         "BSH", "BSND", "BNSD", "TND", "NTD", "NSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND",
         "TND_NTD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD",
