@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,33 +95,21 @@ def given_or_drawn_mask(
     if not have_scores(query, key, num_heads, layout):
         return None
     num_heads = whole(num_heads)
-    ends: list[Lengths] = [None, None]
-    if layout == "TND" and _unread(actual_seq_lengths_query, actual_seq_lengths_key):
+    lengths = (actual_seq_lengths_query, actual_seq_lengths_key)
+    compiling, packed = torch.compiler.is_compiling(), layout == "TND"
+    most = num_heads * query.shape[0] * key.shape[0]
+    if packed and compiling and any(isinstance(x, Tensor) for x in lengths):
         # One bit for each pair of tokens, of any sequences: a trace cannot read their lengths.
-        scores = num_heads * query.shape[0] * key.shape[0]
-        return draw_drop_mask(scores, 1 - dropout_p, query.device, generator)
-    if layout == "TND":
-        for i, (side, given) in enumerate(
-            (("query", actual_seq_lengths_query), ("key", actual_seq_lengths_key))
-        ):
-            read = lengths_of(given, where=(_NAME, f"actual_seq_lengths_{side}"))
-            if read is None or not hasattr(read, "__iter__"):
-                return None
-            ends[i] = list(read)
-    scores = number_of_scores(query, key, num_heads, layout, *ends)
-    # A mask for lengths beyond the tokens may not fit into memory.
-    if layout == "TND" and isinstance(scores, int) and not torch.compiler.is_compiling():
-        most = num_heads * query.shape[0] * key.shape[0]
-        if not 0 <= scores <= most:
+        scores = most
+    else:
+        scores = number_of_scores(query, key, num_heads, layout, *lengths)
+        # A mask for lengths beyond the tokens may not fit into memory.
+        if packed and not compiling and not 0 <= scores <= most:
             return None
     if generator is not None and generator.device != query.device:
         expected = f"one of device {query.device} (query's)"
         raise wrong(ValueError, _NAME, "generator", expected, str(generator.device))
     return draw_drop_mask(scores, 1 - dropout_p, query.device, generator)
-
-
-def _unread(*lengths: Lengths) -> bool:
-    return torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in lengths)
 
 
 def heads_of(query: Tensor, layout: str) -> int | None:
@@ -157,8 +146,10 @@ def number_of_scores(
 ) -> int:
     """The elements of (B, N, Sq, Skv), in TND of (N, Sq, Skv) of all sequences."""
     if layout == "TND":
-        ends = [lengths_of(x) for x in (actual_seq_lengths_query, actual_seq_lengths_key)]
-        lengths = [lengths_between(x or [], closed=True) for x in ends]
+        given = {"query": actual_seq_lengths_query, "key": actual_seq_lengths_key}
+        ends = [lengths_of(x, where=(_NAME, f"actual_seq_lengths_{i}")) for i, x in given.items()]
+        # What is no list is an error of the operator.
+        lengths = [lengths_between(x if isinstance(x, Sequence) else (), closed=True) for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))
     else:
         # Another name is an error of the operator.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 import ascend_attn_ops as ops
+from ascend_attn_ops._packing import lengths_between
 from ascend_attn_ops.compression import compress_keys, first_tokens
 from ascend_attn_ops.indexer_training import attention_with_indexer_loss, indexer_loss
 from ascend_attn_ops.integrations.transformers._layers import EnabledAttention, Options, Tokens
@@ -192,8 +193,8 @@ class _Batch:
     def compressed_lengths(self, ratio: int, compressed: Tensor) -> dict[str, Any]:
         given: dict[str, Any] = {"cmp_ratio": ratio}
         if self._ends is not None:
-            lengths = [end - begin for begin, end in pairwise([0, *self._ends])]
-            given["actual_seq_lengths_cmp_kv"] = list(accumulate(x // ratio for x in lengths))
+            whole = (length // ratio for length in lengths_between(self._ends))
+            given["actual_seq_lengths_cmp_kv"] = list(accumulate(whole))
         elif self._cache is not None:
             # The window's keys are fewer than the tokens that the compressed ones stand for.
             batch, keys = compressed.shape[:2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import CacheAllocator
 
 import ascend_attn_ops as ops
+from ascend_attn_ops._packing import lengths_between
 
 # The operator takes pages of a multiple of so many rows.
 _PAGE_ROWS = 16
@@ -101,7 +101,7 @@ def attention(
         ops.scatter_pa_kv_cache_(key, key_pages, slots)
         ops.scatter_pa_kv_cache_(value, value_pages, slots)
         key, value = key_pages.flatten(2), value_pages.flatten(2)
-        lengths = [end - begin for begin, end in pairwise([0, *step.key_ends])]
+        lengths = lengths_between(step.key_ends)
     out, _ = ops.fused_infer_attention_score(
         query[0].transpose(0, 1), key, value, **options, layout="TND",
         actual_seq_lengths_query=step.query_ends, actual_seq_lengths_key=lengths,
@@ -119,7 +119,7 @@ def _step_of(allocator: CacheAllocator, kwargs: dict[str, Any]) -> _Step:
     # The keys of a window are in a ring, which pages do not describe.
     if not rows.numel() or not allocator.supports_block_table or size % _PAGE_ROWS:
         return _Step(query_ends, key_ends, None)
-    most = max(end - begin for begin, end in pairwise([0, *key_ends]))
+    most = max(lengths_between(key_ends))
     first = begins[:-1, None] + torch.arange(0, most, size, device=rows.device)
     # Entries behind the last page of a request name others, which the operator does not read.
     table = rows[first.clamp(max=rows.numel() - 1)] // size
