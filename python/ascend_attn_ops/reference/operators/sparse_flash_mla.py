@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,18 +126,19 @@ def visible(a: Arguments) -> Iterator[Keys]:
     Query i is aligned with the end of the original keys, own(i) = Lo - Lq + i. It sees the first
     `causal_limit` compressed keys in cmp_mask_mode 3, and all of them in 0.
     """
-    query_spans = spans(a.query, a.layout, a.actual_seq_lengths_query)
-    ori_spans = _key_spans(a, "ori")
-    cmp_spans = [(0, 0)] * len(ori_spans) if a.cmp_kv is None else _key_spans(a, "cmp")
-    residuals = [None] * len(ori_spans)
+    ori_rows = _rows(a, "ori")
+    cmp_rows = [range(0)] * len(ori_rows) if a.cmp_kv is None else _rows(a, "cmp")
+    residuals = [None] * len(ori_rows)
     if a.cmp_kv is not None and a.cmp_residual_kv is not None:
         residuals = a.cmp_residual_kv.tolist()
-    rows = None
+    selected = None
     if a.cmp_sparse_indices is not None:
-        rows = index_lists(a.cmp_sparse_indices, a.layout)
-    for (first, lq), (first_ori, lo), (first_cmp, lc), residual in zip(
-        query_spans, ori_spans, cmp_spans, residuals, strict=True
-    ):
+        selected = index_lists(a.cmp_sparse_indices, a.layout)
+    for (first, lq), ori, cmp, residual in zip(
+        spans(a.query, a.layout, a.actual_seq_lengths_query), ori_rows, cmp_rows, residuals,
+        strict=True,
+    ):  # fmt: skip
+        lo, lc = len(ori), len(cmp)
         tokens = lo if residual is None else lc * a.cmp_ratio + residual
         for i in range(lq):
             own = lo - lq + i
@@ -149,14 +150,10 @@ def visible(a: Arguments) -> Iterator[Keys]:
                 continue
             slots = list(range(n))
             chosen = slots
-            if rows is not None:
-                slots, chosen = _selected(rows[first + i], n, lc)
-            yield Keys(
-                first + i,
-                [_place(a, "ori", first_ori, j) for j in _window(a, own, lo)],
-                [_place(a, "cmp", first_cmp, j) for j in chosen],
-                slots,
-            )
+            if selected is not None:
+                slots, chosen = _selected(selected[first + i], n, lc)
+            window = [ori[j] for j in _window(a, own, lo)]
+            yield Keys(first + i, window, [cmp[j] for j in chosen], slots)
 
 
 def _window(a: Arguments, own: int, keys: int) -> range:
@@ -184,25 +181,16 @@ def _selected(row: list[int], n: int, keys: int) -> tuple[list[int], list[int]]:
     return slots, chosen
 
 
-def _key_spans(a: Arguments, part: str) -> list[tuple[int, int]]:
-    """With pages, the first token of a sequence is its row of the block table."""
-    lengths = getattr(a, f"actual_seq_lengths_{part}_kv")
-    if paged(a):
-        return list(enumerate(lengths))
-    return spans(getattr(a, f"{part}_kv"), a.layout, lengths)
-
-
-def _place(a: Arguments, part: str, first: int, key: int) -> int:
-    """The row of a key among those of `_key_rows`."""
-    if not paged(a):
-        return first + key
-    block_size = getattr(a, f"{part}_kv").shape[1]
-    block = int(getattr(a, f"{part}_block_table")[first, key // block_size])
-    return block * block_size + key % block_size
-
-
-def paged(a: Arguments) -> bool:
-    return getattr(a, "layout_kv", None) == "PA_BSND"
+def _rows(a: Arguments, part: str) -> Sequence[Sequence[int]]:
+    """Where the keys of each sequence are among those of `_key_rows`."""
+    keys, lengths = getattr(a, f"{part}_kv"), getattr(a, f"actual_seq_lengths_{part}_kv")
+    if getattr(a, "layout_kv", None) != "PA_BSND":
+        return [range(first, first + n) for first, n in spans(keys, a.layout, lengths)]
+    size, tables = keys.shape[1], getattr(a, f"{part}_block_table").tolist()
+    return [
+        [table[j // size] * size + j % size for j in range(n)]
+        for table, n in zip(tables, lengths, strict=True)
+    ]
 
 
 def _key_rows(a: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
