@@ -274,41 +274,46 @@ def scores(q: Tensor, k: Tensor, sequence: Span, a: Arguments) -> Tensor:
 
 
 def kept(sequence: Span, a: Arguments) -> Tensor:
-    """(1|N, Sq, Skv), True where a key is kept: the table of the sparse modes."""
+    """(1|N, Sq, Skv), True where a key is kept.
+
+    Modes 5 and 6 are mode 3 with a prefix. Modes 7 and 8 are modes 3 and 2, but 4 in one sequence.
+    """
     sq, skv = sequence.lengths
-    i, j, d = torch.arange(sq)[:, None], torch.arange(skv), skv - sq
-    if a.atten_mask is None and a.sparse_mode == 0:
-        return torch.ones(1, sq, skv, dtype=torch.bool)
-    left_up, right_down = j <= i, j <= i + d
+    mode = {5: 3, 6: 3, 7: 3, 8: 2}.get(a.sparse_mode, a.sparse_mode)
+    if a.sparse_mode >= 7 and sequence.is_band:
+        mode = 4
+    of_mode = band(sq, skv, a, mode)
+    if a.sparse_mode in (5, 6):
+        of_mode = of_mode | (torch.arange(skv) < a.prefix[sequence.number])
+    # A compressed mask says no more than the mode.
+    if a.atten_mask is None or a.sparse_mode > 1:
+        return of_mode[None]
+    mask = a.atten_mask if a.atten_mask.dim() == 4 else a.atten_mask[None, None]
+    mask = mask[sequence.number if mask.shape[0] > 1 else 0]
+    if of_all_tokens(a):
+        mask = mask[:, sequence.queries, sequence.keys]
+    rows, columns = (
+        size if length == 1 else length
+        for length, size in zip(mask.shape[1:], (sq, skv), strict=True)
+    )
+    return of_mode & (mask.expand(-1, rows, columns)[:, :sq, :skv].cpu() == 0)
+
+
+def band(sq: int, skv: int, a: Arguments, mode: int) -> Tensor:
+    """(Sq, Skv), True where a sparse mode up to 4 keeps a key: the table of the modes."""
+    if a.atten_mask is None and mode == 0:
+        return torch.ones(sq, skv, dtype=torch.bool)
     # Sums with what bounds nothing would be more than int64 holds.
     pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
-    band = (i + d - pre <= j) & (j <= i + d + following)
-    match a.sparse_mode:
-        case 0 | 1:
-            mask = a.atten_mask if a.atten_mask.dim() == 4 else a.atten_mask[None, None]
-            mask = mask[sequence.number if mask.shape[0] > 1 else 0]
-            if of_all_tokens(a):
-                mask = mask[:, sequence.queries, sequence.keys]
-            rows, columns = (
-                size if length == 1 else length
-                for length, size in zip(mask.shape[1:], (sq, skv), strict=True)
-            )
-            mask = mask.expand(-1, rows, columns)[:, :sq, :skv].cpu() != 0
-            return ~mask & ((i - pre <= j) & (j <= i + following) | (a.sparse_mode == 1))
-        case 2:
-            rule = left_up
-        case 3:
-            rule = right_down
-        case 4:
-            rule = band
-        case 5 | 6:
-            assert a.prefix is not None
-            rule = (j < a.prefix[sequence.number]) | right_down
-        case 7:
-            rule = band if sequence.is_band else right_down
-        case 8:
-            rule = band if sequence.is_band else left_up
-    return rule[None]
+    pre, following = {
+        0: (pre, following),
+        1: (_INFINITE, _INFINITE),
+        2: (_INFINITE, 0),
+        3: (_INFINITE, skv - sq),
+        4: (pre - skv + sq, following + skv - sq),
+    }[mode]
+    i, j = torch.arange(sq)[:, None], torch.arange(skv)
+    return (i - pre <= j) & (j <= i + following)
 
 
 def of_all_tokens(a: Arguments) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
-from .flash_attention_score import from_heads, to_heads, with_defaults
-from .prompt_flash_attention import actual_length, band, kept
+from .flash_attention_score import band, from_heads, to_heads, with_defaults
+from .prompt_flash_attention import actual_length, kept
 
 
 class Span(NamedTuple):
@@ -54,7 +54,9 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
         at = (0 if is_packed(inputs) else span.batch, slice(None), span.queries)
         k, v = (
             x.to(dtype).repeat_interleave(group, 0)
-            for x in keys_and_values(a, inputs, key_heads, number, span, band(sq, skv, a).any(0))
+            for x in keys_and_values(
+                a, inputs, key_heads, number, span, band(sq, skv, a, a.sparse_mode).any(0)
+            )
         )
         keep = kept(number, sq, skv, a, single_query=q.shape[2] == 1)
         s = q[at].to(dtype) @ k.mT * a.scale_value

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from ..declaration import Arguments, reference
 from ..sequences import compute_dtype
-from .flash_attention_score import from_heads, to_heads, with_defaults
+from .flash_attention_score import band, from_heads, to_heads, with_defaults
 
 HALF_MAX = 65504.0
-# Larger than any length.
-_INFINITE = 2**40
 
 
 @reference
@@ -114,7 +112,7 @@ def kept(batch: int, sq: int, skv: int, a: Arguments, *, single_query: bool = Fa
 
     single_query: a mask of two axes has one row for each batch.
     """
-    of_mode = band(sq, skv, a)
+    of_mode = band(sq, skv, a, a.sparse_mode)
     # A compressed mask says no more than the band.
     if a.atten_mask is None or a.sparse_mode > 1:
         return of_mode
@@ -123,19 +121,3 @@ def kept(batch: int, sq: int, skv: int, a: Arguments, *, single_query: bool = Fa
         mask = mask[:, None] if single_query else mask[None]
     mask = mask.flatten(0, -3)
     return of_mode & (mask[batch if mask.shape[0] > 1 else 0, :sq, :skv] == 0)
-
-
-def band(sq: int, skv: int, a: Arguments) -> Tensor:
-    """(Sq,Skv), True where the sparse mode keeps a key: the table of the modes."""
-    if a.atten_mask is None and a.sparse_mode == 0:
-        return torch.ones(sq, skv, dtype=torch.bool)
-    pre, following = (min(max(x, -_INFINITE), _INFINITE) for x in (a.pre_tokens, a.next_tokens))
-    pre, following = {
-        0: (pre, following),
-        1: (_INFINITE, _INFINITE),
-        2: (_INFINITE, 0),
-        3: (_INFINITE, skv - sq),
-        4: (pre - skv + sq, following + skv - sq),
-    }[a.sparse_mode]
-    i, j = torch.arange(sq)[:, None], torch.arange(skv)
-    return (i - pre <= j) & (j <= i + following)
