@@ -71,11 +71,11 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
     blocks = block_table.gather(-1, block)
     # The first block of which the last slot is beyond the dtype. Padding reads none.
     beyond = (torch.iinfo(dtype).max + 1) // block_size
-    if readable(blocks):
-        most = int(blocks[at >= 0].max()) if bool((at >= 0).any()) else -1
-        if most >= beyond:
+    if readable(blocks) and blocks.numel() and int(blocks.amax()) >= beyond:
+        read = blocks[(at >= 0) & (blocks >= beyond)]
+        if len(read):
             expected = f"blocks below {beyond}, whose slots {dtype_name(dtype)} holds"
-            raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, str(most))
+            raise wrong(ValueError, _SLOT_MAPPING, "block_table", expected, str(int(read[0])))
     # In int64, as int32 would wrap unseen on a device.
     slots = torch.add(at.remainder(block_size), blocks, alpha=block_size)
     # In the dtype of the table, which is what the operator and the device want.
