@@ -148,7 +148,7 @@ def number_of_scores(
     if layout == "TND":
         given = {"query": actual_seq_lengths_query, "key": actual_seq_lengths_key}
         ends = [lengths_of(x, where=(_NAME, f"actual_seq_lengths_{i}")) for i, x in given.items()]
-        # What is no list is an error of the operator.
+        # The operator refuses lengths that are no list.
         lengths = [lengths_between(x if isinstance(x, Sequence) else (), closed=True) for x in ends]
         pairs = sum(a * b for a, b in zip(*lengths, strict=False))
     else:
