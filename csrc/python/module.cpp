@@ -189,8 +189,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_cpu_capability", &cpu::check_capability);
   m.attr("vector_units") = py::tuple(py::cast(cpu::built_units()));
   m.def("matrix_products", [] { return cpu::name_of(cpu::product_choice().products); });
-  m.def("measured_choices_file", &cpu::measured_choices_file);
-  m.def("processor_name", &cpu::processor_name);
   m.def("kept_keys", &kept_keys_of_rows);
   m.def("check_statistics",
         [](const std::string& op, const at::Tensor& max, const at::Tensor& sum) {

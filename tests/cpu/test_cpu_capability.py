@@ -7,7 +7,6 @@ import json
 import os
 import platform
 from functools import cache
-from pathlib import Path
 
 import ascend_attn_ops
 import pytest
@@ -148,28 +147,6 @@ def test_native_holds_nothing_back() -> None:
         pytest.skip(f"{VARIABLE} is set")
     rows = {"products": _C.matrix_products(), **_C.cpu_implementations()}
     assert implementations("native") == rows
-
-
-def measured_choices(folder: Path, text: str) -> dict[str, str]:
-    """The products of a process that finds this text in the file of measured choices."""
-    file = folder / "ascend_attn_ops" / "matrix_products"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
-    return implementations("native", XDG_CONFIG_HOME=str(folder))
-
-
-def test_a_measured_choice_is_used(tmp_path: Path) -> None:
-    rows = measured_choices(
-        tmp_path, f"another processor\tportable\n{_C.processor_name()}\tfloat32\n"
-    )
-    assert rows["products"] == "float32"
-    assert rows["products chosen by"].startswith("measured, ")
-
-
-@pytest.mark.parametrize("text", ["", "\0\n\t", "another processor\tportable\n", "{}\tfast\n"])
-def test_a_file_without_this_processor_changes_nothing(tmp_path: Path, text: str) -> None:
-    expected = implementations("native", XDG_CONFIG_HOME=str(tmp_path))
-    assert measured_choices(tmp_path, text.format(_C.processor_name())) == expected
 
 
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="torch has products for x86-64")

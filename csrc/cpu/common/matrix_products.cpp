@@ -3,8 +3,6 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <fstream>
 #include <iterator>
 #include <optional>
 #include <string_view>
@@ -30,8 +28,6 @@ std::optional<MatrixProducts> products_named(std::string_view name) {
 
 struct Processor {
   std::string vendor;
-  unsigned family = 0;
-  unsigned model = 0;
   bool avx512_bf16 = false;
   bool amx = false;
 };
@@ -50,19 +46,11 @@ Processor this_processor() {
       }
     }
   }
-  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0) {
-    const unsigned family = eax >> 8 & 0xf;
-    processor.family = family == 0xf ? family + (eax >> 20 & 0xff) : family;
-    processor.model = (eax >> 4 & 0xf) | (eax >> 12 & 0xf0);
-  }
   if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0) {
     processor.avx512_bf16 = (eax >> 5 & 1) != 0;
   }
   // torch packs bfloat16 for AMX alone, and asks the system for its registers.
   processor.amx = at::native::cpublas::could_pack(at::kBFloat16);
-#elif defined(__aarch64__)
-  std::ifstream("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1") >> processor.vendor;
-  processor.vendor = "aarch64 " + processor.vendor;
 #endif
   return processor;
 }
@@ -79,27 +67,12 @@ ProductChoice choice_by_family(const Processor& processor) {
   if (processor.vendor == "AuthenticAMD" && processor.avx512_bf16) {
     return {MatrixProducts::bfloat16, "AMD, AVX512_BF16"};
   }
-  return {MatrixProducts::bfloat16,
-          "the default; `python -m ascend_attn_ops calibrate` measures this processor"};
-}
-
-std::optional<MatrixProducts> measured_choice() {
-  std::ifstream file(measured_choices_file());
-  const std::string begin = processor_name() + '\t';
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with(begin)) {
-      return products_named(std::string_view(line).substr(begin.size()));
-    }
-  }
-  return std::nullopt;
+  return {MatrixProducts::bfloat16, "the default"};
 }
 
 ProductChoice choose() {
   if (const auto wanted = products_named(wanted_products())) {
     return {*wanted, kCapabilityVariable};
-  }
-  if (const auto measured = measured_choice()) {
-    return {*measured, "measured, " + measured_choices_file()};
   }
   return choice_by_family(this_processor());
 }
@@ -113,29 +86,6 @@ const ProductChoice& product_choice() {
 
 std::string name_of(MatrixProducts products) {
   return std::string(kNames[static_cast<size_t>(products)]);
-}
-
-std::string processor_name() {
-  const auto processor = this_processor();
-  if (processor.family == 0) {
-    return processor.vendor;
-  }
-  return processor.vendor + " family " + std::to_string(processor.family) + " model " +
-         std::to_string(processor.model) + (processor.avx512_bf16 ? ", AVX512_BF16" : "") +
-         (processor.amx ? ", AMX" : "");
-}
-
-std::string measured_choices_file() {
-  const auto folder = [](const char* variable) {
-    const char* value = std::getenv(variable);
-    return std::string(value == nullptr ? "" : value);
-  };
-  const std::string config = folder("XDG_CONFIG_HOME");
-  const std::string home = folder("HOME");
-  if (config.empty() && home.empty()) {
-    return "";
-  }
-  return (config.empty() ? home + "/.config" : config) + "/ascend_attn_ops/matrix_products";
 }
 
 }  // namespace ascend_attn::cpu

@@ -4,8 +4,7 @@
 // The choice is made once in a process, never by timing a call: two runs, or two ranks, would then
 // round differently. The first of these decides:
 //   1. ASCEND_ATTN_OPS_CPU_CAPABILITY=native:float32 and the like
-//   2. what `python -m ascend_attn_ops calibrate` measured on such a processor
-//   3. what is known of its family
+//   2. what is known of the processor
 #pragma once
 
 #include <string>
@@ -25,12 +24,5 @@ struct ProductChoice {
 
 const ProductChoice& product_choice();
 std::string name_of(MatrixProducts products);
-
-// Vendor, family and model, and what decides here of the instructions. Measured choices are kept
-// under this name.
-std::string processor_name();
-
-// Where measured choices are kept, one processor per line; empty where no folder is known.
-std::string measured_choices_file();
 
 }  // namespace ascend_attn::cpu

@@ -258,11 +258,11 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
     (KL, "A2:8.5", Sizes(), Sizes(weights=torch.float32),
      "weights: expected query's dtype on Ascend A2 with CANN 8.5, got float32"),
     (KL, "A2:9.0", Sizes(s1=2**15, s2=2**15), Sizes(s1=2**15 + 1, s2=2**15 + 1),
-     "query: expected S1 (query tokens per sequence) to be 0..32768 on Ascend A2 with CANN 9.0, got "
-     "32769"),
+     "query: expected S1 (query tokens per sequence) to be 0..32768 on Ascend A2 with CANN 9.0, "
+     "got 32769"),
     (KL, "A2:9.1", packed([2**15, 2**16], [2**15, 2**16]), packed([2**15 + 1], [2**15 + 1]),
-     "query: expected S1 (query tokens per sequence) to be 0..32768 on Ascend A2 with CANN 9.1, got "
-     "32769"),
+     "query: expected S1 (query tokens per sequence) to be 0..32768 on Ascend A2 with CANN 9.1, "
+     "got 32769"),
     (KL, "A2:9.1", packed([3, 5], [3, 5]), packed([3, 5], [2, 5]),
      "query: expected at most as many query tokens as key tokens, in all and in every sequence on "
      "Ascend A2, got 3 query tokens and 2 key tokens"),

@@ -168,8 +168,7 @@ std::string lengths_of_gradient(const Call& call) {
   return {};
 }
 
-const std::vector<KernelFault> kForwardFaults{
-    {Harm::results, block_size}, {Harm::results, hole}};
+const std::vector<KernelFault> kForwardFaults{{Harm::results, block_size}, {Harm::results, hole}};
 const std::vector<KernelFault> kGradientFaults{{Harm::results, block_size},
                                                {Harm::bounds, few_large_blocks},
                                                {Harm::results, lengths_of_gradient},
