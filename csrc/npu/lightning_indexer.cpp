@@ -141,9 +141,18 @@ void launch_compressed_padded(const LightningIndexer& op,
   }
 }
 
+// Whether lengths that the host has say that no sequence of a pack has both queries and keys.
+bool lacks_pairs(const LightningIndexer& op) {
+  const auto& queries = op.actual_seq_lengths_query;
+  const auto& keys = op.actual_seq_lengths_key;
+  return op.layout == Layout::TND && !op.pages.given() && !queries.waits() && !keys.waits() &&
+         std::ranges::all_of(packed_sequences(queries.values(), keys.values()), &Sequence::empty);
+}
+
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
-  if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0) {
+  if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0 ||
+      lacks_pairs(op)) {
     fill_output(sparse_indices, -1);
     fill_output(sparse_values, -kInfinity);
     return;
@@ -159,9 +168,11 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
     fill_output(sparse_values, -kInfinity);
   }
   const bool is_pack = op.layout == Layout::TND && op.actual_seq_lengths_query->numel() > 1;
+  const bool may_lack_pairs =
+      is_pack && (op.actual_seq_lengths_query.waits() || op.actual_seq_lengths_key.waits());
   if (op.compressed()) {
     launch_compressed(op, outputs, fills);
-  } else if (is_pack && !op.pages.given()) {
+  } else if (may_lack_pairs && !op.pages.given()) {
     launch_pack(op, outputs, fills);
   } else {
     launch(op, outputs, fills);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import cann_simulator
 import pytest
 import torch
 from arrivals import arriving
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from support.samples import OPERATORS
+from support.tolerance import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -38,3 +40,18 @@ def test_other_packs_arrive_as_they_are(lengths: tuple[tuple[int, ...], tuple[in
     sample = OPERATORS[OPERATOR].make(case_of(lengths), torch.bfloat16)
     for name in LENGTHS:
         assert torch.equal(arriving(sample, OPERATOR, name), sample.arguments[name])
+
+
+@pytest.mark.parametrize("lengths", [*WITHOUT_PAIRS, *WITH_PAIRS], ids=str)
+def test_lengths_on_the_host_need_no_kernels(
+    lengths: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    sample = OPERATORS[OPERATOR].make(case_of(lengths), torch.bfloat16)
+    on_host = {name: sample.arguments[name].cpu() for name in LENGTHS}
+    with cann_simulator.recorded_calls() as log:
+        outputs = sample.to("npu").replace(**on_host).call(torch.ops.ascend)
+        torch.npu.synchronize()
+    functions = {entry.get("function") for entry in log}
+    assert ("aclnnLightningIndexer" in functions) == (lengths in WITH_PAIRS)
+    assert not functions & {"aclnnStack", "aclnnMinimum", "aclnnAmax"}
+    assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
