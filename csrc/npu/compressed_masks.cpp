@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "npu/capture.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {

@@ -22,7 +22,6 @@
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
 #include "npu/aclnn/launcher.h"
-#include "npu/capture.h"
 
 namespace ascend_attn {
 

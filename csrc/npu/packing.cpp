@@ -5,7 +5,6 @@
 #include <ATen/ops/tensor.h>
 
 #include "core/error.h"
-#include "npu/capture.h"
 #include "npu/kernel.h"
 
 namespace ascend_attn::aclnn {

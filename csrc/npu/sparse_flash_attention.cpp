@@ -80,13 +80,13 @@ void launch_grad(const SparseFlashAttentionGrad& op,
   if (op.options.sparse_block_size > 1) {
     selection = with_cut_block_last(selection, op.query, op.key, op.options);
   }
-  aclnn_sparse_flash_attention_grad(
+  const bool deterministic = is_deterministic(op.options.deterministic);
+  aclnn_sparse_flash_attention_grad.in_context(deterministic_if(deterministic))(
       op.query, op.key, op.value, selection, op.d_out, op.out, op.softmax_max, op.softmax_sum,
       op.options.actual_seq_lengths_query, op.options.actual_seq_lengths_key, op.options.query_rope,
       op.options.key_rope, op.options.scale_value, op.options.sparse_block_size,
       op.options.layout.text(), op.options.sparse_mode, op.options.pre_tokens,
-      op.options.next_tokens, DeterministicContext{is_deterministic(op.options.deterministic)},
-      d_query, d_key, d_value, d_query_rope, d_key_rope);
+      op.options.next_tokens, deterministic, d_query, d_key, d_value, d_query_rope, d_key_rope);
 }
 
 // The kernel ignores lengths in BSND.

@@ -185,7 +185,7 @@ ContextDeterminism determinism_of_gradient(const SparseMlaOptions& options) {
   if (at::globalContext().deterministicAlgorithmsWarnOnly()) {
     return false;
   }
-  return options.deterministic ? ContextDeterminism(true) : std::nullopt;
+  return deterministic_if(options.deterministic);
 }
 
 void launch_grad(const SparseFlashMlaGrad& op, const SparseFlashMlaGrad::Outputs& outputs) {

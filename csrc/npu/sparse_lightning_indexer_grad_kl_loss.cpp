@@ -46,12 +46,12 @@ void launch_loss(const Op& op, const Op::Outputs& outputs) {
   }
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   const auto ropes = ropes_or_zeros(op.query, op.key, op.query_rope, op.key_rope);
-  aclnn_sparse_lightning_indexer_grad_kl_loss(
+  aclnn_sparse_lightning_indexer_grad_kl_loss.in_context(deterministic_if(deterministic))(
       op.query, op.key, op.query_index, op.key_index, op.weights,
       with_head_axis(op.sparse_indices, op.query), op.softmax_max, op.softmax_sum, ropes.query,
       ropes.key, op.actual_seq_lengths_query, op.actual_seq_lengths_key, op.scale_value,
-      op.layout.text(), op.sparse_mode, op.pre_tokens, op.next_tokens,
-      DeterministicContext{deterministic}, d_query_index, d_key_index, d_weights, loss);
+      op.layout.text(), op.sparse_mode, op.pre_tokens, op.next_tokens, deterministic, d_query_index,
+      d_key_index, d_weights, loss);
 }
 
 std::vector<Sequence> sequences_of(const Op& op) {

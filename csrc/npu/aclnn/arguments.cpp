@@ -5,7 +5,6 @@
 #include <torch_npu/csrc/core/NPUStorageImpl.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "npu/aclnn/library.h"
 
@@ -23,17 +22,12 @@ Handle made(Handle handle, const char* maker) {
 
 // The makers of handles, found once.
 struct Makers {
-  _aclCreateTensor create_tensor = find<_aclCreateTensor>("aclCreateTensor");
-  _aclDestroyTensor destroy_tensor = find<_aclDestroyTensor>("aclDestroyTensor");
-  _aclCreateTensorList create_tensor_list = find<_aclCreateTensorList>("aclCreateTensorList");
-  _aclDestroyTensorList destroy_tensor_list = find<_aclDestroyTensorList>("aclDestroyTensorList");
-  _aclCreateIntArray create_int_array = find<_aclCreateIntArray>("aclCreateIntArray");
-  _aclDestroyIntArray destroy_int_array = find<_aclDestroyIntArray>("aclDestroyIntArray");
-
-  template <typename Pointer>
-  static Pointer find(const char* name) {
-    return find_function<std::remove_pointer_t<Pointer>>(name);
-  }
+  _aclCreateTensor create_tensor = find_function("aclCreateTensor");
+  _aclDestroyTensor destroy_tensor = find_function("aclDestroyTensor");
+  _aclCreateTensorList create_tensor_list = find_function("aclCreateTensorList");
+  _aclDestroyTensorList destroy_tensor_list = find_function("aclDestroyTensorList");
+  _aclCreateIntArray create_int_array = find_function("aclCreateIntArray");
+  _aclDestroyIntArray destroy_int_array = find_function("aclDestroyIntArray");
 };
 
 const Makers& makers() {

@@ -15,6 +15,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/lengths.h"
@@ -132,21 +134,12 @@ class TextArgument {
   std::string text_;
 };
 
-// The argument `deterministic` of a function that ignores it and listens to its context alone: the
-// launcher switches determinism on in the context as well.
-struct DeterministicContext {
-  bool on;
-};
-
 // A number of exactly that type: C's conversions would hide an argument in the wrong place.
 template <typename T>
 class NumberArgument {
  public:
   template <std::same_as<T> U>
   NumberArgument(U value) : value_(value) {}
-  NumberArgument(DeterministicContext deterministic)
-    requires std::same_as<T, bool>
-      : value_(deterministic.on) {}
 
   T create() const { return value_; }
   void add_to(ExecutorKey& key) const { key.add(value_); }
@@ -155,28 +148,15 @@ class NumberArgument {
   T value_;
 };
 
+TensorArgument argument_for(AclTensor);
+TensorListArgument argument_for(AclTensorList);
+IntArrayArgument argument_for(AclIntArray);
+TextArgument argument_for(char*);
+template <typename T>
+  requires std::is_arithmetic_v<T>
+NumberArgument<T> argument_for(T);
 // The type that a caller passes where the prototype has `Parameter`.
 template <typename Parameter>
-struct ParameterTraits {
-  using Argument = NumberArgument<Parameter>;
-};
-template <>
-struct ParameterTraits<AclTensor> {
-  using Argument = TensorArgument;
-};
-template <>
-struct ParameterTraits<AclTensorList> {
-  using Argument = TensorListArgument;
-};
-template <>
-struct ParameterTraits<AclIntArray> {
-  using Argument = IntArrayArgument;
-};
-template <>
-struct ParameterTraits<char*> {
-  using Argument = TextArgument;
-};
-template <typename Parameter>
-using ArgumentFor = typename ParameterTraits<Parameter>::Argument;
+using ArgumentFor = decltype(argument_for(std::declval<Parameter>()));
 
 }  // namespace ascend_attn::aclnn

@@ -7,22 +7,19 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-// The functions of CANN behind the cache. A CANN may lack them.
+// The functions of CANN behind the cache.
 struct Interface {
-  bool (*usable)(const char*) = find_function<bool(const char*)>("CanUsePTACache");
-  void (*enter)() = find_function<void()>("InitPTACacheThreadLocal");
-  void (*leave)() = find_function<void()>("UnInitPTACacheThreadLocal");
-  void (*add_address)(void*) = find_function<void(void*)>("AddTensorAddrToCachedList");
-  void (*set_hash)(uint64_t) = find_function<void(uint64_t)>("SetPTAHashKey");
-  void (*set_key)(const uint8_t*,
-                  size_t) = find_function<void(const uint8_t*, size_t)>("SetPTACacheHashKey");
-  aclOpExecutor* (*find_hash)(uint64_t, uint64_t*) =
-      find_function<aclOpExecutor*(uint64_t, uint64_t*)>("PTAGetExecCache");
-  aclOpExecutor* (*find_key)(const uint8_t*, size_t, uint64_t*) =
-      find_function<aclOpExecutor*(const uint8_t*, size_t, uint64_t*)>("PTAFindExecCache");
-
-  bool compares_keys() const { return set_key && find_key; }
-  bool compares_hashes() const { return set_hash && find_hash; }
+  bool (*keeps)(const char*) = find_function("CanUsePTACache");
+  void (*enter)() = find_function("InitPTACacheThreadLocal");
+  void (*leave)() = find_function("UnInitPTACacheThreadLocal");
+  void (*add_address)(void*) = find_function("AddTensorAddrToCachedList");
+  void (*set_hash)(uint64_t) = find_function("SetPTAHashKey");
+  void (*set_key)(const uint8_t*, size_t) = find_function("SetPTACacheHashKey");
+  aclOpExecutor* (*find_hash)(uint64_t, uint64_t*) = find_function("PTAGetExecCache");
+  aclOpExecutor* (*find_key)(const uint8_t*, size_t, uint64_t*) = find_function("PTAFindExecCache");
+  // A CANN may lack some, and then keeps no executors.
+  bool complete =
+      keeps && enter && leave && add_address && set_hash && set_key && find_hash && find_key;
 };
 
 const Interface& cann() {
@@ -32,22 +29,29 @@ const Interface& cann() {
 
 }  // namespace
 
-ExecutorCache::ExecutorCache(bool on_queue_thread) : on_queue_thread_(on_queue_thread) {
-  if (cann().enter) {
+ExecutorCache::ExecutorCache(CallThread thread) : thread_(thread) {
+  if (cann().complete) {
     cann().enter();
   }
 }
 
 ExecutorCache::~ExecutorCache() {
-  if (cann().leave) {
+  if (cann().complete) {
     cann().leave();
   }
 }
 
-bool ExecutorCache::keeps(const std::string& function) const {
-  const auto& f = cann();
-  return f.enter && f.leave && f.add_address && f.usable && f.usable(function.c_str()) &&
-         (on_queue_thread_ ? f.compares_keys() : f.compares_hashes());
+ExecutorKey* ExecutorCache::key_of(const std::string& function, bool reuses_executor) const {
+  if (!cann().complete) {
+    return nullptr;
+  }
+  if (reuses_executor && cann().keeps(function.c_str())) {
+    thread_local ExecutorKey key;
+    key = {};
+    return &key;
+  }
+  thread_ == CallThread::queue ? cann().set_key(nullptr, 0) : cann().set_hash(0);
+  return nullptr;
 }
 
 aclOpExecutor* ExecutorCache::find(const ExecutorKey& key, uint64_t* workspace_size) const {
@@ -55,7 +59,7 @@ aclOpExecutor* ExecutorCache::find(const ExecutorKey& key, uint64_t* workspace_s
     cann().add_address(address);
   }
   const auto bytes = key.bytes();
-  if (on_queue_thread_) {
+  if (thread_ == CallThread::queue) {
     cann().set_key(bytes.data(), bytes.size());
     return cann().find_key(bytes.data(), bytes.size(), workspace_size);
   }
@@ -63,17 +67,6 @@ aclOpExecutor* ExecutorCache::find(const ExecutorKey& key, uint64_t* workspace_s
   const uint64_t hash = std::hash<std::string_view>()(text);
   cann().set_hash(hash);
   return cann().find_hash(hash, workspace_size);
-}
-
-void ExecutorCache::keep_none() const {
-  if (!cann().enter || !cann().set_hash) {
-    return;
-  }
-  if (on_queue_thread_ && cann().set_key) {
-    cann().set_key(nullptr, 0);
-  } else {
-    cann().set_hash(0);
-  }
 }
 
 }  // namespace ascend_attn::aclnn

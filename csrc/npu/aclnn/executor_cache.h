@@ -41,29 +41,30 @@ class ExecutorKey {
   c10::SmallVector<void*, 32> addresses_;
 };
 
+// The thread of a first phase: the caller's, or at level 2 that of the task queue.
+enum class CallThread { caller, queue };
+
 // The cache as one call meets it, on the thread of its first phase. There is one interface for
 // callers, which compares the hashes of keys, and one for the task queue's thread, which compares
 // keys.
 class ExecutorCache {
  public:
-  explicit ExecutorCache(bool on_queue_thread);
+  explicit ExecutorCache(CallThread thread);
   ~ExecutorCache();
   ExecutorCache(const ExecutorCache&) = delete;
   ExecutorCache& operator=(const ExecutorCache&) = delete;
 
-  // Whether this CANN keeps executors of a function.
-  bool keeps(const std::string& function) const;
+  // The empty key of a call whose executor CANN keeps; otherwise null, and CANN forgets the key
+  // that an earlier operator of this thread has left. The key is the thread's: CANN has its address
+  // until a first phase copies it, and forgets the address only with the next key.
+  ExecutorKey* key_of(const std::string& function, bool reuses_executor) const;
 
-  // The executor that CANN has kept under `key`, which remains CANN's own; or null, and then it
-  // keeps the one that the first phase makes.
+  // The executor that CANN has kept under the key, for the caller to consume or destroy; or null,
+  // and then CANN keeps the one that the first phase makes.
   aclOpExecutor* find(const ExecutorKey& key, uint64_t* workspace_size) const;
 
-  // CANN keeps nothing of this call. Otherwise it would file the executor under the key that an
-  // earlier operator of this thread has left.
-  void keep_none() const;
-
  private:
-  bool on_queue_thread_;
+  CallThread thread_;
 };
 
 }  // namespace ascend_attn::aclnn

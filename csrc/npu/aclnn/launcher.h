@@ -55,11 +55,11 @@ class Arguments {
 };
 
 template <typename... Parameters>
-class ArgumentsOf final : public Arguments {
+class TypedArguments final : public Arguments {
  public:
   // Each is made in its place: two dozen of them would be three kilobytes to move.
   template <typename... Given>
-  explicit ArgumentsOf(const Given&... given) : arguments_(given...) {}
+  explicit TypedArguments(const Given&... given) : arguments_(given...) {}
 
   std::shared_ptr<void> first_phase(const Function& function, int& status, uint64_t* workspace_size,
                                     aclOpExecutor** executor) const override {
@@ -82,7 +82,7 @@ class ArgumentsOf final : public Arguments {
     std::apply([&](const auto&... argument) { (argument.add_to(key), ...); }, arguments_);
   }
   std::shared_ptr<const Arguments> to_heap() override {
-    return std::make_shared<ArgumentsOf>(std::move(*this));
+    return std::make_shared<TypedArguments>(std::move(*this));
   }
 
   // The device of the tensors, which must be one NPU.
@@ -107,7 +107,7 @@ void check_tensor(const Function& function, int position, const TensorArgument& 
                   std::optional<c10::Device>& first);
 
 template <typename... Parameters>
-c10::Device ArgumentsOf<Parameters...>::device(const Function& function) const {
+c10::Device TypedArguments<Parameters...>::device(const Function& function) const {
   std::optional<c10::Device> first;
   int position = 0;
   const auto check = [&](const auto& argument) {
@@ -153,26 +153,17 @@ class GivenWorkspace {
 // that a device may not survive.
 void set_first_phase_only(bool on);
 
+// Whether calls on the current stream become part of a graph instead of running.
+bool is_capturing();
+
 // Whether the context of the device is deterministic during a first phase; none: as it is.
 using ContextDeterminism = std::optional<bool>;
+inline ContextDeterminism deterministic_if(bool on) {
+  return on ? ContextDeterminism(true) : std::nullopt;
+}
 
 void enqueue(const Function& function, c10::Device device, ContextDeterminism deterministic,
              Arguments& arguments, c10::ArrayRef<Fill> fills);
-
-// Returns what a call asks of its context by an argument that is a DeterministicContext.
-template <typename... Given>
-ContextDeterminism context_determinism(const Given&... given) {
-  ContextDeterminism result;
-  const auto look = [&](const auto& argument) {
-    if constexpr (std::same_as<decltype(argument), const DeterministicContext&>) {
-      if (argument.on) {
-        result = true;
-      }
-    }
-  };
-  (look(given), ...);
-  return result;
-}
 
 // Calls one of the aclnn functions that `Op` declares.
 template <typename Op, typename Prototype, size_t index = 0>
@@ -186,7 +177,7 @@ struct Launcher<Op, int(Parameters...), index> {
   // so do we (tests/npu/test_npu_conformance.py records both).
   bool reuses_executor = false;
   c10::ArrayRef<Fill> fills = {};
-  // For functions without an argument `deterministic`.
+  // Of functions that obey their context, and no argument `deterministic`.
   ContextDeterminism deterministic = {};
 
   template <typename... Given>
@@ -194,9 +185,8 @@ struct Launcher<Op, int(Parameters...), index> {
             (std::convertible_to<const Given&, ArgumentFor<Parameters>> && ...)
   void operator()(const Given&... given) const {
     static const Function function(Op::name, name, reuses_executor);
-    ArgumentsOf<Parameters...> all(given...);
-    enqueue(function, all.device(function),
-            deterministic ? deterministic : context_determinism(given...), all, fills);
+    TypedArguments<Parameters...> all(given...);
+    enqueue(function, all.device(function), deterministic, all, fills);
   }
 
   // `outputs` must outlive the launcher.

@@ -5,13 +5,20 @@
 
 namespace ascend_attn::aclnn {
 
-// Returns null when this CANN lacks it. A customer's libcust_opapi.so comes before libopapi.so.
-void* find_address(const std::string& name);
+// The address of a function, as the pointer that it initialises; null when this CANN lacks it.
+struct FunctionAddress {
+  void* address;
 
-template <typename Signature>
-Signature* find_function(const char* name) {
-  return reinterpret_cast<Signature*>(find_address(name));
-}
+  template <typename Signature>
+  operator Signature*() const {
+    return reinterpret_cast<Signature*>(address);
+  }
+};
+
+// A customer's libcust_opapi.so comes before libopapi.so.
+FunctionAddress find_function(const std::string& name);
+// Of the libraries that torch_npu is linked to.
+FunctionAddress find_runtime_function(const char* name);
 
 // Whether this CANN has an aclnn function, in both phases.
 bool has_function(const std::string& name);

@@ -1,13 +1,14 @@
 #include "npu/aclnn/product.h"
 
 #include <acl/acl.h>
-#include <dlfcn.h>
 #include <op_plugin/utils/op_api_common_base.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 
 #include <charconv>
 #include <system_error>
 #include <utility>
+
+#include "npu/aclnn/library.h"
 
 namespace ascend_attn {
 
@@ -59,7 +60,7 @@ std::optional<Device> device_of_process() {
 
 uint32_t ai_cores_of_stream() {
   using GetLimit = int (*)(aclrtStream stream, int type, uint32_t* value);
-  static const auto get = reinterpret_cast<GetLimit>(dlsym(RTLD_DEFAULT, "aclrtGetStreamResLimit"));
+  static const GetLimit get = aclnn::find_runtime_function("aclrtGetStreamResLimit");
   constexpr int kCubeCores = 0;
   uint32_t cores = 0;
   return get && get(GetAclStream(), kCubeCores, &cores) == 0 ? cores : 0;
