@@ -200,6 +200,8 @@ class _Function:
         self.calls[number] = values
         ctypes.c_uint64.from_address(workspace_size).value = 0
         ctypes.c_uint64.from_address(executor).value = number
+        # The memory of executors, of which this call has none.
+        library().ReleaseHugeMem(None, False)
         return _SUCCESS
 
     def _second_phase(self, workspace: Any, size: int, executor: int, stream: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -81,6 +81,18 @@ def fail(
         yield
     finally:
         library().cann_sim_no_faults()
+
+
+@contextmanager
+def listening(in_first_phase: Callable[[str], None]) -> Iterator[None]:
+    """First phases call this function with their name, on their thread, once they are logged."""
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda name: in_first_phase(name.decode()))
+    library().cann_sim_listen(callback)
+    try:
+        yield
+        synchronize()
+    finally:
+        library().cann_sim_listen(None)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ failure."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Fault:
     status: int = 361001
     of: str = "{function}"
     last: bool = False  # of the handles that one maker makes for the call; else the first
+    found: bool = False  # an equal call has left its executor
 
 
 # None: there is no memory for outputs.
@@ -36,6 +37,7 @@ FAULTS: dict[str, Fault | None] = {
     "kernel": Fault(3, status=507015),
     "memory for outputs": None,
     "memory for the workspace": Fault(0),
+    "memory for the workspace, executor found": Fault(0, found=True),
     "first tensor": Fault(-1, of="aclCreateTensor"),
     "last tensor": Fault(-1, of="aclCreateTensor", last=True),
     "list of tensors": Fault(-1, of="aclCreateTensorList"),
@@ -129,7 +131,12 @@ def call_that_fails(operator: str, function: str, name: str, recipe: str, handle
         planted = cann_simulator.fail(
             of, fault.phase, fault.status, MESSAGE, after=handles[of] - 1 if fault.last else 0
         )
-    with planted:
+    with ExitStack() as stack:
+        if fault is not None and fault.found:
+            stack.enter_context(cann_simulator.keeping_executors())
+            sample.call(torch.ops.ascend)
+            torch.npu.synchronize()
+        stack.enter_context(planted)
         where = "call"
         try:
             outputs = sample.call(torch.ops.ascend)

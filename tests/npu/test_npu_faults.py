@@ -79,6 +79,8 @@ def test_fault(operator: str, function: str, name: str, calls_of: dict[str, Any]
     failing = first if fault is not None and fault.phase == -1 and not fault.last else function
     if TASK_QUEUE == 2 and fault is not None and failing.endswith("Metadata"):
         pytest.skip("the launch behind it fails as well, and either is reported first")
+    if fault is not None and fault.found and not OPERATORS[operator].keeps_executors:
+        pytest.skip("CANN keeps no executor of it")
     if fault is None and OPERATORS[operator].in_place:
         pytest.skip("allocates no output")
     if fault is not None and fault.phase == -1:

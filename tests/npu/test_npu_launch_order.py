@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
+import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
+from ascend_attn_ops.check.limits import first_phase_only
+from cann_simulator.control import listening
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from support.samples import Recipe, Sample
 from support.simulated_npu import TASK_QUEUE
@@ -68,6 +73,41 @@ def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None
     assert key in ours[: ours.index("1")]
 
 
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="one thread calls all first phases of a device")
+def test_what_other_threads_see_while_a_call_switches_determinism() -> None:
+    """Our calls wait. torch_npu's see the switch: all threads of a device have one context."""
+    gradient = first("sparse_flash_attention_grad").make(torch.bfloat16).to("npu")
+    gradient = gradient.given(deterministic=True)
+    other = first("flash_attention_score").make(torch.bfloat16).to("npu")
+    switched, go_on = Event(), Event()
+
+    def wait(function: str) -> None:
+        if function == "aclnnSparseFlashAttentionGrad":
+            switched.set()
+            go_on.wait(60)
+
+    with (
+        cann_simulator.computing(False),
+        cann_simulator.recorded_calls() as log,
+        listening(wait),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        calls = [pool.submit(gradient.call, torch.ops.ascend)]
+        try:
+            assert switched.wait(60)
+            call_theirs(other)
+            calls.append(pool.submit(other.call, torch.ops.ascend))
+            with pytest.raises(TimeoutError):
+                calls[-1].result(timeout=0.2)
+        finally:
+            go_on.set()
+        for call in calls:
+            call.result()
+    first_phases = [entry for entry in attention_calls(log) if entry["phase"] == 1]
+    assert [entry["deterministic"] for entry in first_phases] == [1, 1, 0]
+    assert first_phases[1]["function"] == first_phases[2]["function"]
+
+
 KEEPING_EXECUTORS = [r for r in DEVICE_RECIPES if r.operator.keeps_executors]
 
 
@@ -86,10 +126,44 @@ def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
         with cann_simulator.computing(False), cann_simulator.recorded_calls() as their_log:
             for _ in range(2):
                 call_theirs(on_npu)
+                torch.npu.synchronize()  # later calls find an executor after its second phase
     assert [x["phase"] for x in attention_calls(log)] == [2]
     assert [x["phase"] for x in attention_calls(their_log)] == [1, 2, 2]
     for x, y in zip(outputs, sample.call(torch.ops.ascend), strict=True):
         assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("sequences", [2, 100])
+def test_equal_calls_of_a_pack_find_its_executor(sequences: int) -> None:
+    """However long the key is, which has the lengths. At level 2 the first phase copies it."""
+    x = torch.ones(4 * sequences, 2, 64, dtype=torch.bfloat16, device="npu")
+    ends = list(range(4, 4 * sequences + 1, 4))
+    with (
+        cann_simulator.computing(False),
+        cann_simulator.keeping_executors(),
+        cann_simulator.recorded_calls() as log,
+    ):
+        for _ in range(50):
+            ascend_attn_ops.flash_attention_score(
+                x, x, x, num_heads=2, layout="TND",
+                actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
+            )  # fmt: skip
+            torch.npu.synchronize()
+    assert Counter(x["phase"] for x in attention_calls(log)) == {1: 1, 2: 50}
+    assert sum(": found" in step for step in steps(log)) == 49
+
+
+@pytest.mark.skipif(TASK_QUEUE == 2, reason="the executor is kept for the thread of the queue")
+@pytest.mark.usefixtures("no_leak")
+def test_a_call_that_finds_an_executor_and_does_not_launch_gives_it_back() -> None:
+    sample = first("flash_attention_score").make(torch.bfloat16).to("npu")
+    with cann_simulator.keeping_executors(), cann_simulator.recorded_calls() as log:
+        sample.call(torch.ops.ascend)
+        torch.npu.synchronize()
+        with first_phase_only():
+            sample.call(torch.ops.ascend)
+    assert [x["phase"] for x in attention_calls(log)] == [1, 2]
+    assert sum(": found" in step for step in steps(log)) == 1
 
 
 def test_another_argument_has_an_executor_of_its_own() -> None:
@@ -113,4 +187,8 @@ def test_another_argument_has_an_executor_of_its_own() -> None:
         with torch.npu.stream(other_stream):
             call()
         call()
-    assert [x["phase"] for x in attention_calls(log)] == [1, 2] * 4 + [2]
+        torch.npu.set_stream_limit(other_stream, 22, 44)
+        for _ in range(2):
+            with torch.npu.stream(other_stream):
+                call()
+    assert [x["phase"] for x in attention_calls(log)] == [1, 2] * 4 + [2] + [1, 2] + [2]

@@ -9,40 +9,24 @@
 namespace cann_sim {
 
 at::ScalarType scalar_type(aclDataType dtype) {
-  switch (dtype) {
-    case ACL_FLOAT:
-      return at::kFloat;
-    case ACL_FLOAT16:
-      return at::kHalf;
-    case ACL_BF16:
-      return at::kBFloat16;
-    case ACL_DOUBLE:
-      return at::kDouble;
-    case ACL_INT8:
-      return at::kChar;
-    case ACL_UINT8:
-      return at::kByte;
-    case ACL_INT32:
-      return at::kInt;
-    case ACL_INT64:
-      return at::kLong;
-    case ACL_INT16:
-      return at::kShort;
-    case ACL_UINT16:
-      return at::kUInt16;
-    case ACL_UINT32:
-      return at::kUInt32;
-    case ACL_UINT64:
-      return at::kUInt64;
-    case ACL_COMPLEX64:
-      return at::kComplexFloat;
-    case ACL_COMPLEX128:
-      return at::kComplexDouble;
-    case ACL_BOOL:
-      return at::kBool;
-    default:
-      TORCH_CHECK(false, "the simulation has no dtype ", static_cast<int>(dtype));
-  }
+  static const std::map<aclDataType, at::ScalarType> kTypes{{ACL_FLOAT, at::kFloat},
+                                                            {ACL_FLOAT16, at::kHalf},
+                                                            {ACL_BF16, at::kBFloat16},
+                                                            {ACL_DOUBLE, at::kDouble},
+                                                            {ACL_INT8, at::kChar},
+                                                            {ACL_UINT8, at::kByte},
+                                                            {ACL_INT32, at::kInt},
+                                                            {ACL_INT64, at::kLong},
+                                                            {ACL_INT16, at::kShort},
+                                                            {ACL_UINT16, at::kUInt16},
+                                                            {ACL_UINT32, at::kUInt32},
+                                                            {ACL_UINT64, at::kUInt64},
+                                                            {ACL_COMPLEX64, at::kComplexFloat},
+                                                            {ACL_COMPLEX128, at::kComplexDouble},
+                                                            {ACL_BOOL, at::kBool}};
+  const auto found = kTypes.find(dtype);
+  TORCH_CHECK(found != kTypes.end(), "the simulation has no dtype ", static_cast<int>(dtype));
+  return found->second;
 }
 
 at::Tensor TensorView::tensor() const {
@@ -56,31 +40,6 @@ TensorView in_place_of(const TensorView& view, const at::Tensor& tensor) {
   return {tensor.sizes().vec(), tensor.strides().vec(), {tensor.numel()}, 0, view.dtype,
           view.format,          tensor.data_ptr()};
 }
-
-Argument input(std::string_view name, std::string_view schema, std::vector<aclDataType> dtypes) {
-  return {name, schema, Kind::input, std::move(dtypes)};
-}
-Argument optional_input(std::string_view name, std::string_view schema,
-                        std::vector<aclDataType> dtypes) {
-  return {name, schema, Kind::optional_input, std::move(dtypes)};
-}
-Argument input_or_none(std::string_view name, std::string_view schema,
-                       std::vector<aclDataType> dtypes) {
-  return {name, schema, Kind::input_or_none, std::move(dtypes)};
-}
-Argument attribute(std::string_view name, std::string_view schema) {
-  return {name, schema, Kind::attribute};
-}
-Argument lengths(std::string_view name, std::string_view schema) {
-  return {name, schema, Kind::lengths};
-}
-Argument output(std::string_view name, int64_t result) {
-  return {name, {}, Kind::output, {}, result};
-}
-Argument optional_output(std::string_view name, int64_t result) {
-  return {name, {}, Kind::optional_output, {}, result};
-}
-Argument not_computed(std::string_view name) { return {name, {}, Kind::not_computed}; }
 
 Arguments join(std::initializer_list<Arguments> parts) {
   Arguments all;
@@ -198,10 +157,6 @@ aclScalar* aclCreateScalar(void* value, aclDataType dtype) {
 }
 int aclDestroyScalar(const aclScalar* scalar) {
   delete scalar;
-  return ACL_SUCCESS;
-}
-int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
-  delete executor;
   return ACL_SUCCESS;
 }
 

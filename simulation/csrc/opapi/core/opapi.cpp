@@ -56,6 +56,7 @@ struct Control {
   std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
   Alteration alteration;
+  std::atomic<void (*)(const char* function)> in_first_phase{nullptr};
 };
 
 Control& control() {
@@ -301,6 +302,10 @@ std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStr
 
 }  // namespace
 
+uint64_t workspace_of(const Function& function) {
+  return take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
+}
+
 bool gives_no_handle(std::string_view maker) {
   const auto fault = take_fault(maker, -1);
   if (fault) {
@@ -357,6 +362,9 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
                          {"device", int64_t{current_device()}},
                          {"deterministic", system_parameter(ACL_OPT_DETERMINISTIC)}});
   });
+  if (auto* const listen = control().in_first_phase.load()) {
+    listen(function.name.data());
+  }
   if (const auto fault = take_fault(function.name, 1)) {
     return failure(fault->status, fault->message);
   }
@@ -377,8 +385,8 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
       return status;
     }
   }
-  *workspace_size = take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
-  *executor = new aclOpExecutor(function, std::move(values), *workspace_size);
+  *workspace_size = workspace_of(function);
+  *executor = new aclOpExecutor({function, std::move(values), *workspace_size, launch});
   keep_executor(**executor);
   return ACL_SUCCESS;
 }
@@ -386,6 +394,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
 int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream) {
   // The second phase consumes the executor, whatever becomes of the call.
   const std::shared_ptr<aclOpExecutor> owned(executor);
+  end_executor(*executor);
   const auto& function = owned->function;
   log([&] {
     return Json::object({{"phase", int64_t{2}},
@@ -421,6 +430,9 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
   if (auto error = order_error(*owned, workspace, stream); !error.empty()) {
     return failure(kRuntime, error);
   }
+  if (owned->kept) {
+    owned->kept->usable = true;
+  }
   if (auto fault = take_fault(function.name, 3)) {
     fail_at_wait(fault->status, std::move(fault->message));
     return ACL_SUCCESS;
@@ -437,16 +449,6 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
 using namespace cann_sim;
 
 extern "C" {
-
-// torch_npu calls these around a call, for the memory of executors. executors.cpp has the executors
-// that CANN keeps.
-
-int InitHugeMemThreadLocal(void*, bool) {
-  log_step("InitHugeMemThreadLocal");
-  return ACL_SUCCESS;
-}
-void UnInitHugeMemThreadLocal(void*, bool) { log_step("UnInitHugeMemThreadLocal"); }
-void ReleaseHugeMem(void*, bool) { log_step("ReleaseHugeMem"); }
 
 // Controls: cann_simulator/control.py.
 
@@ -474,7 +476,8 @@ const char* cann_sim_live_handles() {
                        {"aclTensorList", aclTensorList::live()},
                        {"aclIntArray", aclIntArray::live()},
                        {"aclScalar", aclScalar::live()},
-                       {"aclOpExecutor", aclOpExecutor::live()}})
+                       {"aclOpExecutor", aclOpExecutor::live()},
+                       {"HugeMemory", HugeMemory::live()}})
              .text();
   return text.c_str();
 }
@@ -494,6 +497,10 @@ void cann_sim_alter(double (*number)(const char*, const char*, double),
                     void (*tensor)(const char*, const char*, const cann_sim_tensor*)) {
   const std::lock_guard lock(control().mutex);
   control().alteration = {number, tensor};
+}
+// A null pointer ends it.
+void cann_sim_listen(void (*in_first_phase)(const char*)) {
+  control().in_first_phase = in_first_phase;
 }
 void cann_sim_set_computing(bool on) { control().computing = on; }
 }  // extern "C"

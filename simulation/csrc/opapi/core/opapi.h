@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -152,22 +153,34 @@ struct Argument {
   static constexpr int64_t kNextResult = -1;
 };
 
-Argument input(std::string_view name, std::string_view schema,
-               std::vector<aclDataType> dtypes = {});
-Argument optional_input(std::string_view name, std::string_view schema,
-                        std::vector<aclDataType> dtypes = {});
+using Dtypes = std::vector<aclDataType>;
+inline Argument input(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
+  return {name, schema, Kind::input, std::move(dtypes)};
+}
+inline Argument optional_input(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
+  return {name, schema, Kind::optional_input, std::move(dtypes)};
+}
 // A required tensor that stands for none when it has no axes.
-Argument input_or_none(std::string_view name, std::string_view schema,
-                       std::vector<aclDataType> dtypes = {});
-Argument attribute(std::string_view name, std::string_view schema = {});
+inline Argument input_or_none(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
+  return {name, schema, Kind::input_or_none, std::move(dtypes)};
+}
+inline Argument attribute(std::string_view name, std::string_view schema = {}) {
+  return {name, schema, Kind::attribute};
+}
 // A list of sequence lengths: none, when it is empty and the layout is not TND.
-Argument lengths(std::string_view name, std::string_view schema);
-Argument output(std::string_view name, int64_t result = Argument::kNextResult);
+inline Argument lengths(std::string_view name, std::string_view schema) {
+  return {name, schema, Kind::lengths};
+}
+inline Argument output(std::string_view name, int64_t result = Argument::kNextResult) {
+  return {name, {}, Kind::output, {}, result};
+}
 // An output that the caller may leave out, or give with no elements.
-Argument optional_output(std::string_view name, int64_t result = Argument::kNextResult);
+inline Argument optional_output(std::string_view name, int64_t result = Argument::kNextResult) {
+  return {name, {}, Kind::optional_output, {}, result};
+}
 // A tensor or a list of lengths that the simulation has no computation for: a call that gives one
 // is refused, by its name.
-Argument not_computed(std::string_view name);
+inline Argument not_computed(std::string_view name) { return {name, {}, Kind::not_computed}; }
 
 using Arguments = std::vector<Argument>;
 
@@ -282,24 +295,40 @@ at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t
 // The tensors of an argument: itself, those of a list, or none.
 std::span<const TensorView> views_of(const Value& value);
 
+// Host memory of an executor and of its handles. CANN has 4,096 of these.
+struct HugeMemory : Counted<HugeMemory> {};
+
+// What a first phase prepares for the second.
+struct Prepared {
+  const Function& function;
+  std::vector<Value> values;
+  uint64_t workspace_size;
+  Launch launch;
+};
+// A later call may have it once the second phase is over. Without one, its key is taken for good.
+struct KeptExecutor : Prepared {
+  explicit KeptExecutor(const Prepared& prepared) : Prepared(prepared) {}
+  std::atomic<bool> usable{false};
+};
+
 }  // namespace cann_sim
 
-struct aclOpExecutor : cann_sim::Counted<aclOpExecutor> {
-  aclOpExecutor(const cann_sim::Function& function, std::vector<cann_sim::Value> values,
-                uint64_t workspace_size)
-      : function(function), values(std::move(values)), workspace_size(workspace_size) {}
+struct aclOpExecutor : cann_sim::Counted<aclOpExecutor>, cann_sim::Prepared {
+  explicit aclOpExecutor(cann_sim::Prepared prepared);
 
-  const cann_sim::Function& function;
-  std::vector<cann_sim::Value> values;
-  uint64_t workspace_size;
-  // The first phase reads the switch of the context.
-  cann_sim::Launch launch{.deterministic = cann_sim::system_parameter(ACL_OPT_DETERMINISTIC) != 0};
+  std::shared_ptr<cann_sim::KeptExecutor> kept;  // for later calls
+  cann_sim::HugeMemory* memory;                  // that of the thread when it was made
 };
 
 namespace cann_sim {
 
-// Caches a copy of a first phase's executor for later calls, if the call has announced a key.
-void keep_executor(const aclOpExecutor& executor);
+// Keeps a copy of a first phase's executor for later calls, if the call has announced a key.
+void keep_executor(aclOpExecutor& executor);
+// Makes the memory of an executor, which ends, the one that ReleaseHugeMem of this thread releases.
+void end_executor(const aclOpExecutor& executor);
+
+// The workspace that a call asks for: more than there is, if a test wants that.
+uint64_t workspace_of(const Function& function);
 
 Value value_of(const aclTensor* tensor);
 Value value_of(const aclTensorList* list);
