@@ -109,8 +109,10 @@ def libraries() -> list[Any]:
         # Later releases have some functions of HCCL here.
         empty("hcomm", "hccl"),
         library("atb", "atb/*.cpp"),
-        # The older table of symbols can grow at run time: opapi/core/user_functions.cpp.
-        library("opapi", "opapi/**/*.cpp", "ascendcl", link=("-Wl,--hash-style=sysv",)),
+        # The older table of symbols can grow at run time: opapi/core/user_functions.cpp. That
+        # changes the access to its pages, in which no code may be.
+        library("opapi", "opapi/**/*.cpp", "ascendcl",
+                link=("-Wl,--hash-style=sysv", "-Wl,-z,separate-code")),
         # torch_npu looks here for the function that destroys the executor of an abandoned call.
         empty("nnopbase", "opapi"),
         library("cpu_fallback", "cpu_fallback/*.cpp", "ascendcl", "torch_npu"),

@@ -114,16 +114,16 @@ aclError run_waiting(Stream& stream) {
 
 aclError happens(Occurrence& occurrence) {
   occurrence.happened = true;
-  std::vector<Stream*> streams;
+  std::vector<std::shared_ptr<Stream>> streams;  // another thread may destroy them meanwhile
   {
     const std::lock_guard lock(state().mutex);
-    for (auto* stream : state().streams) {
+    for (const auto& [handle, stream] : state().streams) {
       if (!stream->waiting.empty()) {
         streams.push_back(stream);
       }
     }
   }
-  for (auto* stream : streams) {
+  for (const auto& stream : streams) {
     if (const auto status = run_waiting(*stream); status != ACL_SUCCESS) {
       return status;
     }
@@ -148,7 +148,7 @@ aclError check_may_wait(const Stream* stream, const char* call) {
                         " while a graph is being captured, which runs nothing yet");
     }
   }
-  for (auto* other : state().streams) {
+  for (const auto& [other, owner] : state().streams) {
     if (!other->waiting.empty() && (stream ? stream == other : other->device == current_device())) {
       return failed(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
                     std::string(call) + ": " + name_of(*other) +
@@ -303,21 +303,22 @@ aclError aclrtSynchronizeDevice() {
 int64_t cann_sim_waits() { return waits; }
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
-  auto* created = new Stream{current_device(), next_stream++};
+  const auto created = std::make_shared<Stream>(Stream{current_device(), next_stream++});
   const std::lock_guard lock(state().mutex);
-  state().streams.insert(created);
-  *stream = created;
+  state().streams.emplace(created.get(), created);
+  *stream = created.get();
   return ACL_SUCCESS;
 }
 aclError aclrtCreateStream(aclrtStream* stream) {
   return aclrtCreateStreamWithConfig(stream, 0, 0);
 }
 aclError aclrtDestroyStream(aclrtStream stream) {
-  {
-    const std::lock_guard lock(state().mutex);
-    state().streams.erase(static_cast<Stream*>(stream));
+  std::shared_ptr<Stream> destroyed;  // when no lock is held
+  const std::lock_guard lock(state().mutex);
+  if (const auto found = state().streams.find(&as_stream(stream)); found != state().streams.end()) {
+    destroyed = std::move(found->second);
+    state().streams.erase(found);
   }
-  delete static_cast<Stream*>(stream);
   return ACL_SUCCESS;
 }
 aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }

@@ -77,7 +77,7 @@ struct Stream {
 // All streams and captures, and what orders the threads that use them. No task runs under it.
 struct State {
   std::mutex mutex;
-  std::set<Stream*> streams;
+  std::map<const Stream*, std::shared_ptr<Stream>> streams;
   std::set<Capture*> captures;
 };
 State& state();

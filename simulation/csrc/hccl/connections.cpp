@@ -193,11 +193,15 @@ class Connections::Peer {
       : rank_(rank), socket_(std::move(socket)), writer_([this] { write(); }) {}
 
   ~Peer() {
+    flush();
     {
       const std::lock_guard lock(mutex_);
       ending_ = true;
+      messages_.clear();
     }
     changed_.notify_all();
+    // Or the writer would wait for a rank that does not read any more.
+    ::shutdown(socket_.get(), SHUT_WR);
     writer_.join();
   }
   Peer(const Peer&) = delete;

@@ -20,7 +20,7 @@ class Connections {
  public:
   // Waits until all ranks have come to the place of this name.
   Connections(const std::string& place, int ranks, int rank);
-  // Waits until what was sent is on its way.
+  // Flushes.
   ~Connections();
 
   int ranks() const { return static_cast<int>(peers_.size()); }
