@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <c10/util/TypeCast.h>
 
 #include "core/error.h"
 #include "npu/kernel.h"
@@ -69,7 +70,7 @@ Packing::Packing(const std::vector<Sequence>& sequences, const at::Tensor& query
     }
     sequences_.push_back(sequence);
     const auto end = [](const std::vector<int32_t>& ends, int64_t length) {
-      return (ends.empty() ? 0 : ends.back()) + static_cast<int32_t>(length);
+      return c10::checked_convert<int32_t>((ends.empty() ? 0 : ends.back()) + length, "int32");
     };
     query_ends_.push_back(end(query_ends_, sequence.queries));
     key_ends_.push_back(end(key_ends_, sequence.keys));

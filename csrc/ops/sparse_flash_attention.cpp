@@ -31,6 +31,9 @@ template <typename Op>
 SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
   SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key}, pages,
                     {.layout = "layout_kv"});
+  if (pages && pages->given()) {
+    rules.check_indices_of_keys();
+  }
   rules.check_same_dtype({"value", op.value});
   rules.check_like_key({"value", op.value}, rules.head_size());
   rules.check_sparse_indices({"sparse_indices", op.sparse_indices});

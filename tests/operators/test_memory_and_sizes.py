@@ -95,6 +95,17 @@ def test_more_keys_than_indices_name() -> None:
         torch.ops.ascend.lightning_indexer(query, key, weights, layout="BSND", sparse_count=4)
 
 
+def test_larger_blocks_than_lengths_count() -> None:
+    key = torch.ones(1, 1, 1, 16).expand(1, 2**32, 1, 16)
+    with pytest.raises(ValueError, match=r"key: expected at most 2147483647 tokens"):
+        torch.ops.ascend.sparse_flash_attention(
+            torch.ones(1, 1, 1, 16), key, key, torch.zeros(1, 1, 1, 4, dtype=torch.int32),
+            scale_value=1.0, layout="BSND", layout_key="PA_BSND",
+            actual_seq_lengths_key=torch.tensor([8]),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["ori_kv", "cmp_kv"])
 def test_more_joined_keys_than_indices_name(name: str) -> None:
     """Rows of one key, over which a call would take hours."""
