@@ -325,14 +325,14 @@ void write_runs(const Sides& sides, const std::vector<Run>& runs, bool with_mean
 }
 
 // The slots that an entry of slot_mapping writes.
-struct Span {
+struct SlotSpan {
   int64_t slot;
   int64_t count;
   int64_t entry;
 };
 
-std::vector<Span> spans_of(const ScatterPaKvCache& op, Scatter scatter, int64_t capacity) {
-  std::vector<Span> spans;
+std::vector<SlotSpan> spans_of(const ScatterPaKvCache& op, Scatter scatter, int64_t capacity) {
+  std::vector<SlotSpan> spans;
   if (is_run(scatter)) {
     for (const auto& run : runs_of(op, scatter, capacity)) {
       spans.push_back({run.slot, run.written, run.batch * op.key.size(-2) + run.head});
@@ -351,9 +351,9 @@ std::vector<Span> spans_of(const ScatterPaKvCache& op, Scatter scatter, int64_t 
 
 // Checks that no slot is written twice. Sorting costs more than a call, so only check_values() does
 // it.
-void check_apart(std::vector<Span> spans) {
-  std::erase_if(spans, [](const Span& span) { return span.count == 0; });
-  std::ranges::stable_sort(spans, {}, &Span::slot);
+void check_apart(std::vector<SlotSpan> spans) {
+  std::erase_if(spans, [](const SlotSpan& span) { return span.count == 0; });
+  std::ranges::stable_sort(spans, {}, &SlotSpan::slot);
   for (size_t i = 1; i < spans.size(); ++i) {
     const auto& [slot, count, entry] = spans[i - 1];
     check_value(slot + count <= spans[i].slot, ScatterPaKvCache::name, "slot_mapping",

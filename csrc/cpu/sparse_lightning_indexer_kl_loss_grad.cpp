@@ -64,11 +64,11 @@ void differentiate(const T* target, const VisibleSlots& visible, T* scores, T* s
 }
 
 template <typename Input, typename Operand>
-class TokenGradient {
+class LossGradient {
  public:
   using T = Accumulator<Operand>;
 
-  TokenGradient(int64_t heads, int64_t size, int64_t max_selected)
+  LossGradient(int64_t heads, int64_t size, int64_t max_selected)
       : gradient_(heads, size), scores_(1, max_selected) {
     visible_.reserve(max_selected);
     for (int64_t begin = 0; begin < max_selected; begin += kMaxKeys) {
@@ -117,7 +117,7 @@ class TokenGradient {
 template <typename Input, typename Operand>
 void compute(const Op& op, const SparseInputs& inputs, const Op::Outputs& outputs) {
   using T = Accumulator<Operand>;
-  using Worker = TokenGradient<Input, Operand>;
+  using Worker = LossGradient<Input, Operand>;
   const auto target = with_dense_rows(with_head_axis(op.attn_softmax_l1_norm, op.query_index));
   const HeadWeights<Input> weights(op.weights);
   // Indices may repeat: a row reads as many slots as it sees keys.

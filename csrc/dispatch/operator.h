@@ -140,9 +140,9 @@ typename Op::Outputs call(const OutCall<Op>& call) {
 // Makes a kernel for the dispatcher of a function of the operator's struct, and of the parameters
 // that an overload has behind those of the operator.
 template <typename Op, auto function, typename Signature = SignatureOf<Op>>
-struct Kernel;
+struct DispatcherKernel;
 template <typename Op, auto function, typename Outputs, typename... Parameters>
-struct Kernel<Op, function, Outputs(Parameters...)> {
+struct DispatcherKernel<Op, function, Outputs(Parameters...)> {
   template <typename... More>
   static auto call(Parameters... parameters, More... more) {
     const Borrowed<Op> op(parameters...);
@@ -153,7 +153,7 @@ struct Kernel<Op, function, Outputs(Parameters...)> {
 // Registers `Outputs function(const Op&)` for the key of `library`.
 template <typename Op, auto function>
 void register_function(torch::Library& library) {
-  Overload<Op>::register_kernel(library, &Kernel<Op, function>::template call<>);
+  Overload<Op>::register_kernel(library, &DispatcherKernel<Op, function>::template call<>);
 }
 
 // Registers `Outputs function(const OutCall<Op>&)` for the key of `library`.
@@ -163,8 +163,8 @@ void register_out_function(torch::Library& library) {
     return function(OutCall<Op>{op, {&outputs...}});
   };
   [&]<typename... Tensors>(std::type_identity<std::tuple<Tensors...>>) {
-    OutOverload<Op>::register_kernel(library,
-                                     &Kernel<Op, on_call>::template call<const Tensors&...>);
+    OutOverload<Op>::register_kernel(
+        library, &DispatcherKernel<Op, on_call>::template call<const Tensors&...>);
   }(std::type_identity<typename Op::Outputs>());
 }
 

@@ -142,8 +142,8 @@ void register_kernel_and_relaunch(torch::Library& library) {
   constexpr auto checked = &check_and_compute<Op, compute>;
   register_npu_kernel<Op, checked>(library);
   Relaunch<Op>::register_kernel(
-      library,
-      &Kernel<Op, &relaunch<Op, checked>>::template call<const at::Tensor&, at::TensorList>);
+      library, &DispatcherKernel<Op, &relaunch<Op, checked>>::template call<const at::Tensor&,
+                                                                            at::TensorList>);
 }
 
 // Fills an output before the launch. The kernels leave padding rows unwritten, which hold this

@@ -107,7 +107,7 @@ LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
   const auto rules = check_common(*this);
   rules.check_sparse_indices({"sparse_indices", sparse_indices});
   rules.check_same_dtype({"d_values", d_values});
-  rules.check_values({"d_values", d_values}, sparse_indices);
+  rules.check_selected_values({"d_values", d_values}, sparse_indices);
   if (const auto& device_limits = rules.limits()) {
     device_limits.size("sparse_indices", "K", sparse_indices.sym_size(-1));
     device_limits.rule(kGradWeights, weights.dtype() == query.dtype(),

@@ -42,7 +42,7 @@ SparseLightningIndexerKLLossGrad::Outputs SparseLightningIndexerKLLossGrad::chec
   rules.check_sparse_indices({"sparse_indices", sparse_indices});
   const NamedTensor target{"attn_softmax_l1_norm", attn_softmax_l1_norm};
   check_dtype(name, target, statistics_dtype(query_index));
-  rules.check_values(target, sparse_indices);
+  rules.check_selected_values(target, sparse_indices);
   rules.check_lengths(actual_seq_lengths_query, actual_seq_lengths_key);
   rules.check_sparse_mode(sparse_mode, {0, 3});
   rules.check_compression(cmp_ratio, {"cmp_residual_key", cmp_residual_key}, sparse_mode,

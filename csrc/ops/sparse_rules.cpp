@@ -175,7 +175,8 @@ void SparseRules::check_sparse_indices(NamedTensor argument) const {
   }
 }
 
-void SparseRules::check_values(NamedTensor argument, const at::Tensor& sparse_indices) const {
+void SparseRules::check_selected_values(NamedTensor argument,
+                                        const at::Tensor& sparse_indices) const {
   check_same_device(argument);
   const auto count = sparse_indices.sym_sizes().back();
   if (argument.tensor.dim() == query_.tensor.dim() - 1) {

@@ -82,7 +82,7 @@ class SparseRules {
   // Expects integers (B, S1, 1, K) or (T1, 1, K); the axis of heads may be missing.
   void check_sparse_indices(NamedTensor argument) const;
   // The same, with K of sparse_indices.
-  void check_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
+  void check_selected_values(NamedTensor argument, const at::Tensor& sparse_indices) const;
   // Expects softmax statistics (B, 1, S1, N1) or (1, T1, N1), in fp32, or fp64 for fp64 inputs.
   void check_statistics(NamedTensor argument) const;
   // Expects both ropes or neither: (..., N1, Dr) for query and (..., 1, Dr) for key.

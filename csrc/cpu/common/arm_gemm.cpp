@@ -108,7 +108,7 @@ template <typename Vector, typename C>
 }
 
 template <typename Vector, typename A, typename B, typename C>
-void multiply(const Product<A, B, C>& p) {
+void multiply(const MatrixProduct<A, B, C>& p) {
   constexpr int64_t step = kGroupBytes / sizeof(A);  // elements of a group
   const auto* all_a = reinterpret_cast<const uint8_t*>(p.a.data());
   const auto* all_b = reinterpret_cast<const uint8_t*>(p.b.data());
@@ -149,11 +149,11 @@ bool has_usmmla() {
   return has;
 }
 
-void multiply_with_bfmmla(const Product<at::BFloat16, at::BFloat16, float>& product) {
+void multiply_with_bfmmla(const MatrixProduct<at::BFloat16, at::BFloat16, float>& product) {
   multiply<float32x4_t>(product);
 }
 
-void multiply_with_usmmla(const Product<uint8_t, int8_t, int32_t>& product) {
+void multiply_with_usmmla(const MatrixProduct<uint8_t, int8_t, int32_t>& product) {
   multiply<int32x4_t>(product);
 }
 
@@ -165,8 +165,8 @@ namespace ascend_attn::cpu {
 
 bool has_bfmmla() { return false; }
 bool has_usmmla() { return false; }
-void multiply_with_bfmmla(const Product<at::BFloat16, at::BFloat16, float>&) {}
-void multiply_with_usmmla(const Product<uint8_t, int8_t, int32_t>&) {}
+void multiply_with_bfmmla(const MatrixProduct<at::BFloat16, at::BFloat16, float>&) {}
+void multiply_with_usmmla(const MatrixProduct<uint8_t, int8_t, int32_t>&) {}
 
 }  // namespace ascend_attn::cpu
 

@@ -14,7 +14,7 @@ namespace ascend_attn::cpu {
 bool has_bfmmla();
 bool has_usmmla();
 
-void multiply_with_bfmmla(const Product<at::BFloat16, at::BFloat16, float>& product);
-void multiply_with_usmmla(const Product<uint8_t, int8_t, int32_t>& product);
+void multiply_with_bfmmla(const MatrixProduct<at::BFloat16, at::BFloat16, float>& product);
+void multiply_with_usmmla(const MatrixProduct<uint8_t, int8_t, int32_t>& product);
 
 }  // namespace ascend_attn::cpu

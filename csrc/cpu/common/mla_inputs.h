@@ -78,10 +78,10 @@ class JoinedKeys {
 
 // The rows of the joined keys of one sequence.
 template <typename T>
-class JoinedRows {
+class JoinedKeyRows {
  public:
-  JoinedRows() = default;
-  JoinedRows(KeyRows<T> originals, KeyRows<T> compressed, int64_t count)
+  JoinedKeyRows() = default;
+  JoinedKeyRows(KeyRows<T> originals, KeyRows<T> compressed, int64_t count)
       : originals_(originals), compressed_(compressed), count_(count) {}
 
   const T* row(int64_t key) const {
@@ -181,7 +181,7 @@ struct MlaRows {
 
   MlaSequence sequence;
   TokenRows<Input> query, query_rope;
-  JoinedRows<Input> key, key_rope, value;
+  JoinedKeyRows<Input> key, key_rope, value;
   TokenRows<int32_t> indices;
   bool selects;
   int64_t count;

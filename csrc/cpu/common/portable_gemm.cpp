@@ -10,7 +10,7 @@ namespace {
 // Computes `rows` rows and `columns` columns of C. Both are constants, and the inner loop is marked
 // omp simd: compilers then hold all sums in vector registers.
 template <int64_t rows, int64_t columns, int64_t bytes, typename T>
-[[gnu::always_inline]] inline void multiply_block(const Product<T>& p) {
+[[gnu::always_inline]] inline void multiply_block(const MatrixProduct<T>& p) {
   T sums[rows][columns] = {};
   for (int64_t l = 0; l < p.k; ++l) {
 #pragma GCC unroll 8
@@ -34,7 +34,7 @@ template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 
 // Computes `columns` columns of C: blocks of `rows` rows, then the remaining rows.
 template <int64_t rows, int64_t columns, int64_t bytes, typename T>
-[[gnu::always_inline]] inline void multiply_rows(Product<T> p) {
+[[gnu::always_inline]] inline void multiply_rows(MatrixProduct<T> p) {
   for (; p.m >= rows; p.m -= rows) {
     multiply_block<rows, columns, bytes>(p);
     p.a = p.a.from(rows);
@@ -46,7 +46,7 @@ template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 }
 
 template <int64_t rows, int64_t columns, int64_t bytes, typename T>
-[[gnu::always_inline]] inline void multiply_panel(Product<T> p) {
+[[gnu::always_inline]] inline void multiply_panel(MatrixProduct<T> p) {
   // Many rows of A share a copy of B that is adjacent in the L1 cache, whatever the stride of B is.
   // Few do not, but add the same parts, so that the bits of a row do not depend on how many there
   // are.
@@ -70,7 +70,7 @@ template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 }
 
 template <int64_t rows, int64_t columns, int64_t bytes, typename T>
-[[gnu::always_inline]] inline void multiply_columns(Product<T> p) {
+[[gnu::always_inline]] inline void multiply_columns(MatrixProduct<T> p) {
   for (; p.n >= columns; p.n -= columns) {
     multiply_panel<rows, columns, bytes>(p);
     p.b = p.b.from(0, columns);
@@ -84,7 +84,7 @@ template <int64_t rows, int64_t columns, int64_t bytes, typename T>
 }  // namespace
 
 template <typename T>
-void multiply(const Product<T>& product) {
+void multiply(const MatrixProduct<T>& product) {
   vectorized([product](auto bytes) {
 #if defined(__aarch64__)
     constexpr bool has_32_registers = true;
@@ -96,7 +96,7 @@ void multiply(const Product<T>& product) {
   });
 }
 
-template void multiply(const Product<float>&);
-template void multiply(const Product<double>&);
+template void multiply(const MatrixProduct<float>&);
+template void multiply(const MatrixProduct<double>&);
 
 }  // namespace ascend_attn::cpu

@@ -27,7 +27,7 @@ class Matrix {
 
 // C (m, n) = A (m, k) * B (k, n), or C += A * B.
 template <typename A, typename B = A, typename C = A>
-struct Product {
+struct MatrixProduct {
   int64_t m, n, k;
   Matrix<const A> a;
   Matrix<const B> b;
@@ -36,6 +36,6 @@ struct Product {
 };
 
 template <typename T>
-void multiply(const Product<T>& product);
+void multiply(const MatrixProduct<T>& product);
 
 }  // namespace ascend_attn::cpu

@@ -15,7 +15,7 @@
 
 namespace ascend_attn::cpu {
 
-inline constexpr int64_t kPartKeys = 512;  // see attend_to_parts
+inline constexpr int64_t kSelectedPartKeys = 512;  // see attend_to_parts
 
 // A task of attend_to_parts. `Rows` has the inputs of one sequence, as SequenceInputs.
 template <typename Rows>
@@ -27,7 +27,7 @@ struct SelectingToken {
   int64_t first_head;
   int64_t heads;
 
-  int64_t parts() const { return sequence->selected(token).parts(kPartKeys); }
+  int64_t parts() const { return sequence->selected(token).parts(kSelectedPartKeys); }
   int64_t rows() const { return heads; }
 };
 
@@ -99,7 +99,7 @@ class SelectedAttention {
 
   // Computes a part of the token that was loaded, and sets the number of its keys.
   void part(const Token& token, int64_t index, Partial<T>& result) {
-    auto selected = token.sequence->selected(token.token).part(index, kPartKeys);
+    auto selected = token.sequence->selected(token.token).part(index, kSelectedPartKeys);
     // Not -inf, which would make NaN of tiles whose scores are all -inf.
     std::fill_n(result.max, padded_heads_, std::numeric_limits<T>::lowest());
     std::fill_n(result.sum, padded_heads_, T(0));

@@ -17,7 +17,7 @@ namespace {
 
 // torch's brgemm, which raises std::bad_alloc for empty matrices of 16-bit numbers.
 template <typename A, typename B, typename C>
-void multiply_with_brgemm(const Product<A, B, C>& p) {
+void multiply_with_brgemm(const MatrixProduct<A, B, C>& p) {
   if (p.k == 0 && !p.accumulate) {
     for (int64_t i = 0; i < p.m; ++i) {
       std::fill_n(p.c.row(i), p.n, C(0));
@@ -42,13 +42,13 @@ bool multiplies(A a, B b) {
   right.fill(b);
   try {
     const TileGemmScope scope;
-    multiply_with_brgemm(Product<A, B, C>{size,
-                                          size,
-                                          size,
-                                          {left.data(), size},
-                                          {right.data(), size},
-                                          {products.data(), size},
-                                          false});
+    multiply_with_brgemm(MatrixProduct<A, B, C>{size,
+                                                size,
+                                                size,
+                                                {left.data(), size},
+                                                {right.data(), size},
+                                                {products.data(), size},
+                                                false});
   } catch (const std::exception&) {
     return false;
   }
@@ -92,7 +92,7 @@ bool has_float_brgemm() {
 bool has_int8_brgemm() { return has_brgemm<multiply_int8>(); }
 
 // Floats sum integers exactly up to 2^24, which 512 products of 255 * 128 do not reach.
-void multiply_as_floats(const Product<uint8_t, int8_t, int32_t>& p) {
+void multiply_as_floats(const MatrixProduct<uint8_t, int8_t, int32_t>& p) {
   constexpr int64_t exact_depth = 512;
   constexpr int64_t step = depth_step<int8_t>;
   const Tile<float> left(p.m, std::min(p.k, exact_depth));
@@ -112,7 +112,7 @@ void multiply_as_floats(const Product<uint8_t, int8_t, int32_t>& p) {
         }
       }
     });
-    tile_gemm(Product<float>{p.m, p.n, depth, left, right, product, false});
+    tile_gemm(MatrixProduct<float>{p.m, p.n, depth, left, right, product, false});
     vectorized(
         [m = p.m, n = p.n, c = p.c, keep = p.accumulate || first > 0, from = product.data()] {
           for (int64_t i = 0; i < m; ++i) {
@@ -138,18 +138,18 @@ bool has_bfloat16_products() {
 
 TileGemmScope::~TileGemmScope() { at::native::cpublas::brgemm_release(); }
 
-void tile_gemm(const Product<at::BFloat16, at::BFloat16, float>& product) {
+void tile_gemm(const MatrixProduct<at::BFloat16, at::BFloat16, float>& product) {
   has_bfmmla() ? multiply_with_bfmmla(product) : multiply_with_brgemm(product);
 }
 
-void tile_gemm(const Product<float>& product) {
+void tile_gemm(const MatrixProduct<float>& product) {
   has_float_brgemm() ? multiply_with_brgemm(product) : multiply(product);
 }
 
 // ATen exports no double matrix product below the tensor level.
-void tile_gemm(const Product<double>& product) { multiply(product); }
+void tile_gemm(const MatrixProduct<double>& product) { multiply(product); }
 
-void tile_gemm(const Product<uint8_t, int8_t, int32_t>& product) {
+void tile_gemm(const MatrixProduct<uint8_t, int8_t, int32_t>& product) {
   has_int8_brgemm() ? multiply_with_brgemm(product)
   : has_usmmla()    ? multiply_with_usmmla(product)
                     : multiply_as_floats(product);

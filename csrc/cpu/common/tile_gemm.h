@@ -74,10 +74,10 @@ bool has_int8_products();
 // C (m, n) = A (m, k) * B (k, n), or C += A * B. B is packed by pack_rows or pack_transposed, and k
 // is a multiple of depth_step. Code is generated for every new combination of sizes and strides, so
 // keep their number small.
-void tile_gemm(const Product<at::BFloat16, at::BFloat16, float>& product);
-void tile_gemm(const Product<float>& product);
-void tile_gemm(const Product<double>& product);
-void tile_gemm(const Product<uint8_t, int8_t, int32_t>& product);
+void tile_gemm(const MatrixProduct<at::BFloat16, at::BFloat16, float>& product);
+void tile_gemm(const MatrixProduct<float>& product);
+void tile_gemm(const MatrixProduct<double>& product);
+void tile_gemm(const MatrixProduct<uint8_t, int8_t, int32_t>& product);
 
 // Must be in scope on every thread that calls tile_gemm with 8- or 16-bit operands: tile registers
 // are configured per thread and must be released.
