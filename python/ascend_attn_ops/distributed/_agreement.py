@@ -93,7 +93,8 @@ class Agreement:
         reports: list[Any] = [None] * self.hosts.size()
         # Not every argument can be pickled.
         texts = {name: repr(value) for name, value in facts.items()}
-        dist.all_gather_object(reports, (sendable(error), texts), group=self.hosts)
+        report = None if error is None else (type(error).__name__, str(error))
+        dist.all_gather_object(reports, (report, texts), group=self.hosts)
         raise _verdict(caller, reports) from error
 
 
@@ -136,11 +137,6 @@ def _eager(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
 
 def _digest(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-
-
-def sendable(error: Exception | None) -> Report | None:
-    """The type and message that other ranks get of an exception."""
-    return None if error is None else (type(error).__name__, str(error))
 
 
 def raised(kind: str, message: str) -> Exception:

@@ -71,12 +71,13 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handles a call of `overload` with DTensors."""
     signature = _signatures[overload]
     values = signature.bind(args, kwargs)
-    key = (overload, device_in_force(), *map(_described, values))
+    key = (overload, device_in_force(), *map(_described, values.values()))
     try:
         plan = _plans.get(key)
     except TypeError:
         # Symbolic sizes of torch.compile have no hash. A decision, as its graph, is for numbers.
-        key = (overload, device_in_force(), *(_described(x, numbers=True) for x in values))
+        described = (_described(x, numbers=True) for x in values.values())
+        key = (overload, device_in_force(), *described)
         plan = _plans.get(key)
     if plan is None:
         # While torch.compile traces, the decision is no part of the graph.

@@ -30,7 +30,7 @@ ABSENT = "0"
 
 class Line(NamedTuple):
     inputs: str
-    outputs: str
+    outputs: str  # behind "argument=" those that are absent without it
     shardable: str
 
 
@@ -53,7 +53,7 @@ _DENSE_SAVED = (
 LINES = {
     "lightning_indexer": Line(
         f"query BSHi, key {{keys}}i, weights BSH, block_table Bm, {_LENGTHS}, {_RESIDUAL}",
-        "BS1k {values}",
+        "BS1k return_values=BS1k",
         "{queries}",
     ),
     "lightning_indexer_grad": Line(
@@ -63,12 +63,12 @@ LINES = {
     ),
     "sparse_flash_attention": Line(
         f"{_SPARSE}, {_ROPES}, block_table Bm, {_LENGTHS}",
-        "BSNd {statistics} {statistics}",
+        "BSNd return_softmax_lse=B1SN return_softmax_lse=B1SN",
         "{queries}N",
     ),
     "sparse_flash_attention_grad": Line(
         f"{_SPARSE}, d_out BSNd, out BSNd, {_STATISTICS}, d_softmax_sum B1SN, {_ROPES}, {_LENGTHS}",
-        "BSNd BT1d BT1d {query_rope} {key_rope}",
+        "BSNd BT1d BT1d query_rope=BSNr key_rope=BT1r",
         "BNS",
     ),
     "sparse_lightning_indexer_grad_kl_loss": Line(
@@ -87,7 +87,7 @@ LINES = {
     "flash_attention_score_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{q} {k} {k}", "{dense}"),
     "_flash_attention_score_extended_grad": Line(
         f"{_DENSE}, {_DENSE_SAVED}",
-        "{q} {k} {k} {sink} {dense_query_rope} {dense_key_rope}",
+        "{q} {k} {k} sink=N query_rope={q} key_rope={k}",
         "{dense}",
     ),
     "_flash_attention_score_pse_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{pse}", "{dense}"),
@@ -163,7 +163,11 @@ def axes_of(name: str, call: Mapping[str, Any]) -> Axes:
     # A rank's first queries may then see no key, and a call without keys is refused.
     if not packed and sizes.get("S", 0) > sizes.get("T", 0):
         shardable = shardable.replace("S", "")
-    outputs = tuple(axes(text) for text in line.outputs.split())
+    absent = {argument for argument, value in call.items() if value is None or value is False}
+    outputs = tuple(
+        ABSENT if argument in absent else axes(text)
+        for argument, _, text in (word.rpartition("=") for word in line.outputs.split())
+    )
     return Axes(inputs, outputs, shardable, sizes, even)
 
 
@@ -245,13 +249,6 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "mask": _mask,
     "pse": _pse,
     "dense": _dense,
-    "sink": lambda call: ABSENT if call["sink"] is None else "N",
-    "dense_query_rope": lambda call: (
-        ABSENT if call["query_rope"] is None else _DENSE_LAYOUTS[call["layout"]][0]
-    ),
-    "dense_key_rope": lambda call: (
-        ABSENT if call["key_rope"] is None else _DENSE_LAYOUTS[call["layout"]][1]
-    ),
     "queries_of": lambda call: _counts(call, "actual_seq_lengths_query"),
     "keys_of": lambda call: _counts(call, "actual_seq_lengths_key"),
     "scale": _scale,
@@ -263,8 +260,4 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "queries": lambda call: (
         "B" if call["block_table"] is not None or call.get("cmp_ratio", 1) > 1 else "BS"
     ),
-    "statistics": lambda call: "B1SN" if call["return_softmax_lse"] else ABSENT,
-    "values": lambda call: "BS1k" if call["return_values"] else ABSENT,
-    "query_rope": lambda call: ABSENT if call["query_rope"] is None else "BSNr",
-    "key_rope": lambda call: ABSENT if call["key_rope"] is None else "BT1r",
 }

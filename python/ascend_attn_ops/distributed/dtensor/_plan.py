@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -24,7 +23,7 @@ from ascend_attn_ops._torch import (
     tensor_utils,
 )
 from ascend_attn_ops.device_limits import limits
-from ascend_attn_ops.distributed._agreement import Report, raised, sendable
+from ascend_attn_ops.distributed._agreement import Agreement, raised
 from ascend_attn_ops.distributed.dtensor import _tokens
 from ascend_attn_ops.distributed.dtensor._axes import MORE, PER_SEQUENCE, axes_of
 from ascend_attn_ops.distributed.dtensor._placements import (
@@ -35,9 +34,9 @@ from ascend_attn_ops.distributed.dtensor._placements import (
 )
 from ascend_attn_ops.distributed.dtensor._signature import (
     Signature,
-    as_list,
     map_tensors,
     meta_of,
+    number,
     sizes_of,
     tensors_of,
 )
@@ -45,12 +44,10 @@ from ascend_attn_ops.distributed.dtensor._signature import (
 # The context in which nothing is redistributed unasked. torch 2.9 and earlier have none.
 EXPLICIT: Any = getattr(tensor_utils, "ExplicitRedistributionContext", None)
 
-# Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
-# compressed masks by itself, and lengths are numbers.
 _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
-# Lists with one number per batch; those of layout TND belong to the sequences.
-_PER_BATCH = ("prefix", *_LENGTHS)
-_PLAIN = ("atten_mask", *_PER_BATCH)
+# Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
+# compressed masks by itself, and lengths were numbers.
+_PLAIN = ("atten_mask", "prefix", *_LENGTHS)
 
 _AXIS_NAMES = {"B": "batch", "S": "query tokens", "N": "heads", "H": "heads of the indexer"}
 
@@ -61,11 +58,11 @@ Cut = tuple[int, int, int]  # dimension, begin, size
 class Local:
     """One rank's part of a call: what its tensors become, and the values that differ."""
 
-    cuts: dict[int, list[Cut]]
-    values: dict[int, Any]
+    cuts: dict[str, list[Cut]]
+    values: dict[str, Any]
     # Where a result stands in a larger one that is zero elsewhere: its dimension, begin and size.
     pads: list[Cut | None]
-    # The query tokens of this rank, if they are sharded and the lengths are tensors.
+    # The query tokens of this rank, if they are sharded and the call has lengths.
     tokens: Part | None
     # The heads of this rank, if the statistics are not sharded.
     heads: Part | None
@@ -74,14 +71,15 @@ class Local:
 class Plan:
     """All that a call needs besides its tensors."""
 
-    def __init__(self, signature: Signature, values: Sequence[Any]) -> None:
+    def __init__(self, signature: Signature, values: Mapping[str, Any]) -> None:
         self.signature = signature
-        self.call = signature.named(values)
+        self.call = {name: number(value) for name, value in values.items()}
         self.mesh = self._check_tensors()
         # Metadata of the call in one process. Limits apply to what each rank computes.
         with limits(None):
-            whole = [map_tensors(value, meta_of) for value in self.call.values()]
-            self.metas = as_list(signature.call(whole))
+            self.metas = signature.call(
+                {name: map_tensors(value, meta_of) for name, value in self.call.items()}
+            )
         self.axes = axes_of(signature.name, self.call)
         self.choice = self._choose()
         self.targets = {
@@ -164,95 +162,73 @@ class Plan:
         if any(part.size == 0 for part in parts.values()):
             return None
         local = Local({}, {}, [None] * len(self.results), None, None)
-        for name, value in call.items():
-            if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                for dim, axis in enumerate(axes.inputs.get(name, "")):
-                    if axis in parts:
-                        self._cut(local, name, dim, parts[axis])
+        for name, letters in axes.inputs.items():
+            plain = isinstance(call[name], Tensor) and not isinstance(call[name], DTensor)
+            for dim, letter in enumerate(letters):
+                axis = "B" if letter == MORE else letter
+                if axis in parts and (plain or letter == MORE):
+                    self._cut(local, name, dim, parts[axis])
         if "num_heads" in call and "N" in parts:
             self._take_heads(local, parts["N"])
-        if "B" in parts and call.get("layout") != "TND":
-            for name in _PER_BATCH:
-                value = call.get(name)
-                # One number may stand for all batches.
-                if isinstance(value, list | tuple) and len(value) > 1:
-                    part = parts["B"]
-                    local.values[self.signature.index[name]] = list(value)[part.begin : part.end]
-                elif axes.inputs.get(name) == MORE:
-                    self._cut(local, name, 0, parts["B"])
         if "S" in parts and "T" in axes.sizes:
-            self._take_tokens(local, parts["S"])
+            if any(call.get(name) is not None for name in _LENGTHS):
+                local.tokens = parts["S"]
+            else:
+                self._take_keys(local, parts["S"])
         return local
 
     def _cut(self, local: Local, name: str, dim: int, part: Part) -> None:
-        index = self.signature.index[name]
-        local.cuts.setdefault(index, []).append((dim, part.begin, part.size))
+        local.cuts.setdefault(name, []).append((dim, part.begin, part.size))
 
     def _take_heads(self, local: Local, part: Part) -> None:
-        index, sizes = self.signature.index, self.axes.sizes
-        local.values[index["num_heads"]] = part.size
+        sizes = self.axes.sizes
+        local.values["num_heads"] = part.size
         group = sizes["N"] // sizes["K"]
         key_heads = Part(part.begin // group, -(-part.end // group) - part.begin // group)
         if self.call.get("num_key_value_heads"):
-            local.values[index["num_key_value_heads"]] = key_heads.size
+            local.values["num_key_value_heads"] = key_heads.size
         if any(
             letters == PER_SEQUENCE and not self._saved_here(name)
             for name, letters in self.axes.inputs.items()
         ):
             local.heads = part
-        if self.choice.key_heads_sharded or sizes["K"] == 1:
-            return
+        if not self.choice.key_heads_sharded and sizes["K"] > 1:
+            self._take_axis(local, "K", key_heads)
+
+    def _take_keys(self, local: Local, part: Part) -> None:
+        """Takes the keys that the query tokens of `part` see."""
+        sizes = self.axes.sizes
+        keys = _tokens.visible_keys(sizes["S"], sizes["T"], part, self.call["sparse_mode"])
+        if keys < sizes["T"]:
+            self._take_axis(local, "T", Part(0, keys))
+
+    def _take_axis(self, local: Local, axis: str, part: Part) -> None:
+        """Takes a part of an axis that is not sharded, which may be merged with another one."""
         for name, letters in self.axes.inputs.items():
-            if "K" in letters:
-                dim = letters.index("K")
-                unit = sizes_of(self.call[name])[dim] // sizes["K"]
-                self._cut(local, name, dim, Part(key_heads.begin * unit, key_heads.size * unit))
+            if axis in letters:
+                dim = letters.index(axis)
+                unit = sizes_of(self.call[name])[dim] // self.axes.sizes[axis]
+                self._cut(local, name, dim, Part(part.begin * unit, part.size * unit))
         for output, letters in enumerate(self.axes.outputs):
-            if "K" in letters:
-                dim = letters.index("K")
+            if axis in letters:
+                dim = letters.index(axis)
                 size = self.metas[output].shape[dim]
-                local.pads[output] = (dim, key_heads.begin * size // sizes["K"], size)
+                local.pads[output] = (dim, part.begin * size // self.axes.sizes[axis], size)
 
-    def _take_tokens(self, local: Local, part: Part) -> None:
-        call, axes, index = self.call, self.axes, self.signature.index
-        # The lengths of this rank's batches.
-        lengths = [local.values.get(index[x], call[x]) if x in call else None for x in _LENGTHS]
-        if any(isinstance(x, Tensor) for x in lengths):
-            local.tokens = part
-            return
-        if any(x is not None for x in lengths):
-            on_host = (None if x is None else torch.tensor(x, dtype=torch.long) for x in lengths)
-            for name, value in zip(_LENGTHS, self._cut_lengths(part, *on_host), strict=True):
-                local.values[index[name]] = value.tolist()
-            return
-        keys = _tokens.visible_keys(axes.sizes["S"], axes.sizes["T"], part, call["sparse_mode"])
-        if keys == axes.sizes["T"]:
-            return
-        for name, letters in axes.inputs.items():
-            if "T" in letters:
-                self._cut(local, name, letters.index("T"), Part(0, keys))
-        for output, letters in enumerate(axes.outputs):
-            if "T" in letters:
-                local.pads[output] = (letters.index("T"), 0, axes.sizes["T"])
-
-    def _finish(self, local: Local, values: list[Any]) -> None:
+    def _finish(self, local: Local, values: dict[str, Any]) -> None:
         """Make local what does not depend on where tensors come from."""
-        index = self.signature.index
-        for position, cuts in local.cuts.items():
+        for name, cuts in local.cuts.items():
             for dim, begin, size in cuts:
-                values[position] = values[position].narrow(dim, begin, size)
-        for position, value in local.values.items():
-            values[position] = value
+                values[name] = values[name].narrow(dim, begin, size)
+        values.update(local.values)
         if local.tokens is not None:
-            first, second = (index[name] for name in _LENGTHS)
-            values[first], values[second] = self._cut_lengths(
-                local.tokens, values[first], values[second]
-            )
+            lengths = self._cut_lengths(local.tokens, *(values[name] for name in _LENGTHS))
+            values.update(zip(_LENGTHS, lengths, strict=True))
         if local.heads is not None:
-            ends = values[index[_LENGTHS[0]]]
             for name in ("softmax_max", "softmax_sum"):
-                position = index[name]
-                values[position] = _tokens.heads_of_sequences(values[position], ends, local.heads)
+                values[name] = _tokens.heads_of_sequences(
+                    values[name], values[_LENGTHS[0]], local.heads
+                )
 
     def _cut_lengths(
         self, tokens: Part, query: Tensor | None, key: Tensor | None
@@ -281,25 +257,23 @@ class Plan:
             seen.add(kind)
             # A tensor that is passed twice stays one: a device reads value from key.
             meta = functools.cache(meta_of)
-            values = [
-                map_tensors(value, functools.partial(meta, shape=shape))
-                for value, shape in zip(self.call.values(), shapes, strict=True)
-            ]
+            values = {
+                name: map_tensors(value, functools.partial(meta, shape=shapes.get(name)))
+                for name, value in self.call.items()
+            }
             self._finish(local, values)
             try:
                 self.signature.call(values)
             except (NotImplementedError, TypeError, ValueError) as error:
                 raise type(error)(f"{error}{self._describe()}") from None
 
-    def _local_shapes(self, coordinate: Sequence[int]) -> list[Any]:
-        def shape(name: str, value: Any) -> Any:
-            tensors = tensors_of(value)
-            if not tensors:
-                return None
-            placements = self.targets[name] if isinstance(tensors[0], DTensor) else ()
-            return tuple(self.choice.local_shape(sizes_of(tensors[0]), placements, coordinate))
-
-        return [shape(name, value) for name, value in self.call.items()]
+    def _local_shapes(self, coordinate: Sequence[int]) -> dict[str, Any]:
+        shapes = {}
+        for name in self._tensors():
+            first = tensors_of(self.call[name])[0]
+            placements = self.targets[name] if isinstance(first, DTensor) else ()
+            shapes[name] = tuple(self.choice.local_shape(sizes_of(first), placements, coordinate))
+        return shapes
 
     def _describe(self) -> str:
         """For an error that one process would not have raised."""
@@ -312,80 +286,73 @@ class Plan:
 
     def _prepare(self) -> None:
         """Note whose local tensors are used as they are, and what becomes of all others."""
-        self.kept: list[int] = []
-        self.moved: list[tuple[int, tuple[Placement, ...]]] = []
+        self.kept: list[str] = []
+        self.moved: dict[str, tuple[Placement, ...]] = {}
         for name in self._tensors():
-            tensors, index = tensors_of(self.call[name]), self.signature.index[name]
+            tensors, target = tensors_of(self.call[name]), self.targets[name]
             if not isinstance(tensors[0], DTensor):
                 continue
-            target = self.targets[name]
             if any(x._spec != _moved(x._spec, target) for x in tensors):
-                self.moved.append((index, target))
+                self.moved[name] = target
             else:
-                self.kept.append(index)
+                self.kept.append(name)
 
-    def run(self, values: list[Any]) -> Any:
+    def run(self, values: dict[str, Any]) -> Any:
         if self.coordinate is None:
             return self._without_rank(values)
         if self.moved:
             self._move(values)
-        for index in self.kept:
-            value = values[index]
-            lists = isinstance(value, list | tuple)
-            values[index] = [x._local_tensor for x in value] if lists else value._local_tensor
+        for name in self.kept:
+            values[name] = map_tensors(values[name], _local_tensor)
+        results, failure = [], None
+        try:
+            results = self._results(values)
+        except Exception as error:
+            if not self.agrees:
+                raise
+            failure = error
+        if self.agrees:
+            self._agree(failure, next(iter(values.values())))
+        return self._wrap(results)
+
+    def _results(self, values: dict[str, Any]) -> list[Tensor]:
         if self.local is None:
-            first = next(x for value in values for x in tensors_of(value))
-            if self.agrees:
-                self._agree(first, None)
-            return self._wrap(
-                [
-                    first.new_zeros(
-                        self.choice.local_shape(meta.shape, spec.placements, self.coordinate),
-                        dtype=meta.dtype,
-                    )
-                    for meta, spec in zip(self.metas, self.results, strict=True)
-                ]
+            assert self.coordinate is not None
+            first = next(x for value in values.values() for x in tensors_of(value))
+            shapes = (
+                self.choice.local_shape(meta.shape, spec.placements, self.coordinate)
+                for meta, spec in zip(self.metas, self.results, strict=True)
             )
+            return [
+                first.new_zeros(shape, dtype=meta.dtype)
+                for shape, meta in zip(shapes, self.metas, strict=True)
+            ]
         self._finish(self.local, values)
-        results = self._agreed(values) if self.agrees else as_list(self.signature.call(values))
+        results = self.signature.call(values)
         for i, pad in enumerate(self.local.pads):
             if pad is not None:
                 results[i] = _padded(results[i], pad)
-        return self._wrap(results)
-
-    def _agreed(self, values: list[Any]) -> list[Tensor]:
-        results, failure = [], None
-        try:
-            results = as_list(self.signature.call(values))
-        except Exception as error:
-            failure = error
-        self._agree(values[0], failure)
         return results
 
-    def _agree(self, local: Tensor, failure: Exception | None) -> None:
+    def _agree(self, failure: Exception | None, local: Tensor) -> None:
         """Raise on all ranks what one of them raised; only the CPU reads values, and can."""
         if not local.is_cpu or is_tracing():
             if failure is not None:
                 raise failure
             return
-        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
-        failed = torch.tensor(failure is not None, dtype=torch.int32, device="cpu")
-        for group in groups:
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group)
-        if not failed:
-            return
-        report = sendable(failure)
-        for group in groups:
-            reports: list[Report | None] = [None] * group.size()
-            dist.all_gather_object(reports, report, group)
-            report = next((x for x in reports if x is not None), None)
-        assert report is not None
-        kind, message = report
-        raise raised(kind, f"{message}{self._describe()}") from failure
+        told = failure
+        for dim in range(self.mesh.ndim):
+            try:
+                agreement = Agreement(self.mesh.get_group(dim))
+                agreement.vote(f"ascend::{self.signature.name}", {}, error=told)
+            except Exception as error:
+                told = error
+        if told is not None:
+            raise raised(type(told).__name__, f"{told}{self._describe()}") from failure
 
-    def _without_rank(self, values: list[Any]) -> Any:
+    def _without_rank(self, values: dict[str, Any]) -> Any:
         """Returns what torch's operators return on a rank outside of the mesh."""
-        local = next(x for value in values for x in tensors_of(value)).to_local()
+        local = next(x for value in values.values() for x in tensors_of(value)).to_local()
         return self._wrap([local.new_empty(0, dtype=meta.dtype) for meta in self.metas])
 
     def _wrap(self, results: list[Tensor]) -> Any:
@@ -397,13 +364,13 @@ class Plan:
             return wrapped[0]
         return wrapped or None
 
-    def _move(self, values: list[Any]) -> None:
+    def _move(self, values: dict[str, Any]) -> None:
         """Redistribute; key and value, say, may be one tensor and then stay one."""
         specs: dict[int, DTensorSpec] = {}
-        for index, target in self.moved:
-            for x in tensors_of(values[index]):
+        for name, target in self.moved.items():
+            for x in tensors_of(values[name]):
                 specs[id(x)] = _moved(x._spec, target)
-                message = LazyString(self._message, index, x._spec, target)
+                message = LazyString(self._message, name, x._spec, target)
                 EXPLICIT.observe_redistribution(x._spec, specs[id(x)], message)
         done: dict[int, Tensor] = {}
 
@@ -412,15 +379,19 @@ class Plan:
                 done[id(x)] = redistribute_local_tensor(x._local_tensor, x._spec, specs[id(x)])
             return done[id(x)]
 
-        for index, _ in self.moved:
-            values[index] = map_tensors(values[index], move)
+        for name in self.moved:
+            values[name] = map_tensors(values[name], move)
 
-    def _message(self, index: int, spec: DTensorSpec, target: tuple[Placement, ...]) -> str:
-        name = self.signature.names[index]
+    def _message(self, name: str, spec: DTensorSpec, target: tuple[Placement, ...]) -> str:
         return (
             f"ascend::{self.signature.name}: {name}: expected placements {target}, which need no "
             f"redistribution here, got {spec.placements}"
         )
+
+
+def _local_tensor(x: Any) -> Tensor:
+    local: Tensor = x._local_tensor
+    return local
 
 
 def _moved(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,49 +10,43 @@ from torch import Tensor
 
 
 class Signature:
-    """An operator's arguments, in the order of its schema."""
+    """An operator's arguments, by name in the order of its schema."""
 
     def __init__(self, overload: Any) -> None:
         arguments = overload._schema.arguments
         self.overload = overload
         self.name: str = overload._schema.name.removeprefix("ascend::")
-        self.names = [x.name for x in arguments]
-        self.index = {name: index for index, name in enumerate(self.names)}
-        self.defaults = [x.default_value if x.has_default_value() else None for x in arguments]
+        self.defaults = {
+            x.name: x.default_value if x.has_default_value() else None for x in arguments
+        }
         self.positional = sum(not x.kwarg_only for x in arguments)
         self.written = {x.name for x in arguments if x.is_write}
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        values = list(self.defaults)
-        values[: len(args)] = args
-        for name, value in kwargs.items():
-            values[self.index[name]] = value
-        return values
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **kwargs}
 
-    def call(self, values: Sequence[Any]) -> Any:
-        keywords = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
-        return self.overload(*values[: self.positional], **keywords)
+    def call(self, values: Mapping[str, Any]) -> list[Tensor]:
+        """The results of the operator, in a list."""
+        arguments = list(values.items())
+        results = self.overload(
+            *(value for _, value in arguments[: self.positional]),
+            **dict(arguments[self.positional :]),
+        )
+        if results is None:
+            return []
+        return [results] if isinstance(results, Tensor) else list(results)
 
-    def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by name, with numbers for symbolic ones."""
-        return {name: _number(value) for name, value in zip(self.names, values, strict=True)}
 
-
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
+    """A value of an argument with numbers for symbolic ones."""
     if isinstance(value, list | tuple):
-        return [_number(item) for item in value]
+        return [number(item) for item in value]
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:
     """The shape, in numbers where torch.compile has made it symbolic."""
     return tuple(map(int, x.shape))
-
-
-def as_list(results: Any) -> list[Tensor]:
-    if results is None:
-        return []
-    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def meta_of(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:

@@ -23,12 +23,12 @@ def packed_lengths(
     cut = query.clamp(part.begin, part.end) - part.begin
     if sparse_mode != _CAUSAL or len(query) == 0:
         return cut, key
-    goes_on = before(query) < part.end
+    goes_on = _before(query) < part.end
     later = (query - part.end).clamp(min=0) * goes_on
-    return cut, torch.maximum(key - later, before(key))
+    return cut, torch.maximum(key - later, _before(key))
 
 
-def before(ends: Tensor) -> Tensor:
+def _before(ends: Tensor) -> Tensor:
     """Where sequences begin, from where they end."""
     return torch.cat((ends.new_zeros(1), ends[:-1]))
 
@@ -48,10 +48,6 @@ def visible_keys(queries: int, keys: int, part: Part, sparse_mode: int) -> int:
     return keys - (queries - part.end) if sparse_mode == _CAUSAL else keys
 
 
-def heads_of_sequences(statistic: Tensor, ends: Tensor | list[int], part: Part) -> Tensor:
+def heads_of_sequences(statistic: Tensor, ends: Tensor, part: Part) -> Tensor:
     """The heads of `part`, of statistics stored as (N, Sq, 8) of one sequence after another."""
-    if isinstance(ends, Tensor):
-        if ends.is_meta:
-            return statistic[:, part.begin : part.end]  # the shape
-        ends = ends.tolist()
     return by_sequence(by_head(statistic, ends)[part.begin : part.end], ends)
