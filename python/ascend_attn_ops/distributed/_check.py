@@ -22,6 +22,7 @@ from torch import Tensor
 
 import ascend_attn_ops as ops
 from ascend_attn_ops import _library, distributed
+from ascend_attn_ops.check.kernel_calls import relative_difference
 from ascend_attn_ops.distributed.dense import Method
 from ascend_attn_ops.distributed.shards import SequenceShards
 
@@ -55,10 +56,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     """The largest error, relative to the maximum; for integers, how many elements differ."""
     if not actual.is_floating_point():
         return float((actual.cpu() != expected.cpu()).sum())
-    # A device that leaves out a key has no score where the other one has: an infinite error.
-    x, y = (value.double().cpu() for value in (actual, expected))
-    differences = torch.where(x == y, 0, (x - y).abs())
-    return float(differences.max() / y[y.isfinite()].abs().max())
+    return relative_difference(actual.cpu(), expected.cpu())
 
 
 def errors(of_ranks: Results, of_one: Results, shards: SequenceShards) -> dict[str, float]:
@@ -91,72 +89,53 @@ def dense(method: Method, device: str) -> Errors:
     return {"flash_attention_score": errors(of_ranks, of_one, shards)}
 
 
-def indexer(functions: Any, x: Results, selected: int, **where: Any) -> tuple[Results, Tensor]:
-    leaves = [x[name].detach().requires_grad_() for name in INDEXER]
-    query, key, weights = leaves
+def layer(
+    functions: Any, tokens: Results, selected: int, where: dict[str, Any], of_loss: dict[str, Any]
+) -> Iterator[tuple[str, Results]]:
+    """The results of the three operators of a layer, which goes on with its own."""
+    x = {name: y.detach().requires_grad_() for name, y in tokens.items()}
+
+    def gradients(names: tuple[str, ...], result: Tensor, d: Tensor | None = None) -> Results:
+        found = torch.autograd.grad(result, [x[name] for name in names], d)
+        return {f"d_{name}": y for name, y in zip(names, found, strict=True)}
+
+    indexer = [x[name] for name in INDEXER]
     indices, values = functions.lightning_indexer(
-        query, key, weights, sparse_count=selected, return_values=True, **where
+        *indexer, sparse_count=selected, return_values=True, **where
     )
     # An early row sees fewer keys; there is -1 in the place of the others.
-    d_values = torch.where(indices < 0, 0, x["d_values"].unsqueeze(-1))
-    gradients = torch.autograd.grad(values, leaves, d_values.to(values.dtype))
+    d_values = torch.where(indices < 0, 0, tokens["d_values"].unsqueeze(-1)).to(values.dtype)
     # Keys of nearly the same score may exchange their places.
     keys = indices.cpu().sort(-1).values.to(indices.device)
-    return {"keys": keys, "values": values.detach(), **named(INDEXER, gradients)}, indices
+    found = {"keys": keys, "values": values.detach(), **gradients(INDEXER, values, d_values)}
+    yield "lightning_indexer", found
 
-
-def attention(
-    functions: Any, x: Results, indices: Tensor, **where: Any
-) -> tuple[Results, list[Tensor]]:
-    leaves = [x[name].detach().requires_grad_() for name in ATTENTION]
-    query, latent, query_rope, key_rope = leaves
+    attention = {"scale_value": SCALE, "query_rope": x["query_rope"], "key_rope": x["key_rope"]}
     out, *statistics = functions.sparse_flash_attention(
-        query, latent, latent, indices, query_rope=query_rope, key_rope=key_rope,
-        scale_value=SCALE, **where,
-    )  # fmt: skip
-    gradients = torch.autograd.grad(out, leaves, x["d_out"])
+        x["query"], x["latent"], x["latent"], indices, **attention, **where
+    )
     # Tokens first.
-    flat = (value.reshape(value.shape[-2:]) for value in statistics)
-    found = {"out": out.detach(), **dict(zip(("softmax_max", "softmax_sum"), flat, strict=True))}
-    return {**found, **named(ATTENTION, gradients)}, statistics
+    softmax_max, softmax_sum = (y.reshape(y.shape[-2:]) for y in statistics)
+    found = {"out": out.detach(), "softmax_max": softmax_max, "softmax_sum": softmax_sum}
+    yield "sparse_flash_attention", {**found, **gradients(ATTENTION, out, tokens["d_out"])}
 
-
-def loss(
-    functions: Any, x: Results, indices: Tensor, statistics: list[Tensor], **where: Any
-) -> Results:
-    leaves = [x[name].detach().requires_grad_() for name in INDEXER]
-    found = functions.lightning_indexer_kl_loss(
-        x["query"], x["latent"], *leaves, indices, *statistics, scale_value=SCALE,
-        query_rope=x["query_rope"], key_rope=x["key_rope"], **where,
-    )  # fmt: skip
-    return {"loss": found.detach(), **named(INDEXER, torch.autograd.grad(found, leaves))}
-
-
-def named(names: tuple[str, ...], gradients: tuple[Tensor, ...]) -> Results:
-    return {f"d_{name}": d for name, d in zip(names, gradients, strict=True)}
+    loss = functions.lightning_indexer_kl_loss(
+        x["query"], x["latent"], *indexer, indices, *statistics, **attention, **of_loss
+    )
+    yield "lightning_indexer_kl_loss", {"loss": loss.detach(), **gradients(INDEXER, loss)}
 
 
 def sparse(kind: str, device: str) -> Errors:
-    """The three operators of a layer; each side goes on with its own results."""
+    """The three operators of a layer."""
     tokens = random_tokens(device, SPARSE)
     shards = SequenceShards(LENGTHS)
     local = {name: shards.shard(x) for name, x in tokens.items()}
     ends = list(accumulate(LENGTHS))
     lists = {"actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends}
     tensors = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in lists.items()}
-    selected = SELECTED[kind]
-
-    def layer(
-        functions: Any, x: Results, where: dict[str, Any], of_loss: dict[str, Any]
-    ) -> Iterator[tuple[str, Results]]:
-        found, indices = indexer(functions, x, selected, **where)
-        yield "lightning_indexer", found
-        found, statistics = attention(functions, x, indices, **where)
-        yield "sparse_flash_attention", found
-        yield "lightning_indexer_kl_loss", loss(functions, x, indices, statistics, **of_loss)
-
-    of_one = layer(ops, tokens, {"layout": "TND", **tensors}, {"layout": "TND", **lists})
-    of_ranks = layer(distributed, local, {"shards": shards}, {"shards": shards})
+    packed = {"layout": "TND", **tensors}, {"layout": "TND", **lists}
+    of_one = layer(ops, tokens, SELECTED[kind], *packed)
+    of_ranks = layer(distributed, local, SELECTED[kind], {"shards": shards}, {"shards": shards})
     found: Errors = {}
     try:
         for (name, one), (_, of_rank) in zip(of_one, of_ranks, strict=True):
