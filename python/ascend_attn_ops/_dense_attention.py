@@ -25,22 +25,6 @@ _NAME = "ascend::flash_attention_score"
 _AXES = _C.layout_axes
 
 
-def default_scale(
-    query: Tensor, num_heads: int, layout: str, query_rope: Tensor | None = None
-) -> float:
-    """1 / sqrt(D), D with its rope. Arguments that have no D are left to the operator's errors."""
-    shape = query.shape if isinstance(query, Tensor) else ()
-    if not shape or not isinstance(layout, str) or layout not in _AXES:
-        return 1.0
-    size = shape[-1]
-    if isinstance(query_rope, Tensor) and query_rope.dim() == len(shape):
-        size = size + query_rope.shape[-1]
-    if _AXES[layout][2] == len(shape) - 1:
-        heads = whole(num_heads)
-        size = size // heads if heads is not None and heads > 0 else 1
-    return (size or 1) ** -0.5
-
-
 def mask_of_either_polarity(atten_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
     """`atten_mask`, or `attn_mask` inverted."""
     if attn_mask is None:

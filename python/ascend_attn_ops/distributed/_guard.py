@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,24 +13,20 @@ from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in
-from ascend_attn_ops.distributed._layout import Layout, Tensors
-from ascend_attn_ops.distributed._parts import (
+from ascend_attn_ops.distributed._layout import Layout
+from ascend_attn_ops.distributed._operations import (
     ONE_TOKEN,
-    DifferentiableOperation,
+    SHARED,
+    STATISTICS,
     Operation,
     Source,
+    Tensors,
 )
 from ascend_attn_ops.distributed._ranges import Ranges
 from ascend_attn_ops.distributed.shards import SequenceShards, check_local
 
-Named = Mapping[str, "Tensor | None"]
-
-# These have the tokens second to last, (1, T, N) in TND.
-_STATISTICS = ("softmax_max", "softmax_sum")
-# All tokens share these, which have no axis of tokens.
-_SHARED = ("sink", "position_bias", "indexer_loss_weight")
 # These keep their dtype under autocast, as in the operators.
-_NEVER_CAST = (*_STATISTICS, "token_weight", *_SHARED)
+_NEVER_CAST = (*STATISTICS, "weight", *SHARED)
 
 
 def batch_first(x: Tensor, layout: str) -> Tensor:
@@ -41,53 +37,54 @@ def guard(
     operation: Operation,
     shards: SequenceShards,
     layout: str,
+    tensors: Tensors,
     *,
-    queries: Named,
-    keys: Named,
-    ahead: Named | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> tuple[list[Any], list[Any]]:
+    options: Tensors,
+    ahead: Tensors | None = None,
+) -> dict[str, Any]:
     """Raise if the call is wrong on this rank or on another. Kept keys begin to travel.
 
     Args:
         operation: with options that must be equal on all ranks.
         shards: which tokens are local.
         layout: of the tensors.
-        queries, keys: arguments of the operation by name.
-        ahead: keys of the next operation, by kind.
+        tensors: arguments of the operation.
         options: further options that must be equal.
+        ahead: keys of the next operation, by kind.
 
     Returns:
-        Queries and keys with the local tokens first, in the dtype of autocast.
+        The arguments with the local tokens first, in the dtype of autocast.
     """
     where = f"ascend::{operation.name}"
     if is_compiling():
         _check_graphs(where, shards)
-    kinds = {f"prefetch ({kind})": kind for kind in ahead or {}}
-    others = dict(zip(kinds, (ahead or {}).values(), strict=True))
-    kinds |= dict(zip(keys, operation.kinds, strict=False))
-    sources = operation.sources(shards, list(keys.values()))
-    holds = dict(zip(keys, sources, strict=True))
-    given = _local_tokens(where, shards, layout, {**queries, **keys, **others}, holds)
-    keeps = (*_NEVER_CAST, *operation.never_cast())
+    others = {f"prefetch ({kind})": x for kind, x in (ahead or {}).items()}
+    kinds = {**operation.keys, **dict(zip(others, ahead or {}, strict=True))}
+    sources = {
+        name: operation.source(shards, name)
+        for name in operation.keys
+        if tensors.get(name) is not None
+    }
+    given = _local_tokens(where, shards, layout, {**tensors, **others}, sources)
+    keeps = {*_NEVER_CAST, *operation.never_cast, *(["weights"] if operation.ratio > 1 else [])}
     cast = {name: x if name in keeps else _cast(x) for name, x in given.items()}
     if not is_compiling():
-        chosen = {**vars(operation), **(options or {})}
+        chosen = {**operation.options, **options}
         for name, option in chosen.items():
             for x in tensors_in(option):
                 check_memory(where, name, x)
         facts = {**chosen, **_facts(given)}
-        if facts["gradient"] and isinstance(operation, DifferentiableOperation):
+        if facts["gradient"] and operation.differentiable is not None:
             _check_saved(where, given)
-        kept = {name: x for name, x in given.items() if name in kinds and x is not None}
-        _check(operation, shards, facts, [cast[x] for x in queries], [cast[x] for x in keys])
+        kept = [name for name, x in given.items() if kinds.get(name) and x is not None]
+        _check(operation, shards, facts, {name: cast[name] for name in tensors})
         alike, lacking = shards.agreement.vote(
             where,
             facts,
             wish=[x if x is None else x.dtype for x in cast.values()],
             missing=[
-                not shards._gathered.has(kinds[name], x, cast[name].dtype)
-                for name, x in kept.items()
+                not shards._gathered.has(kinds[name], given[name], cast[name].dtype)
+                for name in kept
             ],
         )
         if not alike:
@@ -96,34 +93,15 @@ def guard(
                 stacklevel=4,
             )
             cast = given
-            _check(operation, shards, facts, [cast[x] for x in queries], [cast[x] for x in keys])
-        for (name, x), some_rank_lacks_it in zip(kept.items(), lacking, strict=True):
+            _check(operation, shards, facts, {name: cast[name] for name in tensors})
+        for name, some_rank_lacks_it in zip(kept, lacking, strict=True):
+            source = sources.get(name, shards)
+            assert isinstance(source, Layout)
             # Either all ranks gather a kind of keys, or none.
             if some_rank_lacks_it or not alike:
-                shards._gathered.drop(shards, kinds[name])
-            shards._gathered.start(_whole(holds.get(name, shards)), kinds[name], x, cast[name])
-    return [cast[x] for x in queries], [cast[x] for x in keys]
-
-
-def check_call(
-    where: str,
-    shards: SequenceShards,
-    layout: str,
-    tensors: Named,
-    options: Mapping[str, Any],
-    check: Callable[[Mapping[str, Any]], None],
-) -> dict[str, Any]:
-    """`guard` for a function that is no operator: `check` raises for wrong tensors of one rank."""
-    if is_compiling():
-        _check_graphs(where, shards)
-    given = _local_tokens(where, shards, layout, tensors, {})
-    check(given)
-    if not is_compiling():
-        facts = {**options, **_facts(given)}
-        if facts["gradient"]:
-            _check_saved(where, given)
-        shards.agreement.vote(where, facts)
-    return given
+                shards._gathered.drop(source, kinds[name])
+            shards._gathered.start(source, kinds[name], given[name], cast[name])
+    return {name: cast[name] for name in tensors}
 
 
 def _check_graphs(where: str, shards: SequenceShards) -> None:
@@ -144,18 +122,14 @@ def without_autocast(shards: SequenceShards) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _whole(source: Source) -> Layout:
-    assert isinstance(source, Layout)
-    return source
-
-
 def _local_tokens(
-    where: str, shards: SequenceShards, layout: str, tensors: Named, holds: Mapping[str, Source]
+    where: str,
+    shards: SequenceShards,
+    layout: str,
+    tensors: Tensors,
+    sources: Mapping[str, Source],
 ) -> dict[str, Any]:
-    """The tensors with the local tokens first; None marks an omitted one.
-
-    `holds`: how tensors are spread that do not have the tokens of `shards`.
-    """
+    """The tensors with the local tokens first; None marks an omitted one."""
     if layout not in ("TND", "BSND"):
         raise ValueError(f"{where}: layout: expected 'TND' or 'BSND', got {shown(layout)}")
     result: dict[str, Any] = {}
@@ -170,11 +144,11 @@ def _local_tokens(
             raise ValueError(
                 f"{where}: {argument}: expected device {_devices(shards, device)}, got {x.device}"
             )
-        if argument in _SHARED:
+        if argument in SHARED:
             result[argument] = x
             continue
-        leading = (1,) * ((argument in _STATISTICS) + (layout == "BSND"))
-        source = holds.get(argument, shards)
+        leading = (1,) * ((argument in STATISTICS) + (layout == "BSND"))
+        source = sources.get(argument, shards)
         count = source.local_tokens
         shape = (*leading, count)
         if tuple(x.shape[: len(shape)]) != shape:
@@ -204,10 +178,10 @@ def _cast(x: Any) -> Any:
     return x if keeps else x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(tensors: Tensors) -> dict[str, Any]:
     """Facts of the tensors that have to be equal on all ranks."""
     facts: dict[str, Any] = {
-        name: x if x is None else (*x.shape[name not in _SHARED :], str(x.dtype))
+        name: x if x is None else (*x.shape[name not in SHARED :], str(x.dtype))
         for name, x in tensors.items()
     }
     recorded = torch.is_grad_enabled()
@@ -220,7 +194,7 @@ def _facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _check_saved(where: str, tensors: Mapping[str, Any]) -> None:
+def _check_saved(where: str, tensors: Tensors) -> None:
     """Raise for a tensor that autograd cannot save for the backward."""
     for argument, x in tensors.items():
         if x is not None and x.is_inference():
@@ -231,23 +205,21 @@ def _check_saved(where: str, tensors: Mapping[str, Any]) -> None:
 
 
 def _check(
-    operation: Operation,
-    shards: SequenceShards,
-    facts: Mapping[str, Any],
-    queries: Tensors,
-    keys: Tensors,
+    operation: Operation, shards: SequenceShards, facts: Mapping[str, Any], tensors: Tensors
 ) -> None:
     """Let the operator check the call: all rules are its own.
 
     Only the parts with the most queries and with the most keys can break a limit.
     """
-    dtypes = [x if x is None else x.dtype for x in (*queries, *keys)]
+    dtypes = [x if x is None else x.dtype for x in tensors.values()]
     call = (operation.name, repr((facts, dtypes)), _C.limits_override())
     parts = shards.rows()
     if call not in shards._checked:
         some = parts or [ONE_TOKEN]
         for part in {max(some, key=lambda x: x.count), max(some, key=lambda x: x.end)}:
-            operation.on_meta(part, queries, keys)
+            operation.on_meta(part, tensors)
         shards._checked.add(call)
-    if parts and readable(queries[0]):
-        operation.check_values(parts, queries)
+    if operation.keys and readable(next(iter(tensors.values()))):
+        queries, _ = operation.split(tensors)
+        for part in parts:
+            operation.check_values(part, operation.queries(part, queries))

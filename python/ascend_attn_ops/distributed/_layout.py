@@ -1,8 +1,11 @@
-"""Which tokens of a batch each rank holds; nothing here communicates."""
+"""Which tokens of a batch each rank holds, and how they travel.
+
+The collectives are functional ones, which torch.compile traces as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -10,13 +13,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
+from torch.nn.utils.rnn import pad_sequence
 
 Order = Literal["zigzag", "contiguous"]
-
-# None marks an omitted optional tensor. The operators check that no other is omitted.
-Tensors = Sequence[Any]
 
 
 class Part(NamedTuple):
@@ -31,9 +33,6 @@ class Part(NamedTuple):
     sequence: int
     begin: int
     end: int
-
-
-PartsOfRanks = tuple[tuple[Part, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -62,54 +61,48 @@ class Rows:
         """The queries among the tokens of their rank."""
         return slice(self.row, self.row + self.count)
 
-    def queries(self, tensors: Tensors) -> list[Any]:
-        """Their rows of the rank's tokens, as batches of one."""
-        return [x if x is None else x[self.here].unsqueeze(0) for x in tensors]
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which the gradients of x are summed, over the parts and over the ranks."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class Layout:
     """How the tokens of packed sequences are spread over the ranks of a group."""
 
     def __init__(self, lengths: tuple[int, ...], group: ProcessGroup, order: Order) -> None:
-        self._place(lengths, group, order, _parts(lengths, dist.get_world_size(group), order))
-
-    def _place(
-        self, lengths: tuple[int, ...], group: ProcessGroup, order: Order, parts: PartsOfRanks
-    ) -> None:
-        self.lengths, self.group, self.order = lengths, group, order
+        self.group, self.order = group, order
         self.group_name = group.group_name  # torch.compile reads no attribute of a group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.tokens = sum(lengths)
+        self._place(lengths, _parts(lengths, self.world_size, order))
+
+    def _place(self, lengths: tuple[int, ...], parts: Sequence[Sequence[Part]]) -> None:
+        """Takes the parts that each rank holds."""
+        self.lengths, self.tokens = lengths, sum(lengths)
         # The first token of each sequence in the batch.
-        self._starts = starts = _starts(lengths)
-        self._parts = parts
-        self._rows = [
-            [
-                Rows(number, row, part.sequence, part.begin, part.end, lengths[part.sequence])
-                for number, (part, row) in enumerate(zip(own, _begins(own), strict=False))
-            ]
-            for own in parts
+        self._starts = [0, *accumulate(lengths)]
+        self._rows: list[list[Rows]] = [[] for _ in parts]
+        for rows, own in zip(self._rows, parts, strict=True):
+            for part in own:
+                row = rows[-1].here.stop if rows else 0
+                rows.append(Rows(len(rows), row, *part, lengths[part.sequence]))
+        held = [
+            _concatenated((self.seen(x, x.begin, x.end) for x in rows), "cpu")
+            for rows in self._rows
         ]
-        sizes = [sum(part.count for part in rows) for rows in self._rows]
-        self.local_tokens = sizes[self.rank]
+        self.local_tokens = len(held[self.rank])
         # Collectives want equal sizes: every rank's tokens are padded to this many rows.
-        self.width = max(sizes)
-        # The padded row of each token of the batch; and the token of each padded row, 0 for
-        # padding.
-        from_padded = torch.empty(self.tokens, dtype=torch.int64, device="cpu")
-        to_padded = torch.zeros(self.world_size * self.width, dtype=torch.int64, device="cpu")
-        for rank, rows in enumerate(self._rows):
-            tokens = _concatenated(
-                ((starts[x.sequence] + x.begin, starts[x.sequence] + x.end) for x in rows), "cpu"
-            )
-            padded = rank * self.width + torch.arange(len(tokens), device="cpu")
-            from_padded[tokens], to_padded[padded] = padded, tokens
-            if rank == self.rank:
-                local = tokens
+        self.width = max(map(len, held))
+        padded = [
+            rank * self.width + torch.arange(len(tokens), device="cpu")
+            for rank, tokens in enumerate(held)
+        ]
         self._indices = {
-            ("local", "cpu"): local,
-            ("from_padded", "cpu"): from_padded,
-            ("to_padded", "cpu"): to_padded,
+            ("local", "cpu"): held[self.rank],
+            # The padded row of each token of the batch.
+            ("from_padded", "cpu"): torch.cat(padded)[torch.cat(held).argsort()],
+            # The token of each padded row, 0 for padding.
+            ("to_padded", "cpu"): pad_sequence(held, batch_first=True).flatten(),
         }
 
     @property
@@ -141,6 +134,55 @@ class Layout:
             return x.contiguous()
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
 
+    def start_gather(self, x: Tensor) -> Tensor:
+        """Start to send the local tokens (local_tokens, ...) to all ranks; returns padded rows."""
+        padded = self.pad(x)
+        if self.alone:
+            return padded
+        where = (self.world_size, self.group_name)
+        functional = torch.ops._c10d_functional
+        # Two all-gathers under way at once corrupt gloo's memory (seen with torch 2.13 and 2.14)
+        # where they allocate their output. So they do not allocate it, or, in a graph, wait for
+        # each other.
+        if is_compiling():
+            rows = functional.all_gather_into_tensor(padded, *where)
+            return functional.wait_tensor(rows) if x.device.type == "cpu" else rows
+        rows = padded.new_empty(self.world_size * len(padded), *padded.shape[1:])
+        return functional.all_gather_into_tensor_out(padded, *where, out=rows)
+
+    def finish_gather(self, rows: Tensor) -> Tensor:
+        """Wait for the tokens of all ranks, in the order of the batch: (tokens, ...)."""
+        if self.alone:
+            return rows
+        rows = torch.ops._c10d_functional.wait_tensor(rows)
+        return rows.index_select(0, self.index("from_padded", rows.device))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self.finish_gather(self.start_gather(x))
+
+    def collect(self, d: Tensor) -> Tensor:
+        """Sum (tokens, ...) over the ranks, and keep the local tokens."""
+        if self.alone:
+            return d
+        # Rows of padding carry token 0, and are cut off at the end.
+        rows = d.index_select(0, self.index("to_padded", d.device))
+        mine = torch.ops._c10d_functional.reduce_scatter_tensor(
+            rows, "sum", self.world_size, self.group_name
+        )
+        return torch.ops._c10d_functional.wait_tensor(mine)[: self.local_tokens]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        if self.world_size == 1:
+            return x
+        total = torch.ops._c10d_functional.all_reduce(x, "sum", self.group_name)
+        return torch.ops._c10d_functional.wait_tensor(total)
+
+    def exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Send sent[i] rows of x to rank i, and receive received[i] rows from it, by rank."""
+        rows = torch.ops._c10d_functional.all_to_all_single(x, received, sent, self.group_name)
+        return torch.ops._c10d_functional.wait_tensor(rows)
+
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """Take the local tokens out of those of the batch; differentiable.
 
@@ -170,36 +212,24 @@ class Layout:
         Returns:
             int64, (local_tokens,).
         """
-        return _concatenated(((begin, end) for _, begin, end in self.parts()), device)
+        return _concatenated((slice(x.begin, x.end) for x in self.rows()), device)
 
     def parts(self) -> tuple[Part, ...]:
         """Return what this rank holds, in the order in which it holds it."""
-        return self._parts[self.rank]
+        return tuple(Part(x.sequence, x.begin, x.end) for x in self.rows())
 
 
-def _begins(parts: tuple[Part, ...]) -> Iterator[int]:
-    """The row of each part's first token; one more at the end."""
-    return accumulate((end - begin for _, begin, end in parts), initial=0)
-
-
-def _concatenated(
-    ranges: Iterable[tuple[int, int]], device: torch.device | str | None = None
-) -> Tensor:
+def _concatenated(ranges: Iterable[slice], device: torch.device | str | None) -> Tensor:
     """Returns the integers of all ranges as one int64 tensor."""
-    numbers = [torch.arange(begin, end, device=device) for begin, end in ranges]
+    numbers = [torch.arange(x.start, x.stop, device=device) for x in ranges]
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *numbers])
 
 
-def _starts(lengths: tuple[int, ...]) -> list[int]:
-    """Returns the first token of each sequence in the batch."""
-    return [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
-
-
-def _parts(lengths: tuple[int, ...], world_size: int, order: str) -> PartsOfRanks:
+def _parts(lengths: tuple[int, ...], world_size: int, order: str) -> list[list[Part]]:
     """Returns the parts that each rank holds."""
     result: list[list[Part]] = [[] for _ in range(world_size)]
-    total = sum(lengths)
-    for sequence, (start, length) in enumerate(zip(_starts(lengths), lengths, strict=True)):
+    total, start = sum(lengths), 0
+    for sequence, length in enumerate(lengths):
         if order == "zigzag":
             count = 2 * world_size
             cuts = [length * piece // count for piece in range(count + 1)]
@@ -210,6 +240,7 @@ def _parts(lengths: tuple[int, ...], world_size: int, order: str) -> PartsOfRank
                 for piece in range(world_size + 1)
             ]
             owners = list(range(world_size))
+        start += length
         for owner, begin, end in zip(owners, cuts, cuts[1:], strict=False):
             parts = result[owner]
             if begin == end:
@@ -218,4 +249,20 @@ def _parts(lengths: tuple[int, ...], world_size: int, order: str) -> PartsOfRank
             if parts and (parts[-1].sequence, parts[-1].end) == (sequence, begin):
                 begin = parts.pop().begin
             parts.append(Part(sequence, begin, end))
-    return tuple(tuple(parts) for parts in result)
+    return result
+
+
+class Gather(torch.autograd.Function):
+    """Local tokens -> those that a source gathers; gradients are summed on the tokens' ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Any) -> Tensor:
+        ctx.source, ctx.dtype = source, x.dtype
+        rows: Tensor = source.gather(x)
+        # An output of a Function that is its input would be a view of it.
+        return rows.clone() if rows is x else rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return ctx.source.collect(d.to(sum_dtype(d))).to(ctx.dtype), None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ascend_attn_ops.distributed._communication import exchange, sum_dtype
 from ascend_attn_ops.distributed._layout import Layout, Rows
 
 
@@ -19,10 +18,6 @@ class _Piece(NamedTuple):
     owner: int
     begin: int
     end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
 
 
 class Ranges:
@@ -35,30 +30,26 @@ class Ranges:
 
     def __init__(self, layout: Layout, wanted: Callable[[Rows], tuple[int, int]]) -> None:
         self.layout, self.local_tokens = layout, layout.local_tokens
-        rank, size = layout.rank, layout.world_size
-        holders = _holders(layout)
-        every = [_pieces(layout.rows(other), holders, wanted) for other in range(size)]
         self.wanted = [wanted(part) for part in layout.rows()]
-        self._begins = [0]
-        for begin, end in self.wanted:
-            self._begins.append(self._begins[-1] + end - begin)
-        self._pieces = every[rank]
-        self._sent = [
-            [piece for piece in pieces if piece.owner == rank and other != rank]
-            for other, pieces in enumerate(every)
-        ]
-        self._sent_counts = [sum(piece.length for piece in pieces) for pieces in self._sent]
-        self._received_counts = [
-            sum(piece.length for piece in self._pieces if piece.owner == other and other != rank)
-            for other in range(size)
-        ]
+        self._begins = [0, *accumulate(end - begin for begin, end in self.wanted)]
+        mine, ranks = layout.rank, range(layout.world_size)
+        holders = _holders(layout)
+        needs = [_pieces(layout.rows(rank), holders, wanted) for rank in ranks]
         # On all ranks alike: a collective wants all of them.
-        self._nothing_travels = all(
-            piece.owner == other for other, pieces in enumerate(every) for piece in pieces
-        )
-        ends = [0, *(piece.end for piece in self._pieces)]
-        begins = [*(piece.begin for piece in self._pieces), self.local_tokens]
-        self._is_local = self._nothing_travels and ends == begins
+        self._travel = any(x.owner != rank for rank in ranks for x in needs[rank])
+        sent = [[x for x in needs[rank] if x.owner == mine != rank] for rank in ranks]
+        received = [[x for x in needs[mine] if x.owner == rank != mine] for rank in ranks]
+        self._sent = [piece for pieces in sent for piece in pieces]
+        self._sent_counts, self._received_counts = _counts(sent), _counts(received)
+        # The needed tokens, of the local ones and, behind them, of those received, by rank.
+        following = [0, *accumulate(self._received_counts)]
+        self._needs = []
+        for x in needs[mine]:
+            if x.owner != mine:
+                begin = self.local_tokens + following[x.owner]
+                following[x.owner] += x.end - x.begin
+                x = _Piece(mine, begin, begin + x.end - x.begin)
+            self._needs.append(x)
 
     def seen(self, part: Rows, begin: int, end: int) -> slice:
         """Tokens `begin` to `end` of a part's sequence among those that were gathered."""
@@ -67,58 +58,22 @@ class Ranges:
 
     def gather(self, x: Tensor) -> Tensor:
         """Local tokens (local_tokens, ...) -> the tokens of all ranges."""
-        if self._is_local:
-            return x
-        received = x[:0]
-        if not self._nothing_travels:
-            sent = [x[piece.begin : piece.end] for pieces in self._sent for piece in pieces]
-            received = exchange(
-                self.layout, torch.cat([x[:0], *sent]), self._received_counts, self._sent_counts
-            )
-        rows = [
-            (x if piece.owner == self.layout.rank else received)[begin : begin + piece.length]
-            for piece, begin in zip(self._pieces, self._sources(), strict=True)
-        ]
-        return torch.cat([x[:0], *rows])
+        if self._travel:
+            sent = _taken(x, self._sent)
+            received = self.layout.exchange(sent, self._received_counts, self._sent_counts)
+            x = torch.cat((x, received))
+        return _taken(x, self._needs)
 
     def collect(self, d: Tensor) -> Tensor:
         """Sums gradients of the tokens of all ranges, on the ranks that hold the tokens."""
-        if self._is_local:
-            return d
-        total = d.new_zeros(self.local_tokens, *d.shape[1:])
-        theirs: list[list[Tensor]] = [[] for _ in range(self.layout.world_size)]
-        row = 0
-        for piece in self._pieces:
-            rows = d[row : row + piece.length]
-            row += piece.length
-            if piece.owner == self.layout.rank:
-                total[piece.begin : piece.end] += rows
-            else:
-                theirs[piece.owner].append(rows)
-        if self._nothing_travels:
+        total = d.new_zeros(self.local_tokens + sum(self._received_counts), *d.shape[1:])
+        _add(total, self._needs, d)
+        if not self._travel:
             return total
-        sent = torch.cat([d[:0], *(rows for of_rank in theirs for rows in of_rank)])
-        received = exchange(self.layout, sent, self._sent_counts, self._received_counts)
-        row = 0
-        for pieces in self._sent:
-            for piece in pieces:
-                total[piece.begin : piece.end] += received[row : row + piece.length]
-                row += piece.length
-        return total
-
-    def _sources(self) -> list[int]:
-        """The first row of each piece among the local tokens, or among those received."""
-        rows = [0]
-        for count in self._received_counts:
-            rows.append(rows[-1] + count)
-        begins = []
-        for piece in self._pieces:
-            if piece.owner == self.layout.rank:
-                begins.append(piece.begin)
-            else:
-                begins.append(rows[piece.owner])
-                rows[piece.owner] += piece.length
-        return begins
+        own, theirs = total[: self.local_tokens], total[self.local_tokens :]
+        returned = self.layout.exchange(theirs, self._sent_counts, self._received_counts)
+        _add(own, self._sent, returned)
+        return own
 
 
 def _holders(layout: Layout) -> dict[int, list[tuple[int, Rows]]]:
@@ -149,17 +104,17 @@ def _pieces(
     return pieces
 
 
-class GatherRanges(torch.autograd.Function):
-    """Local tokens -> the tokens of all ranges; gradients are summed on the ranks of the tokens."""
+def _counts(pieces: Iterable[Iterable[_Piece]]) -> list[int]:
+    return [sum(end - begin for _, begin, end in of_rank) for of_rank in pieces]
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranges: Ranges) -> Tensor:
-        ctx.ranges, ctx.dtype = ranges, x.dtype
-        rows = ranges.gather(x)
-        # An output of a Function that is its input would be a view of it.
-        return rows.clone() if rows is x else rows
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranges.collect(d.to(sum_dtype(d))).to(ctx.dtype), None
+def _taken(x: Tensor, pieces: Iterable[_Piece]) -> Tensor:
+    return torch.cat([x[:0], *(x[begin:end] for _, begin, end in pieces)])
+
+
+def _add(total: Tensor, pieces: Iterable[_Piece], d: Tensor) -> None:
+    """Adds rows of d, which follow each other, to those of the pieces."""
+    row = 0
+    for _, begin, end in pieces:
+        total[begin:end] += d[row : row + end - begin]
+        row += end - begin

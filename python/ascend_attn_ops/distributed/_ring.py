@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ascend_attn_ops._statistics import merge as merge_statistics
-from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
-from ascend_attn_ops.distributed._communication import sum_dtype
-from ascend_attn_ops.distributed._layout import Layout, Rows, Tensors
-from ascend_attn_ops.distributed._operations import DenseAttention
-from ascend_attn_ops.distributed._parts import run_parts, saved_tensors, sum_of
+from ascend_attn_ops.device_limits import LimitsOfCall
+from ascend_attn_ops.distributed._layout import Layout, Rows, sum_dtype
+from ascend_attn_ops.distributed._operations import SHARED, DenseAttention, Tensors
+from ascend_attn_ops.distributed._parts import (
+    Keys,
+    in_dtypes,
+    run_parts,
+    save,
+    saved_tensors,
+    zeros_for,
+)
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 # out, softmax_max and softmax_sum of some queries, tokens first.
@@ -25,9 +31,8 @@ Result = tuple[Tensor, Tensor, Tensor]
 
 def merge(x: Result, y: Result) -> Result:
     """Attention over disjoint sets of keys -> over both."""
-    (out_x, max_x, sum_x), (out_y, max_y, sum_y) = x, y
-    maximum, total, (share_x, share_y) = merge_statistics((max_x, sum_x), (max_y, sum_y))
-    return out_x * share_x[..., :1] + out_y * share_y[..., :1], maximum, total
+    maximum, total, (share_x, share_y) = merge_statistics(x[1:], y[1:])
+    return x[0] * share_x[..., :1] + y[0] * share_y[..., :1], maximum, total
 
 
 class _Exchange:
@@ -36,15 +41,15 @@ class _Exchange:
     def __init__(self, shards: Layout, tensors: Tensors) -> None:
         rank, size, group = shards.rank, shards.world_size, shards.group
         self.sent = tensors  # not to be freed before they have arrived
-        self.received = [x if x is None else torch.empty_like(x) for x in tensors]
+        self.received = {name: torch.empty_like(x) for name, x in tensors.items()}
         self.works = dist.batch_isend_irecv([
             *(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size)
-              for x in tensors if x is not None),
+              for x in tensors.values()),
             *(dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size)
-              for x in self.received if x is not None),
+              for x in self.received.values()),
         ])  # fmt: skip
 
-    def wait(self) -> Tensors:
+    def wait(self) -> dict[str, Tensor]:
         for work in self.works:
             work.wait()
         return self.received
@@ -62,46 +67,27 @@ def _rounds(shards: Layout, keys: Tensors) -> Iterator[tuple[int, Tensors]]:
 
 def _blocks(
     operation: DenseAttention, shards: Layout, source: int
-) -> Iterator[tuple[DenseAttention, int, Rows, slice]]:
-    """Finds the work of this rank for the keys of `source`.
-
-    Yields the operation, the number of the local part, the part, and its keys' rows at the source.
-    """
-    causal = operation.sparse_mode == 3
-    of_all_keys = replace(operation, sparse_mode=0)
-    for number, part in enumerate(shards.rows()):
+) -> Iterator[tuple[DenseAttention, Rows, slice]]:
+    """The work of this rank for the keys of `source`: operation, part, and rows of its keys."""
+    causal = operation.causal
+    of_all_keys = replace(operation, options={**operation.options, "sparse_mode": 0})
+    for part in shards.rows():
         for theirs in shards.rows(source):
             if theirs.sequence != part.sequence or (causal and theirs.begin > part.begin):
                 continue
             # Parts are disjoint or one: only a part's own keys are cut by the diagonal.
             diagonal = causal and theirs.begin == part.begin
-            yield operation if diagonal else of_all_keys, number, part, theirs.here
+            yield operation if diagonal else of_all_keys, part, theirs.here
 
 
-def _padded(shards: Layout, keys: Tensors) -> Tensors:
-    return [x if x is None else shards.pad(x) for x in keys]
-
-
-def _batches(tensors: Tensors, rows: slice) -> Tensors:
-    """Some rows as batches of one."""
-    return [x if x is None else x[rows].unsqueeze(0) for x in tensors]
-
-
-def _zeros(tensors: Tensors) -> Tensors:
-    """Sums of gradients."""
-    return [x if x is None else x.new_zeros(x.shape, dtype=sum_dtype(x)) for x in tensors]
-
-
-def _add(totals: Tensors, rows: slice, gradients: Tensors) -> None:
-    """Adds gradients of `_batches` to the rows."""
-    for total, d in zip(totals, gradients, strict=True):
-        if total is not None:
-            total[rows] += d[0]
-
-
-def _cast(gradients: Tensors, tensors: Tensors) -> Tensors:
-    """The gradients in the dtypes of their tensors."""
-    return [d if x is None else d.to(x.dtype) for x, d in zip(tensors, gradients, strict=True)]
+def _tensors(
+    block: DenseAttention, part: Rows, queries: Tensors, keys: Tensors, rows: slice, seen: Iterable
+) -> Tensors:
+    """The tensors of a block, with the sink in the first block of each part alone."""
+    own = block.queries(part, queries)
+    if part.number in seen:
+        own.pop("sink", None)
+    return {**own, **{name: x[rows].unsqueeze(0) for name, x in keys.items()}}
 
 
 class Ring(torch.autograd.Function):
@@ -110,60 +96,55 @@ class Ring(torch.autograd.Function):
         ctx: Any,
         operation: DenseAttention,
         shards: SequenceShards,
-        query: Tensor,
-        query_rope: Tensor | None,
-        sink: Tensor | None,
-        *keys: Tensor | None,
+        names: tuple[str, ...],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        results: list[Result | None] = [None] * len(shards.rows())
-        for source, theirs in _rounds(shards, _padded(shards, keys)):
-            for block, number, part, rows in _blocks(operation, shards, source):
-                before = results[number]
-                # One block of each row includes the sink.
-                own = sink if before is None else None
-                queries = block.queries(part, [query, query_rope, own])
-                out, softmax_max, softmax_sum = block.forward(part, queries, _batches(theirs, rows))
+        given = dict(zip(names, tensors, strict=True))
+        queries, keys = operation.split(given)
+        # Every part meets its own keys first, part after part.
+        results: dict[int, Result] = {}
+        for source, theirs in _rounds(shards, {name: shards.pad(x) for name, x in keys.items()}):
+            for block, part, rows in _blocks(operation, shards, source):
+                x = _tensors(block, part, queries, theirs, rows, results)
+                out, softmax_max, softmax_sum = block.forward(part, x)
                 result = (out.to(sum_dtype(out)), softmax_max, softmax_sum)
-                results[number] = result if before is None else merge(before, result)
-        found = [result for result in results if result is not None]
-        if found:
-            out, softmax_max, softmax_sum = (torch.cat(x) for x in zip(*found, strict=True))
+                before = results.get(part.number)
+                results[part.number] = result if before is None else merge(before, result)
+        if results:
+            outputs = tuple(map(torch.cat, zip(*results.values(), strict=True)))
         else:
-            out, softmax_max, softmax_sum = run_parts(
-                operation, shards, operation.sources(shards, keys), [query, query_rope, sink], keys
-            )
-        out = out.to(query.dtype)
-        ctx.mark_non_differentiable(softmax_max, softmax_sum)
-        ctx.save_for_backward(query, query_rope, sink, *keys, out, softmax_max, softmax_sum)
-        ctx.operation, ctx.shards, ctx.limits = operation, shards, limits_in_force()
-        return out, softmax_max, softmax_sum
+            local = Keys(operation, shards, keys, gathered=True)
+            outputs = run_parts(operation, shards, queries, local)
+        outputs = (outputs[0].to(queries["query"].dtype), *outputs[1:])
+        ctx.mark_non_differentiable(*outputs[1:])
+        save(ctx, operation, shards, given, outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         operation, shards = ctx.operation, ctx.shards
-        saved = saved_tensors(ctx)
-        (query, query_rope, sink), keys, outputs = saved[:3], saved[3:6], saved[6:]
-        queries = [query, query_rope]
-        d_queries = _zeros(queries)
-        padded = _padded(shards, keys)
-        # They travel with their keys, and are home after as many steps as there are ranks.
-        d_keys = _zeros(padded)
-        d_sinks: dict[int, Tensor | None] = {}
+        given, outputs = saved_tensors(ctx)
+        queries, keys = operation.split(given)
+        padded = {name: shards.pad(x) for name, x in keys.items()}
+        d_queries, d_keys = zeros_for(queries), zeros_for(padded)
+        # The gradient of the sink needs no keys: any block of a part has all of it.
+        seen: set[int] = set()
         for source, theirs in _rounds(shards, padded):
             with LimitsOfCall(ctx.limits):
-                for block, number, part, rows in _blocks(operation, shards, source):
-                    # The gradient of the sink needs no keys: any block of a row has all of it.
-                    own = None if number in d_sinks else sink
-                    (*d_rows, d_sink), d_block = block.backward(
-                        part, block.queries(part, [*queries, own]), _batches(theirs, rows),
-                        [x[part.here] for x in outputs], d_out[part.here],
-                    )  # fmt: skip
-                    d_sinks.setdefault(number, d_sink)
-                    _add(d_queries, part.here, d_rows)
-                    _add(d_keys, rows, d_block)
-            if shards.world_size > 1:
-                d_keys = _Exchange(shards, d_keys).wait()
-        d_own = [x if x is None else x[: shards.local_tokens] for x in d_keys]
-        d_shared = None if sink is None else sum_of(sink, list(d_sinks.values()))
-        return None, None, *_cast(d_queries, queries), d_shared, *_cast(d_own, keys)
+                for block, part, rows in _blocks(operation, shards, source):
+                    x = _tensors(block, part, queries, theirs, rows, seen)
+                    seen.add(part.number)
+                    own = tuple(y[part.here] for y in outputs)
+                    found = block.backward(part, x, own, d_out[part.here])
+                    for name, total in d_queries.items():
+                        if name not in SHARED:
+                            total[part.here] += found[name][0]
+                        elif name in x:
+                            total.add_(found[name])
+                    for name, total in d_keys.items():
+                        total[rows] += found[name][0]
+            # They travel with their keys, and are home after as many steps as there are ranks.
+            d_keys = _Exchange(shards, d_keys).wait()
+        d_local = {name: d[: shards.local_tokens] for name, d in d_keys.items()}
+        return None, None, None, *in_dtypes({**d_queries, **d_local}, given)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, shown, wrong
-from ascend_attn_ops.compression import check_compression
 from ascend_attn_ops.compression import compress_keys as compress_packed_keys
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._guard import batch_first, check_call, guard, without_autocast
-from ascend_attn_ops.distributed._layout import Rows
-from ascend_attn_ops.distributed._mla import AttentionWithLoss, CompressedAttention, LossReport
+from ascend_attn_ops.distributed._guard import batch_first, guard
+from ascend_attn_ops.distributed._layout import Gather, Rows
+from ascend_attn_ops.distributed._operations import (
+    AttentionWithLoss,
+    CompressedAttention,
+    Compression,
+)
 from ascend_attn_ops.distributed._parts import run
-from ascend_attn_ops.distributed._ranges import GatherRanges
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.indexer_training import check_loss_weight
-
-_COMPRESS = "ascend::compress_keys"
 
 
 @collective
@@ -67,13 +67,10 @@ def compress_keys(
         >>> (shards.compressed(4).positions() * 4).tolist()  # for their rotary embedding
         [0, 4]
     """
-    check_flag(_COMPRESS, "overlap", overlap)
+    check_flag(f"ascend::{Compression.name}", "overlap", overlap)
     overlap = bool(overlap)
-    tokens = {"values": values, "logits": logits}
-    given = check_call(
-        _COMPRESS, shards, layout, {**tokens, "position_bias": position_bias},
-        {"overlap": overlap}, lambda x: check_compression(**x, overlap=overlap, axes=2),
-    )  # fmt: skip
+    tensors = {"values": values, "logits": logits, "position_bias": position_bias}
+    given = guard(Compression({"overlap": overlap}), shards, layout, tensors, options={})
     ratio = len(position_bias)
 
     def windows(part: Rows) -> tuple[int, int]:
@@ -82,20 +79,18 @@ def compress_keys(
         return (max(first - overlap, 0) * ratio if first < last else last * ratio), last * ratio
 
     ranges = shards._ranges_around(("windows", ratio, overlap), windows)
-    seen_values, seen_logits = (GatherRanges.apply(given[name], ranges) for name in tokens)
-    ends: list[int] = []
-    kept, keys_before = [], 0
-    for part, (begin, end) in zip(shards.rows(), ranges.wanted, strict=True):
-        ends.append((ends[-1] if ends else 0) + end - begin)
-        count = (end - begin) // ratio
-        # The window before the first key is the overlap's: its own key is of another part.
-        before = count > 0 and begin < part.begin // ratio * ratio
-        kept.append(slice(keys_before + before, keys_before + count))
-        keys_before += count
+    counts = [(end - begin) // ratio for begin, end in ranges.wanted]
     keys = compress_packed_keys(
-        seen_values, seen_logits, position_bias, overlap=overlap, actual_seq_lengths=ends
-    )
-    return batch_first(torch.cat([keys[:0], *(keys[x] for x in kept)]), layout)
+        Gather.apply(given["values"], ranges), Gather.apply(given["logits"], ranges),
+        position_bias, overlap=overlap,
+        actual_seq_lengths=list(accumulate(count * ratio for count in counts)),
+    )  # fmt: skip
+    own = [keys[:0]]
+    for part, of_part in zip(shards.rows(), keys.split(counts), strict=True):
+        # The window before the first key is the overlap's: its own key is of another part.
+        begin, _ = ranges.wanted[part.number]
+        own.append(of_part[1:] if begin < part.begin // ratio * ratio else of_part)
+    return batch_first(torch.cat(own), layout)
 
 
 @collective
@@ -166,25 +161,26 @@ def sparse_flash_mla(
         >>> out.shape
         torch.Size([300, 64, 512])
     """
-    operation = CompressedAttention(
-        **_attention(
-            CompressedAttention.name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
-            ori_mask_mode=ori_mask_mode, cmp_mask_mode=cmp_mask_mode, ori_win_left=ori_win_left,
-            ori_win_right=ori_win_right, deterministic=deterministic,
-        )
+    options = _attention(
+        CompressedAttention.name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
+        ori_mask_mode=ori_mask_mode, cmp_mask_mode=cmp_mask_mode, ori_win_left=ori_win_left,
+        ori_win_right=ori_win_right, deterministic=deterministic,
     )  # fmt: skip
-    queries, keys = guard(
+    operation = CompressedAttention(options)
+    given = guard(
         operation, shards, layout,
-        queries={"query": query, "cmp_sparse_indices": cmp_sparse_indices, "sink": sink},
-        keys={"ori_kv": ori_kv, "cmp_kv": cmp_kv}, options={"save_gathered": save_gathered},
+        {
+            "query": query, "cmp_sparse_indices": cmp_sparse_indices, "sink": sink,
+            "ori_kv": ori_kv, "cmp_kv": cmp_kv,
+        },
+        options={"save_gathered": save_gathered},
     )  # fmt: skip
-    with without_autocast(shards):
-        out, softmax_lse = run(operation, shards, save_gathered, queries, keys)
+    out, softmax_lse = run(operation, shards, save_gathered, given)
     return batch_first(out, layout), batch_first(softmax_lse.unsqueeze(0), layout)
 
 
 def _attention(name: str, ori_kv: Tensor, **options: Any) -> dict[str, Any]:
-    """The fields of CompressedAttention; raises for what the operators see too late."""
+    """The options of CompressedAttention; raises for what the operators see too late."""
     where = f"ascend::{name}"
     check_tensor(where, "ori_kv", ori_kv)
     for argument, least in (("cmp_ratio", 1), ("ori_win_left", -1), ("ori_win_right", -1)):
@@ -263,39 +259,38 @@ def sparse_flash_mla_with_indexer_loss(
         >>> indexer[0].grad.shape
         torch.Size([8, 64, 128])
     """
-    name = AttentionWithLoss.name
-    factor = indexer_loss_weight if isinstance(indexer_loss_weight, Tensor) else None
-    check_loss_weight(f"ascend::{name}", indexer_loss_weight)
+    where = f"ascend::{AttentionWithLoss.name}"
+    check_loss_weight(where, indexer_loss_weight)
     if on_loss is not None and not callable(on_loss):
-        raise wrong(TypeError, f"ascend::{name}", "on_loss", "a function or None", shown(on_loss))
+        raise wrong(TypeError, where, "on_loss", "a function or None", shown(on_loss))
+    options = _attention(
+        AttentionWithLoss.name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
+        ori_mask_mode=ori_mask_mode, cmp_mask_mode=cmp_mask_mode, ori_win_left=ori_win_left,
+        ori_win_right=ori_win_right, deterministic=deterministic,
+    )  # fmt: skip
+    indexer = {"query_index": query_index, "weights": weights}
+    keys = {"ori_kv": ori_kv, "cmp_kv": cmp_kv, "key_index": key_index}
+    selected = {"cmp_sparse_indices": cmp_sparse_indices}
+    for argument, x in {**selected, **indexer, **keys}.items():
+        check_tensor(where, argument, x)
     trained = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (query_index, key_index, weights)
+        x.requires_grad for x in (query_index, key_index, weights)
     )
-    operation = AttentionWithLoss(
-        **_attention(
-            name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
-            ori_mask_mode=ori_mask_mode, cmp_mask_mode=cmp_mask_mode, ori_win_left=ori_win_left,
-            ori_win_right=ori_win_right, deterministic=deterministic,
-        ),
-        trained=trained,
-        factor=float(indexer_loss_weight) if factor is None else None,
-    )  # fmt: skip
-    required = {
-        "cmp_kv": cmp_kv, "cmp_sparse_indices": cmp_sparse_indices, "query_index": query_index,
-        "key_index": key_index, "weights": weights,
-    }  # fmt: skip
-    for argument, x in required.items():
-        check_tensor(f"ascend::{name}", argument, x)
-    queries, keys = guard(
+    weight, factor = None, None
+    if isinstance(indexer_loss_weight, Tensor):
+        weight = indexer_loss_weight
+    else:
+        factor = float(indexer_loss_weight)
+    operation = AttentionWithLoss(options, trained, factor, on_loss, [])
+    given = guard(
         operation, shards, layout,
-        queries={
-            "query": query, "cmp_sparse_indices": cmp_sparse_indices, "query_index": query_index,
-            "weights": weights, "sink": sink, "indexer_loss_weight": factor,
+        {
+            "query": query, **selected, **indexer, "sink": sink, "indexer_loss_weight": weight,
+            **keys,
         },
-        keys={"ori_kv": ori_kv, "cmp_kv": cmp_kv, "key_index": key_index},
-        options={"save_gathered": save_gathered, "on_loss": on_loss is not None},
+        options={
+            "factor": factor, "save_gathered": save_gathered, "on_loss": on_loss is not None,
+        },
     )  # fmt: skip
-    report = None if on_loss is None else LossReport(on_loss)
-    with without_autocast(shards):
-        out, _ = run(replace(operation, report=report), shards, save_gathered, queries, keys)
+    out, _ = run(operation, shards, save_gathered, given)
     return batch_first(out, layout)

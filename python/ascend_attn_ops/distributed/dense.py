@@ -12,16 +12,14 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 import ascend_attn_ops as ops
-from ascend_attn_ops._arguments import check_count, shown, wrong
-from ascend_attn_ops._dense_attention import default_scale
+from ascend_attn_ops._arguments import shown
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops._statistics import LANES, by_token
-from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._communication import heads_to_tokens, own_heads, tokens_to_heads
-from ascend_attn_ops.distributed._guard import Named, batch_first, guard, without_autocast
-from ascend_attn_ops.distributed._operations import DenseAttention, dense_gradients
-from ascend_attn_ops.distributed._parts import distinct, run, saved_tensors
+from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
+from ascend_attn_ops.distributed._layout import Layout
+from ascend_attn_ops.distributed._operations import DenseAttention, Tensors
+from ascend_attn_ops.distributed._parts import names_and_tensors, run
 from ascend_attn_ops.distributed._ring import Ring
 from ascend_attn_ops.distributed.shards import SequenceShards
 
@@ -101,32 +99,32 @@ def flash_attention_score(
         >>> out.shape
         torch.Size([15, 4, 64])
     """
-    # A sequence has as many queries as keys.
-    mode = 3 if sparse_mode == 2 else sparse_mode
-    if scale_value is None:
-        scale_value = default_scale(query, num_heads, layout, query_rope)
     _check_method(method, sparse_mode, pre_tokens, next_tokens)
-    operation = DenseAttention(num_heads, scale_value, mode, pre_tokens, next_tokens, inner_precise)
-    if isinstance(sink, Tensor) and sink.is_floating_point():
-        sink = sink.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-    keys = {"key": key, "value": value, "key_rope": key_rope}
-    of_tokens = {"query": query, "query_rope": query_rope}
-    if method == "ulysses":
-        _check_heads(num_heads, {**of_tokens, **keys}, shards.world_size)
-        _check_sink(num_heads, sink)
+    options: dict[str, Any] = {
+        "num_heads": num_heads, "scale_value": scale_value, "inner_precise": inner_precise,
+        # A sequence has as many queries as keys.
+        "sparse_mode": 3 if sparse_mode == 2 else sparse_mode, "layout": "BSND",
+    }  # fmt: skip
+    if sparse_mode == 4:
+        options |= {"pre_tokens": pre_tokens, "next_tokens": next_tokens}
+    operation = DenseAttention(options)
+    tensors = {
+        "query": query, "query_rope": query_rope, "sink": sink,
+        "key": key, "value": value, "key_rope": key_rope,
+    }  # fmt: skip
     ranks = shards.world_size if method == "ulysses" else 1
-    own, seen = guard(
-        replace(operation, ranks=ranks), shards, layout,
-        queries={**of_tokens, "sink": sink}, keys=keys,
+    given = guard(
+        replace(operation, ranks=ranks), shards, layout, tensors,
         options={"method": method, "save_gathered": save_gathered},
     )  # fmt: skip
-    with without_autocast(shards):
-        if method == "allgather" or shards.tokens == 0:
-            outputs = run(operation, shards, save_gathered, own, seen)
-        else:
-            function = Ring if method == "ring" else _Ulysses
-            outputs = function.apply(operation, shards, *distinct([*own, *seen]))
-    out, *statistics = outputs
+    if method == "allgather" or shards.alone:
+        out, *statistics = run(operation, shards, save_gathered, given)
+    else:
+        with without_autocast(shards):
+            if method == "ulysses":
+                out, *statistics = _ulysses(operation, shards, given)
+            else:
+                out, *statistics = Ring.apply(operation, shards, *names_and_tensors(given))
     if layout == "BSND":
         statistics = [x.transpose(0, 1).unsqueeze(0) for x in statistics]
     return batch_first(out, layout), *statistics
@@ -154,85 +152,59 @@ def _check_method(method: str, sparse_mode: int, pre_tokens: int, next_tokens: i
         )
 
 
-def _check_heads(num_heads: int, tensors: Named, ranks: int) -> None:
-    heads = {"num_heads": check_count(_WHERE, "num_heads", num_heads)}
-    # The operator refuses other ranks of tensors.
-    heads |= {name: x.shape[-2] for name, x in tensors.items() if x is not None and x.dim() > 2}
-    for argument, count in heads.items():
-        if count % ranks:
-            raise ValueError(
-                f"{_WHERE}: {argument}: expected a number of heads that the {ranks} ranks divide "
-                f"(method 'ulysses'), got {count}"
-            )
-
-
-def _check_sink(num_heads: int, sink: Tensor | None) -> None:
-    """Checks what a rank's share of the sink no longer shows."""
-    if isinstance(sink, Tensor) and list(sink.shape) != [num_heads]:
-        expected = f"shape ({num_heads}), one score per query head"
-        raise wrong(ValueError, _WHERE, "sink", expected, str(list(sink.shape)))
-
-
-class _Ulysses(torch.autograd.Function):
+def _ulysses(operation: DenseAttention, shards: SequenceShards, given: Tensors) -> list[Tensor]:
     """Tokens of all heads become heads of all tokens, and back."""
+    ranks, heads = shards.world_size, operation.options["num_heads"]
+    x: dict[str, Any] = {
+        name: y.chunk(ranks)[shards.rank] if name == "sink" else _TokensToHeads.apply(y, shards)
+        for name, y in given.items()
+        if y is not None
+    }
+    ends = list(accumulate(shards.lengths))
+    packs = {"actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends, "layout": "TND"}
+    options = {**operation.options, **packs, "num_heads": heads // ranks}
+    out, *statistics = ops.flash_attention_score(**x, **options)
+    # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
+    lanes = (_to_tokens(shards, by_token(y.detach()[..., :1], ends)) for y in statistics)
+    statistics = [y.expand(-1, -1, LANES).contiguous() for y in lanes]
+    return [_HeadsToTokens.apply(out, shards), *statistics]
 
+
+class _TokensToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        operation: DenseAttention,
-        shards: SequenceShards,
-        query: Tensor,
-        query_rope: Tensor | None,
-        sink: Tensor | None,
-        *keys: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        own = None if sink is None else sink[own_heads(shards, operation.num_heads)]
-        given = (query, query_rope, *keys)
-        heads: list[Any] = [x if x is None else tokens_to_heads(shards, x) for x in given]
-        of_query, of_rope, key, value, key_rope = heads
-        ends = list(accumulate(shards.lengths))
-        # Dynamo of torch 2.10 cannot unpack vars(operation).
-        options: dict[str, Any] = {
-            "num_heads": operation.num_heads // shards.world_size,
-            "layout": "TND",
-            "actual_seq_lengths_query": ends,
-            "actual_seq_lengths_key": ends,
-            "scale_value": operation.scale_value,
-            "sparse_mode": operation.sparse_mode,
-            "pre_tokens": operation.pre_tokens,
-            "next_tokens": operation.next_tokens,
-            "inner_precise": operation.inner_precise,
-        }
-        out, softmax_max, softmax_sum = ops.flash_attention_score(
-            of_query, key, value, sink=own, query_rope=of_rope, key_rope=key_rope, **options
-        )
-        ctx.save_for_backward(
-            of_query, of_rope, own, key, value, key_rope, out, softmax_max, softmax_sum
-        )
-        ctx.operation, ctx.shards, ctx.options = operation, shards, options
-        ctx.limits = limits_in_force()
-        # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
-        lanes = (by_token(x[..., :1], ends) for x in (softmax_max, softmax_sum))
-        statistics = [heads_to_tokens(shards, x).expand(-1, -1, LANES).contiguous() for x in lanes]
-        ctx.mark_non_differentiable(*statistics)
-        return heads_to_tokens(shards, out), *statistics
+    def forward(ctx: Any, x: Tensor, shards: SequenceShards) -> Tensor:
+        ctx.shards = shards
+        return _to_heads(shards, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        saved = saved_tensors(ctx)
-        queries, keys, (out, softmax_max, softmax_sum) = saved[:3], saved[3:6], saved[6:]
-        d_heads = tokens_to_heads(ctx.shards, d_out)
-        with LimitsOfCall(ctx.limits):
-            (*d_queries, d_own), d_seen = dense_gradients(
-                queries, keys, d_heads, softmax_max, softmax_sum, out, ctx.options
-            )
-        d_query, d_query_rope, *d_keys = (
-            x if x is None else heads_to_tokens(ctx.shards, x) for x in (*d_queries, *d_seen)
-        )
-        d_sink = None
-        if d_own is not None:
-            heads = ctx.operation.num_heads
-            d_sink = d_own.new_zeros(heads)
-            d_sink[own_heads(ctx.shards, heads)] = d_own
-        return None, None, d_query, d_query_rope, d_sink, *d_keys
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(ctx.shards, d), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: SequenceShards) -> Tensor:
+        ctx.shards = shards
+        return _to_tokens(shards, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(ctx.shards, d), None
+
+
+def _to_heads(layout: Layout, x: Tensor) -> Tensor:
+    """(local_tokens, N, D) of all heads -> (tokens, N / P, D) of this rank's heads."""
+    size = layout.world_size
+    by_rank = layout.pad(x).unflatten(1, (size, -1)).transpose(0, 1).contiguous()
+    rows = layout.exchange(by_rank, [1] * size, [1] * size).flatten(0, 1)
+    return rows.index_select(0, layout.index("from_padded", x.device))
+
+
+def _to_tokens(layout: Layout, x: Tensor) -> Tensor:
+    """(tokens, N / P, D) of this rank's heads -> (local_tokens, N, D) of all heads."""
+    size = layout.world_size
+    rows = x.index_select(0, layout.index("to_padded", x.device)).unflatten(0, (size, -1))
+    by_rank = layout.exchange(rows, [1] * size, [1] * size)
+    return by_rank.transpose(0, 1).flatten(1, 2)[: layout.local_tokens]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,11 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, shown
+from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, check_tensor, shown
 from ascend_attn_ops._torch import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
-from ascend_attn_ops.distributed._communication import GatheredKeys, GatherTokens
-from ascend_attn_ops.distributed._layout import Layout, Order, Part, Rows
+from ascend_attn_ops.distributed._gathered import GatheredKeys
+from ascend_attn_ops.distributed._layout import Gather, Layout, Order, Part, Rows
 from ascend_attn_ops.distributed._ranges import Ranges
 
 __all__ = ["Part", "SequenceShards"]
@@ -83,20 +84,20 @@ class SequenceShards(Layout):
         self.agreement = Agreement(host_group(group) if check_calls else None)
         self.device_types = frozenset(device.type for device in group._device_types)
         self._share_out(lengths, group, order)
-        self._remember_nothing()
-
-    def _remember_nothing(self) -> None:
-        self._gathered = GatheredKeys()
-        # Calls that the operators have found right; see `guard`.
-        self._checked: set[tuple[object, ...]] = set()
-        self._compressed: dict[int, SequenceShards] = {}
-        self._ranges: dict[Hashable, Ranges] = {}
 
     @collective
     def _share_out(self, lengths: Iterable[int], group: ProcessGroup, order: Order) -> None:
         given = _checked(lengths, order)
         self.agreement.vote("SequenceShards", {"lengths": given, "order": order})
         super().__init__(given, group, order)
+
+    def _place(self, lengths: tuple[int, ...], parts: Sequence[Sequence[Part]]) -> None:
+        super()._place(lengths, parts)
+        self._gathered = GatheredKeys()
+        # Calls that the operators have found right; see `guard`.
+        self._checked: set[tuple[object, ...]] = set()
+        self._compressed: dict[int, SequenceShards] = {}
+        self._ranges: dict[Hashable, Ranges] = {}
 
     def compressed(self, ratio: int) -> SequenceShards:
         """Return how the compressed keys are spread, each of which stands for `ratio` tokens.
@@ -124,26 +125,24 @@ class SequenceShards(Layout):
         """
         where = "SequenceShards.compressed"
         ratio = check_count(where, "ratio", ratio, least=1)
+        if ratio == 1:
+            return self
         if ratio not in self._compressed:
             if is_compiling():
                 raise NotImplementedError(
                     f"{where}: ratio: expected one that was used before torch.compile, got {ratio};"
                     f" call shards.compressed({ratio}) before the compiled code"
                 )
-            result = object.__new__(SequenceShards)
-            result.agreement, result.device_types = self.agreement, self.device_types
+            result = copy(self)
             # A part that ends inside of a window leaves the key to who has its last token.
-            parts = tuple(
-                tuple(
-                    Part(sequence, begin // ratio, end // ratio)
-                    for sequence, begin, end in own
-                    if begin // ratio < end // ratio
-                )
-                for own in self._parts
+            keys = [
+                [Part(x.sequence, x.begin // ratio, x.end // ratio) for x in rows]
+                for rows in self._rows
+            ]
+            result._place(
+                tuple(length // ratio for length in self.lengths),
+                [[part for part in own if part.begin < part.end] for own in keys],
             )
-            lengths = tuple(length // ratio for length in self.lengths)
-            result._place(lengths, self.group, self.order, parts)
-            result._remember_nothing()
             self._compressed[ratio] = result
         return self._compressed[ratio]
 
@@ -192,7 +191,7 @@ class SequenceShards(Layout):
         recorded = x.requires_grad and torch.is_grad_enabled()
         facts = {"shape": tuple(rows.shape[1:]), "dtype": str(x.dtype), "gradient": recorded}
         self.agreement.vote(where, facts)
-        return GatherTokens.apply(rows, self).movedim(0, dim)
+        return Gather.apply(rows, self).movedim(0, dim)
 
     def __repr__(self) -> str:
         return (
@@ -207,10 +206,7 @@ def check_local(where: str, argument: str, x: object) -> None:
         raise TypeError(
             f"{where}: {argument}: expected a tensor of this rank's tokens, got {type(x).__name__}"
         )
-    if x.layout != torch.strided or x.is_nested or x.is_quantized:
-        raise NotImplementedError(
-            f"{where}: {argument}: expected a dense tensor, got {shown(x)} of {x.layout}"
-        )
+    check_tensor(where, argument, x)
     check_memory(where, argument, x)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,23 +13,16 @@ from torch.compiler import is_compiling
 from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, shown, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._communication import all_reduce, sum_dtype
 from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
-from ascend_attn_ops.distributed._layout import Rows
+from ascend_attn_ops.distributed._layout import Rows, sum_dtype
 from ascend_attn_ops.distributed._operations import (
     Indexer,
     IndexerLoss,
     IndexerLossWithTarget,
     SparseAttention,
+    Tensors,
 )
-from ascend_attn_ops.distributed._parts import (
-    Gradients,
-    distinct,
-    gather_keys,
-    return_gradient,
-    run,
-    sum_gradients,
-)
+from ascend_attn_ops.distributed._parts import Keys, names_and_tensors, run, sum_gradients
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
     check_attention,
@@ -50,50 +43,41 @@ class _GroupLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        operation: IndexerLoss | IndexerLossWithTarget,
+        operation: IndexerLoss,
         shards: SequenceShards,
-        query_index: Tensor,
-        weights: Tensor,
-        key_index: Tensor,
-        *others: Tensor | None,
+        names: tuple[str, ...],
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.constants = len(others)
-        count = len(others) - (len(operation.kinds) - 1)
-        queries = (query_index, weights, *others[:count])
-        keys = (key_index, *others[count:])
-        sources = operation.sources(shards, keys)
-        full = gather_keys(shards, sources, operation.kinds, keys)
+        given = dict(zip(names, tensors, strict=True))
+        queries, local = operation.split(given)
+        keys = Keys(operation, shards, local, kept=True)
+        trained = operation.TRAINED
         losses = []
 
-        def gradients(part: Rows) -> tuple[Gradients, Gradients]:
-            *d_queries, d_key_index, loss = operation.on_part(part, sources, queries, full)
+        def gradients(part: Rows, x: Tensors) -> Tensors:
+            *found, loss = operation.forward(part, x)
             losses.append(loss[0])
-            return tuple(d_queries), (d_key_index,)
+            return dict(zip(trained, found, strict=True))
 
-        def seen(part: Rows) -> list[slice]:
-            return operation.seen(part, sources, full)[:1]
-
-        d_queries, d_keys = sum_gradients(shards, queries[:2], full[:1], seen, gradients)
-        total = sum(losses, start=query_index.new_zeros((), dtype=sum_dtype(query_index)))
+        found = sum_gradients(shards, queries, keys, trained, gradients)
+        like = given["query_index"]
+        total = sum(losses, start=like.new_zeros((), dtype=sum_dtype(like)))
         if any(ctx.needs_input_grad):
-            d_local_keys = [return_gradient(sources[0], d) for d in d_keys if d is not None]
-            ctx.save_for_backward(*d_queries, *d_local_keys)
-            ctx.key_dtype = key_index.dtype
-        return all_reduce(shards, total)
+            found["key_index"] = keys.sources["key_index"].collect(found["key_index"])
+            ctx.save_for_backward(*(found[name] for name in trained))
+            ctx.names, ctx.trained = names, trained
+            ctx.dtypes = [given[name].dtype for name in trained]
+        return shards.all_reduce(total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        d_query_index, d_weights, d_keys = ctx.saved_tensors
-        # Multiplied in fp32: for a mean over many tokens, d is small.
-        return (
-            None,
-            None,
-            (d_query_index * d).to(d_query_index.dtype),
-            (d_weights * d).to(d_weights.dtype),
-            (d_keys * d).to(ctx.key_dtype),
-            *[None] * ctx.constants,
-        )
+        scaled = {
+            # Multiplied in fp32: for a mean over many tokens, d is small.
+            name: (x * d).to(dtype)
+            for name, x, dtype in zip(ctx.trained, ctx.saved_tensors, ctx.dtypes, strict=True)
+        }
+        return None, None, None, *(scaled.get(name) for name in ctx.names)
 
 
 @collective
@@ -160,32 +144,30 @@ def lightning_indexer(
         >>> indices[4, 0].tolist()  # the first token of the second sequence sees itself only
         [0, -1, -1, -1]
     """
-    cmp_ratio = check_count(f"ascend::{Indexer.name}", "cmp_ratio", cmp_ratio, least=1)
-    operation = Indexer(
-        sparse_count, sparse_mode, pre_tokens, next_tokens, return_values,
-        torch.are_deterministic_algorithms_enabled(), cmp_ratio,
-    )  # fmt: skip
-
+    where = f"ascend::{Indexer.name}"
+    cmp_ratio = check_count(where, "cmp_ratio", cmp_ratio, least=1)
+    options = {
+        "sparse_count": sparse_count, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "return_values": return_values, "cmp_ratio": cmp_ratio,
+    }  # fmt: skip
+    deterministic = torch.are_deterministic_algorithms_enabled()
     ahead = _next_keys(prefetch)
-    if ahead and cmp_ratio > 1:
-        raise wrong(
-            ValueError, f"ascend::{Indexer.name}", "prefetch", "nothing with cmp_ratio above 1",
-            f"{len(ahead)} tensors",
-        )  # fmt: skip
     recorded = return_values and torch.is_grad_enabled()
-    if recorded and cmp_ratio > 1 and any(x.requires_grad for x in (query, key, weights)):
-        raise wrong(
-            NotImplementedError, f"ascend::{Indexer.name}", "cmp_ratio",
-            "1 where a gradient of the values is required", str(cmp_ratio),
-        )  # fmt: skip
+    if cmp_ratio > 1:
+        if ahead:
+            got = f"{len(ahead)} tensors"
+            raise wrong(ValueError, where, "prefetch", "nothing with cmp_ratio above 1", got)
+        if recorded and any(x.requires_grad for x in (query, key, weights)):
+            expected = "1 where a gradient of the values is required"
+            raise wrong(NotImplementedError, where, "cmp_ratio", expected, str(cmp_ratio))
+    operation = Indexer(options, deterministic)
     # The selection alone has no gradient.
     with torch.set_grad_enabled(recorded):
-        queries, keys = guard(
-            operation, shards, layout, queries={"query": query, "weights": weights},
-            keys={"key": key}, ahead=ahead, options={"save_gathered": save_gathered},
+        given = guard(
+            operation, shards, layout, {"query": query, "weights": weights, "key": key},
+            options={"deterministic": deterministic, "save_gathered": save_gathered}, ahead=ahead,
         )  # fmt: skip
-        with without_autocast(shards):
-            indices, values = run(operation, shards, save_gathered, queries, keys)
+        indices, values = run(operation, shards, save_gathered, given)
     return batch_first(indices, layout), batch_first(values, layout) if return_values else values
 
 
@@ -260,20 +242,25 @@ def sparse_flash_attention(
         >>> out.shape
         torch.Size([8, 32, 512])
     """
-    tied = value is key
-    # As of now: the backward may run when the switch stands otherwise.
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    operation = SparseAttention(scale_value, sparse_block_size, sparse_mode, deterministic, tied)
-    queries, keys = guard(
+    check_tensor(f"ascend::{SparseAttention.name}", "value", value)
+    options = {
+        "scale_value": scale_value, "sparse_block_size": sparse_block_size,
+        "sparse_mode": sparse_mode,
+        # As of now: the backward may run when the switch stands otherwise.
+        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
+    }  # fmt: skip
+    operation = SparseAttention(options)
+    given = guard(
         operation, shards, layout,
-        queries={"query": query, "sparse_indices": sparse_indices, "query_rope": query_rope},
-        keys={"key": key, "value": None if tied else value, "key_rope": key_rope},
+        {
+            "query": query, "sparse_indices": sparse_indices, "query_rope": query_rope,
+            "key": key, "value": None if value is key else value, "key_rope": key_rope,
+        },
         options={"save_gathered": save_gathered},
     )  # fmt: skip
-    with without_autocast(shards):
-        out, softmax_max, softmax_sum = run(operation, shards, save_gathered, queries, keys)
-    statistics = (batch_first(x.unsqueeze(0), layout) for x in (softmax_max, softmax_sum))
-    return batch_first(out, layout), next(statistics), next(statistics)
+    out, *statistics = run(operation, shards, save_gathered, given)
+    softmax_max, softmax_sum = (batch_first(x.unsqueeze(0), layout) for x in statistics)
+    return batch_first(out, layout), softmax_max, softmax_sum
 
 
 @collective
@@ -371,47 +358,42 @@ def lightning_indexer_kl_loss(
         "scale_value": scale_value,
     }  # fmt: skip
     check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
-    operation: IndexerLoss | IndexerLossWithTarget
-    of_tokens: dict[str, Tensor | None] = {"query_index": query_index, "weights": weights}
-    of_keys: dict[str, Tensor | None] = {"key_index": key_index}
+    options = {"sparse_mode": sparse_mode, "deterministic": deterministic}
+    indexer = {"query_index": query_index, "weights": weights}
+    keys: Tensors = {"key_index": key_index}
     if target is None:
         check_no_target(normalize_target, cmp_ratio)
-        operation = IndexerLoss(cast("float", scale_value), sparse_mode, deterministic)
-        of_tokens |= {
+        operation = IndexerLoss({**options, "scale_value": scale_value})
+        of_tokens = {
             "query": query, "sparse_indices": sparse_indices, "softmax_max": softmax_max,
             "softmax_sum": softmax_sum, "query_rope": query_rope, "token_weight": token_weight,
         }  # fmt: skip
-        of_keys |= {"key": key, "key_rope": key_rope}
+        keys = {**keys, "key": key, "key_rope": key_rope}
     else:
-        where = f"ascend::{IndexerLossWithTarget.name}"
+        where = f"ascend::{IndexerLoss.name}"
         check_tensor(where, "sparse_indices", sparse_indices)
-        cmp_ratio = check_count(where, "cmp_ratio", cmp_ratio, least=1)
-        operation = IndexerLossWithTarget(
-            cmp_ratio, sparse_mode, deterministic, bool(normalize_target)
-        )
-        of_tokens |= {
-            "sparse_indices": sparse_indices, "target": target, "token_weight": token_weight,
-        }  # fmt: skip
-    queries, keys = guard(
-        operation, shards, layout, queries=of_tokens, keys=of_keys,
-        # Reading a tensor's value would wait for its device.
+        options["cmp_ratio"] = check_count(where, "cmp_ratio", cmp_ratio, least=1)
+        operation = IndexerLossWithTarget(options, bool(normalize_target))
+        of_tokens = {"sparse_indices": sparse_indices, "target": target, "weight": weight}
+    given = guard(
+        operation, shards, layout, {**indexer, **of_tokens, **keys},
         options={
-            "reduction": reduction,
+            "normalize_target": bool(normalize_target), "reduction": reduction,
+            # Reading a tensor's value would wait for its device.
             "normalizer": "a tensor" if isinstance(normalizer, Tensor) else normalizer,
         },
     )  # fmt: skip
-    trained = (*queries[:2], keys[0])
     # A Function is told what requires grad even where autograd records nothing.
-    leaves = trained if torch.is_grad_enabled() else [x.detach() for x in trained]
-    constants = [x if x is None else x.detach() for x in (*queries[2:], *keys[1:])]
+    learning = operation.TRAINED if torch.is_grad_enabled() else ()
+    leaves = {name: x if x is None or name in learning else x.detach() for name, x in given.items()}
     with without_autocast(shards):
-        loss = _GroupLoss.apply(operation, shards, *leaves, *distinct(constants))
+        loss = _GroupLoss.apply(operation, shards, *names_and_tensors(leaves))
     # The loss reads the keys of a layer last.
     if not is_compiling():
-        for kind in operation.kinds:
+        for kind in operation.keys.values():
             shards._gathered.drop(shards, kind)
     if reduction == "sum":
         return normalized(loss, normalizer)
     if token_weight is None:
         return loss / max(shards.tokens, 1)
-    return loss / one_for_zero(all_reduce(shards, token_weight.detach().sum(dtype=loss.dtype)))
+    return loss / one_for_zero(shards.all_reduce(weight.detach().sum(dtype=loss.dtype)))
