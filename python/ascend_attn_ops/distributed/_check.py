@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -23,11 +23,11 @@ from torch import Tensor
 import ascend_attn_ops as ops
 from ascend_attn_ops import _library, distributed
 from ascend_attn_ops.check.kernel_calls import relative_difference
-from ascend_attn_ops.distributed.dense import Method
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 LENGTHS = [64, 1, 190]
-HEADS, DIM = 4, 64
+HEADS = 4
+DENSE: dict[str, tuple[int, ...]] = dict.fromkeys(("query", "key", "value", "d_out"), (HEADS, 64))
 # Every release trains with 2048 keys on a device: all visible ones of these lengths.
 SELECTED = {"npu": 2048, "cpu": 24}
 # The tokens of a layer of sparse attention; `latent` is both key and value.
@@ -66,31 +66,16 @@ def errors(of_ranks: Results, of_one: Results, shards: SequenceShards) -> dict[s
     }
 
 
-def dense(method: Method, device: str) -> Errors:
-    tokens = random_tokens(device, dict.fromkeys(("query", "key", "value", "d_out"), (HEADS, DIM)))
-    ends = list(accumulate(LENGTHS))
-
-    def run(call: Callable[..., Any], given: Results, **where: Any) -> Results:
-        *leaves, d_out = (x.detach().requires_grad_() for x in given.values())
-        out, *_ = call(*leaves, num_heads=HEADS, sparse_mode=3, **where)
-        gradients = torch.autograd.grad(out, leaves, d_out.detach())
-        return {"out": out.detach(), "gradients": torch.cat(gradients, -1)}
-
-    shards = SequenceShards(LENGTHS)
-    local = {name: shards.shard(x) for name, x in tokens.items()}
-    try:
-        of_one = run(
-            ops.flash_attention_score, tokens, layout="TND",
-            actual_seq_lengths_query=ends, actual_seq_lengths_key=ends,
-        )  # fmt: skip
-        of_ranks = run(distributed.flash_attention_score, local, shards=shards, method=method)
-    except (ValueError, NotImplementedError) as error:
-        return refusal(error)
-    return {"flash_attention_score": errors(of_ranks, of_one, shards)}
+def dense(call: Any, tokens: Results, **where: Any) -> Iterator[tuple[str, Results]]:
+    *leaves, d_out = (x.detach().requires_grad_() for x in tokens.values())
+    out, *_ = call(*leaves, num_heads=HEADS, sparse_mode=3, **where)
+    gradients = torch.autograd.grad(out, leaves, d_out.detach())
+    found = {"out": out.detach(), "gradients": torch.cat(gradients, -1)}
+    yield "flash_attention_score", found
 
 
 def layer(
-    functions: Any, tokens: Results, selected: int, where: dict[str, Any], of_loss: dict[str, Any]
+    functions: Any, tokens: Results, selected: int, **where: Any
 ) -> Iterator[tuple[str, Results]]:
     """The results of the three operators of a layer, which goes on with its own."""
     x = {name: y.detach().requires_grad_() for name, y in tokens.items()}
@@ -120,22 +105,25 @@ def layer(
     yield "sparse_flash_attention", {**found, **gradients(ATTENTION, out, tokens["d_out"])}
 
     loss = functions.lightning_indexer_kl_loss(
-        x["query"], x["latent"], *indexer, indices, *statistics, **attention, **of_loss
+        x["query"], x["latent"], *indexer, indices, *statistics, **attention, **where
     )
     yield "lightning_indexer_kl_loss", {"loss": loss.detach(), **gradients(INDEXER, loss)}
 
 
-def sparse(kind: str, device: str) -> Errors:
-    """The three operators of a layer."""
-    tokens = random_tokens(device, SPARSE)
+def found_by(method: str, kind: str, device: str) -> Errors:
+    """The operators of a method."""
+    sparse = method == "sparse"
+    tokens = random_tokens(device, SPARSE if sparse else DENSE)
     shards = SequenceShards(LENGTHS)
     local = {name: shards.shard(x) for name, x in tokens.items()}
     ends = list(accumulate(LENGTHS))
-    lists = {"actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends}
-    tensors = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in lists.items()}
-    packed = {"layout": "TND", **tensors}, {"layout": "TND", **lists}
-    of_one = layer(ops, tokens, SELECTED[kind], *packed)
-    of_ranks = layer(distributed, local, SELECTED[kind], {"shards": shards}, {"shards": shards})
+    packed = {"layout": "TND", "actual_seq_lengths_query": ends, "actual_seq_lengths_key": ends}
+    if sparse:
+        of_one = layer(ops, tokens, SELECTED[kind], **packed)
+        of_ranks = layer(distributed, local, SELECTED[kind], shards=shards)
+    else:
+        of_one = dense(ops.flash_attention_score, tokens, **packed)
+        of_ranks = dense(distributed.flash_attention_score, local, shards=shards, method=method)
     found: Errors = {}
     try:
         for (name, one), (_, of_rank) in zip(of_one, of_ranks, strict=True):
@@ -160,7 +148,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,npu:hccl" if kind == "npu" else "gloo")
     for method in methods:
         with ops.limits(None) if kind == "cpu" else nullcontext():
-            found = sparse(kind, device) if method == "sparse" else dense(method, device)  # type: ignore[arg-type]
+            found = found_by(method, kind, device)
         dist.barrier()
         if rank == 0:
             print(json.dumps({"method": method, "errors": found}), flush=True)
