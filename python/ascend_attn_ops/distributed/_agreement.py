@@ -45,11 +45,7 @@ def host_group(group: ProcessGroup) -> ProcessGroup:
 
 
 class Agreement:
-    """Votes of the ranks of a group.
-
-    Args:
-        hosts: the group whose ranks compare; None to trust them.
-    """
+    """Votes of the ranks of a group, whose hosts compare; None to trust them."""
 
     def __init__(self, hosts: ProcessGroup | None) -> None:
         self.hosts = hosts
@@ -66,15 +62,8 @@ class Agreement:
     ) -> tuple[bool, list[bool]]:
         """Raise on all ranks if any has an error, or if their facts differ.
 
-        Args:
-            caller: begins the message.
-            facts: what must be equal on all ranks.
-            error: what is wrong on this rank.
-            wish: what may differ.
-            missing: what this rank lacks.
-
-        Returns:
-            Whether all ranks have one wish; and for each of `missing`, whether any rank lacks it.
+        Returns whether all ranks have one wish, which may differ; and for each of `missing`, which
+        this rank may lack, whether any rank lacks it.
         """
         # Errors in compiled code are those of the trace, which is equal if the programs are.
         if is_compiling() or self.hosts is None or self.hosts.size() == 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in
+from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in, wrong
 from ascend_attn_ops.distributed._layout import Layout
 from ascend_attn_ops.distributed._operations import (
     ONE_TOKEN,
@@ -44,16 +44,8 @@ def guard(
 ) -> dict[str, Any]:
     """Raise if the call is wrong on this rank or on another. Kept keys begin to travel.
 
-    Args:
-        operation: with options that must be equal on all ranks.
-        shards: which tokens are local.
-        layout: of the tensors.
-        tensors: arguments of the operation.
-        options: further options that must be equal.
-        ahead: keys of the next operation, by kind.
-
-    Returns:
-        The arguments with the local tokens first, in the dtype of autocast.
+    The ranks compare the options of the operation and the further ones. `ahead` are keys of the
+    next operation, by kind. Returns the tensors with the local tokens first, in autocast's dtype.
     """
     where = f"ascend::{operation.name}"
     if is_compiling():
@@ -108,10 +100,10 @@ def _check_graphs(where: str, shards: SequenceShards) -> None:
     """A rank with nothing to compute would get other collectives in its graph than the others."""
     idle = [rank for rank in range(shards.world_size) if not shards.rows(rank)]
     if shards.tokens and idle:
-        raise NotImplementedError(
-            f"{where}: shards: expected tokens on every rank under torch.compile, got none on rank "
-            f"{idle[0]}; disable torch.compile for batches with fewer tokens than ranks"
-        )
+        expected = "tokens on every rank under torch.compile"
+        hint = "disable torch.compile for batches with fewer tokens than ranks"
+        got = f"none on rank {idle[0]}; {hint}"
+        raise wrong(NotImplementedError, where, "shards", expected, got)
 
 
 def without_autocast(shards: SequenceShards) -> AbstractContextManager[object]:
@@ -131,7 +123,7 @@ def _local_tokens(
 ) -> dict[str, Any]:
     """The tensors with the local tokens first; None marks an omitted one."""
     if layout not in ("TND", "BSND"):
-        raise ValueError(f"{where}: layout: expected 'TND' or 'BSND', got {shown(layout)}")
+        raise wrong(ValueError, where, "layout", "'TND' or 'BSND'", shown(layout))
     result: dict[str, Any] = {}
     device = None
     for argument, x in tensors.items():
@@ -140,10 +132,12 @@ def _local_tokens(
             continue
         check_local(where, argument, x)
         device = device or x.device
-        if x.device.type not in shards.device_types or x.device != device:
-            raise ValueError(
-                f"{where}: {argument}: expected device {_devices(shards, device)}, got {x.device}"
-            )
+        types = shards.device_types
+        if x.device.type not in types or x.device != device:
+            expected = f"device {device} (the first tensor's)"
+            if device.type not in types:
+                expected = f"device {' or '.join(sorted(types))} (the group's)"
+            raise wrong(ValueError, where, argument, expected, str(x.device))
         if argument in SHARED:
             result[argument] = x
             continue
@@ -154,20 +148,13 @@ def _local_tokens(
         if tuple(x.shape[: len(shape)]) != shape:
             of_tokens = source is shards or isinstance(source, Ranges)
             what = "tokens" if of_tokens else "compressed keys"
-            raise ValueError(
-                f"{where}: {argument}: expected the {count} local {what} of shards, "
-                f"shape ({', '.join(map(str, shape))}, ...), got {tuple(x.shape)}"
-            )
+            sizes = ", ".join(map(str, shape))
+            expected = f"the {count} local {what} of shards, shape ({sizes}, ...)"
+            raise wrong(ValueError, where, argument, expected, str(tuple(x.shape)))
         for _ in leading:
             x = x.squeeze(0)
         result[argument] = x
     return result
-
-
-def _devices(shards: SequenceShards, device: torch.device) -> str:
-    if device.type in shards.device_types:
-        return f"{device} (the first tensor's)"
-    return f"{' or '.join(sorted(shards.device_types))} (the group's)"
 
 
 def _cast(x: Any) -> Any:
@@ -198,10 +185,9 @@ def _check_saved(where: str, tensors: Tensors) -> None:
     """Raise for a tensor that autograd cannot save for the backward."""
     for argument, x in tensors.items():
         if x is not None and x.is_inference():
-            raise ValueError(
-                f"{where}: {argument}: expected no inference tensor where gradients are recorded, "
-                "got one; clone it outside of torch.inference_mode, or call under torch.no_grad"
-            )
+            expected = "no inference tensor where gradients are recorded"
+            got = "one; clone it outside of torch.inference_mode, or call under torch.no_grad"
+            raise wrong(ValueError, where, argument, expected, got)
 
 
 def _check(

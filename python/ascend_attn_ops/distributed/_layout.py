@@ -228,18 +228,14 @@ def _concatenated(ranges: Iterable[slice], device: torch.device | str | None) ->
 def _parts(lengths: tuple[int, ...], world_size: int, order: str) -> list[list[Part]]:
     """Returns the parts that each rank holds."""
     result: list[list[Part]] = [[] for _ in range(world_size)]
+    owners = (*range(world_size), *reversed(range(world_size)))
     total, start = sum(lengths), 0
     for sequence, length in enumerate(lengths):
         if order == "zigzag":
-            count = 2 * world_size
-            cuts = [length * piece // count for piece in range(count + 1)]
-            owners = [*range(world_size), *reversed(range(world_size))]
+            cuts = [length * piece // (2 * world_size) for piece in range(2 * world_size + 1)]
         else:
-            cuts = [
-                min(max(total * piece // world_size - start, 0), length)
-                for piece in range(world_size + 1)
-            ]
-            owners = list(range(world_size))
+            ends = (total * piece // world_size - start for piece in range(world_size + 1))
+            cuts = [min(max(end, 0), length) for end in ends]
         start += length
         for owner, begin, end in zip(owners, cuts, cuts[1:], strict=False):
             parts = result[owner]

@@ -7,7 +7,6 @@ are views. Packed calls (TND) would copy the keys once per part.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import ascend_attn_ops as ops
 from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import INT64_MAX, INVALID
+from ascend_attn_ops._arguments import INT64_MAX, wrong
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.compression import check_compression
 from ascend_attn_ops.device_limits import limits
@@ -42,7 +41,7 @@ SHARED = ("sink", "position_bias", "indexer_loss_weight")
 
 
 @dataclass(frozen=True, eq=False)
-class Operation(ABC):
+class Operation:
     """An operator with its options, and how it runs on one part.
 
     The tensors of a part are batches of one, (1, tokens, ...); outputs have the tokens first.
@@ -72,11 +71,6 @@ class Operation(ABC):
     def ratio(self) -> int:
         """How many tokens a key stands for."""
         return int(self.options.get("cmp_ratio", 1))
-
-    @property
-    def block_size(self) -> int:
-        """How many keys an index stands for."""
-        return int(self.options.get("sparse_block_size", 1))
 
     def source(self, shards: SequenceShards, name: str) -> Source:
         """How the keys of an argument are gathered: all of them, by default."""
@@ -108,7 +102,7 @@ class Operation(ABC):
 
     def _read(self, part: Rows, indices: Tensor) -> Tensor:
         """Empties the slots that no query reads: they may name keys that the part lacks."""
-        slots, size = indices.shape[-1], self.block_size
+        slots, size = indices.shape[-1], self.options.get("sparse_block_size", 1)
         if (part.begin + 1) // self.ratio > (slots - 1) * size:
             return indices
         tokens = torch.arange(part.begin + 1, part.end + 1, device=indices.device)
@@ -120,17 +114,15 @@ class Operation(ABC):
         """The tokens behind the last complete compressed key; filled on the device."""
         return like.new_full((1,), self.tokens(part) % self.ratio, dtype=torch.int32)
 
-    @abstractmethod
     def forward(self, part: Rows, x: Tensors) -> tuple[Tensor, ...]:
         """The outputs of one part."""
+        raise NotImplementedError
 
     def backward(self, part: Rows, x: Tensors, outputs: tuple[Tensor, ...], d: Tensor) -> Tensors:
         """The gradients of a part's tensors; outputs and d are its rows, tokens first."""
         raise NotImplementedError
 
-    def finish_backward(  # noqa: B027, most operations have nothing left to do
-        self, shards: SequenceShards, queries: Tensors
-    ) -> None:
+    def finish_backward(self, shards: SequenceShards, queries: Tensors) -> None:
         """Called on all ranks after the gradients of all parts."""
 
     def on_meta(self, part: Rows, tensors: Tensors) -> tuple[Tensor, ...]:
@@ -154,16 +146,16 @@ class Operation(ABC):
         indices = x.get(self.indices)
         if indices is None or not indices.numel():
             return
-        end = -(-(self.tokens(part) // self.ratio) // self.block_size)
+        keys = self.tokens(part) // self.ratio
+        end = -(-keys // self.options.get("sparse_block_size", 1))
         least, most = indices.aminmax()
         if least < -1 or most >= end:
             _, *at = ((indices < -1) | (indices >= end)).nonzero()[0].tolist()
             got = indices[0][tuple(at)].item()
             at[0] += part.row
-            raise ValueError(
-                f"ascend::{self.name}: {self.indices}: expected values in [-1, {end}), "
-                f"got {got} at {tuple(at)} of the local tokens {INVALID}"
-            )
+            place = f"{got} at {tuple(at)} of the local tokens"
+            where = f"ascend::{self.name}"
+            raise wrong(ValueError, where, self.indices, f"values in [-1, {end})", place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,13 +222,16 @@ class IndexerLoss(Operation):
 
     def check_values(self, part: Rows, x: Tensors) -> None:
         super().check_values(part, x)
+        if x["softmax_max"] is None:
+            return
         # The operator reads no statistics of tokens whose weight is 0.
         read = slice(None) if x["weight"] is None else x["weight"] != 0
         _C.check_statistics(self.name, *(x[name][read] for name in STATISTICS))
 
     def forward(self, part: Rows, x: Tensors) -> tuple[Tensor, ...]:
-        statistics = {name: x[name].unsqueeze(0) for name in STATISTICS}
-        return ops.sparse_lightning_indexer_grad_kl_loss(**{**x, **statistics}, **self.options)
+        call = {**x, **{name: x[name].unsqueeze(0) for name in STATISTICS}}
+        call.pop("target", None)
+        return ops.sparse_lightning_indexer_grad_kl_loss(**call, **self.options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,9 +240,6 @@ class IndexerLossWithTarget(IndexerLoss):
     never_cast: ClassVar[tuple[str, ...]] = ("weights", "target")
 
     normalize_target: bool
-
-    def check_values(self, part: Rows, x: Tensors) -> None:
-        Operation.check_values(self, part, x)
 
     def forward(self, part: Rows, x: Tensors) -> tuple[Tensor, ...]:
         indices, options = x["sparse_indices"], self.options
@@ -281,10 +273,9 @@ class DenseAttention(Operation):
         heads |= {name: x.shape[-2] for name, x in tensors.items() if x is not None and x.dim() > 2}
         for name, count in heads.items():
             if count % self.ranks:
-                raise ValueError(
-                    f"ascend::{self.name}: {name}: expected a number of heads that the "
-                    f"{self.ranks} ranks divide (method 'ulysses'), got {count}"
-                )
+                text = f"that the {self.ranks} ranks divide (method 'ulysses')"
+                expected = f"a number of heads {text}"
+                raise wrong(ValueError, f"ascend::{self.name}", name, expected, str(count))
         share = {
             name: x if x is None else x.chunk(self.ranks, 0 if name in SHARED else 1)[0]
             for name, x in tensors.items()
@@ -441,9 +432,6 @@ class Compression(Operation):
     name: ClassVar[str] = "compress_keys"
     keys: ClassVar[dict[str, str]] = {}
     never_cast: ClassVar[tuple[str, ...]] = ("values", "logits")
-
-    def forward(self, part: Rows, x: Tensors) -> tuple[Tensor, ...]:
-        raise NotImplementedError
 
     def on_meta(self, part: Rows, tensors: Tensors) -> tuple[Tensor, ...]:
         check_compression(**tensors, overlap=self.options["overlap"], axes=2)

@@ -17,14 +17,9 @@ from ascend_attn_ops.distributed.shards import SequenceShards
 
 
 class Keys:
-    """The keys that a rank needs.
+    """The keys that an operation reads on this rank, gathered from local ones.
 
-    Args:
-        operation: what reads them.
-        shards: which tokens are local.
-        local: the keys of this rank, by argument.
-        kept: whether to keep them for the next operator.
-        gathered: whether `local` are those that were gathered before.
+    They are `kept` for the next operator, or were `gathered` before.
     """
 
     def __init__(
@@ -85,11 +80,7 @@ def sum_gradients(
 ) -> dict[str, Tensor]:
     """The gradients of the local queries, and those of all keys that the local queries cause.
 
-    Args:
-        shards: which tokens are local.
-        queries, keys: the tensors of all parts.
-        wanted: the arguments to differentiate.
-        gradients: those of the tensors of one part.
+    `gradients` returns those of one part, for the arguments that are `wanted` at least.
     """
     given = {name: x for name, x in {**queries, **keys.full}.items() if name in wanted}
     summed = {name: x for name, x in given.items() if name in keys.full or name in SHARED}

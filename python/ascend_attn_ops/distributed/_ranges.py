@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ascend_attn_ops.distributed._layout import Layout, Rows
 
-
-class _Piece(NamedTuple):
-    """Tokens of one rank that another needs: `begin` to `end` of its local tokens."""
-
-    owner: int
-    begin: int
-    end: int
+# Tokens of a rank: the rank, the first of its local tokens, and one past the last.
+_Piece = tuple[int, int, int]
 
 
 class Ranges:
     """For each part of a rank some tokens of its sequence, one part after another.
 
-    Args:
-        layout: which tokens the ranks hold.
-        wanted: the first token that a part needs of its sequence, and one past the last.
+    `wanted` returns the first token that a part needs of its sequence, and one past the last.
     """
 
     def __init__(self, layout: Layout, wanted: Callable[[Rows], tuple[int, int]]) -> None:
@@ -33,23 +25,22 @@ class Ranges:
         self.wanted = [wanted(part) for part in layout.rows()]
         self._begins = [0, *accumulate(end - begin for begin, end in self.wanted)]
         mine, ranks = layout.rank, range(layout.world_size)
-        holders = _holders(layout)
-        needs = [_pieces(layout.rows(rank), holders, wanted) for rank in ranks]
+        needs = _needs(layout, wanted)
         # On all ranks alike: a collective wants all of them.
-        self._travel = any(x.owner != rank for rank in ranks for x in needs[rank])
-        sent = [[x for x in needs[rank] if x.owner == mine != rank] for rank in ranks]
-        received = [[x for x in needs[mine] if x.owner == rank != mine] for rank in ranks]
+        self._travel = any(owner != rank for rank in ranks for owner, _, _ in needs[rank])
+        sent = [[x for x in needs[rank] if x[0] == mine != rank] for rank in ranks]
+        received = [[x for x in needs[mine] if x[0] == rank != mine] for rank in ranks]
         self._sent = [piece for pieces in sent for piece in pieces]
         self._sent_counts, self._received_counts = _counts(sent), _counts(received)
         # The needed tokens, of the local ones and, behind them, of those received, by rank.
         following = [0, *accumulate(self._received_counts)]
-        self._needs = []
-        for x in needs[mine]:
-            if x.owner != mine:
-                begin = self.local_tokens + following[x.owner]
-                following[x.owner] += x.end - x.begin
-                x = _Piece(mine, begin, begin + x.end - x.begin)
-            self._needs.append(x)
+        self._needs: list[_Piece] = []
+        for owner, begin, end in needs[mine]:
+            if owner != mine:
+                count, begin = end - begin, self.local_tokens + following[owner]
+                end = begin + count
+                following[owner] += count
+            self._needs.append((mine, begin, end))
 
     def seen(self, part: Rows, begin: int, end: int) -> slice:
         """Tokens `begin` to `end` of a part's sequence among those that were gathered."""
@@ -76,32 +67,24 @@ class Ranges:
         return own
 
 
-def _holders(layout: Layout) -> dict[int, list[tuple[int, Rows]]]:
-    """The ranks and parts of each sequence, from its first token to its last."""
+def _needs(layout: Layout, wanted: Callable[[Rows], tuple[int, int]]) -> list[list[_Piece]]:
+    """The tokens that each rank needs for its parts, in the order in which it needs them."""
     holders: dict[int, list[tuple[int, Rows]]] = {}
     for owner in range(layout.world_size):
         for part in layout.rows(owner):
             holders.setdefault(part.sequence, []).append((owner, part))
     for held in holders.values():
         held.sort(key=lambda owner_and_part: owner_and_part[1].begin)
-    return holders
-
-
-def _pieces(
-    parts: list[Rows],
-    holders: dict[int, list[tuple[int, Rows]]],
-    wanted: Callable[[Rows], tuple[int, int]],
-) -> list[_Piece]:
-    """The tokens that a rank needs for its parts, in the order in which it needs them."""
-    pieces = []
-    for part in parts:
-        begin, end = wanted(part)
-        for owner, theirs in holders[part.sequence]:
-            first, last = max(begin, theirs.begin), min(end, theirs.end)
-            if first < last:
-                row = theirs.row - theirs.begin
-                pieces.append(_Piece(owner, row + first, row + last))
-    return pieces
+    needs: list[list[_Piece]] = [[] for _ in range(layout.world_size)]
+    for rank, pieces in enumerate(needs):
+        for part in layout.rows(rank):
+            begin, end = wanted(part)
+            for owner, theirs in holders[part.sequence]:
+                first, last = max(begin, theirs.begin), min(end, theirs.end)
+                if first < last:
+                    row = theirs.row - theirs.begin
+                    pieces.append((owner, row + first, row + last))
+    return needs
 
 
 def _counts(pieces: Iterable[Iterable[_Piece]]) -> list[int]:

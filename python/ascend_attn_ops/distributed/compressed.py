@@ -276,11 +276,8 @@ def sparse_flash_mla_with_indexer_loss(
     trained = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query_index, key_index, weights)
     )
-    weight, factor = None, None
-    if isinstance(indexer_loss_weight, Tensor):
-        weight = indexer_loss_weight
-    else:
-        factor = float(indexer_loss_weight)
+    weight = indexer_loss_weight if isinstance(indexer_loss_weight, Tensor) else None
+    factor = None if isinstance(indexer_loss_weight, Tensor) else float(indexer_loss_weight)
     operation = AttentionWithLoss(options, trained, factor, on_loss, [])
     given = guard(
         operation, shards, layout,

@@ -175,10 +175,8 @@ def _next_keys(prefetch: Iterable[Tensor]) -> dict[str, Tensor]:
     given = tuple(prefetch) if isinstance(prefetch, Iterable) else None
     if given is None or isinstance(prefetch, Tensor) or len(given) > 2:
         got = shown(prefetch) if given is None else f"{len(given)} tensors"
-        raise ValueError(
-            f"ascend::{Indexer.name}: prefetch: expected the key, or the key and the key_rope, "
-            f"got {got}"
-        )
+        expected = "the key, or the key and the key_rope"
+        raise wrong(ValueError, f"ascend::{Indexer.name}", "prefetch", expected, got)
     return dict(zip(("key", "key_rope"), given, strict=False))
 
 
@@ -359,24 +357,22 @@ def lightning_indexer_kl_loss(
     }  # fmt: skip
     check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
     options = {"sparse_mode": sparse_mode, "deterministic": deterministic}
-    indexer = {"query_index": query_index, "weights": weights}
-    keys: Tensors = {"key_index": key_index}
     if target is None:
         check_no_target(normalize_target, cmp_ratio)
         operation = IndexerLoss({**options, "scale_value": scale_value})
-        of_tokens = {
-            "query": query, "sparse_indices": sparse_indices, "softmax_max": softmax_max,
-            "softmax_sum": softmax_sum, "query_rope": query_rope, "token_weight": token_weight,
-        }  # fmt: skip
-        keys = {**keys, "key": key, "key_rope": key_rope}
     else:
         where = f"ascend::{IndexerLoss.name}"
         check_tensor(where, "sparse_indices", sparse_indices)
         options["cmp_ratio"] = check_count(where, "cmp_ratio", cmp_ratio, least=1)
         operation = IndexerLossWithTarget(options, bool(normalize_target))
-        of_tokens = {"sparse_indices": sparse_indices, "target": target, "weight": weight}
     given = guard(
-        operation, shards, layout, {**indexer, **of_tokens, **keys},
+        operation, shards, layout,
+        {
+            "query_index": query_index, "weights": weights, "query": query,
+            "sparse_indices": sparse_indices, "softmax_max": softmax_max,
+            "softmax_sum": softmax_sum, "query_rope": query_rope, "target": target,
+            "weight": weight, "key_index": key_index, "key": key, "key_rope": key_rope,
+        },
         options={
             "normalize_target": bool(normalize_target), "reduction": reduction,
             # Reading a tensor's value would wait for its device.
