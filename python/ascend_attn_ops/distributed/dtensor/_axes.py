@@ -209,10 +209,10 @@ def _broadcast(axes: str, tensor: Tensor) -> str:
 
 
 def _counts(call: Mapping[str, Any], name: str) -> str:
-    """One number for all batches, one for each, or with more behind them, which are not sharded."""
+    """One number for all batches, or none; one for each; more, of which the first are used."""
     batch = sizes_of(call["query"])[_DENSE_LAYOUTS[call["layout"]][0].index("B")]
     (size,) = sizes_of(call[name])
-    return "1" if size == 1 else "B" if size == batch else MORE
+    return "1" if size < 2 else "B" if size == batch else MORE
 
 
 def _dense(call: Mapping[str, Any]) -> str:
