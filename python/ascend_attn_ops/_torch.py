@@ -25,7 +25,6 @@ try:
         FunctionalizeInterpreter,
         retrieve_current_functorch_interpreter,
     )
-    from torch._logging._internal import LazyString
     from torch._subclasses.fake_tensor import FakeTensor, is_fake
     from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
     from torch.utils._python_dispatch import TorchDispatchMode

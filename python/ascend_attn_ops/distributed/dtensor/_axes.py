@@ -109,13 +109,14 @@ LINES = {
     ),
 }
 
+# The axes of query, key and out.
 _DENSE_LAYOUTS = {
-    "BSH": ("BSN", "BTK"),
-    "SBH": ("SBN", "TBK"),
-    "BSND": ("BSNd", "BTKd"),
-    "BNSD": ("BNSd", "BKTd"),
-    "BNSD_BSND": ("BNSd", "BKTd"),
-    "TND": ("SNd", "TKd"),
+    "BSH": ("BSN", "BTK", "BSN"),
+    "SBH": ("SBN", "TBK", "SBN"),
+    "BSND": ("BSNd", "BTKd", "BSNd"),
+    "BNSD": ("BNSd", "BKTd", "BNSd"),
+    "BNSD_BSND": ("BNSd", "BKTd", "BSNd"),
+    "TND": ("SNd", "TKd", "SNd"),
 }
 _MERGED_LAYOUTS = ("BSH", "SBH")
 
@@ -180,11 +181,6 @@ def _key_heads(call: Mapping[str, Any], heads: int) -> int:
     return shape[_DENSE_LAYOUTS[call["layout"]][1].index("K")]
 
 
-def _out(call: Mapping[str, Any]) -> str:
-    layout = call["layout"]
-    return "BSNd" if layout == "BNSD_BSND" else _DENSE_LAYOUTS[layout][0]
-
-
 def _mask(call: Mapping[str, Any]) -> str:
     mask = call["atten_mask"]
     if call["sparse_mode"] in COMPRESSED_MODES:
@@ -236,15 +232,11 @@ def _scatter(call: Mapping[str, Any]) -> str:
     return "N" if plain and call["key"].dim() == 3 else ""
 
 
-def _rows(call: Mapping[str, Any]) -> str:
-    return "ABCDEFGHIJKLM"[: call["lse"][0].dim()]
-
-
 # The letters that replace a word in braces.
 _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "q": lambda call: _DENSE_LAYOUTS[call["layout"]][0],
     "k": lambda call: _DENSE_LAYOUTS[call["layout"]][1],
-    "out": _out,
+    "out": lambda call: _DENSE_LAYOUTS[call["layout"]][2],
     "stats": lambda call: PER_SEQUENCE if call["layout"] == "TND" else "BNSz",
     "mask": _mask,
     "pse": _pse,
@@ -253,7 +245,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "keys_of": lambda call: _counts(call, "actual_seq_lengths_key"),
     "scale": _scale,
     "scatter": _scatter,
-    "rows": _rows,
+    "rows": lambda call: "ABCDEFGHIJKLM"[: call["lse"][0].dim()],
     # The blocks of a cache belong to no sequence, and a part of the queries sees other keys than
     # the lengths of the call say, or their number.
     "keys": lambda call: "bp1" if call.get("block_table") is not None else "BT1",

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._torch import DTensorSpec
 from ascend_attn_ops.distributed.dtensor._axes import ABSENT, PER_SEQUENCE, Axes
 
+_WHOLE = Replicate()
 
+
+@dataclass(frozen=True, init=False)  # torch's class is one of C++, which begins its objects
 class HeadsOfSequences(Placement):
     """The statistics of flash_attention_score in layout TND, sharded by heads.
 
     Each rank has (T1, N / ranks, 8), stored as (N / ranks, Sq, 8) of one sequence after another,
     which its backward reads. No Shard() says that: torch refuses to redistribute it.
     """
-
-    def __repr__(self) -> str:
-        return "HeadsOfSequences()"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadsOfSequences)
-
-    def __hash__(self) -> int:
-        return hash(HeadsOfSequences)
 
 
 class Part(NamedTuple):
@@ -81,20 +77,16 @@ class Choice:
     def key_heads_sharded(self) -> bool:
         return self._key_heads_sharded(self.ranks("N"))
 
-    def inputs(self, letters: str) -> tuple[Placement, ...]:
+    def inputs(self, letters: str, absent: Placement = _WHOLE) -> tuple[Placement, ...]:
+        """The placements of a tensor with these axes; `absent` where a sharded axis is not its."""
+        key_heads = self.key_heads_sharded
         return tuple(
-            self._wanted(letters, axis, self.key_heads_sharded) or Replicate()
+            self._wanted(letters, axis, key_heads) or (_WHOLE if axis is None else absent)
             for axis in self.sharded
         )
 
     def outputs(self, letters: str) -> tuple[Placement, ...]:
-        def missing(axis: str | None) -> Placement:
-            return Replicate() if axis is None or letters == ABSENT else Partial("sum")
-
-        return tuple(
-            self._wanted(letters, axis, self.key_heads_sharded) or missing(axis)
-            for axis in self.sharded
-        )
+        return self.inputs(letters, _WHOLE if letters == ABSENT else Partial("sum"))
 
     def part(self, axis: str, coordinate: Sequence[int]) -> Part:
         dims = [dim for dim, sharded in enumerate(self.sharded) if sharded == axis]
@@ -149,7 +141,7 @@ class Choice:
             key_heads = self._key_heads_sharded(ranks * self.ranks("N"))
             cost = 0.0
             for each in tensors:
-                wanted = self._wanted(each.axes, axis, key_heads) or Replicate()
+                wanted = self._wanted(each.axes, axis, key_heads) or _WHOLE
                 cost += sum(_cost(spec, dim, wanted, each.written) for spec in each.specs)
             # All ranks computing the same is the last choice among equals.
             options.append((cost, axis is None, idle, order, axis))
@@ -171,7 +163,7 @@ class Choice:
         fixed = [x for x in tensors if any(_is_fixed(spec, x.written) for spec in x.specs)]
         for each in fixed:
             got = each.specs[0].placements[dim]
-            allowed = [self._wanted(each.axes, x, key_heads) or Replicate() for x in options]
+            allowed = [self._wanted(each.axes, x, key_heads) or _WHOLE for x in options]
             if got not in allowed:
                 break
         else:
@@ -182,10 +174,9 @@ class Choice:
             if each.written
             else "since statistics of one sequence after another are not redistributed"
         )
-        expected = " or ".join(dict.fromkeys(map(repr, allowed)))
-        raise ValueError(
-            f"ascend::{self.operator}: {each.argument}: expected {expected}, {reason}, got {got!r}"
-        )
+        expected = f"{' or '.join(dict.fromkeys(map(repr, allowed)))}, {reason}"
+        where = f"ascend::{self.operator}"
+        raise wrong(ValueError, where, each.argument, expected, repr(got))
 
 
 def _is_fixed(spec: DTensorSpec, written: bool) -> bool:

@@ -6,17 +6,17 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._torch import (
     DTensorSpec,
-    LazyString,
     TensorMeta,
     is_tracing,
     redistribute_local_tensor,
@@ -48,7 +48,6 @@ _LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 # Plain tensors that stand for the whole tensor, the same on all ranks: the library builds the
 # compressed masks by itself, and lengths were numbers.
 _PLAIN = ("atten_mask", "prefix", *_LENGTHS)
-
 _AXIS_NAMES = {"B": "batch", "S": "query tokens", "N": "heads", "H": "heads of the indexer"}
 
 Cut = tuple[int, int, int]  # dimension, begin, size
@@ -72,7 +71,7 @@ class Plan:
     """All that a call needs besides its tensors."""
 
     def __init__(self, signature: Signature, values: Mapping[str, Any]) -> None:
-        self.signature = signature
+        self.signature, self.where = signature, f"ascend::{signature.name}"
         self.call = {name: number(value) for name, value in values.items()}
         self.mesh = self._check_tensors()
         # Metadata of the call in one process. Limits apply to what each rank computes.
@@ -113,35 +112,26 @@ class Plan:
             if tensors_of(value):
                 yield name
 
-    def _error(self, kind: type[Exception], argument: str, text: str) -> Exception:
-        return kind(f"ascend::{self.signature.name}: {argument}: {text}")
-
     def _check_tensors(self) -> DeviceMesh:
         mesh: DeviceMesh | None = None
         first = ""
         for name in self._tensors():
             for tensor in tensors_of(self.call[name]):
                 if not isinstance(tensor, DTensor):
-                    self._check_plain(name)
+                    if name not in _PLAIN:
+                        got = "a plain tensor; DTensor.from_local(tensor, mesh, [Replicate()]) "
+                        got += "makes one of a tensor that all ranks have"
+                        if name == "drop_mask":
+                            got = "a plain tensor; dropout_p draws different bits on every rank"
+                        expected = "a DTensor beside DTensors"
+                        raise wrong(TypeError, self.where, name, expected, got)
                 elif mesh is None:
                     mesh, first = tensor.device_mesh, name
                 elif tensor.device_mesh != mesh:
-                    text = f"expected the device mesh of {first}, {mesh}, got {tensor.device_mesh}"
-                    raise self._error(ValueError, name, text)
+                    expected = f"the device mesh of {first}, {mesh}"
+                    raise wrong(ValueError, self.where, name, expected, str(tensor.device_mesh))
         assert mesh is not None
         return mesh
-
-    def _check_plain(self, name: str) -> None:
-        if name in _PLAIN:
-            return
-        text = (
-            "expected a DTensor, the bits of the whole mask on all ranks, got a plain tensor; "
-            "dropout_p draws different bits on every rank"
-            if name == "drop_mask"
-            else "expected a DTensor beside DTensors, got a plain tensor; DTensor.from_local("
-            "tensor, mesh, [Replicate()]) makes one of a tensor that all ranks have"
-        )
-        raise self._error(TypeError, name, text)
 
     def _choose(self) -> Choice:
         tensors = []
@@ -173,8 +163,8 @@ class Plan:
         if "S" in parts and "T" in axes.sizes:
             if any(call.get(name) is not None for name in _LENGTHS):
                 local.tokens = parts["S"]
-            else:
-                self._take_keys(local, parts["S"])
+            elif later := _tokens.unseen_keys(axes.sizes["S"], parts["S"], call["sparse_mode"]):
+                self._take_axis(local, "T", Part(0, axes.sizes["T"] - later))
         return local
 
     def _cut(self, local: Local, name: str, dim: int, part: Part) -> None:
@@ -194,13 +184,6 @@ class Plan:
             local.heads = part
         if not self.choice.key_heads_sharded and sizes["K"] > 1:
             self._take_axis(local, "K", key_heads)
-
-    def _take_keys(self, local: Local, part: Part) -> None:
-        """Takes the keys that the query tokens of `part` see."""
-        sizes = self.axes.sizes
-        keys = _tokens.visible_keys(sizes["S"], sizes["T"], part, self.call["sparse_mode"])
-        if keys < sizes["T"]:
-            self._take_axis(local, "T", Part(0, keys))
 
     def _take_axis(self, local: Local, axis: str, part: Part) -> None:
         """Takes a part of an axis that is not sharded, which may be merged with another one."""
@@ -222,28 +205,18 @@ class Plan:
                 values[name] = values[name].narrow(dim, begin, size)
         values.update(local.values)
         if local.tokens is not None:
-            lengths = self._cut_lengths(local.tokens, *(values[name] for name in _LENGTHS))
-            values.update(zip(_LENGTHS, lengths, strict=True))
+            query, key = (values[name] for name in _LENGTHS)
+            part, mode = local.tokens, self.call["sparse_mode"]
+            if self.call["layout"] == "TND":
+                cut = _tokens.packed_lengths(query, key, part, mode)
+            else:
+                cut = _tokens.padded_lengths(query, key, part, mode, self.axes.sizes)
+            values.update(zip(_LENGTHS, cut, strict=True))
         if local.heads is not None:
             for name in ("softmax_max", "softmax_sum"):
                 values[name] = _tokens.heads_of_sequences(
                     values[name], values[_LENGTHS[0]], local.heads
                 )
-
-    def _cut_lengths(
-        self, tokens: Part, query: Tensor | None, key: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The lengths of the sequences for a rank that has these query tokens."""
-        mode, sizes = self.call["sparse_mode"], self.axes.sizes
-        given = key if query is None else query
-        assert given is not None
-        if self.call["layout"] == "TND":
-            assert query is not None
-            assert key is not None
-            return _tokens.packed_lengths(query, key, tokens, mode)
-        query = torch.full_like(given, sizes["S"]) if query is None else query
-        key = torch.full_like(given, sizes["T"]) if key is None else key
-        return _tokens.padded_lengths(query, key, tokens, mode)
 
     def _check_every_rank(self) -> None:
         """Raise on all ranks what the operator would raise on one of them, before they meet."""
@@ -286,15 +259,13 @@ class Plan:
 
     def _prepare(self) -> None:
         """Note whose local tensors are used as they are, and what becomes of all others."""
-        self.kept: list[str] = []
         self.moved: dict[str, tuple[Placement, ...]] = {}
+        self.kept: list[str] = []
         for name in self._tensors():
             tensors, target = tensors_of(self.call[name]), self.targets[name]
-            if not isinstance(tensors[0], DTensor):
-                continue
-            if any(x._spec != _moved(x._spec, target) for x in tensors):
+            if any(isinstance(x, DTensor) and x._spec != _moved(x._spec, target) for x in tensors):
                 self.moved[name] = target
-            else:
+            elif isinstance(tensors[0], DTensor):
                 self.kept.append(name)
 
     def run(self, values: dict[str, Any]) -> Any:
@@ -303,7 +274,7 @@ class Plan:
         if self.moved:
             self._move(values)
         for name in self.kept:
-            values[name] = map_tensors(values[name], _local_tensor)
+            values[name] = map_tensors(values[name], attrgetter("_local_tensor"))
         results, failure = [], None
         try:
             results = self._results(values)
@@ -319,13 +290,13 @@ class Plan:
         if self.local is None:
             assert self.coordinate is not None
             first = next(x for value in values.values() for x in tensors_of(value))
-            shapes = (
-                self.choice.local_shape(meta.shape, spec.placements, self.coordinate)
-                for meta, spec in zip(self.metas, self.results, strict=True)
-            )
+            coordinate = self.coordinate
             return [
-                first.new_zeros(shape, dtype=meta.dtype)
-                for shape, meta in zip(shapes, self.metas, strict=True)
+                first.new_zeros(
+                    self.choice.local_shape(meta.shape, spec.placements, coordinate),
+                    dtype=meta.dtype,
+                )
+                for meta, spec in zip(self.metas, self.results, strict=True)
             ]
         self._finish(self.local, values)
         results = self.signature.call(values)
@@ -344,7 +315,7 @@ class Plan:
         for dim in range(self.mesh.ndim):
             try:
                 agreement = Agreement(self.mesh.get_group(dim))
-                agreement.vote(f"ascend::{self.signature.name}", {}, error=told)
+                agreement.vote(self.where, {}, error=told)
             except Exception as error:
                 told = error
         if told is not None:
@@ -370,7 +341,10 @@ class Plan:
         for name, target in self.moved.items():
             for x in tensors_of(values[name]):
                 specs[id(x)] = _moved(x._spec, target)
-                message = LazyString(self._message, name, x._spec, target)
+                message = (
+                    f"{self.where}: {name}: expected placements {target}, which need no "
+                    f"redistribution here, got {x._spec.placements}"
+                )
                 EXPLICIT.observe_redistribution(x._spec, specs[id(x)], message)
         done: dict[int, Tensor] = {}
 
@@ -381,17 +355,6 @@ class Plan:
 
         for name in self.moved:
             values[name] = map_tensors(values[name], move)
-
-    def _message(self, name: str, spec: DTensorSpec, target: tuple[Placement, ...]) -> str:
-        return (
-            f"ascend::{self.signature.name}: {name}: expected placements {target}, which need no "
-            f"redistribution here, got {spec.placements}"
-        )
-
-
-def _local_tensor(x: Any) -> Tensor:
-    local: Tensor = x._local_tensor
-    return local
 
 
 def _moved(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,18 +36,22 @@ def _before(ends: Tensor) -> Tensor:
 
 
 def padded_lengths(
-    query: Tensor, key: Tensor, part: Part, sparse_mode: int
+    query: Tensor | None, key: Tensor | None, part: Part, sparse_mode: int, sizes: Mapping[str, int]
 ) -> tuple[Tensor, Tensor]:
-    """The same for one count per batch."""
+    """The same for one count per batch; None for all tokens."""
+    given = key if query is None else query
+    assert given is not None
+    query = torch.full_like(given, sizes["S"]) if query is None else query
+    key = torch.full_like(given, sizes["T"]) if key is None else key
     cut = (query - part.begin).clamp(0, part.size)
     if sparse_mode != _CAUSAL:
         return cut, key
     return cut, (key - (query - part.end).clamp(min=0)).clamp(min=0)
 
 
-def visible_keys(queries: int, keys: int, part: Part, sparse_mode: int) -> int:
-    """How many leading keys of a padded batch the queries of `part` see, without lengths."""
-    return keys - (queries - part.end) if sparse_mode == _CAUSAL else keys
+def unseen_keys(queries: int, part: Part, sparse_mode: int) -> int:
+    """How many keys of a padded batch without lengths are later than the queries of `part`."""
+    return queries - part.end if sparse_mode == _CAUSAL else 0
 
 
 def heads_of_sequences(statistic: Tensor, ends: Tensor, part: Part) -> Tensor:
