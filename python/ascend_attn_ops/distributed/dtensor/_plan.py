@@ -6,13 +6,13 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.functional import pad
 
 from ascend_attn_ops._arguments import wrong
 from ascend_attn_ops._torch import (
@@ -80,7 +80,16 @@ class Plan:
                 {name: map_tensors(value, meta_of) for name, value in self.call.items()}
             )
         self.axes = axes_of(signature.name, self.call)
-        self.choice = self._choose()
+        tensors = [
+            Tensors(
+                name,
+                self.axes.inputs.get(name, ""),
+                [x._spec for x in tensors_of(self.call[name]) if isinstance(x, DTensor)],
+                name in signature.written,
+            )
+            for name in self._tensors()
+        ]
+        self.choice = Choice(signature.name, self.axes, self.mesh, tensors)
         self.targets = {
             name: self.choice.inputs(self.axes.inputs.get(name, "")) for name in self._tensors()
         }
@@ -132,14 +141,6 @@ class Plan:
                     raise wrong(ValueError, self.where, name, expected, str(tensor.device_mesh))
         assert mesh is not None
         return mesh
-
-    def _choose(self) -> Choice:
-        tensors = []
-        for name in self._tensors():
-            specs = [x._spec for x in tensors_of(self.call[name]) if isinstance(x, DTensor)]
-            written = name in self.signature.written
-            tensors.append(Tensors(name, self.axes.inputs.get(name, ""), specs, written))
-        return Choice(self.signature.name, self.axes, self.mesh, tensors)
 
     def _saved_here(self, name: str) -> bool:
         return HeadsOfSequences() in self.call[name]._spec.placements
@@ -271,10 +272,7 @@ class Plan:
     def run(self, values: dict[str, Any]) -> Any:
         if self.coordinate is None:
             return self._without_rank(values)
-        if self.moved:
-            self._move(values)
-        for name in self.kept:
-            values[name] = map_tensors(values[name], attrgetter("_local_tensor"))
+        self._make_local(values)
         results, failure = [], None
         try:
             results = self._results(values)
@@ -300,9 +298,9 @@ class Plan:
             ]
         self._finish(self.local, values)
         results = self.signature.call(values)
-        for i, pad in enumerate(self.local.pads):
-            if pad is not None:
-                results[i] = _padded(results[i], pad)
+        for i, cut in enumerate(self.local.pads):
+            if cut is not None:
+                results[i] = _padded(results[i], cut)
         return results
 
     def _agree(self, failure: Exception | None, local: Tensor) -> None:
@@ -335,7 +333,7 @@ class Plan:
             return wrapped[0]
         return wrapped or None
 
-    def _move(self, values: dict[str, Any]) -> None:
+    def _make_local(self, values: dict[str, Any]) -> None:
         """Redistribute; key and value, say, may be one tensor and then stay one."""
         specs: dict[int, DTensorSpec] = {}
         for name, target in self.moved.items():
@@ -348,23 +346,20 @@ class Plan:
                 EXPLICIT.observe_redistribution(x._spec, specs[id(x)], message)
         done: dict[int, Tensor] = {}
 
-        def move(x: Any) -> Tensor:
-            if id(x) not in done:
+        def local(x: Any) -> Tensor:
+            if id(x) in specs and id(x) not in done:
                 done[id(x)] = redistribute_local_tensor(x._local_tensor, x._spec, specs[id(x)])
-            return done[id(x)]
+            return done.get(id(x), x._local_tensor)
 
-        for name in self.moved:
-            values[name] = map_tensors(values[name], move)
+        for name in (*self.moved, *self.kept):
+            values[name] = map_tensors(values[name], local)
 
 
 def _moved(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
-def _padded(result: Tensor, pad: Cut) -> Tensor:
-    dim, begin, size = pad
-    shape = list(result.shape)
-    local, shape[dim] = shape[dim], size
-    whole = result.new_zeros(shape)
-    whole.narrow(dim, begin, local).copy_(result)
-    return whole
+def _padded(result: Tensor, cut: Cut) -> Tensor:
+    dim, begin, size = cut
+    end = size - begin - result.shape[dim]
+    return pad(result, [0, 0] * (result.dim() - 1 - dim) + [begin, end])
