@@ -12,18 +12,6 @@ from torch.compiler import is_compiling
 from ascend_attn_ops.distributed._layout import Layout
 
 
-def same_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are one, or one is the other detached.
-
-    Not by the address: tensors without elements share it.
-    """
-    return x is y or (
-        x.untyped_storage()._cdata == y.untyped_storage()._cdata
-        and (x.storage_offset(), x.shape, x.stride()) == (y.storage_offset(), y.shape, y.stride())
-        and x.dtype == y.dtype
-    )
-
-
 @dataclass
 class _Entry:
     local: Tensor  # keeps its memory from being used for other keys
@@ -53,12 +41,14 @@ class GatheredKeys:
 
     def has(self, kind: str, x: Tensor, dtype: torch.dtype) -> bool:
         entry = self._entries.get(kind)
-        return (
-            entry is not None
-            and not x.is_inference()
-            and same_memory(entry.local, x)
-            and (entry.version, entry.dtype) == (x._version, dtype)
+        if entry is None or x.is_inference():
+            return False
+        # Not by the address: tensors without elements share it.
+        found, wanted = (
+            (y.untyped_storage()._cdata, y.storage_offset(), y.shape, y.stride(), y.dtype)
+            for y in (entry.local, x)
         )
+        return found == wanted and (entry.version, entry.dtype) == (x._version, dtype)
 
     def start(self, layout: Layout, kind: str, x: Tensor, sent: Tensor) -> None:
         """Begin to gather `sent`, which is x in its dtype of the call, unless that was done."""

@@ -13,16 +13,14 @@ from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in, wrong
-from ascend_attn_ops.distributed._layout import Layout
+from ascend_attn_ops.distributed._layout import Layout, Ranges, Source
 from ascend_attn_ops.distributed._operations import (
     ONE_TOKEN,
     SHARED,
     STATISTICS,
     Operation,
-    Source,
     Tensors,
 )
-from ascend_attn_ops.distributed._ranges import Ranges
 from ascend_attn_ops.distributed.shards import SequenceShards, check_local
 
 # These keep their dtype under autocast, as in the operators.

@@ -20,16 +20,13 @@ from ascend_attn_ops._arguments import INT64_MAX, wrong
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.compression import check_compression
 from ascend_attn_ops.device_limits import limits
-from ascend_attn_ops.distributed._layout import Layout, Rows, sum_dtype
-from ascend_attn_ops.distributed._ranges import Ranges
+from ascend_attn_ops.distributed._layout import Rows, Source, sum_dtype
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.indexer_training import indexer_loss
 from ascend_attn_ops.operators._loss_with_target import gradients_and_loss, prepared_target
 
 # By argument. None marks an omitted one: the operators check that no required one is omitted.
 Tensors = Mapping[str, Any]
-# How a kind of keys is spread over the ranks, and which of them a rank gathers.
-Source = Layout | Ranges
 
 # Stands for the part of a rank without tokens, where an operator wants queries.
 ONE_TOKEN = Rows(number=0, row=0, sequence=0, begin=0, end=1, length=1)

@@ -186,10 +186,8 @@ def _attention(name: str, ori_kv: Tensor, **options: Any) -> dict[str, Any]:
     for argument, least in (("cmp_ratio", 1), ("ori_win_left", -1), ("ori_win_right", -1)):
         options[argument] = check_count(where, argument, options[argument], least=least)
     # As of now: the backward may run when the switch stands otherwise.
-    options["deterministic"] = (
-        options["deterministic"] or torch.are_deterministic_algorithms_enabled()
-    )
-    return options
+    deterministic = options["deterministic"] or torch.are_deterministic_algorithms_enabled()
+    return {**options, "deterministic": deterministic}
 
 
 @collective

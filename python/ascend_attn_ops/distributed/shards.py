@@ -16,8 +16,7 @@ from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, che
 from ascend_attn_ops._torch import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
 from ascend_attn_ops.distributed._gathered import GatheredKeys
-from ascend_attn_ops.distributed._layout import Gather, Layout, Order, Part, Rows
-from ascend_attn_ops.distributed._ranges import Ranges
+from ascend_attn_ops.distributed._layout import Gather, Layout, Order, Part, Ranges, Rows
 
 __all__ = ["Part", "SequenceShards"]
 

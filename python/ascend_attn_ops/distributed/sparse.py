@@ -352,10 +352,10 @@ def lightning_indexer_kl_loss(
     check_divisor(reduction, normalizer)
     check_flag(f"ascend::{IndexerLoss.name}", "normalize_target", normalize_target)
     attention = {
-        "query": query, "key": key, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
-        "scale_value": scale_value,
+        "query": query, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
+        "query_rope": query_rope, "key": key, "key_rope": key_rope,
     }  # fmt: skip
-    check_attention({**attention, "query_rope": query_rope, "key_rope": key_rope}, target)
+    check_attention({**attention, "scale_value": scale_value}, target)
     options = {"sparse_mode": sparse_mode, "deterministic": deterministic}
     if target is None:
         check_no_target(normalize_target, cmp_ratio)
@@ -368,10 +368,8 @@ def lightning_indexer_kl_loss(
     given = guard(
         operation, shards, layout,
         {
-            "query_index": query_index, "weights": weights, "query": query,
-            "sparse_indices": sparse_indices, "softmax_max": softmax_max,
-            "softmax_sum": softmax_sum, "query_rope": query_rope, "target": target,
-            "weight": weight, "key_index": key_index, "key": key, "key_rope": key_rope,
+            "query_index": query_index, "weights": weights, "sparse_indices": sparse_indices,
+            "target": target, "weight": weight, **attention, "key_index": key_index,
         },
         options={
             "normalize_target": bool(normalize_target), "reduction": reduction,
