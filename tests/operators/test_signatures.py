@@ -70,7 +70,7 @@ def test_every_operator_has_a_struct_a_function_and_a_reference() -> None:
 
 @pytest.mark.parametrize("operator", sorted(STRUCTS))
 def test_the_struct_has_the_arguments_of_the_schema(operator: str) -> None:
-    # KeyPages is a part of operators in whose schemas the layout of the keys has the name of CANN's.
+    # KeyPages is a part of operators whose layout of the keys has the name that CANN gives it.
     of_keys = "key_layout" in STRUCTS[operator]
     names = [argument.name for argument in arguments(operator)]
     names = [

@@ -24,7 +24,7 @@ from ascend_attn_ops.distributed._operations import (
 from ascend_attn_ops.distributed.shards import SequenceShards, check_local
 
 # These keep their dtype under autocast, as in the operators.
-_NEVER_CAST = (*STATISTICS, "weight", *SHARED)
+_NEVER_CAST = (*STATISTICS, "token_weight", *SHARED)
 
 
 def batch_first(x: Tensor, layout: str) -> Tensor:

@@ -222,7 +222,7 @@ class IndexerLoss(Operation):
         if x["softmax_max"] is None:
             return
         # The operator reads no statistics of tokens whose weight is 0.
-        read = slice(None) if x["weight"] is None else x["weight"] != 0
+        read = slice(None) if x["token_weight"] is None else x["token_weight"] != 0
         _C.check_statistics(self.name, *(x[name][read] for name in STATISTICS))
 
     def forward(self, part: Rows, x: Tensors) -> tuple[Tensor, ...]:
@@ -241,7 +241,7 @@ class IndexerLossWithTarget(IndexerLoss):
     def forward(self, part: Rows, x: Tensors) -> tuple[Tensor, ...]:
         indices, options = x["sparse_indices"], self.options
         target, factors = prepared_target(
-            x["target"], indices, x.get("weight"), self.normalize_target
+            x["target"], indices, x.get("token_weight"), self.normalize_target
         )
         if self.ratio > 1:
             options = {**options, "cmp_residual_key": self.residual(part, x["query_index"])}

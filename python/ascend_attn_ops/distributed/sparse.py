@@ -369,7 +369,7 @@ def lightning_indexer_kl_loss(
         operation, shards, layout,
         {
             "query_index": query_index, "weights": weights, "sparse_indices": sparse_indices,
-            "target": target, "weight": weight, **attention, "key_index": key_index,
+            "target": target, "token_weight": token_weight, **attention, "key_index": key_index,
         },
         options={
             "normalize_target": bool(normalize_target), "reduction": reduction,
@@ -390,4 +390,4 @@ def lightning_indexer_kl_loss(
         return normalized(loss, normalizer)
     if token_weight is None:
         return loss / max(shards.tokens, 1)
-    return loss / one_for_zero(shards.all_reduce(weight.detach().sum(dtype=loss.dtype)))
+    return loss / one_for_zero(shards.all_reduce(token_weight.detach().sum(dtype=loss.dtype)))
