@@ -34,13 +34,6 @@ def attention() -> tuple[Tensor, Tensor]:
     return query, out
 
 
-def test_threads() -> None:
-    with ascend_attn_ops.limits(None):
-        assert in_a_thread(device_in_force) == [DEFAULT]
-        assert device_in_force() is None
-    assert device_in_force() == DEFAULT
-
-
 def block(product: Any) -> Iterator[Device | None]:
     """A generator whose limits are in force while it is suspended."""
     with ascend_attn_ops.limits(product):
@@ -67,7 +60,7 @@ def test_a_block_can_end_in_another_thread() -> None:
     assert device_in_force() == DEFAULT
 
 
-def test_threads_share_an_object() -> None:
+def test_a_block_is_that_of_its_thread() -> None:
     lifted = ascend_attn_ops.limits(None)
 
     def enter_and_leave() -> tuple[Device | None, Device | None]:
@@ -76,6 +69,7 @@ def test_threads_share_an_object() -> None:
         return inside, device_in_force()
 
     with lifted:
+        assert in_a_thread(device_in_force) == [DEFAULT]
         assert in_a_thread(enter_and_leave) == [(None, DEFAULT)]
         assert device_in_force() is None
     assert device_in_force() == DEFAULT

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
 from typing import Any
 
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.device_limits import table
 from support import registered
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
-from support.samples import OPERATORS, WRONG_CALLS, Operator, Recipe, WrongCall, as_tuple, bytes_of
+from support.samples import OPERATORS, WRONG_CALLS, Operator, Recipe, WrongCall, bytes_of
 from support.turns import by_turns
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -234,18 +232,6 @@ def assert_writes(call: OutCall, like: OutCall) -> None:
             assert torch.equal(bytes_of(x), bytes_of(y))
 
 
-def test_an_output_between_the_rows_of_an_input() -> None:
-    """The input's bytes are on both sides of it, and none is in it."""
-    buffer = torch.randn(4, 3, 16, dtype=torch.bfloat16)
-    key = torch.randn(2, 3, 16, dtype=torch.bfloat16)
-    call = partial(torch.ops.ascend.prompt_flash_attention, layout="BSH", num_heads=2)
-    query = buffer[::3]
-    expected = call(query.clone(), key, key)
-    out = buffer[1:3]
-    torch.ops.ascend.prompt_flash_attention.out(query, key, key, layout="BSH", num_heads=2, out=out)
-    assert torch.equal(out, expected)
-
-
 @by_turns(4)
 @pytest.mark.parametrize(
     "row",
@@ -263,13 +249,6 @@ def test_a_wrong_call_writes_nothing(row: WrongCall) -> None:
     row.check_message(str(raised.value))
     for x, y in zip(call.bytes(), before, strict=True):
         assert torch.equal(x, y)
-
-
-def test_limits_are_those_of_the_operator() -> None:
-    assert {operator.name for operator in FORMS} < {row["operator"] for row in table()}
-    call = good(FORMS[0])
-    with ascend_attn_ops.limits("310P"), pytest.raises(NotImplementedError, match="310P"):
-        call.run()
 
 
 @each_form
@@ -356,16 +335,3 @@ def test_autocast_casts_nothing(operator: Operator) -> None:
         wrong = call.with_output(index, call.outputs[index].bfloat16())
         with torch.autocast("cpu", torch.bfloat16):
             assert_refused(wrong, TypeError, names(call)[index], "expected dtype float32")
-
-
-@each_form
-def test_flops_are_counted(operator: Operator) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    call = good(operator)
-    counts = []
-    for function in (call.run, lambda: call.sample.call(torch.ops.ascend)):
-        with FlopCounterMode(display=False) as counter:
-            as_tuple(function())
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1]

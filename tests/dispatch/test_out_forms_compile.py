@@ -11,7 +11,6 @@ from support.samples import Operator, Recipe, Sample, as_tuple, bytes_of
 from support.torch_defects import skip_unless_dynamo_traces_out
 from support.turns import first_of_each, nightly
 from torch import Tensor
-from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
@@ -117,28 +116,6 @@ def test_an_input_as_output_does_not_compile() -> None:
         assert torch.equal(value, before)
 
 
-@each_first
-def test_functionalize(recipe: Recipe) -> None:
-    """torch.func's: the graph writes to nothing but, at its end, to the given tensors."""
-    call = out_call(recipe)
-
-    def function(*outputs: Tensor) -> tuple[Tensor, ...]:
-        return write(call.operator, call.sample, outputs)
-
-    outputs = rubbish_like(call.outputs)
-    written = torch.func.functionalize(function)(*outputs)
-    expected = call.sample.call(torch.ops.ascend)
-    assert_same_bytes(written, expected)
-    assert_same_bytes(outputs, expected)
-    graph = torch.fx.experimental.proxy_tensor.make_fx(torch.func.functionalize(function))(
-        *rubbish_like(call.outputs)
-    )
-    targets = [node.target for node in graph.graph.nodes]
-    assert call.operator.overload in targets
-    assert overload(call.operator) not in targets
-    assert auto_functionalized not in targets
-
-
 @each_form
 def test_functionalize_checks(operator: Operator) -> None:
     call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
@@ -191,22 +168,3 @@ def test_opcheck(recipe: Recipe) -> None:
     torch.library.opcheck(
         overload(call.operator), call.sample.args, {**call.sample.options, **given}
     )
-
-
-@each_form
-def test_transforms_refuse(operator: Operator) -> None:
-    """torch.func.grad and vmap cannot differentiate or repeat a call that writes."""
-    call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
-    tensors = call.sample.tensors
-    name = (call.sample.tensor_names(operator.differentiable) or tuple(tensors))[0]
-    x = call.sample.tensors[name]
-
-    def function(x: Tensor) -> Tensor:
-        return write(operator, call.sample.replace(**{name: x}), call.outputs)[-1].sum()
-
-    before = call.bytes()
-    with pytest.raises(NotImplementedError, match="without gradient"):
-        torch.func.grad(function)(x)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        torch.func.vmap(function)(torch.stack((x, x)))
-    assert all(torch.equal(a, b) for a, b in zip(call.bytes(), before, strict=True))

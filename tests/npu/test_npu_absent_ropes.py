@@ -8,7 +8,7 @@ import pytest
 import torch
 from arrivals import arriving
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from support.samples import OPERATORS, Sample
+from support.samples import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -16,11 +16,6 @@ FORWARD, LOSS = "sparse_flash_attention", "sparse_lightning_indexer_grad_kl_loss
 BSND = SparseCase(s=(9, 30), k=9, absorbed=True)
 TND = SparseCase(layout="TND", lengths=((5, 0, 12), (21, 3, 17)), tail=(1, 4), absorbed=True)
 PAGED = SparseCase(s=(9, 60), lengths=((9, 7), (60, 33)), k=4, page=16, absorbed=True)
-HEADS = 4
-
-
-def no_rope(case: SparseCase, operator: str = FORWARD) -> Sample:
-    return OPERATORS[operator].make(replace(case, heads=HEADS), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +24,7 @@ def no_rope(case: SparseCase, operator: str = FORWARD) -> Sample:
     ids=lambda x: x if isinstance(x, str) else x.id,
 )
 def test_zeros_arrive(operator: str, case: SparseCase) -> None:
-    sample = no_rope(case, operator)
+    sample = OPERATORS[operator].make(replace(case, heads=4), torch.bfloat16)
     for name, beside in (("query_rope", "query"), ("key_rope", "key")):
         rope = arriving(sample, operator, name)
         if not case.page:  # the simulation hands keys over without their pages

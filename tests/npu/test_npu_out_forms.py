@@ -1,4 +1,4 @@
-"""`out=` overloads on NPU tensors write what they write on the CPU, and allocate no output."""
+"""`out=` overloads on NPU tensors write what they write on the CPU."""
 
 from __future__ import annotations
 
@@ -35,27 +35,6 @@ def test_the_bytes_are_those_of_the_cpu(recipe: Recipe) -> None:
         assert x.device.type == "npu"
         assert torch.equal(bytes_of(x.cpu()), bytes_of(z))
     assert [x.data_ptr() for x in call.outputs] == addresses
-
-
-@pytest.mark.usefixtures("unchecked")
-@each_form
-def test_no_output_is_allocated(operator: Operator) -> None:
-    """The peak of the call's memory is lower by the size of the outputs."""
-    call = good(operator)
-
-    def peak(function: object) -> int:
-        assert callable(function)
-        function()
-        torch.npu.synchronize()
-        torch.npu.reset_peak_memory_stats()
-        before = torch.npu.memory_allocated()
-        kept = function()
-        grown = torch.npu.max_memory_allocated() - before
-        del kept
-        return int(grown)
-
-    functional = peak(lambda: call.sample.call(torch.ops.ascend))
-    assert functional - peak(call.run) >= sum(x.nbytes for x in call.outputs)
 
 
 @each_form
