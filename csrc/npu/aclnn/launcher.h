@@ -177,7 +177,7 @@ struct Launcher<Op, int(Parameters...), index> {
   // so do we (tests/npu/test_npu_conformance.py records both).
   bool reuses_executor = false;
   c10::ArrayRef<Fill> fills = {};
-  // Of functions that obey their context, and no argument `deterministic`.
+  // For functions that obey their context and not their argument `deterministic`.
   ContextDeterminism deterministic = {};
 
   template <typename... Given>

@@ -15,9 +15,9 @@ struct FunctionAddress {
   }
 };
 
-// A customer's libcust_opapi.so comes before libopapi.so.
+// Finds an aclnn function. A customer's libcust_opapi.so comes before libopapi.so.
 FunctionAddress find_function(const std::string& name);
-// Of the libraries that torch_npu is linked to.
+// Finds a function of the libraries that torch_npu is linked to.
 FunctionAddress find_runtime_function(const char* name);
 
 // Whether this CANN has an aclnn function, in both phases.

@@ -111,21 +111,19 @@ void PreparedCall::Destroy::operator()(aclOpExecutor* executor) const {
 
 PreparedCall::PreparedCall(const Function& function, const Arguments& arguments,
                            const CallContext& context, CallThread thread)
-    : function_(function), context_(context) {
-  with_determinism(function, context, [&] { find_or_make_executor(arguments, thread); });
-}
-
-void PreparedCall::find_or_make_executor(const Arguments& arguments, CallThread thread) {
-  const ExecutorCache cache(thread);
-  if (auto* const key = cache.key_of(function_.name, function_.reuses_executor)) {
-    key->add(std::string_view(function_.name));
-    context_.add_to(*key);
-    arguments.add_to(*key);
-    executor_.reset(cache.find(*key, &workspace_size_));
-  }
-  if (!executor_) {
-    make_executor(arguments);
-  }
+    : PreparedCall(function, context) {
+  with_determinism(function, context, [&] {
+    const ExecutorCache cache(thread);
+    if (auto* const key = cache.key_of(function.name, function.reuses_executor)) {
+      key->add(std::string_view(function.name));
+      context.add_to(*key);
+      arguments.add_to(*key);
+      executor_.reset(cache.find(*key, &workspace_size_));
+    }
+    if (!executor_) {
+      make_executor(arguments);
+    }
+  });
 }
 
 // Calls the first phase, with CANN's pool of host memory for executors on this thread.

@@ -51,7 +51,9 @@ class PreparedCall {
     void operator()(aclOpExecutor* executor) const;
   };
 
-  void find_or_make_executor(const Arguments& arguments, CallThread thread);
+  // The other constructor calls this one, so that the destructor runs when that one raises.
+  PreparedCall(const Function& function, const CallContext& context)
+      : function_(function), context_(context) {}
   void make_executor(const Arguments& arguments);
   void end();
 

@@ -65,11 +65,6 @@ bool runs_tasks(const Function& function) {
 // other.
 class QueueFailures {
  public:
-  static QueueFailures& instance() {
-    static QueueFailures failures;
-    return failures;
-  }
-
   // Called on the thread of the queue of `device`.
   void add(c10::DeviceIndex device, const char* what) {
     thread_local const auto alive = std::make_shared<bool>(true);
@@ -113,7 +108,7 @@ class QueueFailures {
   std::atomic<bool> any_ = false;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, Failure> failures_;
-};
+} queue_failures;
 
 // Does the same as run(), and remembers a failure on the thread of the device's task queue.
 template <typename Task>
@@ -124,8 +119,7 @@ void run_on_queue(const Function& function, c10::DeviceIndex device, Task task) 
     } catch (const std::exception& error) {  // no memory, among others
       if (std::this_thread::get_id() != caller) {
         const auto* const raised = dynamic_cast<const c10::Error*>(&error);
-        QueueFailures::instance().add(device,
-                                      raised ? raised->what_without_backtrace() : error.what());
+        queue_failures.add(device, raised ? raised->what_without_backtrace() : error.what());
       }
       throw;
     }
@@ -162,7 +156,7 @@ void enqueue(const Function& function, c10::Device device, ContextDeterminism de
   if (device.index() != c10_npu::current_device()) {
     guard.emplace(device);
   }
-  QueueFailures::instance().check(function, device.index());
+  queue_failures.check(function, device.index());
   const CallContext context(function, deterministic, fills);
   auto* const stream = context.stream;
   const auto level = OpApiGetTaskQueueEnable();
@@ -200,7 +194,7 @@ void enqueue(const Function& function, c10::Device device, ContextDeterminism de
     return call->execute(address);
   };
   if (level == 0) {
-    run(function, second_phase);
+    run(function, std::ref(second_phase));
   } else {
     run_on_queue(function, device.index(), second_phase);
   }

@@ -313,12 +313,9 @@ aclError aclrtCreateStream(aclrtStream* stream) {
   return aclrtCreateStreamWithConfig(stream, 0, 0);
 }
 aclError aclrtDestroyStream(aclrtStream stream) {
-  std::shared_ptr<Stream> destroyed;  // when no lock is held
+  decltype(State::streams)::node_type destroyed;  // when no lock is held
   const std::lock_guard lock(state().mutex);
-  if (const auto found = state().streams.find(&as_stream(stream)); found != state().streams.end()) {
-    destroyed = std::move(found->second);
-    state().streams.erase(found);
-  }
+  destroyed = state().streams.extract(&as_stream(stream));
   return ACL_SUCCESS;
 }
 aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }

@@ -1,7 +1,6 @@
-// The executors that CANN keeps for later calls, as torch_npu asks for them, and the host memory
-// that executors are made in. Ownership and lifetimes are opbase's: tests of what a caller gives
-// back, and when, would pass here by luck otherwise. Here CANN keeps the executors of attention,
-// while a test wants that, and none of the functions behind tensor methods.
+// The executors that CANN keeps for later calls, and the host memory that it makes them in, with
+// the lifetimes that opbase gives them. Here CANN keeps the executors of attention, while a test
+// wants that, and none of the functions behind tensor methods.
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -21,8 +20,7 @@ std::atomic<int64_t> times_cleared{0};
 // Addresses are no part of a key: every call lists those of its own tensors.
 struct AnnouncedCall {
   uint64_t hash = 0;
-  // The caller's memory, which a first phase reads.
-  const uint8_t* key = nullptr;
+  const uint8_t* key = nullptr;  // the caller's memory, which a first phase reads
   size_t key_size = 0;
   std::vector<void*> addresses;
 };

@@ -298,7 +298,7 @@ std::span<const TensorView> views_of(const Value& value);
 // Host memory of an executor and of its handles. CANN has 4,096 of these.
 struct HugeMemory : Counted<HugeMemory> {};
 
-// What a first phase prepares for the second.
+// A call between its two phases.
 struct Prepared {
   const Function& function;
   std::vector<Value> values;
