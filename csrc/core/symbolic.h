@@ -30,7 +30,7 @@ inline bool known_equal(const c10::SymInt& a, const c10::SymInt& b) {
   });
 }
 
-// Returns whether two numbers may be equal. Those that depend on data may: the call itself checks.
+// Returns whether two numbers may be equal. Symbols that depend on data may: the call checks them.
 inline bool may_equal(const c10::SymInt& a, const c10::SymInt& b) {
   return compare_equal(a, b, [](const c10::SymBool& equal) {
     return !equal.has_hint() || equal.guard_bool(__FILE__, __LINE__);

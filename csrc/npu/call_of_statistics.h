@@ -11,7 +11,8 @@ namespace ascend_attn::aclnn {
 
 // Returns the call that computes the gradients of the log-sum-exp alone. `d_lse` has the shape of
 // the statistics. The device reads key in place of value, so that d_out is all but 0: with t * e1,
-// and -(d_lse / t) * e1 for out, the gradient of the scores is P * (d_lse + t * key[0]).
+// and -(d_lse / t) * e1 for out, the gradient of the scores is P * (d_lse + t * key[0]). Where
+// d_lse is 0, as torch.compile passes it for a gradient that is missing, so is d_out.
 template <typename Op>
 Op call_of_statistics(const Op& op, const char* argument, const at::Tensor& d_lse) {
   constexpr double kTiny = 0x1p-60;
@@ -19,11 +20,12 @@ Op call_of_statistics(const Op& op, const char* argument, const at::Tensor& d_ls
                     "expected bfloat16 inputs on the NPU where a gradient flows into the "
                     "statistics, got ",
                     dtype_name(op.query.scalar_type()));
+  const auto of_rows = d_lse.squeeze(-3);
   auto call = op;
   call.d_out = at::zeros_like(op.out);
-  call.d_out->select(-1, 0).fill_(kTiny);
+  call.d_out->select(-1, 0).copy_(of_rows.ne(0)).mul_(kTiny);
   call.out = at::zeros_like(op.out);
-  call.out.select(-1, 0).copy_(d_lse.squeeze(-3).mul(-1 / kTiny));
+  call.out.select(-1, 0).copy_(of_rows.mul(-1 / kTiny));
   return call;
 }
 

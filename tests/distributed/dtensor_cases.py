@@ -212,3 +212,20 @@ def check(
                     raise AssertionError(f"{recipe.id} {kind} on {mesh_name}") from failure
                 worst[name] = max(worst.get(name, (0.0, "")), (found, recipe.id))
     return worst
+
+
+def gradients_of_statistics(mesh_name: str, axes: str, operator: str) -> float:
+    """The largest error of gradients that flow into softmax_sum alone."""
+    enable_dtensor()
+    mesh = mesh_of(mesh_name)
+    with ascend_attn_ops.limits(None):
+        recipe = next(x for x in OPERATORS[operator].recipes if x.layout == "BSND")
+        names = ("query", "key")
+        sample = recipe.make(torch.float64)
+        dtensors = as_dtensors(sample.requires_grad(names), mesh, by_axis(axes, sample))
+        sample = sample.requires_grad(names)
+        for call in (sample, dtensors):
+            softmax_sum = call.call(torch.ops.ascend)[2]
+            softmax_sum.backward(torch.ones_like(softmax_sum))
+        pairs = [(dtensors.tensors[x].grad, sample.tensors[x].grad) for x in names]
+        return max(error_of(x, y, sample) for x, y in pairs)  # type: ignore[arg-type]

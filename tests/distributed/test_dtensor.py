@@ -84,6 +84,13 @@ def test_a_mask_of_packed_sequences_is_sharded_with_its_heads() -> None:
         assert all(error <= LARGEST_ERROR for error, _ in worst.values())
 
 
+@pytest.mark.parametrize("operator", ["flash_attention_score", "sparse_flash_attention"])
+@pytest.mark.parametrize(("mesh", "axes"), [("4", "N"), ("2x2", "BN")])
+def test_gradients_of_statistics(operator: str, mesh: str, axes: str) -> None:
+    errors = on_four(dtensor_cases.gradients_of_statistics, mesh, axes, operator)
+    assert max(errors) <= LARGEST_ERROR
+
+
 @pytest.mark.parametrize(
     ("mesh", "placements", "batch"),
     [("4", "N", 1), ("2", "S", 1), THREE_RANKS, ("4", "B", 3), ("2x2", "BN", 3), ("2x2", "BS", 1)],
