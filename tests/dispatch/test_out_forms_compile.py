@@ -116,30 +116,6 @@ def test_an_input_as_output_does_not_compile() -> None:
         assert torch.equal(value, before)
 
 
-@each_form
-def test_functionalize_checks(operator: Operator) -> None:
-    call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))
-
-    def function(*outputs: Tensor) -> tuple[Tensor, ...]:
-        return write(operator, call.sample, outputs)
-
-    first = call.outputs[0]
-    for kind, message, output in (
-        (TypeError, "expected dtype", first.to(torch.float64)),
-        (ValueError, "expected shape", first[None]),
-        (ValueError, "contiguous", torch.stack((first, first), -1)[..., 0]),
-    ):
-        with pytest.raises(kind, match=f"^ascend::{operator.name}: .*{message}"):
-            torch.func.functionalize(function)(output, *call.outputs[1:])
-    if len(call.outputs) > 1:
-
-        def half(output: Tensor) -> tuple[Tensor, ...]:
-            return write(operator, call.sample, (output, *call.outputs[1:]))
-
-        with pytest.raises(NotImplementedError, match="to be traced by functionalization"):
-            torch.func.functionalize(half)(first)
-
-
 @each_first
 def test_export(recipe: Recipe) -> None:
     call = out_call(recipe)
