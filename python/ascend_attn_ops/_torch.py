@@ -17,6 +17,7 @@ _MISSING = (
 )
 
 try:
+    from torch import _assert_async as assert_async
     from torch._C import _AutoDispatchBelowAutograd as below_autograd
     from torch._C import _DisableAutocast as without_autocast
     from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel

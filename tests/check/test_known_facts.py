@@ -23,12 +23,12 @@ EXPLANATIONS = {
         "every run of consecutive sequences",
     ),
     "sparse_flash_attention": (
-        "executed off the device", "These workarounds run on the device", "In a graph capture",
+        "executed off the device", "The last one runs on the device",
     ),
     "sparse_flash_attention_grad": ("**Gradient of the statistics.**",),
     "sparse_lightning_indexer_grad_kl_loss": ("**Weights of tokens.**",),
     "flash_attention_score": (
-        "The launch passes pre_tokens and next_tokens", "A part without any pair",
+        "The launch passes pre_tokens and next_tokens",
         "The launch uses functions of CANN that take them", "Otherwise it calls the functions",
         "A graph that updates lengths", "The launch makes the compressed masks",
         "**Padded batches.**",
@@ -43,7 +43,10 @@ EXPLANATIONS = {
     "sparse_flash_mla": (
         "The launch first computes the metadata", "The device requires residuals beside",
     ),
-    "sparse_flash_mla_grad": ("The limits refuse the calls without a sink",),
+    "sparse_flash_mla_grad": (
+        "The limits refuse the calls without a sink", "the launch turns determinism off",
+        "**Gradient of the statistics.**",
+    ),
     "sparse_lightning_indexer_kl_loss_grad": ("A pack is launched with one more sequence",),
     "scatter_pa_kv_cache_": ("the launch first makes key and value",),
 }  # fmt: skip

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
 # this library accepts, as `python -m device_rules` prints them.
 COUNTS = {
     "flash_attention_score": (6693, 8),
-    "flash_attention_score_grad": (7047, 5),
+    "flash_attention_score_grad": (7046, 5),
     "lightning_indexer": (7263, 41),
     "lightning_indexer_grad": (6073, 78),
     "prompt_flash_attention": (5942, 24),

@@ -100,7 +100,7 @@ def test_larger_blocks_than_lengths_count() -> None:
     with pytest.raises(ValueError, match=r"key: expected at most 2147483647 tokens"):
         torch.ops.ascend.sparse_flash_attention(
             torch.ones(1, 1, 1, 16), key, key, torch.zeros(1, 1, 1, 4, dtype=torch.int32),
-            scale_value=1.0, layout="BSND", layout_key="PA_BSND",
+            scale_value=1.0, layout="BSND", layout_kv="PA_BSND",
             actual_seq_lengths_key=torch.tensor([8]),
             block_table=torch.zeros(1, 1, dtype=torch.int32),
         )  # fmt: skip

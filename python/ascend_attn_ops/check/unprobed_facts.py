@@ -52,6 +52,8 @@ UNPROBED = [
              SPARSE),
     Unprobed("sfag-workspace", SFAG, "109 GB for K = 8192", "such a call takes 109 GB", SPARSE),
     Unprobed("sfag-rounding", SFAG, "P and dS are rounded half away from zero", ROUNDING, SPARSE),
+    Unprobed("sfa-small-blocks", SFA, "sparse_block_size 2 and 4: a row is wrong",
+             "the limits refuse these calls", ("A2", "A3")),
     Unprobed("sfag-deterministic", SFAG, "The function ignores its argument `deterministic`",
              ARGUMENT, SPARSE),
     Unprobed("kl-odd-cores", KL, "the deterministic kernel hangs if the number of AI cores is odd",

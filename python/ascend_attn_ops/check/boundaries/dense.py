@@ -176,7 +176,7 @@ BOUNDARIES = [
         "dropout in the gradient of 950",
         FlashCase(s=(6, 9), heads=(2, 2), d=(8, 8), keep_prob=0.5), {},
         {"drop_mask": None, "keep_prob": 1.0}, "drop_mask",
-        "None in the gradient on {device}, got [32]", (GRADIENT,), P950, ATLAS,
+        "None in the gradient on {device}, got [27]", (GRADIENT,), P950, ATLAS,
     ),
     Boundary(
         "head size", FlashCase(b=1, s=(2, 3), heads=(1, 1), d=(769, 8)), {},

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_on, without_empty
+from ascend_attn_ops._torch import assert_async
 from ascend_attn_ops.device_limits import device_in_force
 
 
@@ -74,7 +75,7 @@ def packed(position_ids: Tensor) -> Sequences | None:
     return Sequences(ends, ends, None)
 
 
-# Of a call on a device, and of its limits.
+# More are refused by the limits of a device.
 _MOST_SEQUENCES = 2048
 
 
@@ -89,7 +90,7 @@ def ends_of(sequences: Tensor) -> Tensor:
     tokens = last.shape[0]
     ends = torch.arange(1, tokens + 1, dtype=torch.int32, device=last.device).where(last, tokens)
     ends = ends.sort().values[:_MOST_SEQUENCES].int().cpu()
-    torch._assert_async(ends[-1] == tokens, f"more than {_MOST_SEQUENCES} packed sequences")
+    assert_async(ends[-1] == tokens, f"more than {_MOST_SEQUENCES} packed sequences")
     return ends.view(1, 1, 1, -1)
 
 
