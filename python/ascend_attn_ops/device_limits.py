@@ -32,8 +32,7 @@ class limits(ContextDecorator):
 
     The block is that of its thread: others are not affected, and asyncio tasks of one thread share
     it. Blocks may end in any order, as those of suspended generators do: the last one that is still
-    open applies.
-    `set_limits` changes the default instead, without a block.
+    open applies. `set_limits` changes the default instead, without a block.
 
     The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
     predicts the device. By default calls are checked for the NPU in use and its CANN. Without an
