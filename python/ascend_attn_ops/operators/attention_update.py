@@ -50,4 +50,4 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
 
     Source: docs/specification/attention_update.md; CANN's document of aclnnAttentionUpdate.
     """
-    return _OPERATOR(lse, local_out)
+    return _OPERATOR.call(lse, local_out)

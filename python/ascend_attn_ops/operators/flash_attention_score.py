@@ -156,7 +156,7 @@ def flash_attention_score(
     )  # fmt: skip
     outputs: tuple[Tensor, Tensor, Tensor]
     try:
-        outputs = _OPERATOR(
+        outputs = _OPERATOR.call(
             query, key, value, num_heads, layout, pse_shift, drop_mask, atten_mask, prefix,
             actual_seq_lengths_query, actual_seq_lengths_key, q_start_idx, kv_start_idx,
             scale_value, keep_prob if dropout_p == 0 else 1 - dropout_p, pre_tokens, next_tokens,
@@ -238,7 +238,7 @@ def flash_attention_score_grad(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
-    gradients: tuple[Tensor, Tensor, Tensor] = _GRADIENT(
+    gradients: tuple[Tensor, Tensor, Tensor] = _GRADIENT.call(
         query, key, value, dy, softmax_max, softmax_sum, attention_in, num_heads, layout, pse_shift,
         drop_mask, atten_mask, prefix, actual_seq_lengths_query, actual_seq_lengths_key,
         q_start_idx, kv_start_idx, scale_value, keep_prob, pre_tokens, next_tokens, inner_precise,

@@ -117,7 +117,7 @@ def fused_infer_attention_score(
     Source: docs/specification/fused_infer_attention_score.md; CANN's documents of
     aclnnFusedInferAttentionScoreV4 and V5.
     """
-    outputs: tuple[Tensor, Tensor] = _OPERATOR(
+    outputs: tuple[Tensor, Tensor] = _OPERATOR.call(
         query, key, value, num_heads, num_key_value_heads, layout, atten_mask,
         actual_seq_lengths_query, actual_seq_lengths_key, block_table, block_size, query_rope,
         key_rope, sink, scale_value, pre_tokens, next_tokens, sparse_mode, inner_precise,

@@ -92,7 +92,7 @@ def lightning_indexer(
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexer.
     """
-    return _OPERATOR(
+    return _OPERATOR.call(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, layout, sparse_count,
         sparse_mode, pre_tokens, next_tokens, return_values, layout_key, block_table,
         cmp_ratio, cmp_residual_key,
@@ -151,7 +151,7 @@ def lightning_indexer_grad(
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """
-    return _GRADIENT(
+    return _GRADIENT.call(
         query, key, d_values, sparse_indices, weights, actual_seq_lengths_query,
         actual_seq_lengths_key, layout, sparse_mode, pre_tokens, next_tokens, deterministic,
     )  # fmt: skip

@@ -106,7 +106,7 @@ def prompt_flash_attention(
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.
     """
-    out: Tensor = _OPERATOR(
+    out: Tensor = _OPERATOR.call(
         query, key, value, num_heads, atten_mask, actual_seq_lengths_query, actual_seq_lengths_key,
         deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
         next_tokens, layout, num_key_value_heads, sparse_mode,

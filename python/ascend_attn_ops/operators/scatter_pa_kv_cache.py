@@ -107,7 +107,7 @@ def scatter_pa_kv_cache_(
 
     Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """
-    return _OPERATOR(
+    return _OPERATOR.call(
         key, key_cache, slot_mapping, value, value_cache, compress_lens, compress_seq_offset,
         seq_lens, cache_mode, scatter_mode, strides, offsets,
     )  # fmt: skip

@@ -122,7 +122,7 @@ def sparse_flash_attention(
     """
     if return_softmax_lse is None:
         return_softmax_lse = layout_kv != "PA_BSND"
-    return _OPERATOR(
+    return _OPERATOR.call(
         query, key, value, sparse_indices, scale_value, actual_seq_lengths_query,
         actual_seq_lengths_key, query_rope, key_rope, sparse_block_size, layout, sparse_mode,
         pre_tokens, next_tokens, deterministic, layout_kv, block_table, return_softmax_lse,
@@ -203,7 +203,7 @@ def sparse_flash_attention_grad(
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.
     """
-    return _GRADIENT(
+    return _GRADIENT.call(
         query, key, value, sparse_indices, d_out, out, softmax_max, softmax_sum, scale_value,
         actual_seq_lengths_query, actual_seq_lengths_key, query_rope, key_rope, sparse_block_size,
         layout, sparse_mode, pre_tokens, next_tokens, deterministic, d_softmax_sum,

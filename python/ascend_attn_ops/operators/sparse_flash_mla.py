@@ -126,7 +126,7 @@ def sparse_flash_mla(
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMla.
     """
-    return _OPERATOR(
+    return _OPERATOR.call(
         query, ori_kv, cmp_kv, cmp_sparse_indices, scale_value, sink, actual_seq_lengths_query,
         actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv, cmp_residual_kv, cmp_ratio,
         ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right, layout, deterministic, layout_kv,
@@ -203,7 +203,7 @@ def sparse_flash_mla_grad(
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
     """
-    return _GRADIENT(
+    return _GRADIENT.call(
         query, ori_kv, cmp_kv, cmp_sparse_indices, d_out, out, softmax_lse, scale_value, sink,
         actual_seq_lengths_query, actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv,
         cmp_residual_kv, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,

@@ -75,7 +75,7 @@ def sparse_lightning_indexer_grad_kl_loss(
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
     aclnnSparseLightningIndexerGradKLLoss.
     """
-    return _OPERATOR(
+    return _OPERATOR.call(
         query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum,
         scale_value, query_rope, key_rope, actual_seq_lengths_query, actual_seq_lengths_key, layout,
         sparse_mode, pre_tokens, next_tokens, deterministic, token_weight,

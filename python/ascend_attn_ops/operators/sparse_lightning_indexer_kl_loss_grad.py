@@ -83,7 +83,7 @@ def sparse_lightning_indexer_kl_loss_grad(
     Source: docs/specification/sparse_lightning_indexer_kl_loss_grad.md; CANN's document of
     aclnnSparseLightningIndexerKLLossGrad.
     """
-    return _OPERATOR(
+    return _OPERATOR.call(
         query_index, key_index, weights, sparse_indices, attn_softmax_l1_norm,
         actual_seq_lengths_query, actual_seq_lengths_key, cmp_residual_key, layout, sparse_mode,
         cmp_ratio, deterministic,
