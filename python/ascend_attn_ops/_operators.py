@@ -81,7 +81,7 @@ class Operator:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """What to call: to pass on two dozen arguments once more takes a tenth of a small call."""
+        """The function to call: passing the arguments on would take a tenth of a small call."""
         return self.through_torch if is_dynamo_compiling() else self.direct
 
     def through_torch(self, *given: Any) -> Any:
