@@ -53,7 +53,7 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps in one worker what shares ranks, the runs of an example, or verdicts.
+    """Keeps in one worker what shares ranks, the runs of an example, verdicts, or an archive.
 
     xdist 3.8's own mark, xdist_group, has no effect with pytest 9.2.
     """
@@ -65,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if "/distributed/" in file or file.endswith("test_rank_programs.py"):
                 return "ranks"
             shared = "/examples/" in file or file.endswith(
-                ("test_verdicts.py", "test_npu_faults.py")
+                ("test_verdicts.py", "test_npu_faults.py", "test_packaging.py")
             )
             return file if shared else str(super()._split_scope(nodeid))
 
