@@ -220,14 +220,16 @@ def lengths_with_new(
         if not before.is_cpu and before.device != q.device:
             expected = f"a tensor on the host or on {q.device} (q's)"
             raise wrong(ValueError, function, "cache_seqlens", expected, str(before.device))
+        outside = (before < 0) | (before > slots - new)
+        first = before[outside][:1].tolist() if readable(outside) and bool(outside.any()) else []
     elif isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         before = torch.full((batch,), cache_seqlens, device="cpu")
+        fits = torch.compiler.is_compiling() or 0 <= cache_seqlens <= slots - new
+        first = [] if fits else [cache_seqlens]
     else:
         got = type(cache_seqlens).__name__
         raise wrong(TypeError, function, "cache_seqlens", "an int or a tensor", got)
-    outside = (before < 0) | (before > slots - new)
-    if readable(outside) and bool(outside.any()):
+    if first:
         allowed = f"0..{slots - new}, as a sequence has {slots} slots, {new} of them for k"
-        got = str(int(before[outside][0]))
-        raise wrong(ValueError, function, "cache_seqlens", allowed, got)
-    return before, before + new
+        raise wrong(ValueError, function, "cache_seqlens", allowed, str(first[0]))
+    return before, before + new if new else before
