@@ -4,6 +4,8 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <vector>
 
 namespace ascend_attn::aclnn {
 namespace {

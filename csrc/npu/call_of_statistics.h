@@ -5,7 +5,6 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "core/error.h"
-#include "core/text.h"
 
 namespace ascend_attn::aclnn {
 

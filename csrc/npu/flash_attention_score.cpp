@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "core/error.h"
 #include "npu/aclnn/product.h"

@@ -13,6 +13,7 @@
 #include "npu/aclnn/product.h"
 #include "npu/kernel.h"
 #include "npu/sink_and_ropes.h"
+#include "ops/flash_attention_score_rules.h"
 
 namespace ascend_attn::aclnn {
 namespace {
@@ -65,13 +66,12 @@ bool PaddedBatch::complete() const {
 // sequence would need more rows.
 bool PaddedBatch::may_have_gaps(const FlashAttentionOptions& options) const {
   constexpr size_t kSequencesPerBatch = 3;
-  constexpr size_t kMostSequences = 2048;
   static const bool corrupts = runs_on(k950);
   const bool in_order = layout_ == Layout::BSND || layout_ == Layout::BSH;
   const bool biased = options.pse_shift && options.pse_type <= 1;
   return in_order && !corrupts && !biased && !options.drop_mask && !has_row_per_sequence(options) &&
          options.sparse_mode != static_cast<int64_t>(SparseMode::prefix_compressed) &&
-         sequences_.size() * kSequencesPerBatch <= kMostSequences;
+         sequences_.size() * kSequencesPerBatch <= static_cast<size_t>(kMostSequences);
 }
 
 at::Tensor PaddedBatch::as_bsnd(const at::Tensor& tensor, int64_t heads) const {

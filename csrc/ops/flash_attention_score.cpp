@@ -13,7 +13,7 @@ const std::vector<Dtypes> kDtypes{
 const std::vector<Limit> kLimits{
     {"B", "batch size", {.min = 0, .max = 2 * 1024 * 1024}},
     {"prefix", "batch size with prefix", {.min = 1, .max = 2048}},
-    {"sequences", "of a pack, its closing 0, or a padded batch", {.min = 0, .max = 2048}},
+    {"sequences", "of a pack, its closing 0, or a padded batch", {.min = 0, .max = kMostSequences}},
     {"sequences with prefix", "of the same in sparse_mode 6", {.min = 0, .max = 1000}},
     {"N", "query heads", {.min = 1, .max = 256}},
     {"S", "tokens per sequence", {.min = 0, .max = 1024 * 1024}},

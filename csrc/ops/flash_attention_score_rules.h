@@ -15,6 +15,9 @@
 
 namespace ascend_attn {
 
+// A call takes no more sequences on a device.
+inline constexpr int64_t kMostSequences = 2048;
+
 // Rules of devices. A direction obeys those that its table of limits lists.
 
 inline constexpr Rule kPaddedPack{"actual_seq_lengths_query",

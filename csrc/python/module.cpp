@@ -13,6 +13,7 @@
 #include "cpu/common/matrix_products.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/tile_gemm.h"
+#include "ops/flash_attention_score_rules.h"
 #include "ops/operators.h"
 #include "python/direct_call.h"
 
@@ -199,6 +200,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("cann_versions") = cann_versions();
   m.attr("layout_axes") = layout_axes();
   m.attr("compressed_modes") = compressed_modes();
+  m.attr("most_sequences") = kMostSequences;
   m.attr("compressed_mask_size") = kCompressedMaskSize;
   m.attr("compressed_mask_prefix_rows") = kCompressedMaskPrefixRows;
   m.def("limits_override", &limits_override);

@@ -12,6 +12,7 @@ inference_operators: set[str]
 layout_axes: dict[str, tuple[int, int, int]]
 # A compressed mask is square; that of sparse_mode 6 has more rows, for the prefix.
 compressed_modes: tuple[int, ...]
+most_sequences: int
 compressed_mask_size: int
 compressed_mask_prefix_rows: int
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ascend_attn_ops import _C
 from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_on, without_empty
 from ascend_attn_ops._torch import assert_async
 from ascend_attn_ops.device_limits import device_in_force
@@ -75,10 +76,6 @@ def packed(position_ids: Tensor) -> Sequences | None:
     return Sequences(ends, ends, None)
 
 
-# More are refused by the limits of a device.
-_MOST_SEQUENCES = 2048
-
-
 def ends_of(sequences: Tensor) -> Tensor:
     """The ends of sequences whose tokens have equal numbers (B, S), as int32 (1, 1, 1, count).
 
@@ -89,8 +86,8 @@ def ends_of(sequences: Tensor) -> Tensor:
     last = torch.nn.functional.pad(sequences.diff(dim=-1) != 0, (0, 1), value=True).flatten()
     tokens = last.shape[0]
     ends = torch.arange(1, tokens + 1, dtype=torch.int32, device=last.device).where(last, tokens)
-    ends = ends.sort().values[:_MOST_SEQUENCES].int().cpu()
-    assert_async(ends[-1] == tokens, f"more than {_MOST_SEQUENCES} packed sequences")
+    ends = ends.sort().values[: _C.most_sequences].int().cpu()
+    assert_async(ends[-1] == tokens, f"more than {_C.most_sequences} packed sequences")
     return ends.view(1, 1, 1, -1)
 
 
