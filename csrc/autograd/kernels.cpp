@@ -1,11 +1,14 @@
 // The kernels of the key Autograd. They call the backend directly unless a gradient is required;
 // then they record a torch::autograd::Function. Operators that work in place have their own.
+#include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "autograd/context.h"
@@ -21,9 +24,6 @@ void AutogradContext::save_for_backward(variable_list tensors) {
 }
 variable_list AutogradContext::get_saved_variables() const {
   return context_.get_saved_variables();
-}
-void AutogradContext::mark_non_differentiable(const variable_list& outputs) {
-  context_.mark_non_differentiable(outputs);
 }
 c10::IValue& AutogradContext::saved_data(const std::string& name) {
   return context_.saved_data[name];
@@ -69,75 +69,105 @@ bool is_differentiable(const Op& op) {
   }
 }
 
-// A recorded call of `Op`. A gradient operator is recorded to raise on a second derivative through
-// its results; create_graph=True alone is no error.
-template <typename Op>
-struct Recorded : torch::autograd::Function<Recorded<Op>> {
-  using Outputs = typename Op::Outputs;
+// Computes the gradients of an operator; null where a second derivative would begin.
+using Backward = variable_list (*)(AutogradContext&, const variable_list&);
+
+const std::unordered_map<std::string_view, Backward>& backward_functions() {
+  static const auto functions = [] {
+    std::unordered_map<std::string_view, Backward> of_names;
+    const auto add = [&]<typename Op>() {
+      if constexpr (HasBackward<Op>) {
+        of_names[Op::name] = &Op::backward;
+      } else {
+        of_names[Op::name] = nullptr;
+      }
+    };
+    Operators::for_each(add);
+    PrivateOperators::for_each(add);
+    return of_names;
+  }();
+  return functions;
+}
+
+// A recorded call of any operator: one for each would take torch's templates as many times. A
+// gradient operator is recorded to raise on a second derivative through its results;
+// create_graph=True alone is no error.
+struct Recorded : torch::autograd::Function<Recorded> {
   using Context = torch::autograd::AutogradContext;
+  using Compute = c10::function_ref<variable_list(AutogradContext&)>;
 
-  static Outputs kernel(const Op& op) {
-    check_no_tangent(op);
-    if (!at::GradMode::is_enabled() || !requires_grad(op) || !is_differentiable(op)) {
-      return call_below_autograd(op);
-    }
-    // Function::apply reads the device of every tensor, so none may be undefined.
-    check_tensors_given(op);
-    const auto operands = operands_of(op);
-    // apply() takes a TensorList apart, but drops the gradients of tensors in a std::vector or in a
-    // struct without a word.
-    return as_outputs(Recorded::apply(at::TensorList(operands), op),
-                      std::make_index_sequence<std::tuple_size_v<Outputs>>());
-  }
-
-  static variable_list forward(Context* context, at::TensorList, const Op& op) {
+  static variable_list forward(Context* context, at::TensorList, const char* op, Compute compute,
+                               variable_list* constants) {
     context->set_materialize_grads(false);
+    context->saved_data["operator"] = op;
     // The backward may run on an engine thread, where the caller's limits are not set.
     context->saved_data["limits"] = limits_override();
-    return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
-                      compute(context, op));
+    AutogradContext saved(*context, constants);
+    return compute(saved);
   }
 
   static variable_list backward(Context* context, const variable_list& d_outputs) {
     const LimitsScope limits(context->saved_data["limits"].toInt());
-    if constexpr (HasBackward<Op>) {
-      AutogradContext saved(*context);
-      auto gradients = Op::backward(saved, d_outputs);
-      gradients.emplace_back();  // of `op` itself, which is no tensor
-      return gradients;
-    } else {
-      raise_second_derivative(Op::name);
+    const auto& op = context->saved_data["operator"].toStringRef();
+    const auto function = backward_functions().at(op);
+    if (!function) {
+      raise_second_derivative(op);
     }
-  }
-
- private:
-  static Outputs compute(Context* context, const Op& op) {
-    if constexpr (RecordsAnotherCall<Op>) {
-      const auto recorded = op.recorded();
-      const auto outputs = call_below_autograd(recorded);
-      AutogradContext saved(*context);
-      recorded.save(saved, outputs);
-      return op.returned(saved, outputs);
-    } else {
-      const auto outputs = call_below_autograd(op);
-      if constexpr (HasBackward<Op>) {
-        AutogradContext saved(*context);
-        op.save(saved, outputs);
-      }
-      return outputs;
-    }
-  }
-
-  template <size_t... index>
-  static Outputs as_outputs(const variable_list& tensors, std::index_sequence<index...>) {
-    return {tensors[index]...};
+    AutogradContext saved(*context);
+    auto gradients = function(saved, d_outputs);
+    gradients.resize(gradients.size() + 3);  // of what apply() takes besides the operands
+    return gradients;
   }
 };
+
+template <typename Op>
+typename Op::Outputs compute(AutogradContext& context, const Op& op) {
+  if constexpr (RecordsAnotherCall<Op>) {
+    const auto recorded = op.recorded();
+    const auto outputs = call_below_autograd(recorded);
+    recorded.save(context, outputs);
+    return op.returned(context, outputs);
+  } else {
+    const auto outputs = call_below_autograd(op);
+    if constexpr (HasBackward<Op>) {
+      op.save(context, outputs);
+    }
+    return outputs;
+  }
+}
+
+template <typename Op>
+typename Op::Outputs compute_and_record(const Op& op) {
+  check_no_tangent(op);
+  if (!at::GradMode::is_enabled() || !requires_grad(op) || !is_differentiable(op)) {
+    return call_below_autograd(op);
+  }
+  // Function::apply reads the device of every tensor, so none may be undefined.
+  check_tensors_given(op);
+  const auto operands = operands_of(op);
+  const auto compute_all = [&op](AutogradContext& context) {
+    return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
+                      compute(context, op));
+  };
+  variable_list constants;
+  // apply() takes a TensorList apart, but drops the gradients of tensors in a std::vector or in a
+  // struct without a word.
+  auto outputs = Recorded::apply(at::TensorList(operands), Op::name, Recorded::Compute(compute_all),
+                                 &constants);
+  for (auto& output : outputs) {
+    if (std::ranges::any_of(constants, [&](const auto& x) { return x.is_same(output); })) {
+      output = output.detach();
+    }
+  }
+  return [&]<size_t... index>(std::index_sequence<index...>) {
+    return typename Op::Outputs{outputs[index]...};
+  }(std::make_index_sequence<std::tuple_size_v<typename Op::Outputs>>());
+}
 
 TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
   const auto register_operator = [&]<typename Op>() {
     if constexpr (!HasNoGradient<Op>) {
-      register_function<Op, &Recorded<Op>::kernel>(m);
+      register_function<Op, &compute_and_record<Op>>(m);
     } else if constexpr (!WorksInPlace<Op>) {
       register_function<Op, &infer<Op>>(m);
     }

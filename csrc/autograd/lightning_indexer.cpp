@@ -20,7 +20,6 @@ bool LightningIndexer::differentiable() const {
 
 void LightningIndexer::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& sparse_indices = std::get<0>(outputs);
-  context.mark_non_differentiable({sparse_indices});
   SavedCall<LightningIndexer>::save(context, *this, {sparse_indices});
   context.saved_data("deterministic") = is_deterministic(false);
 }

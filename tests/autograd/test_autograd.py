@@ -23,6 +23,7 @@ from support.samples import (
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
 from support.turns import by_turns
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -85,6 +86,14 @@ def test_each_argument_alone_gets_its_gradient(recipe: Recipe) -> None:
     names = differentiable_names(sample)
     for name, expected in zip(names, gradients(sample), strict=True):
         assert_same_bits(gradients(sample, (name,)), (expected,))
+
+
+@each_operator
+def test_compiled_autograd_over_an_eager_forward(recipe: Recipe) -> None:
+    sample = recipe.make(torch.float32)
+    expected = gradients(sample)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        assert_same_bits(gradients(sample), expected)
 
 
 @by_turns(2)
