@@ -1,4 +1,4 @@
-"""Warnings of masks that mask every key, in the calls of dense attention."""
+"""Warnings of masks that are hardly meant, in the calls of dense attention."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _every_warning() -> Iterator[None]:
 
 
 def dense(**changes: Any) -> Tensor:
-    arguments: dict[str, Any] = {"num_heads": 4, "layout": "BNSD", **changes}
-    return ops.flash_attention_score(Q, K, K, **arguments)[0]
+    arguments: dict[str, Any] = {"key": K, "value": K, "num_heads": 4, "layout": "BNSD", **changes}
+    return ops.flash_attention_score(Q, **arguments)[0]
 
 
 def padded(**changes: Any) -> Tensor:
@@ -37,7 +37,8 @@ def padded(**changes: Any) -> Tensor:
 
 
 def prompt(**changes: Any) -> Tensor:
-    return ops.prompt_flash_attention(Q, K, K, num_heads=4, layout="BNSD", **changes)
+    arguments: dict[str, Any] = {"key": K, "value": K, "num_heads": 4, "layout": "BNSD", **changes}
+    return ops.prompt_flash_attention(Q, **arguments)
 
 
 @pytest.mark.parametrize("attend", [dense, padded, prompt])
@@ -53,6 +54,18 @@ def test_a_mask_of_all_keys_warns(attend: Callable[..., Tensor]) -> None:
     with pytest.warns(UserWarning, match=MASKS_ALL) as seen:
         assert not attend(atten_mask=MASK, sparse_mode=1).any()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("attend", [dense, prompt])
+def test_a_triangle_of_the_other_polarity_warns(attend: Callable[..., Tensor]) -> None:
+    keep = torch.ones(Q.shape[2], Q.shape[2], dtype=torch.bool).tril()
+    options = {"key": Q, "value": Q, "sparse_mode": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(atten_mask=~keep, **options)
+        attend(atten_mask=keep ^ torch.eye(len(keep), dtype=torch.bool), **options)
+    with pytest.warns(UserWarning, match="masks the key of each query and keeps all that come"):
+        attend(atten_mask=keep, **options)
 
 
 @pytest.mark.parametrize("attend", [dense, prompt])

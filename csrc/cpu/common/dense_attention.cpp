@@ -92,17 +92,28 @@ void check_compressed_mask(const char* op, const at::Tensor& mask, int64_t mode)
               " for sparse_mode ", mode, ", got other values; True (1) masks a key out");
 }
 
-// A mask of the other polarity often masks every key. Most masks keep the first key of the first
-// row: the others are then not read.
-void warn_of_a_mask_without_keys(const char* op, const at::Tensor& mask) {
+// A mask of the other polarity often masks every key, or of a triangle the diagonal. Most masks
+// keep the first key of the first row: the others are then not read.
+void warn_of_other_polarity(const char* op, const at::Tensor& mask) {
   const bool masks_first = mask.is_cpu() && mask.numel() > 0 && *bytes_of(mask) != 0;
-  if (masks_first &&
-      all_rows(mask, [columns = mask.size(-1)](const uint8_t* row, int64_t, int64_t, int64_t) {
-        return keeps_none(row, 0, columns);
-      })) [[unlikely]] {
+  if (!masks_first) [[likely]] {
+    return;
+  }
+  constexpr const char* kMeaning =
+      ", as True masks a key out; pass ~mask for one where True keeps a key";
+  const int64_t columns = mask.size(-1);
+  const auto masks_all = [columns](const uint8_t* row, int64_t, int64_t, int64_t) {
+    return keeps_none(row, 0, columns);
+  };
+  const auto masks_diagonal = [columns](const uint8_t* row, int64_t, int64_t, int64_t at) {
+    return row[at] != 0 && keeps_all(row, at + 1, columns);
+  };
+  if (all_rows(mask, masks_all)) {
+    TORCH_WARN_ONCE("ascend::", op, ": atten_mask: masks every key", kMeaning);
+  } else if (columns > 1 && mask.size(-2) == columns && all_rows(mask, masks_diagonal)) {
     TORCH_WARN_ONCE("ascend::", op,
-                    ": atten_mask: masks every key, as True masks a key out; pass "
-                    "~mask for one where True keeps a key");
+                    ": atten_mask: masks the key of each query and keeps all that come after it",
+                    kMeaning);
   }
 }
 
@@ -333,7 +344,7 @@ void DenseAttention::use_full_mask(const char* op, const at::Tensor& given) {
     const auto size = mask.size(axis);
     return layout == Layout::TND ? size : std::min(size, longest(tokens));
   };
-  warn_of_a_mask_without_keys(
+  warn_of_other_polarity(
       op,
       mask.narrow(-2, 0, used(-2, &Sequence::queries)).narrow(-1, 0, used(-1, &Sequence::keys)));
   if (layout == Layout::TND && mask.dim() == 2) {
