@@ -117,8 +117,8 @@ void FlashAttentionRules::read_axes() {
     value_head_size_ = value_.sym_size(-1) / key_heads_;
   } else {
     check_value(same(query_.sym_size(axes_.heads), heads), op_, "num_heads",
-                "expected the number of query heads, N = ", query_.sym_size(axes_.heads), ", got ",
-                heads);
+                "expected the number of query heads, N = ", query_.sym_size(axes_.heads),
+                " on axis ", axes_.heads, " of layout ", layout_name(layout_), ", got ", heads);
     head_size_ = query_.sym_size(-1);
     key_heads_ = key_.sym_size(axes_.heads);
     check_value(same(key_.sym_size(-1), head_size_), op_, "key",
@@ -129,7 +129,8 @@ void FlashAttentionRules::read_axes() {
   }
   check_value(positive(key_heads_) && divides(key_heads_, heads), op_, "key",
               "expected a number of heads that divides query's, ", heads, ", got ", key_heads_,
-              " of shape ", key_.sym_sizes());
+              " of shape ", key_.sym_sizes(), " on axis ", axes_.heads, " of layout ",
+              layout_name(layout_));
   check_value(positive(head_size_), op_, "query", "expected a head size of at least 1, got shape ",
               query_.sym_sizes());
   check_value(positive(value_head_size_) && at_most(value_head_size_, head_size_), op_, "value",

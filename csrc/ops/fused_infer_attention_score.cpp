@@ -173,7 +173,8 @@ void FusedInferRules::check_query() {
     head_size_ = head_size_ / op_.heads();
   } else {
     check_value(same(tensor.sym_size(axes_.heads), op_.heads()), kName, "query",
-                "expected num_heads = ", op_.heads(), " heads, got shape ", tensor.sym_sizes());
+                "expected num_heads = ", op_.heads(), " heads on axis ", axes_.heads, " of layout ",
+                layout_.name, ", got shape ", tensor.sym_sizes());
   }
   check_value(positive(head_size_), kName, "query",
               "expected a head size of at least 1, got shape ", tensor.sym_sizes());
@@ -213,6 +214,13 @@ void FusedInferRules::check_pages() {
               op_.key.sym_sizes());
   check_value(op_.page_form() != PageForm::fractals || divides(kFractalColumns, head_size_), kName,
               "query", "expected D to be a multiple of 16 for keys in fractals, got ", head_size_);
+  check_value(op_.page_form() != PageForm::heads || same(op_.key.sym_size(1), key_heads_) ||
+                  !known_equal(op_.key.sym_size(2), key_heads_),
+              kName, "key", "expected pages of shape ", text_of(PageForm::heads),
+              " with Nk = ", key_heads_, ", got ", op_.key.sym_sizes(),
+              ", in the order (num_blocks, block_size, Nk, D); flatten(2) of key and value makes "
+              "pages of shape ",
+              text_of(PageForm::rows));
   page_size_ = op_.page_size();
   check_value(positive(page_size_) && divides(16, page_size_), kName, "key",
               "expected block_size to be a positive multiple of 16, got shape ",

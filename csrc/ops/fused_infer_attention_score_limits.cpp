@@ -25,11 +25,11 @@ constexpr Rule kPlainValueSize{
     "query's D as head size, or 128 beside 192, in pairs of layouts, beside pages, ropes, a sink "
     "or softmax_lse, and in sparse_mode 1 or 4",
     k950};
-constexpr Rule kCommonSize{
-    "query", "D of 64 or 128, or 192 with values of 128, in packed layouts, BSH_BNSD and BSND_BNSD",
-    kA2A3};
+constexpr Rule kPackedSize{"query", "D of at most 256 in layout TND", kA2A3.since(Cann::v9_0)};
+constexpr Rule kPackedSizeBefore90{
+    "query", "D of 64 or 128, or 192 with values of 128, in layout TND", kBefore90};
 constexpr Rule kPairSize{
-    "query", "D of 64 or 128, or 192 with values of 128, in NTD_TND, BSH_BNSD and BSND_BNSD", k950};
+    "query", "D of 64 or 128, or 192 with values of 128, in NTD_TND, BSH_BNSD and BSND_BNSD"};
 constexpr Rule kAlignedSize{"query", "a multiple of 16 as D in BNSD_BSND", k950};
 constexpr Rule kAbsorbedPair{"layout", "an output in NBSD or NTD for absorbed MLA alone"};
 constexpr Rule kAbsorbedLayout{"layout",
@@ -79,12 +79,17 @@ const OperatorLimits FusedInferAttentionScore::limits{
      {"S", "tokens per sequence", {.min = 0, .max = 20971520}},
      {"D", "head size", {.min = 16, .max = 512, .multiple_of = 16}, kA2A3},
      {"D", "head size", {.min = 1, .max = 512}, k950}},
-    {kValueSize,      kValueSizeOf950,  kPlainValueSize,  kCommonSize,    kPairSize,
-     kAlignedSize,    kAbsorbedPair,    kAbsorbedLayout,  kRopes,         kAbsorbedKeyHeads,
-     kAbsorbedHeads,  kAbsorbedPages,   kAbsorbedMode,    kAbsorbedLse,   kAbsorbedQueries,
-     kAbsorbedCounts, kPairLse,         kPackedMode,      kPackedPrecise, kPackedBand,
-     kSmallPages,     kLargePages,      kPagesOfOneQuery, kPageRows,      kFractals,
-     kEqualPages,     kEqualPagesOf950, kSinkSize,        kSinkPrecise,   kNoSink}};
+    {kValueSize,       kValueSizeOf950,     kPlainValueSize,
+     kPackedSize,      kPackedSizeBefore90, kPairSize,
+     kAlignedSize,     kAbsorbedPair,       kAbsorbedLayout,
+     kRopes,           kAbsorbedKeyHeads,   kAbsorbedHeads,
+     kAbsorbedPages,   kAbsorbedMode,       kAbsorbedLse,
+     kAbsorbedQueries, kAbsorbedCounts,     kPairLse,
+     kPackedMode,      kPackedPrecise,      kPackedBand,
+     kSmallPages,      kLargePages,         kPagesOfOneQuery,
+     kPageRows,        kFractals,           kEqualPages,
+     kEqualPagesOf950, kSinkSize,           kSinkPrecise,
+     kNoSink}};
 
 bool FusedInferRules::absorbed() const {
   return op_.query_rope && head_size_.maybe_as_int() == kAbsorbedSize;
@@ -140,8 +145,9 @@ void FusedInferRules::check_size_limits() const {
   limits_.rule(kAbsorbedLayout, !absorbed() || !other_pair, layout_.name);
   const bool is_common = is_size(64, 64) || is_size(128, 128) || is_size(192, 128);
   const bool of_any_size = !other_pair || layout_.name == "BNSD_BSND";
-  limits_.rule(kCommonSize, (of_any_size && !axes_.packed()) || absorbed() || is_common, head_size_,
-               " and ", value_size_, " in layout ", layout_.name);
+  const bool is_free = layout_.name != "TND" || absorbed();
+  limits_.rule(kPackedSize, is_free || size.value_or(0) <= 256, head_size_);
+  limits_.rule(kPackedSizeBefore90, is_free || is_common, head_size_, " and ", value_size_);
   limits_.rule(kPairSize, of_any_size || is_common, head_size_, " and ", value_size_, " in layout ",
                layout_.name);
   limits_.rule(kAlignedSize, layout_.name != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
@@ -168,7 +174,9 @@ void FusedInferRules::check_page_limits() const {
   const auto block = page_size_.maybe_as_int().value_or(0);
   limits_.rule(kSmallPages, block <= 1024, block);
   const bool of_common_size = may_be(head_size_, 64) || may_be(head_size_, 128);
-  const bool any_multiple = op_.query_rope || of_common_size || is_size(192, 128);
+  const bool packed_on_atlas = axes_.packed() && limits_.on(kA2A3);
+  const bool any_multiple =
+      op_.query_rope || of_common_size || is_size(192, 128) || packed_on_atlas;
   if (const auto longest = any_multiple ? std::nullopt : longest_query()) {
     limits_.rule(kLargePages, longest == 1 || block % 128 == 0, block);
     limits_.rule(kPagesOfOneQuery, longest != 1 || block <= 512, block);

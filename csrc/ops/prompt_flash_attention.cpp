@@ -120,7 +120,8 @@ void PromptFlashAttentionRules::check_heads_and_size(NamedTensor argument, const
     return;
   }
   check_value(same(tensor.sym_size(axes_.heads), heads), kName, argument.name, "expected ", number,
-              " = ", heads, " heads, got shape ", tensor.sym_sizes());
+              " = ", heads, " heads on axis ", axes_.heads, " of layout ", layout_name(layout_),
+              ", got shape ", tensor.sym_sizes());
   check_value(same(tensor.sym_size(3), head_size_), kName, argument.name,
               "expected query's D = ", head_size_, ", got shape ", tensor.sym_sizes());
 }

@@ -22,7 +22,7 @@ UNPAGED = replace(ABSORBED, pages="", s=(2, 20), lengths=(None, None))
 ACCEPTED = {
     "many heads": (call(PLAIN, heads=(257, 1)), "query: expected N "),
     "D of 127": (call(PLAIN, d=127), "query: expected D "),
-    "D of 256 in a pack": (call(PACK, d=256), "query: expected D of 64 or 128"),
+    "D of 272 in a pack": (call(PACK, d=272), "query: expected D of at most 256"),
     "smaller values": (call(PLAIN, d=128, dv=64, mode=2), "value: expected query's D "),
     "larger values in a pack": (call(PACK, d=80, dv=96), "value: expected query's D "),
     "left-up causal packs": (call(PACK, mode=2), "sparse_mode: expected 0, 3 or 4 in packed"),

@@ -52,9 +52,10 @@ def fused_infer_attention_score(
             device limits are off). T is the number of tokens of all sequences.
         key: contiguous keys as query, with Skv tokens and Nk heads: query head n reads key head
             n // (N / Nk). With block_table the pages of a cache, which are read where they are:
-            (num_blocks, block_size, Nk*D), (num_blocks, Nk, block_size, D) or, in fractals (NZ),
-            (num_blocks, Nk, D/16, block_size, 16). block_size is a multiple of 16. Pages whose last
-            axis is not contiguous are copied.
+            (num_blocks, block_size, Nk*D), which flatten(2) makes of (num_blocks, block_size, Nk,
+            D), (num_blocks, Nk, block_size, D) or, in fractals (NZ), (num_blocks, Nk, D/16,
+            block_size, 16). block_size is a multiple of 16. Pages whose last axis is not contiguous
+            are copied.
         value: as key; its head size Dv may differ.
         num_heads: N, the number of query heads. BSH needs it.
         num_key_value_heads: Nk, a divisor of N; 0 for N.

@@ -67,7 +67,6 @@ def call(case: InferCase, **sizes: Any) -> Call:
     return partial(arguments, replace(case, **sizes), options)
 
 
-SIZES = "query: expected D of 64 or 128, or 192 with values of 128, in packed layouts, BSH_BNSD and"
 ABSORBED_ALONE = "layout: expected an output in NBSD or NTD for absorbed MLA alone on {}, got "
 LSE = "return_softmax_lse: expected False for "
 BAND = "pre_tokens, next_tokens: expected at least -Lq and -Lk in sparse_mode 4 of packed layouts "
@@ -87,13 +86,12 @@ Row = tuple[tuple[str, ...], Call, Call, str]
 
 # Calls that the host code refuses.
 CHECKED: list[Row] = [
-    *((ATLAS, call(case, d=128), call(case, d=80),
-       f"{SIZES} BSND_BNSD on {{}}, got 80 and 80 in layout {case.layout}")
-      for case in (PACK, replace(PACK, layout="NTD_TND"), replace(PLAIN, layout="BSH_BNSD"),
-                   replace(PLAIN, layout="BSND_BNSD"))),
-    (ATLAS, call(PACK, d=192, dv=128), call(PACK, d=192),
-     f"{SIZES} BSND_BNSD on {{}}, got 192 and 192 in layout TND"),
-    *(((P950,), call(case, d=192, dv=128), call(case, d=192),
+    (ATLAS, call(PACK, d=256), call(PACK, d=272),
+     "query: expected D of at most 256 in layout TND on {{device}}, got 272"),
+    *(((OLD,), call(PACK, d=192, dv=128), call(PACK, d=d),
+       "query: expected D of 64 or 128, or 192 with values of 128, in layout TND on {}, got "
+       f"{d} and {d}") for d in (80, 192)),
+    *((ALL, call(case, d=192, dv=128), call(case, d=192),
        f"{PAIR_SIZES}192 and 192 in layout {case.layout}")
       for case in (replace(PACK, layout="NTD_TND"), replace(PLAIN, layout="BSH_BNSD"),
                    replace(PLAIN, layout="BSND_BNSD"))),
