@@ -47,6 +47,15 @@ def test_unknown_names(arguments: tuple[str, ...], expected: str) -> None:
     assert device_in_force() == ("A2", NEWEST)
 
 
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [("910B", "A2"), ("Ascend910B4-1", "A2"), ("910_93", "A3"), ("Ascend310P3", "310P")],
+)
+def test_a_soc_names_its_product(name: str, product: str) -> None:
+    with ascend_attn_ops.limits(name):
+        assert device_in_force() == (product, NEWEST)
+
+
 def test_texts() -> None:
     assert parse("A3:9.0") == Device("A3", "9.0")
     assert parse("950") == Device("950", NEWEST)

@@ -33,7 +33,18 @@ std::string_view cann_name(Cann cann) {
   return std::ranges::find(kCannVersions, cann, &CannName::cann)->name;
 }
 
+std::optional<Product> product_of_soc(std::string_view soc) {
+  const auto found = std::ranges::find_if(
+      kProducts, [soc](const ProductNames& names) { return soc.starts_with(names.soc); });
+  return found == kProducts.end() ? std::nullopt : std::optional(found->product);
+}
+
 Product product_of(std::string_view name) {
+  for (const auto* prefix : {"", "Ascend"}) {
+    if (const auto product = product_of_soc(c10::str(prefix, name))) {
+      return *product;
+    }
+  }
   return entry_of(kProducts, "product", "None", name).product;
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <concepts>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace ascend_attn {
@@ -74,7 +75,10 @@ inline constexpr Devices k310P = on(Product::P310);
 
 std::string_view product_name(Product product);
 std::string_view cann_name(Cann cann);
-// Return the product or the version of that name; otherwise raise an error with the valid names.
+// Returns nullopt for a SoC of none of the products.
+std::optional<Product> product_of_soc(std::string_view soc);
+// Return the product or the version of that name; otherwise raise an error with the valid names. A
+// product is also known by its SoCs: "Ascend910B2", or "910B".
 Product product_of(std::string_view name);
 Cann cann_of(std::string_view name);
 

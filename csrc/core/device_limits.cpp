@@ -96,9 +96,11 @@ void DeviceLimits::reject(const Rule& rule, const std::string& got) const {
 void DeviceLimits::reject(Violation violation, std::string_view argument,
                           const std::string& expected, bool of_this_version,
                           const std::string& got) const {
-  raise(violation, table_.op, argument,
-        c10::str("expected ", expected, " on ", device_text(*device_, of_this_version), ", got ",
-                 got, "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits"));
+  raise(
+      violation, table_.op, argument,
+      c10::str("expected ", expected, " on ", device_text(*device_, of_this_version), ", got ", got,
+               "; on the CPU ascend_attn_ops.set_limits(None), or a block of limits(None), lifts "
+               "the device's limits"));
 }
 
 }  // namespace ascend_attn

@@ -21,4 +21,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (const auto device = device_of_process()) {
     set_default_limits(device);
   }
+  const auto version = GetCANNVersion("CANN");
+  if (is_newer_than_known(version) &&
+      PyErr_WarnFormat(PyExc_UserWarning, 1,
+                       "ascend_attn_ops: CANN %s is newer than all versions that it knows; the "
+                       "limits of %s apply",
+                       version.c_str(), std::string(cann_name(kNewestCann)).c_str()) != 0) {
+    throw pybind11::error_already_set();
+  }
 }

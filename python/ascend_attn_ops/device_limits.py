@@ -11,7 +11,6 @@ from torch.compiler import is_compiling
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import shown, wrong
 
-Product = Literal["A2", "A3", "950", "310P"]
 Cann = Literal["8.5", "9.0", "9.1"]
 
 VARIABLE = "ASCEND_ATTN_OPS_LIMITS"
@@ -40,9 +39,10 @@ class limits(ContextDecorator):
     chooses another default for a process: ``A3``, ``A2:8.5``, ``none``.
 
     Args:
-        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``. None switches the limits off, for
-            research shapes, float32, float64 and gradcheck; mismatched shapes, decreasing lengths
-            and out-of-range indices remain errors.
+        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``, or the name of one of its SoCs, such
+            as ``"910B"`` or ``"Ascend910B2"``. None switches the limits off, for research shapes,
+            float32, float64 and gradcheck; mismatched shapes, decreasing lengths and out-of-range
+            indices remain errors.
         cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
 
     Raises:
@@ -62,7 +62,7 @@ class limits(ContextDecorator):
     The backward pass is checked against the same limits as its forward pass.
     """
 
-    def __init__(self, product: Product | None, cann: Cann | None = None) -> None:
+    def __init__(self, product: str | None, cann: Cann | None = None) -> None:
         _check_names("ascend::limits", product, cann)
         self._override = _C.limits_override_for(product, cann)
         self._blocks: list[_C.LimitsBlock] = []
@@ -78,7 +78,7 @@ class limits(ContextDecorator):
         block.end()
 
 
-def set_limits(product: Product | None, cann: Cann | None = None) -> None:
+def set_limits(product: str | None, cann: Cann | None = None) -> None:
     """Check the calls of this process against the limits of another device, or of none.
 
     This is the default, which applies outside of `limits` blocks and in all threads, and which the
@@ -86,7 +86,7 @@ def set_limits(product: Product | None, cann: Cann | None = None) -> None:
     or a script calls it once at its beginning.
 
     Args:
-        product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``. None switches the limits off.
+        product: as in `limits`.
         cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
 
     Raises:

@@ -12,8 +12,8 @@ from ascend_attn_ops.check.boundaries import Rule
 from ascend_attn_ops.device_limits import table
 
 LIFTED = (
-    "; on the CPU ascend_attn_ops.limits(None) lifts the device's limits "
-    "[ACLNN_ERR_PARAM_INVALID 161002]"
+    "; on the CPU ascend_attn_ops.set_limits(None), or a block of limits(None), lifts the device's "
+    "limits [ACLNN_ERR_PARAM_INVALID 161002]"
 )
 RULES = list(boundaries.rules())
 # Every rule of these has a boundary, on each product that CANN 9.1 has them on.

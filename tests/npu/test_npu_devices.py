@@ -74,6 +74,17 @@ def test_the_versions_are_those_of_the_simulation() -> None:
         assert thread.submit(device_in_force).result() == DEVICE
 
 
+def test_a_newer_version_says_whose_limits_apply() -> None:
+    code = (
+        "from ascend_attn_ops.device_limits import device_in_force; print(device_in_force().cann)"
+    )
+    out, err = run_in_new_process(code, CANN_SIM_VERSION="9.2")
+    assert out.split() == ["9.1"]
+    assert (
+        err.count("UserWarning: ascend_attn_ops: CANN 9.2.0 is newer than all versions that") == 1
+    )
+
+
 def test_rows_of_a_fused_projection() -> None:
     """With gaps between them."""
     caches = [torch.zeros(2, 4, 2, 32).bfloat16() for _ in range(2)]

@@ -11,39 +11,40 @@
 #include "npu/aclnn/library.h"
 
 namespace ascend_attn {
+namespace {
+
+// Returns the first two numbers of a version, such as "9.0.0.RC1".
+std::optional<std::pair<int, int>> numbers_of(std::string_view text) {
+  std::pair<int, int> parts;
+  const auto* end = text.data() + text.size();
+  const auto major = std::from_chars(text.data(), end, parts.first);
+  if (major.ec != std::errc() || major.ptr == end || *major.ptr != '.' ||
+      std::from_chars(major.ptr + 1, end, parts.second).ec != std::errc()) {
+    return std::nullopt;
+  }
+  return parts;
+}
+
+}  // namespace
 
 std::string soc_name() {
   const char* name = aclrtGetSocName();
   return name ? name : "";
 }
 
-std::optional<Product> product_of_soc(std::string_view soc) {
-  for (const auto& each : kProducts) {
-    if (soc.starts_with(each.soc)) {
-      return each.product;
-    }
-  }
-  return std::nullopt;
+bool is_newer_than_known(std::string_view version) {
+  const auto given = numbers_of(version);
+  return given && given > numbers_of(cann_name(kNewestCann));
 }
 
 Cann cann_of_version(std::string_view version) {
-  const auto numbers = [](std::string_view text) -> std::optional<std::pair<int, int>> {
-    std::pair<int, int> parts;
-    const auto* end = text.data() + text.size();
-    const auto major = std::from_chars(text.data(), end, parts.first);
-    if (major.ec != std::errc() || major.ptr == end || *major.ptr != '.' ||
-        std::from_chars(major.ptr + 1, end, parts.second).ec != std::errc()) {
-      return std::nullopt;
-    }
-    return parts;
-  };
-  const auto given = numbers(version);
+  const auto given = numbers_of(version);
   if (!given) {
     return kNewestCann;
   }
   auto found = kCannVersions.front().cann;
   for (const auto& each : kCannVersions) {
-    if (numbers(each.name) <= given) {
+    if (numbers_of(each.name) <= given) {
       found = each.cann;
     }
   }

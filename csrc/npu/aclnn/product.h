@@ -12,12 +12,10 @@ namespace ascend_attn {
 // Returns the name that aclrtGetSocName gives, such as "Ascend910B2".
 std::string soc_name();
 
-// Returns nullopt for a SoC of none of the products.
-std::optional<Product> product_of_soc(std::string_view soc);
-
 // Returns whose limits apply with a CANN of that version, such as "9.0.0.RC1": those of the newest
 // version that is not newer. A text that is no version stands for the newest.
 Cann cann_of_version(std::string_view version);
+bool is_newer_than_known(std::string_view version);
 
 // Returns what this process runs on, which the limits in force may differ from; nullopt for a SoC
 // of none of the products.
