@@ -1,6 +1,6 @@
-// The checked mode of the NPU: before a launch, the host waits for the device and checks the values
-// that neither CANN nor the device checks. Wrong ones give NaN, wrong numbers or accesses out of
-// bounds.
+// The checked mode: before a call, the host checks the values that neither CANN nor the device
+// checks, and waits for the device that has them. Wrong ones give NaN, wrong numbers or accesses
+// out of bounds on an NPU.
 #pragma once
 
 #include <atomic>

@@ -214,4 +214,16 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 }  // namespace
 }  // namespace ascend_attn::cpu
 
-void ascend_attn::LightningIndexer::check_values() const { const cpu::SparseInputs checked(*this); }
+void ascend_attn::LightningIndexer::check_values() const {
+  const cpu::SparseInputs checked(*this);
+  // A pack of several sequences with paged keys and without a query that has any: the NPU's kernel
+  // writes behind its outputs. Keys side by side are launched so that it does not.
+  if (compressed() || !pages.given() || layout != Layout::TND || checked.sequences.size() < 2) {
+    return;
+  }
+  check_value(!std::ranges::all_of(checked.sequences, &Sequence::empty), name,
+              "actual_seq_lengths_key",
+              "expected a sequence that has queries and keys, without which the NPU's kernel "
+              "writes out of bounds, got none among ",
+              checked.sequences.size());
+}

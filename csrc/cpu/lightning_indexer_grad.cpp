@@ -8,6 +8,7 @@
 
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
+#include "cpu/common/read_slots.h"
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
@@ -85,5 +86,5 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 }  // namespace ascend_attn::cpu
 
 void ascend_attn::LightningIndexerGrad::check_values() const {
-  const cpu::SparseInputs checked(*this);
+  cpu::check_no_gaps(name, cpu::SparseInputs(*this));
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/common/partial_attention.h"
+#include "cpu/common/read_slots.h"
 #include "cpu/common/selected_attention.h"
 #include "cpu/common/sparse_inputs.h"
 #include "dispatch/operator.h"
@@ -64,5 +65,5 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 }  // namespace ascend_attn::cpu
 
 void ascend_attn::SparseFlashAttention::check_values() const {
-  const cpu::SparseInputs checked(*this, cpu::Selectable::all_keys);
+  cpu::check_nothing_behind_gaps(name, cpu::SparseInputs(*this, cpu::Selectable::all_keys));
 }

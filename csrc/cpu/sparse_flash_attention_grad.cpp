@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/common/parallel_scatter_add.h"
+#include "cpu/common/read_slots.h"
 #include "cpu/common/softmax_statistics.h"
 #include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
@@ -153,5 +154,5 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 }  // namespace ascend_attn::cpu
 
 void ascend_attn::SparseFlashAttentionGrad::check_values() const {
-  const cpu::SparseInputs checked(*this);
+  cpu::check_no_gaps(name, cpu::SparseInputs(*this));
 }

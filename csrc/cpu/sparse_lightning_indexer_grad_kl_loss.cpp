@@ -11,6 +11,7 @@
 #include "core/sparse_mode.h"
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/query_key_product.h"
+#include "cpu/common/read_slots.h"
 #include "cpu/common/softmax_statistics.h"
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
@@ -222,5 +223,5 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 }  // namespace ascend_attn::cpu
 
 void ascend_attn::SparseLightningIndexerGradKLLoss::check_values() const {
-  const cpu::SparseInputs checked(*this);
+  cpu::check_no_gaps(name, cpu::SparseInputs(*this));
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/common/indexer_gradient.h"
+#include "cpu/common/read_slots.h"
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
@@ -157,4 +158,5 @@ const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
 void ascend_attn::SparseLightningIndexerKLLossGrad::check_values() const {
   const cpu::SparseInputs checked(selection());
   check_key_lengths(checked.sequences);
+  cpu::check_no_gaps(name, checked);
 }

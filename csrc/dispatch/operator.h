@@ -20,8 +20,8 @@
 //                                    call lacks any, and the call that has them
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
-// check_values is defined beside the CPU kernel, which makes the same checks in every call; the NPU
-// kernels call it in the checked mode alone (core/value_checks.h).
+// check_values is called in the checked mode alone (core/value_checks.h). It is defined beside the
+// CPU kernel, which makes those of its checks in every call that the CPU cannot do without.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,6 +34,7 @@
 
 #include "core/error.h"
 #include "core/tensor_checks.h"
+#include "core/value_checks.h"
 #include "dispatch/arguments.h"
 #include "dispatch/outputs.h"
 
@@ -209,12 +210,24 @@ void compute_in_int32(const Op& op, typename Op::Outputs& outputs) {
   compute(map_fields(op, narrow), outputs);
 }
 
+// Computes, in the checked mode after checking the values of a call on the CPU. The NPU's kernels
+// check them before they launch.
+template <typename Op, auto compute>
+void compute_checked(const Op& op, typename Op::Outputs& outputs) {
+  if constexpr (requires { op.check_values(); }) {
+    if (checks_values() && std::get<0>(arguments_of(op)).is_cpu()) [[unlikely]] {
+      op.check_values();
+    }
+  }
+  compute(op, outputs);
+}
+
 template <typename Op, auto compute>
 typename Op::Outputs run(const Op& given) {
   check_tensors_given(given);
   return with_defaults(given, [](const Op& op) {
     auto outputs = op.check_and_allocate();
-    compute_in_int32<Op, compute>(op, outputs);
+    compute_in_int32<Op, &compute_checked<Op, compute>>(op, outputs);
     return outputs;
   });
 }
@@ -224,7 +237,7 @@ typename Op::Outputs run_into(const OutCall<Op>& call) {
   return with_defaults(call.op, [&](const Op& op) {
     auto outputs = op.check_and_allocate(call.source());
     check_outputs_apart(call);
-    compute_in_int32<Op, compute>(op, outputs);
+    compute_in_int32<Op, &compute_checked<Op, compute>>(op, outputs);
     return outputs;
   });
 }

@@ -66,13 +66,11 @@ void compute_with_launched_lengths(const Op& op, typename Op::Outputs& outputs) 
   compute(map_fields(op, launched), outputs);
 }
 
-// Computes, in the checked mode after checking the values of the call: those that the CPU checks,
-// and by `rules` those that the CPU accepts and the device cannot read.
-template <typename Op, auto compute, auto... rules>
+// Computes, in the checked mode after checking the values of the call.
+template <typename Op, auto compute>
 void check_and_compute(const Op& op, typename Op::Outputs& outputs) {
   if (checks_values() && can_read_values(Op::name)) [[unlikely]] {
     op.check_values();
-    (rules(op), ...);
   }
   compute(op, outputs);
 }
@@ -104,9 +102,9 @@ void register_npu_kernel(torch::Library& library) {
 }
 
 // Registers the kernel of an operator whose values can be wrong.
-template <typename Op, auto compute, auto... rules>
+template <typename Op, auto compute>
 void register_checked_kernel(torch::Library& library) {
-  constexpr auto checked = &check_and_compute<Op, compute, rules...>;
+  constexpr auto checked = &check_and_compute<Op, compute>;
   register_npu_kernel<Op, &compute_with_launched_lengths<Op, checked>>(library);
 }
 

@@ -39,23 +39,6 @@ constexpr Launcher<LightningIndexer, CompressedPrototype, 1> aclnn_lightning_ind
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// A pack of several sequences with paged keys and without a query that has any: the kernel writes
-// behind its outputs. Keys side by side are launched so that it does not.
-void check_any_keys(const LightningIndexer& op) {
-  const bool other_kernel = op.compressed();
-  if (other_kernel || !op.pages.given() || op.layout != Layout::TND ||
-      op.actual_seq_lengths_query->numel() < 2) {
-    return;
-  }
-  const auto sequences =
-      read_paged_sequences(op.name, Layout::TND, op.query, op.key, *op.pages.block_table,
-                           op.actual_seq_lengths_query, op.actual_seq_lengths_key);
-  check_value(!std::ranges::all_of(sequences, &Sequence::empty), op.name, "actual_seq_lengths_key",
-              "expected a sequence that has queries and keys, without which the NPU's kernel "
-              "writes out of bounds, got none among ",
-              sequences.size());
-}
-
 void launch(const LightningIndexer& op, const LightningIndexer::Outputs& outputs,
             const Fills& fills) {
   const auto& [sparse_indices, sparse_values] = outputs;
@@ -180,7 +163,7 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<LightningIndexer, lightning_indexer, check_any_keys>(m);
+  register_checked_kernel<LightningIndexer, lightning_indexer>(m);
 });
 
 }  // namespace

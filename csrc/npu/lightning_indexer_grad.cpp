@@ -7,7 +7,6 @@
 #include "core/sequence_lengths.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
-#include "npu/read_slots.h"
 #include "ops/lightning_indexer.h"
 
 namespace ascend_attn::aclnn {
@@ -151,8 +150,7 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad,
-                          check_read_slots<LightningIndexerGrad>>(m);
+  register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
 });
 
 }  // namespace

@@ -9,7 +9,6 @@
 #include "npu/kernel.h"
 #include "npu/packing.h"
 #include "npu/paged_statistics.h"
-#include "npu/read_slots.h"
 #include "npu/selection.h"
 #include "ops/sparse_indices.h"
 
@@ -25,8 +24,6 @@ using SparseFlashAttentionPrototype =
         AclTensor attention_out, AclTensor softmax_max, AclTensor softmax_sum);
 constexpr Launcher<SparseFlashAttention, SparseFlashAttentionPrototype>
     aclnn_sparse_flash_attention;
-
-void check_slots(const SparseFlashAttention& op) { check_nothing_behind_gaps(selection_of(op)); }
 
 // The kernel goes on behind a gap where it gathers keys one by one. Their indices are launched as
 // they are: to look for gaps takes the host several times as long as the launch, and
@@ -181,9 +178,8 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<SparseFlashAttention, sparse_flash_attention, check_slots>(m);
-  register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad,
-                          check_read_slots<SparseFlashAttentionGrad>>(m);
+  register_checked_kernel<SparseFlashAttention, sparse_flash_attention>(m);
+  register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
 });
 
 }  // namespace

@@ -11,7 +11,6 @@
 #include "npu/aclnn/product.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
-#include "npu/read_slots.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
@@ -176,7 +175,7 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
 }
 
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<Op, sparse_lightning_indexer_grad_kl_loss, check_read_slots<Op>>(m);
+  register_checked_kernel<Op, sparse_lightning_indexer_grad_kl_loss>(m);
 });
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include "npu/compressed_keys.h"
 #include "npu/kernel.h"
 #include "npu/packing.h"
-#include "npu/read_slots.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::aclnn {
@@ -106,10 +105,8 @@ void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
   }
 }
 
-void check_read_slots_of(const Op& op) { check_read_slots(op.selection()); }
-
 const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<Op, sparse_lightning_indexer_kl_loss_grad, check_read_slots_of>(m);
+  register_checked_kernel<Op, sparse_lightning_indexer_kl_loss_grad>(m);
 });
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The checked mode of the NPU: the values of tensors are checked before each launch."""
+"""The checked mode: the values of tensors are checked before each call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _by_environment = False
 
 @contextmanager
 def check_values() -> Iterator[None]:
-    """Check the values in tensors before each launch on an NPU, to find out what makes NaN.
+    """Check the values in tensors before each call, to find out what makes NaN on an NPU.
 
     The CPU checks in every call that indices, slots, blocks and sequence lengths are in range. An
     NPU does not: a wrong one gives NaN, wrong numbers, or accesses out of bounds that surface in
     another operator. In this block the host reads these values before each launch and raises the
-    CPU's errors. It also rejects what the CPU accepts and the device cannot do: a -1 in a slot of
-    ``sparse_indices`` that a gradient reads, and a slot that ``scatter_pa_kv_cache_`` writes twice.
+    CPU's errors. On both, the block also rejects what the CPU could do and the device cannot: a -1
+    in a slot of ``sparse_indices`` that a gradient reads, an index behind a -1, and a slot that
+    ``scatter_pa_kv_cache_`` writes twice. So CI on the CPU finds what training on the NPU would.
 
     Each checked call waits for the device, so use the block to find an error, not to train. The
     environment variable ``ASCEND_ATTN_OPS_CHECK=1`` checks every call of a process.
@@ -36,7 +37,7 @@ def check_values() -> Iterator[None]:
         >>> keys = torch.randn(2, 1, 64, dtype=torch.bfloat16)
         >>> cache = torch.zeros(4, 16, 1, 64, dtype=torch.bfloat16)
         >>> slots = torch.tensor([5, 63])
-        >>> with ascend_attn_ops.check_values():  # has no effect on the CPU
+        >>> with ascend_attn_ops.check_values():
         ...     ascend_attn_ops.scatter_pa_kv_cache_(keys, cache, slots, keys, cache.clone())
     """
     _C.request_value_checks(1)
