@@ -24,7 +24,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "simulation"))
-from building import precompiled, short_lines  # noqa: E402
+from building import precompiled, short_lines, units  # noqa: E402
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 7, 1)
 COMPILE_ARGS = ["-std=c++20", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
@@ -99,6 +99,12 @@ def core_sources() -> list[str]:
     return [x for x in sources("csrc/**/*.cpp") if not x.startswith("csrc/npu/")]
 
 
+# Folders that are compiled as one file each.
+CORE_UNITS = ("csrc/core", "csrc/dispatch", "csrc/ops", "csrc/autograd", "csrc/cpu/common")
+NPU_UNITS = ("csrc/npu", "csrc/npu/aclnn")
+UNITS = Path("build/units")
+
+
 def torch_headers() -> list[str]:
     """Return torch's folders as system folders: its warnings are not ours."""
     from torch.utils.cpp_extension import include_paths
@@ -112,7 +118,7 @@ def core_extension() -> Any:
 
     return CppExtension(
         "ascend_attn_ops._C",
-        core_sources(),
+        units(core_sources(), CORE_UNITS, UNITS),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[*COMPILE_ARGS, *torch_headers(), *vector_units(), *FLAGS],
         extra_link_args=[*openmp(), *FLAGS],
@@ -181,7 +187,7 @@ def npu_extension() -> Any | None:
     includes = [torch_npu / "include", op_plugin, torch_npu / "include/third_party/acl/inc"]
     return CppExtension(
         "ascend_attn_ops._npu",
-        sources("csrc/npu/**/*.cpp"),
+        units(sources("csrc/npu/**/*.cpp"), NPU_UNITS, UNITS),
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=[str(torch_npu / "lib")],
         libraries=["torch_npu"],

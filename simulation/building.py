@@ -1,4 +1,4 @@
-"""Precompiles the headers of torch for both setup.py, and shortens what their builds print."""
+"""For both setup.py: builds that compile less, and print shorter lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
@@ -57,6 +57,25 @@ def short_lines() -> Iterator[None]:
         os.dup2(stdout, 1)
         copying.join()
         os.close(stdout)
+
+
+def units(sources: list[str], folders: Iterable[str], into: Path) -> list[str]:
+    """Returns the sources, those of each folder as one file in `into` that includes them.
+
+    Most of them take longer to read headers than to compile. So names in unnamed namespaces are
+    unique in a folder.
+    """
+    made, rest = [], list(sources)
+    for folder in folders:
+        members = [x for x in rest if os.path.dirname(x) == folder]
+        rest = [x for x in rest if x not in members]
+        unit = into / f"{folder.replace('/', '_')}.cpp"
+        text = "".join(f'#include "{x.removeprefix("csrc/")}"\n' for x in members)
+        if not unit.exists() or unit.read_text() != text:
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            unit.write_text(text)
+        made.append(str(unit))
+    return [*made, *rest]
 
 
 def precompiled(compiler: Any, extension: Any, folder: Path) -> list[str]:

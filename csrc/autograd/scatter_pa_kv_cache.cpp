@@ -24,7 +24,7 @@ ScatterPaKvCache::Outputs scatter(const ScatterPaKvCache& op) {
   return {};
 }
 
-ScatterPaKvCache::Outputs resolve_negation(const ScatterPaKvCache& op) {
+ScatterPaKvCache::Outputs scatter_without_negation(const ScatterPaKvCache& op) {
   check_tensors_given(op);
   for_each_cache(op, [&](const auto& name, const at::Tensor& cache) {
     check_not_negated(op.name, name, cache);
@@ -32,12 +32,12 @@ ScatterPaKvCache::Outputs resolve_negation(const ScatterPaKvCache& op) {
   return call(without_negation(op));
 }
 
-const Registration autograd(c10::DispatchKey::Autograd, [](torch::Library& m) {
+const Registration scatter_kernel(c10::DispatchKey::Autograd, [](torch::Library& m) {
   register_function<ScatterPaKvCache, &scatter>(m);
 });
 
-const Registration negative(c10::DispatchKey::Negative, [](torch::Library& m) {
-  register_function<ScatterPaKvCache, &resolve_negation>(m);
+const Registration scatter_negation(c10::DispatchKey::Negative, [](torch::Library& m) {
+  register_function<ScatterPaKvCache, &scatter_without_negation>(m);
 });
 
 }  // namespace

@@ -10,9 +10,10 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-using Prototype = int(AclTensorList lse, AclTensorList local_out, int64_t update_type,
-                      AclTensor out, AclTensor lse_out);
-constexpr Launcher<AttentionUpdate, Prototype> aclnn_attention_update{.reuses_executor = true};
+using AttentionUpdatePrototype = int(AclTensorList lse, AclTensorList local_out,
+                                     int64_t update_type, AclTensor out, AclTensor lse_out);
+constexpr Launcher<AttentionUpdate, AttentionUpdatePrototype> aclnn_attention_update{
+    .reuses_executor = true};
 
 // Asks for lse_out as well.
 constexpr int64_t kWithLse = 1;
@@ -42,7 +43,7 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   lse_rows.masked_fill_(empty, -std::numeric_limits<double>::infinity());
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+const Registration attention_update_kernels(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_kernel<AttentionUpdate, attention_update>(m);
 });
 

@@ -333,12 +333,13 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
   differentiate_extended(launched(op), outputs);
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
-  register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
-  register_kernel_and_relaunch<FlashAttentionScoreExtendedGrad,
-                               flash_attention_score_extended_grad>(m);
-});
+const Registration flash_attention_score_kernels(
+    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+      register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
+      register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
+      register_kernel_and_relaunch<FlashAttentionScoreExtendedGrad,
+                                   flash_attention_score_extended_grad>(m);
+    });
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -94,7 +94,7 @@ using FusedInferV5 = FusedInferPrototype<AclIntArray, AclIntArray>::With<int64_t
 
 // Calls one of the functions that `Op` declares, which has that prototype.
 template <typename Op, typename Prototype, size_t index>
-void launch(const FusedInfer& call) {
+void launch_fused_infer(const FusedInfer& call) {
   static constexpr Launcher<Op, Prototype, index> function;
   constexpr auto none = std::nullopt;
   constexpr int64_t zero = 0;

@@ -15,13 +15,12 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-constexpr const char* kName = FusedInferAttentionScore::name;
-constexpr auto aclnn_fused_infer_attention_score_v4 =
-    launch<FusedInferAttentionScore, FusedInferV4, 0>;
-constexpr auto aclnn_fused_infer_attention_score_v5 =
-    launch<FusedInferAttentionScore, FusedInferV5, 1>;
+constexpr const char* kInfer = FusedInferAttentionScore::name;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr auto aclnn_fused_infer_attention_score_v4 =
+    launch_fused_infer<FusedInferAttentionScore, FusedInferV4, 0>;
+constexpr auto aclnn_fused_infer_attention_score_v5 =
+    launch_fused_infer<FusedInferAttentionScore, FusedInferV5, 1>;
 
 // The tokens of one batch of the queries, in packed layouts of all sequences.
 int64_t queries_of(const FusedInferAttentionScore& op) {
@@ -51,10 +50,10 @@ std::optional<at::Tensor> launched_sink(const FusedInferAttentionScore& op) {
     return std::nullopt;
   }
   const auto dtype = op.query.scalar_type();
-  check_implemented(op.sink->scalar_type() == dtype || !GivenWorkspace::current(), kName, "sink",
+  check_implemented(op.sink->scalar_type() == dtype || !GivenWorkspace::current(), kInfer, "sink",
                     "expected query's dtype in a call whose lengths a graph updates, got ",
                     op.sink->scalar_type());
-  return dense(kName, op.sink->to(dtype));
+  return dense(kInfer, op.sink->to(dtype));
 }
 
 // Returns num_key_value_heads as given, but 1 for one head: CANN refuses 0 for absorbed MLA.
@@ -66,18 +65,18 @@ void launch_infer(const FusedInferAttentionScore& op,
                   const FusedInferAttentionScore::Outputs& outputs) {
   const auto& layout = op.infer_layout();
   const auto axes = axes_of(layout.inputs);
-  const auto query = dense(kName, op.query);
-  const auto key = dense(kName, op.key);
-  const auto value = dense(kName, op.value);
+  const auto query = dense(kInfer, op.query);
+  const auto key = dense(kInfer, op.key);
+  const auto value = dense(kInfer, op.value);
   const int64_t queries = queries_of(op);
   const bool decoding = is_decoding(op, std::get<0>(outputs));
   FusedInfer call{.query = query,
                   .key = key,
                   .value = value,
-                  .atten_mask = launched_mask(kName, mask_of(op), op.sparse_mode, queries == 1),
-                  .block_table = dense(kName, op.block_table),
-                  .query_rope = dense(kName, op.query_rope),
-                  .key_rope = dense(kName, op.key_rope),
+                  .atten_mask = launched_mask(kInfer, mask_of(op), op.sparse_mode, queries == 1),
+                  .block_table = dense(kInfer, op.block_table),
+                  .query_rope = dense(kInfer, op.query_rope),
+                  .key_rope = dense(kInfer, op.key_rope),
                   .sink = launched_sink(op),
                   .num_heads = op.heads().expect_int(),
                   .scale_value = op.scale(),
@@ -105,7 +104,7 @@ void launch_infer(const FusedInferAttentionScore& op,
       call.key_lengths = lengths_per_batch(op.actual_seq_lengths_key, batches, keys);
     }
     if (decoding) {
-      keep_by_lengths(kName, call, keys);
+      keep_by_lengths(kInfer, call, keys);
     }
   }
   static const bool is_950 = runs_on(k950);
@@ -171,7 +170,7 @@ void fused_infer_attention_score(const FusedInferAttentionScore& op,
   }
   const bool updated = GivenWorkspace::current();
   check_implemented(
-      !updated || !op.return_softmax_lse || !op.sink || op.infer_layout().packed(), kName,
+      !updated || !op.return_softmax_lse || !op.sink || op.infer_layout().packed(), kInfer,
       "return_softmax_lse",
       "expected False beside a sink outside TND, in a call whose lengths a graph updates, got "
       "True");
@@ -188,9 +187,10 @@ void fused_infer_attention_score(const FusedInferAttentionScore& op,
   }
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_kernel_and_relaunch<FusedInferAttentionScore, fused_infer_attention_score>(m);
-});
+const Registration fused_infer_attention_score_kernels(
+    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+      register_kernel_and_relaunch<FusedInferAttentionScore, fused_infer_attention_score>(m);
+    });
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

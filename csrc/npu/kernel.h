@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <limits>
 #include <tuple>
 
 #include "core/determinism.h"
@@ -24,6 +25,8 @@
 #include "npu/aclnn/launcher.h"
 
 namespace ascend_attn {
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Returns whether the values of a call can be read. Neither the capture nor an update of a graph
 // can wait for the device: a warning says so, once.

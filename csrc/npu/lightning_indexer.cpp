@@ -18,13 +18,14 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-using Prototype = int(AclTensor query, AclTensor key, AclTensor weights,
-                      AclTensor actual_seq_lengths_query, AclTensor actual_seq_lengths_key,
-                      AclTensor block_table, char* layout_query, char* layout_key,
-                      int64_t sparse_count, int64_t sparse_mode, int64_t pre_tokens,
-                      int64_t next_tokens, bool return_values, AclTensor sparse_indices,
-                      AclTensor sparse_values);
-constexpr Launcher<LightningIndexer, Prototype> aclnn_lightning_indexer;
+using LightningIndexerPrototype = int(AclTensor query, AclTensor key, AclTensor weights,
+                                      AclTensor actual_seq_lengths_query,
+                                      AclTensor actual_seq_lengths_key, AclTensor block_table,
+                                      char* layout_query, char* layout_key, int64_t sparse_count,
+                                      int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens,
+                                      bool return_values, AclTensor sparse_indices,
+                                      AclTensor sparse_values);
+constexpr Launcher<LightningIndexer, LightningIndexerPrototype> aclnn_lightning_indexer;
 
 using CompressedPrototype = int(AclTensor query, AclTensor key, AclTensor weights,
                                 AclTensor cu_seqlens_query, AclTensor cu_seqlens_key,
@@ -36,8 +37,6 @@ using CompressedPrototype = int(AclTensor query, AclTensor key, AclTensor weight
                                 int64_t return_values, AclTensor sparse_indices,
                                 AclTensor sparse_values);
 constexpr Launcher<LightningIndexer, CompressedPrototype, 1> aclnn_lightning_indexer_v2;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void launch(const LightningIndexer& op, const LightningIndexer::Outputs& outputs,
             const Fills& fills) {
@@ -162,7 +161,7 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
   }
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+const Registration lightning_indexer_kernels(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<LightningIndexer, lightning_indexer>(m);
 });
 

@@ -12,12 +12,15 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-using Prototype = int(AclTensor query, AclTensor key, AclTensor dy, AclTensor sparse_indices,
-                      AclTensor weights, AclTensor actual_seq_q_len, AclTensor actual_seq_kv_len,
-                      int64_t head_num, char* input_layout, int64_t sparse_mode, int64_t pre_tokens,
-                      int64_t next_tokens, bool deterministic, AclTensor dq, AclTensor dk,
-                      AclTensor dweights);
-constexpr Launcher<LightningIndexerGrad, Prototype> aclnn_lightning_indexer_grad;
+using LightningIndexerGradPrototype = int(AclTensor query, AclTensor key, AclTensor dy,
+                                          AclTensor sparse_indices, AclTensor weights,
+                                          AclTensor actual_seq_q_len, AclTensor actual_seq_kv_len,
+                                          int64_t head_num, char* input_layout, int64_t sparse_mode,
+                                          int64_t pre_tokens, int64_t next_tokens,
+                                          bool deterministic, AclTensor dq, AclTensor dk,
+                                          AclTensor dweights);
+constexpr Launcher<LightningIndexerGrad, LightningIndexerGradPrototype>
+    aclnn_lightning_indexer_grad;
 
 // Sequences one behind the other in queries and keys, none of them empty, all of the same lengths.
 struct EqualSequences {
@@ -149,9 +152,10 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   }
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
-});
+const Registration lightning_indexer_grad_kernels(
+    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+      register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
+    });
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -6,11 +6,12 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-using Prototype = int(AclTensor key, AclTensor key_cache, AclTensor slot_mapping, AclTensor value,
-                      AclTensor value_cache, AclTensor compress_lens, AclTensor compress_seq_offset,
-                      AclTensor seq_lens, char* cache_mode, char* scatter_mode, AclIntArray strides,
-                      AclIntArray offsets);
-constexpr Launcher<ScatterPaKvCache, Prototype> aclnn_scatter_pa_kv_cache;
+using ScatterPaKvCachePrototype = int(AclTensor key, AclTensor key_cache, AclTensor slot_mapping,
+                                      AclTensor value, AclTensor value_cache,
+                                      AclTensor compress_lens, AclTensor compress_seq_offset,
+                                      AclTensor seq_lens, char* cache_mode, char* scatter_mode,
+                                      AclIntArray strides, AclIntArray offsets);
+constexpr Launcher<ScatterPaKvCache, ScatterPaKvCachePrototype> aclnn_scatter_pa_kv_cache;
 
 void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&) {
   op.check_memory();
@@ -31,9 +32,9 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
       op.seq_lens, op.cache_mode, op.scatter_mode, op.strides, op.offsets);
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
-});
+const Registration scatter_pa_kv_cache_kernels(
+    c10::DispatchKey::PrivateUse1,
+    [](torch::Library& m) { register_checked_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m); });
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -18,23 +18,23 @@ namespace ascend_attn::aclnn {
 namespace {
 
 // Returns `tensor` with an axis for its heads, which in BSH and SBH share one with the head size.
-at::Tensor with_head_axis(const at::Tensor& tensor, Layout layout, int64_t heads) {
+at::Tensor split_heads(const at::Tensor& tensor, Layout layout, int64_t heads) {
   return axes_of(layout).merged() ? tensor.unflatten(-1, {heads, -1}) : tensor;
 }
 
 at::Tensor join(const at::Tensor& tensor, const at::Tensor& rope, Layout layout, int64_t heads) {
   const auto joined =
-      at::cat({with_head_axis(tensor, layout, heads), with_head_axis(rope, layout, heads)}, -1);
+      at::cat({split_heads(tensor, layout, heads), split_heads(rope, layout, heads)}, -1);
   return axes_of(layout).merged() ? joined.flatten(-2) : joined;
 }
 
 void split(const at::Tensor& joined, Layout layout, int64_t heads, const at::Tensor& gradient,
            const at::Tensor& d_rope) {
-  const auto from = with_head_axis(joined, layout, heads);
-  const auto to = with_head_axis(gradient, layout, heads);
+  const auto from = split_heads(joined, layout, heads);
+  const auto to = split_heads(gradient, layout, heads);
   const int64_t size = to.size(-1);
   to.copy_(from.narrow(-1, 0, size));
-  with_head_axis(d_rope, layout, heads).copy_(from.narrow(-1, size, from.size(-1) - size));
+  split_heads(d_rope, layout, heads).copy_(from.narrow(-1, size, from.size(-1) - size));
 }
 
 // The rows of the outputs of a call, in the order in which the statistics have them.
@@ -104,7 +104,7 @@ int64_t key_heads_of(const at::Tensor& query, const at::Tensor& key, Layout layo
 at::Tensor as_bnsd(const at::Tensor& tensor, Layout layout, int64_t heads) {
   const auto axes = axes_of(layout);
   const int64_t head_axis = axes.merged() ? 2 : axes.heads;
-  return with_head_axis(tensor, layout, heads).permute({axes.batch, head_axis, axes.tokens, 3});
+  return split_heads(tensor, layout, heads).permute({axes.batch, head_axis, axes.tokens, 3});
 }
 
 FlashAttentionScore join_ropes(const FlashAttentionScore& op) {

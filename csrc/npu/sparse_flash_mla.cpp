@@ -241,7 +241,7 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
   }
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+const Registration sparse_flash_mla_kernels(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
   register_checked_kernel<SparseFlashMla, sparse_flash_mla>(m);
   register_checked_kernel<SparseFlashMlaGrad, sparse_flash_mla_grad>(m);
 });

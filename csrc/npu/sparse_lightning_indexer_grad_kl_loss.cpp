@@ -16,21 +16,20 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-using Prototype = int(AclTensor query, AclTensor key, AclTensor query_index, AclTensor key_index,
-                      AclTensor weights, AclTensor sparse_indices, AclTensor softmax_max,
-                      AclTensor softmax_sum, AclTensor query_rope, AclTensor key_rope,
-                      AclIntArray actual_seq_lengths_query, AclIntArray actual_seq_lengths_key,
-                      double scale_value, char* layout, int64_t sparse_mode, int64_t pre_tokens,
-                      int64_t next_tokens, bool deterministic, AclTensor d_query_index,
-                      AclTensor d_key_index, AclTensor d_weights, AclTensor loss);
-constexpr Launcher<SparseLightningIndexerGradKLLoss, Prototype>
+using GradKLLossPrototype = int(AclTensor query, AclTensor key, AclTensor query_index,
+                                AclTensor key_index, AclTensor weights, AclTensor sparse_indices,
+                                AclTensor softmax_max, AclTensor softmax_sum, AclTensor query_rope,
+                                AclTensor key_rope, AclIntArray actual_seq_lengths_query,
+                                AclIntArray actual_seq_lengths_key, double scale_value,
+                                char* layout, int64_t sparse_mode, int64_t pre_tokens,
+                                int64_t next_tokens, bool deterministic, AclTensor d_query_index,
+                                AclTensor d_key_index, AclTensor d_weights, AclTensor loss);
+constexpr Launcher<SparseLightningIndexerGradKLLoss, GradKLLossPrototype>
     aclnn_sparse_lightning_indexer_grad_kl_loss;
-
-using Op = SparseLightningIndexerGradKLLoss;
 
 // With an odd number of cores, and more tokens than cores, the deterministic kernel never ends: a
 // core waits for a flag that none sets. Devices have an even number, which a stream may limit.
-void check_cores(const Op& op) {
+void check_cores(const SparseLightningIndexerGradKLLoss& op) {
   const auto cores = ai_cores_of_stream();
   const auto row = std::max<int64_t>(op.query.size(-2) * op.query.size(-1), 1);
   check_implemented(cores % 2 == 0 || op.query.numel() / row <= cores, op.name, "deterministic",
@@ -38,7 +37,8 @@ void check_cores(const Op& op) {
                     cores, "; torch.npu.set_stream_limit sets their number");
 }
 
-void launch_loss(const Op& op, const Op::Outputs& outputs) {
+void launch_loss(const SparseLightningIndexerGradKLLoss& op,
+                 const SparseLightningIndexerGradKLLoss::Outputs& outputs) {
   const bool deterministic = is_deterministic(op.deterministic);
   if (deterministic) {
     check_cores(op);
@@ -53,13 +53,14 @@ void launch_loss(const Op& op, const Op::Outputs& outputs) {
       d_key_index, d_weights, loss);
 }
 
-std::vector<Sequence> sequences_of(const Op& op) {
+std::vector<Sequence> sequences_of(const SparseLightningIndexerGradKLLoss& op) {
   return read_sequences(op.name, op.layout.value(), op.query, op.key, op.actual_seq_lengths_query,
                         op.actual_seq_lengths_key);
 }
 
 // The kernel ignores lengths in BSND.
-void launch_padded(const Op& op, const Op::Outputs& outputs) {
+void launch_padded(const SparseLightningIndexerGradKLLoss& op,
+                   const SparseLightningIndexerGradKLLoss::Outputs& outputs) {
   const Packing packing(sequences_of(op), op.query, op.key);
   auto packed = op;
   if (packing.complete()) {
@@ -104,7 +105,8 @@ void launch_padded(const Op& op, const Op::Outputs& outputs) {
   loss.copy_(std::get<3>(results));
 }
 
-void launch_unweighted(const Op& op, const Op::Outputs& outputs) {
+void launch_unweighted(const SparseLightningIndexerGradKLLoss& op,
+                       const SparseLightningIndexerGradKLLoss::Outputs& outputs) {
   const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
   if (op.layout == Layout::BSND && has_lengths) {
     launch_padded(op, outputs);
@@ -114,7 +116,7 @@ void launch_unweighted(const Op& op, const Op::Outputs& outputs) {
 }
 
 // The number of keys that each token reads, at least 1: shaped as one head of the statistics.
-at::Tensor selected_keys(const Op& op) {
+at::Tensor selected_keys(const SparseLightningIndexerGradKLLoss& op) {
   const auto slots = op.sparse_indices.size(-1);
   std::vector<float> counts(op.token_weight->numel(), 1);
   for (const auto& sequence : sequences_of(op)) {
@@ -133,7 +135,8 @@ at::Tensor selected_keys(const Op& op) {
 // The kernel has no factor per token. A token that is left out gets inputs of which the loss and
 // all gradients are zero: with queries of zeros its attention and its scores are uniform, and equal
 // once the statistics are those of n equal scores.
-void launch_masked(const Op& op, const Op::Outputs& outputs) {
+void launch_masked(const SparseLightningIndexerGradKLLoss& op,
+                   const SparseLightningIndexerGradKLLoss::Outputs& outputs) {
   const auto dropped = op.token_weight->eq(0);
   const auto cleared = [&](const at::Tensor& tensor) {
     auto mask = dropped;
@@ -160,7 +163,8 @@ void launch_masked(const Op& op, const Op::Outputs& outputs) {
   launch_unweighted(masked, outputs);
 }
 
-void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
+void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLoss& op,
+                                           SparseLightningIndexerGradKLLoss::Outputs& outputs) {
   check_implemented(
       !op.token_weight || op.token_weight->scalar_type() == at::kBool, op.name, "token_weight",
       "expected dtype bool on the NPU, whose kernel has no factor per token, got ",
@@ -174,9 +178,11 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   }
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<Op, sparse_lightning_indexer_grad_kl_loss>(m);
-});
+const Registration sparse_lightning_indexer_grad_kl_loss_kernels(
+    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+      register_checked_kernel<SparseLightningIndexerGradKLLoss,
+                              sparse_lightning_indexer_grad_kl_loss>(m);
+    });
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -13,17 +13,19 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-using Op = SparseLightningIndexerKLLossGrad;
-using Prototype = int(AclTensor query_index, AclTensor key_index, AclTensor weights,
-                      AclTensor sparse_indices, AclTensor attn_softmax_l1_norm,
-                      AclTensor cu_seqlens_query, AclTensor cu_seqlens_key, AclTensor seqused_query,
-                      AclTensor seqused_key, AclTensor cmp_residual_key, AclTensor metadata,
-                      char* layout_query, char* layout_key, int64_t mask_mode, int64_t cmp_ratio,
-                      AclTensor d_query_index, AclTensor d_key_index, AclTensor d_weights,
-                      AclTensor softmax_out);
-constexpr Launcher<Op, Prototype> aclnn_sparse_lightning_indexer_kl_loss_grad;
+using KLLossGradPrototype = int(AclTensor query_index, AclTensor key_index, AclTensor weights,
+                                AclTensor sparse_indices, AclTensor attn_softmax_l1_norm,
+                                AclTensor cu_seqlens_query, AclTensor cu_seqlens_key,
+                                AclTensor seqused_query, AclTensor seqused_key,
+                                AclTensor cmp_residual_key, AclTensor metadata, char* layout_query,
+                                char* layout_key, int64_t mask_mode, int64_t cmp_ratio,
+                                AclTensor d_query_index, AclTensor d_key_index, AclTensor d_weights,
+                                AclTensor softmax_out);
+constexpr Launcher<SparseLightningIndexerKLLossGrad, KLLossGradPrototype>
+    aclnn_sparse_lightning_indexer_kl_loss_grad;
 
-void launch(const Op& op, const Op::Outputs& outputs) {
+void launch(const SparseLightningIndexerKLLossGrad& op,
+            const SparseLightningIndexerKLLossGrad::Outputs& outputs) {
   const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
   const bool packed = op.layout == Layout::TND;
   Fills fills;
@@ -54,7 +56,7 @@ void launch(const Op& op, const Op::Outputs& outputs) {
       with_head_axis(softmax_out, op.query_index));
 }
 
-void fill_all(const Op::Outputs& outputs) {
+void fill_all(const SparseLightningIndexerKLLossGrad::Outputs& outputs) {
   const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
   for (const auto& output : {d_query_index, d_key_index, d_weights, softmax_out}) {
     fill_output(output, 0);
@@ -62,7 +64,8 @@ void fill_all(const Op::Outputs& outputs) {
 }
 
 // The kernel reads no lengths of a padded batch.
-void launch_padded(const Op& op, const Op::Outputs& outputs) {
+void launch_padded(const SparseLightningIndexerKLLossGrad& op,
+                   const SparseLightningIndexerKLLossGrad::Outputs& outputs) {
   const Packing packing(sequences_on_host(op.name, op.layout.value(), op.query_index, op.key_index,
                                           op.actual_seq_lengths_query, op.actual_seq_lengths_key),
                         op.query_index, op.key_index);
@@ -92,7 +95,8 @@ void launch_padded(const Op& op, const Op::Outputs& outputs) {
   packing.unpack_queries(std::get<3>(results), with_head_axis(softmax_out, op.query_index));
 }
 
-void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
+void sparse_lightning_indexer_kl_loss_grad(const SparseLightningIndexerKLLossGrad& op,
+                                           SparseLightningIndexerKLLossGrad::Outputs& outputs) {
   const bool launched =
       op.query_index.size(0) != 0 && op.query_index.size(-3) != 0 && op.key_index.size(-3) != 0;
   const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
@@ -105,9 +109,11 @@ void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
   }
 }
 
-const Registration npu(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-  register_checked_kernel<Op, sparse_lightning_indexer_kl_loss_grad>(m);
-});
+const Registration sparse_lightning_indexer_kl_loss_grad_kernels(
+    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+      register_checked_kernel<SparseLightningIndexerKLLossGrad,
+                              sparse_lightning_indexer_kl_loss_grad>(m);
+    });
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -34,7 +34,7 @@ std::vector<Rule> with_common(std::vector<Rule> rules) {
 }
 
 template <typename Op>
-FlashAttentionRules check_common(const Op& op) {
+FlashAttentionRules check_dense_call(const Op& op) {
   FlashAttentionRules rules(op);
   if constexpr (requires { op.extra; }) {
     rules.check_extra(op.extra);
@@ -47,7 +47,7 @@ FlashAttentionRules check_common(const Op& op) {
 
 template <typename Op>
 void check_grad(const Op& op) {
-  const auto rules = check_common(op);
+  const auto rules = check_dense_call(op);
   check_some_gradient(Op::name, {"dy", op.dy}, {"d_softmax_sum", op.d_softmax_sum});
   if (op.dy) {
     rules.check_like_out({"dy", *op.dy});
@@ -71,7 +71,7 @@ const OperatorLimits FlashAttentionScoreGrad::limits{
     with_common({kTokensOfGradient, kTokensOfPackedGradient, kPsePerKeyOfGradient, kDropoutOn950})};
 
 FlashAttentionScore::Outputs FlashAttentionScore::check_and_allocate(OutputSource outputs) const {
-  const auto rules = check_common(*this);
+  const auto rules = check_dense_call(*this);
   rules.check_head_size();
   return {rules.out(outputs), rules.statistics(outputs), rules.statistics(outputs)};
 }

@@ -13,8 +13,6 @@
 namespace ascend_attn {
 namespace {
 
-constexpr const char* kName = FusedInferAttentionScore::name;
-
 // Returns the shape of a tensor in a layout. Packed layouts have no batch.
 c10::SymDimVector sizes_in(Layout layout, const c10::SymInt& batch, const c10::SymInt& tokens,
                            const c10::SymInt& heads, const c10::SymInt& size) {

@@ -6,12 +6,6 @@
 #include "ops/inference_mask.h"
 
 namespace ascend_attn {
-namespace {
-
-constexpr const char* kName = FusedInferAttentionScore::name;
-
-}  // namespace
-
 void FusedInferRules::check_mask() const {
   const InferenceMaskRules rules(op_);
   rules.check_mode();

@@ -26,6 +26,8 @@ class FusedInferRules {
   at::Tensor softmax_lse(OutputSource& outputs) const;
 
  private:
+  static constexpr const char* kName = FusedInferAttentionScore::name;
+
   void check_dtypes() const;
   void check_heads();
   void check_query();

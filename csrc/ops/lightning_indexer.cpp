@@ -22,7 +22,8 @@ constexpr Rule kKeysForAllSlots{"sparse_indices",
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op, const KeyPages* pages = nullptr, bool compressed = false) {
+SparseRules check_indexer_call(const Op& op, const KeyPages* pages = nullptr,
+                               bool compressed = false) {
   SparseRules rules(Op::limits, op.layout, {"query", op.query}, {"key", op.key}, pages,
                     {.may_be_empty = compressed});
   rules.check_weights({"weights", op.weights}, rules.heads());
@@ -81,7 +82,7 @@ void LightningIndexer::check_compression(const SparseRules& rules) const {
 }
 
 LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
-  const auto rules = check_common(*this, &pages, compressed());
+  const auto rules = check_indexer_call(*this, &pages, compressed());
   check_compression(rules);
   check_value(!pages.given() || !return_values, name, "return_values",
               "expected False because layout_key is PA_BSND, got True");
@@ -104,7 +105,7 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
 }
 
 LightningIndexerGrad::Outputs LightningIndexerGrad::check_and_allocate() const {
-  const auto rules = check_common(*this);
+  const auto rules = check_indexer_call(*this);
   rules.check_sparse_indices({"sparse_indices", sparse_indices});
   rules.check_same_dtype({"d_values", d_values});
   rules.check_selected_values({"d_values", d_values}, sparse_indices);

@@ -10,12 +10,6 @@
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
-namespace {
-
-constexpr const char* kName = PromptFlashAttention::name;
-
-}  // namespace
-
 const OperatorLimits PromptFlashAttention::limits{
     name,
     functions,

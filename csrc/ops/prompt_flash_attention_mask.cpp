@@ -8,12 +8,6 @@
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
-namespace {
-
-constexpr const char* kName = PromptFlashAttention::name;
-
-}  // namespace
-
 void PromptFlashAttentionRules::check_mask() const {
   const InferenceMaskRules rules(op_);
   rules.check_mode();

@@ -12,12 +12,6 @@
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
-namespace {
-
-constexpr const char* kName = PromptFlashAttention::name;
-
-}  // namespace
-
 void PromptFlashAttentionRules::check_quantization() const {
   const std::array<NamedOptionalTensor, 5> all{{{"deq_scale1", op_.deq_scale1},
                                                 {"quant_scale1", op_.quant_scale1},

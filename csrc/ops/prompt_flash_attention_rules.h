@@ -47,6 +47,8 @@ class PromptFlashAttentionRules {
   at::Tensor out(OutputSource& outputs) const;
 
  private:
+  static constexpr const char* kName = PromptFlashAttention::name;
+
   void check_tensors() const;
   void check_heads();
   void check_sizes();

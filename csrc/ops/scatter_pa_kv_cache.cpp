@@ -28,8 +28,8 @@ constexpr Rule kHalfRuns{"key", "dtype float16 or bfloat16 in scatter modes 'Rop
 constexpr Rule kInt32Slots{"slot_mapping",
                            "dtype int32, which the kernel reads whatever is declared"};
 constexpr Rule kSlotsForAll{"key_cache", "num_blocks * block_size >= T", kA2A3};
-constexpr Rule kNotEmpty{"key", "T, N, D, B and block_size of at least 1",
-                         kA2A3.before(Cann::v9_0)};
+constexpr Rule kNonemptyAxes{"key", "T, N, D, B and block_size of at least 1",
+                             kA2A3.before(Cann::v9_0)};
 constexpr Rule kContiguousCache{"key_cache", "a contiguous tensor", kAllDevices.before(Cann::v9_1)};
 constexpr Rule kBufferGoesOn{"key",
                              "a buffer that goes on behind the last row in scatter mode 'Nct'",
@@ -333,8 +333,8 @@ void ScatterRules::check_buffer(NamedTensor source, size_t side) const {
 void ScatterRules::check_not_empty(NamedTensor argument, std::string_view size,
                                    int64_t axis) const {
   const auto known = argument.tensor.sym_size(axis).maybe_as_int();
-  limits_.rule({argument.name, kNotEmpty.expected, kNotEmpty.devices}, !known || *known > 0, size,
-               " = 0");
+  limits_.rule({argument.name, kNonemptyAxes.expected, kNonemptyAxes.devices}, !known || *known > 0,
+               size, " = 0");
 }
 
 void ScatterRules::check_indices() const {
@@ -419,7 +419,7 @@ const OperatorLimits ScatterPaKvCache::limits{
      // With heads of 1536 elements, the kernel writes a window's mean beyond a core's memory.
      {"D", "head size in scatter mode 'Rope'", {.min = 0, .max = 1472}, kA2A3}},
     {kRank3, kRank4Runs, kRank4Cache, kValue, kWholeFractals, kHalfRuns, kInt32Slots, kSlotsForAll,
-     kNotEmpty, kContiguousCache, kBufferGoesOn}};
+     kNonemptyAxes, kContiguousCache, kBufferGoesOn}};
 
 Scatter ScatterPaKvCache::scatter() const {
   const bool by_name = !in_force(k950IgnoresModes);

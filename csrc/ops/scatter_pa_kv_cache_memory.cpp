@@ -12,8 +12,6 @@
 namespace ascend_attn {
 namespace {
 
-constexpr const char* kName = ScatterPaKvCache::name;
-
 // Returns the number of elements from the first of the tensor to the end of its storage.
 int64_t reachable_elements(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.storage().nbytes()) / tensor.itemsize() -
@@ -58,8 +56,9 @@ class Caches {
     // Compared without products, which could overflow.
     const bool fits = offset <= available - row &&
                       (rows == 1 || stride <= (available - row - offset) / (rows - 1));
-    check_value(fits, kName, source.name, "expected a buffer that holds ", rows, " rows of ", row,
-                " elements at ", offset, " + t * ", stride, ", got one of ", available);
+    check_value(fits, ScatterPaKvCache::name, source.name, "expected a buffer that holds ", rows,
+                " rows of ", row, " elements at ", offset, " + t * ", stride, ", got one of ",
+                available);
     const std::array<int64_t, 2> strides{stride, 1};
     const auto itemsize = static_cast<int64_t>(tensor.itemsize());
     const auto* first = static_cast<const char*>(tensor.storage().data()) +
@@ -87,7 +86,7 @@ class Caches {
 
   static void check_apart(std::string_view argument, const std::optional<Elements>& elements,
                           const Cache& cache) {
-    check_value(!elements || !elements->any_in(cache.blocks), kName, argument,
+    check_value(!elements || !elements->any_in(cache.blocks), ScatterPaKvCache::name, argument,
                 "expected memory of its own, got some of ", cache.name, "'s");
   }
 

@@ -28,7 +28,7 @@ at::Tensor new_like_or_empty(const std::optional<at::Tensor>& like, const at::Te
 
 // Checks shared by the forward operator and its gradient.
 template <typename Op>
-SparseRules check_common(const Op& op, const KeyPages* pages = nullptr) {
+SparseRules check_sparse_call(const Op& op, const KeyPages* pages = nullptr) {
   SparseRules rules(Op::limits, op.options.layout, {"query", op.query}, {"key", op.key}, pages,
                     {.layout = "layout_kv"});
   if (pages && pages->given()) {
@@ -84,7 +84,7 @@ const OperatorLimits SparseFlashAttentionGrad::limits{
     {kNotEmpty, kSelection, kSelectionOfLargestBlocks, kNoDeterminism}};
 
 SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
-  const auto rules = check_common(*this, &pages);
+  const auto rules = check_sparse_call(*this, &pages);
   const auto& device_limits = rules.limits();
   const auto block_size = key.sym_size(1).maybe_as_int();
   device_limits.rule(kWholePages,
@@ -100,7 +100,7 @@ SparseFlashAttention::Outputs SparseFlashAttention::check_and_allocate() const {
 }
 
 SparseFlashAttentionGrad::Outputs SparseFlashAttentionGrad::check_and_allocate() const {
-  const auto rules = check_common(*this);
+  const auto rules = check_sparse_call(*this);
   const auto check_like_out = [&](NamedTensor argument) {
     rules.check_same_dtype(argument);
     rules.check_like_query(argument, rules.heads(), rules.head_size());

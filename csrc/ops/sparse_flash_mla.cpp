@@ -24,8 +24,8 @@ constexpr Rule kSink{"sink", "a tensor, as the device knows no attention without
 // The document of CANN refuses them.
 constexpr Rule kNoQueryCounts{"actual_seq_lengths_query", "None in layout BSND"};
 constexpr Rule kNoCounts{"actual_seq_lengths", "None in layout BSND; layout TND takes lengths"};
-constexpr Rule kNoDeterminism{"deterministic",
-                              "False or torch.use_deterministic_algorithms(True, warn_only=True)"};
+constexpr Rule kNoDeterminismOfMla{
+    "deterministic", "False or torch.use_deterministic_algorithms(True, warn_only=True)"};
 
 std::vector<Dtypes> mla_dtypes() { return {{kSince91, {at::kHalf, at::kBFloat16}}}; }
 
@@ -175,7 +175,7 @@ const OperatorLimits SparseFlashMlaGrad::limits{
     functions,
     mla_dtypes(),
     mla_limits(),
-    {kNotEmpty, kRatioOfKind, kSink, kNoCounts, kNoDeterminism}};
+    {kNotEmpty, kRatioOfKind, kSink, kNoCounts, kNoDeterminismOfMla}};
 
 SparseFlashMla::Outputs SparseFlashMla::check_and_allocate() const {
   const MlaRules rules(*this, pages);
@@ -209,7 +209,7 @@ SparseFlashMlaGrad::Outputs SparseFlashMlaGrad::check_and_allocate() const {
                       (options.actual_seq_lengths_query || options.actual_seq_lengths_ori_kv ||
                        options.actual_seq_lengths_cmp_kv);
   rules->limits().rule(kNoCounts, !counts, "a tensor");
-  rules->limits().rule(kNoDeterminism,
+  rules->limits().rule(kNoDeterminismOfMla,
                        !is_deterministic(options.deterministic) ||
                            at::globalContext().deterministicAlgorithmsWarnOnly(),
                        "True");

@@ -11,7 +11,7 @@
 namespace ascend_attn {
 namespace {
 
-constexpr Rule kWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
+constexpr Rule kLossWeightsOf8_5 = weights_like_query(kA2A3.before(Cann::v9_0));
 constexpr Rule kKeysCoverQueries{
     "query", "at most as many query tokens as key tokens, in all and in every sequence"};
 constexpr Rule kNoPadding{"actual_seq_lengths_query", "the last cumulative lengths to be T1 and T2",
@@ -105,7 +105,7 @@ const OperatorLimits SparseLightningIndexerGradKLLoss::limits{
      kIndexDim,
      {"K", "selected keys per token", {.one_of = {2048}}, kA2A3.before(Cann::v9_0)},
      {"K", "selected keys per token", {.min = 1024, .max = 8192, .multiple_of = 1024}}},
-    {kNotEmpty, kWeightsOf8_5, kKeysCoverQueries, kNoPadding, kNoPaddingOn950, kHeadPairs}};
+    {kNotEmpty, kLossWeightsOf8_5, kKeysCoverQueries, kNoPadding, kNoPaddingOn950, kHeadPairs}};
 
 SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::check_and_allocate()
     const {
@@ -149,7 +149,7 @@ SparseLightningIndexerGradKLLoss::Outputs SparseLightningIndexerGradKLLoss::chec
                        "N1 ", rules.heads(), " and Nidx ", index_heads);
     const auto count = sparse_indices.sym_size(-1);
     device_limits.size("sparse_indices", "K", count, hint_for_tail(count));
-    device_limits.rule(kWeightsOf8_5, weights.dtype() == query.dtype(),
+    device_limits.rule(kLossWeightsOf8_5, weights.dtype() == query.dtype(),
                        dtype_name(weights.scalar_type()));
     if (!actual_seq_lengths_query.known() || !actual_seq_lengths_key.known()) {
       // Fake tensors: the call is checked when it runs.
