@@ -1,5 +1,7 @@
 #include "ops/flash_attention_score.h"
 
+#include <ATen/ExpandUtils.h>
+
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -46,7 +48,7 @@ void FlashAttentionScore::save(AutogradContext& context, const Outputs& outputs)
   // The log-sum-exp is softmax_max + log(softmax_sum): the sum carries all of its gradient.
   context.mark_non_differentiable({softmax_max});
   SavedCall<FlashAttentionScore>::save(context, *this, {out, softmax_max, softmax_sum});
-  context.saved_data("pse_requires_grad") = pse && pse->requires_grad();
+  context.saved_data("pse_grad") = pse && pse->requires_grad();
 }
 
 variable_list FlashAttentionScore::backward(AutogradContext& context,
@@ -59,28 +61,30 @@ variable_list FlashAttentionScore::backward(AutogradContext& context,
   const SavedCall<FlashAttentionScore> saved(context);
   const auto& op = saved.op();
   Gradients gradients(op);
-  FlashAttentionExtendedGradArguments arguments{.query = op.query,
-                                                .key = op.key,
-                                                .value = op.value,
-                                                .dy = if_defined(d_out),
-                                                .softmax_max = saved.output(1),
-                                                .softmax_sum = saved.output(2),
-                                                .attention_in = saved.output(0),
-                                                .options = op.options,
-                                                .extra = op.extra,
-                                                .d_softmax_sum = if_defined(d_softmax_sum)};
-  if (context.saved_data("pse_requires_grad").toBool()) {
-    std::tie(gradients.of(op.options.pse_shift)) = call(FlashAttentionPseGrad{arguments});
-  }
+  FlashAttentionExtendedGradArguments arguments{
+      .query = op.query,
+      .key = op.key,
+      .value = op.value,
+      .dy = if_defined(d_out),
+      .softmax_max = saved.output(1),
+      .softmax_sum = saved.output(2),
+      .attention_in = saved.output(0),
+      .options = op.options,
+      .extra = op.extra,
+      .d_softmax_sum = if_defined(d_softmax_sum),
+      .pse_grad = context.saved_data("pse_grad").toBool()};
   arguments.options.pse_shift = pse_of_gradient(op);
-  if (!op.extra.given()) {
+  if (!op.extra.given() && !arguments.pse_grad) {
     std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
         call(FlashAttentionScoreGrad{arguments.without_extra()});
     return gradients;
   }
-  at::Tensor d_sink, d_query_rope, d_key_rope;
+  at::Tensor d_sink, d_query_rope, d_key_rope, d_pse;
   std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value), d_sink,
-           d_query_rope, d_key_rope) = call(FlashAttentionScoreExtendedGrad{arguments});
+           d_query_rope, d_key_rope, d_pse) = call(FlashAttentionScoreExtendedGrad{arguments});
+  if (arguments.pse_grad) {
+    gradients.of(op.options.pse_shift) = at::sum_to(d_pse, op.options.pse_shift->sym_sizes());
+  }
   if (op.extra.sink) {
     gradients.of(op.extra.sink) = std::move(d_sink);
   }

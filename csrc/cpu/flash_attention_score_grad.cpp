@@ -2,13 +2,15 @@
 // while those of the queries accumulate over the blocks in fp32.
 #include "ops/flash_attention_score.h"
 
-#include "cpu/common/dense_attention_grad.h"
+#include <ATen/ExpandUtils.h>
 
 #include <atomic>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "core/tensor_checks.h"
+#include "cpu/common/dense_attention_grad.h"
 #include "cpu/common/parallel_tasks.h"
 #include "dispatch/operator.h"
 #include "dispatch/registration.h"
@@ -33,6 +35,13 @@ struct QueryGradients {
   std::atomic<int64_t> missing;
 };
 
+// The gradients of a call, in its layout; undefined for what is absent or not wanted.
+struct DenseGradients {
+  at::Tensor dq, dk, dv;
+  at::Tensor dsink = {}, dq_rope = {}, dk_rope = {};
+  at::Tensor dpse = {};  // of every head, in the dtype of the statistics
+};
+
 template <typename Input, typename Operand>
 class FlashAttentionGrad {
  public:
@@ -44,6 +53,11 @@ class FlashAttentionGrad {
         dq_tensor_(attention_.by_head(gradients.dq, attention_.heads)),
         dk_tensor_(attention_.by_head(gradients.dk, attention_.key_heads)),
         dv_tensor_(attention_.by_head(gradients.dv, attention_.key_heads)) {
+    if (gradients.dpse.defined()) {
+      dpse_ = gradients.dpse.mutable_data_ptr<T>();
+      dpse_address_ = PseAddress::of(gradients.dpse, attention_.query, attention_.key,
+                                     attention_.layout == Layout::TND, attention_.sequences);
+    }
     if (gradients.dq_rope.defined()) {
       dq_rope_tensor_ = attention_.by_head(gradients.dq_rope, attention_.heads);
       dk_rope_tensor_ = attention_.by_head(gradients.dk_rope, attention_.key_heads);
@@ -74,7 +88,12 @@ class FlashAttentionGrad {
   void add_keys(const KeysTask& task, int64_t begin, int64_t count, const Tile<T>& dq) {
     zero_rows(dk_, 0, tile_.keys().size());
     zero_rows(dv_, 0, tile_.values().size());
-    tile_.for_each_tile(begin, count, [&](const ScoreTile& tile) { add_products(tile, dq); });
+    tile_.for_each_tile(begin, count, [&](const ScoreTile& tile) {
+      add_products(tile, dq);
+      if (dpse_ != nullptr) {
+        add_to_pse(tile);
+      }
+    });
     store_keys(dv_, 0, T(1), dv_tensor_, task, begin, count);
     const auto scale = static_cast<T>(attention_.scale);
     store_keys(dk_, 0, scale, dk_tensor_, task, begin, count);
@@ -92,6 +111,14 @@ class FlashAttentionGrad {
     multiply_rows(tile_.query(), tile_.keys().size(), d_scores, tile, dk_);
     tile_gemm({rows, tile_.keys().size(), tile.width(), d_scores, tile_.keys().by_rows(tile.begin),
                dq.from(tile.first_row), true});
+  }
+
+  void add_to_pse(const ScoreTile& tile) {
+    tile.for_each_kept_row(tile_.first_head(), [&](int64_t head, int64_t query, int64_t r) {
+      const int64_t begin = tile.row_begin[r];
+      T* sum = dpse_ + dpse_address_.row(tile.sequence, head, query) + tile.key_begin;
+      add(tile_.d_scores().row(r) + begin, sum + begin, tile.row_end[r] - begin);
+    });
   }
 
   // sum^T += from^T * operand
@@ -149,6 +176,8 @@ class FlashAttentionGrad {
 
   ScoreGradient<Input, Operand> tile_;
   const DenseAttention& attention_;
+  T* dpse_ = nullptr;
+  PseAddress dpse_address_;
   at::Tensor dq_tensor_, dk_tensor_, dv_tensor_;
   at::Tensor dq_rope_tensor_, dk_rope_tensor_;  // undefined if absent
   Tile<Operand> transposed_{std::max(tile_.keys().size(), tile_.values().size()), kRowBlock};
@@ -171,7 +200,8 @@ void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients&
     }
     return;
   }
-  const int64_t wanted = at::divup(2 * at::get_num_threads(), heads);
+  const bool of_pse = gradients.dpse.defined();
+  const int64_t wanted = of_pse ? 1 : at::divup(2 * at::get_num_threads(), heads);
   std::vector<QueryGradients<T>> dq(heads);
   const auto sequences = static_cast<int64_t>(forward.sequences.size());
   std::vector<double> sink_sums(forward.sink.defined() ? sequences * forward.heads : 0);
@@ -188,13 +218,25 @@ void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients&
       }
     }
   }
-  for_each_task(
-      tasks, [&] { return std::make_unique<Worker>(attention, gradients); },
-      [&](Worker& worker, const KeysTask& task) {
-        double* sums =
-            sink_sums.empty() ? nullptr : sink_sums.data() + task.sequence->index * forward.heads;
-        worker.run(task, dq[task.head_index], sums);
-      });
+  const auto make_worker = [&] { return std::make_unique<Worker>(attention, gradients); };
+  const auto run = [&](Worker& worker, const KeysTask& task) {
+    double* sums =
+        sink_sums.empty() ? nullptr : sink_sums.data() + task.sequence->index * forward.heads;
+    worker.run(task, dq[task.head_index], sums);
+  };
+  if (of_pse) {
+    // Sequences may share the rows of a bias, but the query heads of a key head have theirs alone.
+    std::vector<KeysTask> first_tasks(tasks.begin(), tasks.begin() + forward.key_heads);
+    for_each_task(first_tasks, make_worker, [&](Worker& worker, const KeysTask& first) {
+      for (const auto& task : tasks) {
+        if (task.key_head == first.key_head) {
+          run(worker, task);
+        }
+      }
+    });
+  } else {
+    for_each_task(tasks, make_worker, run);
+  }
   for (int64_t head = 0; gradients.dsink.defined() && head < forward.heads; ++head) {
     double sum = 0;
     for (int64_t sequence = 0; sequence < sequences; ++sequence) {
@@ -203,19 +245,6 @@ void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients&
     gradients.dsink.mutable_data_ptr<T>()[head] = static_cast<T>(sum);
   }
 }
-
-void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
-                                FlashAttentionScoreGrad::Outputs& outputs) {
-  const auto& [dq, dk, dv] = outputs;
-  differentiate(DenseAttentionGrad(op),
-                {.dq = dq, .dk = dk, .dv = dv, .dsink = {}, .dq_rope = {}, .dk_rope = {}});
-}
-
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
-  register_kernel<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
-});
-
-}  // namespace
 
 void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gradients) {
   if (attention.forward.layout == Layout::TND) {
@@ -248,8 +277,57 @@ void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gr
   });
 }
 
+// Returns zeros for the gradient of a bias, with an axis for the heads that share it.
+at::Tensor gradient_of_heads(const at::Tensor& pse, const DenseAttention& attention) {
+  auto sizes = pse.sizes().vec();
+  if (pse.dim() == 4) {
+    sizes[1] = attention.heads;
+  }
+  return pse.new_zeros(sizes, statistics_dtype(attention.query));
+}
+
+void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
+                                FlashAttentionScoreGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv] = outputs;
+  differentiate(DenseAttentionGrad(op), {.dq = dq, .dk = dk, .dv = dv});
+}
+
+void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
+                                         FlashAttentionScoreExtendedGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope, d_pse] = outputs;
+  const DenseAttentionGrad attention(op);
+  DenseGradients gradients{.dq = dq, .dk = dk, .dv = dv};
+  if (op.extra.sink) {
+    gradients.dsink = d_sink;
+  }
+  if (op.extra.query_rope) {
+    gradients.dq_rope = dq_rope;
+    gradients.dk_rope = dk_rope;
+  }
+  if (op.pse_grad) {
+    gradients.dpse = gradient_of_heads(*op.options.pse_shift, attention.forward);
+  }
+  differentiate(attention, gradients);
+  if (op.pse_grad) {
+    // With pse_type 1 the scale applies to pse_shift too, and so to its gradient.
+    const auto scaled =
+        gradients.dpse.mul(op.options.pse_type == 1 ? attention.forward.scale : 1.0);
+    d_pse.copy_(at::sum_to(scaled, d_pse.sizes()));
+  }
+}
+
+const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+  register_kernel<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
+  register_kernel<FlashAttentionScoreExtendedGrad, flash_attention_score_extended_grad>(m);
+});
+
+}  // namespace
 }  // namespace ascend_attn::cpu
 
 void ascend_attn::FlashAttentionScoreGrad::check_values() const {
+  const cpu::DenseAttention checked(*this);
+}
+
+void ascend_attn::FlashAttentionScoreExtendedGrad::check_values() const {
   const cpu::DenseAttention checked(*this);
 }

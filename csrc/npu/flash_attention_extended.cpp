@@ -210,7 +210,7 @@ void launch_extended(const FlashAttentionScore& op, TakenByDevice device,
 
 void launch_extended_grad(const FlashAttentionScoreExtendedGrad& op, TakenByDevice device,
                           const FlashAttentionScoreExtendedGrad::Outputs& outputs) {
-  const auto& [dq, dk, dv, d_sink_out, dq_rope_out, dk_rope_out] = outputs;
+  const auto& [dq, dk, dv, d_sink_out, dq_rope_out, dk_rope_out, no_dpse] = outputs;
   const auto& o = op.options;
   const DenseLists lists(op.query, op.key, o);
   const auto atten_mask = launched_mask(op.name, op.query, op.key, o, lists);

@@ -131,27 +131,6 @@ void compute_padded(const Op& op, typename Op::Outputs& outputs, const ResultsOf
   store(batch, results);
 }
 
-// Computes the gradients of softmax_sum, and adds those of out, by another launch.
-template <auto compute, typename Op>
-void add_gradients_of_statistics(const Op& op, typename Op::Outputs& outputs) {
-  constexpr size_t kValue = 2;
-  if (!op.dy) {
-    compute(call_of_statistics(op), outputs);
-    fill_output(std::get<kValue>(outputs), 0);
-    return;
-  }
-  auto of_out = op;
-  of_out.d_softmax_sum.reset();
-  compute(of_out, outputs);
-  auto others = std::apply(
-      [](const auto&... output) { return typename Op::Outputs{new_like(output)...}; }, outputs);
-  compute(call_of_statistics(op), others);
-  [&]<size_t... index>(std::index_sequence<index...>) {
-    ((index == kValue ? void() : void(std::get<index>(outputs).add_(std::get<index>(others)))),
-     ...);
-  }(std::make_index_sequence<std::tuple_size_v<typename Op::Outputs>>());
-}
-
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   if (op.options.padded()) {
@@ -252,30 +231,6 @@ void differentiate(const FlashAttentionScoreGrad& op, FlashAttentionScoreGrad::O
   }
 }
 
-void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
-                                FlashAttentionScoreGrad::Outputs& outputs) {
-  const auto& [dq, dk, dv] = outputs;
-  if (op.options.padded()) {
-    compute_padded<flash_attention_score_grad>(
-        op, outputs,
-        [&](const PaddedBatch& batch) {
-          return FlashAttentionScoreGrad::Outputs{batch.of_queries(dq), batch.of_keys(dk),
-                                                  batch.of_keys(dv)};
-        },
-        [&](const PaddedBatch& batch, const FlashAttentionScoreGrad::Outputs& results) {
-          batch.store_queries(std::get<0>(results), dq);
-          batch.store_keys(std::get<1>(results), dk);
-          batch.store_keys(std::get<2>(results), dv);
-        });
-    return;
-  }
-  if (op.d_softmax_sum) {
-    add_gradients_of_statistics<flash_attention_score_grad>(op, outputs);
-    return;
-  }
-  differentiate(launched(op), outputs);
-}
-
 void differentiate_extended(const FlashAttentionScoreExtendedGrad& op,
                             FlashAttentionScoreExtendedGrad::Outputs& outputs) {
   auto device = taken_by_device(op);
@@ -300,8 +255,46 @@ void differentiate_extended(const FlashAttentionScoreExtendedGrad& op,
 }
 
 void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
+                                         FlashAttentionScoreExtendedGrad::Outputs& outputs);
+
+// Computes the gradients of softmax_sum, and adds those of out, by another launch. Outputs that are
+// not wanted are undefined.
+void add_gradients_of_statistics(const FlashAttentionScoreExtendedGrad& op,
+                                 FlashAttentionScoreExtendedGrad::Outputs& outputs) {
+  constexpr size_t kValue = 2;
+  if (!op.dy) {
+    flash_attention_score_extended_grad(call_of_statistics(op), outputs);
+    fill_output(std::get<kValue>(outputs), 0);
+    return;
+  }
+  auto of_out = op;
+  of_out.d_softmax_sum.reset();
+  flash_attention_score_extended_grad(of_out, outputs);
+  const auto like = [](const at::Tensor& output) {
+    return output.defined() ? new_like(output) : output;
+  };
+  auto others = std::apply(
+      [&](const auto&... output) {
+        return FlashAttentionScoreExtendedGrad::Outputs{like(output)...};
+      },
+      outputs);
+  flash_attention_score_extended_grad(call_of_statistics(op), others);
+  const auto add = [&]<size_t index>(std::integral_constant<size_t, index>) {
+    if (const auto& output = std::get<index>(outputs); index != kValue && output.defined()) {
+      output.add_(std::get<index>(others));
+    }
+  };
+  [&]<size_t... index>(std::index_sequence<index...>) {
+    (add(std::integral_constant<size_t, index>()), ...);
+  }(std::make_index_sequence<std::tuple_size_v<FlashAttentionScoreExtendedGrad::Outputs>>());
+}
+
+void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
                                          FlashAttentionScoreExtendedGrad::Outputs& outputs) {
-  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
+  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope, d_pse] = outputs;
+  check_implemented(!op.pse_grad, op.name, "pse_grad",
+                    "expected False on an NPU, whose functions have no gradient of pse_shift, got "
+                    "True");
   if (op.options.padded()) {
     const bool ropes = op.extra.query_rope.has_value();
     compute_padded<flash_attention_score_extended_grad>(
@@ -313,7 +306,8 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
               batch.of_keys(dv),
               d_sink,
               ropes ? batch.of_queries(dq_rope) : dq_rope,
-              ropes ? batch.of_keys(dk_rope) : dk_rope};
+              ropes ? batch.of_keys(dk_rope) : dk_rope,
+              d_pse};
         },
         [&](const PaddedBatch& batch, const FlashAttentionScoreExtendedGrad::Outputs& results) {
           batch.store_queries(std::get<0>(results), dq);
@@ -327,10 +321,29 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
     return;
   }
   if (op.d_softmax_sum) {
-    add_gradients_of_statistics<flash_attention_score_extended_grad>(op, outputs);
+    add_gradients_of_statistics(op, outputs);
     return;
   }
   differentiate_extended(launched(op), outputs);
+}
+
+// The same operator, by its public name and without what that does not return.
+void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
+                                FlashAttentionScoreGrad::Outputs& outputs) {
+  const auto& [dq, dk, dv] = outputs;
+  FlashAttentionScoreExtendedGrad::Outputs all{dq, dk, dv, {}, {}, {}, {}};
+  flash_attention_score_extended_grad({{.query = op.query,
+                                        .key = op.key,
+                                        .value = op.value,
+                                        .dy = op.dy,
+                                        .softmax_max = op.softmax_max,
+                                        .softmax_sum = op.softmax_sum,
+                                        .attention_in = op.attention_in,
+                                        .options = op.options,
+                                        .extra = {},
+                                        .d_softmax_sum = op.d_softmax_sum,
+                                        .pse_grad = false}},
+                                      all);
 }
 
 const Registration flash_attention_score_kernels(

@@ -151,7 +151,7 @@ void register_kernel_and_relaunch(torch::Library& library) {
 // value on the CPU. The host does not know these rows without waiting for the device; a mask of
 // them would read the whole output as well as write it.
 inline void fill_output(const at::Tensor& output, const at::Scalar& value) {
-  if (output.numel() != 0) {
+  if (output.defined() && output.numel() != 0) {
     output.fill_(value);
   }
 }

@@ -123,7 +123,7 @@ void differentiate_joined(const FlashAttentionScoreExtendedGrad& op,
                           const FlashAttentionScoreExtendedGrad::Outputs& outputs,
                           void (*differentiate)(const FlashAttentionScoreExtendedGrad&,
                                                 FlashAttentionScoreExtendedGrad::Outputs&)) {
-  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope] = outputs;
+  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope, d_pse] = outputs;
   const auto layout = op.options.layout.value();
   const auto heads = op.options.heads().expect_int();
   const auto key_heads = key_heads_of(op.query, op.key, layout, heads);
@@ -133,7 +133,7 @@ void differentiate_joined(const FlashAttentionScoreExtendedGrad& op,
   joined.extra.query_rope.reset();
   joined.extra.key_rope.reset();
   FlashAttentionScoreExtendedGrad::Outputs gradients{
-      new_like(joined.query), new_like(joined.key), dv, d_sink, dq_rope, dk_rope};
+      new_like(joined.query), new_like(joined.key), dv, d_sink, dq_rope, dk_rope, d_pse};
   differentiate(joined, gradients);
   split(std::get<0>(gradients), layout, heads, dq, dq_rope);
   split(std::get<1>(gradients), layout, key_heads, dk, dk_rope);
@@ -171,8 +171,7 @@ void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Ten
   d_sink.copy_(rows.sum_by_head(weight * delta).neg());
 }
 
-template <typename Op>
-Op call_of_statistics(const Op& op) {
+FlashAttentionScoreExtendedGrad call_of_statistics(const FlashAttentionScoreExtendedGrad& op) {
   const Rows rows(op.options, DenseLists(op.query, op.key, op.options).query_ends, op.softmax_max);
   const auto d_lse =
       rows.read(op.d_softmax_sum->sum(-1, /*keepdim=*/true)) * rows.read(op.softmax_sum);
@@ -185,7 +184,5 @@ Op call_of_statistics(const Op& op) {
   rows.view(call.attention_in).select(-1, 0).copy_(d_lse.neg());
   return call;
 }
-template FlashAttentionScoreGrad call_of_statistics(const FlashAttentionScoreGrad&);
-template FlashAttentionScoreExtendedGrad call_of_statistics(const FlashAttentionScoreExtendedGrad&);
 
 }  // namespace ascend_attn::aclnn

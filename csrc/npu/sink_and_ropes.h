@@ -38,7 +38,6 @@ void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Ten
 
 // Returns the call whose gradients, but that of value, are those of softmax_sum alone: with values
 // of 0 and dy of e1, the gradient of the scores is P * d_lse where attention_in is -d_lse * e1.
-template <typename Op>
-Op call_of_statistics(const Op& op);
+FlashAttentionScoreExtendedGrad call_of_statistics(const FlashAttentionScoreExtendedGrad& op);
 
 }  // namespace ascend_attn::aclnn

@@ -85,21 +85,20 @@ FlashAttentionScoreGrad::Outputs FlashAttentionScoreGrad::check_and_allocate(
 FlashAttentionScoreExtendedGrad::Outputs FlashAttentionScoreExtendedGrad::check_and_allocate(
     OutputSource outputs) const {
   check_grad(*this);
+  check_implemented(!pse_grad || (options.pse_shift && options.pse_type <= 1), name, "pse_type",
+                    "expected 0 or 1, whose pse_shift has a gradient, got ", options.pse_type);
   const auto like_or_empty = [&](const std::optional<at::Tensor>& given) {
     return given ? outputs.tensor_like(*given) : outputs.tensor({0}, query.options());
   };
   // The sink's gradient is that of a statistic, whatever the dtype of the sink.
   const c10::SymInt sinks = extra.sink ? options.heads() : c10::SymInt(0);
-  return {outputs.tensor_like(query),      outputs.tensor_like(key),
-          outputs.tensor_like(value),      outputs.tensor({sinks}, softmax_max.options()),
-          like_or_empty(extra.query_rope), like_or_empty(extra.key_rope)};
-}
-
-FlashAttentionPseGrad::Outputs FlashAttentionPseGrad::check_and_allocate() const {
-  check_grad(*this);
-  check_implemented(options.pse_shift && options.pse_type <= 1, name, "pse_type",
-                    "expected 0 or 1, whose pse_shift has a gradient, got ", options.pse_type);
-  return {new_like(*options.pse_shift)};
+  return {outputs.tensor_like(query),
+          outputs.tensor_like(key),
+          outputs.tensor_like(value),
+          outputs.tensor({sinks}, softmax_max.options()),
+          like_or_empty(extra.query_rope),
+          like_or_empty(extra.key_rope),
+          like_or_empty(pse_grad ? options.pse_shift : std::nullopt)};
 }
 
 bool has_row_per_sequence(const FlashAttentionOptions& options) {

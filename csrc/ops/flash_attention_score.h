@@ -143,7 +143,8 @@ struct FlashAttentionScoreGrad : FlashAttentionGradArguments {
   FlashAttentionScoreGrad with_defaults() const { return with_attention_defaults(*this); }
 };
 
-// Arguments of the gradient operators below, which autograd alone calls.
+// Arguments of the gradient operator that autograd calls for a sink, ropes, or a bias that wants
+// its gradient.
 struct FlashAttentionExtendedGradArguments {
   at::Tensor query, key, value;
   std::optional<at::Tensor> dy;
@@ -151,46 +152,33 @@ struct FlashAttentionExtendedGradArguments {
   FlashAttentionOptions options;
   SinkAndRopes extra;
   std::optional<at::Tensor> d_softmax_sum;
+  // Whether pse_shift gets its gradient, which the device's functions do not compute: CPU only.
+  bool pse_grad;
 
   FlashAttentionGradArguments without_extra() const {
     return {query, key, value, dy, softmax_max, softmax_sum, attention_in, options, d_softmax_sum};
   }
 };
 
-// The gradient of calls with a sink or with ropes.
 struct FlashAttentionScoreExtendedGrad : FlashAttentionExtendedGradArguments {
   static constexpr const char* name = "_flash_attention_score_extended_grad";
   static constexpr auto schema = join(
       kFlashAttentionGradTensors, kFlashAttentionKeywords, kSinkAndRopesKeywords, kGradOfStatistics,
-      ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dq_rope, Tensor dk_rope)");
+      ", bool pse_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor "
+      "dq_rope, Tensor dk_rope, Tensor dpse)");
   static constexpr std::array functions{"aclnnFlashAttentionUnpaddingScoreGradV5",
                                         "aclnnFlashAttentionScoreGradV3",
                                         "aclnnFlashAttentionScoreGradV4"};
   static constexpr const OperatorLimits& limits = FlashAttentionScoreGrad::limits;
   using Fields = FlashAttentionExtendedGradArguments;
-  // dq, dk, dv, dsink, dq_rope, dk_rope; the gradient of an absent tensor has shape (0).
-  using Outputs =
-      std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+  // dq, dk, dv, dsink, dq_rope, dk_rope, dpse; one that is not computed has shape (0).
+  using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                             at::Tensor>;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
   bool lacks_defaults() const { return options.lacks_defaults(); }
   FlashAttentionScoreExtendedGrad with_defaults() const { return with_attention_defaults(*this); }
-};
-
-// The gradient of pse_shift, which the device's function does not compute. CPU only.
-struct FlashAttentionPseGrad : FlashAttentionExtendedGradArguments {
-  static constexpr const char* name = "_flash_attention_score_pse_grad";
-  static constexpr auto schema = join(kFlashAttentionGradTensors, kFlashAttentionKeywords,
-                                      kSinkAndRopesKeywords, kGradOfStatistics, ") -> Tensor dpse");
-  // No function of the device computes it, so it takes what the forward takes.
-  static constexpr const OperatorLimits& limits = FlashAttentionScore::limits;
-  using Fields = FlashAttentionExtendedGradArguments;
-  using Outputs = std::tuple<at::Tensor>;  // dpse
-
-  Outputs check_and_allocate() const;
-  bool lacks_defaults() const { return options.lacks_defaults(); }
-  FlashAttentionPseGrad with_defaults() const { return with_attention_defaults(*this); }
 };
 
 // Each row of the softmax statistics repeats its value this many times, as on the device.

@@ -33,6 +33,6 @@ using Operators = OperatorList<LightningIndexer, LightningIndexerGrad, SparseFla
 
 // Operators that only autograd calls.
 using PrivateOperators =
-    OperatorList<FlashAttentionScoreExtendedGrad, FlashAttentionPseGrad, AttentionUpdateGrad>;
+    OperatorList<FlashAttentionScoreExtendedGrad, AttentionUpdateGrad>;
 
 }  // namespace ascend_attn

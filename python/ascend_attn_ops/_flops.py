@@ -94,8 +94,6 @@ _FORMULAS: dict[str, Callable[[SimpleNamespace], int]] = {
     "flash_attention_score": _attention,
     "flash_attention_score_grad": _attention_grad,
     "_flash_attention_score_extended_grad": _attention_grad,
-    # The scores, and the gradient of the weights.
-    "_flash_attention_score_pse_grad": _attention,
     "prompt_flash_attention": _attention,
     "fused_infer_attention_score": _attention,
     "sparse_flash_attention": _attention,

@@ -80,8 +80,8 @@ def assert_scaled(sample: Sample, scaled: Sample, powers: tuple[int, ...], rando
         compare(scaled.call(torch.ops.ascend), outputs, powers)
 
 
-def attention(random: Random, module: Any, case: Any, zeros: int, ropes: bool) -> str:
-    """`zeros`: the gradients whose sizes do not change; those of ropes follow."""
+def attention(random: Random, module: Any, case: Any, gradients: str) -> str:
+    """`gradients`: which of the exponents each of them loses, a, b or none (0)."""
     dtype = random.choice(draw.DTYPES)
     sample, (a, b) = module.build(case, dtype), exponents(random, dtype)
     scaled = with_factors(sample, a, b)
@@ -89,19 +89,18 @@ def attention(random: Random, module: Any, case: Any, zeros: int, ropes: bool) -
     outputs = sample.call(torch.ops.ascend)
     d_out = randomness.Random(case.id, dtype).normal(*outputs[0].shape)
     calls = (module.gradient_call(x, outputs, d_out) for x in (sample, scaled))
-    assert_scaled(*calls, (-a, -b, *[0] * zeros, *((-a, -b) if ropes else ())), random)
+    assert_scaled(*calls, tuple(-{"a": a, "b": b, "0": 0}[x] for x in gradients), random)
     return draw.label(case, dtype)
 
 
 def dense(random: Random) -> str:
     case = replace(flash_case(random), pse=None, pse_type=1)
-    extended = case.is_extended
-    return attention(random, flash_attention_score, case, zeros=1 + extended, ropes=extended)
+    return attention(random, flash_attention_score, case, "ab00ab0" if case.is_extended else "ab0")
 
 
 def sparse(random: Random) -> str:
     case = sparse_case(random, gradient=True)
-    return attention(random, sparse_flash_attention, case, zeros=1, ropes=True)
+    return attention(random, sparse_flash_attention, case, "ab0ab")
 
 
 def mla(random: Random) -> str:

@@ -46,13 +46,6 @@ struct DenseAttentionGrad {
   at::Tensor d_lse;  // of each row; undefined if nothing flows into the statistics
 };
 
-// The gradients of a call, in its layout; undefined for an absent sink and absent ropes.
-struct DenseGradients {
-  at::Tensor dq, dk, dv;
-  at::Tensor dsink, dq_rope, dk_rope;
-};
-void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gradients);
-
 template <typename Input, typename Operand>
 class ScoreGradient {
  public:

@@ -163,13 +163,13 @@ def _gradients(
     arguments = {**options, "query": query, "drop_mask": mask}
     if _ordered_by_token(name, softmax_layout, options):
         arguments |= _ordered_by_sequence(options)
-    dq, dk, dv, d_sink, *ropes = torch.ops.ascend._flash_attention_score_extended_grad(**arguments)
+    pse_grad = options["pse_shift"] is not None and options.get("pse_type", 1) <= 1
+    dq, dk, dv, d_sink, *ropes, dpse = torch.ops.ascend._flash_attention_score_extended_grad(
+        **arguments, pse_grad=pse_grad
+    )
     if options.get("query_rope") is None:
         ropes = [None, None]
-    dpse = None
-    if options["pse_shift"] is not None and options.get("pse_type", 1) <= 1:
-        dpse = torch.ops.ascend._flash_attention_score_pse_grad(**arguments)
-    return dq, dk, dv, dpse, *ropes, d_sink
+    return dq, dk, dv, dpse if pse_grad else None, *ropes, d_sink
 
 
 def _ordered_by_sequence(options: Options) -> Options:

@@ -299,7 +299,7 @@ def build(case: FlashCase, dtype: torch.dtype) -> Sample:
 
 
 EXTENDED_GRADIENT = "_flash_attention_score_extended_grad"
-GRADIENTS = ("dq", "dk", "dv", "dsink", "dq_rope", "dk_rope")
+GRADIENTS = ("dq", "dk", "dv", "dsink", "dq_rope", "dk_rope", "dpse")
 
 
 def build_grad(case: FlashCase, dtype: torch.dtype) -> Sample:
@@ -326,13 +326,13 @@ def is_extended(sample: Sample) -> bool:
 def backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> Sequence[Any]:
     """By the arguments of the forward: None for what the gradient operator does not return."""
     gradients = gradient_call(sample, outputs, d_out).call(torch.ops.ascend)
-    return [*gradients, *[None] * (len(GRADIENTS) - len(gradients))]
+    return [*gradients, *[None] * (len(GRADIENTS) - len(gradients))][:-1]
 
 
 def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[Expected]:
     bounds = expected_gradient(gradient_call(sample, outputs, d_out))
     absent = torch.zeros(0)
-    return [*bounds, *[Expected(x, absent, absent) for x in GRADIENTS[len(bounds) :]]]
+    return [*bounds, *[Expected(x, absent, absent) for x in GRADIENTS[len(bounds) :]]][:-1]
 
 
 def score_size(a: Arguments) -> float:
@@ -419,8 +419,8 @@ def gradient_terms(exact: Sample) -> Outputs:
     dq, dk, dv, *extended = exact.replace(**wider).call(reference)
     if not extended:
         return of_query(dq), of_key(dk), dv
-    dsink, dq_rope, dk_rope = extended
-    return of_query(dq), of_key(dk), dv, dsink, of_query(dq_rope), of_key(dk_rope)
+    dsink, dq_rope, dk_rope, dpse = extended
+    return of_query(dq), of_key(dk), dv, dsink, of_query(dq_rope), of_key(dk_rope), dpse
 
 
 def fusion_options(x: dict[str, Any]) -> dict[str, Any]:

@@ -87,10 +87,9 @@ LINES = {
     "flash_attention_score_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{q} {k} {k}", "{dense}"),
     "_flash_attention_score_extended_grad": Line(
         f"{_DENSE}, {_DENSE_SAVED}",
-        "{q} {k} {k} sink=N query_rope={q} key_rope={k}",
+        "{q} {k} {k} sink=N query_rope={q} key_rope={k} pse_grad={pse}",
         "{dense}",
     ),
-    "_flash_attention_score_pse_grad": Line(f"{_DENSE}, {_DENSE_SAVED}", "{pse}", "{dense}"),
     "prompt_flash_attention": Line(
         "query {q}, key {k}, value {k}, atten_mask {mask}, quant_scale2 {scale}, "
         "quant_offset2 {scale}, actual_seq_lengths_query {queries_of}, "

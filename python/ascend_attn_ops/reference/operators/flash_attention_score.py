@@ -122,7 +122,8 @@ def flash_attention_score_grad(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 @reference
 @torch.no_grad()
 def _flash_attention_score_extended_grad(a: Arguments) -> tuple[Tensor, ...]:
-    """The same, and the gradients of sink, query_rope and key_rope: (0,) for what is absent.
+    """The same, and the gradients of sink, query_rope and key_rope: (0,) for what is absent, as for
+    pse_shift, whose gradient is that of `flash_attention_score` by autograd.
 
     dsink = -sum of exp(sink - max) / sum * (dy * attention_in).sum(-1)      over all rows of a head
     """
@@ -184,6 +185,7 @@ def gradients(a: Arguments) -> tuple[Tensor, ...]:
         of_value,
         absent if sink is None else d_sink.to(a.softmax_sum.dtype),
         *((absent, absent) if rope is None else (of_query[1], of_key[1])),
+        absent,
     )
 
 
