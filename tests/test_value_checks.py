@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import ascend_attn_ops as ops
@@ -76,6 +77,25 @@ def test_a_slot_that_is_written_twice() -> None:
     written_twice()
     with ops.check_values(), pytest.raises(ValueError, match="got 5 written by entries 0 and 1"):
         written_twice()
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_counts_of_paged_keys_that_are_cumulative() -> None:
+    query, pages = torch.randn(3, 1, 2, 16), torch.randn(9, 16, 32)
+    table = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 0, 0]], dtype=torch.int32)
+
+    def attend(counts: list[int]) -> None:
+        options = {"block_table": table, "actual_seq_lengths_key": counts, "layout": "BSND"}
+        ops.fused_infer_attention_score(query, pages, pages, **options)
+
+    with ops.check_values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attend([17, 18, 32])  # which happen to increase
+        with pytest.warns(
+            UserWarning, match=r"\[20, 30, 62\] look cumulative, and sequence 2 reads"
+        ):
+            attend([20, 30, 62])
 
 
 @pytest.mark.parametrize("text", ["2", "yes"])

@@ -1,6 +1,7 @@
 // Hints for the ends of error messages: how to mend a call whose packs of sequences are wrong.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/ArrayRef.h>
 
@@ -25,5 +26,9 @@ inline std::string_view hint_for_counts(c10::ArrayRef<int64_t> lengths, const c1
 // Warns once per process of valid cumulative lengths that look like counts: a pack may have padding
 // rows. Called by kernels, after all checks.
 void warn_of_counts(std::string_view op, c10::ArrayRef<int64_t> lengths, int64_t tokens);
+// Warns once per process of counts of paged keys that look cumulative: each is larger than the one
+// before, and one of them reads a block twice. A row of `block_table` has the blocks of a sequence.
+void warn_of_cumulative_counts(std::string_view op, c10::ArrayRef<int64_t> keys,
+                               const at::Tensor& block_table, int64_t block_size);
 
 }  // namespace ascend_attn

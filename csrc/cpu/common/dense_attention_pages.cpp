@@ -1,8 +1,11 @@
 // Calls of dense attention whose keys may lie in the pages of a cache.
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
+#include "core/value_checks.h"
 #include "cpu/common/dense_attention.h"
+#include "cpu/common/sparse_indices.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -82,6 +85,10 @@ void DenseAttention::read_block_table(const at::Tensor& given) {
       check_blocks(sequence, sequence.kept.begin(0), sequence.kept.end(sequence.queries - 1),
                    key.size(2), key.size(0));
     }
+  }
+  if (checks_values()) {
+    warn_of_cumulative_counts(FusedInferAttentionScore::name, keys_of(sequences), block_table,
+                              key.size(2));
   }
 }
 

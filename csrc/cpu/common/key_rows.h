@@ -31,6 +31,7 @@ class BlockTable {
   bool complete(const Sequence& sequence) const;
   // Raises unless the cache has the block of this key.
   void check_block(std::string_view op, const Sequence& sequence, int64_t key) const;
+  void warn_of_cumulative_counts(std::string_view op, const std::vector<Sequence>& sequences) const;
 
  private:
   std::string_view argument_;

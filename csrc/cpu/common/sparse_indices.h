@@ -18,6 +18,15 @@ inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence:
   return result;
 }
 
+template <typename Sequences>
+std::vector<int64_t> keys_of(const Sequences& sequences) {
+  std::vector<int64_t> keys;
+  for (const auto& sequence : sequences) {
+    keys.push_back(sequence.keys);
+  }
+  return keys;
+}
+
 // Which keys a selection may name.
 enum class Selectable {
   all_keys,  // in BSND those behind the length of the batch too, which SelectedKeys passes over

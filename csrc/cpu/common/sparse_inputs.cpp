@@ -4,8 +4,10 @@
 
 #include "core/device_in_force.h"
 #include "core/error.h"
+#include "core/pack_hints.h"
 #include "core/symbolic.h"
 #include "core/tensor_checks.h"
+#include "core/value_checks.h"
 #include "cpu/common/vectorized.h"
 #include "ops/compressed_keys.h"
 
@@ -52,6 +54,11 @@ void BlockTable::check_block(std::string_view op, const Sequence& sequence, int6
   const auto block = blocks(sequence)[entry];
   check_value(block >= 0 && block < num_blocks_, op, argument_, "expected blocks in [0, ",
               num_blocks_, "), got ", block, " at (", sequence.batch, ", ", entry, ")");
+}
+
+void BlockTable::warn_of_cumulative_counts(std::string_view op,
+                                           const std::vector<Sequence>& sequences) const {
+  ascend_attn::warn_of_cumulative_counts(op, keys_of(sequences), table_, block_size_);
 }
 
 void check_index_rows(std::string_view op, NamedTensor argument, Layout layout, int64_t begin,
@@ -113,6 +120,9 @@ void SparseInputs::check_indices(std::string_view op, Layout layout, Selectable 
 }
 
 void SparseInputs::check_blocks(std::string_view op) const {
+  if (checks_values() && block_table.given()) {
+    block_table.warn_of_cumulative_counts(op, sequences);
+  }
   for (const auto& sequence : sequences) {
     if (!block_table.given() || sequence.queries == 0 || block_table.complete(sequence)) {
       continue;
