@@ -41,14 +41,6 @@ TensorView in_place_of(const TensorView& view, const at::Tensor& tensor) {
           view.format,          tensor.data_ptr()};
 }
 
-Arguments join(std::initializer_list<Arguments> parts) {
-  Arguments all;
-  for (const auto& part : parts) {
-    all.insert(all.end(), part.begin(), part.end());
-  }
-  return all;
-}
-
 Value value_of(const aclTensor* tensor) { return tensor ? Value(tensor->view) : Value(nullptr); }
 Value value_of(const aclTensorList* list) {
   if (!list) {
@@ -72,10 +64,10 @@ std::span<const TensorView> views_of(const Value& value) {
   return list ? std::span<const TensorView>(*list) : std::span<const TensorView>();
 }
 
-Value& Call::value(std::string_view name) const {
+Value* Call::find_value(std::string_view name) const {
   const auto found = std::ranges::find(function_.arguments, name, &Argument::name);
-  TORCH_CHECK(found != function_.arguments.end(), function_.name, " has no argument ", name);
-  return values_[found - function_.arguments.begin()];
+  return found == function_.arguments.end() ? nullptr
+                                            : &values_[found - function_.arguments.begin()];
 }
 
 std::optional<at::Tensor> Call::optional_tensor(std::string_view name) const {
@@ -87,7 +79,7 @@ at::Tensor Call::result_with(std::vector<std::pair<std::string_view, Value>> oth
   auto values = values_;
   const Call call(function_, values, launch_);
   for (auto& [name, other] : others) {
-    call.value(name) = std::move(other);
+    *call.find_value(name) = std::move(other);
   }
   return call.results().at(0).toTensor();
 }

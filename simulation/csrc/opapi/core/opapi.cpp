@@ -130,8 +130,7 @@ int check_values(const Function& function, const std::vector<Value>& values) {
                      c10::str(function.name, ": the simulation does not compute ", argument.name));
     }
     for (const auto& view : views_of(values[i])) {
-      if (!argument.dtypes.empty() &&
-          std::ranges::find(argument.dtypes, view.dtype) == argument.dtypes.end()) {
+      if (!argument.dtypes.allow(view.dtype)) {
         return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
                                           c10::str(scalar_type(view.dtype)), " is not supported"));
       }

@@ -1,15 +1,11 @@
-// libopapi.so of the simulated CANN: handles, and the description of an aclnn function.
-//
-// An aclnn function is three things (ours/sparse_flash_attention.cpp has two):
-//   a Function: its arguments by name, with the names of the PyTorch operator that computes it
-//   its first phase: the C prototype, and a call of `prepare`
-//   its second phase: a call of `execute`
+// libopapi.so of the simulated CANN: handles, and how an aclnn function is defined.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 #include <acl/acl.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -20,6 +16,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -126,11 +123,23 @@ using Tensor = const aclTensor*;
 using TensorList = const aclTensorList*;
 using IntArray = const aclIntArray*;
 
-// Sets of dtypes that several functions accept.
-inline const std::vector<aclDataType> kHalf{ACL_FLOAT16, ACL_BF16};
-inline const std::vector<aclDataType> kHalfOrFloat{ACL_FLOAT16, ACL_BF16, ACL_FLOAT};
-inline const std::vector<aclDataType> kFloat{ACL_FLOAT};
-inline const std::vector<aclDataType> kInt32{ACL_INT32};
+// The dtypes that an argument may have; an empty list: any.
+class Dtypes {
+ public:
+  constexpr Dtypes(std::initializer_list<aclDataType> dtypes) {
+    for (const auto dtype : dtypes) {
+      bits_ |= uint64_t{1} << dtype;
+    }
+  }
+  constexpr bool allow(aclDataType dtype) const { return bits_ == 0 || (bits_ >> dtype & 1) != 0; }
+
+ private:
+  uint64_t bits_ = 0;
+};
+inline constexpr Dtypes kHalf{ACL_FLOAT16, ACL_BF16};
+inline constexpr Dtypes kHalfOrFloat{ACL_FLOAT16, ACL_BF16, ACL_FLOAT};
+inline constexpr Dtypes kFloat{ACL_FLOAT};
+inline constexpr Dtypes kInt32{ACL_INT32};
 
 enum class Kind {
   input,
@@ -144,48 +153,71 @@ enum class Kind {
 };
 
 struct Argument {
-  std::string_view name;    // in the C prototype
-  std::string_view schema;  // in the schema of the PyTorch operator; empty when it has none
+  std::string_view name = {};    // in the C prototype
+  std::string_view schema = {};  // in the schema of the PyTorch operator; empty when it has none
   Kind kind = Kind::attribute;
-  std::vector<aclDataType> dtypes = {};  // accepted; empty: any
-  int64_t result = kNextResult;          // of the PyTorch operator: what an output gets
+  Dtypes dtypes = {};
+  int64_t result = kNextResult;  // of the PyTorch operator: what an output gets
 
   static constexpr int64_t kNextResult = -1;
 };
 
-using Dtypes = std::vector<aclDataType>;
-inline Argument input(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
-  return {name, schema, Kind::input, std::move(dtypes)};
+// Arguments in the order of a prototype, in which they have the types T.
+template <typename... T>
+struct Arguments {
+  std::array<Argument, sizeof...(T)> each = {};
+};
+template <typename... T, typename... Others>
+constexpr Arguments<T..., Others...> operator+(const Arguments<T...>& first,
+                                               const Arguments<Others...>& others) {
+  Arguments<T..., Others...> all;
+  std::ranges::copy(others.each, std::ranges::copy(first.each, all.each.begin()).out);
+  return all;
 }
-inline Argument optional_input(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
-  return {name, schema, Kind::optional_input, std::move(dtypes)};
+template <typename... Parts>
+constexpr auto join(const Parts&... parts) {
+  return (parts + ...);
+}
+
+template <typename T = Tensor>
+constexpr Arguments<T> input(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
+  return {{{{name, schema, Kind::input, dtypes}}}};
+}
+constexpr Arguments<Tensor> optional_input(std::string_view name, std::string_view schema,
+                                           Dtypes dtypes = {}) {
+  return {{{{name, schema, Kind::optional_input, dtypes}}}};
 }
 // A required tensor that stands for none when it has no axes.
-inline Argument input_or_none(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
-  return {name, schema, Kind::input_or_none, std::move(dtypes)};
+constexpr Arguments<Tensor> input_or_none(std::string_view name, std::string_view schema,
+                                          Dtypes dtypes = {}) {
+  return {{{{name, schema, Kind::input_or_none, dtypes}}}};
 }
-inline Argument attribute(std::string_view name, std::string_view schema = {}) {
-  return {name, schema, Kind::attribute};
+template <typename T>
+constexpr Arguments<T> attribute(std::string_view name, std::string_view schema = {}) {
+  return {{{{name, schema, Kind::attribute}}}};
 }
 // A list of sequence lengths: none, when it is empty and the layout is not TND.
-inline Argument lengths(std::string_view name, std::string_view schema) {
-  return {name, schema, Kind::lengths};
+constexpr Arguments<IntArray> lengths(std::string_view name, std::string_view schema) {
+  return {{{{name, schema, Kind::lengths}}}};
 }
-inline Argument output(std::string_view name, int64_t result = Argument::kNextResult) {
-  return {name, {}, Kind::output, {}, result};
+constexpr Arguments<Tensor> output(std::string_view name, int64_t result = Argument::kNextResult) {
+  return {{{{name, {}, Kind::output, {}, result}}}};
+}
+// An output that the operator takes as an argument.
+constexpr Arguments<Tensor> in_place(std::string_view name, std::string_view schema) {
+  return {{{{name, schema, Kind::output}}}};
 }
 // An output that the caller may leave out, or give with no elements.
-inline Argument optional_output(std::string_view name, int64_t result = Argument::kNextResult) {
-  return {name, {}, Kind::optional_output, {}, result};
+constexpr Arguments<Tensor> optional_output(std::string_view name,
+                                            int64_t result = Argument::kNextResult) {
+  return {{{{name, {}, Kind::optional_output, {}, result}}}};
 }
-// A tensor or a list of lengths that the simulation has no computation for: a call that gives one
-// is refused, by its name.
-inline Argument not_computed(std::string_view name) { return {name, {}, Kind::not_computed}; }
-
-using Arguments = std::vector<Argument>;
-
-// Parts of argument lists that functions share, one behind the other.
-Arguments join(std::initializer_list<Arguments> parts);
+// Arguments that the simulation has no computation for: a call that gives one is refused, by its
+// name.
+template <typename T = Tensor, typename... Names>
+constexpr auto not_computed(Names... names) {
+  return (Arguments<T>{{{{names, {}, Kind::not_computed}}}} + ...);
+}
 
 // The value of one argument; the executor keeps a copy.
 using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
@@ -226,16 +258,16 @@ struct DeviceRules {
 };
 
 struct Function {
-  std::string_view name;
   // The operator that computes it on the CPU, and its overload. Its results are copied to the
   // outputs, in order; for an operator with no results the outputs are arguments that it changes.
   std::string_view schema_name = "";
   std::string_view overload = "";
   uint64_t workspace = 0;
-  std::vector<Argument> arguments;
   DeviceRules device = {};
   // Computes the results itself, with no operator or around `Call::results`.
   torch::jit::Stack (*compute)(const Call&) = nullptr;
+  std::string_view name = {};
+  std::vector<Argument> arguments = {};
 };
 
 // Arguments of an operator by their names in its schema.
@@ -261,12 +293,15 @@ class Call {
 
   template <typename T>
   T& get(std::string_view name) const {
-    return std::get<T>(value(name));
+    auto* const place = find_value(name);
+    TORCH_CHECK(place, function_.name, " has no argument ", name);
+    return std::get<T>(*place);
   }
-  // Null for an argument that the call leaves out.
+  // Null for an argument that the call leaves out or the function does not have.
   template <typename T>
   T* find(std::string_view name) const {
-    return std::get_if<T>(&value(name));
+    auto* const place = find_value(name);
+    return place ? std::get_if<T>(place) : nullptr;
   }
   bool is_tnd(std::string_view layout) const { return get<std::string>(layout) == "TND"; }
   // The elements of an int32 tensor, which must have been computed by now.
@@ -280,7 +315,7 @@ class Call {
   at::Tensor result_with(std::vector<std::pair<std::string_view, Value>> others) const;
 
  private:
-  Value& value(std::string_view name) const;
+  Value* find_value(std::string_view name) const;
 
   const Function& function_;
   std::vector<Value>& values_;
@@ -338,6 +373,7 @@ Value value_of(const char* text);
 inline Value value_of(double number) { return number; }
 inline Value value_of(int64_t number) { return number; }
 inline Value value_of(bool flag) { return flag; }
+inline Value value_of(aclDataType dtype) { return int64_t{dtype}; }
 
 // Whether anybody looks at the arguments of a call: a test that listens, or the computation.
 bool watched();
@@ -348,23 +384,52 @@ void log_step(std::string_view step);
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor);
 
-// The first phase: logs and checks the arguments, in the order of `function.arguments`.
-template <typename... Arguments>
-int prepare(const Function& function, uint64_t* workspace_size, aclOpExecutor** executor,
-            Arguments... arguments) {
-  if (!watched()) {
-    return prepare_values(function, {}, workspace_size, executor);
-  }
-  return prepare_values(function, {value_of(arguments)...}, workspace_size, executor);
-}
-
 // The second phase of every function.
 int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, aclrtStream stream);
 
+// A function whose arguments have the types T.
+template <typename... T>
+struct Declared : Function {};
+
+template <typename... T>
+Declared<T...> with_arguments(Function function, const Arguments<T...>& arguments) {
+  function.arguments = {arguments.each.begin(), arguments.each.end()};
+  return {std::move(function)};
+}
+template <typename... Parts>
+auto declared(std::string_view name, Function function, const Parts&... arguments) {
+  function.name = name;
+  return with_arguments(std::move(function), join(arguments...));
+}
+
+// The first phase of a function: logs and checks the arguments.
+template <const auto& function, typename Type = std::remove_cvref_t<decltype(function)>>
+struct FirstPhase;
+template <const auto& function, typename... T>
+struct FirstPhase<function, Declared<T...>> {
+  static int run(T... arguments, uint64_t* workspace_size, aclOpExecutor** executor) {
+    return prepare_values(
+        function, watched() ? std::vector<Value>{value_of(arguments)...} : std::vector<Value>(),
+        workspace_size, executor);
+  }
+};
+
+// Whether the chosen device lacks a function.
+bool is_missing(std::string_view function);
+
 }  // namespace cann_sim
 
-// Defines the second phase of a function.
-#define CANN_SIM_SECOND_PHASE(name)                                                       \
-  int name(void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) { \
-    return cann_sim::execute(workspace, size, executor, stream);                          \
+// Exports a function under a name in C. Who looks it up gets the address from here, or null.
+#define CANN_SIM_EXPORT(symbol, aclnn, function)                                               \
+  extern "C" {                                                                                 \
+  __attribute__((visibility("hidden"))) void (*address_of_##symbol())() {                      \
+    return cann_sim::is_missing(#aclnn) ? nullptr : reinterpret_cast<void (*)()>(&(function)); \
+  }                                                                                            \
+  void symbol() __attribute__((ifunc("address_of_" #symbol)));                                 \
   }
+
+// Defines an aclnn function by what a Function holds beside its name, and by its arguments.
+#define CANN_SIM_FUNCTION(aclnn, ...)                                                          \
+  const auto declared_##aclnn = cann_sim::declared(#aclnn, __VA_ARGS__);                       \
+  CANN_SIM_EXPORT(aclnn##GetWorkspaceSize, aclnn, cann_sim::FirstPhase<declared_##aclnn>::run) \
+  CANN_SIM_EXPORT(aclnn, aclnn, cann_sim::execute)

@@ -26,10 +26,10 @@ Rule null(std::string_view argument) {
   };
 }
 
-Rule dtype_in(std::string_view argument, std::vector<aclDataType> dtypes) {
+Rule dtype_in(std::string_view argument, Dtypes dtypes) {
   return [=](const Call& call) {
     const auto* view = call.find<TensorView>(argument);
-    return !view || std::ranges::find(dtypes, view->dtype) != dtypes.end()
+    return !view || dtypes.allow(view->dtype)
                ? ""
                : c10::str(argument, ": dtype ", c10::str(scalar_type(view->dtype)),
                           " is not supported");

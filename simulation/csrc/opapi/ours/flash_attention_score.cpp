@@ -1,6 +1,8 @@
-// FlashAttentionScore and its gradient. Prototypes: docs/specification/flash_attention_score.md.
+// FlashAttentionScore and its gradient, in all versions: torch_npu calls the same ones. Prototypes:
+// docs/specification/flash_attention_score.md.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/logical_and.h>
 #include <ATen/ops/logical_or.h>
 
@@ -9,14 +11,17 @@
 #include <span>
 
 #include "ascendcl/runtime.h"
-#include "opapi/ours/flash_attention_score.h"
+#include "opapi/core/opapi.h"
+#include "opapi/torch_npu/dropout.h"
 
-namespace cann_sim {
+using namespace cann_sim;
+
 namespace {
 
-bool is_a2_or_a3() { return product() == Product::a2 || product() == Product::a3; }
+using torch::jit::Stack;
+using Ends = std::vector<int64_t>;
 
-}  // namespace
+bool is_a2_or_a3() { return product() == Product::a2 || product() == Product::a3; }
 
 // The band of mode 4 is computed in int32, and wraps around.
 void check_tokens(const Call& call) {
@@ -30,10 +35,6 @@ void check_tokens(const Call& call) {
   }
 }
 
-namespace {
-
-using Ends = std::vector<int64_t>;
-
 // The host code of A2 and A3 copies the lengths of a forward call into arrays of this size, without
 // a check. It counts the tokens by what the arrays hold.
 constexpr size_t kLengthsOnHost = 20000;
@@ -42,8 +43,6 @@ int64_t sum_of(const Ends& ends) {
   const auto counted = is_a2_or_a3() ? std::min(ends.size(), kLengthsOnHost) : ends.size();
   return ends.empty() ? 0 : *std::ranges::max_element(std::span(ends).first(counted));
 }
-
-}  // namespace
 
 // A pack with tokens behind its sequences on both sides says so by a last element of 0.
 void check_pack(const Call& call) {
@@ -60,21 +59,6 @@ void check_pack(const Call& call) {
   TORCH_CHECK(!is_a2_or_a3() || cann_version() < kCann90 || !padded || said,
               "the last of the lengths should be 0 in a padded pack");
 }
-
-// Behind the arrays of lengths lies the scale, which further key lengths overwrite.
-OperatorArguments overwritten_arguments(const Call& call) {
-  OperatorArguments arguments;
-  if (is_a2_or_a3() && call.get<Ends>("actualSeqKvLenOptional").size() > kLengthsOnHost) {
-    arguments["scale_value"] = 0.0;
-  }
-  return arguments;
-}
-
-torch::jit::Stack attention_of_pack(const Call& call) {
-  return call.results(overwritten_arguments(call));
-}
-
-namespace {
 
 // The first query and key beyond the tokens that a mask (..., Sq, Skv) lets through.
 std::string first_beyond(const at::Tensor& mask, int64_t queries, int64_t keys, int64_t pre,
@@ -96,8 +80,8 @@ std::string first_beyond(const at::Tensor& mask, int64_t queries, int64_t keys, 
                   " exclude and attenMask does not: the device computes it");
 }
 
-}  // namespace
-
+// In mode 0 the tokens only let the kernel leave out whole tiles: what the mask alone lets through
+// within a tile is computed.
 std::string mask_beyond_tokens(const Call& call) {
   const auto mask = call.optional_tensor("attenMaskOptional");
   if (!mask || mask->numel() == 0 || call.get<int64_t>("sparseMode") != 0) {
@@ -127,105 +111,232 @@ std::string mask_beyond_tokens(const Call& call) {
   return {};
 }
 
-}  // namespace cann_sim
+// The statistics of packed sequences stand as (N, S_b, 8), one sequence behind the other, or with
+// `softmaxLayout` "same_as_input" as the tokens do: (T, N, 8).
+bool statistics_like_tokens(const Call& call) {
+  const auto* layout = call.find<std::string>("softmaxLayout");
+  return layout && *layout == "same_as_input";
+}
 
-using namespace cann_sim;
+// For every token and head, the row of the statistics in the order of the sequences.
+at::Tensor rows_of_tokens(const Call& call, int64_t tokens, int64_t heads) {
+  auto rows = at::arange(tokens * heads, at::kLong).view({tokens, heads});
+  int64_t begin = 0;
+  for (const auto end : call.get<std::vector<int64_t>>("actualSeqQLenOptional")) {
+    if (end > begin) {
+      const auto here = rows.narrow(0, begin, end - begin);
+      here.copy_(here.clone().view({heads, end - begin}).t());
+      begin = end;
+    }
+  }
+  return rows.view(-1);
+}
 
-namespace {
+at::Tensor to_order_of_tokens(const Call& call, const at::Tensor& statistics) {
+  const auto rows = rows_of_tokens(call, statistics.size(0), statistics.size(1));
+  return statistics.flatten(0, 1).index_select(0, rows).view(statistics.sizes());
+}
 
-const Function score{
-    .name = "aclnnFlashAttentionScoreV2",
-    .schema_name = "ascend::flash_attention_score",
-    .workspace = 2048,
-    .arguments = join({kTensors, kTerms, kPrefix, kStarts, kScalars, kPseType, kOutputs}),
-    .device = {.check = check_tokens, .faults = kMaskFaults}};
-const Function var_len_score{
-    .name = "aclnnFlashAttentionVarLenScoreV2",
-    .schema_name = "ascend::flash_attention_score",
-    .workspace = 2048,
-    .arguments = join({kTensors, kTerms, kPrefix, kLengths, kStarts, kScalars, kPseType, kOutputs}),
-    .device = {.check = check_pack, .faults = kMaskFaults},
-    .compute = attention_of_pack};
-const Function score_grad{.name = "aclnnFlashAttentionScoreGradV2",
-                          .schema_name = "ascend::flash_attention_score_grad",
-                          .workspace = 4096,
-                          .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix,
-                                             kStarts, kScalars, kPseType, kGradients}),
-                          .device = {.check = check_tokens, .faults = kMaskFaults}};
-const Function unpadding_score_grad{
-    .name = "aclnnFlashAttentionUnpaddingScoreGradV2",
-    .schema_name = "ascend::flash_attention_score_grad",
-    .workspace = 4096,
-    .arguments = join({kTensors, kSaved, kTerms, kStatistics, kPrefix, kLengths, kStarts, kScalars,
-                       kPseType, kGradients}),
-    .device = {.check = check_tokens, .faults = kMaskFaults}};
+at::Tensor to_order_of_sequences(const Call& call, const at::Tensor& statistics) {
+  const auto rows = rows_of_tokens(call, statistics.size(0), statistics.size(1));
+  const auto source = statistics.flatten(0, 1);
+  return at::empty_like(source).index_copy_(0, rows, source).view(statistics.sizes());
+}
+
+// A tensor in the input layout as (..., N, D).
+at::Tensor heads_last(const Call& call, const at::Tensor& x) {
+  const auto& layout = call.get<std::string>("inputLayout");
+  if (layout == "BSH" || layout == "SBH") {
+    return x.unflatten(-1, {call.get<int64_t>("headNum"), -1});
+  }
+  return layout == "BNSD" ? x.transpose(1, 2) : x;
+}
+
+int64_t elements_of_scores(const Call& call) {
+  const auto query = heads_last(call, call.tensor("query"));
+  const auto heads = query.size(-2);
+  if (!call.is_tnd("inputLayout")) {
+    const auto key = call.tensor("key");
+    const auto& layout = call.get<std::string>("inputLayout");
+    const auto keys = key.size(layout == "SBH" ? 0 : layout == "BNSD" ? 2 : 1);
+    return query.size(0) * heads * query.size(1) * keys;
+  }
+  const auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
+  const auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");
+  int64_t elements = 0;
+  for (size_t i = 0; i < query_ends.size(); ++i) {
+    const auto queries = query_ends[i] - (i ? query_ends[i - 1] : 0);
+    const auto keys = key_ends.at(i) - (i ? key_ends[i - 1] : 0);
+    elements += heads * queries * keys;
+  }
+  return elements;
+}
+
+// The arguments that the kernels of Ascend 950 take in the place of a call's, by its version 4.
+// They draw the dropout themselves. Lengths of dense sequences come as empty lists. Before CANN 9.1
+// no kernel reads sinks.
+OperatorArguments arguments_of_v4(const Call& call) {
+  OperatorArguments arguments;
+  if (!call.find<int64_t>("seed")) {
+    return arguments;
+  }
+  if (cann_version() < kCann91) {
+    arguments["sink"] = c10::IValue();
+  }
+  if (!call.is_tnd("inputLayout")) {
+    arguments["actual_seq_lengths_query"] = c10::IValue();
+    arguments["actual_seq_lengths_key"] = c10::IValue();
+  }
+  const auto keep = call.get<double>("keepProb");
+  if (keep < 1 && !call.optional_tensor("dropMaskOptional")) {
+    constexpr int64_t kBitsPerByte = 8;
+    const auto bytes = (elements_of_scores(call) + kBitsPerByte - 1) / kBitsPerByte;
+    arguments["drop_mask"] =
+        dropout_bits(call.get<int64_t>("seed"), call.get<int64_t>("offset"), keep, bytes);
+  }
+  return arguments;
+}
+
+Stack attention(const Call& call) {
+  auto arguments = arguments_of_v4(call);
+  const auto* key_ends = call.find<Ends>("actualSeqKvLenOptional");
+  if (is_a2_or_a3() && key_ends && key_ends->size() > kLengthsOnHost) {
+    // Behind the arrays of lengths lies the scale, which further key lengths overwrite.
+    arguments["scale_value"] = 0.0;
+  }
+  auto results = call.results(arguments);
+  if (statistics_like_tokens(call)) {
+    for (const auto i : {1, 2}) {
+      results[i] = to_order_of_tokens(call, results[i].toTensor());
+    }
+  }
+  return results;
+}
+
+Stack gradients(const Call& call) {
+  auto arguments = arguments_of_v4(call);
+  if (statistics_like_tokens(call)) {
+    for (const auto& [schema, name] :
+         {std::pair("softmax_max", "softmaxMaxOptional"), {"softmax_sum", "softmaxSumOptional"}}) {
+      arguments[schema] = to_order_of_sequences(call, call.tensor(name));
+    }
+  }
+  return call.results(arguments);
+}
+
+const std::vector<KernelFault> kMaskFaults{{Harm::results, mask_beyond_tokens}};
+const Function kScore{.schema_name = "ascend::flash_attention_score",
+                      .workspace = 2048,
+                      .device = {.check = check_tokens, .faults = kMaskFaults},
+                      .compute = attention};
+const Function kScoreOfPack{.schema_name = kScore.schema_name,
+                            .workspace = kScore.workspace,
+                            .device = {.check = check_pack, .faults = kMaskFaults},
+                            .compute = attention};
+const Function kGrad{.schema_name = "ascend::flash_attention_score_grad",
+                     .workspace = 4096,
+                     .device = {.check = check_tokens, .faults = kMaskFaults},
+                     .compute = gradients};
+const Function kExtendedGrad{.schema_name = "ascend::_flash_attention_score_extended_grad",
+                             .workspace = 4096,
+                             .device = {.check = check_tokens, .faults = kMaskFaults},
+                             .compute = gradients};
+
+constexpr auto kQuery = input("query", "query", kHalfOrFloat);
+constexpr auto kKey = input("key", "key", kHalfOrFloat);
+constexpr auto kValue = input("value", "value", kHalfOrFloat);
+constexpr auto kQueryRope = optional_input("queryRopeOptional", "query_rope", kHalfOrFloat);
+constexpr auto kKeyRope = optional_input("keyRopeOptional", "key_rope", kHalfOrFloat);
+constexpr auto kTensors = join(kQuery, kKey, kValue);
+constexpr auto kRopeTensors =
+    join(kQuery, optional_input("queryRopeOptional", "query_rope", {ACL_BF16}), kKey,
+         optional_input("keyRopeOptional", "key_rope", {ACL_BF16}), kValue);
+constexpr auto kTerms =
+    join(optional_input("pseShiftOptional", "pse_shift", kHalfOrFloat),
+         optional_input("dropMaskOptional", "drop_mask", {ACL_UINT8}),
+         not_computed("paddingMaskOptional"),
+         optional_input("attenMaskOptional", "atten_mask", {ACL_BOOL, ACL_UINT8}));
+constexpr auto kSink = optional_input("sinkOptional", "sink", kFloat);
+constexpr auto kScales = not_computed("dScaleQOptional", "dScaleKOptional", "dScaleVOptional");
+constexpr auto kPrefix = attribute<IntArray>("prefixOptional", "prefix");
+constexpr auto kLengths =
+    join(attribute<IntArray>("actualSeqQLenOptional", "actual_seq_lengths_query"),
+         attribute<IntArray>("actualSeqKvLenOptional", "actual_seq_lengths_key"));
+constexpr auto kStarts = join(attribute<IntArray>("qStartIdxOptional", "q_start_idx"),
+                              attribute<IntArray>("kvStartIdxOptional", "kv_start_idx"));
+constexpr auto kScaleToLayout = join(
+    attribute<double>("scaleValue", "scale_value"), attribute<double>("keepProb", "keep_prob"),
+    attribute<int64_t>("preTokens", "pre_tokens"), attribute<int64_t>("nextTokens", "next_tokens"),
+    attribute<int64_t>("headNum", "num_heads"), attribute<char*>("inputLayout", "layout"));
+constexpr auto kPreciseAndMode = join(attribute<int64_t>("innerPrecise", "inner_precise"),
+                                      attribute<int64_t>("sparseMode", "sparse_mode"));
+constexpr auto kScalars = join(kScaleToLayout, kPreciseAndMode);
+constexpr auto kPseType = attribute<int64_t>("pseType", "pse_type");
+constexpr auto kOutDtype = attribute<int64_t>("outDtype");
+constexpr auto kSoftmaxLayout = attribute<char*>("softmaxLayout");
+constexpr auto kSeed = join(attribute<int64_t>("seed"), attribute<int64_t>("offset"));
+// The operator gives out first. softmaxOutOut and dpseOut are never written.
+constexpr auto kOutputs = join(output("softmaxMaxOut", 1), output("softmaxSumOut", 2),
+                               attribute<Tensor>("softmaxOutOut"), output("attentionOutOut", 0));
+
+constexpr auto kSaved = input("dy", "dy", kHalfOrFloat);
+constexpr auto kStatistics =
+    join(input("softmaxMaxOptional", "softmax_max", kFloat),
+         input("softmaxSumOptional", "softmax_sum", kFloat), attribute<Tensor>("softmaxInOptional"),
+         input("attentionInOptional", "attention_in", kHalfOrFloat));
+constexpr auto kOfQuery = output("dqOut", 0);
+constexpr auto kOfKey = output("dkOut", 1);
+constexpr auto kOfValue = output("dvOut", 2);
+constexpr auto kOfPse = attribute<Tensor>("dpseOut");
+constexpr auto kOfSink = optional_output("dsinkOut", 3);
+constexpr auto kOfQueryRope = optional_output("dqRopeOut", 4);
+constexpr auto kOfKeyRope = optional_output("dkRopeOut", 5);
+constexpr auto kGradients = join(kOfQuery, kOfKey, kOfValue, kOfPse);
+constexpr auto kRopeGradients = join(kOfQuery, kOfQueryRope, kOfKey, kOfKeyRope, kOfValue, kOfPse);
+
+constexpr auto kDense = join(kTensors, kTerms);
+constexpr auto kRoped = join(kRopeTensors, kTerms);
+constexpr auto kOfDense = join(kTensors, kSaved, kTerms, kStatistics);
+constexpr auto kOfRoped = join(kRopeTensors, kSaved, kTerms, kStatistics);
 
 }  // namespace
 
-extern "C" {
+CANN_SIM_FUNCTION(aclnnFlashAttentionScore, kScore, kDense, kPrefix, kScalars, kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreV2, kScore, kDense, kPrefix, kStarts, kScalars, kPseType,
+                  kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreV3, kScore, kDense, kSink, kPrefix, kStarts, kScalars,
+                  kPseType, kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreV4, kScore, kDense, kQueryRope, kKeyRope, kScales, kSink,
+                  kPrefix, kLengths, kStarts, kScalars, kOutDtype, kPseType, kSoftmaxLayout, kSeed,
+                  kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionVarLenScore, kScoreOfPack, kDense, kPrefix, kLengths, kScalars,
+                  kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionVarLenScoreV2, kScoreOfPack, kDense, kPrefix, kLengths,
+                  kStarts, kScalars, kPseType, kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionVarLenScoreV3, kScoreOfPack, kRoped, kPrefix, kLengths,
+                  kStarts, kScalars, kPseType, kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionVarLenScoreV4, kScoreOfPack, kDense, kPrefix, kLengths,
+                  kScalars, kSoftmaxLayout, kOutputs)
+CANN_SIM_FUNCTION(aclnnFlashAttentionVarLenScoreV5, kScoreOfPack, kRoped, kSink, kPrefix, kLengths,
+                  kStarts, kScalars, kPseType, kSoftmaxLayout, kOutputs)
 
-int aclnnFlashAttentionScoreV2GetWorkspaceSize(Tensor query, Tensor key, Tensor value, Tensor pse,
-                                               Tensor drop, Tensor padding, Tensor mask,
-                                               IntArray prefix, IntArray q_start, IntArray kv_start,
-                                               double scale, double keep, int64_t pre, int64_t next,
-                                               int64_t heads, char* layout, int64_t precise,
-                                               int64_t mode, int64_t pse_type, Tensor max,
-                                               Tensor sum, Tensor softmax, Tensor out,
-                                               uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(score, workspace_size, executor, query, key, value, pse, drop, padding, mask,
-                 prefix, q_start, kv_start, scale, keep, pre, next, heads, layout, precise, mode,
-                 pse_type, max, sum, softmax, out);
-}
-int aclnnFlashAttentionScoreV2(void* workspace, uint64_t size, aclOpExecutor* executor,
-                               aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-int aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor pse, Tensor drop, Tensor padding, Tensor mask,
-    IntArray prefix, IntArray query_lengths, IntArray key_lengths, IntArray q_start,
-    IntArray kv_start, double scale, double keep, int64_t pre, int64_t next, int64_t heads,
-    char* layout, int64_t precise, int64_t mode, int64_t pse_type, Tensor max, Tensor sum,
-    Tensor softmax, Tensor out, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(var_len_score, workspace_size, executor, query, key, value, pse, drop, padding,
-                 mask, prefix, query_lengths, key_lengths, q_start, kv_start, scale, keep, pre,
-                 next, heads, layout, precise, mode, pse_type, max, sum, softmax, out);
-}
-int aclnnFlashAttentionVarLenScoreV2(void* workspace, uint64_t size, aclOpExecutor* executor,
-                                     aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-int aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse, Tensor drop, Tensor padding,
-    Tensor mask, Tensor max, Tensor sum, Tensor softmax_in, Tensor attention_in, IntArray prefix,
-    IntArray q_start, IntArray kv_start, double scale, double keep, int64_t pre, int64_t next,
-    int64_t heads, char* layout, int64_t precise, int64_t mode, int64_t pse_type, Tensor dq,
-    Tensor dk, Tensor dv, Tensor dpse, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(score_grad, workspace_size, executor, query, key, value, dy, pse, drop, padding,
-                 mask, max, sum, softmax_in, attention_in, prefix, q_start, kv_start, scale, keep,
-                 pre, next, heads, layout, precise, mode, pse_type, dq, dk, dv, dpse);
-}
-int aclnnFlashAttentionScoreGradV2(void* workspace, uint64_t size, aclOpExecutor* executor,
-                                   aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-int aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor dy, Tensor pse, Tensor drop, Tensor padding,
-    Tensor mask, Tensor max, Tensor sum, Tensor softmax_in, Tensor attention_in, IntArray prefix,
-    IntArray query_lengths, IntArray key_lengths, IntArray q_start, IntArray kv_start, double scale,
-    double keep, int64_t pre, int64_t next, int64_t heads, char* layout, int64_t precise,
-    int64_t mode, int64_t pse_type, Tensor dq, Tensor dk, Tensor dv, Tensor dpse,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(unpadding_score_grad, workspace_size, executor, query, key, value, dy, pse, drop,
-                 padding, mask, max, sum, softmax_in, attention_in, prefix, query_lengths,
-                 key_lengths, q_start, kv_start, scale, keep, pre, next, heads, layout, precise,
-                 mode, pse_type, dq, dk, dv, dpse);
-}
-int aclnnFlashAttentionUnpaddingScoreGradV2(void* workspace, uint64_t size, aclOpExecutor* executor,
-                                            aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreGrad, kGrad, kOfDense, kPrefix, kScalars, kGradients)
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreGradV2, kGrad, kOfDense, kPrefix, kStarts, kScalars,
+                  kPseType, kGradients)
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreGradV3, kExtendedGrad, kOfDense, kSink, kPrefix, kStarts,
+                  kScalars, kPseType, kGradients, kOfSink)
+CANN_SIM_FUNCTION(aclnnFlashAttentionScoreGradV4, kExtendedGrad, kOfDense, kSink, kQueryRope,
+                  kKeyRope, kScales, not_computed("dScaleDyOptional", "dScaleOOptional"), kPrefix,
+                  kLengths, kStarts, kScaleToLayout, kSoftmaxLayout, kPreciseAndMode, kPseType,
+                  kSeed, kOutDtype, kOfQuery, kOfKey, kOfValue, kOfQueryRope, kOfKeyRope, kOfPse,
+                  kOfSink)
+CANN_SIM_FUNCTION(aclnnFlashAttentionUnpaddingScoreGrad, kGrad, kOfDense, kPrefix, kLengths,
+                  kScalars, kGradients)
+CANN_SIM_FUNCTION(aclnnFlashAttentionUnpaddingScoreGradV2, kGrad, kOfDense, kPrefix, kLengths,
+                  kStarts, kScalars, kPseType, kGradients)
+CANN_SIM_FUNCTION(aclnnFlashAttentionUnpaddingScoreGradV3, kExtendedGrad, kOfRoped, kPrefix,
+                  kLengths, kStarts, kScalars, kPseType, kRopeGradients)
+CANN_SIM_FUNCTION(aclnnFlashAttentionUnpaddingScoreGradV4, kGrad, kOfDense, kPrefix, kLengths,
+                  kScalars, kGradients, kSoftmaxLayout)
+CANN_SIM_FUNCTION(aclnnFlashAttentionUnpaddingScoreGradV5, kExtendedGrad, kOfRoped, kSink, kPrefix,
+                  kLengths, kStarts, kScalars, kPseType, kSoftmaxLayout, kRopeGradients, kOfSink)

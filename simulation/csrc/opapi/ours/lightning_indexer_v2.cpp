@@ -60,49 +60,23 @@ at::Tensor written(const Call& call, std::string_view, const at::Tensor& output)
   return output.narrow(0, 0, call.elements("cuSeqlensQOptional").back());
 }
 
-const Function lightning_indexer_v2{
-    .name = "aclnnLightningIndexerV2",
-    .schema_name = "ascend::lightning_indexer",
-    .workspace = 512,
-    .arguments = {input("q", "query", kHalf),
-                  input("k", "key", kHalf),
-                  input("w", "weights", kFloat),
-                  optional_input("cuSeqlensQOptional", "", kInt32),
+}  // namespace
+
+CANN_SIM_FUNCTION(aclnnLightningIndexerV2,
+                  {.schema_name = "ascend::lightning_indexer",
+                   .workspace = 512,
+                   .device = {.check = check, .written = written},
+                   .compute = selection},
+                  input("q", "query", kHalf), input("k", "key", kHalf),
+                  input("w", "weights", kFloat), optional_input("cuSeqlensQOptional", "", kInt32),
                   optional_input("cuSeqlensKOptional", "", kInt32),
                   optional_input("sequsedQOptional", "", kInt32),
                   optional_input("sequsedKOptional", "", kInt32),
                   optional_input("cmpResidualKOptional", "cmp_residual_key", kInt32),
                   optional_input("blockTableOptional", "", kInt32),
-                  not_computed("outputIdxOffsetOptional"),
-                  not_computed("metadataOptional"),
-                  attribute("topk", "sparse_count"),
-                  attribute("maxSeqlenQ"),
-                  attribute("layoutQ", "layout"),
-                  attribute("layoutK"),
-                  attribute("maskMode", "sparse_mode"),
-                  attribute("cmpRatio", "cmp_ratio"),
-                  attribute("returnValue"),
-                  output("sparseIndices"),
-                  optional_output("sparseValues")},
-    .device = {.check = check, .written = written},
-    .compute = selection};
-
-}  // namespace
-
-extern "C" {
-
-int aclnnLightningIndexerV2GetWorkspaceSize(Tensor q, Tensor k, Tensor w, Tensor cu_query,
-                                            Tensor cu_key, Tensor used_query, Tensor used_key,
-                                            Tensor residual, Tensor block_table, Tensor offset,
-                                            Tensor metadata, int64_t count, int64_t max_query,
-                                            char* query_layout, char* key_layout, int64_t mode,
-                                            int64_t ratio, int64_t return_values, Tensor indices,
-                                            Tensor values, uint64_t* workspace_size,
-                                            aclOpExecutor** executor) {
-  return prepare(lightning_indexer_v2, workspace_size, executor, q, k, w, cu_query, cu_key,
-                 used_query, used_key, residual, block_table, offset, metadata, count, max_query,
-                 query_layout, key_layout, mode, ratio, return_values, indices, values);
-}
-CANN_SIM_SECOND_PHASE(aclnnLightningIndexerV2)
-
-}  // extern "C"
+                  not_computed("outputIdxOffsetOptional", "metadataOptional"),
+                  attribute<int64_t>("topk", "sparse_count"), attribute<int64_t>("maxSeqlenQ"),
+                  attribute<char*>("layoutQ", "layout"), attribute<char*>("layoutK"),
+                  attribute<int64_t>("maskMode", "sparse_mode"),
+                  attribute<int64_t>("cmpRatio", "cmp_ratio"), attribute<int64_t>("returnValue"),
+                  output("sparseIndices"), optional_output("sparseValues"))

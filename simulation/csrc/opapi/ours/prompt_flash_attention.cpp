@@ -10,33 +10,6 @@ using namespace cann_sim;
 
 namespace {
 
-const std::vector<aclDataType> kInput{ACL_FLOAT16, ACL_BF16, ACL_INT8};
-const std::vector<aclDataType> kMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
-const std::vector<aclDataType> kDeqScale{ACL_UINT64, ACL_FLOAT};
-const std::vector<aclDataType> kQuantScale{ACL_FLOAT, ACL_BF16, ACL_FLOAT16};
-
-const Arguments kArguments{input("query", "query", kInput),
-                           input("key", "key", kInput),
-                           input("value", "value", kInput),
-                           optional_input("pseShift", "", kHalf),
-                           optional_input("attenMask", "atten_mask", kMask),
-                           attribute("actualSeqLengths", "actual_seq_lengths_query"),
-                           attribute("actualSeqLengthsKv", "actual_seq_lengths_key"),
-                           optional_input("deqScale1", "deq_scale1", kDeqScale),
-                           optional_input("quantScale1", "quant_scale1", {ACL_FLOAT}),
-                           optional_input("deqScale2", "deq_scale2", kDeqScale),
-                           optional_input("quantScale2", "quant_scale2", kQuantScale),
-                           optional_input("quantOffset2", "quant_offset2", kQuantScale),
-                           attribute("numHeads", "num_heads"),
-                           attribute("scaleValue", "scale_value"),
-                           attribute("preTokens", "pre_tokens"),
-                           attribute("nextTokens", "next_tokens"),
-                           attribute("inputLayout", "layout"),
-                           attribute("numKeyValueHeads", "num_key_value_heads"),
-                           attribute("sparseMode", "sparse_mode"),
-                           attribute("innerPrecise"),
-                           output("attentionOut")};
-
 void check_product(const Call&) {
   TORCH_CHECK(product() != Product::p950, "a runtime error on this product");
 }
@@ -81,49 +54,35 @@ torch::jit::Stack with_pse(const Call& call) {
   TORCH_CHECK(call.get<TensorView>("query").dtype != ACL_INT8 &&
                   call.get<TensorView>("attentionOut").dtype != ACL_INT8,
               "the simulation computes pseShift without int8 only");
-  const auto heads = call.get<int64_t>("numHeads");
-  const auto key_heads = call.get<int64_t>("numKeyValueHeads");
-  return infer_attention({.query = call.tensor("query"),
-                          .key = call.tensor("key"),
-                          .value = call.tensor("value"),
-                          .layout = call.get<std::string>("inputLayout"),
-                          .heads = heads,
-                          .key_heads = key_heads ? key_heads : heads,
-                          .scale = call.get<double>("scaleValue"),
-                          .out_sizes = call.get<TensorView>("attentionOut").sizes,
-                          .pse = pse,
-                          .mask = call.optional_tensor("attenMask"),
-                          .sparse_mode = call.get<int64_t>("sparseMode"),
-                          .pre_tokens = call.get<int64_t>("preTokens"),
-                          .next_tokens = call.get<int64_t>("nextTokens"),
-                          .query_lengths = lengths_of(call, "actualSeqLengths"),
-                          .key_lengths = lengths_of(call, "actualSeqLengthsKv")});
+  return infer_attention(arguments_of(call));
 }
 
-const Function v3{.name = "aclnnPromptFlashAttentionV3",
-                  .schema_name = "ascend::prompt_flash_attention",
-                  .workspace = 1024,
-                  .arguments = kArguments,
-                  .device = {.check = check_product, .spoil = correct_masked_rows},
-                  .compute = with_pse};
+constexpr Dtypes kInput{ACL_FLOAT16, ACL_BF16, ACL_INT8};
+constexpr Dtypes kDeqScale{ACL_UINT64, ACL_FLOAT};
+constexpr Dtypes kQuantScale{ACL_FLOAT, ACL_BF16, ACL_FLOAT16};
 
 }  // namespace
 
-extern "C" {
-
-int aclnnPromptFlashAttentionV3GetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor pse, Tensor mask, IntArray query_lengths,
-    IntArray key_lengths, Tensor deq_scale1, Tensor quant_scale1, Tensor deq_scale2,
-    Tensor quant_scale2, Tensor quant_offset2, int64_t heads, double scale, int64_t pre,
-    int64_t next, char* layout, int64_t key_heads, int64_t mode, int64_t inner_precise, Tensor out,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(v3, workspace_size, executor, query, key, value, pse, mask, query_lengths,
-                 key_lengths, deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2,
-                 heads, scale, pre, next, layout, key_heads, mode, inner_precise, out);
-}
-int aclnnPromptFlashAttentionV3(void* workspace, uint64_t size, aclOpExecutor* executor,
-                                aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnPromptFlashAttentionV3,
+                  {.schema_name = "ascend::prompt_flash_attention",
+                   .workspace = 1024,
+                   .device = {.check = check_product, .spoil = correct_masked_rows},
+                   .compute = with_pse},
+                  input("query", "query", kInput), input("key", "key", kInput),
+                  input("value", "value", kInput), optional_input("pseShift", "", kHalf),
+                  optional_input("attenMask", "atten_mask", kInferMask),
+                  attribute<IntArray>("actualSeqLengths", "actual_seq_lengths_query"),
+                  attribute<IntArray>("actualSeqLengthsKv", "actual_seq_lengths_key"),
+                  optional_input("deqScale1", "deq_scale1", kDeqScale),
+                  optional_input("quantScale1", "quant_scale1", kFloat),
+                  optional_input("deqScale2", "deq_scale2", kDeqScale),
+                  optional_input("quantScale2", "quant_scale2", kQuantScale),
+                  optional_input("quantOffset2", "quant_offset2", kQuantScale),
+                  attribute<int64_t>("numHeads", "num_heads"),
+                  attribute<double>("scaleValue", "scale_value"),
+                  attribute<int64_t>("preTokens", "pre_tokens"),
+                  attribute<int64_t>("nextTokens", "next_tokens"),
+                  attribute<char*>("inputLayout", "layout"),
+                  attribute<int64_t>("numKeyValueHeads", "num_key_value_heads"),
+                  attribute<int64_t>("sparseMode", "sparse_mode"),
+                  attribute<int64_t>("innerPrecise"), output("attentionOut"))

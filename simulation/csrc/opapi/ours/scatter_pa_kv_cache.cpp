@@ -2,8 +2,6 @@
 #include <ATen/TensorOperators.h>
 #include <c10/util/accumulate.h>
 
-#include <algorithm>
-
 #include "ascendcl/runtime.h"
 #include "opapi/core/opapi.h"
 
@@ -12,10 +10,10 @@ using namespace cann_sim;
 namespace {
 
 // The dtypes of Ascend 950, and those of Atlas A2 and A3.
-const std::vector<aclDataType> kCache{ACL_FLOAT16, ACL_BF16,   ACL_INT8,  ACL_FLOAT, ACL_UINT8,
-                                      ACL_INT16,   ACL_UINT16, ACL_INT32, ACL_UINT32};
-const std::vector<aclDataType> kCacheOfA2{ACL_FLOAT16, ACL_BF16, ACL_INT8};
-const std::vector<aclDataType> kIndex{ACL_INT32, ACL_INT64};
+constexpr Dtypes kCache{ACL_FLOAT16, ACL_BF16,   ACL_INT8,  ACL_FLOAT, ACL_UINT8,
+                        ACL_INT16,   ACL_UINT16, ACL_INT32, ACL_UINT32};
+constexpr Dtypes kCacheOfA2{ACL_FLOAT16, ACL_BF16, ACL_INT8};
+constexpr Dtypes kIndex{ACL_INT32, ACL_INT64};
 
 bool reads_dense_rows() { return product() == Product::a2 || product() == Product::a3; }
 
@@ -31,9 +29,8 @@ std::vector<int64_t> dense_strides(const TensorView& view) {
 void check_dtypes_and_rows(const Call& call) {
   for (const auto* name : {"key", "value"}) {
     const auto* view = call.find<TensorView>(name);
-    TORCH_CHECK(!view || product() == Product::p950 ||
-                    std::ranges::find(kCacheOfA2, view->dtype) != kCacheOfA2.end(),
-                name, ": dtype ", c10::str(scalar_type(view->dtype)), " is not supported");
+    TORCH_CHECK(!view || product() == Product::p950 || kCacheOfA2.allow(view->dtype), name,
+                ": dtype ", c10::str(scalar_type(view->dtype)), " is not supported");
     TORCH_CHECK(
         !view || !reads_dense_rows() || cann_version() >= kCann91 || view->tensor().is_contiguous(),
         name, " is not contiguous");
@@ -77,42 +74,23 @@ std::string large_head(const Call& call) {
   return {};
 }
 
+}  // namespace
+
 // It writes to two of its inputs and has no outputs.
-const Function scatter_pa_kv_cache{
-    .name = "aclnnScatterPaKvCache",
-    .schema_name = "ascend::scatter_pa_kv_cache_",
-    .workspace = 256,
-    .arguments = {input("key", "key", kCache), input("keyCacheRef", "key_cache", kCache),
+CANN_SIM_FUNCTION(aclnnScatterPaKvCache,
+                  {.schema_name = "ascend::scatter_pa_kv_cache_",
+                   .workspace = 256,
+                   .device = {.check = check_dtypes_and_rows,
+                              .change = change_sources,
+                              .faults = {{Harm::bounds, large_head}}}},
+                  input("key", "key", kCache), input("keyCacheRef", "key_cache", kCache),
                   input("slotMapping", "slot_mapping", kIndex),
                   input_or_none("value", "value", kCache),
                   input_or_none("valueCacheRef", "value_cache", kCache),
                   optional_input("compressLensOptional", "compress_lens", kIndex),
                   optional_input("compressSeqOffsetOptional", "compress_seq_offset", kIndex),
                   optional_input("seqLensOptional", "seq_lens", kIndex),
-                  attribute("cacheModeOptional", "cache_mode"),
-                  attribute("scatterModeOptional", "scatter_mode"),
-                  attribute("stridesOptional", "strides"), attribute("offsetsOptional", "offsets")},
-    .device = {.check = check_dtypes_and_rows,
-               .change = change_sources,
-               .faults = {{Harm::bounds, large_head}}}};
-
-}  // namespace
-
-extern "C" {
-
-int aclnnScatterPaKvCacheGetWorkspaceSize(Tensor key, Tensor key_cache, Tensor slot_mapping,
-                                          Tensor value, Tensor value_cache, Tensor compress_lens,
-                                          Tensor compress_seq_offset, Tensor seq_lens,
-                                          char* cache_mode, char* scatter_mode, IntArray strides,
-                                          IntArray offsets, uint64_t* workspace_size,
-                                          aclOpExecutor** executor) {
-  return prepare(scatter_pa_kv_cache, workspace_size, executor, key, key_cache, slot_mapping, value,
-                 value_cache, compress_lens, compress_seq_offset, seq_lens, cache_mode,
-                 scatter_mode, strides, offsets);
-}
-int aclnnScatterPaKvCache(void* workspace, uint64_t size, aclOpExecutor* executor,
-                          aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-}  // extern "C"
+                  attribute<char*>("cacheModeOptional", "cache_mode"),
+                  attribute<char*>("scatterModeOptional", "scatter_mode"),
+                  attribute<IntArray>("stridesOptional", "strides"),
+                  attribute<IntArray>("offsetsOptional", "offsets"))

@@ -13,20 +13,6 @@ using namespace cann_sim;
 
 namespace {
 
-// Arguments of both functions.
-const Arguments kTensors{input("query", "query", kHalf), input("key", "key", kHalf),
-                         optional_input("value", "value", kHalf),
-                         input("sparseIndices", "sparse_indices", kInt32)};
-const Arguments kLengthsAndRopes{
-    optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-    optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
-    optional_input("queryRopeOptional", "query_rope", kHalf),
-    optional_input("keyRopeOptional", "key_rope", kHalf)};
-const Arguments kScale{attribute("scaleValue", "scale_value"),
-                       attribute("sparseBlockSize", "sparse_block_size")};
-const Arguments kMode{attribute("sparseMode", "sparse_mode"), attribute("preTokens", "pre_tokens"),
-                      attribute("nextTokens", "next_tokens")};
-
 // The statistics are (1, T, N).
 at::Tensor written_attention(const Call& call, std::string_view name, const at::Tensor& output) {
   return rows_of_sequences(call, output, name == "attentionOut" ? 0 : 1, "layoutQueryOptional",
@@ -232,100 +218,48 @@ torch::jit::Stack attention_with_sinks(const Call& call) {
   return {results[0].toTensor() * share, max, sum};
 }
 
-const Arguments kBlockTable{optional_input("blockTableOptional", "", kInt32)};
-const Arguments kLayouts{attribute("layoutQueryOptional", "layout"), attribute("layoutKvOptional")};
-const Arguments kOutputs{attribute("attentionMode"), attribute("returnSoftmaxLse"),
-                         output("attentionOut"), optional_output("softmaxMax"),
-                         optional_output("softmaxSum")};
-
-const Function sparse_flash_attention{
-    .name = "aclnnSparseFlashAttention",
+const Function kAttention{
     .schema_name = "ascend::sparse_flash_attention",
     .workspace = 4096,
-    .arguments = join({kTensors, kBlockTable, kLengthsAndRopes, kScale, kLayouts, kMode, kOutputs}),
-    .device = {.written = written_attention, .spoil = spoil_empty_rows, .faults = kForwardFaults},
-    .compute = attention};
-// torch_npu calls it where there are sinks.
-const Function sparse_flash_attention_v2{
-    .name = "aclnnSparseFlashAttentionV2",
-    .schema_name = "ascend::sparse_flash_attention",
-    .workspace = 4096,
-    .arguments = join({kTensors,
-                       kBlockTable,
-                       kLengthsAndRopes,
-                       {optional_input("sinksOptional", "")},
-                       kScale,
-                       kLayouts,
-                       kMode,
-                       kOutputs}),
     .device = {.written = written_attention, .spoil = spoil_empty_rows, .faults = kForwardFaults},
     .compute = attention_with_sinks};
 
-const Function sparse_flash_attention_grad{
-    .name = "aclnnSparseFlashAttentionGrad",
-    .schema_name = "ascend::sparse_flash_attention_grad",
-    .workspace = 8192,
-    .arguments = join(
-        {kTensors,
-         {input("dOut", "d_out", kHalf), input("out", "out", kHalf),
-          input("softmaxMax", "softmax_max", kFloat), input("softmaxSum", "softmax_sum", kFloat)},
-         kLengthsAndRopes,
-         kScale,
-         {attribute("layoutOptional", "layout")},
-         kMode,
-         {attribute("deterministic", "deterministic"), output("dQueryOut"), output("dKeyOut"),
-          output("dValueOut"), optional_output("dQueryRopeOutOptional"),
-          optional_output("dKeyRopeOutOptional")}}),
-    .device = {.faults = kGradientFaults},
-    .compute = gradients};
+constexpr auto kTensors =
+    join(input("query", "query", kHalf), input("key", "key", kHalf),
+         optional_input("value", "value", kHalf), input("sparseIndices", "sparse_indices", kInt32));
+constexpr auto kLengthsAndRopes =
+    join(optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
+         optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
+         optional_input("queryRopeOptional", "query_rope", kHalf),
+         optional_input("keyRopeOptional", "key_rope", kHalf));
+constexpr auto kScale = join(attribute<double>("scaleValue", "scale_value"),
+                             attribute<int64_t>("sparseBlockSize", "sparse_block_size"));
+constexpr auto kMode = join(attribute<int64_t>("sparseMode", "sparse_mode"),
+                            attribute<int64_t>("preTokens", "pre_tokens"),
+                            attribute<int64_t>("nextTokens", "next_tokens"));
+constexpr auto kForward =
+    join(kTensors, optional_input("blockTableOptional", "", kInt32), kLengthsAndRopes);
+constexpr auto kRest = join(
+    kScale, attribute<char*>("layoutQueryOptional", "layout"), attribute<char*>("layoutKvOptional"),
+    kMode, attribute<int64_t>("attentionMode"), attribute<bool>("returnSoftmaxLse"),
+    output("attentionOut"), optional_output("softmaxMax"), optional_output("softmaxSum"));
 
 }  // namespace
 
-extern "C" {
+CANN_SIM_FUNCTION(aclnnSparseFlashAttention, kAttention, kForward, kRest)
+// torch_npu calls it where there are sinks.
+CANN_SIM_FUNCTION(aclnnSparseFlashAttentionV2, kAttention, kForward,
+                  optional_input("sinksOptional", ""), kRest)
 
-int aclnnSparseFlashAttentionGetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor indices, Tensor block_table,
-    Tensor query_lengths, Tensor key_lengths, Tensor query_rope, Tensor key_rope, double scale,
-    int64_t block_size, char* query_layout, char* key_layout, int64_t mode, int64_t pre_tokens,
-    int64_t next_tokens, int64_t attention_mode, bool return_lse, Tensor out, Tensor max,
-    Tensor sum, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(sparse_flash_attention, workspace_size, executor, query, key, value, indices,
-                 block_table, query_lengths, key_lengths, query_rope, key_rope, scale, block_size,
-                 query_layout, key_layout, mode, pre_tokens, next_tokens, attention_mode,
-                 return_lse, out, max, sum);
-}
-int aclnnSparseFlashAttention(void* workspace, uint64_t size, aclOpExecutor* executor,
-                              aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-int aclnnSparseFlashAttentionV2GetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor indices, Tensor block_table,
-    Tensor query_lengths, Tensor key_lengths, Tensor query_rope, Tensor key_rope, Tensor sinks,
-    double scale, int64_t block_size, char* query_layout, char* key_layout, int64_t mode,
-    int64_t pre_tokens, int64_t next_tokens, int64_t attention_mode, bool return_lse, Tensor out,
-    Tensor max, Tensor sum, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(sparse_flash_attention_v2, workspace_size, executor, query, key, value, indices,
-                 block_table, query_lengths, key_lengths, query_rope, key_rope, sinks, scale,
-                 block_size, query_layout, key_layout, mode, pre_tokens, next_tokens,
-                 attention_mode, return_lse, out, max, sum);
-}
-CANN_SIM_SECOND_PHASE(aclnnSparseFlashAttentionV2)
-
-int aclnnSparseFlashAttentionGradGetWorkspaceSize(
-    Tensor query, Tensor key, Tensor value, Tensor indices, Tensor d_out, Tensor out, Tensor max,
-    Tensor sum, Tensor query_lengths, Tensor key_lengths, Tensor query_rope, Tensor key_rope,
-    double scale, int64_t block_size, char* layout, int64_t mode, int64_t pre_tokens,
-    int64_t next_tokens, bool deterministic, Tensor d_query, Tensor d_key, Tensor d_value,
-    Tensor d_query_rope, Tensor d_key_rope, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(sparse_flash_attention_grad, workspace_size, executor, query, key, value, indices,
-                 d_out, out, max, sum, query_lengths, key_lengths, query_rope, key_rope, scale,
-                 block_size, layout, mode, pre_tokens, next_tokens, deterministic, d_query, d_key,
-                 d_value, d_query_rope, d_key_rope);
-}
-int aclnnSparseFlashAttentionGrad(void* workspace, uint64_t size, aclOpExecutor* executor,
-                                  aclrtStream stream) {
-  return execute(workspace, size, executor, stream);
-}
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnSparseFlashAttentionGrad,
+                  {.schema_name = "ascend::sparse_flash_attention_grad",
+                   .workspace = 8192,
+                   .device = {.faults = kGradientFaults},
+                   .compute = gradients},
+                  kTensors, input("dOut", "d_out", kHalf), input("out", "out", kHalf),
+                  input("softmaxMax", "softmax_max", kFloat),
+                  input("softmaxSum", "softmax_sum", kFloat), kLengthsAndRopes, kScale,
+                  attribute<char*>("layoutOptional", "layout"), kMode,
+                  attribute<bool>("deterministic", "deterministic"), output("dQueryOut"),
+                  output("dKeyOut"), output("dValueOut"), optional_output("dQueryRopeOutOptional"),
+                  optional_output("dKeyRopeOutOptional"))

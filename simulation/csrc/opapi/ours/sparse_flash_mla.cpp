@@ -28,23 +28,6 @@ const std::vector<std::string_view> kLengths{
 const std::vector<std::string_view> kScalars{"cmpRatio", "oriMaskMode", "cmpMaskMode", "oriWinLeft",
                                              "oriWinRight"};
 
-const Arguments kLengthArguments{optional_input("cuSeqlensQOptional", "", kInt32),
-                                 optional_input("cuSeqlensOriKvOptional", "", kInt32),
-                                 optional_input("cuSeqlensCmpKvOptional", "", kInt32),
-                                 optional_input("sequsedQOptional", "", kInt32),
-                                 optional_input("sequsedOriKvOptional", "", kInt32),
-                                 optional_input("sequsedCmpKvOptional", "", kInt32),
-                                 optional_input("cmpResidualKvOptional", "cmp_residual_kv", kInt32),
-                                 not_computed("oriTopkLengthOptional"),
-                                 not_computed("cmpTopkLengthOptional")};
-const Arguments kMaskArguments{attribute("cmpRatio", "cmp_ratio"),
-                               attribute("oriMaskMode", "ori_mask_mode"),
-                               attribute("cmpMaskMode", "cmp_mask_mode"),
-                               attribute("oriWinLeft", "ori_win_left"),
-                               attribute("oriWinRight", "ori_win_right"),
-                               attribute("layoutQOptional", "layout"),
-                               attribute("layoutKvOptional")};
-
 int64_t number(std::string_view text) {
   int64_t sum = 0;
   for (const char x : text) {
@@ -297,111 +280,65 @@ at::Tensor written_attention(const Call& call, std::string_view name, const at::
   return output.narrow(name == "attnOutOut" ? 0 : 1, 0, call.elements("cuSeqlensQOptional").back());
 }
 
-const Function metadata{
-    .name = "aclnnSparseFlashMlaMetadata",
-    .arguments =
-        join({kLengthArguments,
-              {attribute("numHeadsQ"), attribute("numHeadsKv"), attribute("headDim"),
-               attribute("batchSize"), attribute("maxSeqlenQ"), attribute("maxSeqlenOriKv"),
-               attribute("maxSeqlenCmpKv"), attribute("oriTopk"), attribute("cmpTopk")},
-              kMaskArguments,
-              {attribute("hasOriKv"), attribute("hasCmpKv"), output("metadata")}}),
-    .compute = metadata_of};
-
-const Function sparse_flash_mla{
-    .name = "aclnnSparseFlashMla",
-    .schema_name = "ascend::sparse_flash_mla",
-    .workspace = 4096,
-    .arguments = join(
-        {{input("q", "query", kHalf), optional_input("oriKvOptional", "ori_kv", kHalf),
-          optional_input("cmpKvOptional", "cmp_kv", kHalf),
-          not_computed("oriSparseIndicesOptional"),
-          optional_input("cmpSparseIndicesOptional", "cmp_sparse_indices", kInt32),
-          optional_input("oriBlockTableOptional", "ori_block_table", kInt32),
-          optional_input("cmpBlockTableOptional", "cmp_block_table", kInt32)},
-         kLengthArguments,
-         {optional_input("sinksOptional", "sink", kFloat),
-          optional_input("metadataOptional", "", kInt32), attribute("softmaxScale", "scale_value")},
-         kMaskArguments,
-         {attribute("topkValueMode"), attribute("returnSoftmaxLse", "return_softmax_lse"),
-          output("attnOutOut"), optional_output("softmaxLseOutOptional")}}),
-    .device = {.check = check_forward, .written = written_attention, .faults = {kStaleKeys}},
-    .compute = attention};
-
-const Function sparse_flash_mla_grad{
-    .name = "aclnnSparseFlashMlaGrad",
-    .schema_name = "ascend::sparse_flash_mla_grad",
-    .workspace = 8192,
-    .arguments = join(
-        {{input("query", "query", kHalf), input("dOut", "d_out", kHalf), input("out", "out", kHalf),
-          input("lse", "softmax_lse", kFloat), optional_input("oriKvOptional", "ori_kv", kHalf),
-          optional_input("cmpKvOptional", "cmp_kv", kHalf),
-          not_computed("oriSparseIndicesOptional"),
-          optional_input("cmpSparseIndicesOptional", "cmp_sparse_indices", kInt32)},
-         kLengthArguments,
-         {optional_input("sinksOptional", "sink", kFloat),
-          optional_input("metadataOptional", "", kInt32), attribute("scaleValue", "scale_value")},
-         kMaskArguments,
-         {output("dQueryOut"), output("dOriKvOutOptional"), optional_output("dCmpKvOutOptional"),
-          optional_output("dSinksOutOptional"), optional_output("oriSoftmaxL1NormOptional", 5),
-          optional_output("cmpSoftmaxL1NormOptional", 4)}}),
-    .device = {.check = check_gradient,
-               .faults = {{Harm::bounds, rows_behind_sequences},
-                          kRowMinusOne,
-                          kRowsBeforeKeys,
-                          kFirstResidual}},
-    .compute = gradients};
+constexpr auto kLengthArguments =
+    join(optional_input("cuSeqlensQOptional", "", kInt32),
+         optional_input("cuSeqlensOriKvOptional", "", kInt32),
+         optional_input("cuSeqlensCmpKvOptional", "", kInt32),
+         optional_input("sequsedQOptional", "", kInt32),
+         optional_input("sequsedOriKvOptional", "", kInt32),
+         optional_input("sequsedCmpKvOptional", "", kInt32),
+         optional_input("cmpResidualKvOptional", "cmp_residual_kv", kInt32),
+         not_computed("oriTopkLengthOptional", "cmpTopkLengthOptional"));
+constexpr auto kMaskArguments = join(
+    attribute<int64_t>("cmpRatio", "cmp_ratio"), attribute<int64_t>("oriMaskMode", "ori_mask_mode"),
+    attribute<int64_t>("cmpMaskMode", "cmp_mask_mode"),
+    attribute<int64_t>("oriWinLeft", "ori_win_left"),
+    attribute<int64_t>("oriWinRight", "ori_win_right"),
+    attribute<char*>("layoutQOptional", "layout"), attribute<char*>("layoutKvOptional"));
+constexpr auto kKeys =
+    join(optional_input("oriKvOptional", "ori_kv", kHalf),
+         optional_input("cmpKvOptional", "cmp_kv", kHalf), not_computed("oriSparseIndicesOptional"),
+         optional_input("cmpSparseIndicesOptional", "cmp_sparse_indices", kInt32));
+constexpr auto kSinksAndMetadata = join(optional_input("sinksOptional", "sink", kFloat),
+                                        optional_input("metadataOptional", "", kInt32));
 
 }  // namespace
 
-extern "C" {
+CANN_SIM_FUNCTION(aclnnSparseFlashMlaMetadata, {.compute = metadata_of}, kLengthArguments,
+                  attribute<int64_t>("numHeadsQ"), attribute<int64_t>("numHeadsKv"),
+                  attribute<int64_t>("headDim"), attribute<int64_t>("batchSize"),
+                  attribute<int64_t>("maxSeqlenQ"), attribute<int64_t>("maxSeqlenOriKv"),
+                  attribute<int64_t>("maxSeqlenCmpKv"), attribute<int64_t>("oriTopk"),
+                  attribute<int64_t>("cmpTopk"), kMaskArguments, attribute<bool>("hasOriKv"),
+                  attribute<bool>("hasCmpKv"), output("metadata"))
 
-int aclnnSparseFlashMlaMetadataGetWorkspaceSize(
-    Tensor cu_query, Tensor cu_ori, Tensor cu_cmp, Tensor used_query, Tensor used_ori,
-    Tensor used_cmp, Tensor residual, Tensor ori_topk_length, Tensor cmp_topk_length,
-    int64_t heads_query, int64_t heads_kv, int64_t head_size, int64_t batch, int64_t longest_query,
-    int64_t longest_ori, int64_t longest_cmp, int64_t ori_topk, int64_t cmp_topk, int64_t ratio,
-    int64_t ori_mode, int64_t cmp_mode, int64_t left, int64_t right, char* layout_query,
-    char* layout_kv, bool has_ori, bool has_cmp, Tensor to, uint64_t* workspace_size,
-    aclOpExecutor** executor) {
-  return prepare(metadata, workspace_size, executor, cu_query, cu_ori, cu_cmp, used_query, used_ori,
-                 used_cmp, residual, ori_topk_length, cmp_topk_length, heads_query, heads_kv,
-                 head_size, batch, longest_query, longest_ori, longest_cmp, ori_topk, cmp_topk,
-                 ratio, ori_mode, cmp_mode, left, right, layout_query, layout_kv, has_ori, has_cmp,
-                 to);
-}
-CANN_SIM_SECOND_PHASE(aclnnSparseFlashMlaMetadata)
+CANN_SIM_FUNCTION(
+    aclnnSparseFlashMla,
+    {.schema_name = "ascend::sparse_flash_mla",
+     .workspace = 4096,
+     .device = {.check = check_forward, .written = written_attention, .faults = {kStaleKeys}},
+     .compute = attention},
+    input("q", "query", kHalf), kKeys,
+    optional_input("oriBlockTableOptional", "ori_block_table", kInt32),
+    optional_input("cmpBlockTableOptional", "cmp_block_table", kInt32), kLengthArguments,
+    kSinksAndMetadata, attribute<double>("softmaxScale", "scale_value"), kMaskArguments,
+    attribute<int64_t>("topkValueMode"), attribute<bool>("returnSoftmaxLse", "return_softmax_lse"),
+    output("attnOutOut"), optional_output("softmaxLseOutOptional"))
 
-int aclnnSparseFlashMlaGetWorkspaceSize(
-    Tensor query, Tensor ori, Tensor cmp, Tensor ori_indices, Tensor cmp_indices, Tensor ori_table,
-    Tensor cmp_table, Tensor cu_query, Tensor cu_ori, Tensor cu_cmp, Tensor used_query,
-    Tensor used_ori, Tensor used_cmp, Tensor residual, Tensor ori_topk_length,
-    Tensor cmp_topk_length, Tensor sinks, Tensor of_cores, double scale, int64_t ratio,
-    int64_t ori_mode, int64_t cmp_mode, int64_t left, int64_t right, char* layout_query,
-    char* layout_kv, int64_t topk_value_mode, bool return_lse, Tensor out, Tensor lse,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(sparse_flash_mla, workspace_size, executor, query, ori, cmp, ori_indices,
-                 cmp_indices, ori_table, cmp_table, cu_query, cu_ori, cu_cmp, used_query, used_ori,
-                 used_cmp, residual, ori_topk_length, cmp_topk_length, sinks, of_cores, scale,
-                 ratio, ori_mode, cmp_mode, left, right, layout_query, layout_kv, topk_value_mode,
-                 return_lse, out, lse);
-}
-CANN_SIM_SECOND_PHASE(aclnnSparseFlashMla)
-
-int aclnnSparseFlashMlaGradGetWorkspaceSize(
-    Tensor query, Tensor d_out, Tensor out, Tensor lse, Tensor ori, Tensor cmp, Tensor ori_indices,
-    Tensor cmp_indices, Tensor cu_query, Tensor cu_ori, Tensor cu_cmp, Tensor used_query,
-    Tensor used_ori, Tensor used_cmp, Tensor residual, Tensor ori_topk_length,
-    Tensor cmp_topk_length, Tensor sinks, Tensor of_cores, double scale, int64_t ratio,
-    int64_t ori_mode, int64_t cmp_mode, int64_t left, int64_t right, char* layout_query,
-    char* layout_kv, Tensor d_query, Tensor d_ori, Tensor d_cmp, Tensor d_sinks, Tensor ori_l1_norm,
-    Tensor cmp_l1_norm, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(sparse_flash_mla_grad, workspace_size, executor, query, d_out, out, lse, ori, cmp,
-                 ori_indices, cmp_indices, cu_query, cu_ori, cu_cmp, used_query, used_ori, used_cmp,
-                 residual, ori_topk_length, cmp_topk_length, sinks, of_cores, scale, ratio,
-                 ori_mode, cmp_mode, left, right, layout_query, layout_kv, d_query, d_ori, d_cmp,
-                 d_sinks, ori_l1_norm, cmp_l1_norm);
-}
-CANN_SIM_SECOND_PHASE(aclnnSparseFlashMlaGrad)
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnSparseFlashMlaGrad,
+                  {.schema_name = "ascend::sparse_flash_mla_grad",
+                   .workspace = 8192,
+                   .device = {.check = check_gradient,
+                              .faults = {{Harm::bounds, rows_behind_sequences},
+                                         kRowMinusOne,
+                                         kRowsBeforeKeys,
+                                         kFirstResidual}},
+                   .compute = gradients},
+                  input("query", "query", kHalf), input("dOut", "d_out", kHalf),
+                  input("out", "out", kHalf), input("lse", "softmax_lse", kFloat), kKeys,
+                  kLengthArguments, kSinksAndMetadata,
+                  attribute<double>("scaleValue", "scale_value"), kMaskArguments,
+                  output("dQueryOut"), output("dOriKvOutOptional"),
+                  optional_output("dCmpKvOutOptional"), optional_output("dSinksOutOptional"),
+                  optional_output("oriSoftmaxL1NormOptional", 5),
+                  optional_output("cmpSoftmaxL1NormOptional", 4))

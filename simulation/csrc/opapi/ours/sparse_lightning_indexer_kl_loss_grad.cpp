@@ -52,38 +52,22 @@ const KernelFault kRowsBehindTheLast{
                             " belong to a sequence: the device reads lengths out of bounds");
     }};
 
-const Function sparse_lightning_indexer_kl_loss_grad{
-    .name = "aclnnSparseLightningIndexerKLLossGrad",
-    .schema_name = "ascend::sparse_lightning_indexer_kl_loss_grad",
-    .workspace = 1024,
-    .arguments = {input("q", "query_index", kHalf), input("k", "key_index", kHalf),
+}  // namespace
+
+CANN_SIM_FUNCTION(aclnnSparseLightningIndexerKLLossGrad,
+                  {.schema_name = "ascend::sparse_lightning_indexer_kl_loss_grad",
+                   .workspace = 1024,
+                   .device = {.check = check, .written = written, .faults = {kRowsBehindTheLast}},
+                   .compute = gradients},
+                  input("q", "query_index", kHalf), input("k", "key_index", kHalf),
                   input("w", "weights", kFloat), input("sparseIndices", "sparse_indices", kInt32),
                   input("attnSoftmaxL1Norm", "attn_softmax_l1_norm", kFloat),
                   optional_input("cuSeqLensQOptional", "", kInt32),
                   optional_input("cuSeqLensKOptional", "", kInt32),
                   // A2 and A3 take no counts.
-                  not_computed("seqUsedQOptional"), not_computed("seqUsedKOptional"),
+                  not_computed("seqUsedQOptional", "seqUsedKOptional"),
                   optional_input("cmpResidualKOptional", "cmp_residual_key", kInt32),
-                  not_computed("metadataOptional"), attribute("layoutQ", "layout"),
-                  attribute("layoutK"), attribute("maskMode", "sparse_mode"),
-                  attribute("cmpRatio", "cmp_ratio"), output("dq"), output("dk"), output("dw"),
-                  output("softmaxOut")},
-    .device = {.check = check, .written = written, .faults = {kRowsBehindTheLast}},
-    .compute = gradients};
-
-}  // namespace
-
-extern "C" {
-
-int aclnnSparseLightningIndexerKLLossGradGetWorkspaceSize(
-    Tensor q, Tensor k, Tensor w, Tensor indices, Tensor target, Tensor cu_query, Tensor cu_key,
-    Tensor used_query, Tensor used_key, Tensor residual, Tensor metadata, char* query_layout,
-    char* key_layout, int64_t mode, int64_t ratio, Tensor dq, Tensor dk, Tensor dw, Tensor softmax,
-    uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(sparse_lightning_indexer_kl_loss_grad, workspace_size, executor, q, k, w, indices,
-                 target, cu_query, cu_key, used_query, used_key, residual, metadata, query_layout,
-                 key_layout, mode, ratio, dq, dk, dw, softmax);
-}
-CANN_SIM_SECOND_PHASE(aclnnSparseLightningIndexerKLLossGrad)
-
-}  // extern "C"
+                  not_computed("metadataOptional"), attribute<char*>("layoutQ", "layout"),
+                  attribute<char*>("layoutK"), attribute<int64_t>("maskMode", "sparse_mode"),
+                  attribute<int64_t>("cmpRatio", "cmp_ratio"), output("dq"), output("dk"),
+                  output("dw"), output("softmaxOut"))

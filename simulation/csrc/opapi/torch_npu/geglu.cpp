@@ -42,37 +42,13 @@ Stack gradient(const Call& call) {
   return {at::cat({left, right}, call.get<int64_t>("dim"))};
 }
 
-const Arguments kOptions{attribute("dim"), attribute("approximate"), attribute("activateLeft")};
-const Function geglu{
-    .name = "aclnnGeGluV3",
-    .arguments =
-        join({{input("self", "", kHalfOrFloat)}, kOptions, {output("out"), output("outGelu")}}),
-    .compute = product};
-const Function geglu_grad{
-    .name = "aclnnGeGluV3Backward",
-    .arguments = join({{input("gradOutput", "", kHalfOrFloat), input("self", "", kHalfOrFloat),
-                        input("gelu", "", kHalfOrFloat)},
-                       kOptions,
-                       {output("gradInput")}}),
-    .compute = gradient};
+constexpr auto kOptions = join(attribute<int64_t>("dim"), attribute<int64_t>("approximate"),
+                               attribute<bool>("activateLeft"));
 
 }  // namespace
 
-extern "C" {
-
-int aclnnGeGluV3GetWorkspaceSize(Tensor x, int64_t dim, int64_t approximate, bool activate_left,
-                                 Tensor out, Tensor gelu, uint64_t* workspace_size,
-                                 aclOpExecutor** executor) {
-  return prepare(geglu, workspace_size, executor, x, dim, approximate, activate_left, out, gelu);
-}
-CANN_SIM_SECOND_PHASE(aclnnGeGluV3)
-
-int aclnnGeGluV3BackwardGetWorkspaceSize(Tensor dy, Tensor x, Tensor gelu, int64_t dim,
-                                         int64_t approximate, bool activate_left, Tensor dx,
-                                         uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(geglu_grad, workspace_size, executor, dy, x, gelu, dim, approximate, activate_left,
-                 dx);
-}
-CANN_SIM_SECOND_PHASE(aclnnGeGluV3Backward)
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnGeGluV3, {.compute = product}, input("self", "", kHalfOrFloat), kOptions,
+                  output("out"), output("outGelu"))
+CANN_SIM_FUNCTION(aclnnGeGluV3Backward, {.compute = gradient},
+                  input("gradOutput", "", kHalfOrFloat), input("self", "", kHalfOrFloat),
+                  input("gelu", "", kHalfOrFloat), kOptions, output("gradInput"))

@@ -1,4 +1,6 @@
 // IncreFlashAttention: one new query per batch, over a key/value cache.
+#include <utility>
+
 #include "ascendcl/runtime.h"
 #include "opapi/torch_npu/infer_attention.h"
 
@@ -7,22 +9,12 @@ using namespace cann_sim;
 namespace {
 
 torch::jit::Stack compute(const Call& call) {
-  const auto heads = call.get<int64_t>("numHeads");
-  const auto key_heads = call.get<int64_t>("numKeyValueHeads");
-  return infer_attention({.query = call.tensor("query"),
-                          .key = only_tensor(call, "key"),
-                          .value = only_tensor(call, "value"),
-                          .layout = call.get<std::string>("inputLayout"),
-                          .heads = heads,
-                          .key_heads = key_heads ? key_heads : heads,
-                          .scale = call.get<double>("scaleValue"),
-                          .out_sizes = call.get<TensorView>("attentionOut").sizes,
-                          .pse = call.optional_tensor("pseShift"),
-                          .mask = call.optional_tensor("attenMask"),
-                          .sparse_mode = 1,
-                          .key_lengths = lengths_of(call, "actualSeqLengths"),
-                          .block_table = call.optional_tensor("blocktable"),
-                          .key_padding = call.optional_tensor("kvPaddingSize")});
+  auto arguments = arguments_of(call);
+  // Those of the keys: it has no other lengths.
+  std::swap(arguments.query_lengths, arguments.key_lengths);
+  arguments.block_table = call.optional_tensor("blocktable");
+  arguments.sparse_mode = 1;
+  return infer_attention(arguments);
 }
 
 void check(const Call& call) {
@@ -32,49 +24,18 @@ void check(const Call& call) {
   TORCH_CHECK(queries == 1, "query has ", queries, " positions and not one");
 }
 
-const Function v4{.name = "aclnnIncreFlashAttentionV4",
-                  .workspace = 1024,
-                  .arguments = {input("query", "", kHalf),
-                                input("key", "", kHalf),
-                                input("value", "", kHalf),
-                                optional_input("pseShift", "", kHalf),
-                                optional_input("attenMask", "", kInferMask),
-                                attribute("actualSeqLengths"),
-                                not_computed("dequantScale1"),
-                                not_computed("quantScale1"),
-                                not_computed("dequantScale2"),
-                                not_computed("quantScale2"),
-                                not_computed("quantOffset2"),
-                                not_computed("antiquantScale"),
-                                not_computed("antiquantOffset"),
-                                optional_input("blocktable", "", kInt32),
-                                optional_input("kvPaddingSize", "", {ACL_INT64}),
-                                attribute("numHeads"),
-                                attribute("scaleValue"),
-                                attribute("inputLayout"),
-                                attribute("numKeyValueHeads"),
-                                attribute("blockSize"),
-                                attribute("innerPrecise"),
-                                output("attentionOut")},
-                  .device = {.check = check},
-                  .compute = compute};
-
 }  // namespace
 
-extern "C" {
-
-int aclnnIncreFlashAttentionV4GetWorkspaceSize(
-    Tensor query, TensorList key, TensorList value, Tensor pse, Tensor mask, IntArray lengths,
-    Tensor dequant_scale1, Tensor quant_scale1, Tensor dequant_scale2, Tensor quant_scale2,
-    Tensor quant_offset2, Tensor antiquant_scale, Tensor antiquant_offset, Tensor block_table,
-    Tensor key_padding, int64_t heads, double scale, char* layout, int64_t key_heads,
-    int64_t block_size, int64_t precise, Tensor out, uint64_t* workspace_size,
-    aclOpExecutor** executor) {
-  return prepare(v4, workspace_size, executor, query, key, value, pse, mask, lengths,
-                 dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2,
-                 antiquant_scale, antiquant_offset, block_table, key_padding, heads, scale, layout,
-                 key_heads, block_size, precise, out);
-}
-CANN_SIM_SECOND_PHASE(aclnnIncreFlashAttentionV4)
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnIncreFlashAttentionV4,
+                  {.workspace = 1024, .device = {.check = check}, .compute = compute},
+                  input("query", "", kHalf), input<TensorList>("key", "", kHalf),
+                  input<TensorList>("value", "", kHalf), optional_input("pseShift", "", kHalf),
+                  optional_input("attenMask", "", kInferMask),
+                  attribute<IntArray>("actualSeqLengths"),
+                  not_computed("dequantScale1", "quantScale1", "dequantScale2", "quantScale2",
+                               "quantOffset2", "antiquantScale", "antiquantOffset"),
+                  optional_input("blocktable", "", kInt32),
+                  optional_input("kvPaddingSize", "", {ACL_INT64}), attribute<int64_t>("numHeads"),
+                  attribute<double>("scaleValue"), attribute<char*>("inputLayout"),
+                  attribute<int64_t>("numKeyValueHeads"), attribute<int64_t>("blockSize"),
+                  attribute<int64_t>("innerPrecise"), output("attentionOut"))

@@ -14,16 +14,52 @@
 
 namespace cann_sim {
 
-at::Tensor only_tensor(const Call& call, std::string_view name) {
-  const auto& views = call.get<std::vector<TensorView>>(name);
-  TORCH_CHECK(views.size() == 1, "the simulation takes ", name, " as one tensor, not as ",
-              views.size());
-  return views[0].tensor();
-}
-
-InferAttention::Lengths lengths_of(const Call& call, std::string_view name) {
-  const auto* lengths = call.find<std::vector<int64_t>>(name);
-  return lengths && !lengths->empty() ? std::optional(*lengths) : std::nullopt;
+InferAttention arguments_of(const Call& call) {
+  // Torch_npu gives lists of one tensor.
+  const auto one = [&](std::string_view name) {
+    const auto* views = call.find<std::vector<TensorView>>(name);
+    TORCH_CHECK(!views || views->size() == 1, "the simulation takes ", name, " as one tensor");
+    return views ? views->front().tensor() : call.tensor(name);
+  };
+  // FusedInferAttentionScore puts "Optional" behind the names.
+  const auto tensor = [&](const std::string& name) {
+    const auto given = call.optional_tensor(name);
+    return given ? given : call.optional_tensor(name + "Optional");
+  };
+  const auto lengths = [&](const std::string& name) {
+    const auto* given = call.find<std::vector<int64_t>>(name);
+    given = given ? given : call.find<std::vector<int64_t>>(name + "Optional");
+    return given && !given->empty() ? std::optional(*given) : std::nullopt;
+  };
+  const auto number = [&](std::string_view name) {
+    const auto* given = call.find<int64_t>(name);
+    return given ? *given : 0;
+  };
+  const auto heads = call.get<int64_t>("numHeads");
+  const auto key_heads = call.get<int64_t>("numKeyValueHeads");
+  return {.query = call.tensor("query"),
+          .key = one("key"),
+          .value = one("value"),
+          .layout = call.get<std::string>("inputLayout"),
+          .heads = heads,
+          .key_heads = key_heads ? key_heads : heads,
+          .scale = call.get<double>("scaleValue"),
+          .out_sizes = call.get<TensorView>("attentionOut").sizes,
+          .pse = tensor("pseShift"),
+          .mask = tensor("attenMask"),
+          .sparse_mode = number("sparseMode"),
+          .pre_tokens = number("preTokens"),
+          .next_tokens = number("nextTokens"),
+          .query_lengths = lengths("actualSeqLengths"),
+          .key_lengths = lengths("actualSeqLengthsKv"),
+          .block_table = tensor("blockTable"),
+          .query_padding = tensor("queryPaddingSize"),
+          .key_padding = tensor("kvPaddingSize"),
+          .key_prefix = tensor("keySharedPrefix"),
+          .value_prefix = tensor("valueSharedPrefix"),
+          .prefix_length = lengths("actualSharedPrefixLen"),
+          .query_rope = tensor("queryRope"),
+          .key_rope = tensor("keyRope")};
 }
 
 bool is_packed(std::string_view layout) { return layout == "TND" || layout == "NTD"; }

@@ -10,7 +10,7 @@
 
 namespace cann_sim {
 
-inline const std::vector<aclDataType> kInferMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
+inline constexpr Dtypes kInferMask{ACL_BOOL, ACL_INT8, ACL_UINT8};
 
 struct InferAttention {
   using Optional = std::optional<at::Tensor>;
@@ -47,11 +47,10 @@ bool is_packed(std::string_view layout);
 // A view as (B, N, S, D); of packed sequences, as (1, N, T, D).
 at::Tensor heads_first(const at::Tensor& x, std::string_view layout, int64_t heads);
 
-// The one tensor of a list: torch_npu gives no more.
-at::Tensor only_tensor(const Call& call, std::string_view name);
-InferAttention::Lengths lengths_of(const Call& call, std::string_view name);
+// The arguments of a call, by the names that the three functions share.
+InferAttention arguments_of(const Call& call);
 
-// Raises for outputs and lists that FusedInferAttentionScore V4 or V5 refuses.
-void check_infer(const Call& call, const InferAttention& given, bool is_v5);
+// Raises for outputs and lists that FusedInferAttentionScore refuses.
+void check_infer(const Call& call);
 
 }  // namespace cann_sim

@@ -1,4 +1,4 @@
-// Checks of the outputs and lists of FusedInferAttentionScore V4 and V5, as CANN documents them.
+// Checks of the outputs and lists of FusedInferAttentionScore, as CANN documents them.
 #include <algorithm>
 
 #include "opapi/torch_npu/infer_attention.h"
@@ -91,7 +91,9 @@ void check_lists(const InferAttention& given) {
 
 }  // namespace
 
-void check_infer(const Call& call, const InferAttention& given, bool is_v5) {
+void check_infer(const Call& call) {
+  const auto given = arguments_of(call);
+  const bool is_v5 = call.find<int64_t>("pseType");
   TORCH_CHECK(given.heads > 0 && given.heads % given.key_heads == 0, "numHeads: ", given.heads,
               " is no multiple of numKeyValueHeads ", given.key_heads);
   check_lists(given);

@@ -58,27 +58,13 @@ torch::jit::Stack update(const Call& call) {
           max, sum};
 }
 
-const Function update_v2{
-    .name = "aclnnRingAttentionUpdateV2",
-    .arguments = {input("prevAttnOut", "", kHalfOrFloat), input("prevSoftmaxMax", "", kFloat),
+}  // namespace
+
+CANN_SIM_FUNCTION(aclnnRingAttentionUpdateV2, {.compute = update},
+                  input("prevAttnOut", "", kHalfOrFloat), input("prevSoftmaxMax", "", kFloat),
                   input("prevSoftmaxSum", "", kFloat), input("curAttnOut", "", kHalfOrFloat),
                   input("curSoftmaxMax", "", kFloat), input("curSoftmaxSum", "", kFloat),
                   optional_input("actualSeqQlenOptional", "", {ACL_INT64}),
-                  attribute("inputLayoutOptional"), attribute("inputSoftmaxLayoutOptional"),
-                  output("attnOut"), output("softmaxMaxOut"), output("softmaxSumOut")},
-    .compute = update};
-
-}  // namespace
-
-extern "C" {
-
-int aclnnRingAttentionUpdateV2GetWorkspaceSize(
-    Tensor previous, Tensor previous_max, Tensor previous_sum, Tensor current, Tensor current_max,
-    Tensor current_sum, Tensor query_lengths, char* layout, char* softmax_layout, Tensor out,
-    Tensor max, Tensor sum, uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(update_v2, workspace_size, executor, previous, previous_max, previous_sum, current,
-                 current_max, current_sum, query_lengths, layout, softmax_layout, out, max, sum);
-}
-CANN_SIM_SECOND_PHASE(aclnnRingAttentionUpdateV2)
-
-}  // extern "C"
+                  attribute<char*>("inputLayoutOptional"),
+                  attribute<char*>("inputSoftmaxLayoutOptional"), output("attnOut"),
+                  output("softmaxMaxOut"), output("softmaxSumOut"))

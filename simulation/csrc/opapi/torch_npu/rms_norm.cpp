@@ -50,46 +50,14 @@ Stack norm_gradient(const Call& call) {
   return {(dx - x * along_x) * rstd, (dy * x).sum_to_size(gamma.sizes())};
 }
 
-const Function rms_norm{
-    .name = "aclnnRmsNorm",
-    .arguments = {input("x", "", kHalfOrFloat), input("gamma", "", kHalfOrFloat),
-                  attribute("epsilon"), output("yOut"), output("rstdOut")},
-    .compute = norm};
-const Function add_rms_norm{
-    .name = "aclnnAddRmsNorm",
-    .arguments = {input("x1", "", kHalfOrFloat), input("x2", "", kHalfOrFloat),
-                  input("gamma", "", kHalfOrFloat), attribute("epsilon"), output("yOut"),
-                  output("rstdOut"), output("xOut")},
-    .compute = add_norm};
-const Function rms_norm_grad{
-    .name = "aclnnRmsNormGrad",
-    .arguments = {input("dy", "", kHalfOrFloat), input("x", "", kHalfOrFloat),
-                  input("rstd", "", kFloat), input("gamma", "", kHalfOrFloat), output("dxOut"),
-                  output("dgammaOut")},
-    .compute = norm_gradient};
-
 }  // namespace
 
-extern "C" {
-
-int aclnnRmsNormGetWorkspaceSize(Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd,
-                                 uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(rms_norm, workspace_size, executor, x, gamma, epsilon, y, rstd);
-}
-CANN_SIM_SECOND_PHASE(aclnnRmsNorm)
-
-int aclnnAddRmsNormGetWorkspaceSize(Tensor x1, Tensor x2, Tensor gamma, double epsilon, Tensor y,
-                                    Tensor rstd, Tensor x, uint64_t* workspace_size,
-                                    aclOpExecutor** executor) {
-  return prepare(add_rms_norm, workspace_size, executor, x1, x2, gamma, epsilon, y, rstd, x);
-}
-CANN_SIM_SECOND_PHASE(aclnnAddRmsNorm)
-
-int aclnnRmsNormGradGetWorkspaceSize(Tensor dy, Tensor x, Tensor rstd, Tensor gamma, Tensor dx,
-                                     Tensor dgamma, uint64_t* workspace_size,
-                                     aclOpExecutor** executor) {
-  return prepare(rms_norm_grad, workspace_size, executor, dy, x, rstd, gamma, dx, dgamma);
-}
-CANN_SIM_SECOND_PHASE(aclnnRmsNormGrad)
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnRmsNorm, {.compute = norm}, input("x", "", kHalfOrFloat),
+                  input("gamma", "", kHalfOrFloat), attribute<double>("epsilon"), output("yOut"),
+                  output("rstdOut"))
+CANN_SIM_FUNCTION(aclnnAddRmsNorm, {.compute = add_norm}, input("x1", "", kHalfOrFloat),
+                  input("x2", "", kHalfOrFloat), input("gamma", "", kHalfOrFloat),
+                  attribute<double>("epsilon"), output("yOut"), output("rstdOut"), output("xOut"))
+CANN_SIM_FUNCTION(aclnnRmsNormGrad, {.compute = norm_gradient}, input("dy", "", kHalfOrFloat),
+                  input("x", "", kHalfOrFloat), input("rstd", "", kFloat),
+                  input("gamma", "", kHalfOrFloat), output("dxOut"), output("dgammaOut"))

@@ -80,47 +80,15 @@ Stack gradient(const Call& call) {
   return gradients;
 }
 
-const Arguments kInputs{input("x", "", kHalfOrFloat), input("cos", "", kHalfOrFloat),
-                        input("sin", "", kHalfOrFloat), attribute("mode")};
-const Function embedding{.name = "aclnnRotaryPositionEmbedding",
-                         .arguments = join({kInputs, {output("out")}}),
-                         .compute = rotation};
-const Function embedding_v2{
-    .name = "aclnnRotaryPositionEmbeddingV2",
-    .arguments = join({kInputs, {optional_input("rotateOptional", ""), output("out")}}),
-    .compute = rotation_v2};
-const Function embedding_grad{
-    .name = "aclnnRotaryPositionEmbeddingGrad",
-    .arguments = {input("dy", "", kHalfOrFloat), input("cos", "", kHalfOrFloat),
-                  input("sin", "", kHalfOrFloat), optional_input("xOptional", "", kHalfOrFloat),
-                  attribute("mode"), output("dxOut"), output("dcosOut"), output("dsinOut")},
-    .compute = gradient};
+constexpr auto kInputs = join(input("x", "", kHalfOrFloat), input("cos", "", kHalfOrFloat),
+                              input("sin", "", kHalfOrFloat), attribute<int64_t>("mode"));
 
 }  // namespace
 
-extern "C" {
-
-int aclnnRotaryPositionEmbeddingGetWorkspaceSize(Tensor x, Tensor cos, Tensor sin, int64_t mode,
-                                                 Tensor out, uint64_t* workspace_size,
-                                                 aclOpExecutor** executor) {
-  return prepare(embedding, workspace_size, executor, x, cos, sin, mode, out);
-}
-CANN_SIM_SECOND_PHASE(aclnnRotaryPositionEmbedding)
-
-int aclnnRotaryPositionEmbeddingV2GetWorkspaceSize(Tensor x, Tensor cos, Tensor sin, int64_t mode,
-                                                   Tensor rotate, Tensor out,
-                                                   uint64_t* workspace_size,
-                                                   aclOpExecutor** executor) {
-  return prepare(embedding_v2, workspace_size, executor, x, cos, sin, mode, rotate, out);
-}
-CANN_SIM_SECOND_PHASE(aclnnRotaryPositionEmbeddingV2)
-
-int aclnnRotaryPositionEmbeddingGradGetWorkspaceSize(Tensor dy, Tensor cos, Tensor sin, Tensor x,
-                                                     int64_t mode, Tensor dx, Tensor dcos,
-                                                     Tensor dsin, uint64_t* workspace_size,
-                                                     aclOpExecutor** executor) {
-  return prepare(embedding_grad, workspace_size, executor, dy, cos, sin, x, mode, dx, dcos, dsin);
-}
-CANN_SIM_SECOND_PHASE(aclnnRotaryPositionEmbeddingGrad)
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnRotaryPositionEmbedding, {.compute = rotation}, kInputs, output("out"))
+CANN_SIM_FUNCTION(aclnnRotaryPositionEmbeddingV2, {.compute = rotation_v2}, kInputs,
+                  optional_input("rotateOptional", ""), output("out"))
+CANN_SIM_FUNCTION(aclnnRotaryPositionEmbeddingGrad, {.compute = gradient},
+                  input("dy", "", kHalfOrFloat), input("cos", "", kHalfOrFloat),
+                  input("sin", "", kHalfOrFloat), optional_input("xOptional", "", kHalfOrFloat),
+                  attribute<int64_t>("mode"), output("dxOut"), output("dcosOut"), output("dsinOut"))

@@ -30,30 +30,9 @@ Stack gradient(const Call& call) {
       at::cat({dy * parts[1] * of_silu, dy * parts[0] * gate}, call.get<int64_t>("dimOptional"))};
 }
 
-const Function swiglu{
-    .name = "aclnnSwiGlu",
-    .arguments = {input("x", "", kHalfOrFloat), attribute("dimOptional"), output("out")},
-    .compute = product};
-const Function swiglu_grad{
-    .name = "aclnnSwiGluGrad",
-    .arguments = {input("yGrad", "", kHalfOrFloat), input("x", "", kHalfOrFloat),
-                  attribute("dimOptional"), output("out")},
-    .compute = gradient};
-
 }  // namespace
 
-extern "C" {
-
-int aclnnSwiGluGetWorkspaceSize(Tensor x, int64_t dim, Tensor out, uint64_t* workspace_size,
-                                aclOpExecutor** executor) {
-  return prepare(swiglu, workspace_size, executor, x, dim, out);
-}
-CANN_SIM_SECOND_PHASE(aclnnSwiGlu)
-
-int aclnnSwiGluGradGetWorkspaceSize(Tensor dy, Tensor x, int64_t dim, Tensor out,
-                                    uint64_t* workspace_size, aclOpExecutor** executor) {
-  return prepare(swiglu_grad, workspace_size, executor, dy, x, dim, out);
-}
-CANN_SIM_SECOND_PHASE(aclnnSwiGluGrad)
-
-}  // extern "C"
+CANN_SIM_FUNCTION(aclnnSwiGlu, {.compute = product}, input("x", "", kHalfOrFloat),
+                  attribute<int64_t>("dimOptional"), output("out"))
+CANN_SIM_FUNCTION(aclnnSwiGluGrad, {.compute = gradient}, input("yGrad", "", kHalfOrFloat),
+                  input("x", "", kHalfOrFloat), attribute<int64_t>("dimOptional"), output("out"))
