@@ -86,7 +86,7 @@ def libraries() -> list[Any]:
         *(headers / f"third_party/{x}/inc" for x in ("acl", "hccl")),
     ]
 
-    def library(name: str, sources: str, *needs: str, link: tuple[str, ...] = ()) -> Any:
+    def library(name: str, sources: str, *needs: str) -> Any:
         file = f"lib{name}.so"
         return CppExtension(
             f"{LIBRARIES}.lib{name}",
@@ -95,7 +95,7 @@ def libraries() -> list[Any]:
             library_dirs=[str(torch_npu / "lib")],
             extra_compile_args=[*COMPILE_ARGS, *(f"-isystem{x}" for x in system), *FLAGS],
             extra_link_args=[f"-Wl,-soname,{file}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed",
-                             *(f"-l{needed}" for needed in needs), *link, *FLAGS],
+                             *(f"-l{needed}" for needed in needs), *FLAGS],
         )  # fmt: skip
 
     def empty(name: str, *needs: str) -> Any:
@@ -109,10 +109,7 @@ def libraries() -> list[Any]:
         # Later releases have some functions of HCCL here.
         empty("hcomm", "hccl"),
         library("atb", "atb/*.cpp"),
-        # The older table of symbols can grow at run time: opapi/core/user_functions.cpp. That
-        # changes the access to its pages, in which no code may be.
-        library("opapi", "opapi/**/*.cpp", "ascendcl",
-                link=("-Wl,--hash-style=sysv", "-Wl,-z,separate-code")),
+        library("opapi", "opapi/**/*.cpp", "ascendcl"),
         # torch_npu looks here for the function that destroys the executor of an abandoned call.
         empty("nnopbase", "opapi"),
         library("cpu_fallback", "cpu_fallback/*.cpp", "ascendcl", "torch_npu"),

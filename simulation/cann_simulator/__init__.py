@@ -15,11 +15,11 @@ import shlex
 __version__ = "0.1.0"
 from cann_simulator import _torch  # noqa: F401
 from cann_simulator._environment import environment
-from cann_simulator._functions import altered, function
 from cann_simulator._options import parse
 from cann_simulator._report import counts
 from cann_simulator._start import description, is_running, start
 from cann_simulator.control import (
+    altered,
     computing,
     fail,
     keeping_executors,
@@ -36,7 +36,6 @@ __all__ = [
     "description",
     "environment",
     "fail",
-    "function",
     "is_running",
     "keeping_executors",
     "live_handles",

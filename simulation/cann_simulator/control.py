@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
 
 
 @cache
@@ -16,16 +20,10 @@ def library() -> ctypes.CDLL:
     opapi = ctypes.CDLL("libopapi.so")
     opapi.cann_sim_take_log.restype = ctypes.c_char_p
     opapi.cann_sim_live_handles.restype = ctypes.c_char_p
-    opapi.cann_sim_add_function.restype = ctypes.c_bool
-    opapi.cann_sim_read_list.restype = ctypes.c_int64
-    opapi.cann_sim_read_integers.restype = ctypes.c_int64
-    opapi.cann_sim_read_scalar.restype = ctypes.c_double
     return opapi
 
 
 def synchronize() -> None:
-    import torch
-
     torch.get_device_module("npu").synchronize()
 
 
@@ -113,6 +111,49 @@ def keeping_executors() -> Iterator[None]:
         yield
     finally:
         library().cann_sim_set_keeping_executors(False)
+
+
+_NUMBER = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_double)
+_TENSOR = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))  # fmt: skip
+
+
+@contextmanager
+def altered(
+    function: str,
+    numbers: Mapping[str, Callable[[float], float]] | None = None,
+    tensors: Mapping[str, Callable[[Tensor], object]] | None = None,
+) -> Iterator[None]:
+    """The kernel of a function errs: on other numbers, or in what it writes.
+
+    Args:
+        function: The name of the aclnn function.
+        numbers: By the name of an argument in the prototype, what the kernel takes its number for,
+            or each of its numbers.
+        tensors: By the name of an argument, a function that changes the tensor in place when the
+            kernel has run.
+    """
+
+    def number(of: bytes, name: bytes, value: float) -> float:
+        change = (numbers or {}).get(name.decode())
+        return float(change(value)) if change and of.decode() == function else value
+
+    def tensor(of: bytes, name: bytes, dlpack: int) -> None:
+        view = torch.utils.dlpack.from_dlpack(_capsule(dlpack, b"dltensor", None))
+        change = (tensors or {}).get(name.decode())
+        if change and of.decode() == function:
+            with torch.no_grad():
+                change(view)
+
+    callbacks = _NUMBER(number), _TENSOR(tensor)
+    library().cann_sim_alter(*callbacks)
+    try:
+        yield
+    finally:
+        synchronize()
+        library().cann_sim_alter(None, None)
 
 
 @contextmanager

@@ -15,9 +15,8 @@ import torch
 import torch_npu
 from ascend_attn_ops import _C
 from cann_simulator._products import SOC_OF_PRODUCT, device_of
-from cann_simulator.control import library
-from first_phase import first_phase
 from support.simulated_npu import once
+from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = os.pathsep.join(str(ROOT / folder) for folder in ("python", "simulation"))
@@ -219,71 +218,52 @@ def test_options_that_do_not_exist() -> None:
         assert device_of(f"{prefix}_7") == (name, f"{prefix}_7")
 
 
-# aclnn functions that a user adds.
+FAST_GELU = """
+#include <ATen/ATen.h>
+#include "opapi/core/opapi.h"
 
-FAST_GELU = "(const aclTensor* self, aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** e)"
-
-
-def test_a_function_of_the_user() -> None:
-    seen = []
-
-    @cann_simulator.function("aclnnFastGelu", FAST_GELU)
-    def compute(self: torch.Tensor) -> torch.Tensor:
-        seen.append(self.shape)
-        return self * torch.sigmoid(1.702 * self)
-
-    x = torch.randn(4, 6)
-    out = torch_npu.npu_fast_gelu(x.npu().t())
-    torch.npu.synchronize()
-    assert torch.equal(out.cpu(), (x * torch.sigmoid(1.702 * x)).t())
-    assert seen == [(6, 4)]
+static torch::jit::Stack fast_gelu(const cann_sim::Call& call) {
+  const auto x = call.tensor("self");
+  TORCH_CHECK(x.numel() > 0, "nothing today");
+  return {x * at::sigmoid(x * 1.702)};
+}
+CANN_SIM_FUNCTION(aclnnFastGelu, {.compute = fast_gelu}, cann_sim::input("self", ""),
+                  cann_sim::output("out"))
+"""
 
 
 @once
-def test_a_function_of_the_user_that_raises() -> None:
-    ran = run_code("""
-        import cann_simulator
-        cann_simulator.start(task_queue=0)
-        import torch, torch_npu
+def test_a_function_of_the_user(tmp_path: Path) -> None:
+    """A libcust_opapi.so, in which torch_npu looks first: as docs/simulation.md shows."""
+    library = tmp_path / "op_api/lib/libcust_opapi.so"
+    library.parent.mkdir(parents=True)
+    headers = [
+        ROOT / "simulation/csrc", *include_paths(),
+        Path(torch_npu.__file__).parent / "include/third_party/acl/inc",
+    ]  # fmt: skip
+    folders = [ROOT / "simulation/cann_simulator/cann/lib64", Path(torch.__file__).parent / "lib"]
+    subprocess.run(
+        ["c++", "-std=c++20", "-shared", "-fPIC", write(tmp_path / "fast_gelu.cpp", FAST_GELU),
+         "-o", library, *(f"-I{x}" for x in headers), *(f"-L{x}" for x in folders),
+         *(f"-l{x}" for x in ("opapi", "torch_cpu", "c10"))],
+        check=True,
+    )  # fmt: skip
+    script = """
+        import torch
+        import torch_npu
 
-        @cann_simulator.function("aclnnFastGelu", "const aclTensor* self, aclTensor* out")
-        def compute(self):
-            raise ValueError("nothing today")
-
+        x = torch.randn(4, 6)
+        out = torch_npu.npu_fast_gelu(x.npu().t())
+        print(torch.equal(out.cpu(), (x * torch.sigmoid(1.702 * x)).t()))
         try:
-            torch_npu.npu_fast_gelu(torch.ones(3).npu())
+            torch_npu.npu_fast_gelu(torch.ones(0).npu())
         except RuntimeError as error:
             print(error)
-    """)
-    assert "aclnnFastGelu: ValueError: nothing today" in ran.stdout, ran.stderr
-
-
-def test_prototypes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"aclnnA: expected arguments of its prototype.*'y'"):
-        cann_simulator.function("aclnnA", "const aclTensor* x")(lambda y: y)
-    with pytest.raises(ValueError, match=r"prototype: .*got 'std::string x'"):
-        cann_simulator.function("aclnnA", "std::string x")(lambda x: x)
-
-
-def test_all_kinds_of_arguments() -> None:
-    seen = []
-
-    @cann_simulator.function(
-        "aclnnEverything",
-        "const aclTensor* x, const aclTensorList* xs, const aclIntArray* sizes, double scale, "
-        "int64_t count, bool flag, char* layout, const aclTensor* none, aclTensor* changed, "
-        "aclTensor* out",
-    )
-    def compute(x, xs, sizes, scale, count, flag, layout, none, changed):  # type: ignore[no-untyped-def]
-        seen.append((sizes, scale, count, flag, layout, none))
-        changed += 1
-        return x + sum(xs)
-
-    x, one, two, changed, out = memory = [torch.full((2, 3), float(i)) for i in range(5)]
-    given = (x, [one, two], (4, 5, 6), 0.5, 7, True, "BSND", None, changed, out)
-    status, size, executor = first_phase("Everything", *given)
-    assert status == 0
-    assert library().aclnnEverything(None, size, executor, None) == 0
-    assert seen == [([4, 5, 6], 0.5, 7, True, "BSND", None)]
-    assert memory[3].eq(4).all()
-    assert memory[4].eq(0 + 1 + 2).all()
+    """
+    calls = tmp_path / "calls.jsonl"
+    options = ["--task-queue", "0", "--calls", str(calls), write(tmp_path / "script.py", script)]
+    ran = run("-m", "cann_simulator", *options, ASCEND_CUSTOM_OPP_PATH=str(tmp_path))
+    assert ran.stdout.startswith("True"), ran.stderr
+    assert "aclnnFastGelu: nothing today" in ran.stdout
+    call = json.loads(calls.read_text().splitlines()[0])
+    assert (call["function"], call["arguments"]["self"]["sizes"]) == ("aclnnFastGelu", [6, 4])

@@ -66,9 +66,8 @@ void refuse_what_is_missing(const std::string& name, const std::string& error) {
   std::smatch found;
   if (std::regex_search(error, found, function)) {
     const auto missing = found[1].str();
-    refuse(name, "it calls " + missing + ", which the simulated CANN lacks; supply it with " +
-                     "@cann_simulator.function(\"" + missing + "\", prototype), or " +
-                     remedy(name));
+    refuse(name, "it calls " + missing + ", which the simulated CANN lacks; supply it in a " +
+                     "libcust_opapi.so, or " + remedy(name));
   }
   if (std::regex_search(error, found, argument)) {
     refuse(name, found.str());

@@ -1,6 +1,7 @@
 // The two phases of every aclnn function, and the controls that tests use.
 #include "opapi/core/opapi.h"
 
+#include <ATen/DLConvertor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/tensor.h>
@@ -44,7 +45,7 @@ struct Fault {
 // Changes that a test makes: to numbers before a kernel runs, and to tensors behind it.
 struct Alteration {
   double (*number)(const char* function, const char* argument, double value) = nullptr;
-  void (*tensor)(const char* function, const char* argument, const cann_sim_tensor*) = nullptr;
+  void (*tensor)(const char* function, const char* argument, DLManagedTensor*) = nullptr;
 };
 
 // State that tests set and read.
@@ -249,8 +250,8 @@ void alter_tensors(const Function& function, const std::vector<Value>& values,
                    const Alteration& by) {
   for (size_t i = 0; i < values.size(); ++i) {
     if (const auto* view = std::get_if<TensorView>(&values[i])) {
-      const auto tensor = readable(*view);
-      by.tensor(function.name.data(), std::string(function.arguments[i].name).c_str(), &tensor);
+      by.tensor(function.name.data(), std::string(function.arguments[i].name).c_str(),
+                at::toDLPack(view->tensor()));
     }
   }
 }
@@ -493,7 +494,7 @@ void cann_sim_no_faults() {
 }
 // Null pointers end it.
 void cann_sim_alter(double (*number)(const char*, const char*, double),
-                    void (*tensor)(const char*, const char*, const cann_sim_tensor*)) {
+                    void (*tensor)(const char*, const char*, DLManagedTensor*)) {
   const std::lock_guard lock(control().mutex);
   control().alteration = {number, tensor};
 }

@@ -66,27 +66,6 @@ TensorView in_place_of(const TensorView& view, const at::Tensor& tensor);
 
 }  // namespace cann_sim
 
-// The part of a tensor that ctypes reads.
-struct cann_sim_tensor {
-  void* data;
-  int64_t dimensions;
-  const int64_t* sizes;
-  const int64_t* strides;
-  int64_t offset;
-  int64_t dtype;
-};
-
-namespace cann_sim {
-
-// Valid while the view is.
-inline cann_sim_tensor readable(const TensorView& view) {
-  return {view.data,         static_cast<int64_t>(view.sizes.size()),
-          view.sizes.data(), view.strides.data(),
-          view.offset,       view.dtype};
-}
-
-}  // namespace cann_sim
-
 struct aclTensor : cann_sim::Counted<aclTensor> {
   explicit aclTensor(cann_sim::TensorView view) : view(std::move(view)) {}
   cann_sim::TensorView view;
@@ -419,7 +398,7 @@ bool is_missing(std::string_view function);
 
 }  // namespace cann_sim
 
-// Exports a function under a name in C. Who looks it up gets the address from here, or null.
+// Exports a function under a name in C. A look-up gets its address from here, or null.
 #define CANN_SIM_EXPORT(symbol, aclnn, function)                                               \
   extern "C" {                                                                                 \
   __attribute__((visibility("hidden"))) void (*address_of_##symbol())() {                      \

@@ -10,7 +10,7 @@ namespace {
 
 torch::jit::Stack compute(const Call& call) {
   auto arguments = arguments_of(call);
-  // Those of the keys: it has no other lengths.
+  // The only lengths are those of the keys.
   std::swap(arguments.query_lengths, arguments.key_lengths);
   arguments.block_table = call.optional_tensor("blocktable");
   arguments.sparse_mode = 1;
