@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch_npu
 from support.simulated_npu import captured
 from torch import Tensor
 from torch.nn import functional as F
+from torch_npu_calls import takes
 
 pytestmark = captured
 
@@ -33,10 +35,17 @@ DRAWINGS: dict[str, Drawing] = {
     "in place": lambda: ones().normal_(),
     "randperm": lambda: torch.randperm(64, device="npu"),
     "multinomial": lambda: torch.multinomial(ones(), 8),
+    "attention": lambda: torch_npu.npu_fusion_attention_v3(
+        *[ones().half().view(1, 1, 16, 4)] * 3, 1, "BNSD", keep_prob=0.5
+    )[0],
 }
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=takes("npu_fusion_attention_v3") if x == "attention" else ())
+     for x in DRAWINGS],
+)  # fmt: skip
 def test_replays_go_on_where_the_last_call_ended(name: str) -> None:
     """A replay draws what the same operators draw from the same state of the generator."""
     draw = DRAWINGS[name]

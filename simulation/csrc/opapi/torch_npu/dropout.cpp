@@ -22,13 +22,25 @@ at::Tensor cann_sim::dropout_bits(int64_t seed, int64_t offset, double keep, int
 namespace {
 
 torch::jit::Stack drop_mask(const Call& call) {
-  return {dropout_bits(call.get<int64_t>("seed"), call.get<int64_t>("offset"),
+  const auto in_tensor = [&](const char* name) {
+    const auto tensor = call.optional_tensor(name);
+    return tensor ? tensor->item<int64_t>() : 0;
+  };
+  const auto* seed = call.find<int64_t>("seed");
+  return {dropout_bits(seed ? *seed : in_tensor("seedTensor"),
+                       call.get<int64_t>("offset") + in_tensor("offsetTensor"),
                        1.0 - call.get<double>("prob"), call.get<TensorView>("out").sizes.at(0))};
 }
 
+constexpr auto kShapeAndProbability = join(attribute<IntArray>("shape"), attribute<double>("prob"));
+constexpr auto kRest =
+    join(attribute<int64_t>("offset"), attribute<aclDataType>("probDataType"), output("out"));
+
 }  // namespace
 
-CANN_SIM_FUNCTION(aclnnDropoutGenMaskV2, {.compute = drop_mask}, attribute<IntArray>("shape"),
-                  attribute<double>("prob"), attribute<int64_t>("seed"),
-                  attribute<int64_t>("offset"), attribute<aclDataType>("probDataType"),
-                  output("out"))
+CANN_SIM_FUNCTION(aclnnDropoutGenMaskV2, {.compute = drop_mask}, kShapeAndProbability,
+                  attribute<int64_t>("seed"), kRest)
+// In a graph, a replay writes the seed and the offset that its calls begin with.
+CANN_SIM_FUNCTION(aclnnDropoutGenMaskV2Tensor, {.compute = drop_mask}, kShapeAndProbability,
+                  input("seedTensor", "", {ACL_INT64}), input("offsetTensor", "", {ACL_INT64}),
+                  kRest)
