@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from support.simulated_npu import TASK_QUEUE
+from support.simulated_npu import TASK_QUEUE, captured
 from test_torch_npu_operators_others import HEADS, S1, B, sparse_tensors
 from torch import Tensor
 from torch_npu_calls import takes, values
 
 N, NK, D = 4, 2, 16
-NAME = r"npu::npu_\w+: aclnn\w+: the simulation does not compute "
+NAME = r"npu::_?npu_\w+: aclnn\w+: the simulation does not compute "
 
 
 def tensors(queries: int = 1) -> list[Tensor]:
@@ -55,6 +55,19 @@ def test_quantised_forms(operator: Any, argument: str, name: str) -> None:
     options = {heads: N, "num_key_value_heads": NK, "input_layout": "BNSD"}
     with pytest.raises(NotImplementedError, match=NAME + name):
         operator(*tensors(), **{argument: torch.ones(1).npu()}, **options)
+
+
+@captured
+def test_a_call_that_fails_in_a_capture() -> None:
+    """The error is that of the call, and the calls behind it are not those of the capture."""
+    options = {"num_heads": N, "num_key_value_heads": NK, "input_layout": "BNSD"}
+    given, scale = tensors(), torch.ones(1).npu()
+    with (
+        pytest.raises(NotImplementedError, match=NAME + "antiquantScaleOptional"),
+        torch.npu.graph(torch.npu.NPUGraph(), auto_dispatch_capture=True),
+    ):
+        FUSED(*given, antiquant_scale=scale, **options)
+    assert torch.isfinite(FUSED(*given, **options)[0].float()).all()
 
 
 @RAISES_AT_ONCE
