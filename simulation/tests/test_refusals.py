@@ -216,7 +216,7 @@ STATUSES: list[tuple[str, Arguments, int]] = [
         for dtype in (F16, F32)
     ),
     # The host pads no head beside a rope, and combines ropes with a mask alone.
-    (ROPES, {"mask": None}, INVALID),
+    *((ROPES, {name: None}, NULL_POINTER) for name in ("mask", "query_rope", "key_rope")),
     (ROPES, {"pse": new(2 * 4 * 4)}, INVALID),
     (ROPES, {"drop": new(4, dtype=torch.uint8), "keep": 0.5}, INVALID),
     (ROPES, {"mode": 6, "prefix": (4,)}, INVALID),

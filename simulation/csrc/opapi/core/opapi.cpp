@@ -21,14 +21,10 @@
 #include "ascendcl/runtime.h"
 #include "ascendcl/stream_order.h"
 #include "opapi/core/json_of_call.h"
-#include "opapi/core/refusals.h"
 
 namespace cann_sim {
 namespace {
 
-constexpr int kNullPointer = 161001;
-constexpr int kInvalid = 161002;
-constexpr int kRuntime = 361001;
 constexpr uint64_t kMoreThanThereIs = uint64_t{1} << 40;
 
 struct Fault {
@@ -91,53 +87,72 @@ std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
 }
 
 int failure(int status, std::string message) {
-  if (status == kNullPointer || status == kInvalid) {
-    count(Outcome::refused, message);
-  }
   set_error_message(std::move(message));
   return status;
 }
 
-// Runs it; the failure of an exception has this status.
+// Runs it; the failure of an exception that has no status has this one.
 template <typename Task>
 int without_exceptions(const Function& function, int status, const Task& task) {
+  std::string text;
   try {
     task();
+    return ACL_SUCCESS;
+  } catch (const Refusal& refusal) {
+    status = refusal.status;
+    text = refusal.what();
   } catch (const c10::Error& error) {
-    return failure(status, c10::str(function.name, ": ", error.what_without_backtrace()));
+    text = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    return failure(status, c10::str(function.name, ": ", error.what()));
+    text = error.what();
   }
-  return ACL_SUCCESS;
+  const auto message = c10::str(function.name, ": ", text);
+  if (status != kRuntime) {
+    count(Outcome::refused, message);
+  }
+  return failure(status, message);
 }
 
 bool is_required(Kind kind) {
   return kind == Kind::input || kind == Kind::input_or_none || kind == Kind::output;
 }
 
+bool is_output(Kind kind) { return kind == Kind::output || kind == Kind::optional_output; }
+
 bool is_given(const Value& value) {
   const auto* list = std::get_if<std::vector<int64_t>>(&value);
   return list ? !list->empty() : !std::holds_alternative<std::nullptr_t>(value);
 }
 
-int check_values(const Function& function, const std::vector<Value>& values) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    const auto& argument = function.arguments.at(i);
-    if (is_required(argument.kind) && std::holds_alternative<std::nullptr_t>(values[i])) {
-      return failure(kNullPointer, c10::str(function.name, ": ", argument.name, " is nullptr"));
-    }
-    if (argument.kind == Kind::not_computed && is_given(values[i])) {
-      return failure(kInvalid,
-                     c10::str(function.name, ": the simulation does not compute ", argument.name));
-    }
-    for (const auto& view : views_of(values[i])) {
-      if (!argument.dtypes.allow(view.dtype)) {
-        return failure(kInvalid, c10::str(function.name, ": ", argument.name, ": dtype ",
-                                          c10::str(scalar_type(view.dtype)), " is not supported"));
-      }
+// Raises for a value that CANN refuses.
+void check_value(const Function& function, const std::vector<Value>& values, size_t i) {
+  const auto& argument = function.arguments.at(i);
+  const bool is_null = std::holds_alternative<std::nullptr_t>(values[i]);
+  if (is_null && is_required(argument.kind)) {
+    throw Refusal(argument.status_of_null, c10::str(argument.name, " is nullptr"));
+  }
+  if (argument.kind == Kind::not_computed && is_given(values[i])) {
+    throw Refusal(kInvalid, c10::str("the simulation does not compute ", argument.name));
+  }
+  const int status = is_output(argument.kind) ? function.status_of_copy : kInvalid;
+  for (const auto& view : views_of(values[i])) {
+    if (!argument.dtypes.allow(view.dtype)) {
+      throw Refusal(status, c10::str(argument.name, ": dtype ", c10::str(scalar_type(view.dtype)),
+                                     " is not supported"));
     }
   }
-  return ACL_SUCCESS;
+  const auto* view = std::get_if<TensorView>(&values[i]);
+  if (!view || argument.model.empty()) {
+    return;
+  }
+  const auto place = std::ranges::find(function.arguments, argument.model, &Argument::name);
+  const auto models = views_of(values[place - function.arguments.begin()]);
+  if (!models.empty() && (view->dtype != models.front().dtype ||
+                          (argument.has_sizes_of_model && view->sizes != models.front().sizes))) {
+    throw Refusal(
+        function.status_of_copy,
+        c10::str(argument.name, " has another dtype or other sizes than ", argument.model));
+  }
 }
 
 c10::IValue to_ivalue(const Value& value) {
@@ -208,7 +223,7 @@ void compute(const Function& function, std::vector<Value> values, const Launch& 
   size_t next = 0;
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& argument = function.arguments[i];
-    if (argument.kind != Kind::output && argument.kind != Kind::optional_output) {
+    if (!is_output(argument.kind)) {
       continue;
     }
     const size_t result = argument.result == Argument::kNextResult ? next++ : argument.result;
@@ -286,14 +301,13 @@ std::string order_error(const aclOpExecutor& executor, void* workspace, aclrtStr
   std::vector<Range> writes{{workspace, executor.workspace_size}};
   const auto& arguments = executor.function.arguments;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto kind = arguments[i].kind;
-    const bool is_output = kind == Kind::output || kind == Kind::optional_output;
+    auto& ranges = is_output(arguments[i].kind) ? writes : reads;
     for (const auto& view : views_of(executor.values[i])) {
       if (view.data && device_of_address(view.data) >= 0) {
         const auto tensor = view.tensor();
         const auto bytes =
             at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-        (is_output ? writes : reads).push_back({tensor.data_ptr(), bytes});
+        ranges.push_back({tensor.data_ptr(), bytes});
       }
     }
   }
@@ -369,21 +383,16 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
     return failure(fault->status, fault->message);
   }
   const Launch launch{.deterministic = system_parameter(ACL_OPT_DETERMINISTIC) != 0};
-  if (!values.empty()) {
-    if (auto refused = refused_by_host(function, {function, values, launch})) {
-      count(Outcome::refused, refused->text);
-      return failure(refused->status, c10::str(function.name, ": ", refused->text));
+  const int status = without_exceptions(function, kInvalid, [&] {
+    for (size_t i = 0; i < values.size(); ++i) {
+      check_value(function, values, i);
     }
-  }
-  if (const int status = check_values(function, values); status != ACL_SUCCESS) {
+    if (function.device.check && !values.empty()) {
+      function.device.check({function, values, launch});
+    }
+  });
+  if (status != ACL_SUCCESS) {
     return status;
-  }
-  if (function.device.check && !values.empty()) {
-    const int status = without_exceptions(
-        function, kInvalid, [&] { function.device.check({function, values, launch}); });
-    if (status != ACL_SUCCESS) {
-      return status;
-    }
   }
   *workspace_size = workspace_of(function);
   *executor = new aclOpExecutor({function, std::move(values), *workspace_size, launch});

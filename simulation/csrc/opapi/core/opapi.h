@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -102,6 +103,14 @@ using Tensor = const aclTensor*;
 using TensorList = const aclTensorList*;
 using IntArray = const aclIntArray*;
 
+// Statuses that CANN returns.
+constexpr int kNoTensor = -1;
+constexpr int kNullPointer = 161001;
+constexpr int kInvalid = 161002;
+constexpr int kRuntime = 361001;
+constexpr int kTiling = 561002;
+constexpr int kInnerNullPointer = 561103;
+
 // The dtypes that an argument may have; an empty list: any.
 class Dtypes {
  public:
@@ -137,6 +146,9 @@ struct Argument {
   Kind kind = Kind::attribute;
   Dtypes dtypes = {};
   int64_t result = kNextResult;  // of the PyTorch operator: what an output gets
+  int status_of_null = kNullPointer;
+  std::string_view model = {};  // the input whose dtype an output has, and its sizes
+  bool has_sizes_of_model = false;
 
   static constexpr int64_t kNextResult = -1;
 };
@@ -145,6 +157,30 @@ struct Argument {
 template <typename... T>
 struct Arguments {
   std::array<Argument, sizeof...(T)> each = {};
+
+  // CANN returns another status for a null pointer.
+  constexpr Arguments or_status(int status) const {
+    auto changed = *this;
+    changed.each.back().status_of_null = status;
+    return changed;
+  }
+  // An output that has a dtype, that of an input, or the sizes of the input as well.
+  constexpr Arguments in(Dtypes dtypes) const {
+    auto changed = *this;
+    changed.each.back().dtypes = dtypes;
+    return changed;
+  }
+
+  constexpr Arguments of_dtype_of(std::string_view input) const {
+    auto changed = *this;
+    changed.each.back().model = input;
+    return changed;
+  }
+  constexpr Arguments like(std::string_view input) const {
+    auto changed = of_dtype_of(input);
+    changed.each.back().has_sizes_of_model = true;
+    return changed;
+  }
 };
 template <typename... T, typename... Others>
 constexpr Arguments<T..., Others...> operator+(const Arguments<T...>& first,
@@ -204,6 +240,11 @@ using Value = std::variant<std::nullptr_t, TensorView, std::vector<TensorView>,
 
 class Call;
 
+struct Refusal : std::runtime_error {
+  Refusal(int status, const std::string& text) : std::runtime_error(text), status(status) {}
+  int status;
+};
+
 // The harm that a fault of a kernel does: a read or write out of bounds, a wait that never ends, or
 // results that are wrong.
 enum class Harm : unsigned { bounds = 1, hang = 2, results = 4 };
@@ -224,7 +265,7 @@ void check_faults(const Call& call, const std::vector<KernelFault>& faults);
 // Differences between the device and the operator, by product and release of CANN
 // (docs/specification/device.md).
 struct DeviceRules {
-  // Raises for a call that the first phase refuses.
+  // Raises for a call that the first phase refuses: a Refusal, or any error for kInvalid.
   void (*check)(const Call&) = nullptr;
   // Changes the arguments to what the kernel takes them for.
   void (*change)(const Call&) = nullptr;
@@ -245,6 +286,9 @@ struct Function {
   DeviceRules device = {};
   // Computes the results itself, with no operator or around `Call::results`.
   torch::jit::Stack (*compute)(const Call&) = nullptr;
+  // The status where CANN's l0op::ViewCopy cannot write a result to an output: one of another dtype,
+  // or of other sizes.
+  int status_of_copy = kInnerNullPointer;
   std::string_view name = {};
   std::vector<Argument> arguments = {};
 };

@@ -44,9 +44,82 @@ int64_t sum_of(const Ends& ends) {
   return ends.empty() ? 0 : *std::ranges::max_element(std::span(ends).first(counted));
 }
 
+// The checks of isSupportMultiInput in CANN's aclnn_flash_attention_score.cpp, in its order, and
+// that of the tiling of Ascend 950, which has kernels for one pair of sizes.
+void check_ropes(const Call& call) {
+  const auto* query_rope = call.find<TensorView>("queryRopeOptional");
+  const auto* key_rope = call.find<TensorView>("keyRopeOptional");
+  if (!query_rope && !key_rope) {
+    return;
+  }
+  if (!query_rope || !key_rope) {
+    throw Refusal(kNullPointer, "one of the ropes is nullptr");
+  }
+  const auto& query = call.get<TensorView>("query");
+  const auto& value = call.get<TensorView>("value");
+  const auto size = query.sizes.back();
+  if (product() == Product::p950) {
+    const auto& layout = call.get<std::string>("inputLayout");
+    const auto heads = layout == "BSH" || layout == "SBH" ? call.get<int64_t>("headNum") : 1;
+    TORCH_CHECK(size == 128 * heads && query_rope->sizes.back() == 64 * heads,
+                "ropes: D is not 128 or Dr is not 64");
+    return;
+  }
+  TORCH_CHECK(query_rope->sizes.back() <= size && key_rope->sizes.back() <= size,
+              "ropes are larger than heads");
+  for (const auto* name : {"query", "queryRopeOptional", "key", "keyRopeOptional", "value"}) {
+    TORCH_CHECK(call.get<TensorView>(name).dtype == ACL_BF16, name,
+                " beside ropes is not bfloat16");
+  }
+  TORCH_CHECK(call.get<int64_t>("sparseMode") != 6, "ropes in sparseMode 6");
+  if (!call.find<TensorView>("attenMaskOptional")) {
+    throw Refusal(kNullPointer, "ropes without attenMaskOptional");
+  }
+  TORCH_CHECK(!call.find<TensorView>("pseShiftOptional") &&
+                  !call.find<TensorView>("dropMaskOptional") && call.get<double>("keepProb") >= 1,
+              "ropes beside pseShiftOptional or a dropout");
+  const auto aligned = size < 196 || size == 448 ? 16 : 128;
+  TORCH_CHECK(size % aligned == 0 && value.sizes.back() == size,
+              "ropes beside heads that the host would pad");
+}
+
+void check_score(const Call& call) {
+  check_tokens(call);
+  check_ropes(call);
+}
+
+// The gradient has further checks in aclnn_flash_attention_score_grad.cpp.
+void check_gradient(const Call& call) {
+  check_score(call);
+  const auto& query = call.get<TensorView>("query");
+  TORCH_CHECK(!call.find<TensorView>("sinkOptional") || query.dtype != ACL_FLOAT,
+              "sinkOptional: query of float is not supported");
+  // Its GetInputShapeInfo pads heads of 192 to 256, and transposes tensors in which tokens are more
+  // than 65,535 elements apart. It reshapes the value for that by the key's heads, to which it has
+  // padded the value, except one of 128 beside a key of 192 without determinism.
+  const auto& layout = call.get<std::string>("inputLayout");
+  const auto heads = call.get<int64_t>("headNum");
+  if (product() == Product::p950 || call.launch().deterministic || heads <= 0 || layout == "BNSD" ||
+      layout == "TND") {
+    return;
+  }
+  const auto& key = call.get<TensorView>("key").sizes;
+  const bool joined = layout != "BSND";
+  const auto size = query.sizes.back() / (joined ? heads : 1);
+  const auto key_heads = joined ? key.back() / std::max<int64_t>(size, 1) : key[2];
+  const auto value_size =
+      call.get<TensorView>("value").sizes.back() / (joined ? std::max<int64_t>(key_heads, 1) : 1);
+  const auto apart = (layout == "SBH" ? query.sizes[1] : 1) * heads * 256;
+  if (size == 192 && value_size == 128 && apart > 65535) {
+    throw Refusal(kNullPointer, c10::str("value of 128 beside a key of 192 in layout ", layout,
+                                         ", with tokens that are ", apart, " elements apart"));
+  }
+}
+
 // A pack with tokens behind its sequences on both sides says so by a last element of 0.
 void check_pack(const Call& call) {
-  check_tokens(call);
+  check_score(call);
+
   for (const auto* name : {"actualSeqQLenOptional", "actualSeqKvLenOptional"}) {
     TORCH_CHECK(call.find<Ends>(name), name, " is nullptr");
   }
@@ -227,20 +300,24 @@ Stack gradients(const Call& call) {
 const std::vector<KernelFault> kMaskFaults{{Harm::results, mask_beyond_tokens}};
 const Function kScore{.schema_name = "ascend::flash_attention_score",
                       .workspace = 2048,
-                      .device = {.check = check_tokens, .faults = kMaskFaults},
-                      .compute = attention};
+                      .device = {.check = check_score, .faults = kMaskFaults},
+                      .compute = attention,
+                      .status_of_copy = kNullPointer};
 const Function kScoreOfPack{.schema_name = kScore.schema_name,
                             .workspace = kScore.workspace,
                             .device = {.check = check_pack, .faults = kMaskFaults},
-                            .compute = attention};
+                            .compute = attention,
+                            .status_of_copy = kNullPointer};
 const Function kGrad{.schema_name = "ascend::flash_attention_score_grad",
                      .workspace = 4096,
-                     .device = {.check = check_tokens, .faults = kMaskFaults},
-                     .compute = gradients};
+                     .device = {.check = check_gradient, .faults = kMaskFaults},
+                     .compute = gradients,
+                     .status_of_copy = kNullPointer};
 const Function kExtendedGrad{.schema_name = "ascend::_flash_attention_score_extended_grad",
                              .workspace = 4096,
-                             .device = {.check = check_tokens, .faults = kMaskFaults},
-                             .compute = gradients};
+                             .device = kGrad.device,
+                             .compute = gradients,
+                             .status_of_copy = kNullPointer};
 
 constexpr auto kQuery = input("query", "query", kHalfOrFloat);
 constexpr auto kKey = input("key", "key", kHalfOrFloat);
@@ -248,9 +325,8 @@ constexpr auto kValue = input("value", "value", kHalfOrFloat);
 constexpr auto kQueryRope = optional_input("queryRopeOptional", "query_rope", kHalfOrFloat);
 constexpr auto kKeyRope = optional_input("keyRopeOptional", "key_rope", kHalfOrFloat);
 constexpr auto kTensors = join(kQuery, kKey, kValue);
-constexpr auto kRopeTensors =
-    join(kQuery, optional_input("queryRopeOptional", "query_rope", {ACL_BF16}), kKey,
-         optional_input("keyRopeOptional", "key_rope", {ACL_BF16}), kValue);
+constexpr auto kRopeTensors = join(kQuery, kQueryRope, kKey, kKeyRope, kValue);
+
 constexpr auto kTerms =
     join(optional_input("pseShiftOptional", "pse_shift", kHalfOrFloat),
          optional_input("dropMaskOptional", "drop_mask", {ACL_UINT8}),
@@ -276,21 +352,22 @@ constexpr auto kOutDtype = attribute<int64_t>("outDtype");
 constexpr auto kSoftmaxLayout = attribute<char*>("softmaxLayout");
 constexpr auto kSeed = join(attribute<int64_t>("seed"), attribute<int64_t>("offset"));
 // The operator gives out first. softmaxOutOut and dpseOut are never written.
-constexpr auto kOutputs = join(output("softmaxMaxOut", 1), output("softmaxSumOut", 2),
-                               attribute<Tensor>("softmaxOutOut"), output("attentionOutOut", 0));
+constexpr auto kOutputs =
+    join(output("softmaxMaxOut", 1).in(kFloat), output("softmaxSumOut", 2).in(kFloat),
+         attribute<Tensor>("softmaxOutOut"), output("attentionOutOut", 0).of_dtype_of("query"));
 
 constexpr auto kSaved = input("dy", "dy", kHalfOrFloat);
 constexpr auto kStatistics =
     join(input("softmaxMaxOptional", "softmax_max", kFloat),
          input("softmaxSumOptional", "softmax_sum", kFloat), attribute<Tensor>("softmaxInOptional"),
          input("attentionInOptional", "attention_in", kHalfOrFloat));
-constexpr auto kOfQuery = output("dqOut", 0);
-constexpr auto kOfKey = output("dkOut", 1);
-constexpr auto kOfValue = output("dvOut", 2);
-constexpr auto kOfPse = attribute<Tensor>("dpseOut");
-constexpr auto kOfSink = optional_output("dsinkOut", 3);
-constexpr auto kOfQueryRope = optional_output("dqRopeOut", 4);
-constexpr auto kOfKeyRope = optional_output("dkRopeOut", 5);
+constexpr auto kOfQuery = output("dqOut", 0).like("query");
+constexpr auto kOfKey = output("dkOut", 1).like("key");
+constexpr auto kOfValue = output("dvOut", 2).like("value");
+constexpr auto kOfPse = attribute<Tensor>("dpseOut").like("pseShiftOptional");
+constexpr auto kOfSink = optional_output("dsinkOut", 3).like("sinkOptional");
+constexpr auto kOfQueryRope = optional_output("dqRopeOut", 4).like("queryRopeOptional");
+constexpr auto kOfKeyRope = optional_output("dkRopeOut", 5).like("keyRopeOptional");
 constexpr auto kGradients = join(kOfQuery, kOfKey, kOfValue, kOfPse);
 constexpr auto kRopeGradients = join(kOfQuery, kOfQueryRope, kOfKey, kOfKeyRope, kOfValue, kOfPse);
 

@@ -144,7 +144,7 @@ CANN_SIM_FUNCTION(
      .workspace = 512,
      .device = {.written = written_selection, .faults = {kFaultOfSelection}},
      .compute = selection},
-    input("query", "query", kHalf), input("key", "key", kHalf),
+    input("query", "query", kHalf).or_status(kNoTensor), input("key", "key", kHalf),
     input("weights", "weights", kHalfOrFloat),
     optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
     optional_input("actualSeqLengthsKeyOptional", "actual_seq_lengths_key", kInt32),
@@ -153,8 +153,8 @@ CANN_SIM_FUNCTION(
     attribute<int64_t>("sparseCount", "sparse_count"),
     attribute<int64_t>("sparseMode", "sparse_mode"), attribute<int64_t>("preTokens", "pre_tokens"),
     attribute<int64_t>("nextTokens", "next_tokens"),
-    attribute<bool>("returnValues", "return_values"), output("sparseIndicesOut"),
-    optional_output("sparseValuesOut"))
+    attribute<bool>("returnValues", "return_values"), output("sparseIndicesOut").in(kInt32),
+    optional_output("sparseValuesOut").of_dtype_of("query"))
 
 CANN_SIM_FUNCTION(aclnnLightningIndexerGrad,
                   {.schema_name = "ascend::lightning_indexer_grad",
@@ -171,5 +171,5 @@ CANN_SIM_FUNCTION(aclnnLightningIndexerGrad,
                   attribute<int64_t>("sparseMode", "sparse_mode"),
                   attribute<int64_t>("preTokens", "pre_tokens"),
                   attribute<int64_t>("nextTokens", "next_tokens"),
-                  attribute<bool>("deterministic", "deterministic"), output("dqOut"),
-                  output("dkOut"), output("dweightsOut"))
+                  attribute<bool>("deterministic", "deterministic"), output("dqOut").like("query"),
+                  output("dkOut").like("key"), output("dweightsOut").like("weights"))

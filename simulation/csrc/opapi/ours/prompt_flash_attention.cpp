@@ -85,4 +85,4 @@ CANN_SIM_FUNCTION(aclnnPromptFlashAttentionV3,
                   attribute<char*>("inputLayout", "layout"),
                   attribute<int64_t>("numKeyValueHeads", "num_key_value_heads"),
                   attribute<int64_t>("sparseMode", "sparse_mode"),
-                  attribute<int64_t>("innerPrecise"), output("attentionOut"))
+                  attribute<int64_t>("innerPrecise"), output("attentionOut").in(kInput))

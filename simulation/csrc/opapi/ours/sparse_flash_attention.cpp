@@ -218,37 +218,59 @@ torch::jit::Stack attention_with_sinks(const Call& call) {
   return {results[0].toTensor() * share, max, sum};
 }
 
-const Function kAttention{
-    .schema_name = "ascend::sparse_flash_attention",
-    .workspace = 4096,
-    .device = {.written = written_attention, .spoil = spoil_empty_rows, .faults = kForwardFaults},
-    .compute = attention_with_sinks};
+// The statistics have to be given where they are asked for, and the tiling takes none of pages.
+void check_statistics(const Call& call) {
+  if (!call.get<bool>("returnSoftmaxLse")) {
+    return;
+  }
+  for (const auto* name : {"softmaxMax", "softmaxSum"}) {
+    if (!call.find<TensorView>(name)) {
+      throw Refusal(kNoTensor, c10::str(name, " is nullptr"));
+    }
+  }
+  if (call.get<std::string>("layoutKvOptional") == "PA_BSND") {
+    throw Refusal(kTiling, "when returnSoftmaxLse is true, layoutKv PA_BSND is not supported");
+  }
+}
+
+const Function kAttention{.schema_name = "ascend::sparse_flash_attention",
+                          .workspace = 4096,
+                          .device = {.check = check_statistics,
+                                     .written = written_attention,
+                                     .spoil = spoil_empty_rows,
+                                     .faults = kForwardFaults},
+                          .compute = attention_with_sinks};
 
 constexpr auto kTensors =
     join(input("query", "query", kHalf), input("key", "key", kHalf),
          optional_input("value", "value", kHalf), input("sparseIndices", "sparse_indices", kInt32));
-constexpr auto kLengthsAndRopes =
+constexpr auto kLengths =
     join(optional_input("actualSeqLengthsQueryOptional", "actual_seq_lengths_query", kInt32),
-         optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32),
-         optional_input("queryRopeOptional", "query_rope", kHalf),
-         optional_input("keyRopeOptional", "key_rope", kHalf));
+         optional_input("actualSeqLengthsKvOptional", "actual_seq_lengths_key", kInt32));
+constexpr auto kRopes = join(optional_input("queryRopeOptional", "query_rope", kHalf),
+                             optional_input("keyRopeOptional", "key_rope", kHalf));
+
 constexpr auto kScale = join(attribute<double>("scaleValue", "scale_value"),
                              attribute<int64_t>("sparseBlockSize", "sparse_block_size"));
 constexpr auto kMode = join(attribute<int64_t>("sparseMode", "sparse_mode"),
                             attribute<int64_t>("preTokens", "pre_tokens"),
                             attribute<int64_t>("nextTokens", "next_tokens"));
 constexpr auto kForward =
-    join(kTensors, optional_input("blockTableOptional", "", kInt32), kLengthsAndRopes);
-constexpr auto kRest = join(
-    kScale, attribute<char*>("layoutQueryOptional", "layout"), attribute<char*>("layoutKvOptional"),
-    kMode, attribute<int64_t>("attentionMode"), attribute<bool>("returnSoftmaxLse"),
-    output("attentionOut"), optional_output("softmaxMax"), optional_output("softmaxSum"));
+    join(kTensors, optional_input("blockTableOptional", "", kInt32), kLengths);
+
+constexpr auto kRest =
+    join(kScale, attribute<char*>("layoutQueryOptional", "layout"),
+         attribute<char*>("layoutKvOptional"), kMode, attribute<int64_t>("attentionMode"),
+         attribute<bool>("returnSoftmaxLse"), output("attentionOut").of_dtype_of("query"),
+         optional_output("softmaxMax").in(kFloat), optional_output("softmaxSum").in(kFloat));
 
 }  // namespace
 
-CANN_SIM_FUNCTION(aclnnSparseFlashAttention, kAttention, kForward, kRest)
+CANN_SIM_FUNCTION(aclnnSparseFlashAttention, kAttention, kForward,
+                  input("queryRopeOptional", "query_rope", kHalf).or_status(kTiling),
+                  input("keyRopeOptional", "key_rope", kHalf).or_status(kTiling), kRest)
 // torch_npu calls it where there are sinks.
-CANN_SIM_FUNCTION(aclnnSparseFlashAttentionV2, kAttention, kForward,
+CANN_SIM_FUNCTION(aclnnSparseFlashAttentionV2, kAttention, kForward, kRopes,
                   optional_input("sinksOptional", ""), kRest)
 
 CANN_SIM_FUNCTION(aclnnSparseFlashAttentionGrad,
@@ -258,8 +280,9 @@ CANN_SIM_FUNCTION(aclnnSparseFlashAttentionGrad,
                    .compute = gradients},
                   kTensors, input("dOut", "d_out", kHalf), input("out", "out", kHalf),
                   input("softmaxMax", "softmax_max", kFloat),
-                  input("softmaxSum", "softmax_sum", kFloat), kLengthsAndRopes, kScale,
+                  input("softmaxSum", "softmax_sum", kFloat), kLengths, kRopes, kScale,
                   attribute<char*>("layoutOptional", "layout"), kMode,
-                  attribute<bool>("deterministic", "deterministic"), output("dQueryOut"),
-                  output("dKeyOut"), output("dValueOut"), optional_output("dQueryRopeOutOptional"),
-                  optional_output("dKeyRopeOutOptional"))
+                  attribute<bool>("deterministic", "deterministic"),
+                  output("dQueryOut").of_dtype_of("query"), output("dKeyOut").of_dtype_of("key"),
+                  output("dValueOut").of_dtype_of("value"),
+                  optional_output("dQueryRopeOutOptional"), optional_output("dKeyRopeOutOptional"))

@@ -28,15 +28,17 @@ constexpr auto kInputs = join(
     input("queryIndex", "query_index", kHalf), input("keyIndex", "key_index", kHalf),
     input("weights", "weights", kHalfOrFloat), input("sparseIndices", "sparse_indices", kInt32),
     input("softmaxMax", "softmax_max", kFloat), input("softmaxSum", "softmax_sum", kFloat),
-    optional_input("queryRope", "query_rope", kHalf), optional_input("keyRope", "key_rope", kHalf),
+    input("queryRope", "query_rope", kHalf).or_status(kTiling),
+    input("keyRope", "key_rope", kHalf).or_status(kTiling),
     lengths("actualSeqLengthsQuery", "actual_seq_lengths_query"),
     lengths("actualSeqLengthsKey", "actual_seq_lengths_key"));
 constexpr auto kOptions = join(
     attribute<double>("scaleValue", "scale_value"), attribute<char*>("layout", "layout"),
     attribute<int64_t>("sparseMode", "sparse_mode"), attribute<int64_t>("preTokens", "pre_tokens"),
     attribute<int64_t>("nextTokens", "next_tokens"),
-    attribute<bool>("deterministic", "deterministic"), output("dQueryIndex"), output("dKeyIndex"),
-    output("dWeights"), output("loss"));
+    attribute<bool>("deterministic", "deterministic"),
+    output("dQueryIndex").of_dtype_of("queryIndex"), output("dKeyIndex").of_dtype_of("keyIndex"),
+    output("dWeights").of_dtype_of("weights"), output("loss").in(kFloat));
 
 }  // namespace
 
