@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
 
+from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.npu_operators import stand_in as stand_ins
 from ascend_attn_ops.npu_operators.schemas import SCHEMAS
 from ascend_attn_ops.npu_operators.table import TABLE
@@ -18,10 +18,7 @@ from ascend_attn_ops.npu_operators.translation import Translation, register
 
 __all__ = ["disable", "enable"]
 
-# Kernels live as long as the libraries that registered them: one for each namespace.
-_libraries: dict[str, torch.library.Library] = {}
-# Attributes of torch_npu that `enable` set, with what they were before.
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_enabled: Patch | None = None
 
 
 def enable(*, stand_in: bool = False) -> None:
@@ -49,14 +46,20 @@ def enable(*, stand_in: bool = False) -> None:
         >>> out.shape
         torch.Size([1, 6, 4, 64])
     """
-    torch_npu = _torch_npu(stand_in)
-    if _libraries:
+    global _enabled
+    if _enabled is not None:
         return
-    for translation in TABLE:
-        namespace = translation.name.partition("::")[0]
-        if namespace not in _libraries:
-            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-        _add(torch_npu, _libraries[namespace], translation)
+    # Kernels live as long as the libraries that registered them: one for each namespace.
+    libraries: dict[str, torch.library.Library] = {}
+    with Patch() as patch:
+        torch_npu = _torch_npu(stand_in, patch)
+        for translation in TABLE:
+            namespace = translation.name.partition("::")[0]
+            if namespace not in libraries:
+                libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+                patch.on_undo(libraries[namespace]._destroy)
+            _add(torch_npu, libraries[namespace], translation, patch)
+    _enabled = patch
 
 
 def disable() -> None:
@@ -65,24 +68,18 @@ def disable() -> None:
     Operators of the stand-in that were kept in variables must not be called any more. Calling it
     again has no effect.
     """
-    for module, operator, before in _replaced:
-        if before is None:
-            delattr(module, operator)
-        else:
-            setattr(module, operator, before)
-    for library in _libraries.values():
-        library._destroy()
-    _replaced.clear()
-    _libraries.clear()
-    stand_ins.uninstall()
+    global _enabled
+    if _enabled is not None:
+        _enabled.undo()
+        _enabled = None
 
 
-def _torch_npu(stand_in: bool) -> ModuleType:
+def _torch_npu(stand_in: bool, patch: Patch) -> ModuleType:
     try:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         if stand_in:
-            return stand_ins.install()
+            return stand_ins.install(patch)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         release = ".".join(torch.__version__.split(".")[:2])
         raise ImportError(
@@ -93,7 +90,9 @@ def _torch_npu(stand_in: bool) -> ModuleType:
         ) from error
 
 
-def _add(torch_npu: ModuleType, library: torch.library.Library, translation: Translation) -> None:
+def _add(
+    torch_npu: ModuleType, library: torch.library.Library, translation: Translation, patch: Patch
+) -> None:
     namespace, _, operator = translation.name.partition("::")
     operators = getattr(torch.ops, namespace)
     if not hasattr(operators, operator):
@@ -101,8 +100,7 @@ def _add(torch_npu: ModuleType, library: torch.library.Library, translation: Tra
             return  # this release of torch_npu does not have it
         library.define(operator + SCHEMAS[translation.name])
         of_torch_npu = getattr(torch_npu, operator, None)
-        _replaced.append((torch_npu, operator, of_torch_npu))
-        setattr(torch_npu, operator, getattr(operators, operator))
+        patch.set_attribute(torch_npu, operator, getattr(operators, operator))
         if of_torch_npu is not None:
             # This kernel raises the error that says why torch.ops.atb cannot be loaded.
             library.impl(operator, of_torch_npu, "PrivateUse1")

@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.npu_operators.schemas import RELEASE
 
 _NAME = "torch_npu"
@@ -32,13 +33,7 @@ class StandIn(ModuleType):
 _module = StandIn()
 
 
-def install() -> StandIn:
+def install(patch: Patch) -> StandIn:
     """Make `import torch_npu` give the stand-in, at first without operators."""
-    sys.modules[_NAME] = _module
+    patch.set_item(sys.modules, _NAME, _module)
     return _module
-
-
-def uninstall() -> None:
-    """Undo `install`."""
-    if sys.modules.get(_NAME) is _module:
-        del sys.modules[_NAME]
