@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
-from ascend_attn_ops.integrations.transformers import _dense, register, unregister  # noqa: E402
+from ascend_attn_ops.integrations.transformers import (  # noqa: E402
+    _dense,
+    _paged,
+    register,
+    unregister,
+)
 from support.small_models import make, packing, padding, targets, tokens  # noqa: E402
 from support.turns import nightly  # noqa: E402
 
@@ -89,11 +95,12 @@ BATCHES = {
     ],
 )
 def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
-    arguments = BATCHES[batch]
+    """Also where ours makes a cache, beside which transformers looks for no packed sequences."""
+    arguments = {**BATCHES[batch], "labels": targets(tokens(), valid_tokens(BATCHES[batch]))}
     text, valid = tokens(), valid_tokens(arguments)
     eager, ours = pair(name)
     with mock.patch.object(ops, "flash_attention_score", wraps=CALL) as recorded:
-        results = [model(text, labels=targets(text, valid), **arguments) for model in (eager, ours)]
+        results = [eager(text, **arguments), ours(text, **{**arguments, "use_cache": True})]
     if name in DENSE:
         # No mask of all pairs, and a layout with lengths only where there are some.
         calls = [x.kwargs for x in recorded.call_args_list]
@@ -110,14 +117,19 @@ def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
 LENGTHS = (15, 1, 24)
 
 
+def alone(model: nn.Module, text: Tensor, pack: dict[str, Any]) -> Tensor:
+    """The logits of each sequence of a pack by itself."""
+    parts = zip(text.split(LENGTHS, 1), pack["position_ids"].split(LENGTHS, 1), strict=True)
+    return torch.cat([model(x, position_ids=y, use_cache=False).logits for x, y in parts], 1)
+
+
 @pytest.mark.parametrize("window", [7, 64])
 def test_packed_sequences_are_those_of_eager_alone(window: int) -> None:
     """transformers does not tell the masks of gpt_oss that positions start over."""
     eager, ours = pair("GptOss", sliding_window=window)
     text, packed = tokens(), packing(lengths=LENGTHS, gap=0)
     out = ours(text, **packed).logits
-    parts = [eager(part, use_cache=False).logits for part in text.split(LENGTHS, 1)]
-    expected = torch.cat(parts, 1)
+    expected = alone(eager, text, packed)
     assert_close([out], [expected])
     d_out = torch.randn(out.shape, dtype=torch.float64)
     torch.autograd.backward((out, expected), (d_out, d_out))
@@ -139,24 +151,33 @@ def test_generate_with_the_librarys_caches(name: str, cache: str, padded: bool) 
     torch.testing.assert_close(actual.logits, expected.logits, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_chunks_of_a_prompt(name: str, padded: bool) -> None:
-    """Several tokens beside a cache, which for a window holds the last keys only."""
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("batch", ["plain", "left padding", "packed"])
+def test_chunks_of_a_prompt(name: str, batch: str, static: bool) -> None:
+    """Several tokens beside a cache, which for a window holds the last keys only.
+
+    The first sequence of a chunk goes on with all of them, those that begin in it with none.
+    """
     eager, ours = pair(name)
-    text, arguments = tokens(), padding("left") if padded else {}
+    text, arguments = tokens(), BATCHES[batch]
     cache = transformers.DynamicCache(config=ours.config)
+    if static:
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=48)
     logits = []
-    for first, behind in ((0, 19), (19, 33), (33, 40)):
-        given = dict(arguments)
-        if padded:
-            given = {
-                "attention_mask": arguments["attention_mask"][:, :behind],
-                "position_ids": arguments["position_ids"][:, first:behind],
-            }
+    chunks = ((0, 9), (9, 40)) if batch == "packed" else ((0, 19), (19, 33), (33, 40))
+    for first, behind in chunks:
+        given = {
+            key: x[:, :behind] if key == "attention_mask" else x[:, first:behind]
+            for key, x in arguments.items()
+            if key != "use_cache"
+        }
         part = ours(text[:, first:behind], past_key_values=cache, **given)
         logits.append(part.logits)
     valid = valid_tokens(arguments)
-    assert_close([torch.cat(logits, 1)[valid]], [eager(text, **arguments).logits[valid]])
+    expected = (
+        alone(eager, text, arguments) if batch == "packed" else eager(text, **arguments).logits
+    )
+    assert_close([torch.cat(logits, 1)[valid]], [expected[valid]])
 
 
 def test_padding_with_gaps(name: str) -> None:
@@ -167,16 +188,49 @@ def test_padding_with_gaps(name: str) -> None:
     assert_close([actual[mask.bool()]], [expected[mask.bool()]])
 
 
-def test_mask_of_all_pairs() -> None:
+def masks_of_all_pairs() -> dict[str, Tensor]:
+    """Of a prefix that attends both ways: True keeps a key, or numbers are added to the scores."""
+    kept = torch.ones(40, 40).tril().bool()
+    kept[:9, :9] = True
+    kept = kept.expand(2, 1, 40, 40)
+    smallest = torch.where(kept, 0.0, torch.finfo(torch.float32).min)
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(1, 4, 40, 40, generator=generator)
+    return {
+        "bool": kept, "smallest": smallest, "infinite": torch.where(kept, 0.0, -torch.inf),
+        "one for all": smallest[:1], "biased": smallest + bias, "bias": bias,
+        "a trained bias": smallest + bias.requires_grad_(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", masks_of_all_pairs())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_mask_of_all_pairs(kind: str, compiled: bool) -> None:
     eager, ours = pair("Llama")
-    both_ways = torch.ones(40, 40).tril().bool()
-    both_ways[:9, :9] = True
-    both_ways = both_ways.expand(2, 1, 40, 40)
-    in_floats = torch.where(both_ways, 0.0, torch.finfo(torch.float32).min)
-    expected = eager(tokens(), attention_mask=in_floats).logits
-    assert_close([ours(tokens(), attention_mask=both_ways).logits], [expected])
-    with pytest.raises(TypeError, match=r"bool .* True keeps a key, got torch\.float32"):
-        ours(tokens(), attention_mask=in_floats)
+    of_eager = masks_of_all_pairs()["smallest" if kind == "bool" else kind]
+    given = masks_of_all_pairs()[kind]
+    torch.compiler.reset()
+    call = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    biases: list[Tensor] = []
+
+    def record(*args: Tensor, **kwargs: Any) -> Any:
+        biases.extend([kwargs["pse_shift"]] if "pse_shift" in kwargs else [])
+        return CALL(*args, **kwargs)
+
+    with nullcontext() if compiled else mock.patch.object(ops, "flash_attention_score", record):
+        results = [
+            model(tokens(), attention_mask=x, labels=tokens(), use_cache=False)
+            for model, x in ((eager, of_eager), (call, given))
+        ]
+    assert_close([results[1].logits], [results[0].logits])
+    for result in results:
+        result.loss.backward()
+    assert_same_gradients(ours, eager)
+    # A device makes NaN of an infinite bias. Where only zeros are left, it gets none.
+    assert len(biases) == (2 if "bias" in kind and not compiled else 0)
+    assert all(x.abs().max() < 100 for x in biases)
+    with pytest.raises(TypeError, match=r"bool where True keeps .* got torch\.int64 of shape"):
+        ours(tokens(), attention_mask=torch.ones(2, 1, 40, 40).long())
 
 
 @pytest.mark.parametrize(
@@ -268,11 +322,47 @@ def test_attention_weights_are_refused() -> None:
         ours(tokens(), output_attentions=True)
 
 
-def test_lengths_of_packed_sequences_alone() -> None:
-    """As a collator says them: positions need not start over."""
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("lengths", [torch.tensor([0, 15, 40]), [0, 15, 40]], ids=type)
+def test_lengths_of_a_collator(name: str, positions: bool, lengths: Any) -> None:
+    """Beside positions that start over, or that do not."""
+    _, ours = pair(name, torch.float32)
+    text = tokens(1)
+    arguments = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    if positions:
+        arguments["position_ids"] = packing(1, (15, 25), gap=0)["position_ids"]
+    packed = ours(text, **arguments).logits
+    assert_close([packed], [torch.cat([ours(x).logits for x in text.split((15, 25), 1)], 1)])
+    cache = ours(text).past_key_values
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* got \d+ keys .* use_cache=False"):
+        ours(text, past_key_values=cache, **arguments)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_images(window: int | None) -> None:
+    """As vision towers call an attention with "flash" in its name: patches attend both ways."""
+    query, key, value = torch.randn(3, 1, 2, 40, 16)
+    ends = torch.tensor([0, 15, 40])
+    out, _ = _dense.attention(
+        nn.Module(), query, key, value, None, is_causal=False, sliding_window=window,
+        cu_seq_lens_q=ends, cu_seq_lens_k=ends,
+    )  # fmt: skip
+    seen = torch.block_diag(torch.ones(15, 15), torch.ones(25, 25)).bool()
+    if window:
+        seen &= torch.ones(40, 40).triu(1 - window).tril(window - 1).bool()
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_lengths_beside_a_mask_of_all_pairs() -> None:
     _, ours = pair("Llama")
-    packed = ours(tokens(1), cu_seq_lens_q=torch.tensor([0, 15, 40])).logits
-    assert_close([packed[:, :15]], [ours(tokens(1)[:, :15]).logits])
+    masks, ends = masks_of_all_pairs(), torch.tensor([0, 15, 40])
+    mask = masks["bool"][:1].clone()
+    packed = ours(tokens(1), attention_mask=mask, cu_seq_lens_q=ends).logits
+    mask[:, :, 15:, :15] = False
+    assert_close([packed], [ours(tokens(1), attention_mask=mask).logits])
+    with pytest.raises(NotImplementedError, match="attention_mask: expected bool, the same for"):
+        ours(tokens(1), attention_mask=masks["bias"], cu_seq_lens_q=ends)
 
 
 def test_a_pack_compiles_with_the_lengths_of_its_collator() -> None:
@@ -329,19 +419,29 @@ def test_window_that_only_the_layer_knows() -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-def test_lengths_are_read_once_for_all_layers() -> None:
-    _, ours = pair("Llama")
-    with mock.patch.object(_dense, "_queries_before", wraps=_dense._queries_before) as read:
-        ours(tokens(), **padding("left"))
-    # Two sequences in the first row, one in the second: two ends before the last.
-    assert read.call_count == 2
-
-
 def test_registering_can_be_undone() -> None:
+    """What another library has changed, before or after, stays."""
     interfaces = (transformers.AttentionInterface(), transformers.AttentionMaskInterface())
+    utils = transformers.modeling_flash_attention_utils
+
+    def another(*_: Any) -> None: ...
+
     try:
         for _ in range(2):
             unregister()
+        assert not any("ascend" in interface for interface in interfaces)
+        with mock.patch.object(utils, "_lazy_imports", another):
+            register()
+            assert utils._lazy_imports is not another
+            transformers.AttentionInterface.register("ascend", another)
+            unregister()
+            assert utils._lazy_imports is another
+        assert transformers.AttentionInterface._global_mapping.pop("ascend") is another
+        with (
+            mock.patch.object(_paged, "let_models_load", side_effect=LookupError),
+            pytest.raises(LookupError),
+        ):
+            register()
         assert not any("ascend" in interface for interface in interfaces)
     finally:
         for _ in range(2):
@@ -349,29 +449,33 @@ def test_registering_can_be_undone() -> None:
     assert all("ascend" in interface for interface in interfaces)
 
 
-def test_positions_are_read_once_for_all_layers() -> None:
-    _, ours = pair("GptOss", torch.float32)
-    packed = packing(lengths=LENGTHS, gap=0)
-    packed["position_ids"] = packed["position_ids"].clone()
-    with mock.patch.object(_dense, "packed", wraps=_dense.packed) as read:
-        ours(tokens(), **packed)
+@pytest.mark.parametrize("batch", ["packed", "left padding"])
+def test_lengths_are_read_once_for_all_layers(batch: str) -> None:
+    _, ours = pair("Llama")
+    text, arguments = tokens(), {key: x for key, x in BATCHES[batch].items() if key != "use_cache"}
+    arguments["position_ids"] = arguments["position_ids"].clone()
+    with mock.patch.object(_dense, "begins_of_runs", wraps=_dense.begins_of_runs) as read:
+        ours(text, **arguments)
         assert read.call_count == 1
-        before = ours(tokens(), **packed).logits
+        before = ours(text, **arguments).logits
         assert read.call_count == 2
-        packed["position_ids"].data.copy_(torch.arange(40))  # as communication writes
-        after = ours(tokens(), **packed).logits
-        assert read.call_count == 3
-    torch.testing.assert_close(after, ours(tokens(), use_cache=False).logits)
-    assert not torch.allclose(after, before)
+        if batch == "packed":
+            arguments["position_ids"].data.copy_(torch.arange(40))  # as communication writes
+            after = ours(text, **arguments).logits
+            assert read.call_count == 3
+            assert_close([after], [ours(text).logits])
+            assert not torch.allclose(after, before)
 
 
-def test_lengths_of_flash_attention_beside_positions() -> None:
-    """As transformers' collators make them for packed sequences."""
-    _, ours = pair("GptOss", torch.float32)
-    packed = packing(1, LENGTHS, gap=0)
-    ends = torch.tensor([0, 15, 16, 40])
-    actual = ours(tokens(1), **packed, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
-    torch.testing.assert_close(actual, ours(tokens(1), **packed).logits)
+def test_a_layer_that_is_called_alone_reads_positions_anew() -> None:
+    query, key, value = torch.randn(3, 1, 2, 8, 16)
+    layer, positions = nn.Module(), torch.arange(8)[None]
+    whole, _ = _dense.attention(layer, query, key, value, None, position_ids=positions)
+    positions.data.copy_(torch.arange(8) % 4)
+    packed, _ = _dense.attention(layer, query, key, value, None, position_ids=positions)
+    torch.testing.assert_close(packed[:, :4], whole[:, :4])
+    last = (x[:, :, 4:] for x in (query, key, value))
+    torch.testing.assert_close(packed[:, 4:], _dense.attention(layer, *last, None)[0])
 
 
 def test_a_checkpoint_of_transformers_is_loaded_as_it_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,18 @@ SPARSE = {
 del SPARSE["head_dim"]
 
 
-def train(model: nn.Module, folder: Path, **options: Any) -> list[float]:
-    """Returns the loss of each step; texts of other lengths are padded."""
+def padded(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(x["input_ids"]) for x in batch)
+    ids = torch.tensor([x["input_ids"] + [0] * (longest - len(x["input_ids"])) for x in batch])
+    labels = ids.masked_fill(ids == 0, -100)
+    labels[:, 0] = -100  # a pack has no target for the first token
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def train(
+    model: nn.Module, folder: Path, collate: Callable[..., Any] = padded, **options: Any
+) -> list[float]:
+    """Returns the loss of each step, of texts of other lengths."""
     generator = torch.Generator().manual_seed(0)
     texts = [
         {"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()}
@@ -39,13 +50,6 @@ def train(model: nn.Module, folder: Path, **options: Any) -> list[float]:
     ]
     for text in texts:
         text["labels"] = text["input_ids"]
-
-    def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        longest = max(len(x["input_ids"]) for x in batch)
-        rows = [x["input_ids"] + [0] * (longest - len(x["input_ids"])) for x in batch]
-        padded = torch.tensor(rows)
-        labels = padded.masked_fill(padded == 0, -100)
-        return {"input_ids": padded, "attention_mask": (padded != 0).long(), "labels": labels}
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2,
@@ -72,16 +76,22 @@ def assert_same_steps(
     assert learnt >= 15
 
 
-def test_dense_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("collator", ["padded", "packed", "packed with lengths"])
+def test_dense_model(collator: str, tmp_path: Path) -> None:
+    """Packs are rows of texts one after another, beside the model's default, a cache."""
     register()
     stock = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**DENSE, attn_implementation="eager")
     )
     ours = copy.deepcopy(stock)
-    ours.set_attn_implementation("ascend")
+    ours.set_attn_implementation("ascend_flash" if collator == "packed" else "ascend")
     first = copy.deepcopy(stock.state_dict())
     expected = train(stock, tmp_path)
-    assert train(ours, tmp_path) == pytest.approx(expected, rel=1e-4)
+    collate = padded
+    if collator != "padded":
+        lengths = collator == "packed with lengths"
+        collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
+    assert train(ours, tmp_path, collate) == pytest.approx(expected, rel=1e-4)
     assert_same_steps(ours, stock, first, torch.float32)
 
 

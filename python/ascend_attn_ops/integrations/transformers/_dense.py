@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,15 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._npu_graphs import captures
-from ascend_attn_ops._packing import Lengths, begins_of_runs, without_empty
+from ascend_attn_ops._packing import begins_of_runs, without_empty
+from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.integrations.transformers import _paged
-from ascend_attn_ops.integrations.transformers._sequences import ends_of, packed
+from ascend_attn_ops.integrations.transformers._sequences import (
+    Sequences,
+    ends_of,
+    from_begins,
+    of_collator,
+)
 
 NAME = "ascend"
 # transformers' continuous batching accepts this name, as it contains "flash".
@@ -39,6 +46,8 @@ _FOR_ENABLE_DSA = frozenset(
     {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
 )
 
+_registered: Patch | None = None
+
 
 def register() -> None:
     """Make ``attn_implementation="ascend"`` known to transformers, for its dense models.
@@ -47,12 +56,14 @@ def register() -> None:
     grouped heads, sliding windows, dropout and attention sinks. Causal masks, windows, padding and
     packed sequences (position_ids that start over) reach it as modes and lengths, and no mask of
     all pairs is built. That happens for other patterns only (images that attend both ways, padding
-    of encoders), and under torch.compile where there may be padding. A collator may say the lengths
-    of packed sequences (cu_seq_lens_q and cu_seq_lens_k, tensors). Static and dynamic caches work.
-    The output of a padding token differs from that in transformers: generate() needs left padding.
+    of encoders), and under torch.compile where there may be padding. Masks of all pairs, bool or
+    added to the scores, are taken as scaled_dot_product_attention does; where an added one leaves a
+    row no key, the row is 0. Static and dynamic caches work. The output of a padding token differs
+    from that in transformers: generate() needs left padding.
 
-    transformers' eager attention of gpt_oss attends across packed sequences, this one within them,
-    under torch.compile with the collator's lengths alone.
+    Packed sequences are kept apart with a cache and without one. A collator may say their lengths
+    (cu_seq_lens_q and cu_seq_lens_k). Compiled models need that with a cache, and those of gpt_oss
+    always: the values of positions are read in eager mode, once per forward.
 
     ``attn_implementation="ascend_flash"`` is the same attention under a name that
     ``model.generate_batch`` accepts: transformers' continuous batching refuses names without
@@ -80,19 +91,24 @@ def register() -> None:
         >>> tokens = torch.randint(64, (1, 16))
         >>> model(tokens, labels=tokens).loss.backward()
     """
-    for name in (NAME, PAGED_NAME):
-        AttentionInterface.register(name, attention)
-        masking_utils.AttentionMaskInterface.register(name, mask)
-    _paged.let_models_load(PAGED_NAME)
+    global _registered
+    if _registered is not None:
+        return
     _let_traces_recognise()
+    with Patch() as patch:
+        for name in (NAME, PAGED_NAME):
+            patch.set_item(AttentionInterface._global_mapping, name, attention)
+            patch.set_item(masking_utils.AttentionMaskInterface._global_mapping, name, mask)
+        _paged.let_models_load(PAGED_NAME, patch)
+    _registered = patch
 
 
 def unregister() -> None:
     """Undo :func:`register`. Models that use its names raise an error in their next forward."""
-    for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
-        for name in (NAME, PAGED_NAME):
-            interface._global_mapping.pop(name, None)
-    _paged.undo()
+    global _registered
+    if _registered is not None:
+        _registered.undo()
+        _registered = None
 
 
 class _Window:
@@ -169,7 +185,7 @@ def mask(
       causal, under torch.compile.
     """
     if not is_compiling():
-        _positions.clear()
+        _once.begin()
     layer_types = getattr(config, "layer_types", None) or ()
     if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
         raise NotImplementedError(
@@ -301,161 +317,157 @@ def attention(
     options: dict[str, Any] = {"num_heads": query.shape[1], "scale_value": scaling, "sink": s_aux}
     cache = kwargs.get("cache")
     if isinstance(cache, PagedAttentionCache):
-        options = {**options, **_causal(sliding_window), "num_key_value_heads": key.shape[1]}
+        options |= {**_mode(True, sliding_window), "num_key_value_heads": key.shape[1]}
         return _paged.attention(module, query, key, value, cache, options, kwargs), None
     options["dropout_p"] = dropout
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # transformers tells the masks of models where packed sequences begin, but not those of gpt_oss.
-    positions = None if s_aux is None else kwargs.get("position_ids")
-    ends = _ends_of_collator(query, key, kwargs) if causal else None
-    if ends is None and causal:
-        if attention_mask is None:
-            ends = _ends_of_positions(positions, query, key)
-        elif attention_mask.dtype == torch.int32 and attention_mask.shape[1:3] == (1, 1):
-            ends = attention_mask.flatten(), attention_mask.flatten()
-    if ends is not None:
-        window = sliding_window if key.shape[2] > (sliding_window or 0) else None
-        return _in_pack(query, key, value, ends, {**options, **_causal(window)}), None
-    if attention_mask is None:
-        return _without_mask(query, key, value, bool(causal), sliding_window, options), None
-    if attention_mask.dtype == torch.bool:
-        options["attn_mask"] = attention_mask.expand(-1, -1, query.shape[2], -1)
-        return _in_batches(query, key, value, {**options, "sparse_mode": 1}), None
-    if attention_mask.dtype == torch.int32 and attention_mask.shape[1:3] == (1, 2):
-        return _in_sequences(query, key, value, attention_mask, positions, options), None
-    raise TypeError(
-        f'attn_implementation="{NAME}": attention_mask: expected (B, keys), or bool of shape '
-        f"(B, 1, queries, keys) where True keeps a key, got {attention_mask.dtype} of shape "
-        f"{tuple(attention_mask.shape)}"
-    )
-
-
-def _ends_of_collator(
-    query: Tensor, key: Tensor, kwargs: dict[str, Any]
-) -> tuple[Lengths, Lengths] | None:
-    """The ends of the sequences that a collator has packed into one row of tokens, if it says them.
-
-    They are tensors, so that compiled models read them as well.
-    """
-    query_ends = kwargs.get("cu_seq_lens_q")
-    key_ends = kwargs.get("cu_seq_lens_k", query_ends)
-    if not isinstance(query_ends, Tensor) or not isinstance(key_ends, Tensor):
-        return None
-    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
-        return None  # a step of generation, whose keys are in a cache
-    return query_ends.flatten()[1:], key_ends.flatten()[1:]
-
-
-def _causal(window: int | None) -> dict[str, Any]:
-    if not window:
-        return {"sparse_mode": 3}
-    return {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0}
-
-
-def _without_mask(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    window: int | None,
-    options: dict[str, Any],
-) -> Tensor:
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
-    moot = window is None or keys <= window
-    if not causal and not moot:
+    pack = of_collator(kwargs, queries, keys) if causal or keys == queries else None
+    form = None if attention_mask is None else (attention_mask.dtype, *attention_mask.shape[1:3])
+    if form == (torch.int32, 1, 2):
+        causal, brief = True, cast("Tensor", attention_mask)
+        key, value = key[:, :, : brief.shape[-1]], value[:, :, : brief.shape[-1]]
+        sliding_window, found = _lengths(module, brief, query)
+        pack = pack or found
+    elif form == (torch.int32, 1, 1):
+        causal, ends = True, cast("Tensor", attention_mask).flatten()
+        pack = pack or Sequences(ends, ends, None)
+    elif attention_mask is not None:
+        options |= _pairs(module, query, attention_mask, keys)
+    elif causal and queries > 1:
+        # A static cache has room behind the tokens.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    elif not causal and sliding_window is not None and sliding_window < keys and pack is None:
         raise ValueError(
             f'attn_implementation="{NAME}": sliding_window: expected a mask beside a window of '
             "attention that is not causal"
         )
-    if causal and queries > 1:
-        # A static cache has room behind the tokens.
-        key, value = key[:, :, :queries], value[:, :, :queries]
-    options = {**options, **(_causal(None if moot else window) if causal else {})}
-    return _in_batches(query, key, value, options)
+    if "sparse_mode" not in options:
+        if causal and pack is None:
+            pack = _of_positions(module, kwargs.get("position_ids"), query, key.shape[2])
+        options |= _mode(causal, sliding_window, key.shape[2])
+    if pack is None:
+        out, *_ = ops.flash_attention_score(query, key, value, **options, layout="BNSD")
+        return out.transpose(1, 2).contiguous(), None
+    return _in_pack(query, key, value, pack, options), None
 
 
-def _in_batches(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    out, *_ = ops.flash_attention_score(query, key, value, **options, layout="BNSD")
-    return out.transpose(1, 2).contiguous()
+def _mode(causal: bool, window: int | None, keys: int = sys.maxsize) -> dict[str, Any]:
+    if not window or window >= keys:
+        return {"sparse_mode": 3} if causal else {}
+    return {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0 if causal else window - 1}
 
 
-def _in_sequences(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    brief: Tensor,
-    position_ids: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    keys = brief.shape[-1]
-    key, value = key[:, :, :keys], value[:, :, :keys]
-    window, ends = _lengths(brief, query.shape[0], query.shape[2])
-    options = {**options, **_causal(window)}
-    if ends is None:
-        ends = _ends_of_positions(position_ids, query, key)
-    if ends is None:
-        return _in_batches(query, key, value, options)
-    return _in_pack(query, key, value, ends, options)
+def _pairs(module: nn.Module, query: Tensor, mask: Tensor, keys: int) -> dict[str, Any]:
+    """A mask of all pairs, as the operator takes it."""
+    if mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(
+            f'attn_implementation="{NAME}": attention_mask: expected (B, keys), or (B, 1, queries, '
+            "keys), bool where True keeps a key or what is added to the scores, got "
+            f"{mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    options: dict[str, Any] = {"sparse_mode": 1}
+    if mask.is_floating_point():
+        if is_compiling() or captures(query.device) or mask.requires_grad:
+            kept, bias = _kept_and_bias(mask, query.dtype)
+        else:
+            kept, bias = _once.read(module, mask, lambda x: _kept_and_bias(x, query.dtype, True))
+        mask = kept
+        if bias is not None:
+            options |= {"pse_shift": bias[..., :keys], "pse_type": 0}
+    batch = len(query) if mask.shape[1] > 1 else -1
+    return {**options, "attn_mask": mask[..., :keys].expand(batch, -1, query.shape[2], -1)}
+
+
+def _kept_and_bias(
+    mask: Tensor, dtype: torch.dtype, read: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """What is added to the scores keeps a key unless it is -inf or the smallest number.
+
+    As a bias, -inf makes NaN on a device.
+    """
+    bias = mask.to(dtype)
+    kept = (mask > torch.finfo(mask.dtype).min) & (bias > torch.finfo(dtype).min)
+    bias = bias.where(kept, 0)
+    return kept, None if read and not bias.any() else bias
 
 
 def _in_pack(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: tuple[Lengths, Lengths],
-    options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, pack: Sequences, options: dict[str, Any]
 ) -> Tensor:
     batch, heads, queries, _ = query.shape
     tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    query_ends, key_ends = ends
+    if "attn_mask" in options:
+        if "pse_shift" in options or options["attn_mask"].shape[1] > 1:
+            raise NotImplementedError(
+                f'attn_implementation="{NAME}": attention_mask: expected bool, the same for all '
+                "heads, beside lengths of packed sequences (cu_seq_lens_q)"
+            )
+        options["attn_mask"] = torch.block_diag(*options["attn_mask"][:, 0])
     out, *_ = ops.flash_attention_score(
         *tensors, **options, layout="TND",
-        actual_seq_lengths_query=query_ends, actual_seq_lengths_key=key_ends,
+        actual_seq_lengths_query=pack.query_ends, actual_seq_lengths_key=pack.key_ends,
     )  # fmt: skip
     return out.view(batch, queries, heads, -1)
 
 
-# All layers get the same mask and positions, whose lengths are read on the host once. A forward
-# makes its masks anew, and may change its positions in place: `mask` forgets them.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_positions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+class _OncePerForward:
+    """What the host reads of tensors that all layers of a forward get.
+
+    A forward begins where its masks are made, or where a layer asks again: tensors may have changed
+    in place, which nothing else tells.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def begin(self) -> None:
+        self._known.clear()
+
+    def read(self, layer: nn.Module, x: Tensor, function: Callable[[Tensor], Any]) -> Any:
+        found, layers = self._known.get(x, (None, {id(layer)}))
+        if id(layer) in layers:
+            found, layers = function(x), set()
+            self._known[x] = found, layers
+        layers.add(id(layer))
+        return found
 
 
-def _ends_of_positions(
-    position_ids: Tensor | None, query: Tensor, key: Tensor
-) -> tuple[Lengths, Lengths] | None:
-    """The ends of the queries and keys of sequences whose positions start over, if any do."""
+_once = _OncePerForward()
+
+
+def _of_positions(
+    layer: nn.Module, position_ids: Tensor | None, query: Tensor, keys: int
+) -> Sequences | None:
+    """The sequences whose positions start over, if any do."""
     batch, _, queries, _ = query.shape
-    # Keys of a cache have no positions here.
-    if position_ids is None or key.shape[2] != queries or queries == 1:
+    if position_ids is None or queries == 1 or keys < queries:
         return None
     if position_ids.shape not in ((batch, queries), (1, queries)):
         return None
     if is_compiling() or captures(query.device):
         return None
-    if position_ids not in _positions:
-        found = packed(position_ids.expand(batch, -1))
-        ends = None if found is None else (found.query_ends, found.query_ends)
-        _positions[position_ids] = ends
-    known: tuple[Lengths, Lengths] | None = _positions[position_ids]
-    return known
+    begins = _once.read(layer, position_ids, lambda x: begins_of_runs(x.expand(batch, -1), 1))
+    return from_begins(begins, batch, queries, keys, keys - queries)
 
 
-def _lengths(
-    brief: Tensor, batch: int, queries: int
-) -> tuple[int | None, tuple[Lengths, Lengths] | None]:
-    """The window, and the ends of the queries and keys of all sequences, if not one per batch."""
-    if brief not in _known:
+def _lengths(layer: nn.Module, brief: Tensor, query: Tensor) -> tuple[int | None, Sequences | None]:
+    """The window, and the sequences, if not one per batch."""
+    batch, _, queries, _ = query.shape
+
+    def read(brief: Tensor) -> tuple[int | None, Sequences | None]:
         numbers, windows = brief[:, 0].unbind(1)
         keys = brief.shape[-1]
         begins = begins_of_runs(numbers.expand(batch, -1), 0)
-        ends = None
+        pack = None
         if len(begins) > batch:
             found = [(_queries_before(end, queries, keys), end) for end in begins[1:]]
             kept = without_empty([*found, (batch * queries, batch * keys)])
-            ends = ([q for q, _ in kept], [k for _, k in kept])
-        _known[brief] = (int(windows[0, 0]) or None, ends)
-    return _known[brief]
+            pack = Sequences([q for q, _ in kept], [k for _, k in kept], None)
+        return int(windows[0, 0]) or None, pack
+
+    window_and_pack: tuple[int | None, Sequences | None] = _once.read(layer, brief, read)
+    return window_and_pack
 
 
 def _queries_before(end: int, queries: int, keys: int) -> int:

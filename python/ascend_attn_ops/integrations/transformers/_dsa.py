@@ -263,7 +263,7 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     if cache is not None:
         offset, keys = cache.get_query_offset(0), cache.get_mask_sizes(queries, 0)[0]
     elif mask is None and _may_be_packed(base, kwargs):
-        return _sequences.packed(kwargs["position_ids"].expand(batch, queries)), keys
+        return _sequences.packed(kwargs["position_ids"].expand(batch, queries), queries, 0), keys
 
     if mask is None:
         if not isinstance(offset, Tensor) and offset + queries == keys:
@@ -296,7 +296,7 @@ def _unpadded(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequences |
             "pass sequences of one length, or packed ones, and no mask under torch.compile"
         )
     if mask is None and kwargs.get("past_key_values") is None and _may_be_packed(base, kwargs):
-        return _sequences.packed(kwargs["position_ids"].expand(batch, queries)), queries
+        return _sequences.packed(kwargs["position_ids"].expand(batch, queries), queries, 0), queries
     return None, queries
 
 

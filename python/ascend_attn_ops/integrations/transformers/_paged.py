@@ -15,32 +15,28 @@ from transformers.generation.continuous_batching.cache_allocators import CacheAl
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._packing import lengths_between
+from ascend_attn_ops._patches import Patch
 
 # The operator takes pages of a multiple of so many rows.
 _PAGE_ROWS = 16
 
 
-_lazy_imports: Callable[..., tuple[Any, ...]] = modeling_flash_attention_utils._lazy_imports
-
-
-def let_models_load(name: str) -> None:
+def let_models_load(name: str, patch: Patch) -> None:
     """Let models have an attention whose name contains "flash" without the package flash-attn.
 
     transformers loads flash-attn's functions for such a model, and off the NPU cannot without the
     package. The attention does not call them.
     """
 
-    @wraps(_lazy_imports)
+    found: Callable[..., tuple[Any, ...]] = modeling_flash_attention_utils._lazy_imports
+
+    @wraps(found)
     def lazy_imports(implementation: str | None, *rest: Any, **options: Any) -> tuple[Any, ...]:
         if implementation != name:
-            return _lazy_imports(implementation, *rest, **options)
+            return found(implementation, *rest, **options)
         return None, None, None, None, None
 
-    modeling_flash_attention_utils._lazy_imports = lazy_imports
-
-
-def undo() -> None:
-    modeling_flash_attention_utils._lazy_imports = _lazy_imports
+    patch.set_attribute(modeling_flash_attention_utils, "_lazy_imports", lazy_imports)
 
 
 class _Step(NamedTuple):

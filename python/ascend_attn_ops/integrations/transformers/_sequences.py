@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_on, without_empty
+from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_of, lengths_on, without_empty
 from ascend_attn_ops._torch import assert_async
 from ascend_attn_ops.device_limits import device_in_force
 
@@ -64,16 +65,59 @@ def padded(valid: Tensor, queries: int, offset: int | Tensor) -> Sequences:
 
 # How many sequences there are is in the data.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def packed(position_ids: Tensor) -> Sequences | None:
+def packed(position_ids: Tensor, keys: int, offset: int) -> Sequences | None:
     """The sequences of position ids (B, S) that start over; None if each batch is one sequence.
 
     A sequence ends where an id is not the one before plus one, as in transformers.
     """
-    begins = begins_of_runs(position_ids, 1)
-    if len(begins) == len(position_ids):
+    batch, queries = position_ids.shape
+    return from_begins(begins_of_runs(position_ids, 1), batch, queries, keys, offset)
+
+
+def from_begins(
+    begins: list[int], batch: int, queries: int, keys: int, offset: int
+) -> Sequences | None:
+    """The sequences that begin at these queries; None if each batch is one sequence.
+
+    Args:
+        keys: of a batch; behind those of its tokens there may be others, which are nobody's.
+        offset: how many were cached before the tokens: the first sequence goes on with them.
+    """
+    if len(begins) == batch:
         return None
-    ends = [*begins[1:], position_ids.numel()]
-    return Sequences(ends, ends, None)
+    ends = []
+    for end in [*begins[1:], batch * queries]:
+        row, last = divmod(end - 1, queries)
+        ends.append((end, row * keys + offset + last + 1))
+        if last == queries - 1:
+            ends.append((end, (row + 1) * keys))
+    query_ends, key_ends = zip(*without_empty(ends), strict=True)
+    return Sequences(query_ends, key_ends, None)
+
+
+def of_collator(kwargs: Mapping[str, Any], queries: int, keys: int) -> Sequences | None:
+    """The sequences whose lengths a collator says, if it does. Compiled models read them as well.
+
+    Raises:
+        ValueError: there are other keys than those of the tokens.
+    """
+    query_ends = kwargs.get("cu_seq_lens_q")
+    key_ends = kwargs.get("cu_seq_lens_k", query_ends)
+    if query_ends is None or key_ends is None:
+        return None
+    if keys != queries:
+        raise ValueError(
+            f"cu_seq_lens_q: expected as many keys as tokens, got {keys} keys and {queries} "
+            "tokens: a cache has keys of no sequence of the pack; pass use_cache=False"
+        )
+    return Sequences(query_ends[1:], key_ends[1:], None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def on_host(sequences: Sequences) -> Sequences:
+    """With lists of ends."""
+    query_ends, key_ends = (lengths_of(x) for x in sequences[:2])
+    return Sequences(query_ends, key_ends, sequences.valid)
 
 
 def ends_of(sequences: Tensor) -> Tensor:
