@@ -26,7 +26,7 @@ class _Options(NamedTuple):
     attention: dict[str, Any]
     indexer: dict[str, Any]
     weight: Any  # None for a tensor, which is saved
-    on_results: Callable[[Tensor, Tensor], None] | None
+    on_results: Callable[[Tensor, Tensor], Tensor | None] | None
 
 
 class _AttentionWithLoss(torch.autograd.Function):
@@ -36,14 +36,15 @@ class _AttentionWithLoss(torch.autograd.Function):
     def forward(
         query: Tensor, ori_kv: Tensor, cmp_kv: Tensor, indices: Tensor, query_index: Tensor,
         key_index: Tensor, weights: Tensor, sink: Tensor | None, weight: Tensor | None,
-        options: _Options,
+        probe: Tensor | None, options: _Options,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return sparse_flash_mla(query, ori_kv, cmp_kv, indices, sink=sink, **options.attention)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, options = inputs
+        *tensors, probe, options = inputs
         ctx.options, ctx.limits = options, limits_in_force()
+        ctx.probe = None if probe is None else (probe.device, probe.dtype)
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*tensors, *output)
 
@@ -60,6 +61,7 @@ class _AttentionWithLoss(torch.autograd.Function):
             query, ori_kv, cmp_kv, indices, d_out, out, lse, sink=sink, **options.attention
         )
         d_indexer: list[Tensor | None] = [None, None, None]
+        d_probe = None
         if any(ctx.needs_input_grad[4:7]):
             *gradients, softmax = sparse_lightning_indexer_kl_loss_grad(
                 indexer[0], indexer[1], indexer[2], indices, target, **options.indexer
@@ -68,10 +70,12 @@ class _AttentionWithLoss(torch.autograd.Function):
                 x * (options.weight if weight is None else weight.to(x.dtype)) for x in gradients
             ]
             if options.on_results is not None:
-                options.on_results(target, softmax)
+                d_probe = options.on_results(target, softmax)
+        if d_probe is not None:
+            d_probe = d_probe.to(*ctx.probe)
         return (
             d_query, d_ori_kv, d_cmp_kv, None, *d_indexer, d_sink if sink is not None else None,
-            None, None,
+            None, d_probe, None,
         )  # fmt: skip
 
 
@@ -188,11 +192,15 @@ def check_loss_weight(where: str, weight: float | Tensor) -> None:
 def attention_with_indexer_loss(
     *tensors: Tensor,
     indexer_loss_weight: float | Tensor,
-    on_results: Callable[[Tensor, Tensor], None] | None,
+    on_results: Callable[[Tensor, Tensor], Tensor | None] | None,
     sink: Tensor | None,
+    probe: Tensor | None = None,
     **attention: Any,
 ) -> Tensor:
-    """sparse_flash_mla_with_indexer_loss, which tells `on_results` the target and the softmax."""
+    """sparse_flash_mla_with_indexer_loss, which tells `on_results` the target and the softmax.
+
+    What it returns becomes the gradient of `probe`, a scalar: a compiled backward tells it so.
+    """
     weight = indexer_loss_weight
     check_loss_weight(_NAME, weight)
     query, ori_kv, cmp_kv, indices, query_index, key_index, weights = tensors
@@ -215,6 +223,6 @@ def attention_with_indexer_loss(
         )
     out, _ = _AttentionWithLoss.apply(
         query, ori_kv, cmp_kv, indices, query_index, key_index, weights, sink,
-        weight if factor is None else None, options,
+        weight if factor is None else None, probe, options,
     )  # fmt: skip
     return out

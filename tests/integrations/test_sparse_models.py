@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ BATCHES = {
     "left padding": padding("left"),
     "right padding": padding("right"),
     "packed": packing(),
-    "packed, and one cache for all": {**packing(), "use_cache": True},
+    "packed, with a cache": {**packing(), "use_cache": True},
 }
 
 
@@ -61,8 +62,9 @@ def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
     eager, ours = pair(name)
     text = tokens()
     valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
-    labels = targets(text, valid)
-    results = [model(text, labels=labels, **arguments) for model in (eager, ours)]
+    arguments = {**arguments, "labels": targets(text, valid)}
+    # transformers finds packed sequences without a cache alone.
+    results = [eager(text, **{**arguments, "use_cache": False}), ours(text, **arguments)]
     torch.testing.assert_close(results[1].logits[valid], results[0].logits[valid], **CLOSE)
     for result in results:
         result.loss.backward()
@@ -169,17 +171,45 @@ def test_dense_warm_up_sees_the_sequences(batch: str) -> None:
     arguments = BATCHES[batch]
     _, ours = pair("DeepSeek-V3.2", dense_warmup=True)
     valid = arguments.get("attention_mask", torch.ones_like(tokens())).bool()
-    expected = make("DeepSeek-V3.2", index_topk=64)(tokens(), **arguments).logits[valid]
+    eager = make("DeepSeek-V3.2", index_topk=64)
+    expected = eager(tokens(), **{**arguments, "use_cache": False}).logits[valid]
     actual = ours(tokens(), **arguments).logits[valid]
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_frozen_parameters_stay_frozen_after_the_warm_up() -> None:
+def test_what_the_user_freezes_stays_frozen_after_the_warm_up(tmp_path: Path) -> None:
+    """Before it or meanwhile, also in copies."""
     _, ours = pair("DeepSeek-V3.2")
     ours.lm_head.requires_grad_(False)
     enable_dsa(ours, dense_warmup=True)
+    torch.save(ours, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for model in (loaded, copy.deepcopy(ours), ours):
+        model.model.norm.requires_grad_(False)
+        model.model.embed_tokens.weight.requires_grad = False
+        disable_dsa(model)
+        assert {x for x, y in model.named_parameters() if not y.requires_grad} == {
+            "lm_head.weight", "model.norm.weight", "model.embed_tokens.weight",
+        }  # fmt: skip
+        assert {type(x) for x in model.parameters()} == {nn.Parameter}
+
+
+def test_all_or_nothing_is_enabled(name: str) -> None:
+    """The last layer cannot be called: after an error the model is as it was."""
+    eager, ours = make(name), make(name)
+    last = ours.model.layers[2].mlp
+    with (
+        mock.patch.object(last, "register_forward_hook", side_effect=KeyError),
+        pytest.raises(KeyError),
+    ):
+        enable_dsa(ours, dense_warmup=True)
+    assert [type(x) for x in ours.modules()] == [type(x) for x in eager.modules()]
+    assert all(x.requires_grad for x in ours.parameters())
+    assert torch.equal(ours(tokens()).logits, eager(tokens()).logits)
+    # A later stage of a pipeline has no embeddings.
+    ours.model.embed_tokens = None
+    enable_dsa(ours, dense_warmup=True)
     disable_dsa(ours)
-    assert [x for x, y in ours.named_parameters() if not y.requires_grad] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -196,35 +226,58 @@ def test_generate_with_the_librarys_caches(name: str, cache: str, padded: bool) 
     assert type(actual.past_key_values) is type(expected.past_key_values)
 
 
-def test_chunks_of_a_prompt(name: str) -> None:
-    """Several tokens beside a cache."""
+@pytest.mark.parametrize("static", [False, True])
+def test_chunks_of_a_prompt(name: str, static: bool) -> None:
+    """Several tokens beside a cache, with which the first sequence of a pack goes on."""
     eager, ours = pair(name)
     text = tokens()
-    cache = transformers.DynamicCache(config=ours.config)
-    ours(text[:, :23], past_key_values=cache)
-    actual = ours(text[:, 23:], past_key_values=cache).logits
-    torch.testing.assert_close(actual, eager(text).logits[:, 23:], **CLOSE)
+    for positions in (torch.arange(40), torch.cat([torch.arange(33), torch.arange(7)])):
+        cache = transformers.DynamicCache(config=ours.config)
+        if static:
+            cache = transformers.StaticCache(config=ours.config, max_cache_len=48)
+        parts = [
+            ours(text[:, part], position_ids=positions[None, part], past_key_values=cache).logits
+            for part in (slice(23), slice(23, None))
+        ]
+        whole = eager(text, position_ids=positions[None], use_cache=False).logits
+        torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
 
 
-@pytest.mark.parametrize("name", [SPARSE[0], pytest.param(SPARSE[1], marks=nightly)])
-def test_compiled(name: str) -> None:
+COMPILED = [SPARSE[0], pytest.param(SPARSE[1], marks=nightly), "DeepSeek-V4"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled(name: str, checkpointing: bool) -> None:
+    """In one graph, which also tells the losses; packs have the lengths of a collator."""
     torch.compiler.reset()
-    eager, ours = pair(name)
-    text = tokens()
-    compiled = torch.compile(ours, backend="aot_eager")
-    for arguments in ({}, padding("left")):
-        valid = arguments.get("attention_mask", torch.ones_like(text)).bool()
-        result = compiled(text, labels=text, **arguments)
-        expected = eager(text, labels=text, **arguments)
-        torch.testing.assert_close(result.logits[valid], expected.logits[valid], **CLOSE)
-    result = compiled(text, labels=text)
-    losses = {layer: loss.clone() for layer, loss in ours.indexer_losses().items()}
-    result.loss.backward()
-    found = {x: y.grad.clone() for x, y in indexer_parameters(ours).items()}
-    ours.zero_grad()
-    ours(text, labels=text).loss.backward()
-    torch.testing.assert_close(losses, ours.indexer_losses())
-    torch.testing.assert_close(found, {x: y.grad for x, y in indexer_parameters(ours).items()})
+    _, ours = pair(name)
+    ours.train()
+    if checkpointing:
+        ours.activation_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ends = {"cu_seq_lens_q": torch.tensor([0, 15, 16, 40]), "use_cache": False}
+    plain = {"use_cache": False}
+    padded = {**padding("left"), **plain}
+    batches = [(plain, plain), (padded, padded), (ends, packing(1))]
+    for arguments in batches[: 1 if name == "DeepSeek-V4" else 3]:
+        text = tokens(1 if arguments[0] is ends else 2)
+        valid = arguments[0].get("attention_mask", torch.ones_like(text)).bool()
+        found = []
+        for model, given in zip((compiled, ours), arguments, strict=True):
+            ours.zero_grad()
+            result = model(text, labels=targets(text, valid), **given)
+            result.loss.backward()
+            found.append((result.logits[valid], ours.indexer_losses(), gradients(ours)))
+        assert len(found[0][1]) == {"DeepSeek-V4": 1, SPARSE[0]: 3, SPARSE[1]: 2}[name]
+        torch.testing.assert_close(found[0], found[1], **CLOSE)
+
+
+def test_lengths_of_a_collator_beside_a_cache(name: str) -> None:
+    _, ours = pair(name)
+    cache = ours(tokens(1)).past_key_values
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* use_cache=False"):
+        ours(tokens(1), past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 15, 40]))
 
 
 def test_model_is_saved_as_it_was_and_loads_in_plain_transformers(

@@ -8,14 +8,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._packing import lengths_between
 from ascend_attn_ops.compression import compress_keys, first_tokens
 from ascend_attn_ops.indexer_training import attention_with_indexer_loss, indexer_loss
-from ascend_attn_ops.integrations.transformers._layers import EnabledAttention, Options, Tokens
+from ascend_attn_ops.integrations.transformers._layers import (
+    EnabledAttention,
+    Options,
+    State,
+    Tokens,
+)
 
 _rotate = modeling.apply_rotary_pos_emb
 _INDEXER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,7 +43,6 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
     """
 
     model = modeling.DeepseekV4Model
-    original = modeling.DeepseekV4Attention
     takes_padding = False
 
     config: Any
@@ -67,6 +70,9 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         indexer = getattr(layer.compressor, "indexer", None)
         if indexer is not None:
             check_indexer(indexer, layer.layer_idx)
+
+    def state(self, options: Options) -> State:
+        return State(options, self.kv_proj.weight.device)
 
     def forward(
         self,
@@ -120,7 +126,6 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
             "ori_win_left": self.sliding_window - 1,
             **batch.lengths(),
         }
-        self.indexer_loss = None
         if self.compressor is None:
             return ops.sparse_flash_mla(arrange(query), arrange(key), **attention)[0]
         compressed = batch.compress(self.compressor, "compressor", hidden_states)
@@ -142,7 +147,7 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         # relu lets both scales by: they are positive.
         weights = scorer.weights_proj(hidden_states).to(statistics_dtype)
         weights = weights * (scorer.weights_scaling * scorer.softmax_scale)
-        dtype = self.dsa_options.indexer_dtype or query.dtype
+        dtype = self.dsa.options.indexer_dtype or query.dtype
         indexed = arrange(query_index.to(dtype)), key_index.to(dtype), arrange(weights)
 
         lengths = {
@@ -160,14 +165,15 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         rows = hidden_states.shape[:-1].numel()
         return attention_with_indexer_loss(
             *keys, indices, *indexed, **attention,
-            indexer_loss_weight=self.dsa_options.indexer_loss_weight / rows,
-            on_results=None if is_compiling() else partial(self._keep_loss, rows),
+            indexer_loss_weight=self.dsa.options.indexer_loss_weight / rows,
+            on_results=partial(_mean_loss, rows), probe=self.dsa.probe,
         )  # fmt: skip
 
-    def _keep_loss(self, rows: int, target: Tensor, softmax: Tensor) -> None:
-        # Less the entropy of a row's share: so it is no less than 0, and has the same gradient.
-        mass = target.sum(-1)
-        self.indexer_loss = (indexer_loss(target, softmax) - torch.xlogy(mass, mass).sum()) / rows
+
+def _mean_loss(rows: int, target: Tensor, softmax: Tensor) -> Tensor:
+    # Less the entropy of a row's share: so it is no less than 0, and has the same gradient.
+    mass = target.sum(-1)
+    return (indexer_loss(target, softmax) - torch.xlogy(mass, mass).sum()) / rows
 
 
 class _Batch:

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from transformers import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
+from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.integrations.transformers import _sequences
 from ascend_attn_ops.integrations.transformers._layers import EnabledAttention, Options, Tokens
 
@@ -30,12 +31,17 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-class _Enabled:
-    """The state that disable_dsa restores beside the classes of the layers."""
+class _Frozen(nn.Parameter):
+    """A parameter that the dense warm-up does not train. Who sets requires_grad takes it over."""
 
-    def __init__(self) -> None:
-        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.frozen: list[nn.Parameter] = []
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+        return self.requires_grad_(requires_grad)
+
+    requires_grad = property(lambda self: False, requires_grad_)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return _Frozen, (self.data, False)
 
 
 def enable_dsa(
@@ -53,8 +59,10 @@ def enable_dsa(
     (:func:`ascend_attn_ops.attach_loss`): whatever trains the model trains the indexers too, which
     learn in transformers not at all. Parameters and their names, config, caches, generate(),
     gradient checkpointing, padding masks and packed sequences (position_ids that start over)
-    remain as they are. The logits are those of transformers but for rounding, unless scores of
-    the indexer tie at the last selected key: here the earlier key is selected, and there any.
+    remain as they are. A pack's sequences are kept apart beside a cache too; under torch.compile
+    say their lengths by cu_seq_lens_q, as collators do. The logits are those of transformers but
+    for rounding, unless scores of the indexer tie at the last selected key: here the earlier key is
+    selected, and there any.
 
     Call it before the model is wrapped (DistributedDataParallel, FSDP) and before the optimizer is
     made. Forward hooks on kv_b_proj are not called. The dense warm-up needs the indices of all
@@ -123,46 +131,62 @@ def enable_dsa(
         _kind_of(layer).check_layer(layer, options)
     disable_dsa(model)
 
-    enabled = _Enabled()
-    for layer in layers:
-        layer.__class__ = _kind_of(layer)
-        layer.dsa_options, layer.indexer_loss = options, None
-    kinds = {type(layer).model: type(layer) for layer in layers}
-    for base in model.modules():
-        if type(base) in kinds:
-            describe = partial(_describe_tokens, kinds[type(base)].takes_padding, dense_warmup)
-            enabled.hooks.append(base.register_forward_pre_hook(describe, with_kwargs=True))
-            if dense_warmup:
-                enabled.hooks += _cut_gradients(base)
-    if dense_warmup:
-        indexers = {id(x) for layer in layers if layer.indexer for x in layer.indexer.parameters()}
-        enabled.frozen = [
-            x for x in model.parameters() if x.requires_grad and id(x) not in indexers
-        ]
-        for parameter in enabled.frozen:
-            parameter.requires_grad_(False)
-    model._ascend_dsa = enabled  # type: ignore[assignment]
-    if isinstance(model, GenerationMixin):
-        takes_padding = all(kind.takes_padding for kind in kinds.values())
-        model.create_masks_for_generate = _masks_for_generate if takes_padding else _given_mask
-    model.indexer_losses = partial(_indexer_losses, model)  # type: ignore[assignment]
+    with Patch() as patch:
+        patch.set_attribute(model, "_ascend_dsa", patch)
+        for layer in layers:
+            _set_class(patch, layer, _kind_of(layer))
+            patch.set_attribute(layer, "dsa", layer.state(options))
+        kinds = {type(layer).model: type(layer) for layer in layers}
+        becomes = dict(kind.layer for kind in kinds.values() if kind.layer is not None)
+        for base in [*model.modules()]:
+            if type(base) in becomes:
+                _set_class(patch, base, becomes[type(base)])
+            if type(base) in kinds:
+                describe = partial(_describe_tokens, kinds[type(base)].takes_padding, dense_warmup)
+                hook = base.register_forward_pre_hook(describe, with_kwargs=True)
+                patch.on_undo(hook.remove)
+                if dense_warmup:
+                    _cut_gradients(patch, base)
+        if dense_warmup:
+            indexers = {x for layer in layers if layer.indexer for x in layer.indexer.parameters()}
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter not in indexers:
+                    parameter.requires_grad_(False)
+                    if type(parameter) is nn.Parameter:
+                        parameter.__class__ = _Frozen
+                    patch.on_undo(_unfreeze, parameter, type(parameter))
+        if isinstance(model, GenerationMixin):
+            takes_padding = all(kind.takes_padding for kind in kinds.values())
+            masks = _masks_for_generate if takes_padding else _given_mask
+            patch.set_attribute(model, "create_masks_for_generate", masks)
+        patch.set_attribute(model, "indexer_losses", partial(_indexer_losses, model))
+
+
+def _set_class(patch: Patch, module: nn.Module, kind: type[nn.Module]) -> None:
+    before = type(module)
+    module.__class__ = kind
+    patch.on_undo(_restore_class, module, kind, before)
+
+
+def _unfreeze(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    if type(parameter) is kind:
+        parameter.requires_grad_()
+
+
+def _restore_class(module: nn.Module, kind: type[nn.Module], before: type[nn.Module]) -> None:
+    # FSDP2 gives modules a class of its own.
+    if type(module) is kind:
+        module.__class__ = before
 
 
 def disable_dsa(model: nn.Module) -> None:
-    """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it."""
+    """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it.
+
+    What you have frozen meanwhile stays frozen.
+    """
     # Its own model, or a wrapper's: torch.compile keeps our attributes in the inner model.
-    for enabled_model in [x for x in model.modules() if "_ascend_dsa" in x.__dict__]:
-        enabled = enabled_model.__dict__.pop("_ascend_dsa")
-        del enabled_model.__dict__["indexer_losses"]
-        enabled_model.__dict__.pop("create_masks_for_generate", None)
-        for hook in enabled.hooks:
-            hook.remove()
-        for parameter in enabled.frozen:
-            parameter.requires_grad_(True)
-        for layer in enabled_model.modules():
-            if isinstance(layer, EnabledAttention):
-                del layer.dsa_options, layer.indexer_loss
-                layer.__class__ = type(layer).original
+    for enabled in [x for x in model.modules() if "_ascend_dsa" in vars(x)]:
+        vars(enabled)["_ascend_dsa"].undo()
     if any(isinstance(layer, EnabledAttention) for layer in model.modules()):
         raise ValueError(
             f"disable_dsa: model: {type(model).__name__} is a part of what is enabled already; "
@@ -186,9 +210,9 @@ def _kind_of(layer: Any) -> type[EnabledAttention]:
 def _indexer_losses(model: nn.Module) -> dict[int, Tensor]:
     """The mean KL loss of each indexer in the last forward, by the number of its layer."""
     return {
-        layer.layer_idx: layer.indexer_loss
+        layer.layer_idx: loss
         for layer in model.modules()
-        if isinstance(layer, EnabledAttention) and layer.indexer_loss is not None
+        if isinstance(layer, EnabledAttention) and (loss := layer.dsa.loss) is not None
     }
 
 
@@ -211,14 +235,17 @@ def _given_mask(inputs_embeds: Tensor, attention_mask: Tensor | None = None, **_
     return attention_mask
 
 
-def _cut_gradients(base: Any) -> list[torch.utils.hooks.RemovableHandle]:
+def _cut_gradients(patch: Patch, base: Any) -> None:
     """In the dense warm-up gradients pass the layers on their residual path only.
 
     There they reach the losses that are attached to the attention's outputs. They start at the
     embeddings: reentrant checkpointing wants an input with a gradient.
     """
-    handles = [layer.mlp.register_forward_hook(_without_gradients) for layer in base.layers]
-    return [*handles, base.embed_tokens.register_forward_hook(_start_gradients)]
+    for layer in base.layers:
+        patch.on_undo(layer.mlp.register_forward_hook(_without_gradients).remove)
+    # A later stage of a pipeline has no embeddings, and gets what another embedded.
+    if base.embed_tokens is not None:
+        patch.on_undo(base.embed_tokens.register_forward_hook(_start_gradients).remove)
 
 
 def _without_gradients(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -238,6 +265,8 @@ def _describe_tokens(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Pass a description of the sequences to a model's forward, instead of a mask."""
     kwargs = {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
+    for layer in base.layers:
+        layer.self_attn.dsa.loss = None
     sequences, keys = (_sequences_of if takes_padding else _unpadded)(base, kwargs)
     every_key = None
     if dense_warmup:
@@ -262,10 +291,10 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     offset, keys = 0, queries
     if cache is not None:
         offset, keys = cache.get_query_offset(0), cache.get_mask_sizes(queries, 0)[0]
-    elif mask is None and _may_be_packed(base, kwargs):
-        return _sequences.packed(kwargs["position_ids"].expand(batch, queries), queries, 0), keys
-
     if mask is None:
+        packed = _packed(base, kwargs, keys, offset)
+        if packed is not None:
+            return packed, keys
         if not isinstance(offset, Tensor) and offset + queries == keys:
             return None, keys
         valid = (torch.arange(keys, device=device) < offset + queries).expand(batch, keys)
@@ -282,27 +311,47 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     else:
         valid = _sequences.valid_keys(mask, queries, offset).expand(batch, -1)
     if not is_compiling() and bool(valid.all()):
-        return None, keys
+        return _packed(base, kwargs, keys, offset), keys
     return _sequences.padded(valid, queries, offset), keys
 
 
 def _unpadded(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequences | None, int]:
-    """As _sequences_of, for layers that know packed sequences, but no padding."""
-    batch, queries = _input_of(kwargs).shape[:2]
-    mask = kwargs.get("attention_mask")
+    """As _sequences_of, for layers that take neither padding nor packs beside a cache."""
+    queries = _input_of(kwargs).shape[1]
+    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     if mask is not None and (mask.ndim != 2 or is_compiling() or not bool(mask.all())):
         raise NotImplementedError(
             "enable_dsa: attention_mask: DeepSeek-V4 would compress padding as if it were text; "
             "pass sequences of one length, or packed ones, and no mask under torch.compile"
         )
-    if mask is None and kwargs.get("past_key_values") is None and _may_be_packed(base, kwargs):
-        return _sequences.packed(kwargs["position_ids"].expand(batch, queries), queries, 0), queries
-    return None, queries
+    found = _packed(base, kwargs, queries, 0)
+    if found is None:
+        return None, queries
+    if cache is not None:
+        raise NotImplementedError(
+            "enable_dsa: past_key_values: DeepSeek-V4 compresses packed sequences each by itself, "
+            "and a cache has one for all; pass use_cache=False"
+        )
+    # Compressed keys begin anew in each sequence, on the host.
+    kwargs["use_cache"] = False
+    return _sequences.on_host(found), queries
 
 
-def _may_be_packed(base: Any, kwargs: dict[str, Any]) -> bool:
-    """transformers packs sequences only where the model makes no cache."""
-    wanted = kwargs.get("use_cache")
-    wanted = base.config.use_cache if wanted is None else wanted
-    makes_cache = bool(wanted) and not (base.gradient_checkpointing and base.training)
-    return kwargs.get("position_ids") is not None and not makes_cache
+def _packed(
+    base: Any, kwargs: dict[str, Any], keys: int, offset: int | Tensor
+) -> _sequences.Sequences | None:
+    """The sequences of a pack: what a collator says, or what positions do that start over."""
+    batch, queries = _input_of(kwargs).shape[:2]
+    found = _sequences.of_collator(kwargs, queries, keys)
+    positions = kwargs.get("position_ids")
+    if found is not None or positions is None or queries == 1:
+        return found
+    if is_compiling():
+        # Reading breaks a graph, and so is for where transformers finds packs: without a cache.
+        wanted = kwargs.get("use_cache")
+        wanted = base.config.use_cache if wanted is None else wanted
+        if kwargs.get("past_key_values") is not None or (
+            wanted and not (base.gradient_checkpointing and base.training)
+        ):
+            return None
+    return _sequences.packed(positions.expand(batch, queries), keys, int(offset))

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ascend_attn_ops.integrations.transformers._sequences import Sequences
 
@@ -18,6 +19,33 @@ class Options:
     indexer_loss_weight: float | Tensor
     dense_warmup: bool
     indexer_dtype: torch.dtype | None
+
+
+class State:
+    """What a layer has while it is enabled.
+
+    Attributes:
+        loss: of the indexer in the last forward.
+        probe: a leaf whose gradient is the loss, where the backward knows it first: a compiled
+            backward has no other way to tell it.
+    """
+
+    def __init__(self, options: Options, probe_on: torch.device | None = None) -> None:
+        self.__setstate__((options, probe_on))
+
+    def __getstate__(self) -> tuple[Options, torch.device | None]:
+        return self.options, None if self.probe is None else self.probe.device
+
+    def __setstate__(self, state: tuple[Options, torch.device | None]) -> None:
+        self.options, probe_on = state
+        self.loss: Tensor | None = None
+        self.probe: Tensor | None = None
+        if probe_on is not None:
+            self.probe = torch.zeros((), device=probe_on, requires_grad=True)
+            self.probe.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, probe: Tensor) -> None:
+        self.loss, probe.grad = probe.grad, None
 
 
 @dataclass(frozen=True)
@@ -51,14 +79,13 @@ class EnabledAttention(nn.Module):
 
     model: ClassVar[type[nn.Module]]
     """The part of a model that calls the layers and tells them about the tokens."""
-    original: ClassVar[type[Any]]
-    """The layers' own class."""
+    layer: ClassVar[tuple[type[nn.Module], type[EnabledLayer]] | None] = None
+    """The class of the decoder layers that contain it, and what that becomes."""
 
     takes_padding: ClassVar[bool] = True
 
     layer_idx: int
-    dsa_options: Options
-    indexer_loss: Tensor | None
+    dsa: State
 
     @classmethod
     def check_layer(cls, layer: Any, options: Options) -> None:
@@ -69,6 +96,9 @@ class EnabledAttention(nn.Module):
                 f"{layer.attention_dropout}: the sparse operators have no dropout; set it to 0 "
                 "when the model is made"
             )
+
+    def state(self, options: Options) -> State:
+        return State(options)
 
     def check_call(self, tokens: Any, arguments: dict[str, Any]) -> None:
         if not isinstance(tokens, Tokens):
@@ -81,3 +111,33 @@ class EnabledAttention(nn.Module):
                 "enable_dsa: output_attentions: the attention weights of sparse attention never "
                 "exist as a matrix; call disable_dsa(model) for them"
             )
+
+
+class EnabledLayer(nn.Module):
+    """A decoder layer that contains such an attention, whose loss leaves a checkpoint as a result.
+
+    What a checkpoint sets on a module is lost to torch.compile.
+    """
+
+    self_attn: nn.Module
+    gradient_checkpointing: bool
+
+    def _is_compiled_checkpoint(self) -> bool:
+        enabled = isinstance(self.self_attn, EnabledAttention)
+        return enabled and is_compiling() and self.gradient_checkpointing and self.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_compiled_checkpoint():
+            return super().forward(*args, **kwargs)
+        losses: list[Tensor] = []
+        results = super().forward(*args, indexer_losses=losses, **kwargs)
+        return results, tuple(losses)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = super().__call__(*args, **kwargs)
+        if not self._is_compiled_checkpoint():
+            return results
+        results, losses = results
+        for loss in losses:
+            self.self_attn.dsa.loss = loss  # type: ignore[union-attr]
+        return results

@@ -73,10 +73,11 @@ class SparseAttention(EnabledAttention):
         past_key_values: Any = None,
         position_ids: Tensor | None = None,
         prev_topk_indices: Tensor | None = None,
+        indexer_losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         self.check_call(attention_mask, kwargs)
-        tokens, options = attention_mask, self.dsa_options
+        tokens, options = attention_mask, self.dsa.options
         if options.dense_warmup:
             hidden_states = hidden_states.detach()
 
@@ -118,10 +119,12 @@ class SparseAttention(EnabledAttention):
         values = torch.einsum("...nc,nvc->...nv", out, value_weight)
         output = self.o_proj(values.reshape(batch, length, -1))
 
-        self.indexer_loss = None
         if indexed is not None and self._learns(past_key_values):
             loss = self._loss(indexed, query, latent, indices, statistics, attention, tokens)
-            self.indexer_loss = loss.detach()
+            if indexer_losses is None:
+                self.dsa.loss = loss.detach()
+            else:
+                indexer_losses.append(loss.detach())
             output = ops.attach_loss(output, loss, scale=options.indexer_loss_weight)
         return self._results(output, indices)
 
@@ -186,8 +189,8 @@ class SparseAttention(EnabledAttention):
         # The model keeps this projection in float32. Both scales are positive: relu lets them by.
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-        dtype = self.dsa_options.indexer_dtype or dtype
-        if self.dsa_options.indexer_dtype is not None:
+        dtype = self.dsa.options.indexer_dtype or dtype
+        if self.dsa.options.indexer_dtype is not None:
             weights = weights.to(dtype)
         return (
             tokens.arrange(query.to(dtype)),
