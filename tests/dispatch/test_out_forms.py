@@ -11,6 +11,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from support import registered
+from support.freed import freed
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
 from support.samples import OPERATORS, WRONG_CALLS, Operator, Recipe, WrongCall, bytes_of
 from support.turns import by_turns
@@ -136,12 +137,6 @@ def test_wrong_outputs(operator: Operator, device: str) -> None:
         ):
             assert_refused(call.with_output(index, output), kind, name, expected)
     call.run()
-
-
-def freed(x: Tensor) -> Tensor:
-    x = x.clone()
-    x.untyped_storage().resize_(0)
-    return x
 
 
 @each_device

@@ -15,9 +15,10 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import _C, distributed
-from ascend_attn_ops.distributed import SequenceShards
+from ascend_attn_ops.distributed import SequenceShards, _agreement
 from fuzz.wrong_ranks import FUNCTIONS, Drawing
 from sparse_layer import Sizes, inputs, of_ranks
+from support.freed import freed
 from support.processes import on_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,12 +68,6 @@ def assert_all_are_told(messages: list[str], expected: str) -> None:
 
 def is_wrong(group: ProcessGroup) -> bool:
     return group.rank() == group.size() - 1
-
-
-def freed(x: Tensor) -> Tensor:
-    x = x.detach().clone()
-    x.untyped_storage().resize_(0)
-    return x
 
 
 def twice(x: Tensor) -> Tensor:
@@ -364,6 +359,22 @@ def test_wrong_in_the_backward_of_one_rank(name: str) -> None:
     messages = on_ranks(3, modified_before_the_backward, name)
     assert_all_are_told(messages, "RuntimeError: one of the variables needed for gradient")
     assert "(on rank 2)" in messages[0]
+
+
+def test_a_group_on_devices_gets_hosts_of_its_own() -> None:
+    """Although one that was destroyed had its name."""
+
+    class Group:
+        group_name, _device_types = "0", ()
+
+    first, second = Group(), Group()
+    dist = _agreement.dist
+    with (
+        mock.patch.object(dist, "get_process_group_ranks"),
+        mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: object()),
+    ):
+        hosts = [_agreement.host_group(x) for x in (first, second, first)]  # type: ignore[arg-type]
+    assert hosts[0] is hosts[2] is not hosts[1]
 
 
 def unchecked(group: ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from ascend_attn_ops.distributed.dtensor._placements import Part
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from ascend_attn_ops.distributed.dtensor._tokens import packed_lengths
 from dtensor_cases import LARGEST_ERROR
-from support import registered
+from support import fresh, registered
 from support.processes import on_ranks
 from support.samples import OPERATORS
 from support.turns import by_turns, nightly
@@ -211,6 +211,31 @@ def test_sinks(mesh: str, by: list, sink_at: list, gradient_at: list, dtype: tor
 
 def test_a_decision_is_made_once() -> None:
     assert on_four(dtensor_rules.decisions) == [(0, 1)] * 4
+
+
+def test_decisions_end_with_their_process_group() -> None:
+    """Another one may have groups of the same names, or of others."""
+    ran = fresh.run("""
+        import torch, torch.distributed as dist, ascend_attn_ops as ops
+        from ascend_attn_ops.distributed import enable_dtensor
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        ops.set_limits(None)
+        enable_dtensor()
+        for others in (3, 0):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            groups = [dist.new_group([0]) for _ in range(others)]
+            mesh = init_device_mesh("cpu", (1, 1))
+            at = [Replicate(), Shard(1)]
+            query = distribute_tensor(torch.randn(1, 8, 2, 16), mesh, at)
+            key = distribute_tensor(torch.randn(1, 8, 1, 16), mesh, [Replicate()] * 2)
+            indices = distribute_tensor(torch.zeros(1, 8, 1, 4, dtype=torch.int32), mesh, at)
+            out, *_ = ops.sparse_flash_attention(query, key, key, indices, scale_value=1.0)
+            print(out.device_mesh is mesh)
+            dist.destroy_process_group()
+    """)
+    assert ran.out.split() == ["True", "True"], ran.err
 
 
 def test_every_operator_has_its_axes() -> None:

@@ -10,6 +10,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops._arguments import shown
+from support.freed import freed
 from torch import Tensor
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -24,12 +25,6 @@ PACKED = torch.randn(5, 4, 8)
 TABLE = torch.tensor([[7, 2], [1, 3]])
 TWO = torch.tensor([1, 2])
 HIDDEN = torch.randn(2, 3, 8)
-
-
-def freed(x: Tensor) -> Tensor:
-    x = x.clone()
-    x.untyped_storage().resize_(0)
-    return x
 
 
 def beyond(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from ascend_attn_ops._arguments import shown
 # hear each other.
 _QUESTIONS = 4
 
-# By the name of the group that it accompanies.
-_host_groups: dict[str, ProcessGroup] = {}
+# By the group that it accompanies: another one may get its name.
+_host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -37,11 +38,10 @@ def host_group(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks that communicates between their hosts."""
     if any(device.type == "cpu" for device in group._device_types):
         return group
-    name = group.group_name
-    if name not in _host_groups:
+    if group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
-        _host_groups[name] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _host_groups[name]
+        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _host_groups[group]
 
 
 class Agreement:

@@ -10,8 +10,10 @@ wraps its results.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ascend_attn_ops._torch import without_modes
@@ -21,8 +23,10 @@ from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT, Plan
 from ascend_attn_ops.distributed.dtensor._signature import Signature, sizes_of
 
 _signatures: dict[Any, Signature] = {}
-# Lengths are part of the key, and may be others in every step: the oldest plan goes first.
-_plans: dict[tuple[Any, ...], Plan] = {}
+# Lengths are part of the key, and may be others in every step: the oldest plan goes first. Plans go
+# with the process group in which they communicate: equal meshes may have others.
+_Plans = dict[tuple[Any, ...], Plan]
+_plans: WeakKeyDictionary[Any, _Plans] = WeakKeyDictionary()
 _MOST_PLANS = 4096
 
 
@@ -61,31 +65,31 @@ def enable_dtensor() -> None:
             "has _op_dispatcher._custom_op_handlers and ExplicitRedistributionContext, as 2.10 to "
             f"2.15 have, got torch {torch.__version__}"
         )
-    for name in LINES:
-        overload = getattr(torch.ops.ascend, name).default
-        _signatures[overload] = Signature(overload)
-        handlers[overload] = _call
+    overloads = [getattr(torch.ops.ascend, name).default for name in LINES]
+    _signatures.update({overload: Signature(overload) for overload in overloads})
+    handlers.update(dict.fromkeys(overloads, _call))
 
 
 def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handles a call of `overload` with DTensors."""
     signature = _signatures[overload]
     values = signature.bind(args, kwargs)
+    plans = _plans.setdefault(dist.group.WORLD or DTensor, {})
     key = (overload, device_in_force(), *map(_described, values.values()))
     try:
-        plan = _plans.get(key)
+        plan = plans.get(key)
     except TypeError:
         # Symbolic sizes of torch.compile have no hash. A decision, as its graph, is for numbers.
         described = (_described(x, numbers=True) for x in values.values())
         key = (overload, device_in_force(), *described)
-        plan = _plans.get(key)
+        plan = plans.get(key)
     if plan is None:
         # While torch.compile traces, the decision is no part of the graph.
         with without_modes():
             plan = Plan(signature, values)
-        if len(_plans) >= _MOST_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[key] = plan
+        if len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        plans[key] = plan
     return plan.run(values)
 
 
@@ -93,10 +97,19 @@ def _described(value: Any, numbers: bool = False) -> Any:
     """All of an argument that a decision may depend on; with `numbers` for symbolic sizes."""
     if isinstance(value, DTensor):
         spec = value._spec
+        groups = tuple(getattr(spec.mesh, "_dim_group_names", ()))
         if not numbers:
-            return spec
+            return spec, groups
         strides = tuple(map(int, value.stride()))
-        return spec.mesh, spec.placements, spec.shard_order, sizes_of(value), strides, value.dtype
+        return (
+            groups,
+            spec.mesh,
+            spec.placements,
+            spec.shard_order,
+            sizes_of(value),
+            strides,
+            value.dtype,
+        )
     if isinstance(value, torch.Tensor):
         return sizes_of(value) if numbers else value.shape, value.dtype
     if isinstance(value, list | tuple):
