@@ -15,6 +15,7 @@ from ascend_attn_ops.check import recorded_calls
 from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
 from ascend_attn_ops.recording import replay
 from support import fresh
+from support.freed import freed
 from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
@@ -211,6 +212,31 @@ def test_files_stay_within_the_limit(tmp_path: Path) -> None:
     assert len(files) == 2
     assert len(seen) == 1
     assert sum(x.stat().st_size for x in files) < 24 * 2**10
+
+
+@pytest.mark.parametrize("when", ["raises", "differs"])
+def test_what_cannot_be_recorded_raises_its_own_error(when: Any, tmp_path: Path) -> None:
+    """The error of the plain call: torch's own functions would crash or raise others."""
+    cache, keys = torch.zeros(4, 16, 1, 64), torch.randn(2, 1, 64)
+    calls = [
+        (lambda: attend(freed(QUERY)), ValueError, "query: expected a storage that holds"),
+        (lambda: attend(QUERY.to_sparse()), NotImplementedError, "query: expected a dense tensor"),
+        (lambda: ops.scatter_pa_kv_cache_(keys, freed(cache), torch.tensor([5, 63])),
+         ValueError, "key_cache: expected a storage that holds"),
+    ]  # fmt: skip
+    for call, error, message in calls:
+        for block in (ops.record(tmp_path, when), ops.compare()):
+            with block as found, pytest.raises(error, match=message):
+                call()
+            assert not (found if isinstance(found, list) else found.differences)
+    folder = tmp_path / "gone"
+    with ops.record(folder, when="always") as files:
+        folder.rmdir()
+        with pytest.warns(UserWarning, match=r"record: folder: .*; from here on nothing is"):
+            attend()
+        with pytest.raises(ValueError, match="num_heads"):
+            attend(num_heads=3)
+    assert not files
 
 
 def test_another_block_keeps_the_files_of_the_first(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ascend_attn_ops import reference
+from ascend_attn_ops._arguments import check_memory, check_tensor
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
 from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of
 from ascend_attn_ops.device_limits import limits
@@ -69,7 +70,8 @@ class Comparing(CallObserver):
         number = next(self._numbers)
         due = report.calls[operator] % self._every == 0
         report.calls[operator] += 1
-        before = on_the_host(call.sample) if due and OPERATORS[operator].in_place else call.sample
+        in_place = due and OPERATORS[operator].in_place and not_readable(call.sample) is None
+        before = on_the_host(call.sample) if in_place else call.sample
         outputs = run()
         if due:
             reason = not_comparable(call.sample)
@@ -87,6 +89,17 @@ def on_the_host(sample: Sample) -> Sample:
     """Copies of its tensors, after a wait for the device."""
     with torch.no_grad():
         return sample.map(lambda x: x.detach().cpu().clone())
+
+
+def not_readable(sample: Sample) -> str | None:
+    """Why the operator refuses a call's tensors, which torch's own functions would crash on."""
+    for name, x in sample.tensors.items():
+        try:
+            check_tensor(sample.operator, name, x)
+            check_memory(sample.operator, name, x)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            return str(error)
+    return None
 
 
 def not_comparable(sample: Sample) -> str | None:

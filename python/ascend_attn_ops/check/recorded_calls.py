@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _library
-from ascend_attn_ops.check.comparing import difference, not_comparable, on_the_host
+from ascend_attn_ops.check.comparing import difference, not_comparable, not_readable, on_the_host
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
 from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of, sample_of
 from ascend_attn_ops.device_limits import device_in_force, limits
@@ -53,15 +53,16 @@ class Recording(CallObserver):
         self._full = False
 
     def observe(self, call: Call, run: Callable[[], Any]) -> Any:
-        before = call.sample
-        if OPERATORS[before.operator].in_place:
+        before, unreadable = call.sample, not_readable(call.sample)
+        if OPERATORS[before.operator].in_place and unreadable is None:
             before = on_the_host(before)
         try:
             outputs = run()
         except Exception as error:
-            file = self._write(call, before, {}, raised=_text(error))
-            if file is not None:
-                _add_note(error, f"the call was recorded in {file}")
+            if unreadable is None:
+                file = self._write(call, before, {}, raised=_text(error))
+                if file is not None:
+                    _add_note(error, f"the call was recorded in {file}")
             raise
         if self._when == "always":
             self._write(call, before, _results(call.sample, outputs))
@@ -80,9 +81,7 @@ class Recording(CallObserver):
         tensors |= {f"outputs.{name}": x.detach().cpu().contiguous() for name, x in outputs.items()}
         size = sum(x.nbytes for x in tensors.values())
         if size > self._left:
-            self._full = True
-            text = f"{call} takes {size / 2**20:.0f} MiB; from here on nothing is recorded"
-            warnings.warn(f"{self._name}: limit: {text}", stacklevel=4)
+            self._end(f"limit: {call} takes {size / 2**20:.0f} MiB")
             return None
         device = device_in_force()
         content = {
@@ -97,10 +96,20 @@ class Recording(CallObserver):
         file = self._folder / f"{len(self.files):04}-{before.operator}.safetensors"
         while file.exists():
             file = file.with_name(f"{file.stem}_.safetensors")
-        safetensors_of(self._name).torch.save_file(tensors, file, {_METADATA: json.dumps(content)})
+        library = safetensors_of(self._name)
+        try:
+            library.torch.save_file(tensors, file, {_METADATA: json.dumps(content)})
+        except (OSError, RuntimeError, library.SafetensorError) as error:
+            # The program goes on, or raises its own error.
+            self._end(f"folder: {_text(error)}")
+            return None
         self._left -= size
         self.files.append(file)
         return file
+
+    def _end(self, reason: str) -> None:
+        self._full = True
+        warnings.warn(f"{self._name}: {reason}; from here on nothing is recorded", stacklevel=5)
 
 
 def on_the_host_once(sample: Sample) -> Sample:
