@@ -3,7 +3,7 @@
 Another torch lacks some of the symbols that they need, and the loader would name one of them.
 
 Where torch_npu is installed, `import torch` would import it, which fails where there is no CANN.
-`_library` loads torch_npu later, and says why it cannot.
+`_library` loads torch_npu later, and says why it cannot. Other backends load as they would.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _given = os.environ.get(_AUTOLOAD)
+# Whether importing torch would load the backends that are installed, and this package does instead.
+autoloads = "torch" not in sys.modules and _given in (None, "1")
 os.environ[_AUTOLOAD] = "0"
 try:
     import torch
@@ -25,6 +27,10 @@ finally:
     del os.environ[_AUTOLOAD]
     if _given is not None:
         os.environ[_AUTOLOAD] = _given
+if autoloads:
+    for _backend in metadata.entry_points(group="torch.backends"):
+        if _backend.name != "torch_npu":
+            _backend.load()()
 
 _REMEDY = "install it again in this environment: pip install --no-build-isolation --no-deps ."
 

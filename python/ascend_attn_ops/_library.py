@@ -67,12 +67,13 @@ def _explaining_on_npu_tensors(reason: str) -> torch.library.Library:
 def _load_npu() -> str | None:
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed: pip install --no-deps torch_npu, then install again"
+    reason = _built_with.mismatch("_npu")
     if importlib.util.find_spec("ascend_attn_ops._npu") is None:
-        return (
+        reason = (
             "built without torch_npu: install ascend_attn_ops again, with --no-build-isolation, "
             "in the environment that has torch_npu"
         )
-    if reason := _built_with.mismatch("_npu"):
+    if reason and not _built_with.autoloads:
         return reason
     try:
         if "torch_npu" not in sys.modules:
@@ -81,7 +82,9 @@ def _load_npu() -> str | None:
         importlib.import_module("torch_npu")
     # A broken one raises anything, and the operators on the CPU do not need it.
     except (Exception, SystemExit) as error:
-        return f"torch_npu cannot be loaded: {_first_line(error)}"
+        return reason or f"torch_npu cannot be loaded: {_first_line(error)}"
+    if reason:
+        return reason
     try:
         importlib.import_module("ascend_attn_ops._npu")
     except Exception as error:

@@ -166,6 +166,17 @@ def test_importing_what_is_not_built(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_other_backends_load_as_torch_would_load_them(wanted: str, tmp_path: Path) -> None:
+    write_package(tmp_path, "mine", "def load(): print('loaded')", "1.0")
+    points = tmp_path / "mine-1.0.dist-info/entry_points.txt"
+    points.write_text("[torch.backends]\nmine = mine:load\n")
+    place = str(ROOT / "python")
+    code = f"import sys; sys.path.insert(0, {place!r}); import ascend_attn_ops, torch"
+    ran = run_python("-c", code, path=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=wanted)
+    assert ran.stdout == ("loaded\n" if wanted == "1" else ""), ran.stderr
+
+
 def test_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another minor version is refused; another post release, where it cannot be loaded."""
     built = {"torch": torch.__version__, "torch_npu": "2.10.0.post4"}
