@@ -1,6 +1,9 @@
 // The Python module `_C`: direct calls, limits, the mask rule and checks of values.
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -8,6 +11,7 @@
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/sparse_mode.h"
+#include "core/tensor_checks.h"
 #include "core/value_checks.h"
 #include "cpu/common/capability.h"
 #include "cpu/common/matrix_products.h"
@@ -90,6 +94,30 @@ py::tuple cann_versions() {
     names.append(std::string(version.name));
   }
   return py::tuple(names);
+}
+
+// The first, the smallest and the largest of integers of one axis; None for tensors that are not on
+// the host, or whose values cannot be read as they lie.
+std::optional<std::array<int64_t, 3>> bounds_of(const at::Tensor& integers) {
+  constexpr c10::DispatchKeySet kOther{c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor,
+                                       c10::DispatchKey::FuncTorchGradWrapper,
+                                       c10::DispatchKey::FuncTorchBatched};
+  const auto dtype = integers.scalar_type();
+  if (!integers.is_cpu() || integers.layout() != at::kStrided ||
+      integers.key_set().has_any(kOther) || (dtype != at::kInt && dtype != at::kLong) ||
+      integers.dim() != 1 || integers.numel() == 0 || !has_memory(integers)) {
+    return std::nullopt;
+  }
+  const auto find = [&]<typename T>(const T* at) {
+    std::array<int64_t, 3> bounds{*at, *at, *at};
+    for (int64_t i = 0; i < integers.size(0); ++i, at += integers.stride(0)) {
+      bounds[1] = std::min<int64_t>(bounds[1], *at);
+      bounds[2] = std::max<int64_t>(bounds[2], *at);
+    }
+    return bounds;
+  };
+  return dtype == at::kInt ? find(integers.const_data_ptr<int32_t>())
+                           : find(integers.const_data_ptr<int64_t>());
 }
 
 // A device as Python names it: None for no limits, no version for the newest.
@@ -195,6 +223,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const std::string& op, const at::Tensor& max, const at::Tensor& sum) {
           cpu::check_statistics(op, max.contiguous(), sum.contiguous(), max.numel());
         });
+  m.def("has_memory", &has_memory);
+  m.def("bounds_of", &bounds_of);
   m.def("limits_table", &limits_of_operators);
   m.attr("products") = product_names();
   m.attr("cann_versions") = cann_versions();

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ascend_attn_ops import _C
 from ascend_attn_ops._torch import FakeTensor, is_functorch_wrapped_tensor
 
 INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
@@ -152,16 +153,11 @@ def check_memory(function: str, argument: str, x: Tensor) -> None:
     wraps = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if wraps or not readable(x) or is_functorch_wrapped_tensor(x):
         return
-    if x.layout != torch.strided or x.is_nested or x.is_quantized or x._is_zerotensor():
+    if x.is_nested or x.is_quantized or x._is_zerotensor() or _C.has_memory(x):
         return
-    if not x.numel():
-        return
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    size = x.untyped_storage().nbytes()
-    if (x.storage_offset() + last + 1) * x.itemsize > size:
-        got = f"one of {size} bytes for shape {list(x.shape)} and strides {list(x.stride())}"
-        got += f" at offset {x.storage_offset()}; FSDP and resize_() free memory"
-        raise wrong(ValueError, function, argument, "a storage that holds every element", got)
+    got = f"one of {x.untyped_storage().nbytes()} bytes for shape {list(x.shape)} and strides "
+    got += f"{list(x.stride())} at offset {x.storage_offset()}; FSDP and resize_() free memory"
+    raise wrong(ValueError, function, argument, "a storage that holds every element", got)
 
 
 def tensors_in(x: object) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
 from ascend_attn_ops._arguments import check_flag, readable, shown, wrong
 from ascend_attn_ops._npu_graphs import captures
-from ascend_attn_ops._packing import ends_of, lengths_on
+from ascend_attn_ops._packing import bounds_on_host, ends_of, lengths_on
 from ascend_attn_ops._pages import (
     check_blocks,
     check_indices,
@@ -100,7 +100,7 @@ def attend_with_cache(
             "a tensor that requires grad; call the function under torch.no_grad(), or detach the "
             "tensor",
         )  # fmt: skip
-    blocks, slots = k_cache.shape[:2]
+    blocks, slots = k_cache.size(0), k_cache.size(1)
     room = slots
     if block_table is not None or cache_batch_idx is not None:
         table = table_of(name, batch, blocks, cache_batch_idx, block_table)
@@ -212,7 +212,9 @@ def lengths_with_new(
             raise wrong(ValueError, function, "cache_seqlens", "where k and v are written", "None")
         cache_seqlens = slots
     if isinstance(cache_seqlens, Tensor):
-        check_indices(function, "cache_seqlens", cache_seqlens, 1)
+        bounds = bounds_on_host(cache_seqlens)
+        if bounds is None:
+            check_indices(function, "cache_seqlens", cache_seqlens, 1)
         before = cache_seqlens
         if before.shape[0] != batch:
             got = str(list(before.shape))
@@ -220,8 +222,11 @@ def lengths_with_new(
         if not before.is_cpu and before.device != q.device:
             expected = f"a tensor on the host or on {q.device} (q's)"
             raise wrong(ValueError, function, "cache_seqlens", expected, str(before.device))
-        outside = (before < 0) | (before > slots - new)
-        first = before[outside][:1].tolist() if readable(outside) and bool(outside.any()) else []
+        first = []
+        if bounds is None or bounds[1] < 0 or bounds[2] > slots - new:
+            outside = (before < 0) | (before > slots - new)
+            if readable(outside) and bool(outside.any()):
+                first = before[outside][:1].tolist()
     elif isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         before = torch.full((batch,), cache_seqlens, device="cpu")
         fits = torch.compiler.is_compiling() or 0 <= cache_seqlens <= slots - new

@@ -205,8 +205,10 @@ def pack_of(
     used_q: Tensor | None = None,
     used_k: Tensor | None = None,
 ) -> Pack:
-    given = zip(options.lengths, (cu_seqlens_q, cu_seqlens_k), strict=True)
-    pack = Pack(*(ends_of(options.function, name, x) for name, x in given))
+    of_queries, of_keys = options.lengths
+    q_ends = ends_of(options.function, of_queries, cu_seqlens_q)
+    same = cu_seqlens_k is cu_seqlens_q
+    pack = Pack(q_ends, q_ends if same else ends_of(options.function, of_keys, cu_seqlens_k))
     return with_unused(options, pack, used_q, used_k)
 
 

@@ -46,6 +46,10 @@ _EVERYTHING, _CAUSAL = Mask(0), Mask(3)
 
 
 def mask_of(function: str, causal: bool, window_size: Sequence[int]) -> Mask:
+    # Tensors among the numbers are compared below, after their memory has been checked.
+    numbers = type(window_size) is tuple and [*map(type, window_size)] == [int, int]
+    if type(causal) is bool and numbers and window_size == (-1, -1):
+        return _CAUSAL if causal else _EVERYTHING
     for tensor in tensors_in(window_size):
         check_memory(function, "window_size", tensor)
     try:
@@ -167,8 +171,9 @@ def on_meta(function: str, argument: str, x: Tensor | None, q: Tensor) -> Tensor
 
 def check_deterministic(function: str, q: Tensor, deterministic: bool) -> None:
     check_flag(function, "deterministic", deterministic)
-    on_device = q.device.type not in ("cpu", "meta")
-    if deterministic and on_device and not torch.are_deterministic_algorithms_enabled():
+    if not deterministic or q.device.type in ("cpu", "meta"):
+        return
+    if not torch.are_deterministic_algorithms_enabled():
         refuse(
             function, "deterministic",
             f"torch.use_deterministic_algorithms(True), to which alone {q.device} listens",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import (
     INT64_MAX,
     check_memory,
@@ -115,6 +116,13 @@ def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
     return NotImplementedError(text)
 
 
+def bounds_on_host(integers: Tensor) -> list[int] | None:
+    """The first, the smallest and the largest of integers of one axis on the host; None for others,
+    which the caller checks by steps that take longer."""
+    plain = type(integers) is Tensor and not torch.compiler.is_compiling()
+    return _C.bounds_of(integers) if plain else None
+
+
 def ends_of(function: str, argument: str, cu_seqlens: object) -> Any:
     """Returns the ends that cu_seqlens has behind its leading 0, as a list or a view of a tensor.
 
@@ -122,9 +130,12 @@ def ends_of(function: str, argument: str, cu_seqlens: object) -> Any:
     """
     first: Any = 0
     if isinstance(cu_seqlens, Tensor):
-        check_tensor(function, argument, cu_seqlens, 1, "(batch_size + 1,)")
+        if bounds := bounds_on_host(cu_seqlens):
+            first = bounds[0]
+        else:
+            check_tensor(function, argument, cu_seqlens, 1, "(batch_size + 1,)")
         count = cu_seqlens.shape[0]
-        if readable(cu_seqlens) and count:
+        if bounds is None and readable(cu_seqlens) and count:
             check_memory(function, argument, cu_seqlens)
             first = cu_seqlens[0].item()
     elif isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes)):
